@@ -1,0 +1,50 @@
+# Needs Python 3.11 or newer, make and a C compiler; everything else goes into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --constraint constraints.txt
+
+# The rooms that import no torch are held to strict types; those not built yet are skipped.
+ROOMS := models clusters costs plans search batching schedules programs cli
+TYPED := $(sort $(dir $(wildcard $(ROOMS:%=src/penstock/%/*.py)))) $(wildcard src/penstock/*.py)
+KERNELS := $(shell grep -rl --include='*.py' numba src)
+
+.PHONY: help setup demo test lint docs clean
+
+help:
+	@echo 'make setup   create $(VENV), install Penstock and compile its kernels'
+	@echo 'make demo    the whole story on this machine'
+	@echo 'make test    all tests'
+	@echo 'make lint    ruff and mypy'
+	@echo 'make docs    build the documentation into site/'
+	@echo 'make clean   remove $(VENV) and everything built'
+
+setup: $(VENV)/.compiled
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch  # alone and first, so that nothing after it brings another build
+	$(PIP) --editable '.[dev,hf]'
+	@touch $@
+
+$(VENV)/.compiled: $(VENV)/.installed $(KERNELS)
+	$(BIN)/python -m penstock.kernels
+	@touch $@
+
+demo: setup
+	$(BIN)/penstock demo
+
+test: setup
+	$(BIN)/python -m pytest -n 2
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(TYPED)
+
+docs: setup
+	$(PIP) --quiet --editable '.[docs]'
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) dist site .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -1,0 +1,30 @@
+"""Penstock plans, runs and keeps tuning the parallel training of neural networks."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+# Public name -> the module that holds it. Names are looked up on first use, so that `import penstock` costs milliseconds.
+_HOMES = {
+    "InfeasibleError": "penstock.errors",
+    "InputError": "penstock.errors",
+    "PenstockError": "penstock.errors",
+    "ProfileMissingError": "penstock.errors",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,204 @@
+"""What verbs say things with: consoles, progress bars, tables, JSON and numbers with their units."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+    from rich.text import Text
+
+__all__ = [
+    "JsonFlag",
+    "Ticker",
+    "err",
+    "format_bytes",
+    "format_count",
+    "format_time",
+    "format_usd",
+    "out",
+    "print_error",
+    "print_json",
+    "progress",
+    "table",
+]
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one machine-readable object on stdout.")]
+
+_PIPED_WIDTH = 160  # rich assumes 80 columns when there is no terminal, too narrow for a table of plans
+
+
+@cache
+def out() -> Console:
+    """The console of results: stdout."""
+    return _console(stderr=False)
+
+
+@cache
+def err() -> Console:
+    """The console of errors, logs and progress: stderr."""
+    return _console(stderr=True)
+
+
+def _console(stderr: bool) -> Console:
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    piped = not stream.isatty() and "COLUMNS" not in os.environ
+    return Console(stderr=stderr, highlight=False, width=_PIPED_WIDTH if piped else None)
+
+
+def print_error(message: str) -> None:
+    """Says `message` on stderr, unwrapped, so that it can be searched for."""
+    from rich.text import Text
+
+    err().print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """Prints `value` as the one JSON object of a `--json` command."""
+    print(json.dumps(value, indent=2, allow_nan=False, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "tolist"):  # numpy arrays and scalars
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+class Ticker:
+    """Moves one progress bar forward."""
+
+    def __init__(self, bar: Progress, description: str, total: float | None) -> None:
+        self._bar = bar
+        self._task = bar.add_task(description, total=total)
+
+    def advance(self, amount: float = 1) -> None:
+        """Counts `amount` more as done."""
+        self._bar.advance(self._task, amount)
+
+    def describe(self, description: str) -> None:
+        """Changes the text beside the bar."""
+        self._bar.update(self._task, description=description)
+
+
+@contextmanager
+def progress(description: str, total: float | None = None, *, quiet: bool = False) -> Iterator[Ticker]:
+    """A progress bar on stderr with the time left; `total` None means unknown.
+
+    Without a terminal only the finished bar is printed, and nothing at all if `quiet` (what `--json` commands pass).
+
+    >>> with progress("searching", total=8) as ticker:
+    ...     ticker.advance()
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    label = TextColumn("{task.description}", markup=False)
+    columns = (
+        label,
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("so far,"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    with Progress(*columns, console=err(), disable=quiet and not err().is_terminal) as bar:
+        yield Ticker(bar, description, total)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+    """A table to print with `out()`; cells are taken literally, columns of numbers are aligned to the right."""
+    from rich import box
+    from rich.table import Table
+
+    cells = [[_cell(value) for value in row] for row in rows]
+    result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for index, name in enumerate(columns):
+        numeric = bool(cells) and all(_is_number(row[index]) for row in cells)
+        result.add_column(name, justify="right" if numeric else "left")
+    for row in cells:
+        result.add_row(*row)
+    return result
+
+
+def _cell(value: Any) -> Text:
+    from rich.text import Text
+
+    return value if isinstance(value, Text) else Text("" if value is None else str(value))
+
+
+def _is_number(cell: Text) -> bool:
+    return cell.plain.lstrip("-+~$")[:1].isdigit() or cell.plain in ("", "-", "inf")
+
+
+def format_time(time_s: float) -> str:
+    """A duration with the unit that suits it: `850 ns`, `12.3 ms`, `1.50 s`, `2 min 05 s`, `3 h 20 min`, `2 d 04 h`."""
+    if not math.isfinite(time_s) or time_s == 0:
+        return f"{time_s:g} s"
+    if time_s < 0:
+        return "-" + format_time(-time_s)
+    for unit, scale in (("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0)):
+        if float(f"{time_s / scale:.3g}") < (120 if unit == "s" else 1000):
+            return f"{_three_digits(time_s / scale)} {unit}"
+    if (seconds := round(time_s)) < 3600:
+        return f"{seconds // 60} min {seconds % 60:02d} s"
+    if (minutes := round(time_s / 60)) < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    hours = round(time_s / 3600)
+    return f"{hours // 24} d {hours % 24:02d} h"
+
+
+def format_bytes(size_bytes: float) -> str:
+    """A size in binary units: `512 B`, `1.5 KiB`, `4.2 GiB`."""
+    if abs(size_bytes) < 1024:
+        return f"{size_bytes:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        size_bytes /= 1024
+        if abs(size_bytes) < 1023.95 or unit == "PiB":
+            break
+    return f"{size_bytes:.1f} {unit}"
+
+
+def format_count(number: float) -> str:
+    """A count: in full below ten thousand, then `12.3 k`, `1.40 M`, `7.00 B`, `1.20 T`."""
+    if abs(number) < 10_000 or not math.isfinite(number):
+        return f"{number:,.0f}"
+    for unit, scale in (("k", 1e3), ("M", 1e6), ("B", 1e9), ("T", 1e12)):
+        if float(f"{abs(number) / scale:.3g}") < 1000 or unit == "T":
+            break
+    return f"{_three_digits(number / scale)} {unit}"
+
+
+def format_usd(amount_usd: float) -> str:
+    """Money: `$0.00123`, `$12.34`, `$1,234`."""
+    if amount_usd < 0:
+        return "-" + format_usd(-amount_usd)
+    if 0 < amount_usd < 0.1:
+        return f"${_three_digits(amount_usd)}"
+    return f"${amount_usd:,.2f}" if amount_usd < 999.995 else f"${amount_usd:,.0f}"
+
+
+def _three_digits(value: float) -> str:
+    """Three significant digits without an exponent: `1.23`, `12.3`, `123`."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:.{max(0, 2 - math.floor(math.log10(abs(rounded))))}f}"

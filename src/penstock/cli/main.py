@@ -1,0 +1,154 @@
+"""The `penstock` command: finds the verb, runs it, and turns errors into one clear message and an exit status."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from typer.core import TyperGroup
+
+import penstock
+from penstock.cli import console
+from penstock.errors import InputError, PenstockError, near_misses
+
+__all__ = ["VERBS", "Verb", "main", "run"]
+
+_TRACEBACK_VARIABLE = "PENSTOCK_TRACEBACK"
+
+
+class Verb(NamedTuple):
+    """`penstock NAME` is the function `MODULE` of `penstock.cli.MODULE`; `help` is its line in `penstock --help`.
+
+    A verb with verbs of its own (`penstock store start`) exposes a `typer.Typer` under that name instead of a function.
+    """
+
+    name: str
+    module: str
+    help: str
+
+
+# In the order in which `penstock --help` lists them.
+VERBS: tuple[Verb, ...] = ()
+
+
+class LazyGroup(TyperGroup):
+    """Lists verbs from the table and imports a verb's module only when that verb is called or its help asked for."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str, Any, list[str]]:
+        name, *rest = args
+        verbs = {verb.name: verb for verb in VERBS}
+        if name not in verbs:
+            raise InputError(f"there is no command '{name}'. {near_misses(name, verbs)}")
+        return name, _load(verbs[name]), rest
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # typer would leave without a word
+            raise _Interrupted("interrupted.") from None
+        except BrokenPipeError as error:  # typer would take a lost peer for a closed stdout, and leave quietly
+            if _reader_left():
+                raise
+            raise ConnectionError(f"a connection was closed by its other end ({error}).") from error
+
+
+class _Interrupted(PenstockError):
+    """Ctrl-C, with the status shells expect for it."""
+
+    exit_status = 130
+
+
+def _load(verb: Verb) -> Any:
+    """The click command behind a verb."""
+    target = getattr(import_module(f"penstock.cli.{verb.module}"), verb.module)
+    if not isinstance(target, typer.Typer):
+        function, target = target, typer.Typer(add_completion=False)
+        target.command(verb.name)(function)
+    return typer.main.get_command(target)
+
+
+def _reader_left() -> bool:
+    """Whether stdout is a pipe or a socket that nobody reads any more."""
+    poller = select.poll()
+    try:
+        poller.register(sys.stdout.fileno(), 0)  # errors and hang-ups are reported without asking
+    except (OSError, ValueError):  # a stdout without a file behind it, as under a test runner
+        return False
+    return bool(poller.poll(0))
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"penstock {penstock.__version__}")
+        raise typer.Exit
+
+
+def _set_debug(wanted: bool) -> None:
+    if wanted:
+        os.environ[_TRACEBACK_VARIABLE] = "1"  # the environment, so that child processes see it too
+
+
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", callback=_set_debug, help="Show the traceback of an error.")] = False,
+) -> None:
+    """Plan, run and keep tuning the parallel training of neural networks."""
+
+
+def _command() -> Any:
+    """The whole command line, with a stand-in for each verb that knows its name and its line of help."""
+    app = typer.Typer(cls=LazyGroup, add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+    app.callback()(_root)
+    for verb in VERBS:
+        app.command(verb.name, help=verb.help)(lambda: None)
+    return typer.main.get_command(app)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line and returns its exit status: 0 done, 1 failed, 2 wrong input, 3 no feasible plan, 130 interrupted."""
+    try:
+        _command()(args=list(arguments) or ["--help"], prog_name="penstock")
+    except SystemExit as leaving:  # how typer ends, with or without a usage error of its own
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except PenstockError as error:
+        _tell(str(error))
+        return error.exit_status
+    except KeyboardInterrupt:
+        console.print_error("interrupted.")
+        return 130
+    except Exception as error:
+        _tell(f"{type(error).__name__}: {error}")
+        if not _debugging():
+            console.err().print(f"This was not expected. To see where: {_TRACEBACK_VARIABLE}=1, or `penstock --debug VERB ...`.")
+        return 1
+    return 0
+
+
+def _tell(message: str) -> None:
+    if _debugging():
+        console.err().print_exception()
+    console.print_error(message)
+
+
+def _debugging() -> bool:
+    return os.environ.get(_TRACEBACK_VARIABLE, "0") not in ("", "0")
+
+
+def main() -> None:
+    """Entry point of the `penstock` script."""
+    try:
+        status = run(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader left (`penstock ... | head`): nothing to tell, and nobody to tell it to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

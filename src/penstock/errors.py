@@ -1,0 +1,39 @@
+"""The one family of exceptions a user can meet: each says what, where, the numbers, and the next step."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["InfeasibleError", "InputError", "PenstockError", "ProfileMissingError", "near_misses"]
+
+
+class PenstockError(Exception):
+    """Base of all errors with a message meant for the user; `exit_status` is what the command returns."""
+
+    exit_status = 1
+
+
+class InputError(PenstockError):
+    """Something the user gave is wrong: a file, a field, a name, a size that does not divide."""
+
+    exit_status = 2
+
+
+class ProfileMissingError(InputError):
+    """A cost was asked for that the chosen profile or table does not hold."""
+
+
+class InfeasibleError(PenstockError):
+    """The request is well formed, but no plan can satisfy it."""
+
+    exit_status = 3
+
+
+def near_misses(name: str, known: Iterable[str]) -> str:
+    """A sentence that lists the known names closest to `name`, or all of them if none is close."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name.lower(), names, n=4, cutoff=0.5)
+    if close:
+        return f"Did you mean {' or '.join(repr(c) for c in close)}?"
+    return f"Known: {', '.join(names)}."

@@ -1,0 +1,93 @@
+"""Reading and writing the files people hand to Penstock: clear errors in, atomic replacement out."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import InputError
+
+__all__ = ["describe_validation_error", "read_json", "read_text", "read_yaml", "write_json", "write_text"]
+
+
+def read_text(path: str | Path, what: str) -> str:
+    """The text of `path`; `what` names the kind of file in the error ("plan", "cluster file")."""
+    path = Path(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{what} '{path}' does not exist. Check the path, or create the file first.") from None
+    except IsADirectoryError:
+        raise InputError(f"{what} '{path}' is a directory, a file was expected.") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{what} '{path}' is not UTF-8 text (byte {error.start}).") from None
+    except OSError as error:
+        raise InputError(f"{what} '{path}' cannot be read: {error.strerror}.") from None
+
+
+def read_json(path: str | Path, what: str) -> Any:
+    """The JSON value in `path`."""
+    text = read_text(path, what)
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{what} '{path}' is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from None
+
+
+def read_yaml(path: str | Path, what: str) -> Any:
+    """The YAML value in `path`, read with the safe loader."""
+    import yaml
+
+    text = read_text(path, what)
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
+        problem = getattr(error, "problem", None) or "cannot be parsed"
+        raise InputError(f"{what} '{path}' is not valid YAML:{where} {problem}.") from None
+    except (RecursionError, ValueError) as error:
+        raise InputError(f"{what} '{path}' is not valid YAML: {error}.") from None
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Replaces `path` in one step: readers see the old text or the new, never half of it."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise InputError(f"'{path}' cannot be written: {error.strerror}.") from None
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except OSError as error:
+        os.unlink(temporary)
+        raise InputError(f"'{path}' cannot be written: {error.strerror}.") from None
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Writes `value` as indented JSON, atomically."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def describe_validation_error(error: Any, what: str) -> str:
+    """One line per problem that pydantic found: the field, the value given, what was expected."""
+    lines = []
+    for problem in error.errors():
+        field = ".".join(str(part) for part in problem["loc"]) or "(top level)"
+        given = "" if problem["type"] == "missing" else f" (got {problem.get('input')!r})"
+        lines.append(f"  {field}: {problem['msg']}{given}")
+    return f"{what} is not valid:\n" + "\n".join(lines)
