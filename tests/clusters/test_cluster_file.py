@@ -1,0 +1,159 @@
+"""Cluster files and price files: what they may say, and how wrong ones are answered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.clusters import Link, cluster_from_dict, cluster_to_dict, resolve_cluster, with_measured_links, with_prices
+from penstock.clusters.cluster_file import parse_cluster
+from penstock.errors import InputError
+
+FULL = """
+name: mixed
+devices:
+  - {name: npu, memory_gb: 64, memory_bandwidth_gb_per_s: 1600, fp32_tflops: 20, bf16_tflops: 300, intra: nvlink3}
+nodes:
+  - {instance: p4d.24xlarge, count: 2, price_usd_per_h: 20, memory_limit_gb: 36}
+  - {name: box, device: npu, gpus: 3, inter: {bandwidth_gb_per_s: 12.5, latency_us: 20}, price_usd_per_h: 4}
+  - {name: desk, device: rtx4090, gpus: 2, intra: pcie3, inter: {kind: ethernet-10g, latency_us: 99}, count: 2}
+links:
+  - {between: [box, desk], bandwidth_gb_per_s: 0.5, latency_us: 50}
+  - {between: ["node:0-1", "node:0-1"], bandwidth_gb_per_s: 7}
+  - {between: [16, "17-18"], kind: nvlink4}
+"""
+
+
+def _write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_file_with_everything(tmp_path: Path) -> None:
+    cluster = resolve_cluster(_write(tmp_path, FULL))
+    assert cluster.describe() == "2 × p4d.24xlarge (8 × a100-40gb) + 1 × box (3 × npu) + 2 × desk (2 × rtx4090)"
+    assert (cluster.name, cluster.num_devices, cluster.price_usd_per_h) == ("mixed", 23, None)
+    assert cluster.device(0).memory_bytes == 36e9
+    assert cluster.device(16).peak_flops_per_s("bf16") == 300e12
+    assert cluster.link(0, 1).kind == "nvlink3"
+    assert cluster.link(0, 8) == Link("custom", 7e9, 20e-6)
+    assert cluster.link(16, 18).kind == "nvlink4" and cluster.link(17, 18).kind == "nvlink3"
+    assert cluster.link(18, 22) == Link("custom", 0.5e9, 50e-6)
+    assert cluster.link(19, 20).kind == "pcie3"
+    assert cluster.link(19, 21) == Link("ethernet-10g", 1.25e9, 99e-6)
+    assert cluster_from_dict(cluster_to_dict(cluster)) == cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ["None", "nodes"]),
+        ("- 1", ["mapping"]),
+        ("nodes: []", ["nodes", "[]"]),
+        ("nodes: 7", ["nodes", "7"]),
+        ("name: x", ["nodes", "required"]),
+        ("nodes: [{instnce: p4d.24xlarge}]", ["nodes.0.instnce", "'instance'"]),
+        ("nodez: [{instance: p4d.24xlarge}]", ["nodez", "'nodes'"]),
+        ("nodes: [{instance: p4d.24xlrge}]", ["nodes.0", "instance", "'p4d.24xlrge'", "'p4d.24xlarge'"]),
+        ("nodes: [{instance: t4, count: many}]", ["nodes.0.count", "'many'", "integer"]),
+        ("nodes: [{instance: p4d.24xlarge, count: 0}]", ["nodes.0.count", "0", "greater than or equal to 1"]),
+        ("nodes: [{instance: p4d.24xlarge, count: true}]", ["nodes.0.count", "True"]),
+        ("nodes: [{instance: p4d.24xlarge, gpus: 4}]", ["nodes.0", "gpus", "4", "contradicts"]),
+        ("nodes: [{device: t4}]", ["nodes.0", "gpus", "missing"]),
+        ("nodes: [{gpus: 4}]", ["nodes.0", "device", "missing"]),
+        ("nodes: [{device: t5, gpus: 4}]", ["nodes.0", "device", "'t5'", "'t4'"]),
+        ("nodes: [{device: a100, gpus: 4}]", ["nodes.0", "device", "'a100-40gb' or 'a100-80gb'"]),
+        ("nodes: [{device: t4, gpus: -1}]", ["nodes.0.gpus", "-1"]),
+        ("nodes: [{device: t4, gpus: 1, intra: nvlnk3}]", ["nodes.0", "intra.kind", "'nvlnk3'", "'nvlink3'"]),
+        ("nodes: [{device: t4, gpus: 1, intra: {bandwidth_gbps: 3}}]", ["nodes.0.intra.bandwidth_gbps", "'bandwidth_gb_per_s'"]),
+        ("nodes: [{device: t4, gpus: 1, inter: {bandwidth_gb_per_s: -2}}]", ["nodes.0.inter.bandwidth_gb_per_s", "-2"]),
+        ("nodes: [{device: t4, gpus: 1, inter: {bandwidth_gb_per_s: .inf}}]", ["nodes.0.inter.bandwidth_gb_per_s", "inf"]),
+        ("nodes: [{device: t4, gpus: 1, inter: [1, 2]}]", ["nodes.0.inter", "[1, 2]"]),
+        ("nodes: [{device: t4, gpus: 1, price_usd_per_h: free}]", ["nodes.0.price_usd_per_h", "'free'"]),
+        ("nodes: [{device: t4, gpus: 1, memory_limit_gb: 99}]", ["nodes.0", "memory_limit_gb", "99", "16 GB"]),
+        ("{nodes: [{device: t4, gpus: 2}], links: [{between: [0, 2], kind: pcie4}]}", ["links.0", "between", "'2'", "ranks 0 to 1"]),
+        ("{nodes: [{device: t4, gpus: 2}], links: [{between: [0], kind: pcie4}]}", ["links.0.between"]),
+        ("{nodes: [{device: t4, gpus: 2}], links: [{between: [0, 1.5], kind: pcie4}]}", ["links.0.between.1", "1.5"]),
+        ("{nodes: [{device: t4, gpus: 2}], links: [{between: [1, bx], kind: pcie4}]}", ["links.0", "between", "'bx'", "node:0-3"]),
+        ("{nodes: [{device: t4, gpus: 2}], links: [{between: [0, 1]}]}", ["links.0", "bandwidth_gb_per_s", "missing"]),
+        ("{nodes: [{device: t4, gpus: 2}], devices: [{name: n}]}", ["devices.0.memory_gb", "required"]),
+        ("nodes: [{instance: p4d.24xlarge", ["not valid YAML", "line 1"]),
+    ],
+)
+def test_wrong_files_name_the_field_and_the_value(tmp_path: Path, text: str, parts: list[str]) -> None:
+    path = _write(tmp_path, text)
+    with pytest.raises(InputError) as error:
+        resolve_cluster(path)
+    assert all(part in str(error.value) for part in [path, *parts]), str(error.value)
+
+
+def test_a_device_may_be_defined_once_only() -> None:
+    device = {"name": "n", "memory_gb": 1, "memory_bandwidth_gb_per_s": 1, "fp32_tflops": 1}
+    with pytest.raises(InputError, match=r"devices\.1.*'n' is given twice"):
+        parse_cluster({"devices": [device, device], "nodes": [{"device": "n", "gpus": 1}]}, "file", "name")
+    with pytest.raises(InputError, match=r"device: device 'm' is not known"):
+        parse_cluster({"devices": [device], "nodes": [{"device": "m", "gpus": 1}]}, "file", "name")
+
+
+def test_an_explosive_file_is_answered_shortly(tmp_path: Path) -> None:
+    bomb = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 8)}]\n" for i in range(1, 12))
+    with pytest.raises(InputError) as error:
+        resolve_cluster(_write(tmp_path, bomb + "nodes: *a11\n"))
+    assert len(str(error.value)) < 20_000
+
+
+_SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["t4", "p4d.24xlarge", "pcie4"])
+_FIELDS = st.sampled_from(
+    ["instance", "name", "device", "gpus", "intra", "inter", "count", "rails", "price_usd_per_h", "memory_limit_gb", "between", "kind"]
+)
+_ENTRY = st.dictionaries(_FIELDS, _SCALARS | st.lists(_SCALARS, max_size=2) | st.dictionaries(_FIELDS, _SCALARS, max_size=2), max_size=4)
+
+
+@settings(deadline=None)
+@given(st.fixed_dictionaries({"nodes": st.lists(_ENTRY, max_size=2)}, optional={"links": st.lists(_ENTRY, max_size=2)}))
+def test_anything_else_is_a_cluster_or_an_input_error(data: object) -> None:
+    try:
+        cluster = parse_cluster(data, "file", "drawn")
+    except InputError:
+        return
+    assert cluster_from_dict(cluster_to_dict(cluster)) == cluster
+
+
+def test_prices_are_overridden_by_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "prices.yaml"
+    path.write_text("P4D.24xlarge: 10\nt4: 0.5\np5.48xlarge: 55\n")
+    cluster = with_prices(resolve_cluster("2xp4d.24xlarge+12xt4+1xg5.xlarge"), path)
+    assert cluster.price_usd_per_h == pytest.approx(2 * 10 + 12 * 0.5 + 1.006)
+    assert str(path) in cluster.node_of(0).price_source
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("p4d.24xlrge: 1", "'p4d.24xlrge'.*'p4d.24xlarge'"),
+        ("t4: -1", "t4.*-1"),
+        ("t4: cheap", "'cheap'"),
+        ("t4: true", "True"),
+        ("3", "map names"),
+    ],
+)
+def test_wrong_price_files(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "prices.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        with_prices(resolve_cluster("1xt4"), path)
+
+
+def test_measured_links_replace_the_catalogue() -> None:
+    inside, between = Link("measured", 200e9, 3e-6), Link("measured", 11e9, 30e-6)
+    cluster = with_measured_links(resolve_cluster("2xp4d.24xlarge+1xg5.24xlarge"), {"intra:a100-40gb": inside, "inter": between})
+    assert cluster.link(0, 1) == inside
+    assert cluster.link(0, 8) == cluster.link(0, 16) == between
+    assert cluster.link(16, 17).kind == "pcie4"
+    assert cluster.flow_bandwidth_bytes_per_s(0, 8, num_flows=2) == 5.5e9
+    with pytest.raises(InputError, match="'intre'"):
+        with_measured_links(cluster, {"intre": inside})
