@@ -1,0 +1,92 @@
+"""Finding a model by name, by a YAML file of a family's sizes, by a Hugging Face config, or by a traced description."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import InputError, near_misses
+from penstock.files import read_json, read_yaml
+from penstock.models.config import config_from_mapping
+from penstock.models.ops import Model
+
+__all__ = ["FAMILIES", "model_from_mapping", "model_names", "resolve_model"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where a family lives: its module, the table of named sizes, its configuration class and its builder."""
+
+    module: str
+    sizes: str
+    config: str
+    build: str
+
+    def parts(self) -> tuple[Mapping[str, Any], type, Callable[[Any, str], Model]]:
+        """The three things themselves; the module is imported only now."""
+        module = importlib.import_module(self.module)
+        return getattr(module, self.sizes), getattr(module, self.config), getattr(module, self.build)
+
+
+FAMILIES = {
+    "gpt": Family("penstock.models.gpt", "GPT_SIZES", "GptConfig", "gpt"),
+    "llama": Family("penstock.models.llama", "LLAMA_SIZES", "LlamaConfig", "llama"),
+    "bert": Family("penstock.models.bert", "BERT_SIZES", "BertConfig", "bert"),
+    "t5": Family("penstock.models.t5", "T5_SIZES", "T5Config", "t5"),
+    "resnet": Family("penstock.models.resnet", "RESNET_SIZES", "ResNetConfig", "resnet"),
+    "vgg": Family("penstock.models.vgg", "VGG_SIZES", "VggConfig", "vgg"),
+}
+
+
+def model_names() -> dict[str, str]:
+    """Every named size and its family."""
+    return {size: name for name, family in FAMILIES.items() for size in family.parts()[0]}
+
+
+def resolve_model(text: str) -> Model:
+    """The model meant by a name (`gpt-1.3b`), a file (`mine.yaml`, `traced.json`) or `hf:PATH/config.json`."""
+    if text.startswith("hf:"):
+        from penstock.models.huggingface import model_from_hf
+
+        return model_from_hf(text.removeprefix("hf:"))
+    if text.endswith((".yaml", ".yml")):
+        return model_from_mapping(read_yaml(text, "model file"), f"model file '{text}'", Path(text).stem)
+    if text.endswith(".json"):
+        from penstock.models.description import model_from_description
+
+        return model_from_description(read_json(text, "model description"), f"model description '{text}'")
+    return _named(text)
+
+
+def _named(name: str) -> Model:
+    names = model_names()
+    if name not in names:
+        raise InputError(
+            f"unknown model '{name}'. {near_misses(name, names)} A YAML file of sizes or hf:PATH/config.json works too."
+        )
+    sizes, _, build = FAMILIES[names[name]].parts()
+    return build(sizes[name], name)
+
+
+def model_from_mapping(values: Any, where: str, name: str) -> Model:
+    """A model from `family:` (or `base:`, a named size to start from) and the fields that differ."""
+    if not isinstance(values, dict):
+        raise InputError(f"{where}: expected fields such as 'family: gpt', got {type(values).__name__}.")
+    fields = dict(values)
+    name = str(fields.pop("name", name))
+    base = fields.pop("base", None)
+    family = fields.pop("family", model_names().get(base, None) if base else None)
+    if base is not None and base not in model_names():
+        raise InputError(f"{where}: field 'base' is {base!r}. {near_misses(str(base), model_names())}")
+    if family not in FAMILIES:
+        raise InputError(f"{where}: field 'family' is {family!r}. {near_misses(str(family), FAMILIES)}")
+    sizes, kind, build = FAMILIES[family].parts()
+    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    if base is None:
+        return build(config_from_mapping(kind, fields, where), name)
+    start = sizes[base]
+    config_from_mapping(kind, {**vars(start), **fields}, where)
+    return build(replace(start, **fields), name)

@@ -1,0 +1,56 @@
+"""Turning a mapping (a YAML file, a Hugging Face config) into a family's configuration, with errors that name the field."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from penstock.errors import InputError, near_misses
+
+__all__ = ["config_from_mapping", "require_divides"]
+
+Config = TypeVar("Config")
+
+
+def config_from_mapping(kind: type[Config], values: Mapping[str, Any], where: str) -> Config:
+    """An instance of the dataclass `kind`; unknown fields and wrong types are refused by name."""
+    hints = get_type_hints(kind)
+    for name, value in values.items():
+        if name not in hints:
+            raise InputError(f"{where}: unknown field '{name}'. {near_misses(name, hints)}")
+        if not _fits(value, hints[name]):
+            expected = getattr(hints[name], "__name__", str(hints[name]))
+            raise InputError(f"{where}: field '{name}' is {value!r}; expected {expected}.")
+    missing = [f.name for f in dataclasses.fields(kind) if _required(f) and f.name not in values]  # type: ignore[arg-type]
+    if missing:
+        raise InputError(f"{where}: missing field{'s' if len(missing) > 1 else ''} {', '.join(missing)}.")
+    return kind(**values)
+
+
+def require_divides(divisor_name: str, divisor: int, name: str, value: int) -> None:
+    """Refuses sizes that do not divide, with both numbers in the message."""
+    if divisor <= 0 or value % divisor:
+        raise InputError(f"{name}={value} must be divisible by {divisor_name}={divisor}. Change one of the two.")
+
+
+def _required(item: dataclasses.Field[Any]) -> bool:
+    return item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if hint is Any:
+        return True
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, choice) for choice in get_args(hint))
+    if origin is tuple:
+        return isinstance(value, list | tuple) and all(_fits(v, get_args(hint)[0]) for v in value)
+    if origin is not None:
+        return isinstance(value, origin)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, hint)

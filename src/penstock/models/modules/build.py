@@ -1,0 +1,104 @@
+"""From a description to torch modules, and running a slice of the chain with some ops recomputed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from penstock.errors import InputError, near_misses
+from penstock.models.modules.base import Carry, OpModule
+from penstock.models.modules.batch import Batch
+from penstock.models.modules.parallel import TensorParallel
+from penstock.models.ops import Model, PlacedOp
+
+__all__ = ["TORCH_DTYPES", "Chain", "build_chain", "build_op"]
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+_WHERE = {
+    "embedding": "transformer.Embedding", "norm": "transformer.Norm", "linear": "transformer.Linear",
+    "activation": "transformer.Activation", "pooler": "transformer.Pooler", "logits": "transformer.Logits",
+    "attention": "attention.Attention", "loss": "loss.Loss",
+    "conv": "convolution.Conv", "batch_norm": "convolution.BatchNorm", "relu": "convolution.Relu", "max_pool": "convolution.MaxPool",
+    "avg_pool": "convolution.AvgPool", "fc": "convolution.Fc", "downsample": "convolution.Downsample",
+    "class_loss": "convolution.ClassLoss",
+}  # fmt: skip
+
+
+def build_op(
+    placed: PlacedOp, tp: TensorParallel | None = None, algo: int = 0, *, device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32, seed: int = 0,
+) -> OpModule:  # fmt: skip
+    """The module of one op on this rank."""
+    kind = placed.op.kind
+    if kind not in _WHERE:
+        raise InputError(f"op '{placed.name}' is of kind '{kind}', which has no torch module. {near_misses(kind, _WHERE)}")
+    file, name = _WHERE[kind].split(".")
+    module: type[OpModule] = getattr(importlib.import_module(f"penstock.models.modules.{file}"), name)
+    return module(placed.op, placed.name, tp, algo, device=device, dtype=dtype, seed=seed)
+
+
+class Chain(nn.Module):
+    """A slice of a model's chain on this rank."""
+
+    def __init__(self, ops: Sequence[OpModule]) -> None:
+        super().__init__()
+        self.ops = nn.ModuleList(ops)
+
+    def forward(self, batch: Batch, carry: Carry | None = None, recompute: Collection[int] = ()) -> Carry:
+        """Runs the ops; neighbours whose position is in `recompute` form a segment that keeps only its input."""
+        carry = {} if carry is None else carry
+        for start, stop, again in _segments(len(self.ops), recompute):
+            if again:
+                carry = checkpoint(self._run, carry, batch, start, stop, use_reentrant=False, preserve_rng_state=False)
+            else:
+                carry = self._run(carry, batch, start, stop)
+        return carry
+
+    def _run(self, carry: Carry, batch: Batch, start: int, stop: int) -> Carry:
+        for index in range(start, stop):
+            carry = self.ops[index](carry, batch)
+        return carry
+
+
+def _segments(count: int, recompute: Collection[int]) -> list[tuple[int, int, bool]]:
+    """Maximal runs (start, stop, recomputed?) of positions 0..count."""
+    flags = set(recompute)
+    runs: list[tuple[int, int, bool]] = []
+    for index in range(count):
+        again = index in flags
+        if runs and runs[-1][2] == again:
+            runs[-1] = (runs[-1][0], index + 1, again)
+        else:
+            runs.append((index, index + 1, again))
+    return runs
+
+
+def build_chain(
+    model: Model, start: int = 0, stop: int | None = None, *, tp: TensorParallel | None = None, algos: Sequence[int] = (),
+    device: torch.device | str = "cpu", dtype: torch.dtype | None = None, seed: int = 0,
+) -> Chain:  # fmt: skip
+    """Ops `start` to `stop` of `model`; weights shared by two ops of this slice are one parameter."""
+    placed = model.ops[start:stop]
+    kinds = list(algos) or [0] * len(placed)
+    made: dict[str, OpModule] = {}
+    for place, algo in zip(placed, kinds, strict=True):
+        module = build_op(place, tp, algo, device=device, dtype=dtype or TORCH_DTYPES[model.dtype], seed=seed)
+        if place.op.tied_to in made:
+            module.weight = made[place.op.tied_to].weight
+        elif place.op.tied_to:
+            _copy_tied(module, place, seed)
+        made[place.name] = module
+    return Chain(list(made.values()))
+
+
+def _copy_tied(module: OpModule, place: PlacedOp, seed: int) -> None:
+    """A tied weight whose owner is on another rank starts from the same values as the owner's."""
+    from penstock.models.modules.init import init_parameter
+
+    whole = init_parameter(module.whole_shapes["weight"], place.op.tied_to, "weight", seed=seed, device=module.device)
+    module.load("weight", whole.detach())

@@ -1,0 +1,81 @@
+"""Token losses over logits that may be divided over the vocabulary, in pieces, keeping nothing but the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from penstock.models.modules.base import Carry, OpModule
+from penstock.models.modules.batch import Batch
+from penstock.models.modules.parallel import TensorParallel
+from penstock.models.transformer import LOSS_CHUNK_ELEMENTS
+
+__all__ = ["Loss", "weighted_cross_entropy"]
+
+
+def _chunks(logits: torch.Tensor) -> list[slice]:
+    rows = max(1, LOSS_CHUNK_ELEMENTS // logits.shape[-1])
+    return [slice(start, min(start + rows, logits.shape[0])) for start in range(0, logits.shape[0], rows)]
+
+
+def _combine(log_sum: torch.Tensor, picked: torch.Tensor, tp: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sums and picked logits over all parts of the vocabulary."""
+    parts = [torch.empty_like(log_sum) for _ in range(tp.size)]
+    dist.all_gather(parts, log_sum, group=tp.group)
+    dist.all_reduce(picked, group=tp.group)
+    return torch.logsumexp(torch.stack(parts), 0), picked
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """sum over tokens of weight × (log-sum-exp − logit of the label), in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, first: int, tp: TensorParallel
+    ) -> torch.Tensor:
+        local = labels - first
+        mine = (local >= 0) & (local < logits.shape[-1])
+        index = (local * mine)[:, None]
+        log_sum = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+        for rows in _chunks(logits):
+            log_sum[rows] = torch.logsumexp(logits[rows].float(), -1)
+        picked = logits.gather(1, index)[:, 0].float() * mine
+        if tp.size > 1 and not tp.lone:
+            log_sum, picked = _combine(log_sum, picked, tp)
+        ctx.save_for_backward(logits, log_sum, index, mine, weights)
+        return ((log_sum - picked) * weights).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        logits, log_sum, index, mine, weights = ctx.saved_tensors
+        scale = weights * grads[0]
+        grad = torch.empty_like(logits)
+        for rows in _chunks(logits):
+            chance = logits[rows].float().sub_(log_sum[rows, None]).exp_()
+            chance.scatter_add_(1, index[rows], -mine[rows, None].float())
+            grad[rows] = chance.mul_(scale[rows, None])
+        return grad, None, None, None, None
+
+
+def weighted_cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, tp: TensorParallel, first: int = 0
+) -> torch.Tensor:
+    """The weighted sum of token losses; `first` is the vocabulary index of this rank's first column."""
+    return _CrossEntropy.apply(logits, labels, weights, first, tp)
+
+
+class Loss(OpModule):
+    """Cross entropy of the labels, weighted per token, plus BERT's next-sentence loss where the model has it."""
+
+    def forward(self, carry: Carry, batch: Batch) -> Carry:
+        assert batch.labels is not None and batch.weights is not None
+        first = self.tp.shard(self.config["vocab"]).start
+        loss = weighted_cross_entropy(carry["logits"], batch.labels, batch.weights, self.tp, first)
+        if self.config["next_sentence"] and batch.next_sentence is not None:
+            share = batch.weights.sum() / batch.next_sentence.numel()
+            losses = F.cross_entropy(carry["next_sentence"].float(), batch.next_sentence, reduction="sum")
+            loss = loss + losses * share
+        return self.following(carry, loss=loss)

@@ -1,0 +1,1 @@
+"""From plans and programs to weights."""
