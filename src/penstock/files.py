@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.errors import InputError
 
-__all__ = ["describe_validation_error", "read_json", "read_text", "read_yaml", "write_json", "write_text"]
+__all__ = ["describe_validation_error", "read_json", "read_text", "read_yaml", "write_bytes", "write_json", "write_text"]
 
 
 def read_text(path: str | Path, what: str) -> str:
@@ -35,6 +35,8 @@ def read_json(path: str | Path, what: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise InputError(f"{what} '{path}' is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from None
+    except (RecursionError, ValueError) as error:
+        raise InputError(f"{what} '{path}' is not valid JSON: {error}.") from None
 
 
 def read_yaml(path: str | Path, what: str) -> Any:
@@ -54,7 +56,12 @@ def read_yaml(path: str | Path, what: str) -> Any:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Replaces `path` in one step: readers see the old text or the new, never half of it."""
+    """Replaces `path` with UTF-8 text in one step."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Replaces `path` in one step: readers see the old file or the new, never half of it."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,8 +69,8 @@ def write_text(path: str | Path, text: str) -> None:
     except OSError as error:
         raise InputError(f"'{path}' cannot be written: {error.strerror}.") from None
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
         umask = os.umask(0)

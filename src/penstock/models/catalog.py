@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import InputError, near_misses
 from penstock.files import read_json, read_yaml
 from penstock.models.config import config_from_mapping
-from penstock.models.ops import Model
+from penstock.models.ops import ITEM_BYTES, Model
 
 __all__ = ["FAMILIES", "model_from_mapping", "model_names", "resolve_model"]
 
@@ -75,18 +75,28 @@ def model_from_mapping(values: Any, where: str, name: str) -> Model:
     """A model from `family:` (or `base:`, a named size to start from) and the fields that differ."""
     if not isinstance(values, dict):
         raise InputError(f"{where}: expected fields such as 'family: gpt', got {type(values).__name__}.")
-    fields = dict(values)
-    name = str(fields.pop("name", name))
-    base = fields.pop("base", None)
-    family = fields.pop("family", model_names().get(base, None) if base else None)
-    if base is not None and base not in model_names():
-        raise InputError(f"{where}: field 'base' is {base!r}. {near_misses(str(base), model_names())}")
-    if family not in FAMILIES:
+    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    name, base, family = str(fields.pop("name", name)), fields.pop("base", None), fields.pop("family", None)
+    names = model_names()
+    if base is not None and (not isinstance(base, str) or base not in names):
+        raise InputError(f"{where}: field 'base' is {base!r}. {near_misses(str(base), names)}")
+    family = family or (names[base] if base else None)
+    if not isinstance(family, str) or family not in FAMILIES:
         raise InputError(f"{where}: field 'family' is {family!r}. {near_misses(str(family), FAMILIES)}")
+    if base is not None and names[base] != family:
+        raise InputError(f"{where}: field 'base' is {base!r}, which is of family '{names[base]}', but field 'family' is {family!r}.")
     sizes, kind, build = FAMILIES[family].parts()
-    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-    if base is None:
-        return build(config_from_mapping(kind, fields, where), name)
-    start = sizes[base]
-    config_from_mapping(kind, {**vars(start), **fields}, where)
-    return build(replace(start, **fields), name)
+    start = {} if base is None else vars(sizes[base])
+    config: Any = config_from_mapping(kind, {**start, **fields}, where)
+    _check_sizes(config, where)
+    return build(config, name)
+
+
+def _check_sizes(config: Any, where: str) -> None:
+    """Refuses sizes that make no model."""
+    for name in ("layers", "hidden", "heads", "kv_heads", "vocab", "seq_length", "head_width"):
+        optional = name == "head_width"
+        if getattr(config, name, 1) < (0 if optional else 1):
+            raise InputError(f"{where}: field '{name}' is {getattr(config, name)}; expected at least 1.")
+    if config.dtype not in ITEM_BYTES or config.dtype == "int64":
+        raise InputError(f"{where}: field 'dtype' is {config.dtype!r}; expected bf16, fp16 or fp32.")

@@ -33,6 +33,7 @@ class LlamaConfig:
     eps: float = 1e-5
     tied: bool = False
     qkv_bias: bool = False
+    out_bias: bool = False
     qk_norm: bool = False
     window: int = 0
     """Sliding-window attention over this many tokens; 0: none."""
@@ -67,8 +68,8 @@ def _layer(c: LlamaConfig) -> Block:
                  output="qkv", split="column", bias=c.qkv_bias, tp_limit=c.kv_heads, parts=(width, kv_width, kv_width)),
         t.attention("attention", stream, c.heads, c.kv_heads, head_width, c.dtype, carry=wide("context", width), causal=True,
                     rotary={"theta": c.rope_theta, "scaling": c.rope_scaling}, qk_norm=c.eps if c.qk_norm else 0.0, window=c.window),
-        t.linear("out", stream, width, c.hidden, c.dtype, carry=(hidden,), source="context", output="hidden", split="row", bias=False,
-                 residual="add", dropout=c.dropout, tp_limit=c.heads),
+        t.linear("out", stream, width, c.hidden, c.dtype, carry=(hidden,), source="context", output="hidden", split="row",
+                 bias=c.out_bias, residual="add", dropout=c.dropout, tp_limit=c.heads),
         norm("norm2"),
         t.linear("up", stream, c.hidden, 2 * c.ffn, c.dtype, carry=wide("ffn", 2 * c.ffn), source="hidden", output="ffn",
                  split="column", bias=False, tp_limit=c.ffn, parts=(c.ffn, c.ffn)),

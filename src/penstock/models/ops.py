@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from penstock.errors import InputError
-from penstock.models.shapes import Form, Quantity, Shape
+from penstock.models.shapes import NOTHING, Form, Quantity, Shape
 
-__all__ = ["Block", "Collective", "Model", "Op", "PlacedOp", "Split", "TensorSpec", "ITEM_BYTES"]
+__all__ = ["ITEM_BYTES", "Block", "Collective", "Model", "Op", "PlacedOp", "Split", "TensorSpec"]
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "int64": 8}
 
@@ -67,7 +67,7 @@ class Split:
     """One way to divide an op among tensor-parallel ranks (`algo` 0, 1): what it communicates and what it keeps."""
 
     collectives: tuple[Collective, ...] = ()
-    kept: Quantity = Quantity()
+    kept: Quantity = NOTHING
     """Bytes that only this op saves for its backward pass."""
     saves_in: tuple[str, ...] = ()
     """Carry tensors of its input that it saves; a tensor saved by several ops is held once."""
@@ -85,16 +85,16 @@ class Op:
     """What its torch module is built from; ops of equal kind and config cost the same."""
     carry: tuple[TensorSpec, ...]
     """The carry it returns."""
-    parameters: Quantity = Quantity()
+    parameters: Quantity = NOTHING
     """Number of weights."""
-    flops: Quantity = Quantity()
-    backward_flops: Quantity = Quantity()
-    traffic: Quantity = Quantity()
+    flops: Quantity = NOTHING
+    backward_flops: Quantity = NOTHING
+    traffic: Quantity = NOTHING
     """Bytes it must read and write."""
-    backward_traffic: Quantity = Quantity()
-    workspace: Quantity = Quantity()
+    backward_traffic: Quantity = NOTHING
+    workspace: Quantity = NOTHING
     """Bytes it allocates and frees again inside its forward pass, beyond its output."""
-    backward_workspace: Quantity = Quantity()
+    backward_workspace: Quantity = NOTHING
     """The same for its backward pass, beyond the gradient of its input."""
     splits: tuple[Split, ...] = (Split(),)
     tp_limit: int = 1
@@ -134,6 +134,8 @@ class PlacedOp:
     """Global name, unique in the model: `layers.3.qkv`."""
     block: str
     op: Op
+    copy: int = 0
+    """Which copy of the block it belongs to."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ class Model:
                 repeats = copies > 1 or number > 0
                 prefix = f"{block.name}.{number}" if repeats else block.name
                 for op in block.ops:
-                    yield PlacedOp(index, op.name if prefix == op.name else f"{prefix}.{op.name}", block.name, op)
+                    yield PlacedOp(index, op.name if prefix == op.name else f"{prefix}.{op.name}", block.name, op, number)
                     index += 1
 
     @cached_property

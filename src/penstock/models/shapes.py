@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["FEATURES", "Form", "Layout", "Quantity", "Shape", "feature_matrix"]
+__all__ = ["FEATURES", "NOTHING", "Form", "Layout", "Quantity", "Shape", "feature_matrix"]
 
 Layout = Literal["padded", "packed"]
 
@@ -87,12 +87,15 @@ class Form:
         return {name: c for name, c in zip(FEATURES, self.coefficients, strict=True) if c}
 
 
+_ZERO = Form()
+
+
 @dataclass(frozen=True, slots=True)
 class Quantity:
     """An amount per tensor-parallel rank: `whole` stays on every rank, `split` is divided among them."""
 
-    whole: Form = Form()
-    split: Form = Form()
+    whole: Form = _ZERO
+    split: Form = _ZERO
 
     def at(self, shape: Shape, tp: int = 1) -> float:
         """The amount on one of `tp` ranks."""
@@ -109,3 +112,6 @@ class Quantity:
         return Quantity(self.whole * factor, self.split * factor)
 
     __rmul__ = __mul__
+
+
+NOTHING = Quantity()

@@ -29,6 +29,8 @@ class T5Config:
     gated: bool = False
     activation: str = "relu"
     tied: bool = True
+    scaled: bool | None = None
+    """Whether the logits are made of hidden / √width; None: where the weight is tied."""
     eps: float = 1e-6
     dropout: float = 0.0
     dtype: str = "bf16"
@@ -72,7 +74,7 @@ class _Side:
     def linear(self, name: str, stream: t.Stream, inputs: int, outputs: int, carry: tuple[TensorSpec, ...], source: str, output: str,
                **more: Any) -> Op:  # fmt: skip
         split = "row" if output == "hidden" else "column"
-        extra = {"residual": "add", "dropout": self.c.dropout} if split == "row" else {}
+        extra: dict[str, Any] = {"residual": "add", "dropout": self.c.dropout} if split == "row" else {}
         return t.linear(name, stream, inputs, outputs, self.c.dtype, carry=carry, source=source, output=output, split=split, bias=False,
                         **extra, **more)  # fmt: skip
 
@@ -84,7 +86,7 @@ class _Side:
                         tp_limit=c.heads, parts=(inner,) * 3),
             t.attention("attention", self.stream, c.heads, c.heads, c.head_width, c.dtype,
                         carry=self.carry(self.wide("context", inner), residual), causal=causal, bias_source=bias, buckets=c.buckets,
-                        max_distance=c.max_distance, bidirectional=not causal, scale=1.0),
+                        max_distance=c.max_distance, bidirectional=not causal, scale=1.0, fused=False),
             self.linear("out", self.stream, inner, c.hidden, self.carry(self.hidden()), "context", "hidden", tp_limit=c.heads),
         )  # fmt: skip
 
@@ -142,7 +144,7 @@ def t5(config: T5Config, name: str = "t5") -> Model:
         (Block("head", (
             norm("norm", dec, decoder.hidden()),
             t.logits("logits", dec, c.hidden, c.vocab, c.dtype, tied_to="embedding" if c.tied else "",
-                     scale=c.hidden**-0.5 if c.tied else 1.0),
+                     scale=c.hidden**-0.5 if (c.tied if c.scaled is None else c.scaled) else 1.0),
             t.loss("loss", dec, c.vocab, c.dtype),
         )), 1),
     )  # fmt: skip

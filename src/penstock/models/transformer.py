@@ -16,7 +16,7 @@ from penstock.models.shapes import Form, Quantity
 
 __all__ = ["Stream", "activation", "attention", "embedding", "linear", "logits", "loss", "norm", "pooler", "tensor"]
 
-LOSS_CHUNK_ELEMENTS = 2**25
+LOSS_CHUNK_ELEMENTS = 2**23
 """The loss works through the logits in fp32 pieces of this many elements."""
 
 
@@ -91,7 +91,8 @@ def linear(
     """A matrix product per token.
 
     `split` is "column" (outputs divided), "row" (inputs divided) or "whole" (repeated on every rank); `algo` 1 swaps column and
-    row and communicates so that the carry on both sides stays the same. `residual` is "take" (put the input aside), "add" (add what was put aside) or "".
+    row and communicates so that the carry on both sides stays the same. `residual` is "take" (put the input aside), "add" (add
+    what was put aside) or "".
     `parts` are the widths of outputs that are divided separately, such as q, k and v.
     """
     item = ITEM_BYTES[dtype]
@@ -146,21 +147,25 @@ def attention(
     item = ITEM_BYTES[dtype]
     width, kv_width = heads * head_width, kv_heads * head_width
     squares = "cross" if cross_source else stream.squares
-    flops = Quantity(split=Form.of(**{squares: 4 * width * (0.5 if causal else 1)}))
+    # A fused kernel works on one triangle of a causal square, and makes the scores once more in its backward pass.
+    flops = Quantity(split=Form.of(**{squares: 4 * width * (0.5 if causal and fused else 1)}))
     kept = Quantity(split=stream.per_token(heads * 4))
     saves = [source, cross_source] if cross_source else [source]
     parameters = Quantity()
     rotated = stream.per_token((width + kv_width) * item)
-    if rotary:
+    if rotary or qk_norm:
         kept = kept + Quantity(split=rotated)
     if qk_norm:
-        kept = kept + Quantity(split=rotated + stream.per_token((heads + kv_heads) * 4))
+        kept = kept + Quantity(split=stream.per_token((heads + kv_heads) * 4))
         parameters = Quantity(whole=_constant(2 * head_width))
-    if bias_source:
-        kept = kept + Quantity(split=Form.of(**{squares: heads * item}))
     if not fused:
-        kept = Quantity(split=Form.of(**{squares: heads * item * (2 if dropout else 1)}))
-    moved = Quantity(split=stream.per_token(2 * (width + kv_width) * item))
+        # Probabilities, and queries, keys and values copied head by head; with dropout also what is left of the probabilities, and an
+        # int64 key for each row.
+        copies = stream.per_token((width + 2 * kv_width) * item + (8 * heads if dropout else 0))
+        kept = Quantity(split=Form.of(**{squares: heads * item * (2 if dropout else 1)}) + copies)
+        saves = []
+    passes = 0 if fused else 6
+    moved = Quantity(split=stream.per_token(2 * (width + kv_width) * item) + Form.of(**{squares: passes * heads * item}))
     config = {
         "heads": heads, "kv_heads": kv_heads, "head_width": head_width, "causal": causal, "source": source, "output": output,
         "cross_source": cross_source, "rotary": rotary, "qk_norm": qk_norm, "bias_source": bias_source, "buckets": buckets,
@@ -168,7 +173,7 @@ def attention(
         "window": window, "side": stream.side,
     }  # fmt: skip
     return Op(
-        name, "attention", config, tuple(carry), parameters=parameters, flops=flops, backward_flops=flops * 2.5,
+        name, "attention", config, tuple(carry), parameters=parameters, flops=flops, backward_flops=flops * (2.5 if fused else 2),
         traffic=moved, backward_traffic=moved * 2, splits=(Split(kept=kept, saves_in=tuple(saves), saves_out=(output,) if fused else ()),),
         tp_limit=kv_heads, num_kernels=7 if rotary else 1,
     )  # fmt: skip
@@ -182,13 +187,15 @@ def activation(
     item = ITEM_BYTES[dtype]
     inputs = 2 * width if gated else width
     amount = stream.per_token((inputs + width) * item)
-    kept = stream.per_token(width * item) if gated else Form()
-    place = (lambda form: Quantity(split=form)) if split else (lambda form: Quantity(whole=form))
+    # A plain ReLU's gradient needs only the sign of its result, which the next op saves anyway; the others need the input.
+    from_result = function == "relu" and not gated
+    moved = Quantity(split=amount) if split else Quantity(whole=amount)
     return Op(
         name, "activation", {"width": width, "function": function, "gated": gated, "source": source, "output": output, "split": split,
                              "side": stream.side},
-        tuple(carry), traffic=place(amount), backward_traffic=place(amount * 1.5),
-        splits=(Split(kept=place(kept), saves_in=(source,)),), tp_limit=width if split else 0, num_kernels=2 if gated else 1,
+        tuple(carry), traffic=moved, backward_traffic=moved * 1.5,
+        splits=(Split(saves_in=() if from_result else (source,), saves_out=(output,) if from_result else ()),),
+        tp_limit=width if split else 0, num_kernels=2 if gated else 1,
     )  # fmt: skip
 
 
@@ -197,10 +204,11 @@ def pooler(name: str, width: int, dtype: str, *, carry: Sequence[TensorSpec]) ->
     item = ITEM_BYTES[dtype]
     per_sample = Form.of(samples=2 * width * width + 4 * width)
     return Op(
-        name, "pooler", {"width": width, "side": "own"}, tuple(carry),
+        name, "pooler", {"width": width, "side": "own", "output": "next_sentence"}, tuple(carry),
         parameters=Quantity(whole=_constant(width * width + width + 2 * width + 2)),
         flops=Quantity(whole=per_sample), backward_flops=Quantity(whole=per_sample * 2),
         traffic=Quantity(whole=Form.of(samples=4 * width * item, one=width * width * item)),
+        # First tokens and the tanh's result.
         splits=(Split(kept=Quantity(whole=Form.of(samples=2 * width * item))),), tp_limit=0, num_kernels=5,
     )  # fmt: skip
 
@@ -215,12 +223,12 @@ def logits(
     flops = Quantity(split=stream.per_token(2 * weights))
     size_in, size_out = stream.per_token(width * item), stream.per_token(vocab * item)
     traffic = Quantity(whole=size_in, split=size_out + _constant(weights * item))
-    config: dict[str, Any] = {"inputs": width, "outputs": vocab, "bias": bias, "scale": scale, "tied": bool(tied_to),
+    config: dict[str, Any] = {"inputs": width, "outputs": vocab, "bias": bias, "scale": scale, "tied": bool(tied_to), "output": "logits",
                               "side": stream.side}  # fmt: skip
     if tied_to:
         config["untied_parameters"] = vocab if bias else 0
     return Op(
-        name, "logits", config, (*keep, tensor("logits", stream, vocab, split=True)),
+        name, "logits", config, (tensor("logits", stream, vocab, split=True), *keep),
         parameters=Quantity(split=_constant(weights + (vocab if bias else 0))), flops=flops, backward_flops=flops * 2,
         traffic=traffic, backward_traffic=traffic * 2, backward_workspace=Quantity(split=_constant(weights * item)),
         splits=(Split((Collective("all_reduce", "backward", size_in),),
@@ -230,15 +238,17 @@ def logits(
 
 
 def loss(name: str, stream: Stream, vocab: int, dtype: str, *, next_sentence: bool = False) -> Op:
-    """Cross entropy of the labels, weighted per token; works in fp32 pieces and keeps only the logits and their log-sums."""
+    """Cross entropy of the labels, weighted per token; works in fp32 pieces and keeps the logits and their log-sums."""
     item = ITEM_BYTES[dtype]
     size = stream.per_token(vocab * item)
-    chunk = Quantity(split=_constant(LOSS_CHUNK_ELEMENTS * 4))
+    chunk = Quantity(split=_constant(2 * LOSS_CHUNK_ELEMENTS * 4))
+    # A log-sum in fp32, the label's int64 index and whether it is this rank's; of the next-sentence loss two log-probabilities and scalars.
+    kept = stream.per_token(4 + 8 + 1) + (Form.of(samples=8, one=4) if next_sentence else Form())
     return Op(
         name, "loss", {"vocab": vocab, "next_sentence": next_sentence, "side": stream.side},
         (TensorSpec("loss", (), dtype="fp32"),),
         traffic=Quantity(split=size * 2), backward_traffic=Quantity(split=size * 2), workspace=chunk, backward_workspace=chunk,
         splits=(Split((Collective("all_reduce", "forward", stream.per_token(12)),),
-                      kept=Quantity(whole=stream.per_token(4)), saves_in=("logits",)),),
+                      kept=Quantity(whole=kept), saves_in=("logits",)),),
         tp_limit=0, num_kernels=8,
     )  # fmt: skip

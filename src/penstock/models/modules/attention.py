@@ -15,8 +15,9 @@ from penstock.models.modules.base import Carry, OpModule
 from penstock.models.modules.batch import Batch, Sequences
 from penstock.models.modules.dropout import keyed_dropout
 from penstock.models.modules.init import stable_hash
+from penstock.models.modules.parallel import copy_to
 
-__all__ = ["Attention", "position_bias", "rotary_angles"]
+__all__ = ["Attention", "distance_buckets", "position_bias", "rotary_angles"]
 
 
 def rotary_angles(positions: torch.Tensor, width: int, theta: float, scaling: dict[str, Any] | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,12 +67,17 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return out
 
 
-def position_bias(
-    table: torch.Tensor, queries: int, keys: int, *, buckets: int, max_distance: int, bidirectional: bool
+def distance_buckets(
+    queries: int, keys: int, device: torch.device, *, buckets: int, max_distance: int, bidirectional: bool
 ) -> torch.Tensor:
+    """(queries + keys - 1,) T5's bucket of each distance between a query and a key, from the last query's first key on."""
+    distance = torch.arange(-(queries - 1), keys, device=device)
+    return _bucket(distance, buckets, max_distance, bidirectional)
+
+
+def position_bias(table: torch.Tensor, buckets: torch.Tensor, keys: int) -> torch.Tensor:
     """(heads, queries, keys) T5's bias; it depends on the distance alone, so the table is read once per distance."""
-    distance = torch.arange(-(queries - 1), keys, device=table.device)
-    return table[_bucket(distance, buckets, max_distance, bidirectional)].t().unfold(1, keys, 1).flip(1)
+    return table[buckets].t().unfold(1, keys, 1).flip(1)
 
 
 def _bucket(distance: torch.Tensor, buckets: int, max_distance: int, bidirectional: bool) -> torch.Tensor:
@@ -87,6 +93,11 @@ def _bucket(distance: torch.Tensor, buckets: int, max_distance: int, bidirection
     ratio = torch.log(distance.float().clamp(min=1) / exact) / math.log(max_distance / exact)
     far = (exact + (ratio * (buckets - exact)).long()).clamp(max=buckets - 1)
     return start + torch.where(distance < exact, distance, far)
+
+
+def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zero where allowed, the least number elsewhere."""
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 @functools.cache
@@ -106,7 +117,7 @@ class Attention(OpModule):
     def build(self) -> None:
         c, size = self.config, self.tp.size
         if c["fused"] and c["dropout"]:
-            raise InputError(f"op '{self.name}': attention dropout {c['dropout']} exists only on the unfused path (fused_attention: false).")
+            raise InputError(f"op '{self.name}': attention dropout {c['dropout']} exists only unfused (fused_attention: false).")
         self.heads, self.kv_heads, self.width = c["heads"] // size, c["kv_heads"] // size, c["head_width"]
         self.scale = c["scale"] or self.width**-0.5
         if c["qk_norm"]:
@@ -128,8 +139,9 @@ class Attention(OpModule):
         both, value = carry[c["source"]].unflatten(-1, (-1, self.width)).split([self.heads + self.kv_heads, self.kv_heads], 1)
         if c["qk_norm"]:
             query, key = both.split([self.heads, self.kv_heads], 1)
-            query = F.rms_norm(query, (self.width,), self.q_norm, c["qk_norm"])
-            key = F.rms_norm(key, (self.width,), self.k_norm, c["qk_norm"])
+            # Whole on every rank but used by its heads alone, so their gradients are summed; the same goes for the bias table.
+            query = F.rms_norm(query, (self.width,), copy_to(self.q_norm, self.tp), c["qk_norm"])
+            key = F.rms_norm(key, (self.width,), copy_to(self.k_norm, self.tp), c["qk_norm"])
             both = torch.cat([query, key], 1)
         if c["rotary"]:
             angles = own.memo(("rotary", self.width, str(c["rotary"]), both.dtype), lambda: [part.to(both.dtype) for part in rotary_angles(
@@ -145,14 +157,15 @@ class Attention(OpModule):
         keys = batch.side("own") if c["cross_source"] else own
         if c["bias_source"] and own.layout == "packed":
             raise InputError(f"op '{self.name}': relative position bias has no packed kernel; use the padded layout.")
-        masked = not own.full or not keys.full
-        if c["fused"] and not c["bias_source"] and self._has_varlen(query) and (own.layout == "packed" or (masked and not c["causal"])):
+        # Padding in both directions is left out by the variable-length kernel: pads form pieces of their own.
+        pieces = own.layout == "packed" or not (c["causal"] or c["cross_source"])
+        if pieces and c["fused"] and not c["bias_source"] and self._has_varlen(query):
             return self._varlen(query, key, value, own, keys)
         if own.layout == "packed":
             return self._piecewise(query, key, value, own, keys, batch)
         rows = (x.unflatten(0, (-1, side.row_length)).transpose(1, 2) for x, side in ((query, own), (key, keys), (value, keys)))
-        mask = self._mask(own, keys, carry, query.dtype)
-        context = self._kernel(*rows, mask=mask, row_keys=own.row_keys(), batch=batch)
+        masks = self._mask(own, keys, carry)
+        context = self._kernel(*rows, masks=masks, row_keys=own.row_keys(), batch=batch)
         return context.transpose(1, 2).flatten(0, 1)
 
     def _has_varlen(self, query: torch.Tensor) -> bool:
@@ -186,50 +199,63 @@ class Attention(OpModule):
             ends = (starts[0] + length, starts[1] + key_length)
             rows = (x[a:b].transpose(0, 1)[None] for x, a, b in (
                 (query, starts[0], ends[0]), (key, starts[1], ends[1]), (value, starts[1], ends[1])))  # fmt: skip
-            mask = self._window_mask(length, query.device)
-            context = self._kernel(*rows, mask=mask, row_keys=row_keys[starts[0] : ends[0]], batch=batch)
+            masks = [self._window_mask(length, query.device)] if self.config["window"] and length > self.config["window"] else []
+            context = self._kernel(*rows, masks=masks, row_keys=row_keys[starts[0] : ends[0]], batch=batch)
             parts.append(context[0].transpose(0, 1))
             starts = ends
         return torch.cat(parts)
 
-    def _window_mask(self, length: int, device: torch.device) -> torch.Tensor | None:
-        window = self.config["window"]
-        if not window or length <= window:
-            return None
+    def _window_mask(self, length: int, device: torch.device) -> torch.Tensor:
+        """(queries, keys) true for the last `window` keys up to the query's own."""
         position = torch.arange(length, device=device)
         distance = position[:, None] - position[None, :]
-        return (distance >= 0) & (distance < window)
+        return (distance >= 0) & (distance < self.config["window"])
 
-    def _mask(self, own: Sequences, keys: Sequences, carry: Carry, dtype: torch.dtype) -> torch.Tensor | None:
-        """What `scaled_dot_product_attention` must add or hide in a padded batch; None where `is_causal` says it all."""
+    def _mask(self, own: Sequences, keys: Sequences, carry: Carry) -> list[torch.Tensor]:
+        """What must be added to (or, if boolean, allowed in) the scores of a padded batch; nothing where `is_causal` says it all."""
         c = self.config
-        if not c["bias_source"]:
-            hidden = keys.key_padding()[:, None, None, :] if not c["causal"] and not keys.full else None
-            return self._window_mask(own.row_length, own.ids.device) if c["causal"] else hidden
-        table = carry[c["bias_source"]][:, self.tp.shard(c["heads"])]
-        bias = position_bias(table, own.row_length, keys.row_length, buckets=c["buckets"], max_distance=c["max_distance"],
-                             bidirectional=c["bidirectional"])  # fmt: skip
-        allowed = keys.key_padding()[:, None, None, :]
-        if c["causal"]:
-            allowed = allowed & torch.ones(own.row_length, keys.row_length, dtype=torch.bool, device=bias.device).tril()
-        return bias[None] + torch.zeros(allowed.shape, dtype=dtype, device=bias.device).masked_fill_(~allowed, torch.finfo(dtype).min)
+        masks = []
+        if c["bias_source"]:
+            masks.append(self._bias(own, keys, carry[c["bias_source"]]))
+        elif c["causal"] and c["window"] and own.row_length > c["window"]:
+            masks.append(self._window_mask(own.row_length, own.ids.device))
+        if not c["causal"] and not keys.full:
+            padding = keys.key_padding()[:, None, None, :]
+            dtype = carry[c["source"]].dtype
+            masks.append(padding if c["fused"] else keys.memo(("padding", dtype), lambda: _additive(padding, dtype)))
+        return masks
+
+    def _bias(self, own: Sequences, keys: Sequences, table: torch.Tensor) -> torch.Tensor:
+        """(heads, queries, keys) relative position bias, future keys hidden where the op is causal."""
+        c = self.config
+        mine = copy_to(table, self.tp)[:, self.tp.shard(c["heads"])]
+        rule = {name: c[name] for name in ("buckets", "max_distance", "bidirectional")}
+        size = own.row_length, keys.row_length
+        buckets = own.memo(("buckets", *size, *rule.values()), lambda: distance_buckets(*size, mine.device, **rule))
+        bias = position_bias(mine, buckets, keys.row_length)
+        if not c["causal"]:
+            return bias
+        future = own.memo(("future", *size), lambda: torch.ones(size, dtype=torch.bool, device=mine.device).triu_(1))
+        return bias.masked_fill(future, torch.finfo(bias.dtype).min)
 
     def _kernel(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, mask: torch.Tensor | None, row_keys: torch.Tensor, batch: Batch
-    ) -> torch.Tensor:
-        """(rows, heads, length, width) attention by the fused kernel, or step by step where probabilities are dropped."""
-        causal = self.config["causal"] and mask is None
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, masks: list[torch.Tensor], row_keys: torch.Tensor,
+        batch: Batch,
+    ) -> torch.Tensor:  # fmt: skip
+        """(rows, heads, length, width) attention by the fused kernel, or step by step where the op asks for it."""
+        causal = self.config["causal"] and not masks
         if self.config["fused"]:
+            mask = masks[0] if masks else None
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=self.heads != self.kv_heads
             )
         groups = self.heads // self.kv_heads
         key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
-        scores = query @ key.transpose(-1, -2) * self.scale
+        scores = (query if self.scale == 1.0 else query * self.scale) @ key.transpose(-1, -2)
         if causal:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        if mask is not None:
-            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+            masks = [torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()]
+        for mask in masks:
+            scores.add_(_additive(mask, scores.dtype) if mask.dtype == torch.bool else mask)
         return self._dropped(scores.softmax(-1), row_keys, batch) @ value
 
     def _dropped(self, chances: torch.Tensor, row_keys: torch.Tensor, batch: Batch) -> torch.Tensor:

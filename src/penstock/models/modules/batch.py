@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeVar, cast
 
 import torch
@@ -35,6 +36,8 @@ class Sequences:
     bounds: torch.Tensor = field(init=False)
     """(pieces + 1,) int32 starts of the pieces attention stays inside; padding forms pieces of its own."""
     longest: int = field(init=False)
+    first_tokens: torch.Tensor = field(init=False)
+    """(sequences,) index of each sequence's first token."""
     full: bool = field(init=False)
     """No position is padding."""
     _memo: dict[object, Any] = field(init=False, default_factory=dict)
@@ -53,7 +56,8 @@ class Sequences:
         for start, span, length in zip(starts[:-1].tolist(), spans, self.lengths, strict=True):
             edges += [start + length] + ([start + span] if span > length else [])
         self.bounds = torch.tensor(edges, dtype=torch.int32, device=device)
-        self.longest = max(b - a for a, b in zip(edges, edges[1:], strict=False))
+        self.longest = max(b - a for a, b in pairwise(edges))
+        self.first_tokens = starts[:-1].to(device)
         self.full = all(length == span for length, span in zip(self.lengths, spans, strict=True))
 
     def memo(self, key: object, make: Callable[[], T]) -> T:
@@ -76,11 +80,6 @@ class Sequences:
         return self.memo("key_padding", lambda: torch.arange(self.row_length, device=self.ids.device)[None, :] < torch.tensor(
             self.lengths, device=self.ids.device)[:, None])  # fmt: skip
 
-    def first_tokens(self) -> torch.Tensor:
-        """(rows,) index of each sequence's first token."""
-        spans = self.lengths if self.layout == "packed" else (self.row_length,) * len(self.lengths)
-        return torch.tensor([0, *spans[:-1]]).cumsum(0).to(self.ids.device)
-
 
 @dataclass
 class Batch:
@@ -94,8 +93,12 @@ class Batch:
     decoder: Sequences | None = None
     images: torch.Tensor | None = None
     targets: torch.Tensor | None = None
+    samples: torch.Tensor | None = None
+    """(samples,) ids of the images, which key dropout."""
     next_sentence: torch.Tensor | None = None
     """(samples,) labels of BERT's second task."""
+    sample_weights: torch.Tensor | None = None
+    """(samples,) fp32 weights of the second task; over the global batch they sum to one."""
     step: int = 0
     seed: int = 0
     training: bool = True
@@ -150,4 +153,5 @@ def random_batch(
     labels = torch.randint(0, vocab, real.shape, generator=generator)
     weights = real.float() / real.sum()
     follows = torch.randint(0, 2, (len(lengths),), generator=generator).to(device) if next_sentence else None
-    return Batch(labels.to(device), weights.to(device), own, decoder, next_sentence=follows)
+    shares = torch.full((len(lengths),), 1 / len(lengths), device=device) if next_sentence else None
+    return Batch(labels.to(device), weights.to(device), own, decoder, next_sentence=follows, sample_weights=shares)

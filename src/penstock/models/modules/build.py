@@ -14,6 +14,7 @@ from penstock.models.modules.base import Carry, OpModule
 from penstock.models.modules.batch import Batch
 from penstock.models.modules.parallel import TensorParallel
 from penstock.models.ops import Model, PlacedOp
+from penstock.models.segments import segments
 
 __all__ = ["TORCH_DTYPES", "Chain", "build_chain", "build_op"]
 
@@ -45,37 +46,25 @@ def build_op(
 class Chain(nn.Module):
     """A slice of a model's chain on this rank."""
 
-    def __init__(self, ops: Sequence[OpModule]) -> None:
+    def __init__(self, ops: Sequence[OpModule], places: Sequence[PlacedOp]) -> None:
         super().__init__()
         self.ops = nn.ModuleList(ops)
+        self.places = tuple(places)
 
     def forward(self, batch: Batch, carry: Carry | None = None, recompute: Collection[int] = ()) -> Carry:
-        """Runs the ops; neighbours whose position is in `recompute` form a segment that keeps only its input."""
+        """Runs the ops; those whose position is in `recompute` keep only the input of their segment."""
         carry = {} if carry is None else carry
-        for start, stop, again in _segments(len(self.ops), recompute):
-            if again:
-                carry = checkpoint(self._run, carry, batch, start, stop, use_reentrant=False, preserve_rng_state=False)
+        for part in segments(self.places, recompute):
+            if part.recomputed:
+                carry = checkpoint(self._run, carry, batch, part.start, part.stop, use_reentrant=False, preserve_rng_state=False)
             else:
-                carry = self._run(carry, batch, start, stop)
+                carry = self._run(carry, batch, part.start, part.stop)
         return carry
 
     def _run(self, carry: Carry, batch: Batch, start: int, stop: int) -> Carry:
         for index in range(start, stop):
             carry = self.ops[index](carry, batch)
         return carry
-
-
-def _segments(count: int, recompute: Collection[int]) -> list[tuple[int, int, bool]]:
-    """Maximal runs (start, stop, recomputed?) of positions 0..count."""
-    flags = set(recompute)
-    runs: list[tuple[int, int, bool]] = []
-    for index in range(count):
-        again = index in flags
-        if runs and runs[-1][2] == again:
-            runs[-1] = (runs[-1][0], index + 1, again)
-        else:
-            runs.append((index, index + 1, again))
-    return runs
 
 
 def build_chain(
@@ -93,7 +82,7 @@ def build_chain(
         elif place.op.tied_to:
             _copy_tied(module, place, seed)
         made[place.name] = module
-    return Chain(list(made.values()))
+    return Chain(list(made.values()), placed)
 
 
 def _copy_tied(module: OpModule, place: PlacedOp, seed: int) -> None:

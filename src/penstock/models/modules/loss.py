@@ -30,7 +30,10 @@ def _combine(log_sum: torch.Tensor, picked: torch.Tensor, tp: TensorParallel) ->
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """sum over tokens of weight × (log-sum-exp − logit of the label), in fp32."""
+    """sum over tokens of weight × (log-sum-exp − logit of the label), in fp32.
+
+    Each pass reads the logits once per piece: torch's (log-)softmax kernels convert to fp32 on the way.
+    """
 
     @staticmethod
     def forward(
@@ -41,22 +44,27 @@ class _CrossEntropy(torch.autograd.Function):
         index = (local * mine)[:, None]
         log_sum = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
         for rows in _chunks(logits):
-            log_sum[rows] = torch.logsumexp(logits[rows].float(), -1)
+            log_chance = torch.log_softmax(logits[rows], -1, dtype=torch.float32)
+            torch.sub(logits[rows, 0], log_chance[:, 0], out=log_sum[rows])
+            del log_chance
         picked = logits.gather(1, index)[:, 0].float() * mine
+        whole = log_sum
         if tp.size > 1 and not tp.lone:
-            log_sum, picked = _combine(log_sum, picked, tp)
-        ctx.save_for_backward(logits, log_sum, index, mine, weights)
-        return ((log_sum - picked) * weights).sum()
+            whole, picked = _combine(log_sum, picked, tp)
+        ctx.save_for_backward(logits, (log_sum - whole).exp_(), index, mine, weights)
+        return ((whole - picked) * weights).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        logits, log_sum, index, mine, weights = ctx.saved_tensors
+        logits, share, index, mine, weights = ctx.saved_tensors
         scale = weights * grads[0]
+        factor = (scale * share)[:, None]
         grad = torch.empty_like(logits)
         for rows in _chunks(logits):
-            chance = logits[rows].float().sub_(log_sum[rows, None]).exp_()
-            chance.scatter_add_(1, index[rows], -mine[rows, None].float())
-            grad[rows] = chance.mul_(scale[rows, None])
+            chance = torch.softmax(logits[rows], -1, dtype=torch.float32)
+            torch.mul(chance, factor[rows], out=grad[rows])
+            del chance
+        grad.scatter_add_(1, index, -(scale * mine)[:, None].to(grad.dtype))
         return grad, None, None, None, None
 
 
@@ -75,7 +83,7 @@ class Loss(OpModule):
         first = self.tp.shard(self.config["vocab"]).start
         loss = weighted_cross_entropy(carry["logits"], batch.labels, batch.weights, self.tp, first)
         if self.config["next_sentence"] and batch.next_sentence is not None:
-            share = batch.weights.sum() / batch.next_sentence.numel()
-            losses = F.cross_entropy(carry["next_sentence"].float(), batch.next_sentence, reduction="sum")
-            loss = loss + losses * share
+            assert batch.sample_weights is not None
+            losses = F.cross_entropy(carry["next_sentence"].float(), batch.next_sentence, reduction="none")
+            loss = loss + (losses * batch.sample_weights).sum()
         return self.following(carry, loss=loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -146,18 +147,45 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 FUNCTIONS = {"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "silu": F.silu, "relu": F.relu}
 
 
+def _function_gradient(name: str, grad: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes grad × function'(x) to `out`."""
+    aten = torch.ops.aten
+    if name == "silu":
+        aten.silu_backward.grad_input(grad, x, grad_input=out)
+    elif name == "relu":
+        aten.threshold_backward.grad_input(grad, x, 0.0, grad_input=out)
+    else:
+        aten.gelu_backward.grad_input(grad, x, approximate="tanh" if name == "gelu_tanh" else "none", grad_input=out)
+
+
+class _Gated(torch.autograd.Function):
+    """function(first half) × second half; keeps its input alone and writes both gradients into one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.name = name
+        gate, value = x.chunk(2, -1)
+        return FUNCTIONS[name](gate).mul_(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        (grad,) = grads
+        result = torch.empty_like(x)
+        (gate, value), (for_gate, for_value) = x.chunk(2, -1), result.chunk(2, -1)
+        torch.mul(grad, FUNCTIONS[ctx.name](gate), out=for_value)
+        _function_gradient(ctx.name, grad * value, gate, for_gate)
+        return result, None
+
+
 class Activation(OpModule):
     """An element-wise function, gated or not."""
 
     def forward(self, carry: Carry, batch: Batch) -> Carry:
         c = self.config
-        function = FUNCTIONS[c["function"]]
         x = carry[c["source"]]
-        if c["gated"]:
-            gate, value = x.chunk(2, -1)
-            y = function(gate) * value
-        else:
-            y = function(x)
+        y = _Gated.apply(x, c["function"]) if c["gated"] else FUNCTIONS[c["function"]](x)
         return self.following(carry, **{c["output"]: y})
 
 
@@ -172,7 +200,7 @@ class Pooler(OpModule):
         self.add("classifier_bias", (2,), fill=0.0)
 
     def forward(self, carry: Carry, batch: Batch) -> Carry:
-        first = carry["hidden"][batch.side("own").first_tokens()]
+        first = carry["hidden"][batch.side("own").first_tokens]
         pooled = torch.tanh(F.linear(first, self.dense, self.dense_bias))
         return self.following(carry, next_sentence=F.linear(pooled, self.classifier, self.classifier_bias))
 

@@ -1,0 +1,96 @@
+"""Bytes that a slice of the chain keeps from its forward to its backward pass.
+
+Ops save three things: bytes of their own (`Split.kept`) and tensors of their input and output carry. A carry tensor that several ops
+save is held once; a tensor that an op only hands on, or puts aside as `residual`, stays the same tensor:
+
+    op      carry after it               saves                kept so far
+    norm1   hidden B, residual A         A (its input)        A + statistics
+    qkv     qkv C, residual A            B                    A + B + …
+    …       residual A                                        A is not counted again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from penstock.models.ops import Model, Op, Split, TensorSpec
+from penstock.models.segments import segments
+from penstock.models.shapes import Quantity, Shape
+
+__all__ = ["kept_bytes", "kept_per_op", "walk"]
+
+_Tensor = tuple[int, str]
+"""A tensor of the carry: the position of the op that made it, and the name it got there."""
+_Held = dict[str, _Tensor]
+"""The tensor behind each name of a carry."""
+
+
+def kept_bytes(
+    model: Model, start: int, stop: int, shape: Shape, tp: int = 1, algos: Sequence[int] | None = None, recompute: Collection[int] = ()
+) -> float:
+    """Bytes that ops `start` to `stop` keep for one micro-batch on one of `tp` ranks.
+
+    As in `models.modules`, `algos` has one entry for each op of the slice and `recompute` holds positions within the slice:
+    a segment of them keeps only the carry that enters it.
+    """
+    again = set(recompute)
+    starts = {part.start for part in segments(model.ops[start:stop], recompute) if part.recomputed}
+    sizes: dict[_Tensor, Quantity] = {}
+    own = Quantity()
+    for position, (op, split, before, after) in enumerate(walk(model, start, stop, algos)):
+        entering = _sizes(model, before, model.carry_before(start + position))
+        if position in again:
+            if position in starts:
+                sizes.update(entering)
+            continue
+        own = own + split.kept
+        leaving = _sizes(model, after, op.carry)
+        sizes.update({before[name]: entering[before[name]] for name in split.saves_in})
+        sizes.update({after[name]: leaving[after[name]] for name in split.saves_out})
+    return sum((size.at(shape, tp) for size in sizes.values()), own.at(shape, tp))
+
+
+def kept_per_op(model: Model, algos: Sequence[int] | None = None) -> tuple[Quantity, ...]:
+    """The same bytes spread over the chain so that they add up: a shared tensor counts at the first op that saves it.
+
+    The sum over a slice is `kept_bytes` without recomputation, less the tensors that enter the slice, are saved in it, and
+    were already counted by an op before it.
+    """
+    counted: set[_Tensor] = set()
+    amounts: list[Quantity] = []
+    for index, (op, split, before, after) in enumerate(walk(model, 0, model.num_ops, algos)):
+        sizes = {**_sizes(model, before, model.carry_before(index)), **_sizes(model, after, op.carry)}
+        saved = {*(before[name] for name in split.saves_in), *(after[name] for name in split.saves_out)} - counted
+        amounts.append(sum((sizes[tensor] for tensor in saved), split.kept))
+        counted |= saved
+    return tuple(amounts)
+
+
+def walk(model: Model, start: int, stop: int, algos: Sequence[int] | None) -> Iterator[tuple[Op, Split, _Held, _Held]]:
+    """Each op of the slice with its split and the tensors of its carry before and after."""
+    kinds = algos or [0] * (stop - start)
+    held: _Held = {spec.name: (start - 1, spec.name) for spec in model.carry_before(start)}
+    for placed, algo in zip(model.ops[start:stop], kinds, strict=True):
+        after = _after(placed.op, placed.index, held)
+        yield placed.op, placed.op.splits[algo], held, after
+        held = after
+
+
+def _after(op: Op, index: int, before: _Held) -> _Held:
+    """The tensors of the carry that `op` returns: made by it, put aside from its input, or handed on."""
+    config = op.config
+    made = {config.get("output"), config.get("bias_output"), *config.get("made", ())}
+    after: _Held = {}
+    for spec in op.carry:
+        name = spec.name
+        if name == "residual" and config.get("residual") in (True, "take"):
+            after[name] = before[config["source"]]
+        elif name in before and name not in made:
+            after[name] = before[name]
+        else:
+            after[name] = (index, name)
+    return after
+
+
+def _sizes(model: Model, held: _Held, specs: Sequence[TensorSpec]) -> dict[_Tensor, Quantity]:
+    return {held[spec.name]: spec.size_bytes(model.dtype) for spec in specs}

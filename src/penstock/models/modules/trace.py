@@ -1,0 +1,441 @@
+"""Turns a user's own module into a model description, without memory or arithmetic: one pass on fake tensors per shape.
+
+The module runs as it is. Wherever one of its units (a child of a Sequential, a block of a ModuleList, …) starts, an op starts:
+
+    units      embed        blocks.0      blocks.1            head
+    ops        ├─ embed ────┼─ blocks.0 ──┼─ blocks.1 ────────┼─ head ────
+    code of the module itself between two units belongs to the first of them
+
+A dispatch mode sees every operation: its flops and bytes go to the op it runs in (in the backward pass, to the op that made the
+autograd node), and a tensor made in one op and used in a later one travels in the carry of all ops between. Runs at several shapes
+give each amount as a linear form over the features of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import nnls
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from penstock.errors import InputError
+from penstock.models.modules.build import TORCH_DTYPES
+from penstock.models.ops import Block, Model, Op, Split, TensorSpec
+from penstock.models.shapes import FEATURES, Form, Quantity, Shape
+
+__all__ = ["trace_module"]
+
+Example = Callable[[int, int], Any] | Sequence[torch.Tensor] | torch.Tensor
+_CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_AMOUNTS = ("parameters", "flops", "backward_flops", "traffic", "backward_traffic", "workspace", "kept")
+TOLERANCE = 1e-2
+"""A form may be off by this share of the whole model's amount before the user is told."""
+_BASIS = ("one", "samples", "tokens", "squares")
+
+
+def trace_module(module: nn.Module, example: Example, name: str = "traced", dtype: str = "fp32", *, length: int = 128) -> Model:
+    """The description of `module` when it trains in `dtype`; its weights may be on the meta device.
+
+    `example` makes the arguments of a forward pass from (samples, length), or is such arguments: then the first dimension counts
+    samples, and the second of integer matrices and of float tensors with three dimensions is the length. `length` is the longest
+    that a callable `example` is asked for. Kept bytes are those of torch's CPU kernels.
+
+        model = trace_module(net, lambda samples, length: (torch.randint(100, (samples, length)),), "mine", "bf16")
+        write_json("mine.json", model_to_description(model))
+    """
+    make, length = _maker(example, length)
+    if dtype not in TORCH_DTYPES:
+        raise InputError(f"trace of '{name}': dtype is {dtype!r}; known: {', '.join(TORCH_DTYPES)}.")
+    short, middle, long = (max(1, length * quarters // 4) for quarters in (1, 2, 3))
+    # Four lengths, so that a cube cannot pass for a square. Never one sample: torch skips copies where the first dimension is 1.
+    points = [(2, short), (3, short), (2, middle), (4, long), (3, length)]
+
+    def trace() -> tuple[list[Op], bool]:
+        runs = [_Run(module, make, samples, size, TORCH_DTYPES[dtype], name) for samples, size in points]
+        if any(run.names != runs[0].names for run in runs):
+            raise InputError(f"trace of '{name}': the module calls other children for other shapes; its chain must stay the same.")
+        has_length = short < middle and runs[0].numbers() != runs[2].numbers()  # These two differ in length alone.
+        shapes = [Shape.padded(samples, size) if has_length else Shape.images(samples) for samples, size in points]
+        return _Fit(name, dtype, runs, shapes, _BASIS if has_length else _BASIS[:2]).ops(), has_length
+
+    ops, has_length = _with_few_blocks(module, trace) or trace()
+    return Model(name, "traced", dtype, tuple(_grouped(ops)), seq_length=length if has_length else 0, layouts=("padded",),
+                 config={"module": type(module).__name__})  # fmt: skip
+
+
+_FEW = 4
+"""Of a longer list of equal blocks the first three and the last are traced; the second stands for those left out."""
+
+
+def _with_few_blocks(module: nn.Module, trace: Callable[[], tuple[list[Op], bool]]) -> tuple[list[Op], bool] | None:
+    """`trace()` while long lists of equal blocks are cut short; None where that does not work or would not tell the truth."""
+    cut: dict[str, tuple[nn.ModuleList, dict[str, nn.Module | None]]] = {}
+    for path, part in module.named_modules():
+        inside = any(path.startswith(f"{outer}.") for outer in cut)
+        if isinstance(part, nn.ModuleList) and not inside and len(part) > _FEW and len({_structure(block) for block in part}) == 1:
+            cut[path] = part, part._modules
+    if not cut:
+        return None
+    try:
+        for part, blocks in cut.values():
+            few = [*list(blocks.values())[: _FEW - 1], list(blocks.values())[-1]]
+            part._modules = {str(index): block for index, block in enumerate(few)}
+        ops, has_length = trace()
+    except InputError:
+        return None
+    finally:
+        for part, blocks in cut.values():
+            part._modules = blocks
+    for path, (_, blocks) in cut.items():
+        places = [index for index, op in enumerate(ops) if op.name.startswith(f"{path}.")]
+        if [ops[index].name for index in places] != [f"{path}.{index}" for index in range(_FEW)]:
+            return None
+        second = places[1]
+        if places != list(range(places[0], places[0] + _FEW)) or ops[second].signature != ops[second + 1].signature:
+            return None
+        ops = [*ops[:second], *[ops[second]] * (len(blocks) - _FEW), *ops[second:]]
+    return ops, has_length
+
+
+def _structure(block: nn.Module) -> tuple[Any, ...]:
+    state = [*block.named_parameters(), *block.named_buffers()]
+    return repr(block), tuple((name, x.shape, x.dtype, x.requires_grad) for name, x in state)
+
+
+def _maker(example: Example, length: int) -> tuple[Callable[[int, int], tuple[Any, ...]], int]:
+    """A function from (samples, length) to arguments, and the longest length to ask it for."""
+    if callable(example) and not isinstance(example, torch.Tensor):
+
+        def call(samples: int, size: int) -> tuple[Any, ...]:
+            args = example(samples, size)
+            return tuple(args) if isinstance(args, tuple | list) else (args,)
+
+        return call, length
+    given = (example,) if isinstance(example, torch.Tensor) else tuple(example)
+    timed = [x.dim() == (3 if x.is_floating_point() else 2) for x in given]
+    longest = max((x.shape[1] for x, has in zip(given, timed, strict=True) if has), default=1)
+
+    def resize(samples: int, size: int) -> tuple[Any, ...]:
+        sizes = [(samples, max(1, x.shape[1] * size // longest), *x.shape[2:]) if has else (samples, *x.shape[1:])
+                 for x, has in zip(given, timed, strict=True)]  # fmt: skip
+        return tuple(torch.zeros(shape, dtype=x.dtype) for x, shape in zip(given, sizes, strict=True))
+
+    return resize, longest
+
+
+def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The parts that become ops: blocks of outermost ModuleLists, children of Sequentials, and what stands beside them."""
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, nn.Sequential):
+            yield from _units(child, f"{path}.")
+        elif isinstance(child, nn.ModuleList):
+            yield from ((f"{path}.{index}", block) for index, block in enumerate(child))
+        elif any(isinstance(part, nn.ModuleList) for part in child.modules()):
+            yield from _units(child, f"{path}.")
+        else:
+            yield path, child
+
+
+def _storage(x: torch.Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
+
+
+def _size(x: torch.Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """Flops by torch's own table, which leaves out the CPU's fused attention; a causal one counts its triangle alone."""
+    packet = func._overloadpacket
+    if packet is _CPU_FLASH:
+        query, key, value, *rest = args
+        return sdpa_flop_count(query.shape, key.shape, value.shape) * (0.5 if len(rest) > 1 and rest[1] else 1)
+    if packet is _CPU_FLASH_BACKWARD:
+        grad, query, key, value, _, _, _, causal = args[:8]
+        return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape) * (0.5 if causal else 1)
+    count = flop_registry.get(packet)
+    return count(*args, **kwargs, out_val=out) if count else 0
+
+
+@dataclass
+class _Segment:
+    """What one op did at one shape."""
+
+    amounts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_AMOUNTS, 0.0))
+    num_kernels: int = 0
+    parameters: list[str] = field(default_factory=list)
+    saved: dict[int, int] = field(default_factory=dict)
+    """Storage → bytes, of all it saves but weights and the micro-batch."""
+    scratch: list[int] = field(default_factory=list)
+    """Bytes of what it makes and neither saves nor hands on."""
+
+
+class _Run(TorchDispatchMode):
+    """One forward and backward pass on fake tensors, taken apart into segments."""
+
+    def __init__(self, module: nn.Module, make: Callable[[int, int], Any], samples: int, size: int, dtype: torch.dtype, name: str) -> None:
+        super().__init__()
+        self.module, self.backward = module, False
+        self.segments: list[_Segment] = [_Segment()]
+        self.names: list[str] = []
+        self.edges: list[int] = []
+        """Autograd's sequence number at the start of each op but the first."""
+        self.owner: dict[int, tuple[str, int]] = {}
+        """Weight storages: name and number of elements."""
+        self.first_use: dict[str, int] = {}
+        self.made_in: dict[int, int] = {}
+        """Storage → segment that made it; absent: weights and the micro-batch."""
+        self.last_use: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
+        """One tensor of each storage, which also keeps the storage from being made anew for another."""
+        fakes = FakeTensorMode(allow_non_fake_inputs=True)
+        with fakes:
+            state = self._state(module, dtype, fakes)
+            args = tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, make(samples, size))
+            self._measure(state, args, f"trace of '{name}' at {samples} samples of length {size}")
+
+    def _state(self, module: nn.Module, dtype: torch.dtype, fakes: FakeTensorMode) -> dict[str, torch.Tensor]:
+        """Fake weights of the same shapes, one for each distinct weight; buffers keep their values where they have any."""
+        fake: dict[int, torch.Tensor] = {}
+        state: dict[str, torch.Tensor] = {}
+        for name, p in module.named_parameters(remove_duplicate=False):
+            kind = dtype if p.is_floating_point() else p.dtype
+            if id(p) not in fake:
+                fake[id(p)] = torch.empty(p.shape, dtype=kind).requires_grad_(p.requires_grad)
+                self.owner[_storage(fake[id(p)])] = (name, p.numel())
+            state[name] = fake[id(p)]
+        for name, b in module.named_buffers(remove_duplicate=False):
+            if id(b) not in fake:
+                whole = torch.empty(b.shape, dtype=b.dtype) if b.is_meta else fakes.from_tensor(b)
+                fake[id(b)] = whole.to(dtype) if b.is_floating_point() else whole
+            state[name] = fake[id(b)]
+        return state
+
+    def _measure(self, state: dict[str, torch.Tensor], args: Any, where: str) -> None:
+        units = list(_units(self.module)) or [("", self.module)]
+        hooks = [unit.register_forward_pre_hook(self._start(path)) for path, unit in units]
+        try:
+            with self, torch.autograd.graph.saved_tensors_hooks(self._save, lambda x: x):
+                out = torch.func.functional_call(self.module, state, args)
+            self._close([x for x in tree_leaves(out) if isinstance(x, torch.Tensor)])
+            roots = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
+            self.backward = True
+            with self:
+                torch.autograd.backward(roots, [torch.empty_like(x) for x in roots])
+        except InputError:
+            raise
+        except Exception as error:
+            here = self.names[-1] if self.names else "the start"
+            raise InputError(
+                f"{where}: stopped in or after '{here}': {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} "
+                "A module can be traced if its example fits and nothing in its forward pass depends on values of tensors."
+            ) from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _start(self, path: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            calls = sum(name == path or name.startswith(f"{path}#") for name in self.names)
+            if self.names:  # What ran before the first unit belongs to it.
+                self.edges.append(torch.autograd._get_sequence_nr())
+                self.segments.append(_Segment())
+            self.names.append(f"{path}#{calls + 1}" if calls else path or "module")
+
+        return hook
+
+    def _close(self, outputs: list[torch.Tensor]) -> None:
+        """Outputs are used after everything; weights that nothing used count with the first op."""
+        if not self.names:
+            raise InputError("none of the module's children was called")
+        for x in outputs:
+            if _storage(x) in self.made_in:
+                self.last_use[_storage(x)] = len(self.segments)
+        self.segments[0].amounts["parameters"] += sum(count for name, count in self.owner.values() if name not in self.first_use)
+        crossing = {key for keys in self.crossing() for key in keys}
+        for index, segment in enumerate(self.segments):
+            kept = crossing.union(segment.saved)
+            segment.scratch = [self.sizes[key] for key, made in self.made_in.items() if made == index and key not in kept]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        index = self._segment()
+        segment = self.segments[index]
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        results = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        before = {_storage(x) for x in given}
+        new = [x for x in results if _storage(x) not in before]
+        prefix = "backward_" if self.backward else ""
+        segment.amounts[f"{prefix}flops"] += _flops(func, args, kwargs, out)
+        if new or func._schema.is_mutable:  # Otherwise a view: nothing moves.
+            segment.amounts[f"{prefix}traffic"] += sum(map(_size, given)) + sum(map(_size, new))
+            segment.num_kernels += not self.backward
+        if not self.backward:
+            self._follow(index, given, new)
+        return out
+
+    def _segment(self) -> int:
+        """The op that runs now: in the backward pass, the one that made the running autograd node."""
+        if not self.backward:
+            return len(self.segments) - 1
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return len(self.segments) - 1
+        return min(bisect.bisect_right(self.edges, node._sequence_nr()), len(self.segments) - 1)
+
+    def _follow(self, index: int, given: list[torch.Tensor], new: list[torch.Tensor]) -> None:
+        for x in given:
+            key = _storage(x)
+            if key in self.made_in:
+                self.last_use[key] = index
+                if _size(x) > _size(self.tensors[key]):
+                    self.tensors[key] = x
+            elif key in self.owner:
+                name, count = self.owner[key]
+                if name not in self.first_use:
+                    self.first_use[name] = index
+                if name not in self.segments[index].parameters:
+                    self.segments[index].parameters.append(name)
+                    self.segments[index].amounts["parameters"] += count
+        for x in new:
+            self.made_in[_storage(x)], self.tensors[_storage(x)] = index, x
+            self.sizes[_storage(x)] = x.untyped_storage().nbytes()
+
+    def _save(self, x: torch.Tensor) -> torch.Tensor:
+        if _storage(x) in self.made_in:
+            self.segments[-1].saved[_storage(x)] = x.untyped_storage().nbytes()
+        return x
+
+    def crossing(self) -> list[list[int]]:
+        """For each op the storages of the carry it returns, in order of their making."""
+        return [
+            [key for key, made in self.made_in.items() if made <= index < self.last_use.get(key, made)] for index in range(len(self.names))
+        ]
+
+    def numbers(self) -> list[Any]:
+        """Everything measured, to tell whether two runs differ."""
+        return [(segment.amounts, sorted(segment.saved.values())) for segment in self.segments]
+
+
+class _Fit:
+    """From what each op did at several shapes to ops with forms."""
+
+    def __init__(self, name: str, dtype: str, runs: list[_Run], shapes: list[Shape], basis: Sequence[str]) -> None:
+        self.name, self.dtype, self.runs, self.basis = name, dtype, runs, basis
+        self.columns = [FEATURES.index(feature) for feature in basis]
+        self.rows = np.array([shape.features for shape in shapes], dtype=np.float64)[:, self.columns]
+        self.carries = [run.crossing() for run in runs]
+        if any([len(c) for c in carries] != [len(c) for c in self.carries[0]] for carries in self.carries):
+            raise InputError(f"trace of '{name}': other tensors pass between its children for other shapes.")
+
+    def form(self, amount: str, index: int) -> Form:
+        """The linear form of one op's amount; where there is none, the best without negative terms, and a warning if it matters."""
+        wanted = np.array([run.segments[index].amounts[amount] for run in self.runs])
+        if not wanted.any():
+            return Form()
+        scale = self.rows.max(0)
+        found = np.linalg.lstsq(self.rows / scale, wanted, rcond=None)[0] / scale
+        found = np.round(found * 2) / 2  # Amounts are whole numbers, or halves under a causal mask.
+        if np.abs(self.rows @ found - wanted).max() > 1e-9 * wanted.max() or (found < 0).any():
+            found = nnls(self.rows / scale, wanted)[0] / scale
+            whole = np.array([sum(segment.amounts[amount] for segment in run.segments) for run in self.runs])
+            off = (np.abs(self.rows @ found - wanted) / whole).max()
+            if off > TOLERANCE and amount != "workspace":
+                warnings.warn(f"trace of '{self.name}': {amount} of '{self.runs[0].names[index]}' is not linear in the shape; "
+                              f"the description is off by up to {off:.1%} of the model's.", stacklevel=5)  # fmt: skip
+        return Form.of(**dict(zip(self.basis, found.tolist(), strict=True)))
+
+    def spec(self, index: int, place: int, name: str) -> TensorSpec:
+        """A carry tensor: which feature counts its elements. Where none does exactly, the smallest that suffices at every shape."""
+        tensors = [run.tensors[carries[index][place]] for run, carries in zip(self.runs, self.carries, strict=True)]
+        counts = np.array([x.numel() for x in tensors], dtype=np.float64)
+        ratios = counts[:, None] / self.rows
+        feature = next((f for f, ratio in zip(self.basis, ratios.T, strict=True) if np.ptp(ratio) == 0), "")
+        if not feature:
+            worst = ratios.max(0)
+            feature = self.basis[int((worst * self.rows).sum(0).argmin())]
+        each = int(np.ceil(ratios[:, self.basis.index(feature)].max()))
+        one = tensors[0]
+        item = one.element_size()
+        own = one.dtype == TORCH_DTYPES[self.dtype]
+        # The description has no small integers: flags count as two bytes each.
+        dtype = "compute" if own else {8: "int64", 4: "fp32"}.get(item, "bf16")
+        return TensorSpec(name, (each,) if feature == "one" else (feature, each), dtype, one.requires_grad)
+
+    def ops(self) -> list[Op]:
+        """The ops of the chain, each with a name of its own."""
+        first, carries = self.runs[0], self.carries[0]
+        named: dict[int, str] = {}
+        made: list[Op] = []
+        for index, path in enumerate(first.names):
+            before = dict(named)
+            named = _names(carries[index], before, first.tensors, last=index == len(first.names) - 1)
+            carry = tuple(self.spec(index, place, named[key]) for place, key in enumerate(carries[index]))
+            made.append(self._op(index, path, carry, before, named))
+        return made
+
+    def _op(self, index: int, path: str, carry: tuple[TensorSpec, ...], before: dict[int, str], after: dict[int, str]) -> Op:
+        first = self.runs[0]
+        segments = [run.segments[index] for run in self.runs]
+        for segment, crossing in zip(segments, self.carries, strict=True):
+            handed = {*crossing[index], *(crossing[index - 1] if index else ())}
+            segment.amounts["kept"] = sum(size for key, size in segment.saved.items() if key not in handed)
+            # The tensor that is largest at the last shape, so that its size is one form and not a maximum of several.
+            largest = int(np.argmax(segments[-1].scratch)) if segments[-1].scratch else 0
+            segment.amounts["workspace"] = segment.scratch[largest] if largest < len(segment.scratch) else 0
+        forms = {amount: Quantity(whole=self.form(amount, index)) for amount in _AMOUNTS}
+        saved = [key for key in segments[0].saved if key in before or key in after]
+        split = Split(kept=forms.pop("kept"), saves_in=tuple(sorted(before[key] for key in saved if key in before)),
+                      saves_out=tuple(sorted(after[key] for key in saved if key not in before)))  # fmt: skip
+        shared = [name for name in segments[0].parameters if first.first_use[name] < index]
+        config: dict[str, Any] = {"made": sorted(name for key, name in after.items() if key not in before)}
+        if shared:
+            weights = dict(first.owner.values())
+            config["untied_parameters"] = sum(weights[name] for name in segments[0].parameters if name not in shared)
+        config["measures"] = _digest(carry, forms, split)
+        return Op(
+            path, "traced", config, carry, **forms, backward_workspace=forms["parameters"] * TORCH_DTYPES[self.dtype].itemsize,
+            splits=(split,), tp_limit=1, num_kernels=segments[0].num_kernels,
+            tied_to=first.names[first.first_use[shared[0]]] if shared else "",
+        )  # fmt: skip
+
+
+def _names(keys: list[int], before: dict[int, str], tensors: dict[int, torch.Tensor], last: bool) -> dict[int, str]:
+    """Names of a carry's tensors: those handed on keep theirs, the newest with a gradient is `hidden` (`output` at the end)."""
+    names = {key: before[key] for key in keys if key in before}
+    fresh = [key for key in reversed(keys) if key not in before]
+    for key in sorted(fresh, key=lambda key: not tensors[key].requires_grad):
+        choices = itertools.chain(["output" if last else "hidden"], (f"extra{n}" for n in itertools.count(1)))
+        names[key] = next(choice for choice in choices if choice not in names.values())
+    return {key: names[key] for key in keys}
+
+
+def _digest(*parts: object) -> str:
+    """What ops of equal cost have in common."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+def _grouped(ops: list[Op]) -> Iterator[tuple[Block, int]]:
+    """Runs of equal ops of one list, each stored once. Ops that share weights with others keep their own names."""
+    tied = {op.tied_to for op in ops} - {""} | {op.name for op in ops if op.tied_to}
+    for (parent, _, _), run in itertools.groupby(
+        ops, key=lambda op: (op.name.rpartition(".")[0], op.signature, op.name if op.name in tied else "")
+    ):
+        first, *others = run
+        yield (Block(parent or "ops", (replace(first, name="block"),)) if others else Block(first.name, (first,))), 1 + len(others)
