@@ -33,7 +33,10 @@ class Verb(NamedTuple):
 
 
 # In the order in which `penstock --help` lists them.
-VERBS: tuple[Verb, ...] = ()
+VERBS: tuple[Verb, ...] = (
+    Verb("profile", "profile", "Measure a model's ops on this machine's device."),
+    Verb("check", "check", "Prove a plan valid, or say everything that is wrong with it."),
+)
 
 
 class LazyGroup(TyperGroup):

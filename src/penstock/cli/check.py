@@ -1,0 +1,108 @@
+"""`penstock check`: proves a plan valid, or says everything that is wrong with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, format_usd, out, print_json, table
+from penstock.errors import InputError
+
+if TYPE_CHECKING:
+    from penstock.clusters import Cluster
+    from penstock.models.ops import Model
+    from penstock.plans.plan import Plan, Stage
+
+__all__ = ["check"]
+
+_SHOWN_REPLICAS = 4
+
+
+def check(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file (plan.json).")],
+    json: JsonFlag = False,
+) -> None:
+    """Prove a plan valid, or say what is wrong with it: ops, devices, degrees, sizes, schedule. Status 2 if it is not valid.
+
+    Example: penstock check plan.json
+    """
+    from penstock.plans.references import cluster_of, model_of
+    from penstock.plans.remarks import remarks
+    from penstock.plans.schema import read_plan
+    from penstock.plans.validity import require_valid
+
+    try:
+        found = read_plan(plan)
+        require_valid(found, where=f"plan '{plan}'")
+    except InputError as error:
+        if not json:
+            raise
+        print_json({"valid": False, "problems": _lines(error), "remarks": []})
+        raise typer.Exit(error.exit_status) from None
+    model, cluster = model_of(found), cluster_of(found)
+    notes = remarks(found, cluster)
+    if json:
+        print_json({"valid": True, "problems": [], "remarks": notes, **_summary(found, model, cluster)})
+        return
+    out().print("plan is valid", style="green")
+    _show(found, model, cluster)
+    for note in notes:
+        out().print(f"note: {note}", markup=False, soft_wrap=True)
+
+
+def _lines(error: InputError) -> list[str]:
+    """The problems alone: the first of several lines only announces them."""
+    first, *rest = str(error).splitlines()
+    return [line.strip() for line in rest] or [first]
+
+
+def _summary(plan: Plan, model: Model, cluster: Cluster) -> dict[str, Any]:
+    return {
+        "model": model.name,
+        "cluster": cluster.describe(),
+        "num_stages": plan.num_stages,
+        "num_replicas": plan.num_replicas,
+        "num_devices": len(plan.ranks),
+        "num_micro_batches": plan.num_micro_batches,
+        "schedule": plan.schedule,
+    }
+
+
+def _show(plan: Plan, model: Model, cluster: Cluster) -> None:
+    """The plan in a few lines and a table of its stages."""
+    batching, micro = plan.micro_batching, plan.num_micro_batches
+    division = f" = {plan.num_replicas} × {micro} micro-batches of {batching.samples}" if micro else ""
+    facts = [
+        f"{model.name} ({format_count(model.num_parameters)} parameters, {plan.precision}) on {cluster.describe()}",
+        f"{_plural(plan.num_stages, 'stage')}, {_plural(plan.num_replicas, 'replica')}, schedule {plan.schedule}",
+        f"global batch {plan.global_batch}{division} ({batching.policy}, {batching.layout})",
+    ]
+    if plan.predicted is not None:
+        price = "" if plan.predicted.price_usd is None else f", {format_usd(plan.predicted.price_usd)}"
+        facts.append(f"predicted {format_time(plan.predicted.time_s)}{price} per iteration ({plan.predicted.costs})")
+    for fact in facts:
+        out().print(fact, markup=False, soft_wrap=True)
+    memory = plan.predicted.memory if plan.predicted else ()
+    columns = ["stage", "ops", "from", "devices", "tp", "dp", "runs", "recompute", "zero", *(["memory"] if memory else [])]
+    rows = [_row(index, stage, model) for index, stage in enumerate(plan.stages)]
+    for row, used in zip(rows, memory, strict=False):
+        row.append(format_bytes(used.total_bytes))
+    out().print(table("stages", columns, rows))
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _row(index: int, stage: Stage, model: Model) -> list[Any]:
+    from penstock.plans.texts import format_ranks
+
+    groups = [format_ranks(ranks) for ranks in stage.devices]
+    if len(groups) > _SHOWN_REPLICAS:
+        groups = [*groups[: _SHOWN_REPLICAS - 1], "…", groups[-1]]
+    recomputed = sum(last - first for first, last in stage.pattern())
+    share = f"{recomputed} of {stage.last - stage.first} ops" if recomputed else "-"
+    ops, start = f"{stage.first}:{stage.last}", model.ops[stage.first].name
+    return [index, ops, start, " | ".join(groups), stage.degrees.tp, stage.degrees.dp, len(stage.runs) or "-", share, stage.zero]

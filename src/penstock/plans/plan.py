@@ -1,0 +1,204 @@
+"""What a plan holds: stages on devices, replicas, micro-batching, schedule, and what the planner predicted for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from penstock.costs.memory import MemoryBreakdown
+
+__all__ = ["MAX_PATTERNS", "Degrees", "MicroBatching", "OpRange", "OpRun", "Pattern", "Plan", "Predicted", "Stage", "StageMemory"]
+
+OpRange = tuple[int, int]
+"""Ops [first, last): `last` is one past the end, as in a Python slice. Indices count from the start of the model."""
+
+Pattern = tuple[OpRange, ...]
+"""Ops to recompute. Neighbours of one block run again together and keep only what enters them, see `models.segments`."""
+
+MAX_PATTERNS = 4
+"""Recomputation patterns per stage, so that compiled variants stay few."""
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """Over how many devices each named axis splits a stage."""
+
+    tp: int = 1
+    """Tensor parallel: each op divided."""
+    dp: int = 1
+    """Data parallel: the samples of one micro-batch divided."""
+    cp: int = 1
+    """Context parallel; 1 today."""
+    ep: int = 1
+    """Expert parallel; 1 today."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpRun:
+    """Ops [first, last) of a stage that are split otherwise than the rest of it."""
+
+    first: int
+    last: int
+    tp: int
+    dp: int
+    algo: int = 0
+    """Which of the op's splits, see `Op.splits`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Ops [first, last) on a group of devices in each replica."""
+
+    first: int
+    last: int
+    devices: tuple[tuple[int, ...], ...]
+    """Ranks in each replica; neighbours in the list form a tensor-parallel group."""
+    degrees: Degrees = Degrees()
+    runs: tuple[OpRun, ...] = ()
+    """Ops with degrees or a split of their own; the others have the stage's degrees and split 0."""
+    recompute: tuple[Pattern, ...] = ()
+    """Patterns a micro-batch may use; 0 is the default. No pattern at all is the same as one that recomputes nothing."""
+    zero: int = 0
+    """ZeRO stage: what is shared among all ranks that hold the same weights (1 optimizer state, 2 gradients, 3 weights)."""
+    sequence_parallel: bool = False
+    """Between tensor-parallel ops the tokens are divided among the tp ranks."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in one replica, as the degrees want them."""
+        return self.degrees.tp * self.degrees.dp * self.degrees.cp * self.degrees.ep
+
+    def pattern(self, index: int = 0) -> Pattern:
+        """The ops recomputed under pattern `index`."""
+        return self.recompute[index] if self.recompute else ()
+
+    def recomputed(self, index: int = 0) -> frozenset[int]:
+        """The same ops as positions within the stage, as `costs` and `models.modules` take them."""
+        return frozenset(op - self.first for first, last in self.pattern(index) for op in range(first, last))
+
+    def tp_groups(self, tp: int = 0) -> Iterator[tuple[int, ...]]:
+        """The ranks that divide ops among them, in every replica; `tp` 0 means the stage's own degree."""
+        size = tp or self.degrees.tp
+        return (ranks[start : start + size] for ranks in self.devices for start in range(0, len(ranks), size))
+
+    def run_of(self, op: int) -> OpRun:
+        """How one op of the stage is split."""
+        for run in self.runs:
+            if run.first <= op < run.last:
+                return run
+        return OpRun(op, op + 1, self.degrees.tp, self.degrees.dp)
+
+    def algos(self) -> list[int]:
+        """The split of each op of the stage."""
+        return [self.run_of(op).algo for op in range(self.first, self.last)]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatching:
+    """How a global batch becomes micro-batches."""
+
+    layout: Literal["padded", "packed"] = "padded"
+    policy: Literal["fixed", "dynamic"] = "fixed"
+    """`fixed`: every micro-batch has `samples` samples. `dynamic`: decided for each batch from its lengths."""
+    samples: int | None = None
+    """Samples of a micro-batch of one replica, before the stage's dp divides them; with `dynamic` the most it may have."""
+    max_tokens: int | None = None
+    """The most tokens a `dynamic` micro-batch may have, padding included."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes on the fullest device of a stage at the fullest moment, by the purposes of `costs.memory.MemoryBreakdown`."""
+
+    weights_bytes: int = 0
+    gradients_bytes: int = 0
+    master_weights_bytes: int = 0
+    moments_bytes: int = 0
+    activations_bytes: int = 0
+    workspace_bytes: int = 0
+    buffers_bytes: int = 0
+    slack_bytes: int = 0
+    context_bytes: int = 0
+
+    @classmethod
+    def of(cls, breakdown: MemoryBreakdown) -> StageMemory:
+        """The breakdown in whole bytes."""
+        return cls(*(round(getattr(breakdown, field.name)) for field in fields(cls)))
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What the planner expects of one iteration."""
+
+    time_s: float
+    costs: str
+    """The source of costs it was computed from."""
+    tokens_per_s: float | None = None
+    price_usd: float | None = None
+    """Money for one iteration; None where a node has no price."""
+    price_usd_per_h: float | None = None
+    lower_bound_s: float | None = None
+    """No plan of the searched kind is faster than this."""
+    memory: tuple[StageMemory, ...] = ()
+    """One for each stage, or none."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to train one model on one cluster."""
+
+    model: str | Mapping[str, Any]
+    """A name, `mine.yaml`, `hf:PATH/config.json`, or the fields of such a file (`base` or `family`, and sizes)."""
+    cluster: str | Mapping[str, Any]
+    """A shorthand, a cluster file, or a whole cluster as `cluster_to_dict` gives it."""
+    global_batch: int
+    """Samples of one iteration, all replicas together."""
+    stages: tuple[Stage, ...]
+    micro_batching: MicroBatching
+    num_replicas: int = 1
+    schedule: str = "1f1b"
+    seq_length: int = 0
+    """Tokens of a sample the plan was made for (with `dynamic` the usual or the longest); 0 for images."""
+    dec_length: int = 0
+    """The same on the decoder's side; 0 without a decoder."""
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    costs: str = "roofline"
+    """The source of costs to use where more has to be predicted."""
+    predicted: Predicted | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of one replica, chunks of an interleaved schedule counted each."""
+        return len(self.stages)
+
+    @property
+    def num_groups(self) -> int:
+        """Distinct device groups of one replica: `num_stages`, unless the schedule is interleaved."""
+        return len({stage.devices for stage in self.stages})
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages per device group."""
+        return max(1, self.num_stages // max(1, self.num_groups))
+
+    @property
+    def num_micro_batches(self) -> int | None:
+        """Micro-batches of one replica in one iteration; None where each batch decides."""
+        samples = self.micro_batching.samples
+        if self.micro_batching.policy != "fixed" or not samples:
+            return None
+        return self.global_batch // (self.num_replicas * samples)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Every rank that has work, in order."""
+        return tuple(sorted({rank for stage in self.stages for group in stage.devices for rank in group}))

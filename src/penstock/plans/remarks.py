@@ -1,0 +1,55 @@
+"""Remarks on a valid plan: what is allowed, but worth a second look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from penstock.plans.texts import format_ranks
+
+if TYPE_CHECKING:
+    from penstock.clusters import Cluster
+    from penstock.plans.plan import Plan
+
+__all__ = ["remarks"]
+
+
+def remarks(plan: Plan, cluster: Cluster) -> list[str]:
+    """The remarks: idle devices, settings without effect, bubbles, tp over a network, memory that will not do."""
+    return [*_idle(plan, cluster), *_without_effect(plan), *_slow(plan, cluster), *_full(plan, cluster)]
+
+
+def _idle(plan: Plan, cluster: Cluster) -> Iterator[str]:
+    idle = sorted(set(range(cluster.num_devices)).difference(plan.ranks))
+    if idle:
+        yield f"{len(idle)} of {cluster.num_devices} devices are idle: ranks {format_ranks(idle)}."
+
+
+def _without_effect(plan: Plan) -> Iterator[str]:
+    for index, stage in enumerate(plan.stages):
+        if stage.zero and plan.num_replicas * stage.degrees.dp == 1:
+            yield f"stages.{index}.zero is {stage.zero} without effect: one device holds each weight."
+        if stage.sequence_parallel and stage.degrees.tp == 1:
+            yield f"stages.{index}.sequence_parallel is without effect: tp is 1."
+
+
+def _slow(plan: Plan, cluster: Cluster) -> Iterator[str]:
+    micro_batches, groups = plan.num_micro_batches, plan.num_groups
+    if micro_batches is not None and micro_batches < groups:
+        yield f"{micro_batches} micro-batches per replica cannot fill a pipeline of {groups} device groups."
+    elif micro_batches is not None and plan.schedule == "interleaved" and micro_batches % groups:
+        yield f"{micro_batches} micro-batches per replica are not a multiple of {groups} device groups: 'interleaved' has larger bubbles."
+    for index, stage in enumerate(plan.stages):
+        for ranks in stage.tp_groups():
+            if len({cluster.node_index(rank) for rank in ranks}) > 1:
+                yield f"stages.{index} splits ops over ranks {format_ranks(ranks)} of different nodes: tp over a network is slow."
+                break
+
+
+def _full(plan: Plan, cluster: Cluster) -> Iterator[str]:
+    if plan.predicted is None or not plan.predicted.memory:
+        return
+    for index, (stage, memory) in enumerate(zip(plan.stages, plan.predicted.memory, strict=True)):
+        smallest = min(cluster.device(rank).memory_bytes for group in stage.devices for rank in group)
+        if memory.total_bytes > smallest:
+            yield f"stages.{index} is predicted to need {memory.total_bytes / 1e9:.1f} GB on devices of {smallest / 1e9:.1f} GB."

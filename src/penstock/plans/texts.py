@@ -1,0 +1,68 @@
+"""Short texts for ranks ('0-3,8', ends included) and ops ('0:49', the end not included, as in a Python slice)."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Iterable
+
+from penstock.errors import InputError
+
+__all__ = ["OPS_PATTERN", "OP_RANGE_PATTERN", "RANKS_PATTERN", "format_ops", "format_ranks", "parse_op_range", "parse_ops", "parse_ranks"]
+
+_NUMBER = "[0-9]{1,7}"
+_SLICE = f"{_NUMBER}:{_NUMBER}"
+RANKS_PATTERN = f"^{_NUMBER}(-{_NUMBER})?(,{_NUMBER}(-{_NUMBER})?)*$"
+OP_RANGE_PATTERN = f"^{_SLICE}$"
+OPS_PATTERN = f"^({_SLICE}(,{_SLICE})*)?$"
+
+_MAX_RANKS = 1_000_000
+
+
+def parse_ranks(text: object) -> tuple[int, ...]:
+    """The ranks of a text such as '0-3,8', in the order given."""
+    parts = _matching(text, RANKS_PATTERN, "ranks such as '0-3,8'").split(",")
+    ranks: list[int] = []
+    for part in parts:
+        first, _, last = part.partition("-")
+        start, stop = int(first), int(last or first) + 1
+        if stop <= start:
+            raise InputError(f"'{part}' runs backwards; write the smaller rank first")
+        if len(ranks) + stop - start > _MAX_RANKS:
+            raise InputError(f"this is more than {_MAX_RANKS} ranks")
+        ranks.extend(range(start, stop))
+    return tuple(ranks)
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """The shortest text that `parse_ranks` reads back as these ranks."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def parse_op_range(text: object) -> tuple[int, int]:
+    """The ops of a text such as '0:49': from 0 up to, but without, 49."""
+    first, _, last = _matching(text, OP_RANGE_PATTERN, "ops FIRST:END such as '0:49'").partition(":")
+    return int(first), int(last)
+
+
+def parse_ops(text: object) -> tuple[tuple[int, int], ...]:
+    """The op ranges of a text such as '1:9,9:17'; none of an empty text."""
+    found = _matching(text, OPS_PATTERN, "ops FIRST:END, several joined by commas, such as '1:9,9:17'")
+    return tuple(parse_op_range(part) for part in found.split(",")) if found else ()
+
+
+def format_ops(*ranges: tuple[int, int]) -> str:
+    """The text of op ranges."""
+    return ",".join(f"{first}:{last}" for first, last in ranges)
+
+
+def _matching(text: object, pattern: str, expected: str) -> str:
+    if not isinstance(text, str) or not re.fullmatch(pattern, text):
+        raise InputError(f"{reprlib.repr(text)} was given, {expected} was expected")
+    return text

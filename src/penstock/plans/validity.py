@@ -1,0 +1,104 @@
+"""What makes a plan valid: all problems at once, each with its field, its numbers and the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+from penstock.errors import InputError
+from penstock.plans import placement
+from penstock.plans.batch_rules import batch_problems, length_problems
+from penstock.plans.references import cluster_of, model_of
+from penstock.plans.schema import plan_from_dict, plan_to_dict
+
+if TYPE_CHECKING:
+    from penstock.clusters import Cluster
+    from penstock.models.ops import Model
+    from penstock.plans.plan import Plan
+
+__all__ = ["check_plan", "require_valid"]
+
+Found = TypeVar("Found")
+
+
+def require_valid(plan: Plan, model: Model | None = None, cluster: Cluster | None = None, where: str = "the plan") -> None:
+    """Refuses a plan that is not valid, naming every problem."""
+    problems = check_plan(plan, model, cluster)
+    if problems:
+        count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise InputError(f"{where} has {count}:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def check_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> list[str]:
+    """The problems of a plan, none if it is valid; model and cluster are those it names unless given."""
+    try:
+        plan_from_dict(plan_to_dict(plan), "the plan")
+    except InputError as error:
+        return str(error).splitlines()[1:]
+    problems: list[str] = []
+    model = model or _found(lambda: model_of(plan), problems)
+    cluster = cluster or _found(lambda: cluster_of(plan), problems)
+    problems += placement.op_problems(plan, model.num_ops if model else None)
+    problems += placement.sub_range_problems(plan)
+    problems += placement.degree_problems(plan)
+    problems += placement.rank_problems(plan)
+    problems += batch_problems(plan)
+    problems += _schedule_problems(plan)
+    if model is not None:
+        problems += placement.split_problems(plan, model)
+        problems += length_problems(plan, model)
+    if cluster is not None:
+        problems += placement.cluster_problems(plan, cluster)
+        problems += placement.mixed_kind_problems(plan, cluster)
+    return problems
+
+
+def _found(find: Callable[[], Found], problems: list[str]) -> Found | None:
+    """What `find` finds; if it refuses, its message joins the problems."""
+    try:
+        return find()
+    except InputError as error:
+        problems.append(str(error))
+        return None
+
+
+def _schedule_problems(plan: Plan) -> Iterator[str]:
+    if plan.schedule == "interleaved":
+        yield from _interleaved_problems(plan)
+    if plan.schedule == "zero-bubble":
+        yield from _zero_bubble_problems(plan)
+    if plan.num_stages > 1:
+        for index, stage in enumerate(plan.stages):
+            if stage.zero > 1:
+                yield (
+                    f"stages.{index}.zero is {stage.zero}, but there are {plan.num_stages} stages: "
+                    "ZeRO-2/3 only without a pipeline. Use zero 1, or one stage."
+                )
+    if plan.predicted is not None and len(plan.predicted.memory) not in (0, plan.num_stages):
+        yield f"predicted.memory has {len(plan.predicted.memory)} entries for {plan.num_stages} stages. Give one each, or none."
+
+
+def _interleaved_problems(plan: Plan) -> Iterator[str]:
+    """Chunk c of group g is stage c × groups + g."""
+    groups = plan.num_groups
+    if groups < 2 or plan.num_stages < 2 * groups or plan.num_stages % groups:
+        yield (
+            f"schedule 'interleaved' needs a multiple (2 or more) of 2 or more device groups as stages; there are {plan.num_stages} "
+            f"stages on {groups} groups. Use {2 * max(groups, 2)} stages, or the schedule '1f1b'."
+        )
+        return
+    for index, stage in enumerate(plan.stages):
+        if stage.devices != plan.stages[index % groups].devices:
+            yield (
+                f"stages.{index}.devices differ from those of stages.{index % groups}: with {groups} device groups 'interleaved' "
+                f"puts every {groups}th stage on the same devices. Give both the same ranks in the same order."
+            )
+
+
+def _zero_bubble_problems(plan: Plan) -> Iterator[str]:
+    """A split backward pass keeps a linear op's input for its second half, so that recomputing would save nothing."""
+    if plan.num_stages < 2:
+        yield "schedule 'zero-bubble' needs 2 or more stages, there is 1. Use '1f1b'."
+    for index, stage in enumerate(plan.stages):
+        if any(stage.recompute):
+            yield f"stages.{index}.recompute names ops, but the schedule 'zero-bubble' does not recompute. Drop them, or use '1f1b'."

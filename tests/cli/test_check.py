@@ -1,0 +1,69 @@
+"""`penstock check`: what it prints and with which status it leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import run
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "plans"
+GOOD = EXAMPLES / "gpt-1.3b-pp4.json"
+
+
+def broken(tmp_path: Path) -> Path:
+    """A plan that places ops 49:50 twice and whose stages use an unknown rank."""
+    data = json.loads(GOOD.read_text(encoding="utf-8"))
+    data["stages"][0]["ops"] = "0:50"
+    data["stages"][3]["devices"] = ["9"]
+    path = tmp_path / "broken.json"
+    path.write_text(json.dumps(data), encoding="utf-8")
+    return path
+
+
+def test_a_valid_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", str(GOOD)]) == 0
+    shown = capsys.readouterr().out
+    assert "plan is valid" in shown and "145:196" in shown and "layers.18.norm1" in shown and "4 × a100-40gb" in shown
+    assert "global batch 512 = 1 × 128 micro-batches of 4 (fixed, padded)" in shown
+
+
+def test_a_valid_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", str(EXAMPLES / "llama-8b-mixed.json"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["valid"] is True and told["problems"] == [] and told["num_devices"] == 32 and told["num_micro_batches"] == 64
+
+
+def test_every_problem_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = broken(tmp_path)
+    assert run(["check", str(path)]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and f"plan '{path}' has 2 problems" in told.err
+    assert "49:50 are placed twice" in told.err and "has rank 9" in told.err
+
+
+def test_every_problem_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", str(broken(tmp_path)), "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    assert told["valid"] is False and len(told["problems"]) == 2
+
+
+@pytest.mark.parametrize("json_flag", [[], ["--json"]])
+def test_a_missing_file(json_flag: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", "no-such-plan.json", *json_flag]) == 2
+    told = capsys.readouterr()
+    assert "no-such-plan.json' does not exist" in told.out + told.err
+
+
+def test_predictions_and_notes_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = json.loads(GOOD.read_text(encoding="utf-8"))
+    data["cluster"] = "8xa100-40gb"
+    data["predicted"] = {"time_s": 2.5, "costs": "roofline", "price_usd": 0.02, "memory": [{"weights_bytes": 2**30}] * 4}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data), encoding="utf-8")
+    assert run(["check", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "predicted 2.50 s, $0.0200 per iteration (roofline)" in shown and "1.0 GiB" in shown
+    assert "note: 4 of 8 devices are idle: ranks 4-7." in shown
