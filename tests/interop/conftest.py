@@ -1,0 +1,51 @@
+"""Shared fixtures: the published tables and their independent judges where the machine has them, small clusters everywhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from penstock.clusters import Cluster, Link, Node, NodeRun, resolve_device
+
+SHARED = Path(__file__).parents[2].parent / "shared"
+DATA = Path(os.environ.get("PENSTOCK_DATA", SHARED / "data"))
+
+
+@pytest.fixture
+def published() -> Path:
+    """Folder with `aceso/`, `fasop/` and `dynapipe/`."""
+    if not (DATA / "aceso").is_dir():
+        pytest.skip("the published tables are not on this machine")
+    return DATA
+
+
+@pytest.fixture
+def judge(published: Path) -> Callable[[str], ModuleType]:
+    """Loads an independent scorer by name."""
+
+    def load(name: str) -> ModuleType:
+        path = DATA.parent / "judges" / f"{name}_judge.py"
+        if not path.is_file():
+            pytest.skip("the judges are not on this machine")
+        spec = importlib.util.spec_from_file_location(f"{name}_judge", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.fixture
+def two_nodes() -> Cluster:
+    """Two nodes of four V100s: ranks 0 to 3 and 4 to 7."""
+    node = Node("pair", resolve_device("v100-32gb"), 4, Link("inside", 150e9, 0.0), Link("between", 10e9, 0.0))
+    return Cluster("two nodes", (NodeRun(node, 2),))
