@@ -16,8 +16,10 @@ __all__ = ["CostSource"]
 class CostSource(Protocol):
     """Times and bytes, in the units of their names."""
 
-    name: str
-    """How the source is written on the command line, such as `roofline` or `profile:h200.json`."""
+    @property
+    def name(self) -> str:
+        """How the source is written on the command line, such as `roofline` or `profile:h200.json`."""
+        ...
 
     def table(self, model: Model, shapes: Sequence[Shape], tps: Sequence[int], cluster: Cluster) -> CostTable:
         """All op costs of `model` at these shapes and degrees on the cluster's device kinds."""

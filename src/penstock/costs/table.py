@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,9 @@ class CostTable:
     """[O, S, T, A] what a pipeline cut before the op sends, per rank."""
     output_bytes: Floats
     """[O, S, T, A] what a pipeline cut after the op sends, per rank."""
+    host_s: Floats = field(default_factory=lambda: np.zeros((0, 3, 0)))
+    """[O, 3, D] what issuing the op takes the host: forward, backward, and forward again when recomputed. Work that is smaller
+    than this waits for the host. Empty where the source holds it in the op's own time."""
 
     def __post_init__(self) -> None:
         o, s, t, a, d = len(self.op_names), len(self.shapes), len(self.tps), len(self.algos), len(self.devices)

@@ -1,4 +1,7 @@
-"""AdamW for weights in half precision: fp32 master weights and moments, worked through in pieces of bounded size."""
+"""AdamW for weights in half precision: fp32 master weights and moments, worked through in pieces of bounded size.
+
+The fp32 copy of one piece's gradients is the only extra memory that a step takes.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["CHUNK_ELEMENTS", "MasterAdamW", "make_adamw"]
+from penstock.costs.memory import OPTIMIZER_CHUNK
 
-CHUNK_ELEMENTS = 2**24
-"""Weights per piece: the fp32 copy of its gradients is the only extra memory a step takes."""
+__all__ = ["MasterAdamW", "make_adamw"]
+
 
 
 @dataclass
@@ -34,7 +37,7 @@ class _Piece:
 class MasterAdamW:
     """Keeps per weight: fp32 master, two fp32 moments. Weights and gradients stay in their own dtype."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float, chunk: int = CHUNK_ELEMENTS) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float, chunk: int = OPTIMIZER_CHUNK) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
         self._pieces = [self._piece(spans, lr, weight_decay) for spans in _spans(self.parameters, chunk)]
 

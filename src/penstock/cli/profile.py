@@ -1,0 +1,102 @@
+"""`penstock profile`: measure a model's ops on this machine's device."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from penstock.cli.console import JsonFlag, out, print_json, progress, table
+
+__all__ = ["profile"]
+
+
+def profile(
+    path: Annotated[str, typer.Option("--out", help="Profile to write, or to go on with (`.json`, `.json.gz`).")],
+    model: Annotated[list[str] | None, typer.Option("--model", help="Model name, YAML file or hf:PATH; may be repeated.")] = None,
+    device: Annotated[str, typer.Option(help="`cpu` or `cuda`.")] = "cpu",
+    tp: Annotated[str, typer.Option(help="Tensor-parallel degrees whose shards are measured.")] = "1,2,4,8",
+    merge: Annotated[list[str] | None, typer.Option(help="Profiles of other machines to take in; may be repeated.")] = None,
+    time_budget: Annotated[float, typer.Option(help="Stop after this many seconds; run again to go on. 0: no limit.")] = 0.0,
+    json: JsonFlag = False,
+) -> None:
+    """Measure ops (forward, backward, memory), the optimizer, and, under torchrun, collectives and transfers.
+
+    Results are saved piece by piece: a run that was stopped goes on where it was.
+
+    Example: penstock profile --model gpt-small --device cpu --out profile.json
+    """
+    degrees = _degrees(tp)
+    models = _models(model or [])
+    _check_device(device)
+    from penstock.costs.profile import read_profile
+    from penstock.profiling.links import join_ranks, measure_links
+    from penstock.profiling.run import Profiler
+
+    rank = join_ranks(device)
+    profiler = Profiler.open(path, device)
+    for other in merge or []:
+        profiler.profile.merge(read_profile(other))
+    units = profiler.units(models, degrees) if rank == 0 else []
+    with progress("profiling", len(units), quiet=json or rank > 0) as bar:
+
+        def report(name: str) -> None:
+            bar.describe(name)
+            bar.advance()
+
+        done = profiler.run(units, time_budget_s=time_budget or float("inf"), progress=report)
+    profiler.here.links[:] = measure_links(profiler.device) or profiler.here.links
+    if rank:
+        return
+    profiler.profile.write(path)
+    _tell(profiler, path, len(units) - done, json)
+
+
+def _degrees(text: str) -> list[int]:
+    from penstock.errors import InputError
+
+    try:
+        degrees = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise InputError(f"--tp is '{text}'; expected numbers such as 1,2,4,8.") from None
+    if degrees[0] < 1:
+        raise InputError(f"--tp is '{text}'; degrees start at 1.")
+    return degrees
+
+
+def _models(names: list[str]) -> list:  # type: ignore[type-arg]
+    from penstock.models import resolve_model
+
+    return [resolve_model(name) for name in names]
+
+
+def _check_device(device: str) -> None:
+    from penstock.errors import InputError, near_misses
+
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"--device is '{device}'. {near_misses(device, ('cpu', 'cuda'))}")
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise InputError("--device is 'cuda', but torch sees no GPU here. Check the driver with nvidia-smi, or use --device cpu.")
+
+
+def _tell(profiler, path: str, left: int, json: bool) -> None:  # type: ignore[no-untyped-def]
+    here = profiler.here
+    errors = [abs(error) for _, error in here.held_out]
+    mean, worst = (sum(errors) / len(errors), max(errors)) if errors else (0.0, 0.0)
+    points = sum(len(series) for series in here.series.values())
+    if json:
+        print_json({"out": path, "device": profiler.name, "series": len(here.series), "points": points, "units_left": left,
+                    "held_out_points": len(errors), "held_out_mean_error": mean, "held_out_worst_error": worst})  # fmt: skip
+        return
+    rows = [
+        ("device", f"{profiler.name} ({here.about.get('device')})"), ("distinct ops measured", str(len(here.series))),
+        ("points", str(points)), ("out of memory", str(len(here.out_of_memory))),
+        ("held-out points", str(len(errors))), ("held-out error, mean / worst", f"{mean:.1%} / {worst:.1%}"),
+        ("links", f"{len(here.links)} measured" if here.links else "modelled (one rank here)"),
+    ]  # fmt: skip
+    out().print(table(f"profile {path}", ("what", "value"), rows))
+    if left:
+        out().print(f"{left} units of work are left: run the same command again to go on.")

@@ -1,0 +1,89 @@
+"""Times and bytes between measured points: rates over log sizes, linear in the mean key length of attention.
+
+Along the size axis time is interpolated on log-log axes, which is exact both where a launch costs the same whatever the
+size and where work grows with it. Along the length axis the rate per token is linear, so that a packed micro-batch of mixed
+lengths costs what its tokens and its sum of squares say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.costs.profile import Series
+from penstock.costs.table import Floats
+
+__all__ = ["Curves", "fit_optimizer"]
+
+
+def _along_size(sizes: Floats, values: Floats, at: Floats, log: bool) -> Floats:
+    """Piecewise interpolation with the end pieces continued; on log-log axes their slope stays between 0 and 1."""
+    if len(sizes) == 1:
+        ratio = at / sizes[0]
+        return np.asarray(values[0] * (np.maximum(ratio, 1.0) if log else ratio))
+    x, y, q = (np.log(sizes), np.log(values), np.log(at)) if log else (sizes, values, at)
+    piece = np.clip(np.searchsorted(x, q, side="right") - 1, 0, len(x) - 2)
+    slope = (y[piece + 1] - y[piece]) / (x[piece + 1] - x[piece])
+    if log:
+        slope = np.where((q < x[0]) | (q > x[-1]), np.clip(slope, 0.0, 1.0), slope)
+    result = y[piece] + slope * (q - x[piece])
+    return np.exp(result) if log else result
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """Points of one length, sorted by size; repeated sizes hold the median of their steady measurements."""
+
+    sizes: Floats
+    columns: dict[str, Floats]
+
+
+class Curves:
+    """Answers for one series at any (size, length)."""
+
+    def __init__(self, series: Series) -> None:
+        size, length = (np.array(series.columns[name]) for name in ("size", "length"))
+        self._lengths = np.unique(length)
+        self._curves = [_curve(series, size, length == own) for own in self._lengths]
+
+    def __call__(self, column: str, size: Floats, length: Floats, log: bool) -> Floats:
+        """`column` at each (size, length); `log` for times, plain lines for bytes."""
+        by_length = np.stack([_along_size(c.sizes, c.columns[column], size, log) / size for c in self._curves])
+        if len(self._lengths) == 1:
+            return np.asarray(by_length[0] * size)
+        piece = np.clip(np.searchsorted(self._lengths, length, side="right") - 1, 0, len(self._lengths) - 2)
+        low, high = self._lengths[piece], self._lengths[piece + 1]
+        share = np.clip((length - low) / (high - low), 0.0, None)
+        which = np.arange(len(size))
+        first, second = by_length[piece, which], by_length[piece + 1, which]
+        return np.asarray(np.maximum(first + share * (second - first), 0.0) * size)
+
+
+def _curve(series: Series, size: Floats, chosen: NDArray[np.bool_]) -> _Curve:
+    names = [name for name in series.columns if name not in ("size", "length", "spread")]
+    sizes = np.unique(size[chosen])
+    spread = np.array(series.columns["spread"])
+    steady = [_steady(spread, chosen & (size == one)) for one in sizes]
+    columns = {}
+    for name in names:
+        values = np.array(series.columns[name])
+        columns[name] = np.array([np.median(values[which]) for which in steady])
+        if name.endswith("_s"):
+            columns[name] = np.maximum(columns[name], 1e-9)
+    return _Curve(sizes, columns)
+
+
+def _steady(spread: Floats, repeats: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Of repeated measurements those that spread little: one that was disturbed must not weigh as much as one that was not."""
+    return repeats & (spread <= max(0.005, 3 * float(spread[repeats].min())))
+
+
+def fit_optimizer(parameters: Floats, tensors: Floats, times: Floats) -> tuple[float, float]:
+    """(seconds per weight, seconds per tensor) that fit measured optimizer steps with the least relative error."""
+    from scipy.optimize import nnls
+
+    system = np.stack([parameters, tensors], axis=1) / times[:, None]
+    solution, _ = nnls(system, np.ones(len(times)))
+    return float(solution[0]), float(solution[1])

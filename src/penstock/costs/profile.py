@@ -1,0 +1,225 @@
+"""The profile: measured times and bytes of ops on one or more devices, as one JSON file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import InputError
+from penstock.files import write_bytes
+from penstock.models.ops import Op
+from penstock.models.shapes import Shape
+
+__all__ = [
+    "DeviceProfile", "LinkPoint", "OptimizerPoint", "Profile", "Series", "SeriesKey",
+    "WholeFactors", "coordinates", "read_profile", "series_key",
+]  # fmt: skip
+
+FORMAT, VERSION = "penstock-profile", 1
+
+COLUMNS = (
+    "size", "length", "forward_s", "backward_s", "spread", "forward_host_s", "backward_host_s",
+    "growth_bytes", "forward_peak_bytes", "backward_peak_bytes",
+)  # fmt: skip
+"""What is kept of each measured point. Host times are what issuing the op takes, whatever its size. Bytes are above what was
+allocated when the op's pass began: after its forward pass (`growth`, what it keeps and returns less what it gave up), and at
+the fullest moment of either pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesKey:
+    """What a series of points was measured for."""
+
+    op: str
+    """The op's signature."""
+    dtype: str
+    tp: int = 1
+    algo: int = 0
+    layout: str = "any"
+    """Only attention runs different kernels in `padded` and `packed`; other ops say `any`."""
+
+
+def series_key(op: Op, dtype: str, tp: int, algo: int, layout: str) -> SeriesKey:
+    """The key under which `op` is measured and looked up. An op that tp does not divide costs the same at any degree."""
+    divided = bool(op.parameters.split.terms() or op.flops.split.terms() or op.traffic.split.terms())
+    swapped = algo if tp > 1 and len(op.splits) > 1 else 0
+    return SeriesKey(op.signature, dtype, tp if divided else 1, swapped, layout if op.kind == "attention" else "any")
+
+
+def coordinates(op: Op, shape: Shape) -> tuple[float, float]:
+    """(size, length) of an op's work: token positions (or samples), and for attention the mean key length per query."""
+    decoder = op.config.get("side") == "decoder"
+    tokens, squares = (shape.dec_tokens, shape.dec_squares) if decoder else (shape.tokens, shape.squares)
+    if op.kind == "attention":
+        return float(tokens), (shape.cross if op.config.get("cross_source") else squares) / max(tokens, 1)
+    if op.kind == "pooler" or not tokens:
+        return float(shape.samples), 0.0
+    return float(tokens), 0.0
+
+
+@dataclass
+class Series:
+    """Points of one key, column by column."""
+
+    key: SeriesKey
+    kind: str
+    columns: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
+
+    def add(self, **values: float) -> None:
+        """Appends one point; every column must be given."""
+        for name in COLUMNS:
+            self.columns[name].append(float(values[name]))
+
+    def __len__(self) -> int:
+        return len(self.columns["size"])
+
+
+@dataclass(frozen=True)
+class OptimizerPoint:
+    """Time of one optimizer step (gradients set to zero included)."""
+
+    dtype: str
+    num_parameters: float
+    num_tensors: float
+    time_s: float
+    host_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class LinkPoint:
+    """Time of one collective or transfer among `num_ranks` ranks."""
+
+    kind: str
+    num_ranks: int
+    num_nodes: int
+    size_bytes: float
+    time_s: float
+    modelled: bool = False
+
+
+@dataclass(frozen=True)
+class WholeFactors:
+    """What a chain's ops take together, run for seconds without marks, over the sum of their measured parts."""
+
+    device: float = 1.0
+    """Above 1 where clocks fall under lasting load."""
+    host: float = 1.0
+    """Below 1, since setting marks takes the host time too."""
+    recompute_host_s: float = 0.0
+    """What recomputing one op costs the host, its second forward pass included."""
+
+
+@dataclass
+class DeviceProfile:
+    """Everything measured on one kind of device."""
+
+    about: dict[str, Any]
+    """Device name as its driver gives it, memory, driver and torch versions, date."""
+    series: dict[SeriesKey, Series] = field(default_factory=dict)
+    optimizer: list[OptimizerPoint] = field(default_factory=list)
+    links: list[LinkPoint] = field(default_factory=list)
+    whole: dict[str, WholeFactors] = field(default_factory=dict)
+    """By op signature: how its chain as a whole compares with the sum of its parts."""
+    base_bytes: float = 0.0
+    """Allocated by libraries (matrix workspaces) whatever the model."""
+    held_out: list[tuple[str, float]] = field(default_factory=list)
+    """(what, relative error) of predictions made for points before they were measured."""
+    out_of_memory: list[str] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
+    """Units of work finished, so that a killed run goes on where it stopped."""
+
+    def add(self, key: SeriesKey, kind: str, **values: float) -> None:
+        """Adds one point to the series of `key`."""
+        self.series.setdefault(key, Series(key, kind)).add(**values)
+
+    def merge(self, other: DeviceProfile) -> None:
+        """Takes over the points of another profile of the same kind of device."""
+        for key, series in other.series.items():
+            mine = self.series.setdefault(key, Series(key, series.kind))
+            for row in zip(*(series.columns[name] for name in COLUMNS), strict=True):
+                mine.add(**dict(zip(COLUMNS, row, strict=True)))
+        self.optimizer += other.optimizer
+        self.links += other.links
+        self.whole.update(other.whole)
+        self.base_bytes = max(self.base_bytes, other.base_bytes)
+        self.held_out += other.held_out
+        self.out_of_memory += other.out_of_memory
+        self.done += [unit for unit in other.done if unit not in self.done]
+
+
+@dataclass
+class Profile:
+    """Measurements by device name (as in the device catalogue)."""
+
+    devices: dict[str, DeviceProfile] = field(default_factory=dict)
+
+    def merge(self, other: Profile) -> None:
+        """Adds what another profile measured."""
+        for name, device in other.devices.items():
+            if name in self.devices:
+                self.devices[name].merge(device)
+            else:
+                self.devices[name] = device
+
+    def write(self, path: str | Path) -> None:
+        """Writes the file in one step; a name that ends in `.gz` is compressed."""
+        text = json.dumps({"format": FORMAT, "version": VERSION, "devices": {n: _encode(d) for n, d in self.devices.items()}})
+        data = text.replace('{"key"', '\n{"key"').encode()
+        write_bytes(path, gzip.compress(data, mtime=0) if str(path).endswith(".gz") else data)
+
+
+def _short(value: float) -> float | int:
+    """Five significant digits: more than a measurement has."""
+    rounded = float(f"{value:.5g}")
+    return int(rounded) if rounded == int(rounded) else rounded
+
+
+def _encode(device: DeviceProfile) -> dict[str, Any]:
+    rows = [
+        {"key": asdict(s.key), "kind": s.kind, **{name: [_short(v) for v in column] for name, column in s.columns.items()}}
+        for s in device.series.values()
+    ]
+    return {
+        "about": device.about, "base_bytes": device.base_bytes,
+        "whole": {signature: asdict(factors) for signature, factors in device.whole.items()},
+        "optimizer": [asdict(p) for p in device.optimizer],
+        "links": [asdict(p) for p in device.links], "held_out": [[what, _short(e)] for what, e in device.held_out],
+        "out_of_memory": device.out_of_memory, "done": device.done, "series": rows,
+    }  # fmt: skip
+
+
+def _decode(data: dict[str, Any]) -> DeviceProfile:
+    series: Iterable[Series] = (
+        Series(SeriesKey(**row["key"]), row["kind"], {name: [float(v) for v in row[name]] for name in COLUMNS}) for row in data["series"]
+    )
+    return DeviceProfile(
+        about=dict(data["about"]), series={s.key: s for s in series}, optimizer=[OptimizerPoint(**p) for p in data["optimizer"]],
+        links=[LinkPoint(**p) for p in data["links"]], base_bytes=float(data["base_bytes"]),
+        whole={signature: WholeFactors(**factors) for signature, factors in data["whole"].items()},
+        held_out=[(str(what), float(error)) for what, error in data["held_out"]], out_of_memory=list(data["out_of_memory"]),
+        done=list(data["done"]),
+    )  # fmt: skip
+
+
+def read_profile(path: str | Path) -> Profile:
+    """Reads a profile; anything else is refused with what is wrong."""
+    path = Path(path)
+    try:
+        raw = path.read_bytes()
+        data = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+    except FileNotFoundError:
+        raise InputError(f"profile '{path}' does not exist. Make one with `penstock profile --model M --out {path}`.") from None
+    except (OSError, EOFError, ValueError) as error:
+        raise InputError(f"profile '{path}' cannot be read: {error}.") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise InputError(f"'{path}' is not a profile (expected \"format\": \"{FORMAT}\").")
+    if data.get("version") != VERSION:
+        raise InputError(f"profile '{path}' has version {data.get('version')!r}; this Penstock reads version {VERSION}. Measure it again.")
+    try:
+        return Profile({name: _decode(device) for name, device in data["devices"].items()})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"profile '{path}' is damaged: {type(error).__name__} {error}. Measure it again.") from None

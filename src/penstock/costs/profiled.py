@@ -1,0 +1,163 @@
+"""Costs from a profile: measured times and bytes, interpolated; what was not measured comes from the roofline and is said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from penstock.clusters import Cluster
+from penstock.costs import collectives
+from penstock.costs.interpolation import Curves, fit_optimizer
+from penstock.costs.memory import OpBytes, OpBytesSource, OpPeaks, formula_bytes
+from penstock.costs.profile import DeviceProfile, Profile, SeriesKey, WholeFactors, coordinates, read_profile, series_key
+from penstock.costs.roofline import Roofline
+from penstock.costs.table import CostTable, Floats
+from penstock.errors import ProfileMissingError
+from penstock.models.ops import Model, Op
+from penstock.models.shapes import Shape
+
+__all__ = ["DeviceCosts", "Profiled"]
+
+
+class DeviceCosts:
+    """What a profile knows of one device."""
+
+    def __init__(self, profile: DeviceProfile) -> None:
+        self.profile = profile
+        self._curves: dict[SeriesKey, Curves] = {}
+
+    def curves(self, op: Op, dtype: str, tp: int, algo: int, layout: str) -> Curves | None:
+        """The measured curves of an op, or None where it was not measured."""
+        key = series_key(op, dtype, tp, algo, layout)
+        if key not in self.profile.series:
+            return None
+        if key not in self._curves:
+            self._curves[key] = Curves(self.profile.series[key])
+        return self._curves[key]
+
+    def columns(self, op: Op, dtype: str, shapes: Sequence[Shape], tp: int, algo: int, names: Sequence[str]) -> dict[str, Floats] | None:
+        """Measured columns at each shape; None where the op was not measured in these layouts."""
+        result = {name: np.zeros(len(shapes)) for name in names}
+        for layout in {shape.layout for shape in shapes}:
+            which = np.array([index for index, shape in enumerate(shapes) if shape.layout == layout])
+            curves = self.curves(op, dtype, tp, algo, layout)
+            if curves is None:
+                return None
+            where = np.array([coordinates(op, shapes[index]) for index in which])
+            factor = self.profile.whole.get(op.signature, WholeFactors()).device
+            for name in names:
+                timed = name.endswith("_s")
+                result[name][which] = curves(name, where[:, 0], where[:, 1], log=timed) * (factor if timed else 1.0)
+        return result
+
+    def host_s(self, op: Op, dtype: str, layout: str) -> tuple[float, float, float]:
+        """What issuing the op takes the host: forward, backward, and forward again when it is recomputed."""
+        series = self.profile.series.get(series_key(op, dtype, 1, 0, layout))
+        factors = self.profile.whole.get(op.signature, WholeFactors())
+        if series is None:
+            return 0.0, 0.0, 0.0
+        forward, backward = (factors.host * float(np.median(series.columns[name])) for name in ("forward_host_s", "backward_host_s"))
+        return forward, backward, factors.recompute_host_s or forward
+
+    @cached_property
+    def optimizer_rates(self) -> dict[str, tuple[tuple[float, float], tuple[float, float]]]:
+        """dtype → (seconds per weight, seconds per tensor) of an optimizer step, on the device and on the host."""
+        rates = {}
+        for dtype in {point.dtype for point in self.profile.optimizer}:
+            points = [p for p in self.profile.optimizer if p.dtype == dtype]
+            parameters, tensors, device_s, host_s = (np.array([getattr(p, name) for p in points]) for name in (
+                "num_parameters", "num_tensors", "time_s", "host_s"))  # fmt: skip
+            host = fit_optimizer(parameters, tensors, host_s) if host_s.all() else (0.0, 0.0)
+            rates[dtype] = fit_optimizer(parameters, tensors, device_s), host
+        return rates
+
+    def optimizer_s(self, num_parameters: float, num_tensors: float, dtype: str) -> tuple[float, float] | None:
+        """(device, host) time of an optimizer step, or None where none was measured."""
+        if dtype not in self.optimizer_rates:
+            return None
+        device, host = ((a * num_parameters + b * num_tensors) for a, b in self.optimizer_rates[dtype])
+        return device, host
+
+
+class Profiled:
+    """The source `profile:FILE`."""
+
+    def __init__(self, profile: Profile, path: str = "memory") -> None:
+        self.devices = {name: DeviceCosts(device) for name, device in profile.devices.items()}
+        self._path = path
+        self._roofline = Roofline()
+        self.modelled: set[str] = set()
+        """Ops that were asked for and had to be modelled."""
+
+    @classmethod
+    def open(cls, path: str | Path) -> Profiled:
+        """Reads a profile."""
+        return cls(read_profile(path), str(path))
+
+    @property
+    def name(self) -> str:
+        return f"profile:{self._path}"
+
+    def device(self, name: str) -> DeviceCosts:
+        """The measurements of one device kind."""
+        if name not in self.devices:
+            raise ProfileMissingError(
+                f"profile '{self._path}' was measured on {', '.join(self.devices) or 'nothing'}, but the cluster has '{name}'. "
+                f"Measure it there (penstock profile --merge), or use --costs roofline."
+            )
+        return self.devices[name]
+
+    def table(self, model: Model, shapes: Sequence[Shape], tps: Sequence[int], cluster: Cluster) -> CostTable:
+        """The roofline's table with every measured op put in its place."""
+        table = self._roofline.table(model, shapes, tps, cluster)
+        table = replace(table, host_s=np.zeros((len(table.op_names), 3, len(table.devices))))
+        for d, name in enumerate(table.devices):
+            costs = self.device(name)
+            for o, op in enumerate(model.distinct_ops):
+                for t, tp in enumerate(tps):
+                    for a in range(len(table.algos)):
+                        if not np.isfinite(table.forward_s[o, 0, t, a, d]):
+                            continue
+                        self._fill(table, costs, op, model.dtype, (o, t, a, d), tp)
+        return table
+
+    def _fill(self, table: CostTable, costs: DeviceCosts, op: Op, dtype: str, where: tuple[int, int, int, int], tp: int) -> None:
+        o, t, a, d = where
+        names = ("forward_s", "backward_s")
+        found = costs.columns(op, dtype, table.shapes, tp, table.algos[a], names)
+        if found is None:
+            self.modelled.add(op.name)
+            return
+        table.forward_s[o, :, t, a, d] = found["forward_s"]
+        table.backward_s[o, :, t, a, d] = found["backward_s"]
+        table.host_s[o, :, d] = costs.host_s(op, dtype, table.shapes[0].layout)
+
+    def bytes_of(self, device: str, dtype: str) -> OpBytesSource:
+        """Measured workspaces where this device's profile has them, the description's formulas elsewhere."""
+        costs = self.device(device)
+
+        def lookup(op: Op, shape: Shape, tp: int, algo: int) -> OpBytes | OpPeaks:
+            formula = formula_bytes(op, shape, tp, algo)
+            found = costs.columns(op, dtype, [shape], tp, algo, ("forward_peak_bytes", "backward_peak_bytes"))
+            if found is None or not costs.profile.base_bytes:
+                return formula
+            return OpPeaks(formula.kept, float(found["forward_peak_bytes"][0]), float(found["backward_peak_bytes"][0]))
+
+        return lookup
+
+    def collective_s(self, kind: str, size_bytes: float, cluster: Cluster, ranks: Sequence[int]) -> float:
+        """Modelled over the cluster's links (a profile's measured links are put into the cluster beforehand)."""
+        return collectives.collective_s(kind, size_bytes, cluster, ranks)
+
+    def transfer_s(self, size_bytes: float, cluster: Cluster, sender: int, receiver: int) -> float:
+        """One message between two ranks."""
+        return collectives.point_to_point_s(size_bytes, cluster, sender, receiver)
+
+    def optimizer_s(self, num_parameters: float, device: str, state_bytes_per_parameter: float) -> float:
+        """From measured steps of the dtype whose weights take this much state."""
+        measured = self.device(device).optimizer_s(num_parameters, 0.0, "bf16" if state_bytes_per_parameter >= 12 else "fp32")
+        return measured[0] if measured else self._roofline.optimizer_s(num_parameters, device, state_bytes_per_parameter)

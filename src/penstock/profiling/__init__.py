@@ -1,0 +1,1 @@
+"""Measures ops, collectives and transfers on real devices into a profile."""

@@ -1,0 +1,186 @@
+"""Measuring ops in context: a short chain runs forward and backward as in training, with marks between its ops.
+
+In context caches are as cold, launches as far ahead and allocations as they are in a real step, so that the parts add up
+to the whole. A backward mark is set by a hook on the tensor an op produced: it runs just before that op's backward pass.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from penstock.models.modules import Batch, Carry, OpModule
+from penstock.models.ops import Model, PlacedOp, TensorSpec
+from penstock.models.shapes import Shape
+from penstock.profiling.marks import CudaBytes, Marks, times_for
+
+__all__ = ["OpMeasure", "measure_ops", "random_carry", "shortened"]
+
+
+@dataclass(frozen=True)
+class OpMeasure:
+    """Medians of one op at one shape; bytes are zero on a CPU."""
+
+    signature: str
+    forward_s: float
+    backward_s: float
+    spread: float
+    """Half the distance between the quartiles, over the median, of forward and backward together."""
+    forward_host_s: float = 0.0
+    """Time the host takes to issue the op, whatever its size."""
+    backward_host_s: float = 0.0
+    growth_bytes: float = 0.0
+    forward_peak_bytes: float = 0.0
+    backward_peak_bytes: float = 0.0
+
+
+def shortened(model: Model, copies: int) -> Model:
+    """The model with each run of equal blocks cut to at most `copies`."""
+    return replace(model, runs=tuple((block, min(count, copies)) for block, count in model.runs))
+
+
+def random_carry(specs: Sequence[TensorSpec], shape: Shape, tp: int, device: torch.device, dtype: torch.dtype) -> Carry:
+    """A carry of random values, as an op in the middle of a chain would receive it."""
+    carry = {}
+    for spec in specs:
+        tensor = torch.randn(spec.shape(shape, tp), device=device, dtype=dtype)
+        carry[spec.name] = tensor.requires_grad_(spec.differentiable)
+    return carry
+
+
+@dataclass
+class _Pass:
+    """The marks of one forward and backward pass over some ops."""
+
+    forward: list[Any]
+    backward: dict[int, Any]
+    end: Any
+
+    def intervals(self) -> list[tuple[Any, Any, Any, Any]]:
+        """For each op its (forward start, forward end, backward start, backward end)."""
+        order = sorted(self.backward, reverse=True)
+        ends = {index: self.backward[after] for index, after in pairwise(order)}
+        ends[order[-1]] = self.end
+        count = len(self.forward) - 1
+        return [(self.forward[i], self.forward[i + 1], self.backward.get(i), ends.get(i)) for i in range(count)]
+
+
+def _run(ops: Sequence[OpModule], carry: Carry, batch: Batch, marks: Marks) -> _Pass:
+    forward, backward = [marks.mark()], {}
+
+    def note(index: int, grad: torch.Tensor) -> None:
+        backward[index] = marks.mark()
+
+    for index, op in enumerate(ops):
+        carry = op(carry, batch)
+        forward.append(marks.mark())
+        produced = carry[op.config.get("output", op.op.carry[0].name)]
+        if produced.requires_grad:
+            produced.register_hook(partial(note, index))
+    outputs = [tensor for tensor in carry.values() if tensor.requires_grad]
+    carry.clear()
+    del carry, produced
+    grads = [torch.ones_like(tensor) for tensor in outputs]
+    torch.autograd.backward(outputs, grads)
+    del outputs, grads
+    return _Pass(forward, backward, marks.mark())
+
+
+def measure_ops(
+    ops: Sequence[OpModule],
+    places: Sequence[PlacedOp],
+    batch: Batch,
+    inputs: Sequence[TensorSpec],
+    *,
+    tp: int = 1,
+    warmups: int = 2,
+    warmup_s: float = 0.0,
+    repeats: int = 4,
+) -> list[OpMeasure]:
+    """Runs the ops a few times and returns the medians of each distinct op over its copies and the repeats.
+
+    Work that fills the device is first run for `warmup_s`, since clocks under lasting load are lower than in a short burst.
+    """
+    device = next((p.device for op in ops for p in op.parameters()), torch.device("cpu"))
+    dtype = next((p.dtype for op in ops for p in op.parameters()), torch.float32)
+    for op in ops:
+        for parameter in op.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def once(marks: Marks) -> _Pass:
+        return _run(ops, random_carry(inputs, batch.shape, tp, device, dtype), batch, marks)
+
+    clock = times_for(device)
+    took_s, issued_s = _warm_up(partial(once, clock), clock, warmups, warmup_s)
+    ahead_s = 0.0 if took_s > 1.3 * issued_s else 1.5 * issued_s
+    passes = []
+    for _ in range(repeats if took_s > 0.02 else 3 * repeats):
+        if ahead_s:
+            clock.get_ahead(ahead_s)
+        passes.append(once(clock))
+        if ahead_s:
+            clock.finish()
+    clock.finish()
+    times = [[_op_times(clock, *marks) for marks in p.intervals()] for p in passes]
+    books = _books(once) if device.type == "cuda" else [(0.0, 0.0, 0.0)] * len(ops)
+    return _medians(places, times, books)
+
+
+def _op_times(clock: Marks, a: Any, b: Any, c: Any, d: Any) -> tuple[float, float, float, float]:
+    """(forward, backward, host forward, host backward) of one op in one pass; ops without a gradient have no backward marks."""
+    if c is None:
+        return clock.between(a, b), 0.0, clock.host_between(a, b), 0.0
+    return clock.between(a, b), clock.between(c, d), clock.host_between(a, b), clock.host_between(c, d)
+
+
+def _warm_up(once: Callable[[], object], clock: Marks, warmups: int, warmup_s: float) -> tuple[float, float]:
+    """Runs at least `warmups` times, and large work for at least `warmup_s`; returns the time of one run and of issuing it."""
+    for _ in range(warmups):
+        start = time.perf_counter()
+        once()
+        issued_s = time.perf_counter() - start
+        clock.finish()
+        took_s = time.perf_counter() - start
+    if took_s > 0.01:
+        for _ in range(int(warmup_s / took_s)):
+            once()
+    return took_s, issued_s
+
+
+def _books(once: Any) -> list[tuple[float, float, float]]:
+    """(growth, forward peak, backward peak) of each op in bytes, from one pass over the allocator's books."""
+    marks = CudaBytes()
+    marks.mark()
+    result = []
+    for first, second, third, fourth in once(marks).intervals():
+        backward = marks.peak(third, fourth) if third is not None else 0.0
+        result.append((marks.between(first, second), marks.peak(first, second), backward))
+    return result
+
+
+def _medians(
+    places: Sequence[PlacedOp], times: list[list[tuple[float, float, float, float]]], books: list[tuple[float, float, float]]
+) -> list[OpMeasure]:
+    found: dict[str, list[int]] = {}
+    for index, place in enumerate(places):
+        found.setdefault(place.op.signature, []).append(index)
+    measures = []
+    for signature, indices in found.items():
+        # The first copy of a repeated block also pays for what the micro-batch makes once and shares.
+        inner = indices[1:] if len(indices) > 2 else indices
+        columns = list(zip(*(run[i] for run in times for i in inner), strict=True))
+        forward, backward, host_forward, host_backward = (statistics.median(column) for column in columns)
+        both = [f + b for f, b in zip(columns[0], columns[1], strict=True)]
+        quartiles = statistics.quantiles(both, n=4) if len(both) > 1 else [both[0]] * 3
+        spread = (quartiles[2] - quartiles[0]) / 2 / max(forward + backward, 1e-12)
+        sizes = (statistics.median(books[i][column] for i in inner) for column in range(3))
+        measures.append(OpMeasure(signature, forward, backward, spread, host_forward, host_backward, *sizes))
+    return measures

@@ -1,0 +1,275 @@
+"""Profiling a model on this machine's device: units of work, saved one by one, so that a killed run goes on where it stopped."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from penstock.costs.profile import DeviceProfile, OptimizerPoint, Profile, SeriesKey, WholeFactors, coordinates, read_profile, series_key
+from penstock.costs.profiled import DeviceCosts
+from penstock.models.modules import TORCH_DTYPES, Batch, Chain, TensorParallel, build_chain, random_batch
+from penstock.models.ops import ITEM_BYTES, Model, PlacedOp
+from penstock.profiling.grid import Lengths, Limits, attention_grid, refine, sweep_lengths
+from penstock.profiling.local import device_facts
+from penstock.profiling.marks import times_for
+from penstock.profiling.measure import OpMeasure, measure_ops, shortened
+from penstock.runtime.optimizer import make_adamw
+
+__all__ = ["Profiler", "Unit", "random_model_batch"]
+
+COPIES = 3
+"""Copies of a repeated block in a measured chain; the inner ones count."""
+WARMUP_S = 0.2
+"""How long a GPU works on a large shape before it is timed."""
+LASTING_S = 2.0
+"""How long a chain runs without a pause to see what lasting load does to it."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One piece of profiling work: a sweep over sizes of the chain or over lengths of its attention ops, or the chain as a whole."""
+
+    model: Model
+    sweep: str
+    tp: int
+    algo: int = 0
+    layout: str = "padded"
+
+    @property
+    def name(self) -> str:
+        """How the unit is remembered as done."""
+        return f"{self.model.name} {self.model.dtype} {self.sweep} tp{self.tp} algo{self.algo} {self.layout}"
+
+
+def random_model_batch(model: Model, lengths: Lengths, device: torch.device, seed: int = 0) -> Batch:
+    """A random micro-batch that `model` can train on."""
+    if not model.seq_length:
+        size, classes = model.config["image_size"], model.config["num_classes"]
+        generator = torch.Generator().manual_seed(seed)
+        images = torch.randn(lengths.rows, 3, size, size, device=device, dtype=TORCH_DTYPES[model.dtype])
+        targets = torch.randint(0, classes, (lengths.rows,), generator=generator).to(device)
+        return Batch(images=images, targets=targets, weights=torch.full((lengths.rows,), 1 / lengths.rows, device=device))
+    own, decoder = ([length] * lengths.rows if length else [] for length in (lengths.length, lengths.dec_length))
+    if lengths.layout == "padded" and lengths.rows > 1:
+        # Real batches have padding, and masks cost time: the last rows are a little shorter.
+        own[-1], decoder[-1:] = own[-1] - 1, [length - 1 for length in decoder[-1:]]
+    return random_batch(
+        own, model.config["vocab"], dec_lengths=decoder, layout=lengths.layout,
+        types=model.config.get("types", 0), next_sentence=bool(model.config.get("next_sentence")), device=device, seed=seed,
+    )  # fmt: skip
+
+
+@dataclass
+class Profiler:
+    """Measures units on one device into one file."""
+
+    path: Path
+    device: torch.device
+    name: str
+    limits: Limits
+    profile: Profile = field(default_factory=Profile)
+
+    @classmethod
+    def open(cls, path: str | Path, device: str) -> Profiler:
+        """Starts a profile, or goes on with the one in `path`."""
+        path, where = Path(path), torch.device(device)
+        profile = read_profile(path) if path.exists() else Profile()
+        name, facts = device_facts(where)
+        today = datetime.date.today().isoformat()
+        profile.devices.setdefault(name, DeviceProfile({**facts, "torch": torch.__version__, "date": today}))
+        return cls(path, where, name, Limits.for_device(where.type), profile)
+
+    @property
+    def here(self) -> DeviceProfile:
+        """What is known of this machine's device."""
+        return self.profile.devices[self.name]
+
+    def units(self, models: Sequence[Model], tps: Sequence[int]) -> list[Unit]:
+        """All work for these models that is not yet done."""
+        units = sorted((unit for model in models for unit in self._units(model, tps)), key=lambda unit: unit.tp)
+        return [unit for unit in units if unit.name not in self.here.done]
+
+    def _units(self, model: Model, tps: Sequence[int]) -> Iterator[Unit]:
+        degrees = [tp for tp in tps if model.max_tp() % tp == 0]
+        for tp in degrees:
+            yield Unit(model, "sizes", tp)
+            if tp > 1 and any(len(op.splits) > 1 for op in model.distinct_ops):
+                yield Unit(model, "sizes", tp, algo=1)
+            if any(op.kind == "attention" for op in model.distinct_ops):
+                for layout in model.layouts:
+                    yield Unit(model, "lengths", tp, layout=layout)
+            if tp == 1 and self.device.type == "cuda":
+                yield Unit(model, "whole", tp)
+
+    def run(self, units: Sequence[Unit], *, time_budget_s: float = float("inf"), progress: Callable[[str], None] = print) -> int:
+        """Measures units until the budget is spent, saving after each; returns how many were done."""
+        deadline = time.monotonic() + time_budget_s
+        for count, unit in enumerate(units):
+            if time.monotonic() > deadline:
+                return count
+            progress(unit.name)
+            {"sizes": self._sweep_sizes, "lengths": self._sweep_lengths, "whole": self._compare_whole}[unit.sweep](unit)
+            self._settle()
+            self.here.done.append(unit.name)
+            self.profile.write(self.path)
+        return len(units)
+
+    def _settle(self) -> None:
+        """With the unit's tensors gone, what is still allocated belongs to libraries."""
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+            self.here.base_bytes = max(self.here.base_bytes, float(torch.cuda.memory_allocated()))
+
+    def _sweep_sizes(self, unit: Unit) -> None:
+        """The whole (shortened) chain over a range of sizes."""
+        model = shortened(unit.model, COPIES)
+        chain = self._chain(model, 0, model.num_ops, unit)
+        images = not model.seq_length
+        low, high = (self.limits.min_samples, self.limits.max_samples) if images else (self.limits.min_tokens, self.limits.max_tokens)
+
+        def measure(size: int) -> float | None:
+            batch = random_model_batch(model, sweep_lengths(model, size), self.device)
+            found = self._measure(unit, chain, model.ops, batch)
+            return None if found is None else sum(m.forward_s + m.backward_s for m in found)
+
+        step = 1 if images else min(unit.model.seq_length, self.limits.min_tokens)
+        errors = refine(low, high, measure, depth=self.limits.depth if unit.tp <= 2 else 1, step=step)
+        self.here.held_out += [(f"{unit.name} size {size}", error) for size, error in errors]
+        if unit.algo == 0:
+            self._optimizer(unit, chain)
+
+    def _sweep_lengths(self, unit: Unit) -> None:
+        """Each distinct attention op between its neighbours, over sizes and lengths."""
+        model = shortened(unit.model, 1)
+        longest = 8192 if self.device.type == "cuda" else 512
+        if "max_positions" in model.ops[0].op.config and model.ops[0].op.config["max_positions"]:
+            longest = min(longest, model.seq_length)
+        for place in {p.op.signature: p for p in model.ops if p.op.kind == "attention"}.values():
+            start, stop = place.index - 1, place.index + 2
+            chain = self._chain(model, start, stop, unit)
+            too_large = float("inf")
+            for size, length in attention_grid(self.limits, longest, fine=unit.tp <= 2):
+                if size * (length if place.op.config["bias_source"] else 1) >= too_large:
+                    continue
+                batch = random_model_batch(model, _for_attention(place, size, length, unit.layout), self.device)
+                found = self._measure(unit, chain, model.ops[start:stop], batch, only=place, start=start, model=model)
+                if found is None:
+                    too_large = size * (length if place.op.config["bias_source"] else 1)
+
+    def _chain(self, model: Model, start: int, stop: int, unit: Unit) -> Chain:
+        tp = TensorParallel(0, unit.tp, lone=unit.tp > 1)
+        algos = [unit.algo if len(place.op.splits) > unit.algo else 0 for place in model.ops[start:stop]]
+        return build_chain(model, start, stop, tp=tp, algos=algos, device=self.device)
+
+    def _measure(
+        self, unit: Unit, chain: Chain, places: Sequence[PlacedOp], batch: Batch, *, only: PlacedOp | None = None, start: int = 0,
+        model: Model | None = None,
+    ) -> list[OpMeasure] | None:  # fmt: skip
+        """Measures and records one shape; None when the device's memory does not suffice."""
+        inputs = (model or unit.model).carry_before(start)
+        repeats = 4 if self.device.type == "cuda" else 2
+        try:
+            found = measure_ops(
+                list(chain.ops), places, batch, inputs, tp=unit.tp, warmups=repeats // 2, repeats=repeats,
+                warmup_s=WARMUP_S if self.device.type == "cuda" else 0.0,
+            )  # fmt: skip
+        except torch.OutOfMemoryError:
+            self.here.out_of_memory.append(f"{unit.name} {batch.shape}")
+            torch.cuda.empty_cache()
+            return None
+        ops = {place.op.signature: place.op for place in places}
+        for m in found:
+            op = ops[m.signature]
+            key = series_key(op, unit.model.dtype, unit.tp, unit.algo, batch.shape.layout)
+            wanted = only is None or m.signature == only.op.signature
+            if wanted and not self._known_elsewhere(key, unit):
+                size, length = coordinates(op, batch.shape)
+                values = {name: value for name, value in asdict(m).items() if name != "signature"}
+                self.here.add(key, op.kind, size=size, length=length, **values)
+        return found
+
+    def _known_elsewhere(self, key: SeriesKey, unit: Unit) -> bool:
+        """Ops that tp or algo do not change are measured once, in the plain sweep."""
+        return unit.tp > 1 and (key.tp == 1 or (unit.algo == 1 and key.algo == 0))
+
+    def _optimizer(self, unit: Unit, chain: Chain) -> None:
+        """The step over a whole short chain and over its largest op, so that weights and tensors can be told apart."""
+        largest = max(chain.ops, key=lambda op: sum(p.numel() for p in op.parameters()))
+        for part in (list(chain.parameters()), list(largest.parameters())):
+            unique = list(dict.fromkeys(part))
+            optimizer = make_adamw(unique)
+            clock = times_for(self.device)
+            times, host = [], []
+            for _ in range(5):
+                self._wait()
+                clock.get_ahead(0.01)
+                start = clock.mark()
+                optimizer.step()
+                optimizer.zero_grad()
+                end = clock.mark()
+                clock.finish()
+                times.append(clock.between(start, end))
+                host.append(clock.host_between(start, end))
+            count = sum(p.numel() for p in unique)
+            medians = statistics.median(times[1:]), statistics.median(host[1:])
+            self.here.optimizer.append(OptimizerPoint(unit.model.dtype, count, len(unique), *medians))
+            del optimizer
+
+    def _compare_whole(self, unit: Unit) -> None:
+        """How the chain as a whole compares with the sum of its parts: small work for the host, lasting work for the device."""
+        model = unit.model if self._fits(unit.model) else shortened(unit.model, COPIES)
+        chain = self._chain(model, 0, model.num_ops, unit)
+        for parameter in chain.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        costs = DeviceCosts(replace(self.here, whole={}))
+        smallest, usual = (self.limits.min_samples, 32) if not model.seq_length else (self.limits.min_tokens, 16384)
+        small, large = (random_model_batch(model, sweep_lengths(model, size), self.device) for size in (smallest, usual))
+        flags = [index for index in range(len(chain.places)) if 0 < index < len(chain.places) - 3]
+        plain_s, again_s = (self._pass_s(chain, small, recompute) for recompute in ((), flags))
+        host_s = sum(sum(costs.host_s(place.op, model.dtype, "padded")[:2]) for place in model.ops)
+        lasting_s = self._pass_s(chain, large, (), seconds=LASTING_S)
+        parts_s = 0.0
+        for place in model.ops:
+            found = costs.columns(place.op, model.dtype, [large.shape], 1, 0, ("forward_s", "backward_s"))
+            parts_s += sum(float(column[0]) for column in (found or {}).values())
+        factors = WholeFactors(lasting_s / parts_s, min(plain_s / host_s, 1.0), max(again_s - plain_s, 0.0) / len(flags))
+        self.here.whole.update({op.signature: factors for op in model.distinct_ops})
+
+    def _fits(self, model: Model) -> bool:
+        """Whether the whole model leaves room for its activations."""
+        return model.num_parameters * 2 * ITEM_BYTES[model.dtype] < 0.1 * self.here.about["memory_bytes"]
+
+    def _pass_s(self, chain: Chain, batch: Batch, recompute: Sequence[int], seconds: float = 0.0) -> float:
+        """Time of one forward and backward pass: alone, or on average over the second half of a run of `seconds`."""
+        times: list[float] = []
+        began = time.perf_counter()
+        while len(times) < 9 or time.perf_counter() - began < seconds:
+            start = time.perf_counter()
+            for _ in range(4 if seconds else 1):
+                chain(batch, recompute=recompute)["loss"].backward()
+            self._wait()
+            times.append((time.perf_counter() - start) / (4 if seconds else 1))
+        return statistics.median(times[len(times) // 2 :])
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _for_attention(place: PlacedOp, size: int, length: int, layout: str) -> Lengths:
+    """A batch in which this attention op sees `size` queries with `length` keys each."""
+    if place.op.config["cross_source"]:
+        queries = min(128, size)
+        return Lengths(size // queries, length, queries, "padded")
+    if place.op.config["side"] == "decoder":
+        return Lengths(size // length, 8, length, "padded")
+    dec = 8 if place.op.config["bias_source"] else 0
+    return Lengths(size // length, length, dec, "packed" if layout == "packed" else "padded")

@@ -1,0 +1,177 @@
+"""The roofline table against hand computations, and what must hold for any micro-batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.clusters import resolve_cluster
+from penstock.costs import CostSource, CostTable, Roofline, collective_s, group_of, load_calibration
+from penstock.costs.roofline import tp_group
+from penstock.errors import InputError
+from penstock.models import Shape, resolve_model
+from penstock.models.kept import kept_bytes
+
+GPT = resolve_model("gpt-1.3b")
+H200 = resolve_cluster("8xh200")
+ROOFLINE: CostSource = Roofline()
+LENGTHS = st.lists(st.integers(1, 2048), min_size=1, max_size=16)
+
+
+def table(shapes: Sequence[Shape], tps: Sequence[int] = (1,), model: str = "gpt-1.3b", cluster: str = "8xh200") -> CostTable:
+    return ROOFLINE.table(resolve_model(model), shapes, tps, resolve_cluster(cluster))
+
+
+def test_a_linear_op_by_hand() -> None:
+    costs = table([Shape.padded(4, 2048)], [1, 4])
+    qkv, tokens = costs.op_names.index("qkv"), 8192
+    curves = load_calibration().of("h200-141gb").curves("gemm")
+    flops = 2 * tokens * 2048 * 6144
+    expected_s = (flops / 989e12 + curves.flops.half_s) / curves.flops.e_max + 6e-6
+    assert costs.forward_s[qkv, 0, 0, 0, 0] == pytest.approx(expected_s)
+    assert costs.forward_s[qkv, 0, 1, 0, 0] == pytest.approx((flops / 4 / 989e12 + curves.flops.half_s) / curves.flops.e_max + 6e-6)
+    back = load_calibration().of("h200-141gb").curves("gemm", backward=True)
+    assert costs.backward_s[qkv, 0, 0, 0, 0] == pytest.approx((2 * flops / 989e12 + back.flops.half_s) / back.flops.e_max + 12e-6)
+    assert costs.parameters[qkv, :, 0].tolist() == [2048 * 6144 + 6144, (2048 * 6144 + 6144) / 4]
+
+
+def test_an_elementwise_op_by_hand() -> None:
+    costs = table([Shape.padded(4, 2048)])
+    act, moved = costs.op_names.index("act"), 8192 * 2 * 8192 * 2
+    curve = load_calibration().of("h200-141gb").curves("elementwise").bytes
+    assert costs.forward_s[act, 0, 0, 0, 0] == pytest.approx((moved / 4.8e12 + curve.half_s) / curve.e_max + 6e-6)
+
+
+def test_fp32_has_the_rate_outside_the_matrix_units() -> None:
+    costs = table([Shape.images(64)], model="resnet-50", cluster="1xa100-40gb")
+    conv = costs.op_names.index("conv2")
+    flops = 2 * 9 * 64 * 64 * 56 * 56 * 64
+    curve = load_calibration().of("a100-40gb").curves("conv").flops
+    assert costs.forward_s[conv, 0, 0, 0, 0] == pytest.approx((flops / 19.5e12 + curve.half_s) / curve.e_max + 6e-6)
+
+
+def test_tensor_parallel_collectives_by_hand() -> None:
+    costs = table([Shape.padded(4, 2048)], [1, 8])
+    size = 8192 * 2048 * 2
+    out, qkv = costs.op_names.index("out"), costs.op_names.index("qkv")
+    assert costs.forward_comm_s[out, 0, 1, 0, 0] == pytest.approx(collective_s("all_reduce", size, H200, range(8)))
+    assert costs.backward_comm_s[out, 0, 1, 0, 0] == 0
+    assert costs.backward_comm_s[qkv, 0, 1, 0, 0] == pytest.approx(collective_s("all_reduce", size, H200, range(8)))
+    assert costs.forward_comm_s[qkv, 0, 1, 1, 0] == pytest.approx(collective_s("reduce_scatter", 3 * size, H200, range(8)))
+    assert not costs.forward_comm_s[:, :, 0].any() and not costs.backward_comm_s[:, :, 0].any()
+
+
+def test_impossible_degrees_and_splits_are_infinite() -> None:
+    costs = table([Shape.padded(1, 128)], [1, 8, 16, 64], cluster="2xp4d.24xlarge+1xg5.xlarge")
+    qkv, norm, attention = (costs.op_names.index(name) for name in ("qkv", "norm1", "attention"))
+    a100, a10g = (costs.device_index(name) for name in ("a100-40gb", "a10g"))
+    finite = np.isfinite(costs.forward_s[:, 0])
+    assert finite[qkv, :, 0, a100].tolist() == [True, True, True, False]  # 32 heads, and only 16 devices
+    assert finite[norm, :, 0, a10g].tolist() == [True, False, False, False]  # one device
+    assert finite[attention, 0, :, a100].tolist() == [True, False] and finite[qkv, 0, :, a100].all()
+    assert np.array_equal(np.isfinite(costs.backward_s), np.isfinite(costs.forward_s))
+    assert np.isfinite(costs.forward_comm_s).all()
+
+
+def test_a_group_stays_in_a_node_if_one_is_large_enough() -> None:
+    cluster = resolve_cluster("1xg5.xlarge+2xp4d.24xlarge+1xg5.24xlarge")
+    (a10g, _), (a100, _) = cluster.kinds
+    assert tp_group(cluster, a10g, 4) == group_of(cluster, range(17, 21))
+    assert tp_group(cluster, a100, 8) == group_of(cluster, range(1, 9))
+    assert tp_group(cluster, a10g, 5) == group_of(cluster, [0, 17, 18, 19, 20])
+    assert tp_group(cluster, a10g, 6) is None
+
+
+@settings(deadline=None)
+@given(LENGTHS, st.integers(1, 512))
+def test_more_tokens_take_longer(lengths: list[int], more: int) -> None:
+    costs = table([Shape.packed(lengths), Shape.packed([*lengths, more])], [1, 2])
+    for times in (costs.forward_s, costs.backward_s, costs.forward_comm_s, costs.backward_comm_s, costs.kept_bytes):
+        assert (times[:, 1] >= times[:, 0]).all()
+
+
+@settings(deadline=None)
+@given(st.integers(1, 16), st.integers(1, 2048))
+def test_packing_equal_lengths_is_padding_nothing(rows: int, length: int) -> None:
+    costs = table([Shape.padded(rows, length), Shape.packed([length] * rows)])
+    assert np.array_equal(costs.forward_s[:, 0], costs.forward_s[:, 1])
+    assert np.array_equal(costs.backward_s[:, 0], costs.backward_s[:, 1])
+
+
+@settings(deadline=None)
+@given(LENGTHS)
+def test_packing_never_costs_more_than_padding(lengths: list[int]) -> None:
+    costs = table([Shape.padded(len(lengths), max(lengths)), Shape.packed(lengths)])
+    assert (costs.forward_s[:, 1] <= costs.forward_s[:, 0]).all()
+
+
+def test_attention_pays_for_squares_and_the_rest_for_tokens() -> None:
+    costs = table([Shape.packed([65536]), Shape.packed([512] * 128)])
+    attention = costs.op_names.index("attention")
+    others = [index for index in range(len(costs.op_names)) if index != attention]
+    assert costs.forward_s[attention, 0].min() > 20 * costs.forward_s[attention, 1, 0, 0, 0]
+    assert np.array_equal(costs.forward_s[others, 0], costs.forward_s[others, 1])
+
+
+def test_tp_halves_the_work_of_large_ops() -> None:
+    costs = table([Shape.padded(512, 2048)], [1, 2, 4])
+    for name in ("qkv", "attention", "out", "up", "act", "down"):
+        forward = costs.forward_s[costs.op_names.index(name), 0, :, 0, 0]
+        assert forward[:2] / forward[1:] == pytest.approx([2, 2], rel=0.05), name
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "bert-tiny", "t5-tiny", "resnet-tiny", "vgg-tiny", "llama-tiny"])
+def test_kept_bytes_of_the_chain_add_up(name: str) -> None:
+    model = resolve_model(name)
+    shape = model.usual_shape(3)
+    costs = table([shape], [1, 2], model=name)
+    for index, tp in enumerate((1, 2)):
+        total = costs.kept_bytes[costs.chain, 0, index, 0].sum()
+        assert total == pytest.approx(kept_bytes(model, 0, model.num_ops, shape, tp))
+
+
+def test_boundaries_are_what_a_cut_sends() -> None:
+    shape = Shape.padded(2, 512)
+    costs = table([shape], [1, 4])
+    for place, number in enumerate(costs.chain):
+        for index, tp in enumerate((1, 4)):
+            assert costs.input_bytes[number, 0, index, 0] == GPT.boundary_bytes(place).at(shape, tp)
+            assert costs.output_bytes[number, 0, index, 0] == GPT.boundary_bytes(place + 1).at(shape, tp)
+
+
+def test_the_prediction_is_near_what_an_h200_was_measured_to_do() -> None:
+    # GPT 1.4B, packed, forward and backward: 62 to 65 thousand tokens a second (design.md).
+    shape = Shape.packed([400] * 40)
+    costs = table([shape])
+    total_s = (costs.forward_s + costs.backward_s)[costs.chain, 0, 0, 0, 0].sum()
+    assert 50e3 < shape.tokens / total_s < 80e3
+
+
+def test_optimizer_and_transfers() -> None:
+    curve = load_calibration().of("h200-141gb").curves("optimizer").bytes
+    assert ROOFLINE.optimizer_s(1e9, "h200", 16) == pytest.approx(curve.time_s(40e9, 4.8e12))
+    assert ROOFLINE.optimizer_s(0, "h200", 16) == 0
+    assert ROOFLINE.transfer_s(1e9, H200, 0, 1) == pytest.approx(4e-6 + 1e9 / 450e9)
+    assert ROOFLINE.collective_s("all_reduce", 1e9, H200, range(8)) == collective_s("all_reduce", 1e9, H200, range(8))
+    with pytest.raises(InputError, match="unheard"):
+        ROOFLINE.optimizer_s(1e9, "unheard", 16)
+    with pytest.raises(InputError, match="0 and 1"):
+        table([])
+
+
+def test_a_large_table_is_quick() -> None:
+    model, cluster = resolve_model("resnet-50"), resolve_cluster("2xp4d.24xlarge+2xg5.24xlarge+1xh200")
+    shapes = [Shape.images(samples) for samples in range(1, 1001)]
+    ROOFLINE.table(model, shapes[:1], [1], cluster)
+    took_s = []
+    for _ in range(3):
+        start = time.perf_counter()
+        costs = ROOFLINE.table(model, shapes, [1, 2, 4, 8], cluster)
+        took_s.append(time.perf_counter() - start)
+    assert costs.forward_s.shape[0] >= 40 and costs.forward_s.shape[1:] == (1000, 4, 2, 3)
+    assert min(took_s) < 0.5
