@@ -197,7 +197,7 @@ def compare(points: list[Point], path: Path, source: Profiled) -> str:
         error = time_s / truth["time_s"] - 1, memory_bytes / truth["memory_bytes"] - 1
         for group in ("all", f"{point.layout}, {point.recompute} recomputed"):
             errors.setdefault((point.model, group), []).append(error)
-        errors.setdefault(("all models", "all"), []).append(error)
+    errors["all models", "all"] = [error for (_, group), values in errors.items() if group == "all" for error in values]
     lines = ["| model | points | time: mean error | worst | bias | memory: mean error | most above | most below |", "|---" * 8 + "|"]
     for (model, group), values in errors.items():
         times, memories = zip(*values, strict=True)
