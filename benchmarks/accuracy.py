@@ -16,11 +16,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from penstock.costs.sources import open_costs
-
 from penstock.clusters import resolve_cluster
 from penstock.costs.memory import stage_memory
 from penstock.costs.profiled import Profiled
+from penstock.costs.sources import open_costs
 from penstock.costs.stage import stage_times
 from penstock.files import write_text
 from penstock.models import Model, Shape, resolve_model

@@ -68,7 +68,7 @@ def shape_at(op: Op, size: float, length: float) -> Shape:
         shape = Shape(count)
     else:
         shape = Shape(0, tokens=count, squares=squares)
-    assert coordinates(op, shape) == (size, length), (op.name, size, length)
+    assert np.allclose(coordinates(op, shape), (size, length), rtol=1e-3), (op.name, size, length)
     return shape
 
 
@@ -80,7 +80,8 @@ def _grid(series: Series) -> Iterator[tuple[float, float, float, float]]:
     curves = Curves(series)
     for size, length in sorted(steady):
         where = np.array([size]), np.array([length])
-        yield size, length, *(float(curves(name, *where, log=True)[0]) for name in ("forward_s", "backward_s"))
+        forward_s, backward_s = (float(curves(name, *where, log=True)[0]) for name in ("forward_s", "backward_s"))
+        yield size, length, forward_s, backward_s
 
 
 def measured_points(profile: DeviceProfile) -> list[Measured]:

@@ -47,12 +47,12 @@ def test_an_elementwise_op_by_hand() -> None:
     assert costs.forward_s[act, 0, 0, 0, 0] == pytest.approx((moved / 4.8e12 + curve.half_s) / curve.e_max + 6e-6)
 
 
-def test_fp32_has_the_rate_outside_the_matrix_units() -> None:
+def test_fp32_convolutions_run_as_tf32() -> None:
     costs = table([Shape.images(64)], model="resnet-50", cluster="1xa100-40gb")
     conv = costs.op_names.index("conv2")
     flops = 2 * 9 * 64 * 64 * 56 * 56 * 64
     curve = load_calibration().of("a100-40gb").curves("conv").flops
-    assert costs.forward_s[conv, 0, 0, 0, 0] == pytest.approx((flops / 19.5e12 + curve.half_s) / curve.e_max + 6e-6)
+    assert costs.forward_s[conv, 0, 0, 0, 0] == pytest.approx((flops / 156e12 + curve.half_s) / curve.e_max + 6e-6)
 
 
 def test_tensor_parallel_collectives_by_hand() -> None:
@@ -120,7 +120,7 @@ def test_attention_pays_for_squares_and_the_rest_for_tokens() -> None:
 
 def test_tp_halves_the_work_of_large_ops() -> None:
     costs = table([Shape.padded(512, 2048)], [1, 2, 4])
-    for name in ("qkv", "attention", "out", "up", "act", "down"):
+    for name in ("qkv", "attention", "up", "act"):  # not `out` and `down`, whose output and residual every rank reads and writes whole
         forward = costs.forward_s[costs.op_names.index(name), 0, :, 0, 0]
         assert forward[:2] / forward[1:] == pytest.approx([2, 2], rel=0.05), name
 

@@ -164,9 +164,7 @@ def predicted_s(efficiency: DeviceEfficiency, point: Point) -> float:
     return (compute + moving if adds_up(name) else max(compute, moving)) + point.num_kernels * efficiency.launch_s
 
 
-def calibrate(
-    points: Iterable[Point], device: str = "cuda", start: Calibration | None = None, launch_s: float | None = None
-) -> dict[str, Any]:
+def calibrate(points: Iterable[Point], device: str = "cuda", start: Calibration | None = None) -> dict[str, Any]:
     """A calibration whose curves for `device` are fitted to measured points; classes without points stay as they were.
 
     Curves have the least sum of squared relative errors. Where the longer of arithmetic and traffic counts, each point is taken
@@ -174,7 +172,6 @@ def calibrate(
     """
     before = start or load_calibration()
     base = before.of(device)
-    launch_s = base.launch_s if launch_s is None else launch_s
     by_class: dict[str, list[Point]] = {}
     for point in points:
         by_class.setdefault(point.op_class, []).append(point)
@@ -185,8 +182,8 @@ def calibrate(
     fitted = {}
     for name, here in by_class.items():
         plain = name.removesuffix("_backward")
-        fitted[name] = (_fit_sum if adds_up(plain) else _fit_longer)(here, base.curves(plain, name != plain), launch_s)
-    devices = {**before.devices, device: DeviceEfficiency(launch_s, {**base.classes, **fitted})}
+        fitted[name] = (_fit_sum if adds_up(plain) else _fit_longer)(here, base.curves(plain, name != plain), base.launch_s)
+    devices = {**before.devices, device: DeviceEfficiency(base.launch_s, {**base.classes, **fitted})}
     return {"version": 1, "devices": {name: _plain(entry) for name, entry in devices.items()}}
 
 
@@ -220,8 +217,8 @@ def _fit_sum(points: Sequence[Point], curves: Curves, launch_s: float) -> Curves
 def _fit_longer(points: Sequence[Point], curves: Curves, launch_s: float) -> Curves:
     """Both curves of a class whose longer side counts: the best of several starts."""
     flops, moved, total, net = _arrays(points, launch_s)
-    starts = [curves, *(Curves(Curve(a, 0.0), Curve(b, 0.0)) for a in (0.4, 0.8) for b in (0.2, 0.5, 1.0))]
-    fits = [fit for start in starts for fit in _alternate(flops, moved, total, net, start)]
+    starts = [(a, b) for a in (0.4, 0.8) for b in (0.2, 0.5, 1.0)]
+    fits = [fit for start in starts for fit in _alternate(flops, moved, total, net, start, curves)]
 
     def squares(fit: Curves) -> float:
         longer = np.maximum(_times(fit.flops, flops), _times(fit.bytes, moved))
@@ -230,9 +227,10 @@ def _fit_longer(points: Sequence[Point], curves: Curves, launch_s: float) -> Cur
     return min(fits, key=squares)
 
 
-def _alternate(flops: Floats, moved: Floats, total: Floats, net: Floats, curves: Curves) -> list[Curves]:
-    """The curves on the way from a start to where no point changes sides any more."""
+def _alternate(flops: Floats, moved: Floats, total: Floats, net: Floats, start: tuple[float, float], before: Curves) -> list[Curves]:
+    """The curves on the way from a start to where no point changes sides any more; a side without points stays as it was before."""
     found: list[Curves] = []
+    curves = Curves(Curve(start[0], 0.0), Curve(start[1], 0.0))
     sides: NDArray[np.bool_] | None = None
     for _ in range(20):
         by_flops = _times(curves.flops, flops) > _times(curves.bytes, moved)
@@ -240,8 +238,8 @@ def _alternate(flops: Floats, moved: Floats, total: Floats, net: Floats, curves:
             break
         sides = by_flops
         curves = Curves(
-            _fit_curve(flops[by_flops], net[by_flops], total[by_flops], curves.flops),
-            _fit_curve(moved[~by_flops], net[~by_flops], total[~by_flops], curves.bytes),
+            _fit_curve(flops[by_flops], net[by_flops], total[by_flops], before.flops),
+            _fit_curve(moved[~by_flops], net[~by_flops], total[~by_flops], before.bytes),
         )
         found.append(curves)
     return found

@@ -28,7 +28,8 @@ def _along_size(sizes: Floats, values: Floats, at: Floats, log: bool) -> Floats:
     slope = (y[piece + 1] - y[piece]) / (x[piece + 1] - x[piece])
     if log:
         slope = np.where((q < x[0]) | (q > x[-1]), np.clip(slope, 0.0, 1.0), slope)
-    result = y[piece] + slope * (q - x[piece])
+    nearest = np.where(q > x[-1], piece + 1, piece)  # Beyond the end from the last point on, so that nothing jumps there.
+    result = y[nearest] + slope * (q - x[nearest])
     return np.exp(result) if log else result
 
 
@@ -49,16 +50,17 @@ class Curves:
         self._curves = [_curve(series, size, length == own) for own in self._lengths]
 
     def __call__(self, column: str, size: Floats, length: Floats, log: bool) -> Floats:
-        """`column` at each (size, length); `log` for times, plain lines for bytes."""
+        """`column` at each (size, length), never below zero; `log` for times, plain lines for bytes. No work takes nothing."""
+        known, size = size, np.maximum(size, 1e-9)
         by_length = np.stack([_along_size(c.sizes, c.columns[column], size, log) / size for c in self._curves])
         if len(self._lengths) == 1:
-            return np.asarray(by_length[0] * size)
+            return np.where(known > 0, np.maximum(by_length[0], 0.0) * size, 0.0)
         piece = np.clip(np.searchsorted(self._lengths, length, side="right") - 1, 0, len(self._lengths) - 2)
         low, high = self._lengths[piece], self._lengths[piece + 1]
         share = np.clip((length - low) / (high - low), 0.0, None)
         which = np.arange(len(size))
         first, second = by_length[piece, which], by_length[piece + 1, which]
-        return np.asarray(np.maximum(first + share * (second - first), 0.0) * size)
+        return np.where(known > 0, np.maximum(first + share * (second - first), 0.0) * size, 0.0)
 
 
 def _curve(series: Series, size: Floats, chosen: NDArray[np.bool_]) -> _Curve:

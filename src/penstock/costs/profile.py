@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
+import zlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -74,6 +76,10 @@ class Series:
         for name in COLUMNS:
             self.columns[name].append(float(values[name]))
 
+    def rows(self) -> list[tuple[float, ...]]:
+        """The points one by one, in the order of `COLUMNS`."""
+        return list(zip(*(self.columns[name] for name in COLUMNS), strict=True))
+
     def __len__(self) -> int:
         return len(self.columns["size"])
 
@@ -137,17 +143,19 @@ class DeviceProfile:
         self.series.setdefault(key, Series(key, kind)).add(**values)
 
     def merge(self, other: DeviceProfile) -> None:
-        """Takes over the points of another profile of the same kind of device."""
+        """Takes over the points of another profile of the same kind of device; what is known already is not doubled."""
         for key, series in other.series.items():
             mine = self.series.setdefault(key, Series(key, series.kind))
-            for row in zip(*(series.columns[name] for name in COLUMNS), strict=True):
-                mine.add(**dict(zip(COLUMNS, row, strict=True)))
-        self.optimizer += other.optimizer
-        self.links += other.links
+            known = set(mine.rows())
+            for row in series.rows():
+                if row not in known:
+                    mine.add(**dict(zip(COLUMNS, row, strict=True)))
+        self.optimizer += [point for point in other.optimizer if point not in self.optimizer]
+        self.links += [point for point in other.links if point not in self.links]
         self.whole.update(other.whole)
         self.base_bytes = max(self.base_bytes, other.base_bytes)
-        self.held_out += other.held_out
-        self.out_of_memory += other.out_of_memory
+        self.held_out += [error for error in other.held_out if error not in self.held_out]
+        self.out_of_memory += [what for what in other.out_of_memory if what not in self.out_of_memory]
         self.done += [unit for unit in other.done if unit not in self.done]
 
 
@@ -192,10 +200,16 @@ def _encode(device: DeviceProfile) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _series(row: dict[str, Any]) -> Series:
+    series = Series(SeriesKey(**row["key"]), row["kind"], {name: [float(v) for v in row[name]] for name in COLUMNS})
+    rows = series.rows()
+    if not rows or not all(math.isfinite(value) for values in rows for value in values) or min(series.columns["size"]) <= 0:
+        raise ValueError(f"a series of {series.kind} has no points, or one without a size or a finite value")
+    return series
+
+
 def _decode(data: dict[str, Any]) -> DeviceProfile:
-    series: Iterable[Series] = (
-        Series(SeriesKey(**row["key"]), row["kind"], {name: [float(v) for v in row[name]] for name in COLUMNS}) for row in data["series"]
-    )
+    series: Iterable[Series] = map(_series, data["series"])
     return DeviceProfile(
         about=dict(data["about"]), series={s.key: s for s in series}, optimizer=[OptimizerPoint(**p) for p in data["optimizer"]],
         links=[LinkPoint(**p) for p in data["links"]], base_bytes=float(data["base_bytes"]),
@@ -213,7 +227,7 @@ def read_profile(path: str | Path) -> Profile:
         data = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
     except FileNotFoundError:
         raise InputError(f"profile '{path}' does not exist. Make one with `penstock profile --model M --out {path}`.") from None
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise InputError(f"profile '{path}' cannot be read: {error}.") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise InputError(f"'{path}' is not a profile (expected \"format\": \"{FORMAT}\").")

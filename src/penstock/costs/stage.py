@@ -13,7 +13,7 @@ from penstock.models.ops import Model, PlacedOp, Split
 from penstock.models.segments import Segment, segments
 from penstock.models.shapes import NOTHING, Shape
 
-__all__ = ["StageTimes", "rerun", "stage_times", "waiting_s"]
+__all__ = ["StageTimes", "rerun", "rerun_positions", "stage_times", "waiting_s"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +43,31 @@ def waiting_s(device_s: Floats, host_s: Floats) -> float:
     pieces, of (host time up to and with it) + (device time from it on).
     """
     before = np.cumsum(device_s) - device_s
-    return max(0.0, float(np.max(np.cumsum(host_s) - before)))
+    return float(np.max(np.cumsum(host_s) - before, initial=0.0))
 
 
 def rerun(places: Sequence[PlacedOp], algos: Sequence[int]) -> int:
     """How many ops of a recomputed segment run again: recomputation stops as soon as all saved tensors are back.
 
-    Ops at the end that save nothing never run again, nor does the last op that saves only its input, as a linear op does.
+    Ops at the end that save nothing never run again, nor does the last op that saves only its input, as a linear op does;
+    a gated activation is a Python function, and those save their input after they have run.
     """
     for position in range(len(places) - 1, -1, -1):
         split = places[position].op.splits[algos[position]]
         if split.kept != NOTHING or split.saves_out:
             return position + 1
         if split != Split(split.collectives):
-            return position
+            return position + bool(places[position].op.config.get("gated"))
     return 0
+
+
+def rerun_positions(places: Sequence[PlacedOp], recompute: Collection[int], algos: Sequence[int] = ()) -> list[int]:
+    """Positions of all ops that run again when those in `recompute` are recomputed."""
+    kinds = list(algos) or [0] * len(places)
+    return [
+        index for part in segments(places, recompute) if part.recomputed
+        for index in range(part.start, part.start + rerun(places[part.start : part.stop], kinds[part.start : part.stop]))
+    ]  # fmt: skip
 
 
 def stage_times(
@@ -73,10 +83,7 @@ def stage_times(
     s, t, d = table.shape_index(shape), table.tp_index(tp), table.device_index(device)
     ops = table.chain[start:stop]
     parts = segments(places, recompute)
-    again = [
-        index for part in parts if part.recomputed
-        for index in range(part.start, part.start + rerun(places[part.start : part.stop], list(kinds[part.start : part.stop])))
-    ]  # fmt: skip
+    again = rerun_positions(places, recompute, list(kinds))
     forward, backward = table.forward_s[ops, s, t, kinds, d], table.backward_s[ops, s, t, kinds, d]
     forward_comm, backward_comm = table.forward_comm_s[ops, s, t, kinds, d], table.backward_comm_s[ops, s, t, kinds, d]
     order = _issue_order(parts, set(again))

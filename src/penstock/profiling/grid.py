@@ -10,7 +10,7 @@ from itertools import pairwise
 from penstock.models.ops import Model
 from penstock.models.shapes import Layout
 
-__all__ = ["Lengths", "Limits", "attention_grid", "refine", "sweep_lengths"]
+__all__ = ["Lengths", "Limits", "attention_grid", "mixed_lengths", "refine", "sweep_lengths", "sweep_size"]
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,50 @@ class Limits:
 
 @dataclass(frozen=True)
 class Lengths:
-    """A batch of equal sequences to measure: `rows` of `length` (and `dec_length`); images have length 0."""
+    """A batch to measure: `rows` of `length` (and `dec_length`), or the sequences in `mixed`; images have length 0."""
 
     rows: int
     length: int = 0
     dec_length: int = 0
     layout: Layout = "padded"
+    mixed: tuple[int, ...] = ()
+
+
+SPREAD = (0.08, 0.15, 0.22, 0.31, 0.42, 0.59, 0.88, 1.7)
+"""Lengths as spread out as those of real text, scaled so that a token sees one unit of keys on average."""
+
+
+def mixed_lengths(size: int, length: int, longest: int) -> Lengths:
+    """A packed batch of `size` tokens in which a token sees `length` keys on average; equal sequences where a mixture does not fit."""
+    pattern = [max(1, round(length * share)) for share in SPREAD]
+    if pattern[-1] > longest or size < 2 * sum(pattern):
+        return Lengths(size // length, length, layout="packed")
+    lengths = pattern * (size // sum(pattern))
+    parts = iter(pattern)
+    while (left := size - sum(lengths)) > 0:
+        lengths.append(min(next(parts), left))
+    return Lengths(len(lengths), length, layout="packed", mixed=tuple(lengths))
+
+
+def _row_length(model: Model) -> int:
+    return min(512, model.seq_length)
+
+
+def sweep_size(model: Model, size: int) -> int:
+    """The nearest size up to `size` that can be measured: whole rows of a usual length, or one row of a power of two."""
+    row = _row_length(model)
+    if not row:
+        return size
+    return size // row * row if size >= row else 2 ** (size.bit_length() - 1)
 
 
 def sweep_lengths(model: Model, size: int) -> Lengths:
-    """`size` token positions in rows of a usual length, or `size` images."""
+    """`sweep_size` token positions in rows of a usual length, or `size` images."""
     if not model.seq_length:
         return Lengths(size)
-    length = min(512, size, model.seq_length)
-    return Lengths(max(1, size // length), length, min(length, 512) if model.dec_length else 0)
+    whole = sweep_size(model, size)
+    length = min(_row_length(model), whole)
+    return Lengths(whole // length, length, length if model.dec_length else 0)
 
 
 def attention_grid(limits: Limits, longest: int, fine: bool = True) -> list[tuple[int, int]]:
@@ -56,32 +86,36 @@ def attention_grid(limits: Limits, longest: int, fine: bool = True) -> list[tupl
 
 
 def refine(
-    low: int, high: int, measure: Callable[[int], float | None], *, ratio: int = 4, depth: int = 2, tolerance: float = 0.02, step: int = 1
-) -> list[tuple[int, float]]:
+    low: int, high: int, measure: Callable[[int], float | None], *, ratio: int = 4, depth: int = 2, tolerance: float = 0.02,
+    snap: Callable[[int], int] = int,
+) -> list[tuple[int, float]]:  # fmt: skip
     """Measures sizes from `low` to `high` by factors of `ratio`, then halves (on a log axis) the intervals that bend.
 
-    `measure(size)` returns a time, or None where memory does not suffice; larger sizes are then left out. Returned are the
-    sizes of midpoints with the relative error of the prediction made for them beforehand: the grid's own held-out test.
+    `measure(size)` returns a time, or None where memory does not suffice; larger sizes are then left out. `snap` gives the
+    size that can really be measured for one that is wanted. Returned are the sizes of midpoints with the relative error of the
+    prediction made for them beforehand: the grid's own held-out test.
     """
     known: dict[int, float] = {}
     size = low
     while size <= high:
-        time_s = measure(size)
-        if time_s is None:
-            break
-        known[size] = time_s
+        if snap(size) not in known:
+            time_s = measure(snap(size))
+            if time_s is None:
+                break
+            known[snap(size)] = time_s
         size *= ratio
     errors: list[tuple[int, float]] = []
     sizes = sorted(known)
     for first, second in pairwise(sizes):
-        errors += _halve(first, second, known, measure, depth, tolerance, step)
+        errors += _halve(first, second, known, measure, depth, tolerance, snap)
     return errors
 
 
 def _halve(
-    first: int, second: int, known: dict[int, float], measure: Callable[[int], float | None], depth: int, tolerance: float, step: int
-) -> list[tuple[int, float]]:
-    middle = round(math.sqrt(first * second) / step) * step
+    first: int, second: int, known: dict[int, float], measure: Callable[[int], float | None], depth: int, tolerance: float,
+    snap: Callable[[int], int],
+) -> list[tuple[int, float]]:  # fmt: skip
+    middle = snap(round(math.sqrt(first * second)))
     if depth == 0 or not first < middle < second:
         return []
     share = math.log(middle / first) / math.log(second / first)
@@ -94,5 +128,5 @@ def _halve(
     errors = [(middle, error)]
     if abs(error) > tolerance:
         for a, b in ((first, middle), (middle, second)):
-            errors += _halve(a, b, known, measure, depth - 1, tolerance, step)
+            errors += _halve(a, b, known, measure, depth - 1, tolerance, snap)
     return errors

@@ -51,7 +51,8 @@ def _measure_group(group: dist.ProcessGroup, count: int, num_nodes: int, device:
     for size in SIZES:
         tensor = torch.zeros(size // 4 // count * count, device=device)
         for kind, action in _actions(tensor, group, count).items():
-            points.append(LinkPoint(kind, count, num_nodes, tensor.numel() * 4, _median_s(action, device)))
+            time_s = _median_s(action, device) / (2 if kind == "transfer" else 1)
+            points.append(LinkPoint(kind, count, num_nodes, tensor.numel() * 4, time_s))
     return points
 
 
@@ -69,15 +70,18 @@ def _actions(tensor: torch.Tensor, group: dist.ProcessGroup, count: int) -> dict
         actions["reduce_scatter"] = lambda: dist.reduce_scatter_tensor(mine, tensor, group=group)
         actions["all_to_all"] = lambda: dist.all_to_all_single(other, tensor, group=group)
     if count == 2:
-        actions["transfer"] = lambda: _ping(tensor, group)
+        actions["transfer"] = lambda: _there_and_back(tensor, group)
     return actions
 
 
-def _ping(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _there_and_back(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """A sender alone cannot tell when its message has arrived."""
     if dist.get_rank() == 0:
         dist.send(tensor, 1, group=group)
+        dist.recv(tensor, 1, group=group)
     else:
         dist.recv(tensor, 0, group=group)
+        dist.send(tensor, 0, group=group)
 
 
 def _median_s(action: Callable[[], object], device: torch.device, repeats: int = 7) -> float:

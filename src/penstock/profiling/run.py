@@ -8,15 +8,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from penstock.costs.profile import DeviceProfile, OptimizerPoint, Profile, SeriesKey, WholeFactors, coordinates, read_profile, series_key
 from penstock.costs.profiled import DeviceCosts
+from penstock.costs.stage import rerun_positions
 from penstock.models.modules import TORCH_DTYPES, Batch, Chain, TensorParallel, build_chain, random_batch
 from penstock.models.ops import ITEM_BYTES, Model, PlacedOp
-from penstock.profiling.grid import Lengths, Limits, attention_grid, refine, sweep_lengths
+from penstock.profiling.grid import Lengths, Limits, attention_grid, mixed_lengths, refine, sweep_lengths, sweep_size
 from penstock.profiling.local import device_facts
 from penstock.profiling.marks import times_for
 from penstock.profiling.measure import OpMeasure, measure_ops, shortened
@@ -57,6 +59,7 @@ def random_model_batch(model: Model, lengths: Lengths, device: torch.device, see
         targets = torch.randint(0, classes, (lengths.rows,), generator=generator).to(device)
         return Batch(images=images, targets=targets, weights=torch.full((lengths.rows,), 1 / lengths.rows, device=device))
     own, decoder = ([length] * lengths.rows if length else [] for length in (lengths.length, lengths.dec_length))
+    own = list(lengths.mixed) or own
     if lengths.layout == "padded" and lengths.rows > 1:
         # Real batches have padding, and masks cost time: the last rows are a little shorter.
         own[-1], decoder[-1:] = own[-1] - 1, [length - 1 for length in decoder[-1:]]
@@ -140,8 +143,7 @@ class Profiler:
             found = self._measure(unit, chain, model.ops, batch)
             return None if found is None else sum(m.forward_s + m.backward_s for m in found)
 
-        step = 1 if images else min(unit.model.seq_length, self.limits.min_tokens)
-        errors = refine(low, high, measure, depth=self.limits.depth if unit.tp <= 2 else 1, step=step)
+        errors = refine(low, high, measure, depth=self.limits.depth if unit.tp <= 2 else 1, snap=partial(sweep_size, model))
         self.here.held_out += [(f"{unit.name} size {size}", error) for size, error in errors]
         if unit.algo == 0:
             self._optimizer(unit, chain)
@@ -159,8 +161,9 @@ class Profiler:
             for size, length in attention_grid(self.limits, longest, fine=unit.tp <= 2):
                 if size * (length if place.op.config["bias_source"] else 1) >= too_large:
                     continue
-                batch = random_model_batch(model, _for_attention(place, size, length, unit.layout), self.device)
-                found = self._measure(unit, chain, model.ops[start:stop], batch, only=place, start=start, model=model)
+                lengths = mixed_lengths(size, length, longest) if unit.layout == "packed" else _rows_for(place, size, length)
+                batch = random_model_batch(model, lengths, self.device)
+                found = self._measure(unit, chain, model.ops[start:stop], batch, only=place, start=start, model=model, length=length)
                 if found is None:
                     too_large = size * (length if place.op.config["bias_source"] else 1)
 
@@ -171,9 +174,9 @@ class Profiler:
 
     def _measure(
         self, unit: Unit, chain: Chain, places: Sequence[PlacedOp], batch: Batch, *, only: PlacedOp | None = None, start: int = 0,
-        model: Model | None = None,
+        model: Model | None = None, length: float | None = None,
     ) -> list[OpMeasure] | None:  # fmt: skip
-        """Measures and records one shape; None when the device's memory does not suffice."""
+        """Measures and records one shape (`only` one op of it, at a nominal `length`); None when memory does not suffice."""
         inputs = (model or unit.model).carry_before(start)
         repeats = 4 if self.device.type == "cuda" else 2
         try:
@@ -191,9 +194,9 @@ class Profiler:
             key = series_key(op, unit.model.dtype, unit.tp, unit.algo, batch.shape.layout)
             wanted = only is None or m.signature == only.op.signature
             if wanted and not self._known_elsewhere(key, unit):
-                size, length = coordinates(op, batch.shape)
+                size, mean = coordinates(op, batch.shape)
                 values = {name: value for name, value in asdict(m).items() if name != "signature"}
-                self.here.add(key, op.kind, size=size, length=length, **values)
+                self.here.add(key, op.kind, size=size, length=mean if length is None else length, **values)
         return found
 
     def _known_elsewhere(self, key: SeriesKey, unit: Unit) -> bool:
@@ -240,7 +243,8 @@ class Profiler:
         for place in model.ops:
             found = costs.columns(place.op, model.dtype, [large.shape], 1, 0, ("forward_s", "backward_s"))
             parts_s += sum(float(column[0]) for column in (found or {}).values())
-        factors = WholeFactors(lasting_s / parts_s, min(plain_s / host_s, 1.0), max(again_s - plain_s, 0.0) / len(flags))
+        recompute_host_s = max(again_s - plain_s, 0.0) / len(rerun_positions(model.ops, flags))
+        factors = WholeFactors(lasting_s / parts_s, min(plain_s / host_s, 1.0), recompute_host_s)
         self.here.whole.update({op.signature: factors for op in model.distinct_ops})
 
     def _fits(self, model: Model) -> bool:
@@ -264,12 +268,11 @@ class Profiler:
             torch.cuda.synchronize()
 
 
-def _for_attention(place: PlacedOp, size: int, length: int, layout: str) -> Lengths:
-    """A batch in which this attention op sees `size` queries with `length` keys each."""
+def _rows_for(place: PlacedOp, size: int, length: int) -> Lengths:
+    """A padded batch in which this attention op sees `size` queries with `length` keys each."""
     if place.op.config["cross_source"]:
         queries = min(128, size)
-        return Lengths(size // queries, length, queries, "padded")
+        return Lengths(size // queries, length, queries)
     if place.op.config["side"] == "decoder":
-        return Lengths(size // length, 8, length, "padded")
-    dec = 8 if place.op.config["bias_source"] else 0
-    return Lengths(size // length, length, dec, "packed" if layout == "packed" else "padded")
+        return Lengths(size // length, 8, length)
+    return Lengths(size // length, length, 8 if place.op.config["bias_source"] else 0)

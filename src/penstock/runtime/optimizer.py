@@ -60,6 +60,7 @@ class MasterAdamW:
             piece.optimizer.step()
             piece.master.grad = None
             torch._foreach_copy_(piece.views(p.detach() for p, _, _ in piece.spans), piece.split(piece.master.detach()))
+            del scratch
 
     def zero_grad(self) -> None:
         """Sets the gradients to zero in place: their memory stays."""

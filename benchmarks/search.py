@@ -1,0 +1,129 @@
+"""Plan search on Aceso's tables: one JSON line per case, and a table against Aceso's own results.
+
+    python benchmarks/search.py --data DIR                          the known cases (DIR holds aceso/eurosys and aceso/miniset)
+    python benchmarks/search.py --aceso-db DIR --model gpt --size 1_3B --nodes 1 --gpus-per-node 4 --global-batch 1024
+        --micro-batches 1,2,4,8 --memory-mb 28000                   any other
+    --judge FILE scores the plans with an independent program (aceso_judge.py)
+
+Times are of a warm process: kernels are compiled and imports done before the first search.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.files import write_json
+from penstock.interop.aceso import AcesoTables
+from penstock.kernels import compile_all
+from penstock.search.aceso import AcesoProblem, search_aceso
+
+
+@dataclass(frozen=True)
+class Case:
+    """One search problem; `aceso_s` is what Aceso's own search found, where known."""
+
+    folder: str
+    model: str
+    size: str
+    nodes: int
+    gpus_per_node: int
+    global_batch: int
+    micro_batches: tuple[int, ...]
+    memory_mb: float
+    aceso_s: float | None = None
+
+
+_GPT, _WRN = (1, 2, 4, 8), (16, 32, 48, 64)
+KNOWN = (
+    Case("miniset", "gpt", "1_3B", 1, 4, 512, _GPT, 12000, 58.76), Case("miniset", "t5", "770M", 1, 4, 512, _GPT, 12000, 33.66),
+    Case("miniset", "resnet", "1B", 1, 4, 768, (8, *_WRN), 12000, 17.67), Case("eurosys", "gpt", "1_3B", 1, 4, 1024, _GPT, 28000, 101.2),
+    Case("eurosys", "gpt", "6_7B", 2, 8, 1024, _GPT, 28000, 87.3), Case("eurosys", "t5", "6B", 1, 8, 1024, _GPT, 28000, 168.7),
+    Case("eurosys", "resnet", "2B", 1, 4, 1536, _WRN, 28000, 49.3), Case("eurosys", "resnet", "6_8B", 2, 8, 1536, _WRN, 28000, 45.7),
+)  # fmt: skip
+
+
+def run(case: Case, folder: Path, out: Path, judge: Any) -> dict[str, Any]:
+    """Searches one case, writes its plan and scores it."""
+    tables = AcesoTables.open(folder)
+    problem = AcesoProblem(
+        tables, tables.model(case.model, case.size), case.nodes, case.gpus_per_node, case.global_batch, case.micro_batches, case.memory_mb
+    )
+    start = time.perf_counter()
+    answer = search_aceso(problem)
+    took = time.perf_counter() - start
+    gpus = case.nodes * case.gpus_per_node
+    path = out / f"{case.folder}_{case.model}_{case.size}_{gpus}gpus.json"
+    write_json(path, answer.plan)
+    judged = judge.evaluate(answer.plan, str(folder), case.nodes, case.gpus_per_node, case.memory_mb) if judge else None
+    if judged is not None and not judged.ok:
+        raise SystemExit(f"{path} is not a valid plan: {judged.errors or 'does not fit'}")
+    return {
+        "case": f"{case.folder} {case.model} {case.size}, {gpus} GPUs", "search_time_s": round(took, 3),
+        "judged_time_s": judged.iteration_s if judged else None, "predicted_time_s": answer.time_s, "lower_bound_s": answer.bound_s,
+        "gap": answer.time_s / answer.bound_s - 1, "aceso_s": case.aceso_s, "plan_path": str(path),
+    }  # fmt: skip
+
+
+def load_judge(path: Path | None) -> Any:
+    """The scoring program as a module, or None."""
+    if path is None or not path.exists():
+        return None
+    spec = importlib.util.spec_from_file_location("judge", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["judge"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder that holds aceso/")
+    parser.add_argument("--judge", type=Path)
+    parser.add_argument("--aceso-db", type=Path, help="one folder of tables")
+    parser.add_argument("--model", default="gpt")
+    parser.add_argument("--size", default="1_3B")
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--gpus-per-node", type=int, default=4)
+    parser.add_argument("--global-batch", type=int, default=1024)
+    parser.add_argument("--micro-batches", default="1,2,4,8")
+    parser.add_argument("--memory-mb", type=float, default=28000.0)
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "penstock-plans")
+    arguments = parser.parse_args()
+    if not arguments.data and not arguments.aceso_db:
+        parser.error("give --data or --aceso-db")
+    compile_all()
+    judge = load_judge(arguments.judge)
+    if arguments.aceso_db:
+        sizes = tuple(int(size) for size in arguments.micro_batches.split(","))
+        a = arguments
+        case = Case(a.aceso_db.name, a.model, a.size, a.nodes, a.gpus_per_node, a.global_batch, sizes, a.memory_mb)
+        print(json.dumps(run(case, a.aceso_db, a.out, judge)))
+        return
+    rows = []
+    for case in KNOWN:
+        rows.append(run(case, arguments.data / "aceso" / case.folder, arguments.out, judge))
+        print(json.dumps(rows[-1]), flush=True)
+    print(table(rows))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """What the lines say, for people."""
+    lines = ["| case | Aceso s | Penstock s | bound s | gap | search s |", "|---" * 6 + "|"]
+    for r in rows:
+        found = r["judged_time_s"] or r["predicted_time_s"]
+        figures = f"{r['aceso_s']} | {found:.2f} | {r['lower_bound_s']:.2f} | {r['gap']:.1%} | {r['search_time_s']:.2f}"
+        lines.append(f"| {r['case']} | {figures} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,430 @@
+"""What one iteration of a plan takes: time, money and memory, stage by stage.
+
+    iteration = pipeline of the slowest replica + (gradient sync + optimizer step) of the slowest stage
+
+A stage's time for one micro-batch is that of its ops, their tensor-parallel collectives, what the device waits for the host, and
+the messages it receives: activations from the stage before, gradients from the stage after. Each message is charged once, to its
+receiver, so that the sum over stages is the way through the pipeline and back, and each stage pays once at each side. Nothing
+is taken to be hidden behind compute; `pipeline` has the formulas of the schedules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.clusters import Cluster
+from penstock.costs.memory import (
+    MemoryBreakdown,
+    OpBytes,
+    OpBytesSource,
+    OpPeaks,
+    bytes_per_parameter,
+    formula_bytes,
+    rank_parameters,
+    stage_memory,
+)
+from penstock.costs.messages import Part, cut_times_s, gradient_sharing, parts_of, reshard_s, sync_s, tied_s, tp_group_of
+from penstock.costs.pipeline import micro_batches, pipeline_s, share_shape
+from penstock.costs.profiled import Profiled
+from penstock.costs.roofline import tp_group
+from penstock.costs.source import CostSource
+from penstock.costs.sources import is_imported, with_links_of
+from penstock.costs.stage import stage_times
+from penstock.costs.table import CostTable
+from penstock.errors import InputError, ProfileMissingError
+from penstock.models.ops import Model, Op
+from penstock.models.shapes import NOTHING, Shape
+from penstock.plans.inflight import in_flight, in_flight_by_chunk
+from penstock.plans.plan import Degrees, Plan, Predicted, Stage, StageMemory
+
+if TYPE_CHECKING:
+    from penstock.clusters import Device
+    from penstock.costs.collectives import Group
+
+__all__ = ["Estimate", "Estimator", "StageEstimate", "StageWork", "estimate", "with_prediction"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageWork:
+    """Seconds of a stage for one micro-batch, on the slowest of its ranks."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    recompute_s: float = 0.0
+    tp_s: float = 0.0
+    """Tensor-parallel collectives, and moving the carry between ops of different degrees."""
+    transfer_in_s: float = 0.0
+    """Activations from the stage before."""
+    transfer_out_s: float = 0.0
+    """Gradients from the stage after, for what was sent to it."""
+    waiting_s: float = 0.0
+    """The device waits for the host."""
+
+    @property
+    def total_s(self) -> float:
+        """All of it, one after the other."""
+        return sum(self._seconds())
+
+    def _seconds(self) -> list[float]:
+        return [getattr(self, field.name) for field in dataclasses.fields(self)]
+
+    def __add__(self, other: StageWork) -> StageWork:
+        return StageWork(*(mine + its for mine, its in zip(self._seconds(), other._seconds(), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class StageEstimate:
+    """One stage in the slowest replica."""
+
+    index: int
+    group: int
+    """Its devices; only the chunks of an interleaved schedule share a group."""
+    num_ops: int
+    device: str
+    degrees: Degrees
+    work: StageWork
+    """For one micro-batch."""
+    bubble_s: float
+    """Idle in one iteration while the pipeline fills and drains, or waits for a slower stage."""
+    sync_s: float
+    """Gradients, once per iteration."""
+    optimizer_s: float
+    memory: MemoryBreakdown
+    """On the fullest device; of all chunks of the group together."""
+    limit_bytes: float
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """One iteration of a plan."""
+
+    time_s: float
+    pipeline_s: float
+    num_micro_batches: int
+    samples: int
+    """Samples of a micro-batch."""
+    samples_per_s: float
+    tokens_per_s: float | None
+    """None for images."""
+    price_usd: float | None
+    price_usd_per_h: float | None
+    mfu: float
+    """Arithmetic the model needs (recomputation not counted) over what the devices in use could do in that time."""
+    bottleneck: int
+    """The stage that the others wait for."""
+    fits: bool
+    stages: tuple[StageEstimate, ...]
+    source: str
+    notes: tuple[str, ...] = ()
+    """What the numbers leave out."""
+
+    @property
+    def peak_bytes(self) -> float:
+        """Memory of the fullest device."""
+        return max(stage.memory.total_bytes for stage in self.stages)
+
+    def shares(self) -> list[tuple[str, float]]:
+        """Where the iteration goes, as seen from the bottleneck's devices; the parts sum to `time_s`."""
+        own = [stage for stage in self.stages if stage.group == self.stages[self.bottleneck].group]
+        work = sum((stage.work for stage in own), StageWork())
+        last = max({stage.group for stage in self.stages}, key=lambda group: sum(_after(self.stages, group)))
+        sync, optimizer = _after(self.stages, last)
+        times = self.num_micro_batches
+        return [
+            ("forward", work.forward_s * times), ("backward", work.backward_s * times), ("recomputation", work.recompute_s * times),
+            ("tp collectives", work.tp_s * times), ("transfers", (work.transfer_in_s + work.transfer_out_s) * times),
+            ("waiting for the host", work.waiting_s * times), ("bubble", self.pipeline_s - work.total_s * times),
+            ("gradient sync", sync), ("optimizer", optimizer),
+        ]  # fmt: skip
+
+
+def _after(stages: tuple[StageEstimate, ...] | list[StageEstimate], group: int) -> tuple[float, float]:
+    """(gradient sync, optimizer step) of a device group."""
+    own = [stage for stage in stages if stage.group == group]
+    return sum(stage.sync_s for stage in own), sum(stage.optimizer_s for stage in own)
+
+
+def estimate(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> Estimate:
+    """What one iteration of a valid plan takes."""
+    from penstock.plans.validity import require_valid
+
+    require_valid(plan, model, cluster)
+    return Estimator(model, cluster, source).estimate(plan)
+
+
+def with_prediction(plan: Plan, found: Estimate) -> Plan:
+    """The plan with what was estimated for it."""
+    predicted = Predicted(
+        found.time_s, found.source, found.tokens_per_s, found.price_usd, found.price_usd_per_h,
+        memory=tuple(StageMemory.of(stage.memory) for stage in found.stages),
+    )  # fmt: skip
+    return dataclasses.replace(plan, costs=found.source, predicted=predicted)
+
+
+class Estimator:
+    """Estimates plans of one model on one cluster; what several plans have in common is computed once."""
+
+    def __init__(
+        self, model: Model, cluster: Cluster, source: CostSource, memory_limit_bytes: float = math.inf, shapes: Iterable[Shape] = ()
+    ) -> None:
+        """`memory_limit_bytes` is the most that may be used of any device; `shapes` that will be asked for share one table."""
+        if is_imported(source):
+            raise InputError(
+                f"costs '{source.name}' hold the tables of another planner, which know its own models and not '{model.name}'. "
+                "A search over such a table's own models will use them; here use roofline or profile:FILE."
+            )
+        self.model, self.cluster, self.source = model, with_links_of(source, cluster), source
+        self._limit_bytes = memory_limit_bytes
+        self._shapes = set(shapes)
+        self._tables: dict[tuple[Shape, int], CostTable] = {}
+        self._work: dict[tuple[object, ...], tuple[StageWork, float]] = {}
+        self._memory: dict[tuple[object, ...], MemoryBreakdown] = {}
+        self._parameters: dict[tuple[int, int, int], float] = {}
+        self._op_bytes: dict[str, OpBytesSource] = {}
+
+    def estimate(self, plan: Plan) -> Estimate:
+        """What one iteration of a valid plan takes."""
+        samples, count = micro_batches(plan)
+        groups, chunks = plan.num_groups, plan.num_chunks
+        work, weight_s, replica = self._slowest_replica(plan, samples, count)
+        times_s = [sum(work[stage].total_s for stage in range(group, plan.num_stages, groups)) for group in range(groups)]
+        pipeline = pipeline_s(plan.schedule, times_s, count, chunks, weight_s)
+        if not math.isfinite(pipeline):
+            raise ProfileMissingError(f"costs '{self.source.name}' hold no time for the degrees of this plan. Use other degrees or costs.")
+        stages = self._stages(plan, samples, count, work, [pipeline - count * time_s for time_s in times_s], replica)
+        time_s = pipeline + max(sum(_after(stages, group)) for group in range(groups))
+        slowest = max(range(groups), key=lambda group: times_s[group])
+        price_per_h = self.cluster.price_usd_per_h
+        tokens = plan.global_batch * (plan.seq_length + plan.dec_length)
+        return Estimate(
+            time_s, pipeline, count, samples, plan.global_batch / time_s, tokens / time_s if tokens else None,
+            None if price_per_h is None else price_per_h * time_s / 3600, price_per_h, self._mfu(plan, time_s),
+            max(range(slowest, plan.num_stages, groups), key=lambda stage: work[stage].total_s),
+            all(stage.fits for stage in stages), tuple(stages), self.source.name, self._notes(plan),
+        )  # fmt: skip
+
+    def _slowest_replica(self, plan: Plan, samples: int, count: int) -> tuple[list[StageWork], list[float], int]:
+        """Work of each stage, weight-gradient time of each group, and number of the replica whose pipeline takes longest."""
+        cuts = [cut_times_s(self.model, self.cluster, plan, samples, cut) for cut in range(plan.num_stages - 1)]
+        groups = plan.num_groups
+        worst: tuple[float, list[StageWork], list[float], int] = (-1.0, [], [], 0)
+        for replica in range(plan.num_replicas):
+            found = [self._stage_work(plan, stage, samples, replica) for stage in plan.stages]
+            work = [own for own, _ in found]
+            for cut, times in enumerate(cuts):
+                there, back = times[replica]
+                work[cut + 1] = dataclasses.replace(work[cut + 1], transfer_in_s=there)
+                work[cut] = dataclasses.replace(work[cut], transfer_out_s=back)
+            times_s = [sum(work[stage].total_s for stage in range(group, plan.num_stages, groups)) for group in range(groups)]
+            weight_s = [sum(found[stage][1] for stage in range(group, plan.num_stages, groups)) for group in range(groups)]
+            total_s = pipeline_s(plan.schedule, times_s, count, plan.num_chunks, weight_s)
+            if total_s > worst[0]:
+                worst = total_s, work, weight_s, replica
+        return worst[1:]
+
+    def _stage_work(self, plan: Plan, stage: Stage, samples: int, replica: int) -> tuple[StageWork, float]:
+        """Time of a stage's ops, part by part, and the part of it that is weight gradients; on the slowest of its devices."""
+        ranks, parts = stage.devices[replica], parts_of(stage)
+        works = []
+        for device in self._kinds(ranks):
+            total, weights = StageWork(), 0.0
+            for part in parts:
+                own, own_weights = self._part_work(plan, stage, part, samples, device, tp_group_of(self.cluster, ranks, part.tp))
+                total, weights = total + own, weights + own_weights
+            works.append((total, weights))
+        slowest, weights = max(works, key=lambda work: work[0].total_s)
+        moves = [reshard_s(self.model, self.cluster, plan, samples, ranks, a, b) for a, b in pairwise(parts)]
+        return slowest + StageWork(tp_s=sum(map(sum, moves))), weights
+
+    def _part_work(self, plan: Plan, stage: Stage, part: Part, samples: int, device: Device, group: Group) -> tuple[StageWork, float]:
+        shape, algos, again = share_shape(plan, samples, part.dp), _algos(stage, part), _recomputed(stage, part)
+        key = (part, shape, device.name, algos, again, group)
+        if key not in self._work:
+            table = self._table(shape, part.tp)
+            times = stage_times(
+                self.model, table, part.first, part.last, shape, device=device.name, tp=part.tp, algos=algos, recompute=again
+            )
+            comm_s = times.forward_comm_s + times.backward_comm_s
+            if part.tp > 1 and group != (usual := tp_group(self.cluster, device, part.tp)) and usual is not None:
+                comm_s *= self._slower(part, algos, shape, group, usual)
+            work = StageWork(times.forward_s, times.backward_s, times.recompute_s, comm_s, waiting_s=times.waiting_s)
+            self._work[key] = work, self._weight_s(table, part, shape, algos, device)
+        return self._work[key]
+
+    def _slower(self, part: Part, algos: tuple[int, ...], shape: Shape, group: Group, usual: Group) -> float:
+        """How much longer collectives take among these ranks than inside one node, which the table assumes where it can be."""
+        sizes = [
+            (collective.kind, collective.size_bytes(shape))
+            for place, algo in zip(self.model.ops[part.first : part.last], algos, strict=True)
+            for collective in place.op.splits[algo].collectives
+        ]
+        assumed = sum(usual.time_s(kind, size) for kind, size in sizes)
+        return sum(group.time_s(kind, size) for kind, size in sizes) / assumed if assumed else 1.0
+
+    def _weight_s(self, table: CostTable, part: Part, shape: Shape, algos: tuple[int, ...], device: Device) -> float:
+        """Time of weight gradients: half of the backward pass of ops with trained weights."""
+        ops = [place.op for place in self.model.ops[part.first : part.last]]
+        trained = np.array([op.trainable and op.parameters != NOTHING for op in ops])
+        s, d = table.shape_index(shape), table.device_index(device.name)
+        times = table.backward_s[table.chain[part.first : part.last], s, 0, np.array(algos), d]
+        return float(times[trained].sum()) / 2
+
+    def _table(self, shape: Shape, tp: int) -> CostTable:
+        if (shape, tp) not in self._tables:
+            shapes = list(self._shapes) if shape in self._shapes else [shape]
+            table = self.source.table(self.model, shapes, [tp], self.cluster)
+            self._tables.update({(known, tp): table for known in shapes})
+        return self._tables[shape, tp]
+
+    def _stages(
+        self, plan: Plan, samples: int, count: int, work: list[StageWork], bubbles_s: list[float], replica: int
+    ) -> list[StageEstimate]:
+        """Adds to each stage's work what comes once per iteration, and memory."""
+        groups = plan.num_groups
+        sharing, tied = gradient_sharing(self.cluster, plan), tied_s(self.model, self.cluster, plan)
+        memory = [self._group_memory(plan, group, samples, count) for group in range(groups)]
+        stages = []
+        for index, stage in enumerate(plan.stages):
+            group = index % groups
+            used, limit = memory[group]
+            sync = tied[index] + sum(
+                sync_s(self.cluster, plan, stage, part, self._trained(part), sharing[index]) for part in parts_of(stage)
+            )
+            slowest = min(self._kinds(stage.devices[replica]), key=lambda device: device.peak_flops_per_s(self.model.dtype))
+            stages.append(StageEstimate(
+                index, group, stage.last - stage.first, slowest.name, stage.degrees, work[index], bubbles_s[group], sync,
+                self._optimizer_s(plan, stage), used, limit, used.total_bytes <= limit,
+            ))  # fmt: skip
+        return stages
+
+    def _kinds(self, ranks: tuple[int, ...]) -> list[Device]:
+        """The distinct kinds among ranks."""
+        return list({device.name: device for device in map(self.cluster.device, ranks)}.values())
+
+    def _trained(self, part: Part) -> float:
+        """Weights with gradients on one rank."""
+        key = (part.first, part.last, part.tp)
+        if key not in self._parameters:
+            counts = rank_parameters(self.model.ops[part.first : part.last], part.tp)
+            self._parameters[key] = sum(count for op, count in counts if op.trainable)
+        return self._parameters[key]
+
+    def _optimizer_s(self, plan: Plan, stage: Stage) -> float:
+        """The step over one rank's weights, or its share of them under ZeRO; the slowest of all replicas."""
+        num = sum(self._trained(part) / (part.dp * plan.num_replicas if stage.zero else 1) for part in parts_of(stage))
+        kinds = self._kinds(tuple(rank for ranks in stage.devices for rank in ranks))
+        return max(self._step_s(plan, num, stage.last - stage.first, device.name) for device in kinds) if num else 0.0
+
+    def _step_s(self, plan: Plan, num_parameters: float, num_tensors: int, device: str) -> float:
+        """A profile's steps are by dtype, which the bytes of state alone do not tell."""
+        if isinstance(self.source, Profiled):
+            measured = self.source.device(device).optimizer_s(num_parameters, num_tensors, plan.precision)
+            if measured is not None:
+                return measured[0]
+        return self.source.optimizer_s(num_parameters, device, float(sum(bytes_per_parameter(plan.precision, plan.optimizer))))
+
+    def _group_memory(self, plan: Plan, group: int, samples: int, count: int) -> tuple[MemoryBreakdown, float]:
+        """What the fullest device of a group holds, and what it may hold; of several kinds the one that is closest to its limit."""
+        groups, chunks = plan.num_groups, plan.num_chunks
+        stages = plan.stages[group::groups]
+        if plan.schedule == "interleaved":
+            flights = in_flight_by_chunk(groups, group, count, chunks)
+        else:
+            flights = (in_flight(plan.schedule, groups, group, count),)
+        found = []
+        for device in self._kinds(tuple(rank for ranks in stages[0].devices for rank in ranks)):
+            parts = [
+                self._part_memory(plan, stage, part, samples, flight, device)
+                for stage, flight in zip(stages, flights, strict=True)
+                for part in parts_of(stage)
+            ]
+            found.append((_joined(parts), min(float(device.memory_bytes), self._limit_bytes)))
+        return max(found, key=lambda pair: pair[0].total_bytes / pair[1])
+
+    def _part_memory(self, plan: Plan, stage: Stage, part: Part, samples: int, flight: int, device: Device) -> MemoryBreakdown:
+        shape, holders = share_shape(plan, samples, part.dp), part.dp * plan.num_replicas
+        algos, again = _algos(stage, part), _recomputed(stage, part)
+        key = (part, shape, flight, holders, stage.zero, algos, again, plan.precision, plan.optimizer, device.name)
+        if key not in self._memory:
+            base = self.source.device(device.name).profile.base_bytes if isinstance(self.source, Profiled) else 0.0
+            self._memory[key] = stage_memory(
+                self.model, part.first, part.last, shape, in_flight=flight, tp=part.tp, dp=holders, zero=stage.zero, algos=algos,
+                recompute=again, precision=plan.precision, optimizer=plan.optimizer, device=device.name,
+                bytes_of=self._bytes_of(device.name), base_bytes=base,
+            )  # fmt: skip
+        return self._memory[key]
+
+    def _bytes_of(self, device: str) -> OpBytesSource:
+        """Bytes of ops on a device, each looked up once."""
+        if not isinstance(self.source, Profiled):
+            return formula_bytes
+        if device not in self._op_bytes:
+            self._op_bytes[device] = _remembering(self.source.bytes_of(device, self.model.dtype))
+        return self._op_bytes[device]
+
+    def _mfu(self, plan: Plan, time_s: float) -> float:
+        one = share_shape(plan, 1)
+        per_sample = sum(
+            copies * (op.flops.at(one) + op.backward_flops.at(one)) for block, copies in self.model.runs for op in block.ops
+        )
+        peak = sum(self.cluster.device(rank).peak_flops_per_s(self.model.dtype) for rank in plan.ranks)
+        return per_sample * plan.global_batch / (time_s * peak)
+
+    def _notes(self, plan: Plan) -> tuple[str, ...]:
+        notes = []
+        if isinstance(self.source, Profiled):
+            modelled = sorted(self.source.modelled & {op.name for op in self.model.distinct_ops})
+            if modelled:
+                notes.append(f"not in the profile at every degree or layout, so modelled by the roofline: {', '.join(modelled)}.")
+        if any(stage.sequence_parallel and stage.degrees.tp > 1 for stage in plan.stages):
+            notes.append("sequence_parallel is estimated as if it were off: the same bytes are sent, but activations are counted in full.")
+        if plan.micro_batching.policy == "dynamic":
+            notes.append(f"micro-batches are dynamic: estimated with samples of length {plan.seq_length}, as many as fit.")
+        return tuple(notes)
+
+
+def _algos(stage: Stage, part: Part) -> tuple[int, ...]:
+    """The split of each op of a part."""
+    if not stage.runs:
+        return (0,) * (part.last - part.first)
+    return tuple(stage.run_of(op).algo for op in range(part.first, part.last))
+
+
+def _recomputed(stage: Stage, part: Part) -> frozenset[int]:
+    """Positions within a part of the ops that the default pattern recomputes."""
+    flags = stage.recomputed()
+    shift = part.first - stage.first
+    return flags if not stage.runs else frozenset(op - shift for op in flags if shift <= op < part.last - stage.first)
+
+
+def _joined(parts: list[MemoryBreakdown]) -> MemoryBreakdown:
+    """Memory of several runs of ops on one device: they run in turn, so that the largest workspace and buffers serve all."""
+    if len(parts) == 1:
+        return parts[0]
+    shared = ("workspace_bytes", "buffers_bytes", "context_bytes")
+    sizes = {
+        field.name: (max if field.name in shared else sum)(getattr(part, field.name) for part in parts)
+        for field in dataclasses.fields(MemoryBreakdown)
+    }
+    return MemoryBreakdown(**sizes)
+
+
+def _remembering(lookup: OpBytesSource) -> OpBytesSource:
+    """The same lookup, each answer asked for once."""
+    known: dict[tuple[str, Shape, int, int], OpBytes | OpPeaks] = {}
+
+    def answer(op: Op, shape: Shape, tp: int, algo: int) -> OpBytes | OpPeaks:
+        key = (op.signature, shape, tp, algo)
+        if key not in known:
+            known[key] = lookup(op, shape, tp, algo)
+        return known[key]
+
+    return answer

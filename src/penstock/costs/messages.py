@@ -1,0 +1,157 @@
+"""Times of what a plan sends: activations and gradients between stages, gradients among ranks with equal weights, tied weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from penstock.clusters import Cluster
+from penstock.costs.collectives import Group, collective_s, group_of, point_to_point_s, sync_gradients_s
+from penstock.costs.memory import bytes_per_parameter
+from penstock.costs.pipeline import share_shape
+from penstock.models.ops import Model
+from penstock.models.shapes import Quantity, Shape
+
+if TYPE_CHECKING:
+    from penstock.plans.plan import Plan, Stage
+
+__all__ = ["Part", "cut_times_s", "gradient_sharing", "parts_of", "reshard_s", "sync_s", "tied_s", "tp_group_of"]
+
+_UNIT = Shape(1)
+_PROBE_BYTES = 2.0**20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Ops [first, last) of a stage that have equal degrees."""
+
+    first: int
+    last: int
+    tp: int
+    dp: int
+
+
+def parts_of(stage: Stage) -> list[Part]:
+    """The stage in parts of equal degrees: one, unless its runs say otherwise."""
+    if not stage.runs:
+        return [Part(stage.first, stage.last, stage.degrees.tp, stage.degrees.dp)]
+    degrees = {op: (run.tp, run.dp) for op in range(stage.first, stage.last) for run in (stage.run_of(op),)}
+    groups = ((key, list(ops)) for key, ops in groupby(degrees, key=lambda op: degrees[op]))
+    return [Part(ops[0], ops[-1] + 1, tp, dp) for (tp, dp), ops in groups]
+
+
+def tp_group_of(cluster: Cluster, ranks: Sequence[int], tp: int) -> Group:
+    """The tensor-parallel group of a stage's devices that is slowest to communicate."""
+    groups = {group_of(cluster, ranks[start : start + tp]) for start in range(0, len(ranks), tp)}
+    return max(groups, key=lambda group: group.time_s("all_reduce", _PROBE_BYTES))
+
+
+def reshard_s(
+    model: Model, cluster: Cluster, plan: Plan, samples: int, ranks: Sequence[int], before: Part, after: Part
+) -> tuple[float, float]:
+    """(forward, backward) time to hand the carry from one part of a stage to the next, which has other degrees.
+
+    Where dp falls, ranks gather the samples of others, and their gradients need only be cut; where it rises, the reverse.
+    """
+    if before.dp == after.dp:
+        return 0.0, 0.0
+    coarse, fine = (before, after) if before.dp < after.dp else (after, before)
+    size = model.boundary_bytes(after.first).at(share_shape(plan, samples, coarse.dp))
+    time_s = collective_s("all_gather", size, cluster, ranks[: coarse.tp : fine.tp])
+    return (time_s, 0.0) if after.dp < before.dp else (0.0, time_s)
+
+
+def cut_times_s(model: Model, cluster: Cluster, plan: Plan, samples: int, cut: int) -> list[tuple[float, float]]:
+    """For each replica, the times of the activations over the cut after stage `cut` and of their gradients back.
+
+    Each rank of the smaller side serves several of the larger one, one after the other; all pairs send at once.
+    """
+    before, after = plan.stages[cut], plan.stages[cut + 1]
+    senders, receivers = len(before.devices[0]), len(after.devices[0])
+    sent, got = before.run_of(after.first - 1), after.run_of(after.first)
+    carry = model.carry_before(after.first)
+    there = sum((spec.size_bytes(model.dtype) for spec in carry), Quantity()).at(share_shape(plan, samples, got.dp), got.tp)
+    gradients = sum((spec.size_bytes(model.dtype) for spec in carry if spec.differentiable), Quantity())
+    back = gradients.at(share_shape(plan, samples, sent.dp), sent.tp)
+    there, back = there * max(1.0, receivers / senders), back * max(1.0, senders / receivers)
+    pairs = [list(_pairs(a, b)) for a, b in zip(before.devices, after.devices, strict=True)]
+    flows = _flows(cluster, [pair for replica in pairs for pair in replica])
+    return [
+        (
+            max(point_to_point_s(there, cluster, a, b, _sharing(cluster, flows, a, b)) for a, b in replica),
+            max(point_to_point_s(back, cluster, b, a, _sharing(cluster, flows, a, b)) for a, b in replica),
+        )
+        for replica in pairs
+    ]
+
+
+def _pairs(senders: Sequence[int], receivers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    count = max(len(senders), len(receivers))
+    return ((senders[i * len(senders) // count], receivers[i * len(receivers) // count]) for i in range(count))
+
+
+def _flows(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> Counter[int]:
+    """How many pairs use each node's network."""
+    nodes = [(cluster.node_index(a), cluster.node_index(b)) for a, b in pairs]
+    return Counter(node for ends in nodes if ends[0] != ends[1] for node in ends)
+
+
+def _sharing(cluster: Cluster, flows: Counter[int], a: int, b: int) -> int:
+    return max(1, flows[cluster.node_index(a)], flows[cluster.node_index(b)])
+
+
+def _holders(stage: Stage, part: Part, place: int = 0) -> list[int]:
+    """The ranks of all replicas that hold the same weights as tensor-parallel rank `place`."""
+    return [ranks[share * part.tp + place] for ranks in stage.devices for share in range(part.dp)]
+
+
+def gradient_sharing(cluster: Cluster, plan: Plan) -> list[int]:
+    """For each stage, how many groups reduce their gradients over the same network at once."""
+    crossing: Counter[int] = Counter()
+    for stage in {stage.devices: stage for stage in plan.stages}.values():
+        part = Part(stage.first, stage.last, stage.degrees.tp, stage.degrees.dp)
+        for place in range(part.tp):
+            nodes = {cluster.node_index(rank) for rank in _holders(stage, part, place)}
+            crossing.update(nodes if len(nodes) > 1 else ())
+    return [max(1, *(crossing[cluster.node_index(rank)] for ranks in stage.devices for rank in ranks)) for stage in plan.stages]
+
+
+def sync_s(cluster: Cluster, plan: Plan, stage: Stage, part: Part, num_parameters: float, sharing: int) -> float:
+    """Time to make the gradients of a part equal on all ranks that hold its weights; nothing of it is hidden behind compute."""
+    ranks = _holders(stage, part)
+    if len(ranks) == 1 or not num_parameters:
+        return 0.0
+    _, gradient, _, _ = bytes_per_parameter(plan.precision, plan.optimizer)
+    return sync_gradients_s(num_parameters * gradient, cluster, ranks, zero=stage.zero, sharing=sharing)
+
+
+def tied_s(model: Model, cluster: Cluster, plan: Plan) -> list[float]:
+    """For each stage, the time to add up the gradients of weights that it shares with another stage."""
+    home = {op: index for index, stage in enumerate(plan.stages) for op in range(stage.first, stage.last)}
+    owners = {place.name: place.index for place in model.ops}
+    times, seen = [0.0] * plan.num_stages, set()
+    for place in model.ops:
+        owner = owners.get(place.op.tied_to)
+        if owner is None or home[owner] == home[place.index] or (owner, home[place.index]) in seen:
+            continue
+        seen.add((owner, home[place.index]))
+        count = place.op.parameters.at(_UNIT) - float(place.op.config.get("untied_parameters", 0))
+        ends = plan.stages[home[owner]], plan.stages[home[place.index]]
+        time_s = _tied_pair_s(cluster, plan, ends, count / min(end.degrees.tp for end in ends))
+        for stage in (home[owner], home[place.index]):
+            times[stage] += time_s
+    return times
+
+
+def _tied_pair_s(cluster: Cluster, plan: Plan, ends: tuple[Stage, Stage], num_parameters: float) -> float:
+    """One all-reduce between a rank of each end, while all other pairs do the same."""
+    pairs = [pair for a, b in zip(ends[0].devices, ends[1].devices, strict=True) for pair in _pairs(a, b)]
+    a, b = pairs[0]
+    if a == b:
+        return 0.0
+    _, gradient, _, _ = bytes_per_parameter(plan.precision, plan.optimizer)
+    sharing = _sharing(cluster, _flows(cluster, pairs), a, b)
+    return sync_gradients_s(num_parameters * gradient, cluster, (a, b), sharing=sharing)

@@ -1,0 +1,320 @@
+"""Estimates of whole plans: cases computed by hand, and what must hold for any plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.clusters import DEVICES, Cluster, Link, Node, NodeRun, resolve_cluster
+from penstock.costs.collectives import collective_s
+from penstock.costs.estimate import Estimate, Estimator, estimate, with_prediction
+from penstock.costs.memory import stage_memory
+from penstock.costs.pipeline import micro_batches, pipeline_s, share_shape
+from penstock.costs.roofline import Roofline
+from penstock.costs.sources import open_costs
+from penstock.costs.table import CostTable
+from penstock.errors import InputError
+from penstock.models import Model, Shape
+from penstock.models.catalog import model_from_mapping, resolve_model
+from penstock.plans.build import uniform_plan
+from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
+from penstock.plans.references import cluster_of, model_of
+from penstock.plans.schema import plan_from_dict, plan_to_dict, read_plan
+from penstock.search import uniform_plans
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "plans").glob("*.json"))
+FORWARD_S, BACKWARD_S, STEP_S, BANDWIDTH = 1.0, 2.0, 0.5, 1000.0
+
+
+class Plain(Roofline):
+    """Every op takes one second forward and two backward; a step takes half a second; nothing else takes time."""
+
+    name = "plain"
+
+    def table(self, model: Model, shapes: Sequence[Shape], tps: Sequence[int], cluster: Cluster) -> CostTable:
+        table = super().table(model, shapes, tps, cluster)
+        none = np.zeros_like(table.forward_s)
+        return dataclasses.replace(
+            table, forward_s=none + FORWARD_S, backward_s=none + BACKWARD_S, forward_comm_s=none, backward_comm_s=none
+        )
+
+    def optimizer_s(self, num_parameters: float, device: str, state_bytes_per_parameter: float = 16.0) -> float:
+        return STEP_S
+
+
+def gpt(**changes: Any) -> Model:
+    """Two layers of eight ops, one op before and three after them; 20 in all."""
+    sizes = {"layers": 2, "hidden": 32, "heads": 4, "seq_length": 8, "vocab": 64, "dtype": "fp32", "tied": False}
+    return model_from_mapping({"family": "gpt", **sizes, **changes}, "test", "tiny")
+
+
+def cluster(num_devices: int = 4, num_nodes: int = 1, price: float | None = None) -> Cluster:
+    """Devices whose links have no latency and move a thousand bytes per second, between nodes a tenth of that."""
+    inside, outside = Link("test", BANDWIDTH, 0.0), Link("test", BANDWIDTH / 10, 0.0)
+    return Cluster("test", (NodeRun(Node("test", DEVICES["a100-40gb"], num_devices, inside, outside, price), num_nodes),))
+
+
+def plan_of(*stages: Stage, samples: int = 2, global_batch: int = 8, **more: Any) -> Plan:
+    return Plan("gpt-tiny", "4xa100-40gb", global_batch, stages, MicroBatching("padded", "fixed", samples), **{
+        "seq_length": 8, "precision": "fp32", **more})  # fmt: skip
+
+
+def estimated(plan: Plan, model: Model | None = None, on: Cluster | None = None) -> Estimate:
+    return estimate(plan, model or gpt(), on or cluster(), Plain())
+
+
+TWO_STAGES = (Stage(0, 9, ((0,),)), Stage(9, 20, ((1,),)))
+MESSAGE_S = 2 * 8 * 32 * 4 / BANDWIDTH
+"""Two samples of eight tokens of 32 fp32 numbers."""
+
+
+@pytest.mark.parametrize(
+    ("schedule", "times_s", "count", "chunks", "weight_s", "expected"),
+    [
+        ("1f1b", [3.0], 4, 1, [], 12.0),
+        ("1f1b", [1.0, 2.0, 1.0], 4, 1, [], 10.0),
+        ("gpipe", [1.0, 2.0, 1.0], 4, 1, [], 10.0),
+        ("interleaved", [2.0, 2.0], 4, 2, [], 9.0),  # 1f1b: 10, of which 2 are bubble
+        ("zero-bubble", [3.0, 3.0], 4, 1, [1.0, 1.0], 13.0),  # F = B = W = 1: the bubble falls from 3 to 1
+        ("zero-bubble", [3.0, 1.0], 4, 1, [1.0, 0.6], 12.0),  # and never below nothing
+    ],
+)
+def test_pipeline_by_hand(schedule: str, times_s: list[float], count: int, chunks: int, weight_s: list[float], expected: float) -> None:
+    assert pipeline_s(schedule, times_s, count, chunks, weight_s) == pytest.approx(expected)
+
+
+def test_two_stages_by_hand() -> None:
+    found = estimated(plan_of(*TWO_STAGES))
+    first, second = (stage.work.total_s for stage in found.stages)
+    assert (first, second) == (pytest.approx(9 * 3 + MESSAGE_S), pytest.approx(11 * 3 + MESSAGE_S))
+    assert found.stages[0].work.transfer_out_s == found.stages[1].work.transfer_in_s == pytest.approx(MESSAGE_S)
+    assert found.stages[0].work.transfer_in_s == found.stages[1].work.transfer_out_s == 0
+    assert found.num_micro_batches == 4 and found.bottleneck == 1
+    assert found.pipeline_s == pytest.approx(4 * second + first)
+    assert found.time_s == pytest.approx(found.pipeline_s + STEP_S)
+    assert [stage.bubble_s for stage in found.stages] == [pytest.approx(4 * (second - first) + first), pytest.approx(first)]
+    assert found.tokens_per_s == pytest.approx(64 / found.time_s) and found.samples_per_s == pytest.approx(8 / found.time_s)
+
+
+def test_shares_sum_to_the_time() -> None:
+    for path in EXAMPLES:
+        plan = read_plan(path)
+        found = estimate(plan, model_of(plan), cluster_of(plan), Roofline())
+        assert sum(time_s for _, time_s in found.shares()) == pytest.approx(found.time_s)
+        assert all(time_s >= -1e-9 for _, time_s in found.shares())
+
+
+def test_gradients_are_reduced_over_all_replicas_and_shares() -> None:
+    model = gpt()
+    found = estimated(plan_of(Stage(0, 20, ((0, 1), (2, 3)), Degrees(1, 2)), num_replicas=2), model)
+    assert found.stages[0].sync_s == pytest.approx(collective_s("all_reduce", model.num_parameters * 4, cluster(), range(4)))
+    assert estimated(plan_of(Stage(0, 20, ((0,),)))).stages[0].sync_s == 0
+
+
+def test_a_gradient_group_shares_the_network_with_the_others() -> None:
+    """Two nodes of two: with tp 2 both places reduce between the same two nodes at once."""
+    on = cluster(2, num_nodes=2)
+    halves = estimated(plan_of(Stage(0, 20, ((0, 1), (2, 3)), Degrees(2)), num_replicas=2), on=on)
+    whole = estimated(plan_of(Stage(0, 20, ((0,), (2,))), num_replicas=2), on=on)
+    assert halves.stages[0].sync_s == pytest.approx(whole.stages[0].sync_s, rel=0.05)  # half the bytes at half the pace
+
+
+def test_tied_weights_are_added_up_between_their_stages() -> None:
+    model = gpt(tied=True)
+    stages = (Stage(0, 9, ((0,),)), Stage(9, 17, ((1,),)), Stage(17, 20, ((2,),)))
+    first, middle, last = estimated(plan_of(*stages), model).stages
+    assert first.sync_s == last.sync_s == pytest.approx(collective_s("all_reduce", 64 * 32 * 4, cluster(), (0, 2)))
+    assert middle.sync_s == 0
+    assert estimated(plan_of(Stage(0, 20, ((0,),))), model).stages[0].sync_s == 0
+
+
+def test_dp_divides_the_samples_of_a_micro_batch() -> None:
+    plan = plan_of(Stage(0, 20, ((0, 1),), Degrees(1, 2)))
+    model, source = gpt(), Roofline()
+    found = estimate(plan, model, cluster(), source)
+    alone = estimate(plan_of(Stage(0, 20, ((0,),)), samples=1, global_batch=4), model, cluster(), source)
+    assert found.stages[0].work == alone.stages[0].work and found.num_micro_batches == alone.num_micro_batches
+
+
+def test_recomputation_takes_time_and_saves_memory() -> None:
+    plain, again = (estimated(plan_of(Stage(0, 20, ((0,),), recompute=recompute))) for recompute in ((), (((1, 17),),)))
+    # The last op of each block saves only its input: recomputation stops before it.
+    assert plain.stages[0].work.recompute_s == 0 and again.stages[0].work.recompute_s == 14 * FORWARD_S
+    assert again.stages[0].memory.activations_bytes < plain.stages[0].memory.activations_bytes
+    assert again.mfu < plain.mfu
+
+
+def test_runs_have_their_own_degrees_and_pay_for_the_change() -> None:
+    model, on = gpt(), cluster()
+    whole = plan_of(Stage(0, 20, ((0, 1),), Degrees(1, 2)))
+    mixed = plan_of(Stage(0, 20, ((0, 1),), Degrees(1, 2), runs=(OpRun(9, 17, 2, 1),)))
+    gathered_s = collective_s("all_gather", model.boundary_bytes(9).at(Shape.padded(2, 8)), on, (0, 1))
+    # dp falls before op 9 (activations gathered) and rises again before op 17 (their gradients gathered).
+    assert estimated(mixed).stages[0].work.tp_s - estimated(whole).stages[0].work.tp_s == pytest.approx(2 * gathered_s)
+    source = Roofline()
+    table = source.table(model, [Shape.padded(2, 8)], [2], on)
+    run_s = float(table.forward_s[table.chain[9:17], 0, 0, 0, 0].sum())
+    rest = source.table(model, [Shape.padded(1, 8)], [1], on)
+    others = [*range(9), *range(17, 20)]
+    rest_s = float(rest.forward_s[rest.chain[others], 0, 0, 0, 0].sum())
+    assert estimate(mixed, model, on, source).stages[0].work.forward_s == pytest.approx(run_s + rest_s)
+
+
+def test_another_split_sends_other_collectives() -> None:
+    """Split over its columns, qkv adds up gradients in its backward pass only; over its rows it gathers forward too."""
+    model, on = gpt(), cluster()
+    columns, rows = (
+        estimate(plan_of(Stage(0, 20, ((0, 1),), Degrees(2), runs=(OpRun(2, 3, 2, 1, algo),))), model, on, Roofline()) for algo in (0, 1)
+    )
+    shape, op = Shape.padded(2, 8), model.ops[2].op
+    sent_s = [
+        sum(collective_s(c.kind, c.size_bytes(shape), on, (0, 1)) for c in split.collectives) for split in op.splits
+    ]  # fmt: skip
+    assert rows.stages[0].work.tp_s - columns.stages[0].work.tp_s == pytest.approx(sent_s[1] - sent_s[0])
+
+
+def test_runs_that_agree_with_their_stage_change_nothing() -> None:
+    plain = plan_of(Stage(0, 20, ((0, 1),), Degrees(2)))
+    same = plan_of(Stage(0, 20, ((0, 1),), Degrees(2), runs=(OpRun(3, 7, 2, 1, 0),)))
+    assert estimated(plain).stages == estimated(same).stages
+
+
+def test_tensor_parallel_over_a_network_is_slower_than_inside_a_node() -> None:
+    on = cluster(2, num_nodes=2)
+    inside, across = (
+        estimate(plan_of(Stage(0, 20, (ranks,), Degrees(2))), gpt(), on, Roofline()).stages[0].work for ranks in ((0, 1), (0, 2))
+    )
+    assert across.tp_s == pytest.approx(10 * inside.tp_s) and across.forward_s == inside.forward_s
+
+
+def test_the_slowest_replica_counts() -> None:
+    mixed = resolve_cluster("1xa100-40gb+1xt4")
+    plan = plan_of(Stage(0, 20, ((0,), (1,))), num_replicas=2)
+    found = estimate(plan, gpt(), mixed, Roofline())
+    slow = estimate(plan_of(Stage(0, 20, ((1,),)), global_batch=4), gpt(), mixed, Roofline())
+    assert found.stages[0].device == "t4" and found.pipeline_s == slow.pipeline_s
+    assert found.stages[0].limit_bytes == DEVICES["t4"].memory_bytes
+
+
+def test_schedules_differ_as_they_should() -> None:
+    def time_of(**more: Any) -> float:
+        sizes = {"global_batch": 8, "micro_batch": 1, "pp": 2, **more}
+        plan = uniform_plan("gpt-tiny", "2xa100-40gb", **sizes)
+        return estimate(plan, model_of(plan), cluster_of(plan), Plain()).time_s
+
+    assert time_of() == time_of(schedule="gpipe")
+    assert time_of(schedule="zero-bubble") < time_of()
+    # Twice the stages send twice the messages; here they take next to nothing.
+    assert time_of(schedule="interleaved", chunks=2) < time_of()
+
+
+def test_memory_is_that_of_the_stage() -> None:
+    model = gpt()
+    found = estimated(plan_of(*TWO_STAGES), model)
+    shape = Shape.padded(2, 8)
+    assert found.stages[0].memory == stage_memory(model, 0, 9, shape, in_flight=2, precision="fp32", device="a100-40gb")
+    assert found.stages[1].memory == stage_memory(model, 9, 20, shape, in_flight=1, precision="fp32", device="a100-40gb")
+
+
+def test_chunks_share_a_device() -> None:
+    plan = uniform_plan("gpt-tiny", "2xa100-40gb", global_batch=8, micro_batch=1, pp=2, chunks=2, schedule="interleaved")
+    found = estimate(plan, model_of(plan), cluster_of(plan), Roofline())
+    assert [stage.group for stage in found.stages] == [0, 1, 0, 1]
+    assert found.stages[0].memory == found.stages[2].memory
+    assert found.stages[0].memory.weights_bytes > found.stages[1].memory.weights_bytes  # the embedding
+    assert found.stages[0].memory.context_bytes == 2**29
+
+
+def test_a_memory_limit_decides_what_fits() -> None:
+    plan, model, on = plan_of(*TWO_STAGES), gpt(), cluster()
+    needed = Estimator(model, on, Plain()).estimate(plan).peak_bytes
+    assert Estimator(model, on, Plain(), needed).estimate(plan).fits
+    tight = Estimator(model, on, Plain(), needed - 1).estimate(plan)
+    assert not tight.fits and [stage.fits for stage in tight.stages].count(False) == 1
+    assert Estimator(model, on, Plain(), math.inf).estimate(plan).stages[0].limit_bytes == DEVICES["a100-40gb"].memory_bytes
+
+
+def test_money_and_mfu() -> None:
+    found = estimated(plan_of(*TWO_STAGES), on=cluster(price=36.0))
+    assert found.price_usd_per_h == 36 and found.price_usd == pytest.approx(found.time_s / 100)
+    assert estimated(plan_of(*TWO_STAGES)).price_usd is None
+    model, one = gpt(), Shape.padded(1, 8)
+    flops = sum(place.op.flops.at(one) + place.op.backward_flops.at(one) for place in model.ops)
+    assert found.mfu == pytest.approx(flops * 8 / (found.time_s * 2 * DEVICES["a100-40gb"].peak_flops_per_s("fp32")))
+
+
+@pytest.mark.parametrize(
+    ("batching", "expected"),
+    [
+        (MicroBatching("padded", "fixed", 2), (2, 4)),
+        (MicroBatching("packed", "dynamic", max_tokens=30), (3, 3)),
+        (MicroBatching("packed", "dynamic", samples=2, max_tokens=30), (2, 4)),
+        (MicroBatching("packed", "dynamic", max_tokens=3), (1, 8)),
+        (MicroBatching("packed", "dynamic", max_tokens=10_000), (8, 1)),
+        (MicroBatching("packed", "dynamic"), (1, 8)),
+    ],
+)
+def test_micro_batches(batching: MicroBatching, expected: tuple[int, int]) -> None:
+    plan = dataclasses.replace(plan_of(*TWO_STAGES), micro_batching=batching)
+    assert micro_batches(plan) == expected
+    assert estimated(plan).num_micro_batches == expected[1]
+
+
+def test_shapes() -> None:
+    plan = plan_of(*TWO_STAGES, dec_length=4)
+    assert share_shape(plan, 4, 2) == Shape.padded(2, 8, 4) and share_shape(plan, 3, 2) == Shape.padded(2, 8, 4)
+    packed = dataclasses.replace(plan, micro_batching=MicroBatching("packed", "fixed", 2))
+    assert share_shape(packed, 2) == Shape.packed([8, 8], [4, 4])
+    assert share_shape(dataclasses.replace(plan, seq_length=0), 3) == Shape.images(3)
+
+
+def test_prediction_is_written_with_the_plan() -> None:
+    plan = read_plan(next(path for path in EXAMPLES if "pp4" in path.name))
+    found = estimate(plan, model_of(plan), cluster_of(plan), open_costs())
+    done = with_prediction(plan, found)
+    assert done.predicted is not None and done.predicted.time_s == found.time_s and done.costs == "roofline"
+    assert [memory.total_bytes for memory in done.predicted.memory] == [pytest.approx(s.memory.total_bytes, abs=9) for s in found.stages]
+    assert plan_from_dict(plan_to_dict(done), "test") == done
+
+
+def test_a_profile_is_used_and_what_it_lacks_is_said() -> None:
+    plan = uniform_plan("gpt-1.3b", "4xh200-141gb", global_batch=16, micro_batch=2, pp=2, tp=2)
+    model, on, source = model_of(plan), cluster_of(plan), open_costs("profile:h200-141gb")
+    found = estimate(plan, model, on, source)
+    assert found.source == "profile:h200-141gb" and found.notes == ()
+    assert found.time_s != estimate(plan, model, on, Roofline()).time_s
+    other = uniform_plan("gpt-6.7b", "8xh200-141gb", global_batch=16, micro_batch=1, pp=8)
+    assert "modelled by the roofline" in estimate(other, model_of(other), cluster_of(other), source).notes[0]
+
+
+def test_another_planners_tables_are_refused() -> None:
+    class Tables(Plain):
+        name = "aceso:somewhere"
+
+    with pytest.raises(InputError, match=r"'aceso:somewhere' hold the tables of another planner.*not 'tiny'"):
+        estimate(plan_of(*TWO_STAGES), gpt(), cluster(), Tables())
+
+
+def test_an_invalid_plan_is_refused() -> None:
+    with pytest.raises(InputError, match="9:10 are placed nowhere"):
+        estimated(plan_of(TWO_STAGES[0], Stage(10, 20, ((1,),))))
+
+
+def test_no_estimate_is_below_the_compute_of_its_slowest_stage() -> None:
+    """Of every plan of a grid: neither the slowest stage nor all devices together can be faster than their compute."""
+    model, on = resolve_model("gpt-tiny"), resolve_cluster("8xa100-40gb")
+    estimator = Estimator(model, on, Roofline())
+    plans = list(uniform_plans("gpt-tiny", "8xa100-40gb", 32, micro_batches=(1, 4)))
+    assert len(plans) > 20
+    for plan in plans:
+        found = estimator.estimate(plan)
+        compute = [stage.work.forward_s + stage.work.backward_s for stage in found.stages]
+        assert found.time_s >= found.num_micro_batches * max(compute)
+        assert found.pipeline_s >= found.num_micro_batches * max(compute) + sum(compute) - max(compute)
+        assert all(stage.bubble_s >= -1e-12 for stage in found.stages) and 0 < found.mfu < 1

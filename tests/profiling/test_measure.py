@@ -1,0 +1,132 @@
+"""Measuring ops in a chain: every distinct op gets times of its own, forward and backward."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.models import resolve_model
+from penstock.models.modules import Chain, OpModule, build_chain
+from penstock.models.modules.base import Carry
+from penstock.models.modules.batch import Batch
+from penstock.models.ops import Model
+from penstock.profiling.grid import Lengths, sweep_lengths
+from penstock.profiling.measure import OpMeasure, measure_ops, random_carry, shortened
+from penstock.profiling.run import random_model_batch
+
+CPU = torch.device("cpu")
+FAMILIES = ("gpt-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "resnet-tiny")
+SLEEP_S = 0.006
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small_batch(model: Model) -> Batch:
+    return random_model_batch(model, sweep_lengths(model, 64 if model.seq_length else 2), CPU)
+
+
+def measure(chain: Chain, model: Model, batch: Batch, repeats: int = 1) -> dict[str, OpMeasure]:
+    found = measure_ops(list(chain.ops), model.ops, batch, model.inputs, warmups=1, repeats=repeats)
+    assert len(found) == len({m.signature for m in found})
+    return {m.signature: m for m in found}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_distinct_op_is_measured(name: str) -> None:
+    model = shortened(resolve_model(name), 3)
+    found = measure(build_chain(model), model, small_batch(model))
+    assert set(found) == {op.signature for op in resolve_model(name).distinct_ops}
+    for m in found.values():
+        assert m.forward_s > 0 and m.backward_s > 0 and m.spread >= 0, m
+        assert m.forward_host_s == m.backward_host_s == 0 and m.growth_bytes == m.forward_peak_bytes == 0  # a CPU has none
+
+
+class _Sleep(torch.autograd.Function):
+    """The same tensor, late."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(SLEEP_S)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        time.sleep(2 * SLEEP_S)
+        return grads[0]
+
+
+def make_slow(op: OpModule, at: str) -> None:
+    """Lets one op sleep on what it makes, or on what it reads, in both passes."""
+    usual = type(op).forward
+    made = op.config.get("output", op.op.carry[0].name)
+    read = op.config.get("source", "hidden")
+
+    def forward(carry: Carry, batch: Batch) -> Carry:
+        if at == "input":
+            return usual(op, {**carry, read: _Sleep.apply(carry[read])}, batch)
+        following = usual(op, carry, batch)
+        return {**following, made: _Sleep.apply(following[made])}
+
+    op.forward = forward  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("at", ["output", "input"])
+def test_time_belongs_to_the_op_that_takes_it(name: str, at: str) -> None:
+    model = shortened(resolve_model(name), 1)
+    batch = small_batch(model)
+    chain = build_chain(model)
+    signatures = [place.op.signature for place in model.ops]
+    lone = [place.index for place in model.ops if signatures.count(place.op.signature) == 1]
+    # What an op hands on as `residual` is also read behind its back, so only ops that do not put their input aside are slowed there.
+    fitting = [index for index in lone if at == "output" or (
+        index > 0 and chain.ops[index].config.get("source") in {spec.name for spec in model.carry_before(index)}
+        and not chain.ops[index].config.get("residual"))]  # fmt: skip
+    assert len(fitting) >= 3
+    for index in fitting:
+        make_slow(chain.ops[index], at)
+        for _ in range(4):  # A busy machine may delay another op now and then, but not the same one every time.
+            found = measure(chain, model, batch)
+            slow = found.pop(signatures[index])
+            assert slow.forward_s >= SLEEP_S and slow.backward_s >= 2 * SLEEP_S, model.ops[index].name
+            others = {place.name: found[place.op.signature] for place in model.ops if place.op.signature in found}
+            wrong = {who: m for who, m in others.items() if m.forward_s > 0.9 * SLEEP_S or m.backward_s > 1.8 * SLEEP_S}
+            if not wrong:
+                break
+        assert not wrong, (model.ops[index].name, wrong)
+        del chain.ops[index].forward
+
+
+def test_a_slice_of_the_chain_starts_from_a_random_carry() -> None:
+    model = shortened(resolve_model("gpt-tiny"), 1)
+    attention = next(place for place in model.ops if place.op.kind == "attention")
+    start, stop = attention.index - 1, attention.index + 2
+    batch = random_model_batch(model, Lengths(4, 32, layout="packed"), CPU)
+    carry = random_carry(model.carry_before(start), batch.shape, 1, CPU, torch.float32)
+    assert all(tensor.requires_grad and tensor.shape[0] == 128 for tensor in carry.values())
+    chain = build_chain(model, start, stop)
+    found = measure_ops(list(chain.ops), model.ops[start:stop], batch, model.carry_before(start), warmups=1, repeats=1)
+    assert [m.signature for m in found] == [place.op.signature for place in model.ops[start:stop]]
+
+
+def test_gradients_are_in_place_before_anything_is_timed() -> None:
+    model = shortened(resolve_model("gpt-tiny"), 1)
+    chain = build_chain(model)
+    measure(chain, model, small_batch(model))
+    assert all(parameter.grad is not None for parameter in chain.parameters())
+
+
+def test_a_shortened_model_has_the_same_distinct_ops() -> None:
+    for name in FAMILIES:
+        model = resolve_model(name)
+        assert shortened(model, 1).distinct_ops == model.distinct_ops
+        assert max(copies for _, copies in shortened(model, 2).runs) <= 2

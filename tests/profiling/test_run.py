@@ -1,0 +1,194 @@
+"""Profiling as a whole: what is measured, going on after a stop, memory that does not suffice, and the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.cli.main import run
+from penstock.costs.profile import read_profile, series_key
+from penstock.costs.profiled import Profiled
+from penstock.errors import InputError
+from penstock.models import Shape, resolve_model
+from penstock.profiling import run as profiling
+from penstock.profiling.grid import Limits
+from penstock.profiling.measure import OpMeasure
+from penstock.profiling.run import Profiler
+
+GPT = resolve_model("gpt-tiny")
+TINY = Limits(64, 256, 2, 4, 1)
+
+
+def quick(monkeypatch: pytest.MonkeyPatch, max_tokens: float = float("inf")) -> list[Shape]:
+    """Puts made-up times in place of measurements; shapes that were asked for are listed, those too large run out of memory."""
+    asked: list[Shape] = []
+
+    def measure_ops(ops: Any, places: Any, batch: Any, inputs: Any, **more: Any) -> list[OpMeasure]:
+        asked.append(batch.shape)
+        if batch.shape.tokens > max_tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        for op in ops:
+            for parameter in op.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        distinct = dict.fromkeys(place.op.signature for place in places)
+        return [OpMeasure(signature, 1e-6 * batch.shape.tokens, 2e-6 * batch.shape.tokens, 0.01) for signature in distinct]
+
+    monkeypatch.setattr(profiling, "measure_ops", measure_ops)
+    return asked
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick(monkeypatch)
+    path = tmp_path / "profile.json"
+    wanted = [unit.name for unit in Profiler.open(path, "cpu").units([GPT], [1, 2])]
+    assert len(wanted) == len(set(wanted)) >= 6
+    started: list[str] = []
+
+    class Stop:
+        def __init__(self, after: int) -> None:
+            self.left = after
+
+        def __call__(self, name: str) -> None:
+            if self.left == 0:
+                raise KeyboardInterrupt
+            self.left -= 1
+            started.append(name)
+            if path.exists():  # Saved after every unit, and always whole.
+                assert read_profile(path).devices["cpu"].done == started[:-1]
+
+    for after in (1, 2, 1):
+        profiler = Profiler.open(path, "cpu")
+        with pytest.raises(KeyboardInterrupt):
+            profiler.run(profiler.units([GPT], [1, 2]), progress=Stop(after))
+    profiler = Profiler.open(path, "cpu")
+    left = profiler.units([GPT], [1, 2])
+    assert profiler.run(left, progress=Stop(100)) == len(left) == len(wanted) - 4
+    assert started == wanted
+    assert Profiler.open(path, "cpu").units([GPT], [1, 2]) == []
+    sizes = read_profile(path).devices["cpu"].series[series_key(GPT.ops[1].op, "fp32", 1, 0, "padded")].columns["size"]
+    assert len(sizes) == len(set(sizes))
+    more = Profiler.open(path, "cpu").units([GPT, resolve_model("llama-tiny")], [1])
+    assert more and all(unit.model.name == "llama-tiny" for unit in more)
+
+
+def test_a_stop_inside_a_unit_loses_only_that_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = quick(monkeypatch)
+    path = tmp_path / "profile.json.gz"
+    profiler = Profiler.open(path, "cpu")
+    units = profiler.units([GPT], [1])
+    profiler.run(units[:1], progress=lambda name: None)
+    count = len(asked)
+
+    def interrupt(*args: Any, **more: Any) -> list[OpMeasure]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(profiling, "measure_ops", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        profiler.run(units[1:], progress=lambda name: None)
+    assert read_profile(path).devices["cpu"].done == [units[0].name]
+    asked = quick(monkeypatch)
+    again = Profiler.open(path, "cpu")
+    assert again.units([GPT], [1]) == units[1:]
+    again.run(again.units([GPT], [1]), progress=lambda name: None)
+    assert count and asked and again.units([GPT], [1]) == []
+
+
+def test_a_spent_budget_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick(monkeypatch)
+    profiler = Profiler.open(tmp_path / "profile.json", "cpu")
+    units = profiler.units([GPT], [1])
+    assert profiler.run(units, time_budget_s=-1.0, progress=lambda name: None) == 0
+    assert len(profiler.units([GPT], [1])) == len(units)
+
+
+def test_memory_that_does_not_suffice_is_recorded_and_larger_sizes_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = quick(monkeypatch, max_tokens=300)
+    profiler = Profiler.open(tmp_path / "profile.json", "cpu")
+    sizes, lengths = profiler.units([GPT], [1])[:2]
+    profiler.run([sizes], progress=lambda name: None)
+    assert sorted(shape.tokens for shape in asked)[-2:] == [256, 1024]  # the next size by the coarse grid, and none after it
+    told = read_profile(tmp_path / "profile.json").devices["cpu"].out_of_memory
+    assert len(told) == 1 and "gpt-tiny" in told[0] and "1024" in told[0]
+    asked.clear()
+    profiler.run([lengths], progress=lambda name: None)
+    assert len([shape for shape in asked if shape.tokens > 300]) == 1 and len(profiler.here.out_of_memory) == 2
+
+
+def test_an_op_that_tp_does_not_change_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick(monkeypatch)
+    profiler = Profiler.open(tmp_path / "profile.json", "cpu")
+    profiler.limits = TINY
+    profiler.run(profiler.units([GPT], [1, 2]), progress=lambda name: None)
+    kinds = {(series.kind, key.tp, key.algo) for key, series in profiler.here.series.items()}
+    assert {("linear", 1, 0), ("linear", 2, 0), ("linear", 2, 1), ("attention", 2, 0), ("norm", 1, 0)} <= kinds
+    assert not {("norm", 2, 0), ("attention", 2, 1), ("norm", 1, 1)} & kinds
+
+
+@pytest.mark.parametrize("name", ["bert-tiny", "t5-tiny", "resnet-tiny"])
+def test_every_family_is_measured_and_found_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick(monkeypatch)
+    model = resolve_model(name)
+    profiler = Profiler.open(tmp_path / "profile.json", "cpu")
+    profiler.limits = TINY
+    profiler.run(profiler.units([model], [1]), progress=lambda unit: None)
+    costs = Profiled.open(tmp_path / "profile.json").device("cpu")
+    shape = model.usual_shape(2)
+    for op in model.distinct_ops:
+        assert costs.columns(op, model.dtype, [shape], 1, 0, ("forward_s",)) is not None, op.name
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    arguments = ["profile", "--model", "gpt-tiny", "--tp", "1", "--device", "cpu", "--out", str(path), "--json"]
+    assert run(arguments) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["out"] == str(path) and told["device"] == "cpu" and told["units_left"] == 0
+    assert told["series"] >= len(GPT.distinct_ops) and told["points"] > told["series"] and told["held_out_points"] >= 2
+    costs = Profiled.open(path)
+    found = costs.device("cpu").columns(GPT.ops[2].op, GPT.dtype, [Shape.padded(2, 100)], 1, 0, ("forward_s", "backward_s"))
+    assert found is not None and all(column[0] > 0 for column in found.values())
+    assert costs.optimizer_s(1e6, "cpu", 16) > 0
+    before = path.read_bytes()
+    assert run(arguments) == 0  # Nothing is left to do.
+    assert json.loads(capsys.readouterr().out)["points"] == told["points"] and path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "gpt-tiny", "--tp", "1,x"], "--tp is '1,x'"),
+        (["--model", "gpt-tiny", "--tp", "0"], "degrees start at 1"),
+        (["--model", "gpt-tiny", "--tp", ""], "--tp is ''"),
+        (["--model", "gpt-tiny", "--device", "gpu"], "--device is 'gpu'"),
+        (["--model", "gpt-teeny"], "unknown model 'gpt-teeny'"),
+        (["--merge", "no-such-profile.json"], "no-such-profile.json' does not exist"),
+    ],
+)
+def test_wrong_input_is_told(arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["profile", "--out", str(tmp_path / "profile.json"), *arguments]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_foreign_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"format": "penstock-plan"}')
+    with pytest.raises(InputError, match="not a profile"):
+        Profiler.open(path, "cpu")
+    assert run(["profile", "--model", "gpt-tiny", "--out", str(path)]) == 2
+    assert path.read_text() == '{"format": "penstock-plan"}' and "not a profile" in capsys.readouterr().err
+
+
+def test_profiles_of_other_machines_are_taken_in_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick(monkeypatch)
+    other = Profiler.open(tmp_path / "other.json", "cpu")
+    other.run(other.units([GPT], [1])[:1], progress=lambda name: None)
+    for _ in range(2):
+        assert run(["profile", "--out", str(tmp_path / "mine.json"), "--merge", str(tmp_path / "other.json")]) == 0
+        mine = read_profile(tmp_path / "mine.json").devices["cpu"]
+        theirs = read_profile(tmp_path / "other.json").devices["cpu"]
+        assert mine.series == theirs.series and mine.done == theirs.done and mine.optimizer == theirs.optimizer

@@ -1,0 +1,142 @@
+"""AdamW with fp32 masters: the numbers of torch's own, whatever the pieces, and no memory beyond one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from live_bytes import Made
+from torch import nn
+
+from penstock.costs.memory import OPTIMIZER_CHUNK
+from penstock.runtime.optimizer import MasterAdamW, make_adamw
+
+SHAPES = ((7, 5), (13,), (1,), (4, 3, 2), (64, 9))
+COUNT = sum(torch.Size(shape).numel() for shape in SHAPES)
+
+
+def weights(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def give_gradients(parameters: Sequence[nn.Parameter], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in parameters:
+        gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.copy_(gradient)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunk", [1, 7, 100, COUNT, OPTIMIZER_CHUNK])
+def test_equals_torch_on_fp32_copies(chunk: int, dtype: torch.dtype) -> None:
+    mine = weights(dtype)
+    copies = [nn.Parameter(parameter.detach().float()) for parameter in mine]
+    optimizer = MasterAdamW(mine, lr=1e-2, weight_decay=0.1, chunk=chunk)
+    reference = torch.optim.AdamW(copies, lr=1e-2, weight_decay=0.1)
+    for step in range(6):
+        give_gradients(mine, step)
+        for copy, parameter in zip(copies, mine, strict=True):
+            assert parameter.grad is not None
+            copy.grad = parameter.grad.float()
+        optimizer.step()
+        reference.step()
+        for copy, parameter in zip(copies, mine, strict=True):
+            assert parameter.dtype == dtype
+            torch.testing.assert_close(parameter.detach(), copy.detach().to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_pieces_of_any_size_give_the_same_weights() -> None:
+    results = []
+    for chunk in (3, 64, COUNT - 1, COUNT, COUNT + 1, OPTIMIZER_CHUNK):
+        mine = weights()
+        optimizer = MasterAdamW(mine, lr=3e-3, weight_decay=0.01, chunk=chunk)
+        for step in range(4):
+            give_gradients(mine, step)
+            optimizer.step()
+        results.append(torch.cat([parameter.detach().flatten() for parameter in mine]))
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=0, atol=torch.finfo(torch.bfloat16).eps * 4)
+
+
+def test_small_updates_are_not_lost_to_rounding() -> None:
+    parameter = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([parameter], lr=1e-4, weight_decay=0.0)
+    for _ in range(100):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert parameter[0].item() == pytest.approx(0.99, abs=0.004)  # one step alone is below the resolution of bf16
+
+
+def test_gradients_stay_allocated() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        mine = weights(dtype)
+        optimizer = make_adamw(mine)
+        give_gradients(mine, 0)
+        where = [parameter.grad.data_ptr() for parameter in mine if parameter.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [parameter.grad.data_ptr() for parameter in mine if parameter.grad is not None] == where
+        assert all(parameter.grad is not None and not parameter.grad.any() for parameter in mine)
+
+
+def test_a_missing_gradient_is_told() -> None:
+    mine = weights()
+    optimizer = make_adamw(mine)
+    give_gradients(mine, 0)
+    mine[3].grad = None
+    with pytest.raises(RuntimeError, match=r"shape \(4, 3, 2\) has no gradient"):
+        optimizer.step()
+
+
+def test_frozen_weights_are_left_alone() -> None:
+    mine = weights()
+    mine[1].requires_grad_(False)
+    before = mine[1].detach().clone()
+    optimizer = make_adamw(mine, lr=0.1)
+    give_gradients([parameter for parameter in mine if parameter.requires_grad], 0)
+    optimizer.step()
+    assert torch.equal(mine[1].detach(), before) and not torch.equal(mine[0].detach(), weights()[0].detach())
+
+
+def test_half_precision_gets_masters_and_fp32_does_not() -> None:
+    assert isinstance(make_adamw(weights()), MasterAdamW) and not isinstance(make_adamw(weights(torch.float32)), MasterAdamW)
+
+
+class Peak(Made):
+    """The most that storages made while it is on hold at any moment."""
+
+    peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peak = max(self.peak, self.alive_bytes())
+        return result
+
+
+@pytest.mark.parametrize("chunk", [1000, 5000])
+def test_a_step_takes_no_more_than_one_piece(chunk: int) -> None:
+    mine = [nn.Parameter(torch.randn(70, 100).bfloat16()) for _ in range(6)]
+    optimizer = MasterAdamW(mine, lr=1e-3, weight_decay=0.01, chunk=chunk)
+    give_gradients(mine, 0)
+    optimizer.step()  # Makes the moments.
+    with Peak() as made:
+        optimizer.step()
+        optimizer.zero_grad()
+    assert 4 * chunk <= made.peak <= 4 * chunk + 1024
+    assert made.alive_bytes() <= 1024
+
+
+def test_state_is_twelve_bytes_for_each_weight() -> None:
+    mine = [nn.Parameter(torch.randn(70, 100).bfloat16()) for _ in range(3)]
+    with Made() as made:
+        optimizer = MasterAdamW(mine, lr=1e-3, weight_decay=0.01, chunk=8000)
+        give_gradients(mine, 0)
+        gradients = sum(parameter.grad.nbytes for parameter in mine if parameter.grad is not None)
+        optimizer.step()
+    assert made.alive_bytes() - gradients == pytest.approx(12 * 21000, abs=1024)
