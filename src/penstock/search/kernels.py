@@ -1,0 +1,287 @@
+"""The compiled loops of the exact search: cheapest recomputation of a piece, times of all stages, the partition programme.
+
+Lengths of arrays: N ops, B blocks, L price levels, T types of repeated blocks, K stages, G devices. Amounts of memory are in any one unit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+__all__ = ["bound_stage", "cheapest_flags", "count_blocks", "fit_stage", "least_times", "partition", "piece_levels", "stage_times", "warm"]
+
+
+@njit(cache=True, nogil=True)
+def cheapest_flags(forward, kept, start, stop, first_free, price, flags):  # type: ignore[no-untyped-def]
+    """Fills `flags` of ops start..stop so that time less price × saved is least; returns (saved, time, peak).
+
+    An op saves what it keeps when it and the op after it are both recomputed; the last op of a piece never does.
+    """
+    n = stop - start
+    back = np.zeros((n, 2), np.int8)
+    plain, again = 0.0, forward[start] if first_free else np.inf
+    for p in range(1, n):
+        gained = again - price * kept[start + p - 1]
+        back[p, 0] = 1 if again < plain else 0
+        back[p, 1] = 1 if gained < plain else 0
+        plain, again = min(plain, again), min(plain, gained) + forward[start + p]
+    state = 1 if again < plain else 0
+    for p in range(n - 1, -1, -1):
+        flags[p] = state
+        state = back[p, state]
+    return _effect(forward, kept, start, n, flags)
+
+
+@njit(cache=True, nogil=True)
+def _effect(forward, kept, start, n, flags):  # type: ignore[no-untyped-def]
+    """(saved, time, peak) of flags: the peak is the largest run that is brought back at once."""
+    saved = time = peak = run = 0.0
+    for p in range(n):
+        if not flags[p]:
+            run = 0.0
+            continue
+        time += forward[start + p]
+        run += kept[start + p]
+        peak = max(peak, run)
+        if p + 1 < n and flags[p + 1]:
+            saved += kept[start + p]
+    return saved, time, peak
+
+
+@njit(cache=True, nogil=True)
+def piece_levels(forward, kept, block_start, first_free, prices, head, tail):  # type: ignore[no-untyped-def]
+    """(saved, time, peak) at each price of the piece from op i to its block's end (`head`) and from its start to j (`tail`)."""
+    longest = 0
+    for b in range(len(block_start) - 1):
+        longest = max(longest, block_start[b + 1] - block_start[b])
+    flags = np.zeros(longest, np.int8)
+    for b in range(len(block_start) - 1):
+        start, stop = block_start[b], block_start[b + 1]
+        if stop - start <= 2:
+            continue
+        for level in range(len(prices)):
+            for i in range(start, stop):
+                free = first_free[b] or i > start
+                head[level, i] = cheapest_flags(forward, kept, i, stop, free, prices[level], flags)
+            for j in range(start + 1, stop):
+                tail[level, j] = cheapest_flags(forward, kept, start, j, first_free[b], prices[level], flags)
+
+
+@njit(cache=True, nogil=True)
+def least_times(forward, kept, start, stop, first_free, unit, least, parents):  # type: ignore[no-untyped-def]
+    """least[s]: least time to save at least s units in ops start..stop; `parents` [ops, 2, units] lets flags be read back."""
+    n, size = stop - start, len(least)
+    plain, again = np.full(size, np.inf), np.full(size, np.inf)
+    plain[0] = 0.0
+    if first_free:
+        again[0] = forward[start]
+    for p in range(1, n):
+        gain = int(kept[start + p - 1] / unit)
+        next_plain, next_again = np.empty(size), np.empty(size)
+        for s in range(size):
+            parents[p, 0, s] = 1 if again[s] < plain[s] else 0
+            next_plain[s] = min(plain[s], again[s])
+            kept_on = again[s - gain] if s >= gain else np.inf
+            parents[p, 1, s] = 1 if kept_on < plain[s] else 0
+            next_again[s] = min(plain[s], kept_on) + forward[start + p]
+        plain, again = next_plain, next_again
+    for s in range(size):
+        parents[0, 0, s] = 1 if again[s] < plain[s] else 0
+        least[s] = min(plain[s], again[s])
+    for s in range(size - 2, -1, -1):
+        least[s] = min(least[s], least[s + 1])
+
+
+@njit(cache=True, nogil=True)
+def fit_stage(held, excess, low, head, tail, full, n0, n1, t0, t1, least, unit, choice):  # type: ignore[no-untyped-def]
+    """Least recomputation that makes a stage of head + n0 and n1 full blocks of two types + tail fit; returns (time, level).
+
+    `excess` is the memory above the limit without recomputation, `held` the micro-batches that hold what is kept. All pieces are at
+    one price level or the one below it; what is still missing comes from one block with flags of its own. `choice` receives
+    (level, head up, tail up, type filled first, blocks up of type 0, of type 1, units of the one block, its type).
+    """
+    levels = head.shape[0]
+    for level in range(low, levels):
+        peak = max(head[level, 2], tail[level, 2])
+        if n0 > 0:
+            peak = max(peak, full[level, t0, 2])
+        if n1 > 0:
+            peak = max(peak, full[level, t1, 2])
+        goal = (excess + peak) / held
+        if head[level, 0] + tail[level, 0] + n0 * full[level, t0, 0] + n1 * full[level, t1, 0] < goal:
+            continue
+        below = level - 1
+        best = head[level, 1] + tail[level, 1] + n0 * full[level, t0, 1] + n1 * full[level, t1, 1]
+        choice[:] = np.array([level, 1, 1, 0, n0, n1, -1, 0])
+        for ends in range(4):
+            h, t = ends // 2, ends % 2
+            at_head, at_tail = (level if h else below), (level if t else below)
+            time = head[at_head, 1] + tail[at_tail, 1] + n0 * full[below, t0, 1] + n1 * full[below, t1, 1]
+            missing = goal - head[at_head, 0] - tail[at_tail, 0] - n0 * full[below, t0, 0] - n1 * full[below, t1, 0]
+            for order in range(2 if n1 > 0 else 1):
+                left, total, up0, up1, units, kind, enough = missing, time, 0, 0, -1, 0, missing <= 0
+                for step in range(2):
+                    second = (order + step) % 2
+                    count, of = (n1, t1) if second else (n0, t0)
+                    gain = full[level, of, 0] - full[below, of, 0]
+                    if enough or count == 0 or gain <= 0:
+                        continue
+                    up = min(count, int(left / gain + 1e-12))
+                    left -= up * gain
+                    total += up * (full[level, of, 1] - full[below, of, 1])
+                    if left > 1e-9 and up < count:
+                        units = int(np.ceil((full[below, of, 0] + left) / unit[of]))
+                        kind = second
+                        if units < least.shape[1] and least[of, units] < full[level, of, 1]:
+                            total += least[of, units] - full[below, of, 1]
+                        else:
+                            units = -1
+                            up += 1
+                            total += full[level, of, 1] - full[below, of, 1]
+                        left = 0.0
+                    if second:
+                        up1 = up
+                    else:
+                        up0 = up
+                    enough = left <= 1e-9
+                if enough and total < best:
+                    best = total
+                    choice[:] = np.array([level, h, t, order, up0, up1, units, kind])
+        return best, level
+    return np.inf, levels
+
+
+@njit(cache=True, nogil=True)
+def bound_stage(held, excess, low, head, tail, full, n0, n1, t0, t1, prices):  # type: ignore[no-untyped-def]
+    """A time below which no flags make the stage fit; returns (time, level): the best price's least time less price × saved.
+
+    Peaks are left out. The value rises and then falls with the price, and its peak only moves up as `excess` grows.
+    """
+    need, best = excess / held, 0.0
+    for level in range(low, len(prices)):
+        time = head[level, 1] + tail[level, 1] + n0 * full[level, t0, 1] + n1 * full[level, t1, 1]
+        saved = head[level, 0] + tail[level, 0] + n0 * full[level, t0, 0] + n1 * full[level, t1, 0]
+        value = time + prices[level] * (need - saved)
+        if value < best:
+            return best, max(level - 1, 1)
+        best = value
+    return best, max(len(prices) - 1, 1)
+
+
+@njit(cache=True, nogil=True)
+def count_blocks(count, first, last):  # type: ignore[no-untyped-def]
+    """(n0, n1, t0, t1): how many blocks of which two types lie from block `first` up to `last`."""
+    n0 = n1 = t0 = t1 = 0
+    for kind in range(count.shape[0]):
+        n = count[kind, last] - count[kind, first] if last > first else 0
+        if n > 0 and n0 == 0:
+            n0, t0 = n, kind
+        elif n > 0:
+            n1, t1 = n, kind
+    return n0, n1, t0, (t1 if n1 else t0)
+
+
+@njit(cache=True, nogil=True)
+def stage_times(  # type: ignore[no-untyped-def]
+    compute, kept, weights, forward_reserve, backward_reserve, entering, head, tail, full, least, unit, prices, block_of, block_start,
+    count, state, limit, cuts, relaxed, offset, width, times,
+):  # fmt: skip
+    """times[k, pair]: compute and recomputation of ops i..j with k stages behind; infinite where it cannot fit.
+
+    `relaxed` gives a time that no recomputation can be below instead of one that is reached.
+
+    Memory is state × weights + (entering + kept - saved) × (k + 1) + peak + reserve, where the reserve is the larger of the weights
+    and of the greatest forward and backward reserves of all ops but the last.
+    """
+    choice = np.zeros(8, np.int64)
+    for i in range(len(compute)):
+        if not cuts[i]:
+            continue
+        time, held, weight, most_forward, most_backward = 0.0, entering[i], 0.0, 0.0, 0.0
+        for d in range(width[i]):
+            last = i + d
+            time += compute[last]
+            held += kept[last]
+            weight += weights[last]
+            if d > 0:
+                most_forward = max(most_forward, forward_reserve[last - 1])
+                most_backward = max(most_backward, backward_reserve[last - 1])
+            if not cuts[last + 1]:
+                continue
+            fixed = state * weight + max(most_forward + most_backward, weight) - limit
+            first_block, last_block, low = block_of[i], block_of[last], 1
+            n0, n1, t0, t1 = count_blocks(count, first_block + 1, last_block)
+            for k in range(times.shape[0]):
+                excess = fixed + held * (k + 1)
+                if excess <= 0:
+                    times[k, offset[i] + d] = time
+                    continue
+                if first_block == last_block:
+                    if relaxed:
+                        times[k, offset[i] + d] = time
+                        continue
+                    break
+                whole = last + 1 == block_start[last_block + 1]
+                end = head[:, block_start[last_block]] if whole else tail[:, last + 1]
+                if relaxed:
+                    extra, low = bound_stage(k + 1.0, excess, low, head[:, i], end, full, n0, n1, t0, t1, prices)
+                else:
+                    extra, low = fit_stage(k + 1.0, excess, low, head[:, i], end, full, n0, n1, t0, t1, least, unit, choice)
+                if extra == np.inf:
+                    break
+                times[k, offset[i] + d] = time + extra
+
+
+@njit(cache=True, nogil=True)
+def partition(tau, minimax, num_devices, per_node, devices_of, offset, width, times, enter, leave, best, option, cut):  # type: ignore[no-untyped-def]
+    """best[k, u, i]: least sum (or, `minimax`, least maximum) of times of the stages of ops i.. in k stages on u devices.
+
+    No stage takes more than `tau`. Built from the last stage, since what a stage holds in flight depends on the stages behind it. A
+    stage lies inside one node; `enter` and `leave` [options, 2, N + 1] are its messages inside a node and across nodes.
+    """
+    num_ops = enter.shape[2] - 1
+    best[:] = np.inf
+    best[0, 0, num_ops] = 0.0
+    for k in range(best.shape[0] - 1):
+        for u in range(num_devices):
+            low, high = num_ops + 1, -1
+            for j in range(num_ops + 1):
+                if best[k, u, j] < np.inf:
+                    low, high = min(low, j), j
+            for c in range(len(devices_of)):
+                first = num_devices - u - devices_of[c]
+                if high < 0 or first < 0 or first // per_node != (num_devices - u - 1) // per_node:
+                    continue
+                arrives = 1 if first > 0 and first % per_node == 0 else 0
+                departs = 1 if (num_devices - u) % per_node == 0 else 0
+                v = u + devices_of[c]
+                for i in range(high):
+                    least = best[k + 1, v, i]
+                    for j in range(max(low, i + 1), min(high, i + width[c, i]) + 1):
+                        rest = best[k, u, j]
+                        time = times[k, offset[c, i] + j - i - 1] + enter[c, arrives, i] + leave[c, departs, j]
+                        value = max(rest, time) if minimax else rest + time
+                        if time <= tau and value < least:
+                            least = value
+                            best[k + 1, v, i] = value
+                            option[k + 1, v, i] = c
+                            cut[k + 1, v, i] = j
+
+
+def warm() -> None:
+    """Compiles every kernel for the types it is called with, on a chain of two tiny blocks."""
+    ones, starts = np.ones(6), np.array([0, 3, 6])
+    head, tail, prices = np.zeros((2, 6, 3)), np.zeros((2, 7, 3)), np.array([0.0, 9.0])
+    least, parents = np.full((1, 8), np.inf), np.zeros((3, 2, 8), np.int8)
+    cheapest_flags(ones, ones, 0, 3, True, 9.0, np.zeros(3, np.int8))
+    piece_levels(ones, ones, starts, np.array([True, True]), prices, head, tail)
+    least_times(ones, ones, 0, 3, True, 0.5, least[0], parents)
+    full, count, blocks = np.ascontiguousarray(head[:, :1]), np.array([[0, 1, 2]]), np.array([0, 0, 0, 1, 1, 1])
+    offset, width, times = np.arange(6) * 6, np.arange(6, 0, -1), np.full((2, 36), np.inf)
+    fit_stage(1.0, 1.0, 1, head[:, 0], tail[:, 1], full, 0, 0, 0, 0, least, np.ones(1), np.zeros(8, np.int64))
+    fit_stage(1.0, 1.0, 1, head[:, 0], head[:, 3], full, 0, 0, 0, 0, least, np.ones(1), np.zeros(8, np.int64))
+    stage_times(ones, ones, ones, ones, ones, ones, head, tail, full, least, np.ones(1), prices, blocks, starts, count, 1.0, 9.0,
+                np.ones(7, np.bool_), False, offset, width, times)  # fmt: skip
+    shape = (3, 3, 7)
+    table = np.zeros(shape), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    partition(np.inf, True, 2, 2, np.array([1]), offset[None], width[None], times, np.zeros((1, 2, 7)), np.zeros((1, 2, 7)), *table)

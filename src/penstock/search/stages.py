@@ -1,0 +1,250 @@
+"""All stages a plan could have, as arrays: what the partition programme reads.
+
+Costs come from an oracle (tables of another planner, a profile, the roofline) as one `OptionCosts` for each way to run a stage; the
+programme knows nothing of where they come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.costs.table import Floats
+from penstock.models.ops import Model
+
+__all__ = ["Blocks", "Machine", "OptionCosts", "StageChoice", "StageOption", "StageSpace", "build_space"]
+
+PRICES = 60
+"""Prices of memory at which recomputation is solved; those that change nothing are dropped."""
+UNITS = 4096
+"""Steps of memory in which one block's recomputation is solved exactly."""
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StageOption:
+    """One way to run a stage: its devices and how they divide the work."""
+
+    num_devices: int
+    tp: int
+    dp: int
+    algo: int = 0
+
+
+@dataclass(frozen=True)
+class OptionCosts:
+    """Costs of every op of the chain under one option, per micro-batch of the stage; memory in one unit throughout."""
+
+    option: StageOption
+    forward: Floats
+    compute: Floats
+    """Forward and backward."""
+    kept: Floats
+    """Held until the backward pass, unless recomputed."""
+    weights: Floats
+    forward_reserve: Floats
+    backward_reserve: Floats
+    entering: Floats
+    """Memory of a stage's input if it starts at the op."""
+    enter: Floats
+    """[2, N + 1] time of the message before op i, inside a node and across nodes."""
+    leave: Floats
+    """[2, N + 1] time of the message after op j - 1."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Equal devices in equal nodes, with what each can hold."""
+
+    num_devices: int
+    per_node: int
+    memory_limit: float
+    state_factor: float
+    """Weights, gradients and optimizer state as a multiple of the weights."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Where the chain repeats: blocks of ops, those of one kind equal; recomputed segments end with their block."""
+
+    start: Ints
+    """[B + 1] first op of each block."""
+    kind: Ints
+    """[B] type of a repeated block, -1 for ops that are never recomputed."""
+    first_free: NDArray[np.bool_]
+    """[B] whether a block's first op may be recomputed."""
+
+    @classmethod
+    def of(cls, model: Model, first_free: Sequence[bool], smallest: int = 3) -> Blocks:
+        """The blocks of a chain; `first_free` tells it for each op."""
+        ops = model.ops
+        start = [p.index for p in ops if p.index == 0 or (p.block, p.copy) != (ops[p.index - 1].block, ops[p.index - 1].copy)]
+        ends = [*start[1:], len(ops)]
+        types: dict[tuple[str, ...], int] = {}
+        kind = []
+        for a, b in zip(start, ends, strict=True):
+            signature = tuple(p.op.signature for p in ops[a:b])
+            kind.append(types.setdefault(signature, len(types)) if b - a >= smallest else -1)
+        return cls(np.array([*start, len(ops)]), np.array(kind), np.array([first_free[a] for a in start]))
+
+    @property
+    def num_types(self) -> int:
+        """Number of distinct repeated blocks."""
+        return int(self.kind.max(initial=-1)) + 1
+
+    @cached_property
+    def of_op(self) -> Ints:
+        """[N] the block of each op."""
+        return np.repeat(np.arange(len(self.kind)), np.diff(self.start))
+
+    @cached_property
+    def count(self) -> Ints:
+        """[T, B + 1] blocks of each type before a block."""
+        ones = np.stack([self.kind == kind for kind in range(max(self.num_types, 1))]).astype(np.int64)
+        return np.concatenate([np.zeros((len(ones), 1), np.int64), np.cumsum(ones, axis=1)], axis=1)
+
+    def example(self, kind: int) -> tuple[int, int]:
+        """First and last + 1 op of a block of this type."""
+        block = int(np.argmax(self.kind == kind))
+        return int(self.start[block]), int(self.start[block + 1])
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Recomputation of one option at a few prices of memory: [L, …, 3] are saved memory, time and peak."""
+
+    prices: Floats
+    head: Floats
+    tail: Floats
+    full: Floats
+    """[L, T, 3] of whole blocks."""
+    least: Floats
+    """[T, UNITS] least time to save a number of units in one block."""
+    unit: Floats
+    """[T] memory of one unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """A stage that the programme chose: ops first..last under an option, with a number of stages behind it."""
+
+    option: int
+    first: int
+    last: int
+    behind: int
+    time: float
+
+
+@dataclass(frozen=True)
+class StageSpace:
+    """Times of all stages for one micro-batch size; those longer than any good plan's are left out."""
+
+    costs: tuple[OptionCosts, ...]
+    levels: tuple[Levels, ...]
+    blocks: Blocks
+    machine: Machine
+    offset: Ints
+    """[C, N] where the stages that start at op i begin in `times`."""
+    width: Ints
+    """[C, N] how many of them there are: they end after i + 1, i + 2, … ops."""
+    times: Floats
+    """[K, pairs]"""
+    enter: Floats
+    leave: Floats
+
+    @property
+    def num_ops(self) -> int:
+        """Length of the chain."""
+        return int(self.width.shape[1])
+
+    def inner(self) -> StageSpace:
+        """The same without messages and without the first block of every stage but the first, for cuts between blocks.
+
+        A cut inside a block, moved to the block's start, leaves each stage with more ops than it then has here; so the programme's answer
+        bounds plans with cuts anywhere from below.
+        """
+        times, edges, last = np.full_like(self.times, np.inf), self.blocks.start, len(self.blocks.start) - 1
+        for c in range(len(self.costs)):
+            for a in range(last):
+                begin = edges[a + 1] if a else 0
+                ends = edges[a + 1 :][edges[a + 1 :] - edges[a] <= self.width[c, edges[a]]]
+                pairs = self.offset[c, edges[a]] + ends - edges[a] - 1
+                full = ends > begin
+                times[:, pairs[~full]] = 0.0
+                if full.any():
+                    times[:, pairs[full]] = self.times[:, self.offset[c, begin] + ends[full] - begin - 1]
+        return replace(self, times=times, enter=np.zeros_like(self.enter), leave=np.zeros_like(self.leave))
+
+    def lower_bound(self) -> float:
+        """Σ of the least device time of each op, spread over all devices: no stage plan's slowest stage is faster."""
+        each = np.min(np.stack([c.compute * c.option.num_devices for c in self.costs]), axis=0)
+        return float(each.sum()) / self.machine.num_devices
+
+
+def build_space(
+    costs: Sequence[OptionCosts], blocks: Blocks, machine: Machine, *, max_stages: int, longest: float = np.inf,
+    cuts: NDArray[np.bool_] | None = None, relaxed: bool = False,
+) -> StageSpace:  # fmt: skip
+    """Solves recomputation and tabulates the stages of at most `longest` compute; `cuts` [N + 1] tells where one may begin and end.
+
+    A `relaxed` space holds times that no stage can be below, for bounds.
+    """
+    from penstock.search.kernels import stage_times
+
+    num_ops = len(costs[0].compute)
+    allowed = np.ones(num_ops + 1, np.bool_) if cuts is None else cuts
+    widths = [_widths(c.compute, longest) for c in costs]
+    sizes = [int(width.sum()) for width in widths]
+    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
+    offset = np.stack([start + np.concatenate([[0], np.cumsum(width)[:-1]]) for start, width in zip(starts, widths, strict=True)])
+    times = np.full((max_stages, sum(sizes)), np.inf)
+    levels = tuple(_levels(c, blocks) for c in costs)
+    for c, level, at, width in zip(costs, levels, offset, widths, strict=True):
+        stage_times(
+            c.compute, c.kept, c.weights, c.forward_reserve, c.backward_reserve, c.entering, level.head, level.tail, level.full,
+            level.least, level.unit, level.prices, blocks.of_op, blocks.start, blocks.count, machine.state_factor, machine.memory_limit,
+            allowed, relaxed, at, width, times,
+        )  # fmt: skip
+    enter, leave = (np.stack([getattr(c, name) for c in costs]) for name in ("enter", "leave"))
+    return StageSpace(tuple(costs), levels, blocks, machine, offset, np.stack(widths), times, enter, leave)
+
+
+def _widths(compute: Floats, longest: float) -> Ints:
+    """For each op, how many ops from it on take at most `longest`; at least one."""
+    before = np.concatenate([[0.0], np.cumsum(compute)])
+    reach = np.searchsorted(before, before[:-1] + longest, side="right") - 1
+    return np.maximum(np.minimum(reach, len(compute)) - np.arange(len(compute)), 1).astype(np.int64)
+
+
+def _levels(costs: OptionCosts, blocks: Blocks) -> Levels:
+    from penstock.search.kernels import least_times, piece_levels
+
+    num_ops, num_types = len(costs.compute), max(blocks.num_types, 1)
+    ratios = costs.forward[costs.kept > 1e-3 * costs.kept.max()] / costs.kept[costs.kept > 1e-3 * costs.kept.max()]
+    prices = np.concatenate([[0.0], np.geomspace(0.3 * ratios.min(), 4 * ratios.max(), PRICES)])
+    head, tail = np.zeros((len(prices), num_ops, 3)), np.zeros((len(prices), num_ops + 1, 3))
+    for kind in range(blocks.num_types):
+        start, stop = blocks.example(kind)
+        edges, free = np.array([start, stop]), np.array([blocks.first_free[blocks.of_op[start]]])
+        piece_levels(costs.forward, costs.kept, edges, free, prices, head, tail)
+        for block in np.flatnonzero(blocks.kind == kind):
+            at = int(blocks.start[block])
+            head[:, at : at + stop - start] = head[:, start:stop]
+            tail[:, at + 1 : at + stop - start] = tail[:, start + 1 : stop]
+    changed = [(head[level] != head[level - 1]).any() or (tail[level] != tail[level - 1]).any() for level in range(1, len(prices))]
+    new = np.flatnonzero([True, *changed])
+    prices, head, tail = prices[new], np.ascontiguousarray(head[new]), np.ascontiguousarray(tail[new])
+    full = np.zeros((len(prices), num_types, 3))
+    least, unit = np.full((num_types, UNITS), np.inf), np.ones(num_types)
+    for kind in range(blocks.num_types):
+        start, stop = blocks.example(kind)
+        full[:, kind] = head[:, start]
+        unit[kind] = max(float(costs.kept[start:stop].sum()), 1e-9) / (UNITS - 1)
+        parents = np.zeros((stop - start, 2, UNITS), np.int8)
+        least_times(costs.forward, costs.kept, start, stop, bool(blocks.first_free[blocks.of_op[start]]), unit[kind], least[kind], parents)
+    return Levels(prices, head, tail, full, least, unit)
