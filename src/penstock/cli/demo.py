@@ -1,0 +1,83 @@
+"""`penstock demo`: measure a small model on this machine, plan for two such machines, and say where the time goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli.console import JsonFlag, out, print_json, progress
+
+if TYPE_CHECKING:
+    from penstock.costs.profiled import Profiled
+    from penstock.search import Choice
+
+__all__ = ["demo"]
+
+_MODEL, _CLUSTER, _GLOBAL_BATCH = "gpt-small", "2xcpu", 16
+_BUDGET_S = 45.0
+
+
+def demo(
+    folder: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the profile and the plan go.")] = Path("runs/demo"),
+    json: JsonFlag = False,
+) -> None:
+    """Measure a small GPT on this machine's processor, find a plan for two of them, and explain it. Needs no GPU; about a minute.
+
+    A second run uses the profile of the first.
+
+    Example: penstock demo
+    """
+    from penstock.plans.schema import write_plan
+    from penstock.search import best_plans
+
+    source = _measured(folder / "profile.json", json)
+    # Only tp 1 was measured: a modelled tp 2 beside it would compare unlike things.
+    found = best_plans(_MODEL, _CLUSTER, _GLOBAL_BATCH, costs=source, max_tp=1, top=3)
+    write_plan(folder / "plan.json", found[0].plan)
+    if json:
+        from penstock.cli.search import choice_row
+
+        print_json({"profile": folder / "profile.json", "plan": folder / "plan.json", "plans": [choice_row(choice) for choice in found]})
+        return
+    _tell(found, folder)
+
+
+def _measured(path: Path, quiet: bool) -> Profiled:
+    """The model's costs on this processor; what an earlier run measured is not measured again."""
+    from penstock.costs.profiled import Profiled
+    from penstock.models import resolve_model
+    from penstock.profiling.run import Profiler
+
+    profiler = Profiler.open(path, "cpu")
+    # The demo's micro-batches are padded; `penstock profile` on the same file would measure packed ones too.
+    units = [unit for unit in profiler.units([resolve_model(_MODEL)], [1]) if unit.layout == "padded"]
+    if not units:
+        return Profiled.open(path)
+    with progress(f"measuring {_MODEL} on this processor", len(units), quiet=quiet) as bar:
+
+        def report(name: str) -> None:
+            bar.describe(f"measuring {name}")
+            bar.advance()
+
+        profiler.run(units, time_budget_s=_BUDGET_S, progress=report)
+    return Profiled.open(path)
+
+
+def _tell(found: list[Choice], folder: Path) -> None:
+    from penstock.cli.explain import show_estimate
+    from penstock.cli.search import choices_table
+
+    plan = folder / "plan.json"
+    out().print(choices_table(f"best uniform plans of {_MODEL} on {_CLUSTER}, global batch {_GLOBAL_BATCH}, as measured here", found))
+    show_estimate(str(plan), found[0].estimate)
+    for line in (
+        "",
+        f"measured costs are in {folder / 'profile.json'}, the best plan in {plan}. What to try next:",
+        f"  penstock check {plan}",
+        f"  penstock search --model {_MODEL} --cluster 4xcpu --global-batch 32 --costs profile:{folder / 'profile.json'}",
+        "  penstock search --model gpt-1.3b --cluster 8xh200-141gb --global-batch 64 --costs profile:h200-141gb --out big.json",
+        "  penstock explain big.json",
+    ):
+        out().print(line, markup=False, soft_wrap=True)

@@ -1,0 +1,406 @@
+"""Aceso's plan files: read and written field by field, and turned into plans and back where the two op chains meet.
+
+A plan over the chain of `AcesoTables` converts op by op. Penstock's own chains fuse some of Aceso's ops and split others, so
+that only what treats each group alike converts; the rest is refused with the name of the op:
+
+    here    norm1  qkv  attention                         out             norm2 …  logits loss
+    Aceso   norm   qkv  score softmax dropout context     dense dropout   norm  …  post-process
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, groupby, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from penstock.errors import InputError, near_misses
+from penstock.files import describe_validation_error, read_json, write_text
+from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
+from penstock.plans.references import cluster_of, model_of
+from penstock.plans.validity import require_valid
+
+if TYPE_CHECKING:
+    from penstock.clusters import Cluster
+    from penstock.models.ops import Model
+
+__all__ = ["AcesoPlan", "Group", "aceso_text", "from_plan", "groups", "read_aceso_plan", "to_plan", "validated", "write_aceso_plan"]
+
+Kind = TypeVar("Kind")
+Count = Annotated[int, Field(strict=True, ge=1, le=10_000_000)]
+Flag = Annotated[bool, Field(strict=True)]
+Bit = Annotated[int, Field(strict=True, ge=0, le=1)]
+
+FAMILY_FIELDS = {
+    "gpt": ("seq_length", "max_position_embeddings", "num_attention_heads", "hidden_size"),
+    "t5": ("encoder_seq_length", "decoder_seq_length", "max_position_embeddings", "num_attention_heads", "kv_channels", "hidden_size",
+           "ffn_hidden_size"),
+    "resnet": ("in_channels", "width_factor"),
+}  # fmt: skip
+"""The fields that only one family's plans have, in the order of the file."""
+
+_BLOCKS, _DEEP = (3, 4, 6, 3), (3, 4, 23, 3)
+SIZES: dict[str, dict[str, tuple[int | tuple[int, ...], tuple[int, ...]]]] = {
+    "gpt": {"350M": (24, (2048, 2048, 16, 1024)), "1_3B": (24, (2048, 2048, 32, 2048)), "2_6B": (32, (2048, 2048, 32, 2560)),
+            "6_7B": (32, (2048, 2048, 32, 4096)), "13B": (40, (2048, 2048, 40, 5120))},
+    "t5": {"770M": (24, (2048, 512, 2048, 16, 64, 1024, 4096)), "3B": (24, (2048, 512, 2048, 32, 128, 1024, 16384)),
+           "6B": (24, (2048, 512, 2048, 64, 128, 1024, 32768)), "11B": (24, (2048, 512, 2048, 128, 128, 1024, 65536)),
+           "22B": (48, (2048, 512, 2048, 128, 128, 1024, 65536))},
+    "resnet": {"250M": (_BLOCKS, (160, 2)), "500M": (_BLOCKS, (224, 2)), "1B": (_BLOCKS, (320, 2)), "2B": (_BLOCKS, (448, 2)),
+               "4B": (_BLOCKS, (640, 2)), "6_8B": (_BLOCKS, (320, 16)), "13B": (_DEEP, (320, 16))},
+}  # fmt: skip
+"""Aceso's models: number of layers, and the family's fields in order."""
+
+_ATTENTION = "enc-attention-score+enc-attention-softmax+enc-attention-dropout+enc-attention-context"
+_OUT_AND_MLP = (
+    "out=enc-attention-dense+enc-post-attention-dropout {norm}=enc-2nd-layernorm up=enc-MLP-GEMM-1 act=enc-MLP-gelu "
+    "down=enc-MLP-GEMM-2+enc-post-MLP-dropout"
+)
+_LAYER = f"norm1=enc-1st-layernorm qkv=enc-attention-qkv attention={_ATTENTION} {_OUT_AND_MLP}"
+_DECODER = (
+    "norm1=dec-1st-layernorm qkv=dec-attention-qkv-1 "
+    "attention=dec-attention-score-1+dec-attention-softmax-1+dec-attention-dropout-1+dec-attention-context-1 "
+    "out=dec-attention-dense-1+dec-post-attention-dropout-1 norm2=dec-2nd-layernorm cross_q+cross_kv=dec-attention-qkv-2 "
+    "cross_attention=dec-attention-score-2+dec-attention-softmax-2+dec-attention-dropout-2+dec-attention-context-2 "
+    "cross_out=dec-attention-dense-2+dec-post-attention-dropout-2 norm3=dec-3rd-layernorm up=dec-MLP-GEMM-1 act=dec-MLP-gelu "
+    "down=dec-MLP-GEMM-2+dec-post-MLP-dropout"
+)
+_PAIRS = {
+    "gpt": {"embedding": "embedding=encoder-embedding", "layers": _LAYER.format(norm="norm2"),
+            "head": "norm=final-layernorm logits+loss=gpt-post-process"},
+    "t5": {"embedding": "embedding=encoder-embedding", "encoder": _LAYER.format(norm="norm3"),
+           "bridge": "norm=enc-final-layernorm embedding=decoder-embedding", "decoder": _DECODER,
+           "head": "norm=dec-final-layernorm logits+loss=t5-post-process"},
+    "resnet": {"head": "avgpool=avgpool fc+loss=fc"},
+}  # fmt: skip
+"""Ops here = ops there, block by block; a ResNet's other blocks hold the same ops on both sides."""
+
+
+@dataclass(frozen=True)
+class AcesoPlan:
+    """A plan as Aceso writes it; `micro_batch_size` is that of a whole stage, which each op's dp divides."""
+
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 (pydantic's name for it)
+
+    model_name: str
+    model_size: str
+    num_layers: Count | Annotated[tuple[Count, ...], Field(min_length=1)]
+    global_batch_size: Count
+    micro_batch_size: Count
+    num_stages: Count
+    num_gpus: tuple[Count, ...]
+    checkpoint_activations: tuple[Flag, ...]
+    resharding_stages: tuple[Flag, ...]
+    num_ops_in_each_stage: tuple[Count, ...]
+    model_parallel_size_of_each_op: tuple[tuple[Count, ...], ...]
+    data_parallel_size_of_each_op: tuple[tuple[Count, ...], ...]
+    recompute_ops: tuple[tuple[Bit, ...], ...]
+    algo_of_each_op: tuple[tuple[Bit, ...], ...]
+    seq_length: Count | None = None
+    max_position_embeddings: Count | None = None
+    num_attention_heads: Count | None = None
+    hidden_size: Count | None = None
+    encoder_seq_length: Count | None = None
+    decoder_seq_length: Count | None = None
+    kv_channels: Count | None = None
+    ffn_hidden_size: Count | None = None
+    in_channels: Count | None = None
+    width_factor: Count | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields of the file in its order."""
+        own = {name: value for name, value in asdict(self).items() if value is not None}
+        order = ["model_name", "model_size", "num_layers", *FAMILY_FIELDS[self.model_name]]
+        return {name: _plain(own[name]) for name in [*order, *(name for name in own if name not in order)]}
+
+    def per_op(self, stage: int) -> list[tuple[int, int, int, int]]:
+        """(tp, dp, algo, recomputed) of each op of a stage."""
+        lists = (self.model_parallel_size_of_each_op, self.data_parallel_size_of_each_op, self.algo_of_each_op, self.recompute_ops)
+        return list(zip(*(values[stage] for values in lists), strict=True))
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True)
+class _Short:
+    """A value whose repr stays short."""
+
+    value: object
+
+    def __repr__(self) -> str:
+        return reprlib.repr(self.value)
+
+
+@dataclass(frozen=True)
+class _Few:
+    """The first problems pydantic found, their values shortened."""
+
+    error: ValidationError
+
+    def errors(self) -> list[dict[str, Any]]:
+        return [{**problem, "input": _Short(problem["input"])} for problem in self.error.errors()[:5]]
+
+
+def validated(kind: type[Kind], data: object, where: str) -> Kind:
+    """`data` as a value of one kind, or an error that names the fields; `where` names their origin."""
+    if not isinstance(data, dict):
+        raise InputError(f"{where} holds {reprlib.repr(data)}; an object was expected.")
+    try:
+        return TypeAdapter(kind).validate_python(data)
+    except ValidationError as error:
+        raise InputError(describe_validation_error(_Few(error), where)) from None
+
+
+def read_aceso_plan(path: str | Path) -> AcesoPlan:
+    """The plan of one of Aceso's JSON files, checked."""
+    plan = validated(AcesoPlan, read_json(path, "Aceso plan"), f"Aceso plan '{path}'")
+    _require_consistent(plan, f"Aceso plan '{path}'")
+    return plan
+
+
+def aceso_text(plan: AcesoPlan) -> str:
+    """The file's text as Aceso itself writes it, byte for byte; only a consistent plan has one."""
+    _require_consistent(plan, "the Aceso plan")
+    return json.dumps(plan.to_dict(), indent=4)
+
+
+def write_aceso_plan(path: str | Path, plan: AcesoPlan) -> None:
+    """Writes a file that `read_aceso_plan` reads back."""
+    write_text(path, aceso_text(plan))
+
+
+def _require_consistent(plan: AcesoPlan, where: str) -> None:
+    problems = list(_problems(plan))
+    if problems:
+        raise InputError(f"{where} is not valid:\n" + "\n".join(f"  {problem}" for problem in problems[:10]))
+
+
+def _problems(plan: AcesoPlan) -> Iterator[str]:
+    """What the types cannot say: sizes of the family, lists that belong together, degrees that divide."""
+    if plan.model_name not in FAMILY_FIELDS:
+        yield f"model_name is {plan.model_name!r}. {near_misses(plan.model_name, FAMILY_FIELDS)}"
+        return
+    for name in dict.fromkeys(name for fields in FAMILY_FIELDS.values() for name in fields):
+        belongs = name in FAMILY_FIELDS[plan.model_name]
+        if belongs != (getattr(plan, name) is not None):
+            yield f"{name} is {'missing' if belongs else 'not a field'}; a plan of {plan.model_name} has {'it' if belongs else 'none'}."
+    if (plan.model_name == "resnet") != isinstance(plan.num_layers, tuple):
+        yield f"num_layers is {plan.num_layers}; a list of blocks belongs to resnet, a number to the others."
+    if plan.global_batch_size % plan.micro_batch_size:
+        yield f"global_batch_size {plan.global_batch_size} is not a multiple of micro_batch_size {plan.micro_batch_size}."
+    lists = ("num_gpus", "checkpoint_activations", "resharding_stages", "num_ops_in_each_stage", "model_parallel_size_of_each_op",
+             "data_parallel_size_of_each_op", "recompute_ops", "algo_of_each_op")  # fmt: skip
+    ragged = [name for name in lists if len(getattr(plan, name)) != plan.num_stages]
+    yield from (f"{name} has {len(getattr(plan, name))} entries, num_stages is {plan.num_stages}." for name in ragged)
+    if not ragged:
+        for stage in range(plan.num_stages):
+            yield from _stage_problems(plan, stage, lists[4:])
+
+
+def _stage_problems(plan: AcesoPlan, stage: int, lists: Sequence[str]) -> Iterator[str]:
+    expected = plan.num_ops_in_each_stage[stage]
+    wrong = [name for name in lists if len(getattr(plan, name)[stage]) != expected]
+    if wrong:
+        yield f"{wrong[0]}.{stage} has {len(getattr(plan, wrong[0])[stage])} entries, num_ops_in_each_stage says {expected}."
+        return
+    ops = plan.per_op(stage)
+    for op, (tp, dp, _, _) in enumerate(ops):
+        if tp * dp != plan.num_gpus[stage]:
+            yield f"model_parallel_size_of_each_op.{stage}.{op} is {tp} and dp {dp}, but num_gpus.{stage} is {plan.num_gpus[stage]}."
+            break
+        if plan.micro_batch_size % dp:
+            yield f"data_parallel_size_of_each_op.{stage}.{op} is {dp}, which does not divide micro_batch_size {plan.micro_batch_size}."
+            break
+    if plan.checkpoint_activations[stage] != any(op[3] for op in ops):
+        yield f"checkpoint_activations.{stage} is {plan.checkpoint_activations[stage]}, against recompute_ops.{stage}."
+    if not plan.resharding_stages[stage] and len({op[:3] for op in ops}) > 1:
+        yield f"resharding_stages.{stage} is False, but the ops of the stage differ in tp, dp or algo."
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ops [first, last) of a chain here that are the ops `names` of Aceso's chain: the smallest piece both can cut out."""
+
+    first: int
+    last: int
+    names: tuple[str, ...]
+
+
+def _is_table_chain(model: Model) -> bool:
+    """Whether the chain is one of `AcesoTables`; a model that Aceso has nothing like is refused."""
+    source = model.config.get("source")
+    if source not in (None, "aceso") or model.family not in _PAIRS:
+        raise InputError(f"Aceso has no model like '{model.name}' ({source or model.family}). It has GPT, T5 and Wide-ResNet.")
+    return source == "aceso"
+
+
+def groups(model: Model) -> list[Group]:
+    """The chain in groups, in order; one op each for a chain of `AcesoTables`."""
+    if _is_table_chain(model):
+        return [Group(placed.index, placed.index + 1, (placed.name,)) for placed in model.ops]
+    found, first = [], 0
+    for (block, copy), ops in groupby(model.ops, lambda placed: (placed.block, placed.copy)):
+        names = [placed.op.name for placed in ops]
+        pairs = _PAIRS[model.family].get(block, " ".join(f"{name}={name}" for name in names))
+        for here, there in (pair.split("=") for pair in pairs.split()):
+            found.append(Group(first, first + len(here.split("+")), tuple(f"{block}.{copy}.{name}" for name in there.split("+"))))
+            first = found[-1].last
+    return found
+
+
+def _size_of(model: Model) -> tuple[str, int | tuple[int, ...], tuple[int, ...]]:
+    """The name Aceso has for a model of this size, its layers and the fields of its family."""
+    config = model.config
+    if _is_table_chain(model):
+        layers, fields = SIZES[model.family].get(str(config["size"]), (0, ()))
+        if not fields:
+            near = near_misses(str(config["size"]), SIZES[model.family])
+            raise InputError(f"the sizes of Aceso's {model.family} '{config['size']}' are not known. {near}")
+        return str(config["size"]), int(config["num_layers"]) or layers, fields
+    if model.family == "gpt":
+        layers, fields = config["layers"], (config["seq_length"], config["seq_length"], config["heads"], config["hidden"])
+        rest = config["vocab"] == 51200 and config["ffn"] in (0, 4 * config["hidden"]) and config["tied"]
+    elif model.family == "t5":
+        layers = config["layers"]
+        fields = (config["seq_length"], config["dec_length"], config["seq_length"], config["heads"], config["head_width"], config["hidden"],
+                  config["ffn"])  # fmt: skip
+        rest = config["vocab"] == 30592 and config["dec_layers"] in (0, layers) and config["tied"] and not config["gated"]
+    else:
+        layers, fields = tuple(config["blocks"]), (config["base_width"], config["width_factor"])
+        rest = config["num_classes"] == 1024 and not config["wide_conv1"] and config["image_size"] == 224 and config["stem_pool"]
+    alike = [size for size, sizes in SIZES[model.family].items() if sizes == (layers, fields) and rest]
+    if not alike:
+        raise InputError(f"model '{model.name}' has the sizes of none of Aceso's {model.family} models ({', '.join(SIZES[model.family])}).")
+    return alike[0], layers, fields
+
+
+def to_plan(
+    aceso: AcesoPlan, model: Model, *, model_ref: str, cluster_ref: str, cluster: Cluster | None = None, costs: str = "roofline"
+) -> Plan:
+    """The plan that an Aceso plan means for `model`, which `model_ref` names in it; refused where a group of ops is torn."""
+    _require_consistent(aceso, "the Aceso plan")
+    size, layers, _ = _size_of(model)
+    if (aceso.model_name, aceso.model_size, aceso.num_layers) != (model.family, size, layers):
+        given = f"{aceso.model_name} {aceso.model_size} of {aceso.num_layers} layers"
+        raise InputError(f"the Aceso plan is for {given}; model '{model.name}' is {model.family} {size} of {layers} layers.")
+    pieces = groups(model)
+    total = sum(len(piece.names) for piece in pieces)
+    if sum(aceso.num_ops_in_each_stage) != total:
+        raise InputError(f"num_ops_in_each_stage: {sum(aceso.num_ops_in_each_stage)} ops, but model '{model.name}' has {total} in Aceso.")
+    owners = [(stage, op) for stage in range(aceso.num_stages) for op in aceso.per_op(stage)]
+    settings, at = [], 0
+    for piece in pieces:
+        own = owners[at : at + len(piece.names)]
+        torn = [name for name, (before, now) in zip(piece.names[1:], pairwise(own), strict=True) if before != now]
+        if torn:
+            what = "a stage starts at" if own[0][0] != own[-1][0] else "tp, dp, algo or recomputation changes at"
+            raise InputError(
+                f"{what} Aceso's op '{torn[0]}', inside what is one op '{model.ops[piece.first].name}' here ({', '.join(piece.names)}). "
+                "Move it to the start of the group."
+            )
+        settings += own[:1] * (piece.last - piece.first)
+        at += len(piece.names)
+    starts = [0, *accumulate(aceso.num_gpus)]
+    bounds = [0, *accumulate(Counter(stage for stage, _ in settings)[stage] for stage in range(aceso.num_stages))]
+    stages = tuple(
+        _stage(first, tuple(range(starts[stage], starts[stage + 1])), [op for _, op in settings[first:last]])
+        for stage, (first, last) in enumerate(pairwise(bounds))
+    )
+    plan = Plan(
+        model_ref, cluster_ref, aceso.global_batch_size, stages, MicroBatching("padded", "fixed", aceso.micro_batch_size),
+        seq_length=model.seq_length, dec_length=model.dec_length, precision=model.dtype, costs=costs,
+    )  # fmt: skip
+    require_valid(plan, model, cluster)
+    return plan
+
+
+def _stage(first: int, ranks: tuple[int, ...], ops: Sequence[tuple[int, int, int, int]]) -> Stage:
+    """A stage whose usual degrees are the most frequent ones; ops with others or with the swapped split become runs."""
+    (tp, dp), _ = Counter((tp, dp) for tp, dp, _, _ in ops).most_common(1)[0]
+    runs, again, at = [], [], first
+    for (op_tp, op_dp, algo), same in groupby(ops, lambda op: op[:3]):
+        start, at = at, at + len(list(same))
+        if (op_tp, op_dp, algo) != (tp, dp, 0):
+            runs.append(OpRun(start, at, op_tp, op_dp, algo))
+    at = first
+    for flag, same in groupby(ops, lambda op: op[3]):
+        start, at = at, at + len(list(same))
+        again += [(start, at)] * flag
+    return Stage(first, at, (ranks,), Degrees(tp, dp), tuple(runs), (tuple(again),) if again else ())
+
+
+def from_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> AcesoPlan:
+    """The plan as Aceso's runtime takes it; replicas become a larger dp, and what it does not know is refused."""
+    model, cluster = model or model_of(plan), cluster or cluster_of(plan)
+    require_valid(plan, model, cluster)
+    size, layers, fields = _size_of(model)
+    replicas, samples = plan.num_replicas, plan.micro_batching.samples or 0
+    _require_known_to_aceso(plan, model, cluster)
+    settings: list[list[tuple[int, int, int, int]]] = [[] for _ in plan.stages]
+    by_op = list(_settings(plan))
+    for piece in groups(model):
+        own = by_op[piece.first : piece.last]
+        if len(set(own)) > 1:
+            names = ", ".join(placed.name for placed in model.ops[piece.first : piece.last])
+            raise InputError(
+                f"Aceso cannot express stage {own[-1][0]}: {names} are one op '{piece.names[0]}' there, but differ in stage, degrees or "
+                "recomputation. Treat them alike."
+            )
+        stage, (tp, dp, algo, again) = own[0]
+        settings[stage] += [(tp, dp * replicas, algo, again)] * len(piece.names)
+    columns = [tuple(tuple(op[field] for op in ops) for ops in settings) for field in range(4)]
+    return AcesoPlan(
+        model.family, size, layers, plan.global_batch, samples * replicas, plan.num_stages,
+        num_gpus=tuple(stage.num_devices * replicas for stage in plan.stages),
+        checkpoint_activations=tuple(any(op[3] for op in ops) for ops in settings),
+        resharding_stages=tuple(len({op[:3] for op in ops}) > 1 for ops in settings),
+        num_ops_in_each_stage=tuple(map(len, settings)),
+        model_parallel_size_of_each_op=columns[0], data_parallel_size_of_each_op=columns[1], algo_of_each_op=columns[2],
+        recompute_ops=columns[3], **dict(zip(FAMILY_FIELDS[model.family], fields, strict=True)),
+    )  # fmt: skip
+
+
+def _settings(plan: Plan) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
+    """Of each op the stage, and its tp, dp, algo and recompute flag."""
+    for index, stage in enumerate(plan.stages):
+        again = stage.recomputed()
+        for op in range(stage.first, stage.last):
+            run = stage.run_of(op)
+            yield index, (run.tp, run.dp, run.algo, int(op - stage.first in again))
+
+
+def _require_known_to_aceso(plan: Plan, model: Model, cluster: Cluster) -> None:
+    """Refuses schedules, layouts, sharding, placement and devices that Aceso's runtime has no word for."""
+    usual = "fp32" if model.family == "resnet" else "fp16"
+    for wrong, reason in (
+        (plan.schedule != "1f1b", f"schedule '{plan.schedule}'; it has '1f1b'"),
+        (plan.micro_batching.layout != "padded", "packed micro-batches; it has padded ones"),
+        (plan.micro_batching.policy != "fixed", "micro-batches that differ from batch to batch; it has fixed ones"),
+        (plan.precision != usual, f"precision {plan.precision}; it trains {model.family} in {usual}"),
+        (len(cluster.kinds) > 1, f"devices of several kinds ({', '.join(device.name for device, _ in cluster.kinds)}); it has one"),
+    ):
+        if wrong:
+            raise InputError(f"Aceso cannot express {reason}.")
+    start = 0
+    for index, stage in enumerate(plan.stages):
+        ranks = [rank for group in stage.devices for rank in group]
+        for wrong, reason in (
+            (stage.zero > 0, f"ZeRO-{stage.zero}; every rank keeps its whole optimizer state"),
+            (stage.sequence_parallel and stage.degrees.tp > 1, "sequence parallelism"),
+            (len(stage.recompute) > 1, f"{len(stage.recompute)} recomputation patterns; a stage has one"),
+            (len(ranks) not in (1, 2, 4, 8), f"{len(ranks)} GPUs; a stage has 1, 2, 4 or 8"),
+            (ranks != list(range(start, start + len(ranks))), f"ranks that do not follow on from {start}, as its stages do"),
+            (len({cluster.node_index(rank) for rank in ranks}) > 1, "GPUs of several nodes; a stage stays inside one"),
+            (model.family == "t5" and bool(stage.runs), "ops with degrees of their own; it does not reshard inside a stage of T5"),
+        ):
+            if wrong:
+                raise InputError(f"Aceso cannot express stage {index}: {reason}.")
+        start += len(ranks)

@@ -1,0 +1,61 @@
+"""DeepSpeed: its JSON configuration, and the list of layers and parts that its `PipelineModule` is to be cut at.
+
+`partition_method` has no way to name the parts, but one method of a subclass sets them from this file (`penstock.parts`):
+
+    class Planned(PipelineModule):
+        def _partition_layers(self, method=None):
+            stage = self._topo.get_coord(self.global_rank).pipe
+            self.parts = PARTS
+            self._set_bounds(self.parts[stage], self.parts[stage + 1])
+
+Of `recomputed_layers` give the class names to its `checkpointable_layers`, so that the ends of the model stay out.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from penstock.interop.megatron import grid_of, refusal, whole_layers
+from penstock.plans.references import cluster_of, model_of
+
+if TYPE_CHECKING:
+    from penstock.clusters import Cluster
+    from penstock.models.ops import Model
+    from penstock.plans.plan import Plan
+
+__all__ = ["deepspeed_config"]
+
+TARGET = "DeepSpeed"
+
+
+def deepspeed_config(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> dict[str, Any]:
+    """The configuration; under `penstock` stands what `PipelineModule` takes as arguments instead."""
+    model, cluster = model or model_of(plan), cluster or cluster_of(plan)
+    grid = grid_of(plan, TARGET, ("1f1b",), model, cluster)
+    if grid.sequence_parallel:
+        raise refusal(TARGET, 0, "sequence parallelism, which its pipeline does not have", "Set sequence_parallel to false.")
+    layers = whole_layers(grid, TARGET)
+    recomputed = [again for stage in layers for again in stage]
+    if any(recomputed) and not all(recomputed):
+        index = next(index for index, stage in enumerate(layers) if not all(stage))
+        what = f"it recomputes {sum(layers[index])} of its {len(layers[index])} layers, where other layers are recomputed"
+        raise refusal(TARGET, index, what, "Recompute all layers, or none.")
+    config: dict[str, Any] = {
+        "train_batch_size": plan.global_batch,
+        "train_micro_batch_size_per_gpu": grid.micro_batch,
+        "gradient_accumulation_steps": grid.num_micro_batches,
+        "optimizer": {"type": "AdamW" if plan.optimizer == "adamw" else "SGD"},
+        "zero_optimization": {"stage": grid.zero},
+    }
+    if plan.precision != "fp32":
+        config[plan.precision] = {"enabled": True}
+    config["penstock"] = {
+        "model": model.name,
+        "topology": {"num_pp": grid.pp, "num_mp": grid.tp, "num_dp": grid.dp},
+        "layers": [block.name for part in grid.parts for block in part],
+        "parts": [0, *accumulate(len(part) for part in grid.parts)],
+        "activation_checkpoint_interval": int(any(recomputed)),
+        "recomputed_layers": sorted({block.kind for part in grid.parts for block in part if block.recomputed}),
+    }
+    return config

@@ -1,0 +1,150 @@
+"""torchtitan: a recipe, the Python function that its runs are configured by, derived from one that it ships.
+
+The names are those of torchtitan's main branch in late 2026, where `module_fqns_per_model_part` became
+`pipeline_parallel_module_fqns_per_model_part`, batches are counted in tokens and activation checkpointing is an object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from penstock.errors import InputError
+from penstock.interop.megatron import BlockPart, Grid, grid_of, refusal, whole_layers
+from penstock.plans.references import cluster_of, model_of
+
+if TYPE_CHECKING:
+    from penstock.clusters import Cluster
+    from penstock.models.ops import Model
+    from penstock.plans.plan import Plan
+
+__all__ = ["module_fqns", "torchtitan_recipe"]
+
+TARGET = "torchtitan"
+_SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
+_FLAVORS = {
+    "1B": (16, 2048, 32, 8, 8192, True),
+    "3B": (28, 3072, 24, 8, 8192, True),
+    "8B": (32, 4096, 32, 8, 14336, False),
+    "70B": (80, 8192, 64, 8, 28672, False),
+    "405B": (126, 16384, 128, 8, 53248, False),
+}
+"""Its Llama 3 models: layers, hidden, heads, kv_heads, ffn, tied."""
+_SHARDING = {1: ("never", True), 2: ("never", False), 3: ("always", False)}
+"""ZeRO stage: when FSDP gives gathered weights up again, and whether it reduces gradients only once per step."""
+
+_RECIPE = '''\
+"""{model} on {world} GPUs, {stages}. Written by Penstock for torchtitan's Python recipes (late 2026).
+
+NGPU={world} MODULE=<this file, as an importable module> CONFIG=penstock_plan ./run_train.sh
+"""
+
+{imports}
+{parts}
+
+def penstock_plan():
+    """The plan; data, learning rate and number of steps are those of the recipe it starts from."""
+    config = {base}(seq_len={seq_length})
+{body}
+    return config
+'''
+
+
+def module_fqns(part: Sequence[BlockPart]) -> list[str]:
+    """What torchtitan calls the modules of a stage."""
+    names = {"embedding": ["tok_embeddings"], "head": ["norm", "lm_head"]}
+    return [fqn for block in part for fqn in names.get(block.kind, [block.name])]
+
+
+def torchtitan_recipe(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> str:
+    """The text of a recipe."""
+    model, cluster = model or model_of(plan), cluster or cluster_of(plan)
+    flavor = _flavor(model)
+    grid = grid_of(plan, TARGET, tuple(_SCHEDULES), model, cluster)
+    _require_expressible(plan, grid, tied=_FLAVORS[flavor][-1])
+    again = [layer for stage in whole_layers(grid, TARGET) for layer in stage]
+    if any(again) and not all(again):
+        index = next(index for index, stage in enumerate(whole_layers(grid, TARGET)) if not all(stage))
+        raise refusal(TARGET, index, "some layers are recomputed and some are not", "Recompute all layers, or none.")
+    base = "llama3_70b" if flavor == "70B" else "llama3_8b"
+    imports = [f"from torchtitan_recipes.models.llama3 import {base}"]
+    if any(again):
+        imports.insert(0, "from torchtitan.distributed.activation_checkpoint import FullActivationRematConfig")
+    settings = [*_parallelism(plan, grid), *_training(plan, grid)]
+    settings.append(("activation_checkpoint", "FullActivationRematConfig()" if any(again) else "None"))
+    if flavor not in ("8B", "70B"):
+        imports.insert(-1, "from torchtitan.models.llama3 import build_model_config")
+        settings.insert(0, ("model", f'build_model_config("{flavor}", seq_len={plan.seq_length})'))
+    return _RECIPE.format(
+        model=model.name, world=grid.tp * grid.pp * grid.dp, imports="\n".join(imports), base=base, seq_length=plan.seq_length,
+        stages=f"{len(grid.parts)} {'stage' if len(grid.parts) == 1 else 'stages'}",
+        parts=_parts(grid) if grid.pp > 1 else "",
+        body="\n".join(f"    config.{name} = {value}" for name, value in settings),
+    )  # fmt: skip
+
+
+def _parts(grid: Grid) -> str:
+    rows = (f"    [{', '.join(map(_quoted, module_fqns(part)))}]," for part in grid.parts)
+    return "\n".join(["", "MODULE_FQNS_PER_MODEL_PART = [", *rows, "]", ""])
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"'
+
+
+def _flavor(model: Model) -> str:
+    """The name of the Llama 3 that has these sizes."""
+    c = model.config
+    if model.family != "llama" or "source" in c:
+        raise InputError(f"{TARGET} has no model like '{model.name}' ({model.family}). Of Penstock's families it has llama.")
+    own = (c["layers"], c["hidden"], c["heads"], c["kv_heads"], c["ffn"], c["tied"])
+    odd = c["vocab"] != 128256 or c["qkv_bias"] or c["out_bias"] or c["qk_norm"] or c["window"] or c["dropout"] or c["head_width"]
+    alike = [name for name, sizes in _FLAVORS.items() if sizes == own and not odd]
+    if not alike:
+        raise InputError(f"{TARGET} has no Llama of the sizes of '{model.name}'. It has {', '.join(_FLAVORS)}.")
+    return alike[0]
+
+
+def _require_expressible(plan: Plan, grid: Grid, tied: bool) -> None:
+    """Refuses what its recipes lack: fp16, sgd, tied weights in a pipeline, bf16 without sharded weights."""
+    if plan.precision == "fp16":
+        raise InputError(f"{TARGET} cannot express precision fp16. It has bf16 and fp32.")
+    if plan.optimizer != "adamw":
+        raise InputError(f"{TARGET} cannot express the optimizer '{plan.optimizer}' of this plan: its Llama recipes use AdamW.")
+    if tied and grid.pp > 1:
+        raise refusal(TARGET, len(grid.parts) - 1, "it shares the embedding's weight with another stage", "Plan for one stage.")
+    if plan.precision == "bf16" and not grid.zero and grid.tp * grid.pp > 1:
+        what = "bf16 with weights that are whole on every rank; it mixes precision where it shards weights, or without tp and pipeline"
+        raise refusal(TARGET, 0, what, "Use zero 1 over two or more replicas, or precision fp32.")
+
+
+def _parallelism(plan: Plan, grid: Grid) -> list[tuple[str, str]]:
+    sharded = grid.zero > 0
+    settings = {
+        "data_parallel_replicate_degree": 1 if sharded else grid.dp,
+        "data_parallel_shard_degree": grid.dp if sharded else 1,
+        "tensor_parallel_degree": grid.tp,
+        "enable_sequence_parallel": grid.sequence_parallel,
+        "pipeline_parallel_degree": grid.pp,
+    }
+    found = [(name, str(value)) for name, value in settings.items()]
+    if sharded:
+        reshard, deferred = _SHARDING[grid.zero]
+        found += [("fsdp_reshard_after_forward", _quoted(reshard)), ("fsdp_defer_gradient_reduction", str(deferred))]
+    if grid.pp > 1:
+        found += [
+            ("pipeline_parallel_schedule", _quoted(_SCHEDULES[plan.schedule])),
+            ("pipeline_parallel_module_fqns_per_model_part", "MODULE_FQNS_PER_MODEL_PART"),
+            ("num_pp_microbatches", str(grid.num_micro_batches)),
+        ]
+    return [(f"parallelism.{name}", value) for name, value in found]
+
+
+def _training(plan: Plan, grid: Grid) -> list[tuple[str, str]]:
+    precision = {"bf16": "bfloat16", "fp32": "float32"}[plan.precision]
+    return [
+        ("training.max_context_length", str(plan.seq_length)),
+        ("training.num_tokens_per_microbatch_per_dp_rank", str(grid.micro_batch * plan.seq_length)),
+        ("training.num_tokens_per_train_step", str(plan.global_batch * plan.seq_length)),
+        ("training.mixed_precision_param", _quoted(precision)),
+    ]

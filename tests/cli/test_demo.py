@@ -1,0 +1,38 @@
+"""`penstock demo`: runs anywhere, twice, and leaves a profile and a valid plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import run
+from penstock.plans.schema import read_plan
+
+
+@pytest.mark.timeout(300)
+def test_the_demo_runs_and_runs_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "demo"
+    assert run(["demo", "--out", str(folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    profile, plan = folder / "profile.json", folder / "plan.json"
+    assert told["profile"] == str(profile) and told["plan"] == str(plan)
+    assert sorted(entry.name for entry in folder.iterdir()) == ["plan.json", "profile.json"]
+    first, written = profile.read_bytes(), read_plan(plan)
+    assert written.predicted is not None and written.predicted.time_s == told["plans"][0]["time_s"]
+    assert all(row["tp"] == 1 for row in told["plans"])
+
+    assert run(["demo", "--out", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert profile.read_bytes() == first and read_plan(plan) == written
+    assert "What to try next" in shown and "one iteration" in shown and "profile:h200-141gb" in shown
+    assert run(["check", str(plan)]) == 0 and run(["explain", str(plan)]) == 0
+
+
+def test_a_file_that_is_no_profile_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text('{"mine": 1}', encoding="utf-8")
+    assert run(["demo", "--out", str(tmp_path)]) == 2
+    assert "is not a profile" in capsys.readouterr().err
+    assert path.read_text(encoding="utf-8") == '{"mine": 1}' and len(list(tmp_path.iterdir())) == 1

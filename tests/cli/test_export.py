@@ -1,0 +1,96 @@
+"""`penstock export`: what it writes, what it says, and with which status it leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.export import TARGETS
+from penstock.cli.main import run
+from penstock.interop.aceso_plans import from_plan, read_aceso_plan
+from penstock.interop.fasop_rows import read_fasop_rows
+from penstock.plans.build import uniform_plan
+from penstock.plans.plan import Plan
+from penstock.plans.schema import write_plan
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "plans"
+
+
+@pytest.fixture
+def gpt(tmp_path: Path) -> Path:
+    """A plan that everything but torchtitan can express."""
+    return written(tmp_path, uniform_plan("gpt-350m", "4xv100-32gb", pp=2, tp=2, global_batch=64, micro_batch=4, precision="fp16"))
+
+
+def written(tmp_path: Path, plan: Plan) -> Path:
+    write_plan(tmp_path / "plan.json", plan)
+    return tmp_path / "plan.json"
+
+
+def test_every_target(gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for target in ("megatron", "deepspeed", "aceso", "fasop"):
+        assert run(["export", str(gpt), "--to", f"{target}:{tmp_path / 'new' / target}"]) == 0
+        assert capsys.readouterr().out == f"wrote {tmp_path / 'new' / target}\n"
+    assert "--tensor-model-parallel-size 2" in (tmp_path / "new" / "megatron").read_text()
+    assert json.loads((tmp_path / "new" / "deepspeed").read_text())["gradient_accumulation_steps"] == 16
+    assert read_aceso_plan(tmp_path / "new" / "aceso").num_gpus == (2, 2)
+    assert [row.partition for row in read_fasop_rows(tmp_path / "new" / "fasop")] == [(13, 13)]
+
+
+def test_torchtitan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = written(tmp_path, uniform_plan("llama-8b", "4xh100-80gb", pp=2, replicas=2, zero=1, global_batch=64, micro_batch=4))
+    assert run(["export", str(plan), "--to", f"torchtitan:{tmp_path / 'recipe.py'}", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"plan": str(plan), "system": "torchtitan", "path": str(tmp_path / "recipe.py")}
+    compile((tmp_path / "recipe.py").read_text(), "recipe.py", "exec")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_cannot_be_expressed_leaves_no_file(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "old").write_text("as it was")
+    assert run(["export", str(EXAMPLES / "llama-8b-mixed.json"), "--to", f"{target}:{tmp_path / 'old'}"]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and ("cannot express" in told.err or "has no model like" in told.err or "none of Aceso" in told.err)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "as it was"
+
+
+@pytest.mark.parametrize(
+    ("to", "told"),
+    [
+        ("megatrom:x", "there is no export to 'megatrom'. Did you mean 'megatron'?"),
+        ("slurm:x", "there is no export to 'slurm'. Known: aceso, deepspeed, fasop, megatron, torchtitan."),
+        ("megatron", "megatron:PATH was expected, as in megatron:flags.txt"),
+        ("fasop:", "fasop:PATH was expected, as in fasop:rows.csv"),
+        ("", "there is no export to ''"),
+        ("deepspeed:/", "is a directory, a file was expected"),
+    ],
+)
+def test_wrong_targets(to: str, told: str, gpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["export", str(gpt), "--to", to]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_wrong_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["export", str(tmp_path / "none.json"), "--to", f"megatron:{tmp_path / 'x'}"]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    assert run(["export", str(EXAMPLES / "gpt-1.3b-pp4.json")]) == 2  # no --to
+
+
+def test_a_plan_over_imported_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan names a chain of the tables that its costs come from."""
+    tables = Path(__file__).parents[3] / "shared" / "data" / "aceso" / "eurosys"
+    if not tables.is_dir():
+        pytest.skip("the published tables are not on this machine")
+    from penstock.interop import AcesoTables
+    from penstock.interop.aceso_plans import to_plan
+
+    own = from_plan(uniform_plan("gpt-350m", "2xv100-32gb", pp=2, global_batch=64, micro_batch=4, precision="fp16"))
+    model = AcesoTables.open(tables).model("gpt", "350M")
+    plan = to_plan(own, model, model_ref=model.name, cluster_ref="2xv100-32gb", costs=f"aceso:{tables}")
+    path = written(tmp_path, plan)
+    assert run(["export", str(path), "--to", f"aceso:{tmp_path / 'a.json'}"]) == 0
+    assert read_aceso_plan(tmp_path / "a.json") == own
+    assert run(["export", str(path), "--to", f"megatron:{tmp_path / 'm.txt'}"]) == 2
+    assert "Megatron-LM has no model like 'gpt_350M'" in capsys.readouterr().err

@@ -1,0 +1,89 @@
+"""`penstock search`: its table, its file, its JSON, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.console import format_time
+from penstock.cli.main import run
+from penstock.costs.estimate import estimate
+from penstock.costs.roofline import Roofline
+from penstock.plans.references import cluster_of, model_of
+from penstock.plans.schema import read_plan
+
+REQUEST = ("search", "--model", "gpt-350m", "--cluster", "4xa100-40gb", "--global-batch", "32", "--micro-batches", "1,2,4")
+
+
+def test_the_printed_time_is_that_of_the_written_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new" / "plan.json"
+    assert run([*REQUEST, "--out", str(path), "--top", "3"]) == 0
+    shown = capsys.readouterr().out
+    plan = read_plan(path)
+    found = estimate(plan, model_of(plan), cluster_of(plan), Roofline())
+    assert plan.predicted is not None and plan.predicted.time_s == found.time_s
+    row = next(line.split() for line in shown.splitlines() if line.strip()[:1].isdigit())  # the first is the best
+    assert format_time(found.time_s) == " ".join(row[6:8])
+    assert row[:6] == [str(plan.num_stages), str(plan.stages[0].degrees.tp), str(plan.num_replicas), str(plan.micro_batching.samples),
+                       "none", str(plan.stages[0].zero)]  # fmt: skip
+    assert f"penstock explain {path}" in shown
+    assert [entry.name for entry in path.parent.iterdir()] == ["plan.json"]
+
+
+def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    assert run([*REQUEST, "--json", "--top", "2", "--out", str(path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["plans"]) == 2 and told["plans"][0]["time_s"] <= told["plans"][1]["time_s"] and told["out"] == str(path)
+    assert read_plan(path).predicted.time_s == told["plans"][0]["time_s"]  # type: ignore[union-attr]
+
+
+def test_prices_and_shipped_profiles(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["search", "--model", "gpt-1.3b", "--cluster", "p5e.48xlarge", "--global-batch", "64", "--micro-batches", "2", "--json"]
+    assert run([*arguments, "--costs", "profile:h200-141gb"]) == 0
+    best = json.loads(capsys.readouterr().out)["plans"][0]
+    assert best["price_usd"] == pytest.approx(best["price_usd_per_h"] * best["time_s"] / 3600)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--micro-batches", "1,x"], "--micro-batches is '1,x'"),
+        (["--micro-batches", "0"], "--micro-batches is '0'; sizes start at 1"),
+        (["--memory-limit", "-3"], "--memory-limit is -3.0"),
+        (["--memory-limit", "nan"], "--memory-limit is nan"),
+        (["--top", "0"], "--top is 0"),
+        (["--global-batch", "0"], "--global-batch is 0"),
+        (["--seq-length", "-1"], "--seq-length is -1"),
+        (["--seq-length", "99999"], "seq_length is 99999, but model 'gpt-350m' has 2048 positions"),
+        (["--costs", "profil:x"], "costs 'profil:x' is not known. Did you mean 'profile'"),
+        (["--costs", "profile:none.json"], "profile 'none.json' does not exist"),
+        (["--model", "gpt-351m"], "unknown model 'gpt-351m'"),
+        (["--cluster", "4xa100"], "a100-40gb"),
+    ],
+)
+def test_wrong_input_exits_2_and_writes_nothing(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*REQUEST, "--out", str(tmp_path / "plan.json"), *arguments]) == 2
+    told = capsys.readouterr()
+    assert message in told.err and told.out == "" and list(tmp_path.iterdir()) == []
+
+
+def test_infeasible_exits_3_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*REQUEST, "--memory-limit", "0.5", "--out", str(tmp_path / "plan.json"), "--json"]) == 3
+    told = capsys.readouterr()
+    assert told.out == "" and "--memory-limit allows 0.5 GB" in told.err and list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    assert run([*REQUEST, "--out", str(tmp_path / "file" / "plan.json")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_help_says_that_plans_are_uniform(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["search", "--help"]) == 0
+    assert "uniform" in capsys.readouterr().out

@@ -1,0 +1,244 @@
+"""Flags for Megatron-LM: snapshots, the layout of uneven stages, recomputation, and everything that is refused."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import InputError
+from penstock.interop.aceso_plans import groups
+from penstock.interop.megatron import megatron_flags, megatron_text
+from penstock.models.catalog import resolve_model
+from penstock.plans.build import uniform_plan
+from penstock.plans.plan import Degrees, OpRun, Plan, Stage
+
+GPT = uniform_plan("gpt-tiny", "4xa100-40gb", pp=4, global_batch=16, micro_batch=2)
+"""Stages of one layer each: ops 0:9, 9:17, 17:25, 25:36."""
+
+
+def options(plan: Plan) -> dict[str, str]:
+    """Each flag and its value."""
+    found: dict[str, str] = {}
+    for word in megatron_flags(plan):
+        if word.startswith("--"):
+            name = word
+            found[name] = ""
+        else:
+            found[name] = word
+    return found
+
+
+def recut(plan: Plan, *cuts: int, **changes: Any) -> Plan:
+    """The same plan cut elsewhere, one device for each stage."""
+    bounds = [0, *cuts, plan.stages[-1].last]
+    stages = tuple(
+        Stage(first, last, ((index,),), **changes) for index, (first, last) in enumerate(pairwise(bounds))
+    )
+    return replace(plan, stages=stages)
+
+
+def test_a_gpt_in_full() -> None:
+    plan = uniform_plan(
+        "gpt-1.3b", "8xa100-40gb", pp=2, tp=2, replicas=2, global_batch=64, micro_batch=2, zero=1, recompute="full", sequence_parallel=True
+    )
+    assert megatron_text(plan) == """\
+# gpt-1.3b on 8 GPUs: tensor 2 x data 2 x pipeline 2, 16 micro-batches.
+# Use: grep -v '^#' THIS_FILE | xargs torchrun --nproc-per-node 8 pretrain_gpt.py  (several nodes: as torchrun wants it)
+# Still to be given: data, tokenizer, learning rate, number of iterations.
+--tensor-model-parallel-size 2
+--pipeline-model-parallel-size 2
+--micro-batch-size 2
+--global-batch-size 64
+--sequence-parallel
+--use-distributed-optimizer
+--recompute-granularity full
+--recompute-method uniform
+--recompute-num-layers 1
+--bf16
+--optimizer adam
+--num-layers 24
+--hidden-size 2048
+--ffn-hidden-size 8192
+--num-attention-heads 32
+--norm-epsilon 1e-05
+--vocab-size 51200
+--make-vocab-size-divisible-by 1
+--hidden-dropout 0.0
+--attention-dropout 0.0
+--seq-length 2048
+--max-position-embeddings 2048
+--position-embedding-type learned_absolute
+"""
+
+
+def test_the_text_is_the_flags() -> None:
+    plan = uniform_plan("gpt-tiny", "3xa100-40gb", pp=3, global_batch=16, micro_batch=2)
+    lines = [line for line in megatron_text(plan).splitlines() if not line.startswith("#")]
+    assert [word for line in lines for word in shlex.split(line)] == megatron_flags(plan)
+    assert "--pipeline-model-parallel-layout 'Et|t|t*2L'" in lines  # quoted: a shell would take | for a pipe
+
+
+def test_llamas() -> None:
+    found = options(uniform_plan("llama-8b", "8xh100-80gb", tp=8, global_batch=8, micro_batch=1))
+    assert {"--swiglu", "--disable-bias-linear", "--group-query-attention", "--untie-embeddings-and-output-weights"} <= set(found)
+    assert found["--num-query-groups"] == "8" and found["--rotary-base"] == "500000" and found["--normalization"] == "RMSNorm"
+    small = options(uniform_plan("llama-1b", "1xh100-80gb", global_batch=8, micro_batch=1))
+    assert small["--rope-scaling-factor"] == "32.0" and "--untie-embeddings-and-output-weights" not in small
+
+
+def test_bert_and_t5_come_with_a_note() -> None:
+    bert = uniform_plan("bert-large", "2xa100-40gb", pp=2, global_batch=8, micro_batch=1)
+    assert "# Note: Megatron-LM's BERT normalises before" in megatron_text(bert) and "pretrain_bert.py" in megatron_text(bert)
+    t5 = uniform_plan("t5-770m", "2xa100-40gb", tp=2, global_batch=8, micro_batch=1)
+    found = options(t5)
+    assert found["--encoder-num-layers"] == found["--decoder-num-layers"] == "24" and found["--kv-channels"] == "64"
+    assert found["--encoder-seq-length"] == "2048" and found["--decoder-seq-length"] == "512"
+
+
+def test_what_a_micro_batch_is_there() -> None:
+    """A stage's dp is data parallelism like replicas, so that a rank's micro-batch is a share of the plan's."""
+    found = options(uniform_plan("gpt-tiny", "8xa100-40gb", dp=2, replicas=2, tp=2, global_batch=32, micro_batch=4))
+    assert found["--micro-batch-size"] == "2" and found["--global-batch-size"] == "32" and "--bf16" not in found
+
+
+def test_schedules() -> None:
+    even = options(uniform_plan("gpt-tiny", "2xa100-40gb", pp=2, chunks=2, schedule="interleaved", global_batch=8, micro_batch=1))
+    assert even["--num-layers-per-virtual-pipeline-stage"] == "1" and "--pipeline-model-parallel-layout" not in even
+    chunked = uniform_plan("gpt-tiny", "2xa100-40gb", pp=2, chunks=2, schedule="interleaved", global_batch=8, micro_batch=1)
+    stages = [replace(stage, first=first, last=last) for stage, (first, last) in
+              zip(chunked.stages, ((0, 1), (1, 17), (17, 25), (25, 36)), strict=True)]  # fmt: skip
+    uneven = options(replace(chunked, stages=tuple(stages)))
+    assert uneven["--pipeline-model-parallel-layout"] == "E|t*2|t|tL" and uneven["--pipeline-model-parallel-size"] == "2"
+    for schedule in ("gpipe", "zero-bubble"):
+        with pytest.raises(InputError, match=f"Megatron-LM cannot express the schedule '{schedule}'. It has 1f1b, interleaved"):
+            megatron_flags(replace(GPT, schedule=schedule))
+    with pytest.raises(InputError, match="9 micro-batches are no multiple of 2 pipeline ranks"):
+        megatron_flags(replace(chunked, global_batch=9))
+
+
+@settings(deadline=None)
+@given(st.sets(st.sampled_from([1, 9, 17, 25, 33]), max_size=3))
+def test_the_layout_holds_every_layer_once(cuts: set[int]) -> None:
+    plan = recut(GPT, *sorted(cuts))
+    layout = options(plan).get("--pipeline-model-parallel-layout", "")
+    if not layout:
+        assert len({(stage.last - stage.first) // 8 for stage in plan.stages}) <= 2
+        return
+    spelled = re.sub(r"t\*(\d+)", lambda match: "t" * int(match[1]), layout)
+    assert spelled.replace("|", "") == "EttttL"
+    ends, places = [], 0
+    for letter in spelled:
+        places += {"E": 1, "t": 8, "L": 3, "|": 0}[letter]
+        ends += [places] if letter == "|" else []
+    assert ends == sorted(cuts)
+
+
+def test_recomputation() -> None:
+    def flags(*stages: tuple[tuple[int, int], ...]) -> list[str]:
+        found = replace(GPT, stages=tuple(
+            replace(stage, recompute=(pattern,) if pattern else ()) for stage, pattern in zip(GPT.stages, stages, strict=True)
+        ))  # fmt: skip
+        words = megatron_flags(found)
+        return words[words.index("--recompute-granularity") :][:6] if "--recompute-granularity" in words else []
+
+    full = ["--recompute-granularity", "full", "--recompute-method"]
+    assert flags((), (), (), ()) == []
+    assert flags(((1, 9),), ((9, 17),), ((17, 25),), ((25, 33),)) == [*full, "uniform", "--recompute-num-layers", "1"]
+    core = flags(((3, 4),), ((11, 12),), ((19, 20),), ((27, 28),))
+    assert core[:4] == ["--recompute-granularity", "selective", "--recompute-modules", "core_attn"]
+    with pytest.raises(InputError, match="stage 2: it recomputes 0 of its 1 layers, another stage 1"):
+        flags(((1, 9),), ((9, 17),), (), ((25, 33),))
+    with pytest.raises(InputError, match=r"stage 1: it recomputes qkv, attention of 'layers.1'. Recompute whole layers"):
+        flags((), ((10, 12),), (), ())
+    with pytest.raises(InputError, match="stage 3: it recomputes norm, logits, loss of 'head'"):
+        flags((), (), (), ((33, 36),))
+    with pytest.raises(InputError, match="stage 0: it recomputes embedding of 'embedding'"):
+        flags(((0, 9),), (), (), ())
+
+
+def test_the_first_layers_of_each_stage() -> None:
+    plan = uniform_plan("gpt-350m", "4xa100-40gb", pp=2, global_batch=16, micro_batch=2)
+    first, last = plan.stages
+    both = replace(plan, stages=(replace(first, recompute=(((1, 17),),)), replace(last, recompute=(((97, 113),),))))
+    assert options(both)["--recompute-method"] == "block" and options(both)["--recompute-num-layers"] == "2"
+    later = replace(plan, stages=(replace(first, recompute=(((1, 17),),)), replace(last, recompute=(((105, 121),),))))
+    with pytest.raises(InputError, match=r"stage 1: it recomputes 2 of its 12 layers, another stage 2\. Recompute the first 2"):
+        megatron_flags(later)
+
+
+def stage(index: int, **changes: Any) -> Plan:
+    return replace(GPT, stages=tuple(replace(old, **changes) if at == index else old for at, old in enumerate(GPT.stages)))
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (recut(GPT, 12), "stage 1: it starts at op 12 'layers.1.out', inside 'layers.1'. Cut between layers, at op 9 or 17"),
+        (recut(GPT, 34), "stage 1: it starts at op 34 'head.logits', inside 'head'"),
+        (stage(1, devices=((1, 4),), degrees=Degrees(2, 1)), "stage 1: tp is 2, in stage 0 it is 1"),
+        (stage(1, devices=((1, 4),), degrees=Degrees(1, 2)), "stage 1: dp is 2, in stage 0 it is 1"),
+        (stage(2, zero=1), "stage 2: zero is 1, in stage 0 it is 0"),
+        (stage(3, sequence_parallel=True), "stage 3: sequence_parallel is True, in stage 0 it is False"),
+        (stage(0, runs=(OpRun(1, 3, 1, 1, 0),)), "stage 0: ops 1:3 have degrees or a split of their own"),
+        (stage(1, recompute=(((9, 10),), ())), "stage 1: it has 2 recomputation patterns"),
+        (stage(3, devices=((5,),)), "stage 3: replica 0 is on ranks 5, where ranks count tp first, then replicas, then st"),
+        (replace(GPT, micro_batching=replace(GPT.micro_batching, layout="packed")), "packed micro-batches"),
+        (replace(GPT, micro_batching=replace(GPT.micro_batching, policy="dynamic")), "differ from batch to batch"),
+        (uniform_plan("gpt-tiny", "2xa100-40gb", replicas=2, zero=2, global_batch=16, micro_batch=2), "stage 0: zero is 2"),
+        (uniform_plan("gpt-tiny", "1xg5.xlarge+1xg6.xlarge", pp=2, global_batch=16, micro_batch=2),
+         "stage 1: it uses l4 beside the a10g of stage 0"),
+        (uniform_plan("t5-tiny", "2xa100-40gb", pp=2, global_batch=16, micro_batch=2), "stage 1: its T5 has no pipeline"),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_express(plan: Plan, reason: str) -> None:
+    cluster = plan.cluster if plan.cluster != "4xa100-40gb" else "8xa100-40gb"
+    with pytest.raises(InputError) as refused:
+        megatron_flags(replace(plan, cluster=cluster))
+    assert "Megatron-LM cannot express" in str(refused.value) and reason in str(refused.value)
+
+
+def test_models_it_does_not_have() -> None:
+    with pytest.raises(InputError, match=r"no model like 'resnet-tiny' \(resnet\). It has gpt, llama, bert, t5"):
+        megatron_flags(uniform_plan("resnet-tiny", "1xa100-40gb", global_batch=16, micro_batch=2))
+    assert groups(resolve_model("resnet-tiny"))  # known to others
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ({"base": "gpt-tiny", "activation": "relu"}, "the activation 'relu'"),
+        ({"base": "llama-tiny", "window": 16}, "attention over a window of 16 tokens"),
+        ({"base": "llama-tiny", "out_bias": True}, "a bias on the attention output"),
+        ({"base": "llama-tiny", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "the rotary scaling"),
+        ({"base": "t5-tiny", "gated": True}, "the gated MLP"),
+    ],
+)
+def test_parts_of_models_it_does_not_have(model: dict[str, Any], reason: str) -> None:
+    plan = uniform_plan(model["base"], "1xa100-40gb", global_batch=16, micro_batch=2)
+    with pytest.raises(InputError, match=f"Megatron-LM cannot express {reason}"):
+        megatron_flags(replace(plan, model=model))
+
+
+def test_an_invalid_plan_is_told_as_such() -> None:
+    with pytest.raises(InputError, match=r"stages.1.ops is 9:17, but the ops before it end at 8"):
+        megatron_flags(stage(0, last=8))
+
+
+def test_other_switches() -> None:
+    gpt = uniform_plan("gpt-tiny", "1xa100-40gb", global_batch=16, micro_batch=2)
+    found = options(replace(gpt, model={"base": "gpt-tiny", "fused_attention": False, "tied": False}, optimizer="sgd", precision="fp16"))
+    assert found["--attention-backend"] == "unfused" and found["--optimizer"] == "sgd" and "--fp16" in found
+    assert "--untie-embeddings-and-output-weights" in found
+    qwen = {"base": "llama-tiny", "qkv_bias": True, "qk_norm": True, "head_width": 32}
+    found = options(replace(uniform_plan("llama-tiny", "1xa100-40gb", global_batch=16, micro_batch=2), model=qwen))
+    assert {"--add-qkv-bias", "--qk-layernorm"} <= set(found) and found["--kv-channels"] == "32"
+    plain = {"base": "bert-tiny", "next_sentence": False}
+    assert "--bert-no-binary-head" in options(replace(uniform_plan("bert-tiny", "1xa100-40gb", global_batch=8, micro_batch=2),
+                                                      model=plain, stages=(Stage(0, 23, ((0,),)),)))  # fmt: skip

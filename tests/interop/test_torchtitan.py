@@ -1,0 +1,148 @@
+"""Recipes for torchtitan: a snapshot, a run of the recipe against stand-ins, and everything that is refused."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.errors import InputError
+from penstock.interop.torchtitan import torchtitan_recipe
+from penstock.plans.build import uniform_plan
+from penstock.plans.plan import Plan
+
+BASE = uniform_plan(
+    "llama-8b", "16xh100-80gb", pp=4, tp=2, replicas=2, global_batch=64, micro_batch=2, zero=1, recompute="full", sequence_parallel=True
+)
+
+
+def configured(text: str, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the recipe sets, with stand-ins for the modules of torchtitan that it imports."""
+
+    def base(seq_len: int) -> SimpleNamespace:
+        return SimpleNamespace(parallelism=SimpleNamespace(), training=SimpleNamespace(), seq_len=seq_len, model="usual")
+
+    def module(name: str, **content: Any) -> None:
+        found = ModuleType(name)
+        vars(found).update(content)
+        monkeypatch.setitem(sys.modules, name, found)
+
+    module("torchtitan_recipes.models.llama3", llama3_8b=base, llama3_70b=base)
+    module("torchtitan.distributed.activation_checkpoint", FullActivationRematConfig=lambda: "full")
+    module("torchtitan.models.llama3", build_model_config=lambda flavor, seq_len: (flavor, seq_len))
+    names: dict[str, Any] = {}
+    exec(compile(text, "recipe.py", "exec"), names)
+    found = names["penstock_plan"]()
+    assert isinstance(found, SimpleNamespace)
+    return found
+
+
+def test_a_recipe_in_full() -> None:
+    assert torchtitan_recipe(BASE) == '''\
+"""llama-8b on 16 GPUs, 4 stages. Written by Penstock for torchtitan's Python recipes (late 2026).
+
+NGPU=16 MODULE=<this file, as an importable module> CONFIG=penstock_plan ./run_train.sh
+"""
+
+from torchtitan.distributed.activation_checkpoint import FullActivationRematConfig
+from torchtitan_recipes.models.llama3 import llama3_8b
+
+MODULE_FQNS_PER_MODEL_PART = [
+    ["tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "layers.4", "layers.5", "layers.6", "layers.7"],
+    ["layers.8", "layers.9", "layers.10", "layers.11", "layers.12", "layers.13", "layers.14", "layers.15"],
+    ["layers.16", "layers.17", "layers.18", "layers.19", "layers.20", "layers.21", "layers.22", "layers.23"],
+    ["layers.24", "layers.25", "layers.26", "layers.27", "layers.28", "layers.29", "layers.30", "layers.31", "norm", "lm_head"],
+]
+
+
+def penstock_plan():
+    """The plan; data, learning rate and number of steps are those of the recipe it starts from."""
+    config = llama3_8b(seq_len=4096)
+    config.parallelism.data_parallel_replicate_degree = 1
+    config.parallelism.data_parallel_shard_degree = 2
+    config.parallelism.tensor_parallel_degree = 2
+    config.parallelism.enable_sequence_parallel = True
+    config.parallelism.pipeline_parallel_degree = 4
+    config.parallelism.fsdp_reshard_after_forward = "never"
+    config.parallelism.fsdp_defer_gradient_reduction = True
+    config.parallelism.pipeline_parallel_schedule = "1F1B"
+    config.parallelism.pipeline_parallel_module_fqns_per_model_part = MODULE_FQNS_PER_MODEL_PART
+    config.parallelism.num_pp_microbatches = 16
+    config.training.max_context_length = 4096
+    config.training.num_tokens_per_microbatch_per_dp_rank = 8192
+    config.training.num_tokens_per_train_step = 262144
+    config.training.mixed_precision_param = "bfloat16"
+    config.activation_checkpoint = FullActivationRematConfig()
+    return config
+'''
+
+
+def test_the_recipe_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = configured(torchtitan_recipe(BASE), monkeypatch)
+    assert found.seq_len == 4096 and found.model == "usual" and found.activation_checkpoint == "full"
+    parts = found.parallelism.pipeline_parallel_module_fqns_per_model_part
+    layers = [name for part in parts for name in part]
+    assert layers == ["tok_embeddings", *(f"layers.{i}" for i in range(32)), "norm", "lm_head"]
+
+
+def test_one_stage_of_another_flavour(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = uniform_plan("llama-1b", "2xh100-80gb", replicas=2, global_batch=8, micro_batch=2)
+    text = torchtitan_recipe(plan)
+    assert "MODULE_FQNS" not in text and "FullActivationRematConfig" not in text
+    found = configured(text, monkeypatch)
+    assert found.model == ("1B", 4096) and found.activation_checkpoint is None
+    assert vars(found.parallelism) == {
+        "data_parallel_replicate_degree": 2,
+        "data_parallel_shard_degree": 1,
+        "tensor_parallel_degree": 1,
+        "enable_sequence_parallel": False,
+        "pipeline_parallel_degree": 1,
+    }
+
+
+@pytest.mark.parametrize(("zero", "reshard", "deferred"), [(1, "never", True), (2, "never", False), (3, "always", False)])
+def test_sharding(zero: int, reshard: str, deferred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = uniform_plan("llama-70b", "16xh100-80gb", tp=8, replicas=2, zero=zero, global_batch=8, micro_batch=1)
+    found = configured(torchtitan_recipe(plan), monkeypatch).parallelism
+    assert (found.fsdp_reshard_after_forward, found.fsdp_defer_gradient_reduction) == (reshard, deferred)
+    assert (found.data_parallel_replicate_degree, found.data_parallel_shard_degree) == (1, 2)
+
+
+def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    looped = uniform_plan(
+        "llama-8b", "4xh100-80gb", pp=4, chunks=2, schedule="interleaved", global_batch=8, micro_batch=1, precision="fp32"
+    )
+    found = configured(torchtitan_recipe(looped), monkeypatch)
+    assert found.parallelism.pipeline_parallel_schedule == "Interleaved1F1B" and found.training.mixed_precision_param == "float32"
+    assert len(found.parallelism.pipeline_parallel_module_fqns_per_model_part) == 8
+    assert '"GPipe"' in torchtitan_recipe(replace(BASE, schedule="gpipe"))
+    with pytest.raises(InputError, match=r"torchtitan cannot express the schedule 'zero-bubble'\. It has 1f1b, gpipe, interleaved"):
+        torchtitan_recipe(uniform_plan("llama-8b", "4xh100-80gb", pp=4, schedule="zero-bubble", global_batch=8, micro_batch=1))
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        (replace(BASE, precision="fp16"), "torchtitan cannot express precision fp16"),
+        (replace(BASE, optimizer="sgd"), "torchtitan cannot express the optimizer 'sgd'"),
+        (uniform_plan("llama-1b", "4xh100-80gb", pp=2, replicas=2, zero=1, global_batch=8, micro_batch=1), "stage 1: it shares the emb"),
+        (uniform_plan("llama-8b", "2xh100-80gb", pp=2, global_batch=8, micro_batch=1), "stage 0: bf16 with weights that are whole"),
+        (replace(BASE, stages=(*BASE.stages[:2], replace(BASE.stages[2], recompute=()), BASE.stages[3])),
+         "stage 2: some layers are recomputed and some are not"),
+        (replace(BASE, stages=(replace(BASE.stages[0], recompute=(((1, 3),),)), *BASE.stages[1:])), "stage 0: it recomputes norm1, qkv of"),
+        (replace(BASE, stages=(replace(BASE.stages[0], last=68), replace(BASE.stages[1], first=68, recompute=()), *BASE.stages[2:])),
+         "stage 1: it starts at op 68 'layers.8.out'"),
+        (replace(BASE, micro_batching=replace(BASE.micro_batching, layout="packed")), "packed micro-batches"),
+        (uniform_plan("gpt-tiny", "1xh100-80gb", global_batch=8, micro_batch=1), "torchtitan has no model like 'gpt-tiny' (gpt)"),
+        (uniform_plan("llama-tiny", "1xh100-80gb", global_batch=8, micro_batch=1), "no Llama of the sizes of 'llama-tiny'"),
+        (replace(uniform_plan("llama-8b", "1xh100-80gb", global_batch=8, micro_batch=1), model={"base": "llama-8b", "qk_norm": True}),
+         "torchtitan has no Llama of the sizes"),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_express(plan: Plan, reason: str) -> None:
+    with pytest.raises(InputError) as refused:
+        torchtitan_recipe(plan)
+    assert reason in str(refused.value)
