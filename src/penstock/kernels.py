@@ -10,7 +10,7 @@ __all__ = ["KERNEL_MODULES", "compile_all"]
 
 # Modules that import numba at the top. Each has `warm()`, which calls its kernels once on tiny arrays of the types used in
 # earnest; `cache=True` on the kernels keeps the result on disk. Nothing but the function that needs a kernel imports these.
-KERNEL_MODULES: tuple[str, ...] = ("penstock.schedules.kernels", "penstock.search.kernels")
+KERNEL_MODULES: tuple[str, ...] = ("penstock.schedules.kernels", "penstock.search.kernels", "penstock.search.mixed_kernels")
 
 
 def compile_all(modules: Sequence[str] = KERNEL_MODULES) -> float:

@@ -94,7 +94,7 @@ def test_time_belongs_to_the_op_that_takes_it(name: str, at: str) -> None:
     assert len(fitting) >= 3
     for index in fitting:
         make_slow(chain.ops[index], at)
-        for _ in range(4):  # A busy machine may delay another op now and then, but not the same one every time.
+        for _ in range(15):  # A busy machine may delay another op now and then, but not the same one every time.
             found = measure(chain, model, batch)
             slow = found.pop(signatures[index])
             assert slow.forward_s >= SLEEP_S and slow.backward_s >= 2 * SLEEP_S, model.ops[index].name

@@ -129,9 +129,9 @@ def test_the_grid_of_sixteen_devices_takes_seconds() -> None:
     best_plans("gpt-tiny", "2xcpu", 4)  # imports
     times_s = []
     for _ in range(2):  # a burst of other work on the machine is forgiven once
-        start = time.perf_counter()
+        start = time.process_time()
         best_plans("gpt-1.3b", "16xa100-40gb", 256)
-        times_s.append(time.perf_counter() - start)
+        times_s.append(time.process_time() - start)
         if times_s[-1] < 3:
             return
     raise AssertionError(f"took {times_s} s")

@@ -149,13 +149,16 @@ class AcesoTables:
                             _fill(costs, (slice(None), s, t, a), rows)
         return costs.table()
 
-    def op_rows(self, model: Model, micro_batch: int, tp: int, algo: int = 0) -> Floats | None:
-        """[ops of the chain, 8] the rows of one file in its own units (microseconds, MB); None where an op was not measured."""
+    def op_rows(self, model: Model, micro_batch: int, tp: int, algo: int = 0, partial: bool = False) -> Floats | None:
+        """[ops of the chain, 8] the rows of one file in its own units (microseconds, MB).
+
+        None where there is no such file, or, unless `partial`, where an op in it was not measured.
+        """
         table = self._own(model)
         if (micro_batch, tp, algo) not in self.files[table]:
             return None
         rows = self._read(table, micro_batch, tp, algo).rows([place.op.config["op"] for place in model.ops])
-        return rows if bool(np.isfinite(rows[:, :2]).all()) else None
+        return rows if partial or bool(np.isfinite(rows[:, :2]).all()) else None
 
     def collective_s(self, kind: str, size_bytes: float, cluster: Cluster, ranks: Sequence[int]) -> float:
         """Interpolated from the measurements inside one node; elsewhere a ring over the measured messages."""

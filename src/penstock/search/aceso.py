@@ -1,7 +1,8 @@
 """Search over Aceso's tables: its stage costs as an oracle, its own rules for memory, and its plan file as the answer.
 
-Stages are uniform in tp and dp (`algo` 0), cut between any two ops, with free recomputation flags. Two quirks of the tables are not used:
-mixing equal kernels for their measurement noise, and segments whose peak Aceso's model forgets.
+Stages are cut between any two ops, with free recomputation flags. Transformers are searched with one (tp, dp) for each stage,
+Wide-ResNets, whose ops differ more, with degrees and splits of each op. At tp 1 both splits are the same kernel measured twice; as in
+Aceso's own search the faster measurement may be taken. Segments whose peak Aceso's model forgets are counted here.
 """
 
 from __future__ import annotations
@@ -14,42 +15,15 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import InfeasibleError, InputError
-from penstock.interop.aceso import AcesoTables
-from penstock.models.ops import Model
+from penstock.search.aceso_mixed import MixedAnswer, best_mixed
+from penstock.search.aceso_model import AcesoProblem, kept_mb, shares_storage, starts_segment
 from penstock.search.partition import Partition, best_partition, rough_bound
 from penstock.search.recompute import Flags, recompute_flags
-from penstock.search.stages import Blocks, Machine, OptionCosts, StageChoice, StageOption, StageSpace, build_space
+from penstock.search.stages import Blocks, OptionCosts, StageChoice, StageOption, StageSpace, build_space
 
 __all__ = ["AcesoAnswer", "AcesoProblem", "search_aceso"]
 
 MAX_STAGES = 16
-
-
-@dataclass(frozen=True)
-class AcesoProblem:
-    """A model of Aceso's tables on equal GPUs; memory in MB as the tables have it."""
-
-    tables: AcesoTables
-    model: Model
-    num_nodes: int
-    per_node: int
-    global_batch: int
-    micro_batches: tuple[int, ...]
-    memory_mb: float
-
-    @property
-    def names(self) -> list[str]:
-        """The table's name of each op of the chain."""
-        return [place.op.config["op"] for place in self.model.ops]
-
-    @property
-    def family(self) -> str:
-        """`gpt`, `t5` or `resnet`."""
-        return str(self.model.config["family"])
-
-    def machine(self) -> Machine:
-        """fp16 training keeps weights, fp32 masters, gradients and moments: 8 × the weights; fp32 training 4 ×."""
-        return Machine(self.num_nodes * self.per_node, self.per_node, self.memory_mb, 4.0 if self.family == "resnet" else 8.0)
 
 
 @dataclass(frozen=True)
@@ -61,19 +35,6 @@ class AcesoAnswer:
     bound_s: float
 
 
-def _shares_storage(op: str) -> bool:
-    return op in ("enc-attention-softmax", "bn1") or "-bn3" in op or ("-downsample" in op and "0-0" not in op)
-
-
-def _kept(op: str, activation: float) -> float:
-    """What Aceso counts of an op's activation: some outputs live in memory that another op counts."""
-    return 1.5 * activation if op == "enc-attention-dropout" else 0.0 if _shares_storage(op) else activation
-
-
-def _starts_segment(op: str) -> bool:
-    return op == "enc-1st-layernorm" or "-conv1" in op
-
-
 def option_costs(problem: AcesoProblem, micro_batch: int) -> list[OptionCosts]:
     """Every uniform (devices, tp, dp) whose tables exist, in microseconds and MB."""
     found = []
@@ -81,24 +42,35 @@ def option_costs(problem: AcesoProblem, micro_batch: int) -> list[OptionCosts]:
         for tp in (1, 2, 4, 8):
             dp = devices // tp
             if devices <= problem.per_node and tp * dp == devices and micro_batch % dp == 0:
-                rows = problem.tables.op_rows(problem.model, micro_batch // dp, tp)
+                rows, algos = _rows(problem, micro_batch // dp, tp)
                 if rows is not None:
-                    found.append(_costs(problem, StageOption(devices, tp, dp), rows))
+                    found.append(_costs(problem, StageOption(devices, tp, dp), rows, algos))
     return found
 
 
-def _costs(problem: AcesoProblem, option: StageOption, rows: np.ndarray) -> OptionCosts:
+def _rows(problem: AcesoProblem, micro_batch: int, tp: int) -> tuple[np.ndarray | None, tuple[int, ...]]:
+    """The table of split 0, and at tp 1 of each op the faster of both."""
+    first = problem.tables.op_rows(problem.model, micro_batch, tp, 0)
+    second = problem.tables.op_rows(problem.model, micro_batch, tp, 1) if tp == 1 else None
+    if first is None or second is None:
+        return first, ()
+    faster = (second[:, 0] + second[:, 1] < first[:, 0] + first[:, 1]) & np.array([name != "conv1" for name in problem.names])
+    return np.where(faster[:, None], second, first), tuple(int(swap) for swap in faster)
+
+
+def _costs(problem: AcesoProblem, option: StageOption, rows: np.ndarray, algos: tuple[int, ...]) -> OptionCosts:
     links = (problem.tables.p2p_intra, problem.tables.p2p_inter)
     columns = [np.ascontiguousarray(column) for column in rows.T]
-    kept = np.array([_kept(name, size) for name, size in zip(problem.names, columns[5], strict=True)])
+    kept = np.array([kept_mb(name, size) for name, size in zip(problem.names, columns[5], strict=True)])
     enter = np.array([[*map(link.exact_us, columns[2]), 0.0] for link in links])
     leave = np.array([[0.0, *map(link.exact_us, columns[3])] for link in links])
-    return OptionCosts(option, columns[0], columns[0] + columns[1], kept, columns[4], columns[6], columns[7], columns[2], enter, leave)
+    compute = columns[0] + columns[1]
+    return OptionCosts(option, columns[0], compute, kept, columns[4], columns[6], columns[7], columns[2], enter, leave, algos)
 
 
 def search_aceso(problem: AcesoProblem, progress: Callable[[str], None] = lambda text: None) -> AcesoAnswer:
     """First cuts between blocks only, for a plan at hand; then all cuts, for the micro-batch sizes in order of promise."""
-    blocks = Blocks.of(problem.model, [_starts_segment(name) for name in problem.names])
+    blocks = Blocks.of(problem.model, [starts_segment(name) for name in problem.names])
     costs = {b: found for b in problem.micro_batches if problem.global_batch % b == 0 and (found := option_costs(problem, b))}
     if not costs:
         sizes = ", ".join(map(str, problem.micro_batches))
@@ -129,9 +101,24 @@ def search_aceso(problem: AcesoProblem, progress: Callable[[str], None] = lambda
             known = min(known, solved[b][1].time)
     winner = min(solved, key=lambda b: solved[b][1].time)
     space, partition = solved[winner]
+    if problem.family == "resnet":
+        mixed, bound = best_mixed(problem, partition.time * (1 + 1e-9))
+        if mixed is not None:
+            return _mixed_answer(problem, mixed, bound)
+        bounds[winner] = min(bound, bounds[winner])
     if not partition.stages:
         raise InfeasibleError(_why_not(problem))
     return _answer(problem, winner, space, partition, min(bounds.values()))
+
+
+def _mixed_answer(problem: AcesoProblem, found: MixedAnswer, bound: float) -> AcesoAnswer:
+    stages = found.stages
+    flags = [_without_useless(stage.flags) for stage in stages]
+    plan = _plan(
+        problem, found.micro_batch, [stage.num_devices for stage in stages], flags, [[op.tp for op in stage.ops] for stage in stages],
+        [[op.dp for op in stage.ops] for stage in stages], [[op.algo for op in stage.ops] for stage in stages],
+    )  # fmt: skip
+    return AcesoAnswer(plan, found.time / 1e6, min(bound, found.time) / 1e6)
 
 
 def _why_not(problem: AcesoProblem) -> str:
@@ -152,17 +139,25 @@ def _answer(problem: AcesoProblem, b: int, space: StageSpace, partition: Partiti
     time = (problem.global_batch // b - 1) * max(times) + sum(times)
     options = [space.costs[stage.option].option for stage in partition.stages]
     counts = [stage.last - stage.first for stage in partition.stages]
-    plan = {
-        "model_name": problem.family, "model_size": problem.model.config["size"], **_sizes(problem),
-        "global_batch_size": problem.global_batch, "micro_batch_size": b, "num_stages": len(counts),
-        "num_gpus": [o.num_devices for o in options], "checkpoint_activations": [True] * len(counts),
-        "resharding_stages": [False] * len(counts), "num_ops_in_each_stage": counts,
-        "model_parallel_size_of_each_op": [[o.tp] * n for o, n in zip(options, counts, strict=True)],
-        "data_parallel_size_of_each_op": [[o.dp] * n for o, n in zip(options, counts, strict=True)],
-        "recompute_ops": [[int(flag) for flag in chosen] for chosen in flags],
-        "algo_of_each_op": [[o.algo] * n for o, n in zip(options, counts, strict=True)],
-    }  # fmt: skip
+    tp, dp = ([[getattr(o, name)] * n for o, n in zip(options, counts, strict=True)] for name in ("tp", "dp"))
+    algo = [list(space.costs[s.option].algos[s.first : s.last]) or [0] * (s.last - s.first) for s in partition.stages]
+    plan = _plan(problem, b, [o.num_devices for o in options], flags, tp, dp, algo)
     return AcesoAnswer(plan, time / 1e6, min(bound, time) / 1e6)
+
+
+def _plan(
+    problem: AcesoProblem, b: int, gpus: list[int], flags: Sequence[Sequence[int]], tp: list[list[int]], dp: list[list[int]],
+    algo: list[list[int]],
+) -> dict[str, Any]:  # fmt: skip
+    """The plan as Aceso writes it."""
+    return {
+        "model_name": problem.family, "model_size": problem.model.config["size"], **_sizes(problem),
+        "global_batch_size": problem.global_batch, "micro_batch_size": b, "num_stages": len(gpus), "num_gpus": gpus,
+        "checkpoint_activations": [any(chosen) for chosen in flags],
+        "resharding_stages": [len(set(zip(t, d, strict=True))) > 1 for t, d in zip(tp, dp, strict=True)],
+        "num_ops_in_each_stage": [len(chosen) for chosen in flags], "model_parallel_size_of_each_op": tp,
+        "data_parallel_size_of_each_op": dp, "recompute_ops": [[int(flag) for flag in chosen] for chosen in flags], "algo_of_each_op": algo,
+    }  # fmt: skip
 
 
 def _sizes(problem: AcesoProblem) -> dict[str, Any]:
@@ -181,7 +176,7 @@ def _fitting_flags(problem: AcesoProblem, space: StageSpace, stage: StageChoice)
     raise InfeasibleError(f"ops {stage.first} to {stage.last} do not fit after all; lower the memory limit by 1 % and search again.")
 
 
-def _without_useless(flags: Flags) -> Sequence[int]:
+def _without_useless(flags: Flags | Sequence[int]) -> Sequence[int]:
     """A flagged op whose neighbours are not flagged costs time and saves nothing."""
     padded = [0, *flags, 0]
     return [int(padded[i] and (padded[i - 1] or padded[i + 1])) for i in range(1, len(padded) - 1)]
@@ -195,7 +190,7 @@ def stage_memory_mb(problem: AcesoProblem, costs: OptionCosts, stage: StageChoic
     for j in range(len(names) - 1):
         if flags[j] and flags[j + 1]:
             segment += kept[j]
-            boundary = _starts_segment(names[j + 1]) and not _shares_storage(names[j]) and names[j] != "enc-attention-dropout"
+            boundary = starts_segment(names[j + 1]) and not shares_storage(names[j]) and names[j] != "enc-attention-dropout"
             peak = max(peak, segment)
             if boundary:
                 segment = 0.0

@@ -16,7 +16,7 @@ def recompute_flags(space: StageSpace, stage: StageChoice, margin: float = 0.0) 
     """[ops of the stage] 1 where an op is recomputed, as the stage's time was reckoned; `margin` is memory to leave free."""
     from penstock.search.kernels import count_blocks, fit_stage
 
-    costs, levels, blocks = space.costs[stage.option], space.levels[stage.option], space.blocks
+    costs, levels, blocks = space.costs[stage.option], space.levels[stage.option], space.repeats
     first, last = stage.first, stage.last
     flags = np.zeros(last - first, np.int8)
     excess = _excess(space, stage) + margin

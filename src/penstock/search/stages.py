@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from penstock.costs.table import Floats
 from penstock.models.ops import Model
 
-__all__ = ["Blocks", "Machine", "OptionCosts", "StageChoice", "StageOption", "StageSpace", "build_space"]
+__all__ = ["Blocks", "Machine", "OptionCosts", "StageChoice", "StageOption", "StageSpace", "build_space", "stage_widths"]
 
 PRICES = 60
 """Prices of memory at which recomputation is solved; those that change nothing are dropped."""
@@ -33,7 +33,6 @@ class StageOption:
     num_devices: int
     tp: int
     dp: int
-    algo: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,8 @@ class OptionCosts:
     """[2, N + 1] time of the message before op i, inside a node and across nodes."""
     leave: Floats
     """[2, N + 1] time of the message after op j - 1."""
+    algos: tuple[int, ...] = ()
+    """The split of each op, where it is not 0 for all."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ class StageSpace:
 
     costs: tuple[OptionCosts, ...]
     levels: tuple[Levels, ...]
-    blocks: Blocks
+    blocks: Blocks | None
+    """None where recomputation is not solved block by block."""
     machine: Machine
     offset: Ints
     """[C, N] where the stages that start at op i begin in `times`."""
@@ -162,13 +164,21 @@ class StageSpace:
         """Length of the chain."""
         return int(self.width.shape[1])
 
+    @property
+    def repeats(self) -> Blocks:
+        """The blocks, for callers that need them."""
+        if self.blocks is None:
+            raise ValueError("this space has no blocks: its recomputation was solved op by op")
+        return self.blocks
+
     def inner(self) -> StageSpace:
         """The same without messages and without the first block of every stage but the first, for cuts between blocks.
 
         A cut inside a block, moved to the block's start, leaves each stage with more ops than it then has here; so the programme's answer
         bounds plans with cuts anywhere from below.
         """
-        times, edges, last = np.full_like(self.times, np.inf), self.blocks.start, len(self.blocks.start) - 1
+        edges = self.repeats.start
+        times, last = np.full_like(self.times, np.inf), len(edges) - 1
         for c in range(len(self.costs)):
             for a in range(last):
                 begin = edges[a + 1] if a else 0
@@ -198,20 +208,23 @@ def build_space(
 
     num_ops = len(costs[0].compute)
     allowed = np.ones(num_ops + 1, np.bool_) if cuts is None else cuts
-    widths = [_widths(c.compute, longest) for c in costs]
-    sizes = [int(width.sum()) for width in widths]
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    offset = np.stack([start + np.concatenate([[0], np.cumsum(width)[:-1]]) for start, width in zip(starts, widths, strict=True)])
-    times = np.full((max_stages, sum(sizes)), np.inf)
+    offset, width = stage_widths([c.compute for c in costs], longest)
+    times = np.full((max_stages, int(width.sum())), np.inf)
     levels = tuple(_levels(c, blocks) for c in costs)
-    for c, level, at, width in zip(costs, levels, offset, widths, strict=True):
+    for c, level, at, wide in zip(costs, levels, offset, width, strict=True):
         stage_times(
             c.compute, c.kept, c.weights, c.forward_reserve, c.backward_reserve, c.entering, level.head, level.tail, level.full,
             level.least, level.unit, level.prices, blocks.of_op, blocks.start, blocks.count, machine.state_factor, machine.memory_limit,
-            allowed, relaxed, at, width, times,
+            allowed, relaxed, at, wide, times,
         )  # fmt: skip
     enter, leave = (np.stack([getattr(c, name) for c in costs]) for name in ("enter", "leave"))
-    return StageSpace(tuple(costs), levels, blocks, machine, offset, np.stack(widths), times, enter, leave)
+    return StageSpace(tuple(costs), levels, blocks, machine, offset, width, times, enter, leave)
+
+
+def stage_widths(computes: Sequence[Floats], longest: float) -> tuple[Ints, Ints]:
+    """`offset` and `width` of a table of all stages of at most `longest` compute, option by option."""
+    width = np.stack([_widths(compute, longest) for compute in computes])
+    return (np.cumsum(width.ravel()) - width.ravel()).reshape(width.shape), width
 
 
 def _widths(compute: Floats, longest: float) -> Ints:

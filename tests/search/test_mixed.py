@@ -1,0 +1,95 @@
+"""Chains of ops with degrees of their own, against trying every state of every op."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.search.mixed_kernels import best_chain, bound_table
+
+STATE = 4.0
+
+
+class Costs:
+    """Random costs of Q configurations of N ops."""
+
+    def __init__(self, seed: int, configurations: int, ops: int) -> None:
+        numbers = np.random.default_rng(seed)
+        names = ("compute", "forward", "kept", "forward_reserve", "backward_reserve", "weights", "entering", "enter", "leave")
+        for name in names:
+            setattr(self, name, numbers.random((configurations, ops)))
+        self.weights *= 0.1
+        self.reshard = numbers.random((configurations, configurations, ops))
+        self.edge = numbers.random(ops) < 0.3
+        self.allowed = numbers.random((configurations, ops)) < 0.9
+        self.allowed[0] = True
+
+    def time_and_memory(self, states: tuple[int, ...], held: float) -> tuple[float, float]:
+        """The rules in plain words."""
+        time = saved = segment = peak = 0.0
+        for op, s in enumerate(states):
+            q, again = s // 2, s % 2
+            if not self.allowed[q, op]:
+                return np.inf, np.inf
+            time += self.compute[q, op] + again * self.forward[q, op]
+            if op:
+                before, was = states[op - 1] // 2, states[op - 1] % 2
+                time += self.reshard[before, q, op]
+                if again and was:
+                    segment += self.kept[before, op - 1]
+                    peak = max(peak, segment)
+                    if self.edge[op - 1]:
+                        segment = 0.0
+                    else:
+                        saved += self.kept[before, op - 1]
+                else:
+                    segment = 0.0
+        rows = [s // 2 for s in states]
+        time += self.enter[rows[0], 0] + self.leave[rows[-1], len(rows) - 1]
+
+        def each(table: np.ndarray) -> list[float]:
+            return [table[q, op] for op, q in enumerate(rows)]
+
+        weights = sum(each(self.weights))
+        reserve = max(max(each(self.forward_reserve)[:-1], default=0.0) + max(each(self.backward_reserve)[:-1], default=0.0), weights)
+        mine = self.entering[rows[0], 0] + sum(each(self.kept)) - saved
+        return time, STATE * weights + held * mine + peak + reserve
+
+    def best_by_trying(self, held: float, limit: float) -> float:
+        configurations, ops = self.compute.shape
+        tried = (self.time_and_memory(states, held) for states in itertools.product(range(2 * configurations), repeat=ops))
+        return min((time for time, memory in tried if memory <= limit), default=np.inf)
+
+
+@given(seed=st.integers(0, 2**32 - 1), ops=st.integers(1, 5), behind=st.integers(0, 3), limit=st.floats(1.0, 12.0))
+@settings(max_examples=150, deadline=None)
+def test_chain_is_the_fastest_that_fits(seed: int, ops: int, behind: int, limit: float) -> None:
+    costs, held, chosen = Costs(seed, 2, ops), behind + 1.0, np.zeros(ops, np.int64)
+    expected = costs.best_by_trying(held, limit)
+    found = best_chain(
+        0, ops, held, limit, 3000, STATE, costs.compute, costs.forward, costs.kept, costs.forward_reserve, costs.backward_reserve,
+        costs.weights, costs.entering, costs.enter, costs.leave, costs.reshard, costs.edge, costs.allowed, chosen,
+    )  # fmt: skip
+    assert found >= expected - 1e-9
+    if np.isfinite(found):
+        time, memory = costs.time_and_memory(tuple(int(s) for s in chosen), held)
+        assert time == pytest.approx(found) and memory <= limit
+        assert found <= expected * 1.25 + 1e-9
+
+
+@given(seed=st.integers(0, 2**32 - 1), ops=st.integers(1, 5), behind=st.integers(0, 3), limit=st.floats(1.0, 12.0))
+@settings(max_examples=150, deadline=None)
+def test_bound_is_below_the_fastest(seed: int, ops: int, behind: int, limit: float) -> None:
+    costs = Costs(seed, 2, ops)
+    width = np.arange(ops, 0, -1)
+    offset = np.cumsum(width) - width
+    low = np.zeros((behind + 1, int(width.sum())))
+    bound_table(
+        np.array([0.0, 0.1, 0.5, 2.0, 10.0]), limit, STATE, costs.compute, costs.forward, costs.kept, costs.weights, costs.entering,
+        costs.enter, costs.leave, costs.reshard, costs.edge, costs.allowed, offset, width, low,
+    )  # fmt: skip
+    assert low[behind, ops - 1] <= costs.best_by_trying(behind + 1.0, limit) + 1e-9
