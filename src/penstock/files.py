@@ -17,6 +17,8 @@ def read_text(path: str | Path, what: str) -> str:
     """The text of `path`; `what` names the kind of file in the error ("plan", "cluster file")."""
     path = Path(path)
     try:
+        if path.is_char_device():  # /dev/zero never ends
+            raise InputError(f"{what} '{path}' is a device, a file was expected.")
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(f"{what} '{path}' does not exist. Check the path, or create the file first.") from None
@@ -63,6 +65,12 @@ def write_text(path: str | Path, text: str) -> None:
 def write_bytes(path: str | Path, data: bytes) -> None:
     """Replaces `path` in one step: readers see the old file or the new, never half of it."""
     path = Path(path)
+    _check_target(path)
+    if _is_special(path):  # /dev/stdout, a named pipe: nothing to replace
+        _write_through(path, data)
+        return
+    if path.is_symlink():  # the link stays, what it leads to is replaced
+        path = Path(os.path.realpath(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -83,6 +91,30 @@ def write_bytes(path: str | Path, data: bytes) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _check_target(path: Path) -> None:
+    """Refuses a target that is a directory, or that lies inside of something that is none."""
+    if os.path.isdir(path):
+        raise InputError(f"'{path}' cannot be written: it is a directory, the name of a file was expected.")
+    for parent in path.parents:
+        if os.path.exists(parent):
+            if not os.path.isdir(parent):
+                raise InputError(f"'{path}' cannot be written: '{parent}' is not a directory.")
+            return
+
+
+def _is_special(path: Path) -> bool:
+    """Whether the path is a device, a pipe or a socket."""
+    return os.path.exists(path) and not os.path.isfile(path)
+
+
+def _write_through(path: Path, data: bytes) -> None:
+    try:
+        with open(path, "wb") as stream:
+            stream.write(data)
+    except OSError as error:
+        raise InputError(f"'{path}' cannot be written: {error.strerror}.") from None
 
 
 def write_json(path: str | Path, value: Any) -> None:

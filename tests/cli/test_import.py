@@ -42,6 +42,10 @@ def number():
     return 3
 
 
+def leaves():
+    raise SystemExit(7)
+
+
 def fails():
     raise ValueError("boom")
 
@@ -90,6 +94,7 @@ def test_it_says_what_comes_next(net: Path, tmp_path: Path, capsys: pytest.Captu
         ("module:{net}:makers", [], "has no function 'makers'. Did you mean 'maker'"),
         ("module:{net}:number", [], "returned a int; (torch module, example inputs) was expected"),
         ("module:{net}:fails", [], "failed: ValueError: boom"),
+        ("module:{net}:leaves", [], "failed: SystemExit: 7"),
         ("module:{net}:mismatch", [], "stopped in or after 'embed'"),
         ("module:{net}:numbers", [], "module 'numbers' cannot be traced with its example"),
         ("module:{net}:maker", ["--dtype", "int4"], "dtype is 'int4'"),
@@ -101,7 +106,7 @@ def test_wrong_input_exits_2_and_writes_nothing(
 ) -> None:
     assert run(["import", source.format(net=net), "--out", str(tmp_path / "out.json"), *more]) == 2
     told = capsys.readouterr()
-    assert message in told.err and told.out == "" and not (tmp_path / "out.json").exists()
+    assert message in told.err and "Traceback" not in told.err and told.out == "" and not (tmp_path / "out.json").exists()
 
 
 def test_a_name_that_is_not_json_is_refused(net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

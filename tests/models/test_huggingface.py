@@ -356,6 +356,7 @@ def test_attention_dropout_on_request(tmp_path: Path) -> None:
         ({**LLAMA, "quantization_config": {"bits": 4}}, r"'quantization_config' is .*; supported: weights in bf16"),
         ({**LLAMA, "dtype": "float64"}, r"'dtype' is 'float64'; supported: bfloat16, float16, float32"),
         ({**LLAMA, "hidden_size": "32"}, r"'hidden_size' is '32'; supported: a positive whole number"),
+        ({**GPT2, "n_layer": 10**9}, r"'n_layer' is 1000000000; supported: at most 10000"),
         ({**LLAMA, "rms_norm_eps": "small"}, r"'rms_norm_eps' is 'small'; supported: a number"),
         ({**LLAMA, "tie_word_embeddings": 1}, r"'tie_word_embeddings' is 1; supported: true or false"),
         ({k: v for k, v in LLAMA.items() if k != "vocab_size"}, r"'vocab_size' is missing, but a llama cannot be built without it"),

@@ -165,6 +165,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--model", "gpt-tiny", "--tp", ""], "--tp is ''"),
         (["--model", "gpt-tiny", "--device", "gpu"], "--device is 'gpu'"),
         (["--model", "gpt-teeny"], "unknown model 'gpt-teeny'"),
+        (["--model", "gpt-tiny", "--tp", "3"], "--tp is '3', which divides no op of gpt-tiny"),
+        (["--model", "gpt-tiny", "--time-budget", "-5"], "--time-budget is -5.0"),
+        (["--model", "gpt-tiny", "--time-budget", "nan"], "--time-budget is nan"),
+        (["--model", "gpt-tiny", "--out", "/dev/full"], "--out is '/dev/full', which is not a file"),
+        ([], "nothing to measure: give --model"),
         (["--merge", "no-such-profile.json"], "no-such-profile.json' does not exist"),
     ],
 )

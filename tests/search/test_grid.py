@@ -135,3 +135,19 @@ def test_the_grid_of_sixteen_devices_takes_seconds() -> None:
         if times_s[-1] < 3:
             return
     raise AssertionError(f"took {times_s} s")
+
+
+def test_a_cluster_too_large_to_search_is_refused_at_once() -> None:
+    with pytest.raises(InputError, match=r"999999999 devices .* up to 100000"):
+        best_plans("gpt-1.3b", "999999999xa100-40gb", 64)
+
+
+def test_given_micro_batches_that_divide_nothing_name_a_batch_that_works() -> None:
+    with pytest.raises(InfeasibleError, match="multiple of 12"):
+        best_plans("gpt-350m", "4xa100-40gb", 64, micro_batches=[3])
+    assert best_plans("gpt-350m", "4xa100-40gb", 12, micro_batches=[3], top=1)
+
+
+def test_no_family_uses_more_than_its_devices_can_do() -> None:
+    for name in ("vgg16", "resnet-50", "bert-large", "t5-base", "llama-1b"):
+        assert best_plans(name, "4xa100-80gb", 256, top=1)[0].estimate.mfu < 0.8

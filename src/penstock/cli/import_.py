@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +72,7 @@ def _load(path: Path, function: str) -> Callable[[], Any]:
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"file '{path}' cannot be imported: {type(error).__name__}: {error}.") from error
     finally:
         sys.path.pop(0)
@@ -90,7 +91,7 @@ def _call(function: Callable[[], Any], source: str) -> tuple[Any, Any]:
         made = function()
     except PenstockError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(f"the function of '{source}' failed: {type(error).__name__}: {error}.") from error
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
         raise InputError(f"the function of '{source}' returned {_describe(made)}; (torch module, example inputs) was expected.")
@@ -101,12 +102,16 @@ def _trace(module: Any, example: Any, name: str, dtype: str, length: int) -> Mod
     """The description; what the module itself raises is told as a fault of the module."""
     from penstock.models.modules.trace import trace_module
 
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback of what is told below in one line
+    before, log.disabled = log.disabled, True
     try:
         return trace_module(module, example, name, dtype, length=length)
     except PenstockError:
         raise
     except Exception as error:
         raise InputError(f"module '{name}' cannot be traced with its example: {type(error).__name__}: {error}") from error
+    finally:
+        log.disabled = before
 
 
 def _describe(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -9,6 +10,9 @@ import typer
 from penstock.cli.console import JsonFlag, out, print_json, progress, table
 
 __all__ = ["profile"]
+
+_NOISY = 0.5
+"""Held-out points are off by a few percent on a device that has nothing else to do."""
 
 
 def profile(
@@ -26,6 +30,7 @@ def profile(
 
     Example: penstock profile --model gpt-small --device cpu --out profile.json
     """
+    _check_request(path, bool(model or merge), time_budget)
     degrees = _degrees(tp)
     models = _models(model or [])
     _check_device(device)
@@ -38,6 +43,10 @@ def profile(
     for other in merge or []:
         profiler.profile.merge(read_profile(other))
     units = profiler.units(models, degrees) if rank == 0 else []
+    if rank == 0 and models and not units and not profiler.here.series:
+        from penstock.errors import InputError
+
+        raise InputError(f"--tp is '{tp}', which divides no op of {', '.join(known.name for known in models)}. Use 1, or powers of two.")
     with progress("profiling", len(units), quiet=json or rank > 0) as bar:
 
         def report(name: str) -> None:
@@ -50,6 +59,18 @@ def profile(
         return
     profiler.profile.write(path)
     _tell(profiler, path, len(units) - done, json)
+
+
+def _check_request(path: str, has_work: bool, time_budget_s: float) -> None:
+    """Refuses what could only fail, or do nothing, later."""
+    from penstock.errors import InputError
+
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise InputError(f"--out is '{path}', which is not a file; the name of a file (.json, .json.gz) was expected.")
+    if not time_budget_s >= 0:
+        raise InputError(f"--time-budget is {time_budget_s}; seconds of 0 or more were expected.")
+    if not has_work and "WORLD_SIZE" not in os.environ and not os.path.exists(path):
+        raise InputError("nothing to measure: give --model (such as gpt-small), or --merge. Links alone are measured under torchrun.")
 
 
 def _degrees(text: str) -> list[int]:
@@ -98,5 +119,7 @@ def _tell(profiler, path: str, left: int, json: bool) -> None:  # type: ignore[n
         ("links", f"{len(here.links)} measured" if here.links else "modelled (one rank here)"),
     ]  # fmt: skip
     out().print(table(f"profile {path}", ("what", "value"), rows))
+    if worst > _NOISY:
+        out().print(f"note: a held-out point is off by {worst:.0%}: something else kept the device busy. Measure again, to another file.")
     if left:
         out().print(f"{left} units of work are left: run the same command again to go on.")

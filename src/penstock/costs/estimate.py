@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.clusters import Cluster
+from penstock.costs.efficiency import arithmetic_dtype, op_class
 from penstock.costs.memory import (
     MemoryBreakdown,
     OpBytes,
@@ -248,7 +249,7 @@ class Estimator:
         shape, algos, again = share_shape(plan, samples, part.dp), _algos(stage, part), _recomputed(stage, part)
         key = (part, shape, device.name, algos, again, group)
         if key not in self._work:
-            table = self._table(shape, part.tp)
+            table = self.table(shape, part.tp)
             times = stage_times(
                 self.model, table, part.first, part.last, shape, device=device.name, tp=part.tp, algos=algos, recompute=again
             )
@@ -277,7 +278,8 @@ class Estimator:
         times = table.backward_s[table.chain[part.first : part.last], s, 0, np.array(algos), d]
         return float(times[trained].sum()) / 2
 
-    def _table(self, shape: Shape, tp: int) -> CostTable:
+    def table(self, shape: Shape, tp: int) -> CostTable:
+        """Op costs at one shape and degree."""
         if (shape, tp) not in self._tables:
             shapes = list(self._shapes) if shape in self._shapes else [shape]
             table = self.source.table(self.model, shapes, [tp], self.cluster)
@@ -372,11 +374,14 @@ class Estimator:
 
     def _mfu(self, plan: Plan, time_s: float) -> float:
         one = share_shape(plan, 1)
-        per_sample = sum(
-            copies * (op.flops.at(one) + op.backward_flops.at(one)) for block, copies in self.model.runs for op in block.ops
-        )
-        peak = sum(self.cluster.device(rank).peak_flops_per_s(self.model.dtype) for rank in plan.ranks)
-        return per_sample * plan.global_batch / (time_s * peak)
+        flops: dict[str, float] = {}  # by the dtype whose rate counts: fp32 convolutions run as tf32
+        for block, copies in self.model.runs:
+            for op in block.ops:
+                dtype = arithmetic_dtype(op_class(op.kind, op.config), self.model.dtype)
+                flops[dtype] = flops.get(dtype, 0.0) + copies * (op.flops.at(one) + op.backward_flops.at(one))
+        devices = [self.cluster.device(rank) for rank in plan.ranks]
+        at_peak_s = sum(needed / sum(device.peak_flops_per_s(dtype) for device in devices) for dtype, needed in flops.items())
+        return at_peak_s * plan.global_batch / time_s
 
     def _notes(self, plan: Plan) -> tuple[str, ...]:
         notes = []

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 from collections.abc import Mapping
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from penstock.errors import InputError, near_misses
 
-__all__ = ["config_from_mapping", "require_divides"]
+__all__ = ["MAX_LAYERS", "config_from_mapping", "require_divides"]
 
 Config = TypeVar("Config")
+
+MAX_LAYERS = 10_000
+"""Far beyond any model; a number above it is a slip that would take hours to build."""
+_EXPECTED = {int: "an int of 0 or more", float: "a finite number"}
 
 
 def config_from_mapping(kind: type[Config], values: Mapping[str, Any], where: str) -> Config:
@@ -19,9 +24,9 @@ def config_from_mapping(kind: type[Config], values: Mapping[str, Any], where: st
     hints = get_type_hints(kind)
     for name, value in values.items():
         if name not in hints:
-            raise InputError(f"{where}: unknown field '{name}'. {near_misses(name, hints)}")
+            raise InputError(f"{where}: unknown field '{name}'. {near_misses(str(name), hints)}")
         if not _fits(value, hints[name]):
-            expected = getattr(hints[name], "__name__", str(hints[name]))
+            expected = _EXPECTED.get(hints[name]) or getattr(hints[name], "__name__", str(hints[name]))
             raise InputError(f"{where}: field '{name}' is {value!r}; expected {expected}.")
     missing = [f.name for f in dataclasses.fields(kind) if _required(f) and f.name not in values]  # type: ignore[arg-type]
     if missing:
@@ -50,7 +55,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is not None:
         return isinstance(value, origin)
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool) and value >= 0
     return isinstance(value, hint)

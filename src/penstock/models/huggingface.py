@@ -10,6 +10,7 @@ from typing import Any
 from penstock.errors import InputError, near_misses
 from penstock.files import read_json
 from penstock.models.bert import BertConfig, bert
+from penstock.models.config import MAX_LAYERS
 from penstock.models.gpt import GptConfig, gpt
 from penstock.models.llama import LlamaConfig, llama
 from penstock.models.ops import Model
@@ -80,6 +81,8 @@ class _Fields:
             raise InputError(f"{self.where}: field '{name}' is missing, but a {self.kind} cannot be built without it.")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.wrong(name, "a positive whole number")
+        if "layer" in name and value > MAX_LAYERS:
+            raise self.wrong(name, f"at most {MAX_LAYERS}")
         return value
 
     def number(self, name: str, default: float) -> float:

@@ -34,6 +34,8 @@ __all__ = ["Choice", "best_plans", "uniform_plans"]
 
 _BESIDE = ("embedding", "stem", "bridge", "head")
 """Blocks that are not recomputed, as in `plans.build`."""
+_MAX_DEVICES = 100_000
+"""Plans name every rank, and a search makes many plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,10 @@ def _frame(model_ref: str, cluster_ref: str, model: Model, cluster: Cluster, glo
         dec_length=model.dec_length,
         precision=model.dtype,
     )
+    if cluster.num_devices > _MAX_DEVICES:
+        raise InputError(
+            f"the cluster has {cluster.num_devices} devices ({cluster.describe()}); the search takes up to {_MAX_DEVICES}. Use fewer."
+        )
     require_valid(frame, model, cluster, where="the request")
     return frame
 
@@ -135,8 +141,10 @@ def _plans(model: Model, cluster: Cluster, frame: Plan, micro_batches: Sequence[
             replicas = cluster.num_devices // tp // pp
             for recompute in (False, True):
                 for zero in (0, 1) if replicas > 1 else (0,):
+                    if not (sizes := _sizes(frame.global_batch, replicas, micro_batches)):
+                        continue
                     stages = tuple(_stages(model, pp, tp, replicas, recompute, zero))
-                    for samples in _sizes(frame.global_batch, replicas, micro_batches):
+                    for samples in sizes:
                         batching = replace(frame.micro_batching, samples=samples)
                         plan = replace(frame, stages=stages, num_replicas=replicas, micro_batching=batching)
                         if not check_plan(plan, model, cluster):
@@ -198,9 +206,10 @@ def _infeasible(
     """Why there is no plan: nothing divides, or memory does not suffice, with how much would."""
     if least is None:
         sizes = f" into micro-batches of {', '.join(map(str, micro_batches))}" if micro_batches else ""
+        multiple = cluster.num_devices * min(micro_batches, default=1)
         return InfeasibleError(
             f"no uniform plan divides a global batch of {global_batch}{sizes} over the {cluster.num_devices} devices of "
-            f"{cluster.describe()}. Use a global batch that is a multiple of {cluster.num_devices}, or other micro-batches."
+            f"{cluster.describe()}. Use a global batch that is a multiple of {multiple}, or other micro-batches."
         )
     found, plan = least.estimate, least.plan
     stage = max(found.stages, key=lambda s: s.memory.total_bytes)

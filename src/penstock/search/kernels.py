@@ -184,14 +184,14 @@ def count_blocks(count, first, last):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def stage_times(  # type: ignore[no-untyped-def]
     compute, kept, weights, forward_reserve, backward_reserve, entering, head, tail, full, least, unit, prices, block_of, block_start,
-    count, state, limit, cuts, relaxed, offset, width, times,
+    count, state, floor, limit, cuts, relaxed, offset, width, times,
 ):  # fmt: skip
     """times[k, pair]: compute and recomputation of ops i..j with k stages behind; infinite where it cannot fit.
 
     `relaxed` gives a time that no recomputation can be below instead of one that is reached.
 
-    Memory is state × weights + (entering + kept - saved) × (k + 1) + peak + reserve, where the reserve is the larger of the weights
-    and of the greatest forward and backward reserves of all ops but the last.
+    Memory is state × weights + (entering + kept - saved) × (k + 1) + peak + reserve, where the reserve is the larger of floor ×
+    weights and of the greatest forward and backward reserves of all ops but the last.
     """
     choice = np.zeros(8, np.int64)
     for i in range(len(compute)):
@@ -208,7 +208,7 @@ def stage_times(  # type: ignore[no-untyped-def]
                 most_backward = max(most_backward, backward_reserve[last - 1])
             if not cuts[last + 1]:
                 continue
-            fixed = state * weight + max(most_forward + most_backward, weight) - limit
+            fixed = state * weight + max(most_forward + most_backward, floor * weight) - limit
             first_block, last_block, low = block_of[i], block_of[last], 1
             n0, n1, t0, t1 = count_blocks(count, first_block + 1, last_block)
             for k in range(times.shape[0]):
@@ -280,8 +280,8 @@ def warm() -> None:
     offset, width, times = np.arange(6) * 6, np.arange(6, 0, -1), np.full((2, 36), np.inf)
     fit_stage(1.0, 1.0, 1, head[:, 0], tail[:, 1], full, 0, 0, 0, 0, least, np.ones(1), np.zeros(8, np.int64))
     fit_stage(1.0, 1.0, 1, head[:, 0], head[:, 3], full, 0, 0, 0, 0, least, np.ones(1), np.zeros(8, np.int64))
-    stage_times(ones, ones, ones, ones, ones, ones, head, tail, full, least, np.ones(1), prices, blocks, starts, count, 1.0, 9.0,
-                np.ones(7, np.bool_), False, offset, width, times)  # fmt: skip
+    stage_times(ones, ones, ones, ones, ones, ones, head, tail, full, least, np.ones(1), prices, blocks, starts, count, 1.0, 1.0,
+                9.0, np.ones(7, np.bool_), False, offset, width, times)  # fmt: skip
     shape = (3, 3, 7)
     table = np.zeros(shape), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     partition(np.inf, True, 2, 2, np.array([1]), offset[None], width[None], times, np.zeros((1, 2, 7)), np.zeros((1, 2, 7)), *table)

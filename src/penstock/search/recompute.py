@@ -63,7 +63,8 @@ def _excess(space: StageSpace, stage: StageChoice) -> float:
     c, machine, ops = space.costs[stage.option], space.machine, slice(stage.first, stage.last)
     but_last = slice(stage.first, stage.last - 1)
     weights = float(c.weights[ops].sum())
-    reserve = max(float(c.forward_reserve[but_last].max(initial=0.0) + c.backward_reserve[but_last].max(initial=0.0)), weights)
+    reserves = float(c.forward_reserve[but_last].max(initial=0.0) + c.backward_reserve[but_last].max(initial=0.0))
+    reserve = max(reserves, machine.least_reserve * weights)
     held = float(c.entering[stage.first] + c.kept[ops].sum())
     return machine.state_factor * weights + reserve + held * (stage.behind + 1) - machine.memory_limit
 

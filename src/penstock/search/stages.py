@@ -67,6 +67,8 @@ class Machine:
     memory_limit: float
     state_factor: float
     """Weights, gradients and optimizer state as a multiple of the weights."""
+    least_reserve: float = 1.0
+    """The reserve is at least this multiple of the weights."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +216,8 @@ def build_space(
     for c, level, at, wide in zip(costs, levels, offset, width, strict=True):
         stage_times(
             c.compute, c.kept, c.weights, c.forward_reserve, c.backward_reserve, c.entering, level.head, level.tail, level.full,
-            level.least, level.unit, level.prices, blocks.of_op, blocks.start, blocks.count, machine.state_factor, machine.memory_limit,
-            allowed, relaxed, at, wide, times,
+            level.least, level.unit, level.prices, blocks.of_op, blocks.start, blocks.count, machine.state_factor, machine.least_reserve,
+            machine.memory_limit, allowed, relaxed, at, wide, times,
         )  # fmt: skip
     enter, leave = (np.stack([getattr(c, name) for c in costs]) for name in ("enter", "leave"))
     return StageSpace(tuple(costs), levels, blocks, machine, offset, width, times, enter, leave)
