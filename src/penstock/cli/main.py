@@ -36,7 +36,7 @@ class Verb(NamedTuple):
 VERBS: tuple[Verb, ...] = (
     Verb("demo", "demo", "Measure a small model on this machine, plan for it, and explain the plan."),
     Verb("profile", "profile", "Measure a model's ops on this machine's device."),
-    Verb("search", "search", "Find the best uniform plans for a model on a cluster."),
+    Verb("search", "search", "Find the best plans for a model on a cluster."),
     Verb("explain", "explain", "Say where a plan's time, memory and money go."),
     Verb("check", "check", "Prove a plan valid, or say everything that is wrong with it."),
     Verb("import", "import_", "Trace your own torch module into a model description."),

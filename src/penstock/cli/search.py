@@ -1,4 +1,4 @@
-"""`penstock search`: the best uniform plans for a model on a cluster."""
+"""`penstock search`: the best plans for a model on a cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["choice_row", "choices_table", "search"]
 
-_COLUMNS = ("pp", "tp", "replicas", "micro-batch", "recompute", "zero", "time", "tokens/s", "MFU", "peak memory", "price")
+_COLUMNS = ("kind", "pp", "tp", "dp", "replicas", "micro-batch", "recompute", "zero", "time", "tokens/s", "MFU", "peak memory", "price")
 
 
 def search(
@@ -31,9 +31,10 @@ def search(
     path: Annotated[Path | None, typer.Option("--out", help="Write the best plan to this file.")] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Find the fastest uniform plans: the grid of equal stages, one tp degree, one micro-batch size, recompute none or full, ZeRO 0 or 1.
+    """Find the fastest plans: all uniform ones (equal stages, one tp degree, recompute none or full, ZeRO 0 or 1), and on equal devices
+    also plans with stages of any size, cut between any two ops, with their own degrees and recomputed ops.
 
-    Status 3 if no plan of the grid fits the devices' memory.
+    Status 3 if no plan fits the devices' memory.
 
     Example: penstock search --model gpt-1.3b --cluster 4xa100-40gb --global-batch 64 --out plan.json
     """
@@ -42,10 +43,10 @@ def search(
         if value is not None and value < 1:
             raise InputError(f"{name} is {value}; 1 or more was expected.")
     from penstock.plans.schema import write_plan
-    from penstock.search import best_plans
+    from penstock.search import search_plans
 
     with progress("estimating plans", quiet=True) as bar:
-        found = best_plans(
+        found = search_plans(
             model, cluster, global_batch, costs=costs, seq_length=seq_length, micro_batches=sizes, memory_limit_bytes=limit_bytes, top=top,
             progress=bar.advance,
         )  # fmt: skip
@@ -54,7 +55,7 @@ def search(
     if json:
         print_json({"model": model, "cluster": cluster, "costs": costs, "out": path, "plans": [choice_row(choice) for choice in found]})
         return
-    out().print(choices_table(f"best uniform plans of {model} on {cluster}, global batch {global_batch} ({costs})", found))
+    out().print(choices_table(f"best plans of {model} on {cluster}, global batch {global_batch} ({costs})", found))
     for note in found[0].estimate.notes:
         out().print(f"note: {note}", markup=False, soft_wrap=True)
     if path is not None:
@@ -80,11 +81,13 @@ def _limit_bytes(limit_gb: float | None) -> float:
 
 
 def choice_row(choice: Choice) -> dict[str, Any]:
-    """A plan of the grid in one flat object."""
+    """A plan in one flat object."""
     plan, found = choice.plan, choice.estimate
     return {
+        "kind": choice.kind,
         "pp": plan.num_stages,
         "tp": choice.tp,
+        "dp": choice.dp,
         "replicas": plan.num_replicas,
         "micro_batch": plan.micro_batching.samples,
         "num_micro_batches": found.num_micro_batches,
@@ -105,7 +108,7 @@ def choices_table(title: str, choices: list[Choice]) -> Any:
     rows = []
     for choice in choices:
         row = choice_row(choice)
-        degrees = [row[name] for name in ("pp", "tp", "replicas", "micro_batch", "recompute", "zero")]
+        degrees = [row[name] for name in ("kind", "pp", "tp", "dp", "replicas", "micro_batch", "recompute", "zero")]
         speed = "-" if row["tokens_per_s"] is None else format_count(row["tokens_per_s"])
         price = "-" if row["price_usd"] is None else format_usd(row["price_usd"])
         rows.append([*degrees, format_time(row["time_s"]), speed, f"{row['mfu']:.1%}", format_bytes(row["peak_bytes"]), price])

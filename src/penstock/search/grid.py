@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import OpRange
 
-__all__ = ["Choice", "best_plans", "uniform_plans"]
+__all__ = ["Choice", "best_plans", "frame_of", "micro_batch_sizes", "resolved", "uniform_plans"]
 
 _BESIDE = ("embedding", "stem", "bridge", "head")
 """Blocks that are not recomputed, as in `plans.build`."""
@@ -44,16 +44,32 @@ class Choice:
 
     plan: Plan
     estimate: Estimate
+    kind: str = "grid"
 
     @property
-    def tp(self) -> int:
-        """The one tensor-parallel degree."""
-        return self.plan.stages[0].degrees.tp
+    def tp(self) -> int | str:
+        """The tensor-parallel degree, or the range of degrees where stages differ."""
+        return _range([stage.degrees.tp for stage in self.plan.stages])
+
+    @property
+    def dp(self) -> int | str:
+        """The same for the degree that divides a micro-batch."""
+        return _range([stage.degrees.dp for stage in self.plan.stages])
 
     @property
     def recompute(self) -> str:
-        """`full` or `none`."""
-        return _recompute(self.plan)
+        """`none`, `full`, or how many ops."""
+        again = sum(len(stage.recomputed()) for stage in self.plan.stages)
+        return f"{again} ops" if self.uneven and again else _recompute(self.plan)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether it came from the exact search, with stages of any size."""
+        return self.kind == "exact"
+
+
+def _range(values: Sequence[int]) -> int | str:
+    return values[0] if min(values) == max(values) else f"{min(values)}-{max(values)}"
 
 
 def _recompute(plan: Plan) -> str:
@@ -75,10 +91,10 @@ def best_plans(
         raise InputError(f"top is {top}; 1 or more was expected.")
     if not memory_limit_bytes > 0:
         raise InputError(f"the memory limit is {memory_limit_bytes} bytes; more than 0 was expected.")
-    model, cluster = _resolved(model_ref, cluster_ref)
+    model, cluster = resolved(model_ref, cluster_ref)
     source = open_costs(costs, cluster) if isinstance(costs, str) else costs
-    frame = _frame(model_ref, cluster_ref, model, cluster, global_batch, seq_length)
-    shapes = {share_shape(frame, samples) for samples in _sizes(global_batch, 1, micro_batches)}
+    frame = frame_of(model_ref, cluster_ref, model, cluster, global_batch, seq_length)
+    shapes = {share_shape(frame, samples) for samples in micro_batch_sizes(global_batch, 1, micro_batches)}
     estimator = Estimator(model, cluster, source, memory_limit_bytes, shapes)
     plans = _plans(model, cluster, frame, micro_batches, max_tp)
     fitting, least, too_large = [], None, set()
@@ -104,18 +120,19 @@ def uniform_plans(
     max_tp: int | None = None,
 ) -> Iterator[Plan]:  # fmt: skip
     """Every valid plan of the grid, small micro-batches before large ones."""
-    model, cluster = _resolved(model_ref, cluster_ref)
-    return _plans(model, cluster, _frame(model_ref, cluster_ref, model, cluster, global_batch, seq_length), micro_batches, max_tp)
+    model, cluster = resolved(model_ref, cluster_ref)
+    return _plans(model, cluster, frame_of(model_ref, cluster_ref, model, cluster, global_batch, seq_length), micro_batches, max_tp)
 
 
-def _resolved(model_ref: str, cluster_ref: str) -> tuple[Model, Cluster]:
+def resolved(model_ref: str, cluster_ref: str) -> tuple[Model, Cluster]:
+    """The model and the cluster that two texts name."""
     from penstock.clusters import resolve_cluster
     from penstock.models.catalog import resolve_model
 
     return resolve_model(model_ref), resolve_cluster(cluster_ref)
 
 
-def _frame(model_ref: str, cluster_ref: str, model: Model, cluster: Cluster, global_batch: int, seq_length: int | None) -> Plan:
+def frame_of(model_ref: str, cluster_ref: str, model: Model, cluster: Cluster, global_batch: int, seq_length: int | None) -> Plan:
     """What all plans have in common, as the plan for one device; what is wrong with the request is wrong with it."""
     frame = Plan(
         model_reference(model_ref),
@@ -141,7 +158,7 @@ def _plans(model: Model, cluster: Cluster, frame: Plan, micro_batches: Sequence[
             replicas = cluster.num_devices // tp // pp
             for recompute in (False, True):
                 for zero in (0, 1) if replicas > 1 else (0,):
-                    if not (sizes := _sizes(frame.global_batch, replicas, micro_batches)):
+                    if not (sizes := micro_batch_sizes(frame.global_batch, replicas, micro_batches)):
                         continue
                     stages = tuple(_stages(model, pp, tp, replicas, recompute, zero))
                     for samples in sizes:
@@ -162,7 +179,7 @@ def _pipeline_degrees(model: Model, num_groups: int) -> list[int]:
     return [pp for pp in range(1, min(num_groups, most) + 1) if num_groups % pp == 0]
 
 
-def _sizes(global_batch: int, replicas: int, given: Sequence[int]) -> list[int]:
+def micro_batch_sizes(global_batch: int, replicas: int, given: Sequence[int]) -> list[int]:
     """Micro-batch sizes that divide a replica's share, smallest first."""
     if given and min(given) < 1:
         raise InputError(f"micro_batches has {min(given)}; 1 or more samples were expected.")
