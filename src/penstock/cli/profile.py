@@ -42,21 +42,21 @@ def profile(
     profiler = Profiler.open(path, device)
     for other in merge or []:
         profiler.profile.merge(read_profile(other))
-    units = profiler.units(models, degrees) if rank == 0 else []
-    if rank == 0 and models and not units and not profiler.here.series:
+    profiler.here.links[:] = measure_links(profiler.device) or profiler.here.links  # first, so that no rank waits for another's ops
+    if rank:
+        return
+    units = profiler.units(models, degrees)
+    if models and not units and not profiler.here.series:
         from penstock.errors import InputError
 
         raise InputError(f"--tp is '{tp}', which divides no op of {', '.join(known.name for known in models)}. Use 1, or powers of two.")
-    with progress("profiling", len(units), quiet=json or rank > 0) as bar:
+    with progress("profiling", len(units), quiet=json) as bar:
 
         def report(name: str) -> None:
             bar.describe(name)
             bar.advance()
 
         done = profiler.run(units, time_budget_s=time_budget or float("inf"), progress=report)
-    profiler.here.links[:] = measure_links(profiler.device) or profiler.here.links
-    if rank:
-        return
     profiler.profile.write(path)
     _tell(profiler, path, len(units) - done, json)
 

@@ -17,7 +17,7 @@ from penstock.costs.profile import DeviceProfile, OptimizerPoint, Profile, Serie
 from penstock.costs.profiled import DeviceCosts
 from penstock.costs.stage import rerun_positions
 from penstock.models.modules import TORCH_DTYPES, Batch, Chain, TensorParallel, build_chain, random_batch
-from penstock.models.ops import ITEM_BYTES, Model, PlacedOp
+from penstock.models.ops import ITEM_BYTES, Model, PlacedOp, TensorSpec
 from penstock.profiling.grid import Lengths, Limits, attention_grid, mixed_lengths, refine, sweep_lengths, sweep_size
 from penstock.profiling.local import device_facts
 from penstock.profiling.marks import times_for
@@ -30,6 +30,8 @@ COPIES = 3
 """Copies of a repeated block in a measured chain; the inner ones count."""
 WARMUP_S = 0.2
 """How long a GPU works on a large shape before it is timed."""
+RESTLESS = 0.1
+"""Spread above which a measurement is made again."""
 LASTING_S = 2.0
 """How long a chain runs without a pause to see what lasting load does to it."""
 
@@ -180,10 +182,7 @@ class Profiler:
         inputs = (model or unit.model).carry_before(start)
         repeats = 4 if self.device.type == "cuda" else 2
         try:
-            found = measure_ops(
-                list(chain.ops), places, batch, inputs, tp=unit.tp, warmups=repeats // 2, repeats=repeats,
-                warmup_s=WARMUP_S if self.device.type == "cuda" else 0.0,
-            )  # fmt: skip
+            found = min(self._tries(unit, chain, places, batch, inputs, repeats), key=_unrest)
         except torch.OutOfMemoryError:
             self.here.out_of_memory.append(f"{unit.name} {batch.shape}")
             torch.cuda.empty_cache()
@@ -198,6 +197,19 @@ class Profiler:
                 values = {name: value for name, value in asdict(m).items() if name != "signature"}
                 self.here.add(key, op.kind, size=size, length=mean if length is None else length, **values)
         return found
+
+    def _tries(
+        self, unit: Unit, chain: Chain, places: Sequence[PlacedOp], batch: Batch, inputs: Sequence[TensorSpec], repeats: int
+    ) -> Iterator[list[OpMeasure]]:
+        """One measurement; a second one where the first was disturbed."""
+        for _ in range(2):
+            found = measure_ops(
+                list(chain.ops), places, batch, inputs, tp=unit.tp, warmups=repeats // 2, repeats=repeats,
+                warmup_s=WARMUP_S if self.device.type == "cuda" else 0.0,
+            )  # fmt: skip
+            yield found
+            if _unrest(found) < RESTLESS:
+                return
 
     def _known_elsewhere(self, key: SeriesKey, unit: Unit) -> bool:
         """Ops that tp or algo do not change are measured once, in the plain sweep."""
@@ -266,6 +278,12 @@ class Profiler:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def _unrest(found: Sequence[OpMeasure]) -> float:
+    """How far the repeats of a measurement lie apart, weighted by time."""
+    total = sum(m.forward_s + m.backward_s for m in found)
+    return sum(m.spread * (m.forward_s + m.backward_s) for m in found) / max(total, 1e-12)
 
 
 def _rows_for(place: PlacedOp, size: int, length: int) -> Lengths:

@@ -1,7 +1,7 @@
 """Search over Aceso's tables with degrees and splits of each op, as its Wide-ResNet plans need them.
 
-The programme first runs on times that no stage can be below. The stages of its answer are then solved exactly and their true times put
-in place, until an answer consists of solved stages alone: it is the best plan, and the first answer is a bound.
+The programme first runs on times that no stage can be below. The stages of its answer are then solved and their true times put in
+place, until an answer consists of solved stages alone; the first answer is a bound.
 """
 
 from __future__ import annotations

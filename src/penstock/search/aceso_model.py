@@ -35,7 +35,7 @@ class AcesoProblem:
 
     def machine(self) -> Machine:
         """fp16 training keeps weights, fp32 masters, gradients and moments: 8 × the weights; fp32 training 4 ×."""
-        return Machine(self.num_nodes * self.per_node, self.per_node, self.memory_mb, 4.0 if self.family == "resnet" else 8.0)
+        return Machine(self.num_nodes * self.per_node, self.per_node, float(self.memory_mb), 4.0 if self.family == "resnet" else 8.0)
 
 
 def shares_storage(op: str) -> bool:

@@ -184,11 +184,12 @@ def count_blocks(count, first, last):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def stage_times(  # type: ignore[no-untyped-def]
     compute, kept, weights, forward_reserve, backward_reserve, entering, head, tail, full, least, unit, prices, block_of, block_start,
-    count, state, floor, limit, cuts, relaxed, offset, width, times,
+    count, state, floor, limit, longest, cuts, relaxed, offset, width, times,
 ):  # fmt: skip
     """times[k, pair]: compute and recomputation of ops i..j with k stages behind; infinite where it cannot fit.
 
-    `relaxed` gives a time that no recomputation can be below instead of one that is reached.
+    `relaxed` gives a time that no recomputation can be below instead of one that is reached. Stages above `longest` are left out: more
+    stages behind only make them longer.
 
     Memory is state × weights + (entering + kept - saved) × (k + 1) + peak + reserve, where the reserve is the larger of floor ×
     weights and of the greatest forward and backward reserves of all ops but the last.
@@ -227,7 +228,7 @@ def stage_times(  # type: ignore[no-untyped-def]
                     extra, low = bound_stage(k + 1.0, excess, low, head[:, i], end, full, n0, n1, t0, t1, prices)
                 else:
                     extra, low = fit_stage(k + 1.0, excess, low, head[:, i], end, full, n0, n1, t0, t1, least, unit, choice)
-                if extra == np.inf:
+                if time + extra > longest:
                     break
                 times[k, offset[i] + d] = time + extra
 
@@ -244,20 +245,23 @@ def partition(tau, minimax, num_devices, per_node, devices_of, offset, width, ti
     best[0, 0, num_ops] = 0.0
     for k in range(best.shape[0] - 1):
         for u in range(num_devices):
-            low, high = num_ops + 1, -1
-            for j in range(num_ops + 1):
-                if best[k, u, j] < np.inf:
-                    low, high = min(low, j), j
+            ends = np.flatnonzero(best[k, u] < np.inf)
             for c in range(len(devices_of)):
                 first = num_devices - u - devices_of[c]
-                if high < 0 or first < 0 or first // per_node != (num_devices - u - 1) // per_node:
+                if len(ends) == 0 or first < 0 or first // per_node != (num_devices - u - 1) // per_node:
                     continue
                 arrives = 1 if first > 0 and first % per_node == 0 else 0
                 departs = 1 if (num_devices - u) % per_node == 0 else 0
                 v = u + devices_of[c]
-                for i in range(high):
-                    least = best[k + 1, v, i]
-                    for j in range(max(low, i + 1), min(high, i + width[c, i]) + 1):
+                low = 0
+                for i in range(ends[-1]):
+                    while ends[low] <= i:
+                        low += 1
+                    least, furthest = best[k + 1, v, i], i + width[c, i]
+                    for e in range(low, len(ends)):
+                        j = ends[e]
+                        if j > furthest:
+                            break
                         rest = best[k, u, j]
                         time = times[k, offset[c, i] + j - i - 1] + enter[c, arrives, i] + leave[c, departs, j]
                         value = max(rest, time) if minimax else rest + time
@@ -278,10 +282,11 @@ def warm() -> None:
     least_times(ones, ones, 0, 3, True, 0.5, least[0], parents)
     full, count, blocks = np.ascontiguousarray(head[:, :1]), np.array([[0, 1, 2]]), np.array([0, 0, 0, 1, 1, 1])
     offset, width, times = np.arange(6) * 6, np.arange(6, 0, -1), np.full((2, 36), np.inf)
+    count_blocks(count, 0, 1)
     fit_stage(1.0, 1.0, 1, head[:, 0], tail[:, 1], full, 0, 0, 0, 0, least, np.ones(1), np.zeros(8, np.int64))
     fit_stage(1.0, 1.0, 1, head[:, 0], head[:, 3], full, 0, 0, 0, 0, least, np.ones(1), np.zeros(8, np.int64))
     stage_times(ones, ones, ones, ones, ones, ones, head, tail, full, least, np.ones(1), prices, blocks, starts, count, 1.0, 1.0,
-                9.0, np.ones(7, np.bool_), False, offset, width, times)  # fmt: skip
+                9.0, np.inf, np.ones(7, np.bool_), False, offset, width, times)  # fmt: skip
     shape = (3, 3, 7)
     table = np.zeros(shape), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     partition(np.inf, True, 2, 2, np.array([1]), offset[None], width[None], times, np.zeros((1, 2, 7)), np.zeros((1, 2, 7)), *table)

@@ -60,9 +60,10 @@ def best_chain(  # type: ignore[no-untyped-def]
     first, last, held, limit, buckets, state, compute, forward, kept, forward_reserve, backward_reserve, weights, entering, enter, leave,
     reshard, edge, allowed, chosen,
 ):  # fmt: skip
-    """The fastest states of ops first..last that fit; returns its time, infinite if none does. `chosen` receives the state of each op.
+    """Fast states of ops first..last that fit; returns their time, infinite if none was found. `chosen` receives the state of each op.
 
-    Labels are kept for each state and bucket of memory, the fastest of each, with all their memory exactly.
+    Labels are kept for each state and bucket of memory, the fastest of each, with all their memory exactly; a slower one in the same
+    bucket that would have had the smaller peak in the end is lost.
     """
     states, n = 2 * compute.shape[0], last - first
     # Of a label: time, weights, held by one micro-batch, open segment, largest segment, largest reserves.

@@ -210,22 +210,24 @@ def build_space(
 
     num_ops = len(costs[0].compute)
     allowed = np.ones(num_ops + 1, np.bool_) if cuts is None else cuts
-    offset, width = stage_widths([c.compute for c in costs], longest)
+    offset, width = stage_widths([c.compute for c in costs], longest, allowed)
     times = np.full((max_stages, int(width.sum())), np.inf)
     levels = tuple(_levels(c, blocks) for c in costs)
     for c, level, at, wide in zip(costs, levels, offset, width, strict=True):
         stage_times(
             c.compute, c.kept, c.weights, c.forward_reserve, c.backward_reserve, c.entering, level.head, level.tail, level.full,
             level.least, level.unit, level.prices, blocks.of_op, blocks.start, blocks.count, machine.state_factor, machine.least_reserve,
-            machine.memory_limit, allowed, relaxed, at, wide, times,
+            machine.memory_limit, longest, allowed, relaxed, at, wide, times,
         )  # fmt: skip
     enter, leave = (np.stack([getattr(c, name) for c in costs]) for name in ("enter", "leave"))
     return StageSpace(tuple(costs), levels, blocks, machine, offset, width, times, enter, leave)
 
 
-def stage_widths(computes: Sequence[Floats], longest: float) -> tuple[Ints, Ints]:
-    """`offset` and `width` of a table of all stages of at most `longest` compute, option by option."""
+def stage_widths(computes: Sequence[Floats], longest: float, cuts: NDArray[np.bool_] | None = None) -> tuple[Ints, Ints]:
+    """`offset` and `width` of a table of all stages of at most `longest` compute that begin at a cut, option by option."""
     width = np.stack([_widths(compute, longest) for compute in computes])
+    if cuts is not None:
+        width *= cuts[:-1]
     return (np.cumsum(width.ravel()) - width.ravel()).reshape(width.shape), width
 
 
