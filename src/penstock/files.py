@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 import tempfile
+import textwrap
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import InputError
+from penstock.errors import InputError, near_misses
 
-__all__ = ["describe_validation_error", "read_json", "read_text", "read_yaml", "write_bytes", "write_json", "write_text"]
+__all__ = ["describe_validation_error", "read_json", "read_text", "read_yaml", "short_repr", "write_bytes", "write_json", "write_text"]
 
 
 def read_text(path: str | Path, what: str) -> str:
@@ -122,11 +125,28 @@ def write_json(path: str | Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
-def describe_validation_error(error: Any, what: str) -> str:
-    """One line per problem that pydantic found: the field, the value given, what was expected."""
+def short_repr(value: object) -> str:
+    """A value as text, however large or nested it is."""
+    return textwrap.shorten(reprlib.repr(value), 120, placeholder=" …")
+
+
+def describe_validation_error(error: Any, what: str, fields: Mapping[str, Iterable[str]] | None = None) -> str:
+    """One line per problem that pydantic found: the field, the value given, what was expected.
+
+    `fields` has the known fields of each owner ("" is the top), from which the nearest to an unknown one are named.
+    """
     lines = []
     for problem in error.errors():
         field = ".".join(str(part) for part in problem["loc"]) or "(top level)"
-        given = "" if problem["type"] == "missing" else f" (got {problem.get('input')!r})"
-        lines.append(f"  {field}: {problem['msg']}{given}")
+        given = "" if problem["type"] == "missing" else f" (got {short_repr(problem.get('input'))})"
+        lines.append(f"  {field}: {_explained(problem, fields or {})}{given}")
     return f"{what} is not valid:\n" + "\n".join(lines)
+
+
+def _explained(problem: Any, fields: Mapping[str, Iterable[str]]) -> str:
+    """pydantic's own words, or for an unknown field the nearest known ones."""
+    *parents, field = problem["loc"] or ("",)
+    owner = next((str(part) for part in reversed(parents) if isinstance(part, str)), "")
+    if problem["type"] != "extra_forbidden" or owner not in fields:
+        return str(problem["msg"])
+    return f"this field does not exist. {near_misses(str(field), fields[owner])}"

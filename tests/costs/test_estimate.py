@@ -44,7 +44,9 @@ class Plain(Roofline):
             table, forward_s=none + FORWARD_S, backward_s=none + BACKWARD_S, forward_comm_s=none, backward_comm_s=none
         )
 
-    def optimizer_s(self, num_parameters: float, device: str, state_bytes_per_parameter: float = 16.0) -> float:
+    def optimizer_s(
+        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0
+    ) -> float:
         return STEP_S
 
 

@@ -145,7 +145,7 @@ def test_boundaries_are_what_a_cut_sends() -> None:
 
 
 def test_the_prediction_is_near_what_an_h200_was_measured_to_do() -> None:
-    # GPT 1.4B, packed, forward and backward: 62 to 65 thousand tokens a second (design.md).
+    # GPT 1.4B, packed, forward and backward: 62 to 65 thousand tokens a second.
     shape = Shape.packed([400] * 40)
     costs = table([shape])
     total_s = (costs.forward_s + costs.backward_s)[costs.chain, 0, 0, 0, 0].sum()
@@ -154,12 +154,12 @@ def test_the_prediction_is_near_what_an_h200_was_measured_to_do() -> None:
 
 def test_optimizer_and_transfers() -> None:
     curve = load_calibration().of("h200-141gb").curves("optimizer").bytes
-    assert ROOFLINE.optimizer_s(1e9, "h200", 16) == pytest.approx(curve.time_s(40e9, 4.8e12))
-    assert ROOFLINE.optimizer_s(0, "h200", 16) == 0
+    assert ROOFLINE.optimizer_s(1e9, "h200") == pytest.approx(curve.time_s(40e9, 4.8e12))
+    assert ROOFLINE.optimizer_s(0, "h200") == 0
     assert ROOFLINE.transfer_s(1e9, H200, 0, 1) == pytest.approx(4e-6 + 1e9 / 450e9)
     assert ROOFLINE.collective_s("all_reduce", 1e9, H200, range(8)) == collective_s("all_reduce", 1e9, H200, range(8))
     with pytest.raises(InputError, match="unheard"):
-        ROOFLINE.optimizer_s(1e9, "unheard", 16)
+        ROOFLINE.optimizer_s(1e9, "unheard")
     with pytest.raises(InputError, match="0 and 1"):
         table([])
 

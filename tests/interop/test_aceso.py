@@ -110,7 +110,7 @@ def test_collectives_and_messages(folder: Path, two_nodes: Cluster) -> None:
     assert source.transfer_s(0, two_nodes, 0, 1) == 0.0
     assert (source.p2p_intra.exact_us(8), source.p2p_intra.exact_us(1)) == (8 / 0.04, 1 / 0.01)
     assert source.p2p_inter_gb_per_s.tolist() == source.p2p_intra_gb_per_s.tolist() == [10, 20, 40]
-    assert source.optimizer_s(1e9, "v100-32gb", 16) == 0.0
+    assert source.optimizer_s(1e9, "v100-32gb") == 0.0
 
 
 def test_wrong_requests_are_explained(folder: Path, two_nodes: Cluster) -> None:

@@ -97,7 +97,7 @@ def test_state_links_and_configs(folder: Path, two_nodes: Cluster) -> None:
     assert source.transfer_s(6e8, two_nodes, 0, 1) == pytest.approx(1e-3)
     assert source.transfer_s(1e7, two_nodes, 0, 4) == pytest.approx(5e-3)
     assert source.collective_s("all_gather", 1e10, two_nodes, (0, 4)) == pytest.approx(0.5)
-    assert source.optimizer_s(1e9, "a100-40gb", 16) == 0.0
+    assert source.optimizer_s(1e9, "a100-40gb") == 0.0
     config = source.configs()["small"]
     assert (config.layers, config.rc, config.noperm, config.memory_limit_bytes) == (4, ("none",), True, 1e8)
 

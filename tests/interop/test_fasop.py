@@ -91,7 +91,7 @@ def test_links_node_kinds_and_settings(folder: Path, two_nodes: Cluster) -> None
     assert source.transfer_s(1e9, two_nodes, 3, 4) == pytest.approx(0.105)
     assert source.collective_s("all_reduce", 1e9, two_nodes, range(8)) == pytest.approx(2 * 7 / 8 * 0.1)
     assert source.collective_s("all_reduce", 1e9, two_nodes, [3]) == 0.0
-    assert source.optimizer_s(1e9, "a100", 16) == 0.0
+    assert source.optimizer_s(1e9, "a100") == 0.0
     kind = source.node_kinds()["A"]
     assert (kind.device, kind.gpus_per_node, kind.intra_bandwidth_bytes_per_s, kind.inter_bandwidth_bytes_per_s) == ("a100", 4, 1e9, 5e8)
     assert (kind.memory_bytes, kind.price_usd_per_h) == (2 * 2**30, 3.5)

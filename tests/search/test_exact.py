@@ -6,21 +6,16 @@ import math
 
 import pytest
 
-from penstock.costs.estimate import Estimator
-from penstock.costs.sources import open_costs
 from penstock.errors import InfeasibleError
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import check_plan
 from penstock.search.best import search_plans
 from penstock.search.exact import exact_plans
-from penstock.search.grid import best_plans, frame_of, micro_batch_sizes, resolved
+from penstock.search.grid import Request, best_plans
 
 
 def exact(model_ref: str, cluster_ref: str, batch: int, limit: float = math.inf, known: float = math.inf) -> list:
-    model, cluster = resolved(model_ref, cluster_ref)
-    estimator = Estimator(model, cluster, open_costs("roofline", cluster), limit)
-    frame = frame_of(model_ref, cluster_ref, model, cluster, batch, None)
-    return list(exact_plans(model, cluster, frame, estimator, micro_batch_sizes(batch, 1, ()), limit, known))
+    return list(exact_plans(Request.of(model_ref, cluster_ref, batch, "roofline", None, (), limit), known))
 
 
 def test_plans_are_valid_fit_and_get_faster() -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import reprlib
-import textwrap
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from penstock.errors import InputError, near_misses
-from penstock.files import describe_validation_error
+from penstock.errors import InputError
+from penstock.files import describe_validation_error, short_repr
 
 __all__ = ["ClusterSpec", "DeviceSpec", "LinkSpec", "NodeSpec", "OverrideSpec", "validate_cluster"]
 
@@ -100,41 +97,11 @@ _MODELS: dict[str, type[_Spec]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Shortened:
-    """A value whose repr stays short however large or nested it is."""
-
-    value: object
-
-    def __repr__(self) -> str:
-        return textwrap.shorten(reprlib.repr(self.value), 120, placeholder=" …")
-
-
-class _Explained:
-    """A pydantic error whose unknown fields come with the nearest known ones."""
-
-    def __init__(self, error: ValidationError) -> None:
-        self._error = error
-
-    def errors(self) -> list[dict[str, Any]]:
-        """pydantic's problems, with values shortened and unknown fields explained."""
-        return [{**problem, "msg": _message(problem), "input": _Shortened(problem["input"])} for problem in self._error.errors()]
-
-
-def _message(problem: Any) -> str:
-    """pydantic's own words, or for an unknown field the nearest known ones."""
-    if problem["type"] != "extra_forbidden":
-        return str(problem["msg"])
-    *parents, field = problem["loc"]
-    owner = next((str(part) for part in reversed(parents) if isinstance(part, str)), "")
-    return f"this field does not exist. {near_misses(str(field), _MODELS[owner].model_fields)}"
-
-
 def validate_cluster(data: Any, what: str) -> ClusterSpec:
     """The checked content of a cluster file; `what` names it in the error."""
     if not isinstance(data, dict):
-        raise InputError(f"{what} holds {_Shortened(data)!r}, a mapping with the field 'nodes' was expected.")
+        raise InputError(f"{what} holds {short_repr(data)}, a mapping with the field 'nodes' was expected.")
     try:
         return ClusterSpec.model_validate(data)
     except ValidationError as error:
-        raise InputError(describe_validation_error(_Explained(error), what)) from None
+        raise InputError(describe_validation_error(error, what, {name: model.model_fields for name, model in _MODELS.items()})) from None

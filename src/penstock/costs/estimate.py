@@ -26,7 +26,6 @@ from penstock.costs.memory import (
     OpBytes,
     OpBytesSource,
     OpPeaks,
-    bytes_per_parameter,
     formula_bytes,
     rank_parameters,
     stage_memory,
@@ -323,15 +322,9 @@ class Estimator:
         """The step over one rank's weights, or its share of them under ZeRO; the slowest of all replicas."""
         num = sum(self._trained(part) / (part.dp * plan.num_replicas if stage.zero else 1) for part in parts_of(stage))
         kinds = self._kinds(tuple(rank for ranks in stage.devices for rank in ranks))
-        return max(self._step_s(plan, num, stage.last - stage.first, device.name) for device in kinds) if num else 0.0
-
-    def _step_s(self, plan: Plan, num_parameters: float, num_tensors: int, device: str) -> float:
-        """A profile's steps are by dtype, which the bytes of state alone do not tell."""
-        if isinstance(self.source, Profiled):
-            measured = self.source.device(device).optimizer_s(num_parameters, num_tensors, plan.precision)
-            if measured is not None:
-                return measured[0]
-        return self.source.optimizer_s(num_parameters, device, float(sum(bytes_per_parameter(plan.precision, plan.optimizer))))
+        tensors = stage.last - stage.first
+        steps = [self.source.optimizer_s(num, device.name, plan.precision, plan.optimizer, tensors) for device in kinds]
+        return max(steps) if num else 0.0
 
     def _group_memory(self, plan: Plan, group: int, samples: int, count: int) -> tuple[MemoryBreakdown, float]:
         """What the fullest device of a group holds, and what it may hold; of several kinds the one that is closest to its limit."""

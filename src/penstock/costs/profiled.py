@@ -157,7 +157,9 @@ class Profiled:
         """One message between two ranks."""
         return collectives.point_to_point_s(size_bytes, cluster, sender, receiver)
 
-    def optimizer_s(self, num_parameters: float, device: str, state_bytes_per_parameter: float) -> float:
-        """From measured steps of the dtype whose weights take this much state."""
-        measured = self.device(device).optimizer_s(num_parameters, 0.0, "bf16" if state_bytes_per_parameter >= 12 else "fp32")
-        return measured[0] if measured else self._roofline.optimizer_s(num_parameters, device, state_bytes_per_parameter)
+    def optimizer_s(
+        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0
+    ) -> float:
+        """From measured steps, which are AdamW's; the roofline's otherwise."""
+        measured = self.device(device).optimizer_s(num_parameters, num_tensors, precision) if optimizer == "adamw" else None
+        return measured[0] if measured else self._roofline.optimizer_s(num_parameters, device, precision, optimizer)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from penstock.clusters import Cluster, Device, resolve_device
 from penstock.costs.collectives import Group, collective_s, group_of, point_to_point_s
 from penstock.costs.efficiency import Calibration, Curve, adds_up, arithmetic_dtype, load_calibration, op_class
+from penstock.costs.memory import bytes_per_parameter
 from penstock.costs.table import CostTable, Floats
 from penstock.errors import InputError
 from penstock.models.kept import kept_per_op
@@ -90,11 +91,13 @@ class Roofline:
         """Time of one message between two ranks."""
         return point_to_point_s(size_bytes, cluster, sender, receiver, sharing)
 
-    def optimizer_s(self, num_parameters: float, device: str, state_bytes_per_parameter: float = 16.0) -> float:
+    def optimizer_s(
+        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0
+    ) -> float:
         """Time of the optimizer step; the state is a weight with its gradient, master copy and moments."""
         known = self._devices.get(device) or resolve_device(device)
         efficiency = self._calibration.of(device)
-        moved = num_parameters * state_bytes_per_parameter * OPTIMIZER_PASSES
+        moved = num_parameters * sum(bytes_per_parameter(precision, optimizer)) * OPTIMIZER_PASSES
         return efficiency.curves("optimizer").bytes.time_s(moved, known.memory_bandwidth_bytes_per_s)
 
 

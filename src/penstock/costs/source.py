@@ -33,6 +33,8 @@ class CostSource(Protocol):
         """Time of one message between two ranks."""
         ...
 
-    def optimizer_s(self, num_parameters: float, device: str, state_bytes_per_parameter: float) -> float:
-        """Time of the optimizer step over this many weights of one rank."""
+    def optimizer_s(
+        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0
+    ) -> float:
+        """Time of the optimizer step over this many weights of one rank, in this many tensors."""
         ...

@@ -177,7 +177,9 @@ class AcesoTables:
         """Time of one message, from the bandwidths measured inside or between nodes."""
         return (self.p2p_intra if same_node(cluster, (sender, receiver)) else self.p2p_inter).time_s(size_bytes)
 
-    def optimizer_s(self, num_parameters: float, device: str, state_bytes_per_parameter: float) -> float:
+    def optimizer_s(
+        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0
+    ) -> float:
         """Zero: Aceso neither measures nor models the optimizer step."""
         return 0.0
 

@@ -187,7 +187,9 @@ class DynaPipeTables:
         bandwidth, latency = self._link(same_node(cluster, (sender, receiver)))
         return latency + size_bytes / bandwidth
 
-    def optimizer_s(self, num_parameters: float, device: str, state_bytes_per_parameter: float) -> float:
+    def optimizer_s(
+        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0
+    ) -> float:
         """Zero: DynaPipe does not model the optimizer step."""
         return 0.0
 

@@ -159,7 +159,9 @@ class FasopTables:
         overhead = _INTRA_OVERHEAD if same_node(cluster, (sender, receiver)) else _INTER_OVERHEAD
         return size_bytes * overhead / cluster.link(sender, receiver).bandwidth_bytes_per_s
 
-    def optimizer_s(self, num_parameters: float, device: str, state_bytes_per_parameter: float) -> float:
+    def optimizer_s(
+        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0
+    ) -> float:
         """Zero: FASOP does not model the optimizer step."""
         return 0.0
 

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import OpRange
 
-__all__ = ["block_ranges", "uniform_cuts", "uniform_plan"]
+__all__ = ["BESIDE", "block_ranges", "uniform_cuts", "uniform_plan", "uniform_stages"]
 
-_NOT_COUNTED = ("embedding", "stem", "bridge", "head")
-"""Blocks that are no share of the work to speak of: they go with a neighbour."""
+BESIDE = ("embedding", "stem", "bridge", "head")
+"""Blocks that are no share of the work to speak of: they go with a neighbour and are not recomputed."""
 
 
 def uniform_plan(
@@ -59,17 +59,10 @@ def uniform_plan(
             f"pp {pp} × tp {tp} × dp {dp} × replicas {replicas} = {needed} devices, but the cluster ({cluster.describe()}) has "
             f"{cluster.num_devices}. Lower a degree, or use a larger cluster."
         )
-    stages = tuple(
-        Stage(
-            *ops,
-            devices=_devices(index % pp, tp * dp, replicas),
-            degrees=Degrees(tp, dp),
-            recompute=(_full_recompute(model, ops),) if recompute == "full" else (),
-            zero=zero,
-            sequence_parallel=sequence_parallel,
-        )
-        for index, ops in enumerate(uniform_cuts(model, pp * chunks))
-    )
+    stages = uniform_stages(
+        model, pp=pp, tp=tp, dp=dp, replicas=replicas, chunks=chunks, recompute=recompute == "full", zero=zero,
+        sequence_parallel=sequence_parallel,
+    )  # fmt: skip
     plan = Plan(
         model_reference(model_ref),
         cluster_reference(cluster_ref),
@@ -84,6 +77,24 @@ def uniform_plan(
     )
     require_valid(plan, model, cluster)
     return plan
+
+
+def uniform_stages(
+    model: Model, *, pp: int, tp: int, dp: int = 1, replicas: int = 1, chunks: int = 1, recompute: bool = False, zero: int = 0,
+    sequence_parallel: bool = False,
+) -> tuple[Stage, ...]:  # fmt: skip
+    """`pp` × `chunks` equal stages; ranks as `_devices` draws them."""
+    return tuple(
+        Stage(
+            *ops,
+            devices=_devices(index % pp, tp * dp, replicas),
+            degrees=Degrees(tp, dp),
+            recompute=(_full_recompute(model, ops),) if recompute else (),
+            zero=zero,
+            sequence_parallel=sequence_parallel,
+        )
+        for index, ops in enumerate(uniform_cuts(model, pp * chunks))
+    )
 
 
 def _require_positive(**sizes: int) -> None:
@@ -115,7 +126,7 @@ def block_ranges(model: Model) -> list[tuple[str, OpRange]]:
 
 def uniform_cuts(model: Model, num_stages: int) -> list[OpRange]:
     """The ops of `num_stages` stages with equal numbers of blocks; embedding and head go with the first and the last."""
-    starts = [first for name, (first, _) in block_ranges(model) if name not in _NOT_COUNTED]
+    starts = [first for name, (first, _) in block_ranges(model) if name not in BESIDE]
     if num_stages > len(starts):
         raise InputError(f"model '{model.name}' has {len(starts)} blocks, too few for {num_stages} stages. Use at most {len(starts)}.")
     cuts = [0, *(starts[index * len(starts) // num_stages] for index in range(1, num_stages)), model.num_ops]
@@ -126,7 +137,7 @@ def _full_recompute(model: Model, ops: OpRange) -> tuple[OpRange, ...]:
     """All blocks of a stage that count, joined where they touch."""
     joined: list[OpRange] = []
     for name, (first, last) in block_ranges(model):
-        if name in _NOT_COUNTED or not ops[0] <= first < ops[1]:
+        if name in BESIDE or not ops[0] <= first < ops[1]:
             continue
         if joined and joined[-1][1] == first:
             joined[-1] = (joined[-1][0], last)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from penstock.errors import InputError, near_misses
+from penstock.errors import InputError
 from penstock.files import describe_validation_error
 from penstock.plans.plan import MAX_PATTERNS
 from penstock.plans.texts import OP_RANGE_PATTERN, OPS_PATTERN, RANKS_PATTERN, parse_op_range, parse_ops, parse_ranks
@@ -175,39 +174,9 @@ _MODELS: dict[str, type[_Spec]] = {
 }
 
 
-@dataclass(frozen=True)
-class _Shortened:
-    """A value whose repr stays short however large or nested it is."""
-
-    value: object
-
-    def __repr__(self) -> str:
-        return reprlib.repr(self.value)
-
-
-@dataclass(frozen=True)
-class _Explained:
-    """A pydantic error whose unknown fields come with the nearest known ones."""
-
-    error: ValidationError
-
-    def errors(self) -> list[dict[str, Any]]:
-        """pydantic's problems, with values shortened and unknown fields explained."""
-        return [{**problem, "msg": _message(problem), "input": _Shortened(problem["input"])} for problem in self.error.errors()]
-
-
-def _message(problem: Any) -> str:
-    """pydantic's own words, or for an unknown field the nearest known ones."""
-    if problem["type"] != "extra_forbidden":
-        return str(problem["msg"])
-    *parents, field = problem["loc"]
-    owner = next((str(part) for part in reversed(parents) if isinstance(part, str)), "")
-    return f"this field does not exist. {near_misses(str(field), _MODELS[owner].model_fields)}"
-
-
 def validate(data: dict[str, Any], where: str) -> PlanSpec:
     """The checked content of a plan; `where` names it in the error."""
     try:
         return PlanSpec.model_validate(data)
     except ValidationError as error:
-        raise InputError(describe_validation_error(_Explained(error), where)) from None
+        raise InputError(describe_validation_error(error, where, {name: model.model_fields for name, model in _MODELS.items()})) from None

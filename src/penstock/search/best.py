@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.costs.estimate import Estimator, with_prediction
-from penstock.costs.sources import open_costs
+from penstock.costs.estimate import with_prediction
 from penstock.errors import InfeasibleError
 from penstock.search.exact import exact_plans
-from penstock.search.grid import Choice, best_plans, frame_of, micro_batch_sizes, resolved
+from penstock.search.grid import Choice, Request, uniform_choices
 
 if TYPE_CHECKING:
     from penstock.costs.source import CostSource
@@ -27,23 +26,16 @@ def search_plans(
     >>> search_plans("gpt-1.3b", "4xa100-40gb", 64, top=1)[0].estimate.fits
     True
     """
+    request = Request.of(model_ref, cluster_ref, global_batch, costs, seq_length, micro_batches, memory_limit_bytes)
     uniform: list[Choice] = []
     none_fits: InfeasibleError | None = None
     try:
-        uniform = best_plans(
-            model_ref, cluster_ref, global_batch, costs=costs, seq_length=seq_length, micro_batches=micro_batches,
-            memory_limit_bytes=memory_limit_bytes, top=top, progress=progress,
-        )  # fmt: skip
+        uniform = uniform_choices(request, top, progress)
     except InfeasibleError as error:
         none_fits = error
-    model, cluster = resolved(model_ref, cluster_ref)
-    source = open_costs(costs, cluster) if isinstance(costs, str) else costs
-    estimator = Estimator(model, cluster, source, memory_limit_bytes)
-    frame = frame_of(model_ref, cluster_ref, model, cluster, global_batch, seq_length)
     known_s = uniform[0].estimate.time_s if uniform else math.inf
-    sizes = micro_batch_sizes(global_batch, 1, micro_batches)
     uneven = []
-    for plan, estimate in exact_plans(model, cluster, frame, estimator, sizes, memory_limit_bytes, known_s):
+    for plan, estimate in exact_plans(request, known_s):
         progress()
         uneven.append(Choice(with_prediction(plan, estimate), estimate, "exact"))
     if not uneven and none_fits is not None:

@@ -15,15 +15,16 @@ import numpy as np
 
 from penstock.costs.memory import CUDA_CONTEXT_BYTES, SLACK, bytes_per_parameter
 from penstock.costs.pipeline import share_shape
+from penstock.plans.build import BESIDE
 from penstock.plans.plan import Degrees, OpRange, Plan, Stage
 from penstock.plans.validity import check_plan
+from penstock.search.grid import Request, micro_batch_sizes
 from penstock.search.partition import best_partition
 from penstock.search.recompute import recompute_flags
 from penstock.search.stages import Blocks, Machine, OptionCosts, StageChoice, StageOption, StageSpace, build_space
 
 if TYPE_CHECKING:
-    from penstock.clusters import Cluster
-    from penstock.costs.estimate import Estimate, Estimator
+    from penstock.costs.estimate import Estimate
     from penstock.models.ops import Model
 
 __all__ = ["exact_plans"]
@@ -31,25 +32,23 @@ __all__ = ["exact_plans"]
 MAX_PIPELINE = 64
 """Devices of one replica up to which its pipeline is solved exactly."""
 MAX_STAGES = 16
-BESIDE = ("embedding", "stem", "bridge", "head")
-"""Blocks whose ops are not recomputed."""
 
 
-def exact_plans(
-    model: Model, cluster: Cluster, frame: Plan, estimator: Estimator, sizes: Sequence[int], limit_bytes: float, known_s: float
-) -> Iterator[tuple[Plan, Estimate]]:
+def exact_plans(request: Request, known_s: float) -> Iterator[tuple[Plan, Estimate]]:
     """Plans that fit and are each faster than those before and than `known_s`, with their estimates."""
+    cluster, frame = request.cluster, request.frame
+    sizes = micro_batch_sizes(frame.global_batch, 1, request.micro_batches)
     per_node = next(iter(cluster.runs)).node.num_devices
     if len(cluster.kinds) > 1 or any(run.node.num_devices != per_node for run in cluster.runs):
         return
     device, _ = cluster.kinds[0]
-    limit = min(limit_bytes, device.memory_bytes)
+    limit = min(request.memory_limit_bytes, device.memory_bytes)
     for replicas in [n for n in range(1, cluster.num_devices + 1) if cluster.num_devices % n == 0]:
         devices = cluster.num_devices // replicas
         if devices > MAX_PIPELINE or frame.global_batch % replicas or (devices % per_node and per_node % devices):
             continue
         for samples in [b for b in sizes if frame.global_batch // replicas % b == 0]:
-            solver = _Solver(model, cluster, frame, estimator, replicas, samples, min(per_node, devices))
+            solver = _Solver(request, replicas, samples, min(per_node, devices))
             found = solver.best(limit, known_s)
             if found is not None and found[1].time_s < known_s:
                 known_s = found[1].time_s
@@ -59,14 +58,12 @@ def exact_plans(
 class _Solver:
     """The search for one number of replicas and one micro-batch size."""
 
-    def __init__(
-        self, model: Model, cluster: Cluster, frame: Plan, estimator: Estimator, replicas: int, samples: int, per_node: int
-    ) -> None:
-        self.model, self.cluster, self.frame, self.estimator = model, cluster, frame, estimator
+    def __init__(self, request: Request, replicas: int, samples: int, per_node: int) -> None:
+        self.model, self.cluster, self.frame, self.estimator = request.model, request.cluster, request.frame, request.estimator
         self.replicas, self.samples, self.per_node = replicas, samples, per_node
-        self.devices = cluster.num_devices // replicas
-        self.count = frame.global_batch // replicas // samples
-        self.blocks = _blocks(model)
+        self.devices = self.cluster.num_devices // replicas
+        self.count = self.frame.global_batch // replicas // samples
+        self.blocks = _blocks(self.model)
 
     def best(self, limit: float, known_s: float) -> tuple[Plan, Estimate] | None:
         """The best plan that fits; where the programme's memory was too hopeful it is asked again with less."""

@@ -19,8 +19,8 @@ from penstock.costs.estimate import Estimate, Estimator, with_prediction
 from penstock.costs.pipeline import share_shape
 from penstock.costs.sources import open_costs
 from penstock.errors import InfeasibleError, InputError
-from penstock.plans.build import block_ranges, uniform_cuts
-from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
+from penstock.plans.build import BESIDE, block_ranges, uniform_stages
+from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.plans.references import cluster_reference, model_reference
 from penstock.plans.validity import check_plan, require_valid
 
@@ -28,12 +28,9 @@ if TYPE_CHECKING:
     from penstock.clusters import Cluster
     from penstock.costs.source import CostSource
     from penstock.models.ops import Model
-    from penstock.plans.plan import OpRange
 
-__all__ = ["Choice", "best_plans", "frame_of", "micro_batch_sizes", "resolved", "uniform_plans"]
+__all__ = ["Choice", "Request", "best_plans", "frame_of", "micro_batch_sizes", "resolved", "uniform_choices", "uniform_plans"]
 
-_BESIDE = ("embedding", "stem", "bridge", "head")
-"""Blocks that are not recomputed, as in `plans.build`."""
 _MAX_DEVICES = 100_000
 """Plans name every rank, and a search makes many plans."""
 
@@ -68,6 +65,33 @@ class Choice:
         return self.kind == "exact"
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a search is asked: the model and cluster that the texts name, what all plans have in common, and who estimates them."""
+
+    model: Model
+    cluster: Cluster
+    frame: Plan
+    estimator: Estimator
+    micro_batches: tuple[int, ...]
+    memory_limit_bytes: float
+
+    @classmethod
+    def of(
+        cls, model_ref: str, cluster_ref: str, global_batch: int, costs: str | CostSource, seq_length: int | None,
+        micro_batches: Sequence[int], memory_limit_bytes: float,
+    ) -> Request:  # fmt: skip
+        """Reads the texts; what is wrong with them is said now."""
+        if not memory_limit_bytes > 0:
+            raise InputError(f"the memory limit is {memory_limit_bytes} bytes; more than 0 was expected.")
+        model, cluster = resolved(model_ref, cluster_ref)
+        source = open_costs(costs, cluster) if isinstance(costs, str) else costs
+        frame = frame_of(model_ref, cluster_ref, model, cluster, global_batch, seq_length)
+        shapes = {share_shape(frame, samples) for samples in micro_batch_sizes(global_batch, 1, micro_batches)}
+        estimator = Estimator(model, cluster, source, memory_limit_bytes, shapes)
+        return cls(model, cluster, frame, estimator, tuple(micro_batches), memory_limit_bytes)
+
+
 def _range(values: Sequence[int]) -> int | str:
     return values[0] if min(values) == max(values) else f"{min(values)}-{max(values)}"
 
@@ -87,30 +111,29 @@ def best_plans(
     >>> choice.plan.predicted.time_s == choice.estimate.time_s
     True
     """
+    request = Request.of(model_ref, cluster_ref, global_batch, costs, seq_length, micro_batches, memory_limit_bytes)
+    return uniform_choices(request, top, progress, max_tp)
+
+
+def uniform_choices(request: Request, top: int, progress: Callable[[], None], max_tp: int | None = None) -> list[Choice]:
+    """The same for a request that was read already."""
     if top < 1:
         raise InputError(f"top is {top}; 1 or more was expected.")
-    if not memory_limit_bytes > 0:
-        raise InputError(f"the memory limit is {memory_limit_bytes} bytes; more than 0 was expected.")
-    model, cluster = resolved(model_ref, cluster_ref)
-    source = open_costs(costs, cluster) if isinstance(costs, str) else costs
-    frame = frame_of(model_ref, cluster_ref, model, cluster, global_batch, seq_length)
-    shapes = {share_shape(frame, samples) for samples in micro_batch_sizes(global_batch, 1, micro_batches)}
-    estimator = Estimator(model, cluster, source, memory_limit_bytes, shapes)
-    plans = _plans(model, cluster, frame, micro_batches, max_tp)
+    plans = _plans(request.model, request.cluster, request.frame, request.micro_batches, max_tp)
     fitting, least, too_large = [], None, set()
     for plan in plans:
         progress()
         kind = (plan.num_stages, plan.stages[0].degrees.tp, _recompute(plan), plan.stages[0].zero)
         if kind in too_large:  # a smaller micro-batch did not fit already
             continue
-        choice = Choice(plan, estimator.estimate(plan))
+        choice = Choice(plan, request.estimator.estimate(plan))
         if choice.estimate.fits:
             fitting.append(choice)
             continue
         too_large.add(kind)
         least = choice if least is None else min(least, choice, key=lambda c: c.estimate.peak_bytes)
     if not fitting:
-        raise _infeasible(model, cluster, global_batch, micro_batches, memory_limit_bytes, least)
+        raise _infeasible(request, least)
     fitting.sort(key=lambda choice: (choice.estimate.time_s, choice.estimate.peak_bytes))
     return [Choice(with_prediction(choice.plan, choice.estimate), choice.estimate) for choice in fitting[:top]]
 
@@ -160,7 +183,7 @@ def _plans(model: Model, cluster: Cluster, frame: Plan, micro_batches: Sequence[
                 for zero in (0, 1) if replicas > 1 else (0,):
                     if not (sizes := micro_batch_sizes(frame.global_batch, replicas, micro_batches)):
                         continue
-                    stages = tuple(_stages(model, pp, tp, replicas, recompute, zero))
+                    stages = uniform_stages(model, pp=pp, tp=tp, replicas=replicas, recompute=recompute, zero=zero)
                     for samples in sizes:
                         batching = replace(frame.micro_batching, samples=samples)
                         plan = replace(frame, stages=stages, num_replicas=replicas, micro_batching=batching)
@@ -175,7 +198,7 @@ def _tp_degrees(model: Model, cluster: Cluster, max_tp: int | None) -> list[int]
 
 
 def _pipeline_degrees(model: Model, num_groups: int) -> list[int]:
-    most = sum(name not in _BESIDE for name, _ in block_ranges(model))
+    most = sum(name not in BESIDE for name, _ in block_ranges(model))
     return [pp for pp in range(1, min(num_groups, most) + 1) if num_groups % pp == 0]
 
 
@@ -190,37 +213,10 @@ def micro_batch_sizes(global_batch: int, replicas: int, given: Sequence[int]) ->
     return [size for size in sizes if share % size == 0]
 
 
-def _stages(model: Model, pp: int, tp: int, replicas: int, recompute: bool, zero: int) -> Iterator[Stage]:
-    """Ranks as in `plans.build`: tp fastest, then replicas, then stages."""
-    for index, (first, last) in enumerate(uniform_cuts(model, pp)):
-        starts = [(index * replicas + replica) * tp for replica in range(replicas)]
-        yield Stage(
-            first,
-            last,
-            devices=tuple(tuple(range(start, start + tp)) for start in starts),
-            degrees=Degrees(tp),
-            recompute=(_blocks(model, first, last),) if recompute else (),
-            zero=zero,
-        )
-
-
-def _blocks(model: Model, first: int, last: int) -> tuple[OpRange, ...]:
-    """The ops of a stage's blocks, joined where they touch."""
-    joined: list[OpRange] = []
-    for name, (start, stop) in block_ranges(model):
-        if name in _BESIDE or not first <= start < last:
-            continue
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return tuple(joined)
-
-
-def _infeasible(
-    model: Model, cluster: Cluster, global_batch: int, micro_batches: Sequence[int], limit_bytes: float, least: Choice | None
-) -> InfeasibleError:
+def _infeasible(request: Request, least: Choice | None) -> InfeasibleError:
     """Why there is no plan: nothing divides, or memory does not suffice, with how much would."""
+    model, cluster, micro_batches = request.model, request.cluster, request.micro_batches
+    global_batch, limit_bytes = request.frame.global_batch, request.memory_limit_bytes
     if least is None:
         sizes = f" into micro-batches of {', '.join(map(str, micro_batches))}" if micro_batches else ""
         multiple = cluster.num_devices * min(micro_batches, default=1)

@@ -192,11 +192,6 @@ class StageSpace:
                     times[:, pairs[full]] = self.times[:, self.offset[c, begin] + ends[full] - begin - 1]
         return replace(self, times=times, enter=np.zeros_like(self.enter), leave=np.zeros_like(self.leave))
 
-    def lower_bound(self) -> float:
-        """Σ of the least device time of each op, spread over all devices: no stage plan's slowest stage is faster."""
-        each = np.min(np.stack([c.compute * c.option.num_devices for c in self.costs]), axis=0)
-        return float(each.sum()) / self.machine.num_devices
-
 
 def build_space(
     costs: Sequence[OptionCosts], blocks: Blocks, machine: Machine, *, max_stages: int, longest: float = np.inf,
