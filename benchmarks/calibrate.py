@@ -98,7 +98,7 @@ def measured_points(profile: DeviceProfile) -> list[Measured]:
         if key.tp > 1 or (key.op, key.dtype) not in found:
             continue
         model_name, op = found[key.op, key.dtype]
-        kind = op_class(op.kind, op.config)
+        kind = op_class(op.kind, op.config, key.layout)
         peak = device.peak_flops_per_s(arithmetic_dtype(kind, key.dtype))
         for size, length, *times in _grid(series):
             shape = shape_at(op, size, length)

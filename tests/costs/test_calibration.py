@@ -123,6 +123,7 @@ def test_convolutions_in_fp32_use_the_matrix_units_and_products_do_not() -> None
 def test_classes_of_ops() -> None:
     assert op_class("attention", {"fused": True, "rotary": None}) == "attention"
     assert op_class("attention", {"fused": True, "rotary": {"theta": 1}}) == "attention_rotary"
+    assert op_class("attention", {"fused": True, "rotary": {"theta": 1}}, "packed") == "attention_rotary_packed"
     assert op_class("attention", {"fused": False}) == "attention_unfused"
     assert [op_class("norm", {"rms": rms}) for rms in (True, False)] == ["rms_norm", "layer_norm"]
     assert [name for name in ("gemm", "attention", "attention_rotary", "attention_unfused", "rms_norm") if adds_up(name)] == [

@@ -97,17 +97,19 @@ def test_more_tokens_take_longer(lengths: list[int], more: int) -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 16), st.integers(1, 2048))
-def test_packing_equal_lengths_is_padding_nothing(rows: int, length: int) -> None:
+def test_packing_equal_lengths_is_padding_nothing_but_for_attention(rows: int, length: int) -> None:
     costs = table([Shape.padded(rows, length), Shape.packed([length] * rows)])
-    assert np.array_equal(costs.forward_s[:, 0], costs.forward_s[:, 1])
-    assert np.array_equal(costs.backward_s[:, 0], costs.backward_s[:, 1])
+    others = [index for index, name in enumerate(costs.op_names) if name != "attention"]
+    assert np.array_equal(costs.forward_s[others, 0], costs.forward_s[others, 1])
+    assert np.array_equal(costs.backward_s[others, 0], costs.backward_s[others, 1])
 
 
 @settings(deadline=None)
 @given(LENGTHS)
-def test_packing_never_costs_more_than_padding(lengths: list[int]) -> None:
+def test_packing_never_costs_more_than_padding_but_in_attention(lengths: list[int]) -> None:
     costs = table([Shape.padded(len(lengths), max(lengths)), Shape.packed(lengths)])
-    assert (costs.forward_s[:, 1] <= costs.forward_s[:, 0]).all()
+    others = [index for index, name in enumerate(costs.op_names) if name != "attention"]
+    assert (costs.forward_s[others, 1] <= costs.forward_s[others, 0]).all()
 
 
 def test_attention_pays_for_squares_and_the_rest_for_tokens() -> None:

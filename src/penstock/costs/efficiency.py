@@ -36,19 +36,25 @@ _CLASSES = {
     "loss": "loss", "class_loss": "loss", "conv": "conv", "downsample": "conv", "batch_norm": "batch_norm",
 }  # fmt: skip
 _NEEDED = {*_CLASSES.values(), "elementwise", "optimizer"}
-_GENERAL = {"attention_rotary": "attention", "attention_unfused": "attention", "layer_norm": "elementwise", "rms_norm": "elementwise"}
+_GENERAL = {
+    "attention_rotary": "attention", "attention_unfused": "attention", "attention_packed": "attention",
+    "attention_rotary_packed": "attention", "layer_norm": "elementwise", "rms_norm": "elementwise",
+}  # fmt: skip
 """Classes that a device need not have: the class that stands for each of them where it is missing."""
 
 
-def op_class(kind: str, config: Mapping[str, Any] | None = None) -> str:
-    """The efficiency class of an op; kinds that only move data are `elementwise`."""
+def op_class(kind: str, config: Mapping[str, Any] | None = None, layout: str = "padded") -> str:
+    """The efficiency class of an op; kinds that only move data are `elementwise`.
+
+    Packed attention is its own class: sequences of mixed lengths leave parts of the device idle.
+    """
     config = config or {}
     if kind == "norm":
         return "rms_norm" if config.get("rms") else "layer_norm"
     if kind == "attention" and not config.get("fused", True):
         return "attention_unfused"
-    if kind == "attention" and config.get("rotary"):
-        return "attention_rotary"
+    if kind == "attention":
+        return "attention" + ("_rotary" if config.get("rotary") else "") + ("_packed" if layout == "packed" else "")
     return _CLASSES.get(kind, "elementwise")
 
 

@@ -69,19 +69,23 @@ class Roofline:
         flops = amounts.of(_backward_flops if backward else lambda op: op.flops)
         traffic = amounts.of(lambda op: op.backward_traffic if backward else op.traffic)
         kernels = _column([op.num_kernels * (BACKWARD_KERNELS if backward else 1) for op in model.distinct_ops])
-        classes = [op_class(op.kind, op.config) for op in model.distinct_ops]
-        adding = _column([adds_up(name) for name in classes])
         idle = (flops == 0) & (traffic == 0)
+        packed = np.array([shape.layout == "packed" for shape in amounts.shapes])[None, :, None]
         times = []
         for device in devices:
-            efficiency = self._calibration.of(device.name)
-            curves = [efficiency.curves(name, backward) for name in classes]
-            peaks = _column([device.peak_flops_per_s(arithmetic_dtype(name, model.dtype)) for name in classes])
-            compute = _curve_times(flops / peaks, [c.flops for c in curves])
-            moving = _curve_times(traffic / device.memory_bandwidth_bytes_per_s, [c.bytes for c in curves])
-            busy = np.where(adding > 0, compute + moving, np.maximum(compute, moving))
-            times.append(np.where(idle, 0.0, busy + kernels * efficiency.launch_s))
+            padded_s, packed_s = (self._busy_s(model, device, flops, traffic, layout, backward) for layout in ("padded", "packed"))
+            launches = kernels * self._calibration.of(device.name).launch_s
+            times.append(np.where(idle, 0.0, np.where(packed, packed_s, padded_s) + launches))
         return np.stack(times, axis=-1)[:, :, :, None, :]
+
+    def _busy_s(self, model: Model, device: Device, flops: Floats, traffic: Floats, layout: str, backward: bool) -> Floats:
+        """[O, S, T] time on one device without launches, with the curves of a layout."""
+        classes = [op_class(op.kind, op.config, layout) for op in model.distinct_ops]
+        curves = [self._calibration.of(device.name).curves(name, backward) for name in classes]
+        peaks = _column([device.peak_flops_per_s(arithmetic_dtype(name, model.dtype)) for name in classes])
+        compute = _curve_times(flops / peaks, [c.flops for c in curves])
+        moving = _curve_times(traffic / device.memory_bandwidth_bytes_per_s, [c.bytes for c in curves])
+        return np.where(_column([adds_up(name) for name in classes]) > 0, compute + moving, np.maximum(compute, moving))
 
     def collective_s(self, kind: str, size_bytes: float, cluster: Cluster, ranks: Sequence[int], sharing: int = 1) -> float:
         """Time of a collective of a tensor of this whole size, while `sharing` groups use the same network."""
@@ -135,7 +139,7 @@ class _Amounts:
         if not shapes or not tps:
             raise InputError(f"a cost table needs shapes and tp degrees; got {len(shapes)} and {len(tps)}.")
         self.model, self.ops, self.num_algos = model, model.distinct_ops, num_algos
-        self.features = feature_matrix(shapes)
+        self.shapes, self.features = shapes, feature_matrix(shapes)
         self.shares = 1 / np.array(tps, dtype=np.float64)
         index = {op.signature: number for number, op in enumerate(self.ops)}
         self.chain = np.array([index[place.op.signature] for place in model.ops], dtype=np.int32)
