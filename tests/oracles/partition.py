@@ -11,30 +11,37 @@ from penstock.search.stages import StageSpace
 
 def best_by_trying(space: StageSpace, num_micro_batches: int) -> float:
     """Least (m - 1) × slowest + sum over all cuts, depths and devices of each stage."""
-    machine, num_ops, best = space.machine, space.num_ops, np.inf
+    num_cuts, best = len(space.cuts) - 1, np.inf
     options = range(len(space.costs))
     for depth in range(1, space.times.shape[0] + 1):
-        for cuts in itertools.combinations(range(1, num_ops), depth - 1):
-            edges = (0, *cuts, num_ops)
+        for cuts in itertools.combinations(range(1, num_cuts), depth - 1):
+            edges = (0, *cuts, num_cuts)
             for chosen in itertools.product(options, repeat=depth):
-                times = _times(space, edges, chosen, machine.num_devices, machine.per_node)
+                times = _times(space, edges, chosen)
                 if times:
                     best = min(best, (num_micro_batches - 1) * max(times) + sum(times))
     return best
 
 
-def _times(space: StageSpace, edges: tuple[int, ...], chosen: tuple[int, ...], num_devices: int, per_node: int) -> list[float]:
-    if sum(space.costs[c].option.num_devices for c in chosen) != num_devices:
-        return []
-    rank, times = 0, []
-    for stage, c in enumerate(chosen):
-        first, last, end = edges[stage], edges[stage + 1], rank + space.costs[c].option.num_devices
-        if rank // per_node != (end - 1) // per_node or last - first > space.width[c, first]:
+def _times(space: StageSpace, edges: tuple[int, ...], chosen: tuple[int, ...]) -> list[float]:
+    """Stage by stage; the devices that are left out are the first of their pool."""
+    machine, ranks = space.machine, []
+    for pool, held in enumerate(machine.pools):
+        taken = sum(space.costs[c].option.num_devices for c in chosen if space.costs[c].option.pool == pool)
+        if taken > held.num_devices or (taken < held.num_devices and not machine.idle):
             return []
-        arrives, departs = int(rank > 0 and rank % per_node == 0), int(end % per_node == 0)
+        ranks.append(held.num_devices - taken)
+    times = []
+    for stage, c in enumerate(chosen):
+        option, first, last = space.costs[c].option, edges[stage], edges[stage + 1]
+        node, rank = machine.pools[option.pool].per_node, ranks[option.pool]
+        end = ranks[option.pool] = rank + option.num_devices
+        whole_nodes = rank % node == 0 and end % node == 0
+        if (rank // node != (end - 1) // node and not whole_nodes) or last - first > space.width[c, first]:
+            return []
+        arrives, departs = int(rank % node == 0 and rank + first > 0), int(end % node == 0)
         time = space.times[len(chosen) - 1 - stage, space.offset[c, first] + last - first - 1]
         times.append(float(time + space.enter[c, arrives, first] + space.leave[c, departs, last]))
-        rank = end
     return times
 
 
@@ -42,7 +49,7 @@ def least_recompute_by_trying(space: StageSpace, first: int, last: int, behind: 
     """Least time of recomputed ops that makes a stage fit, over all flags; infinite if none does."""
     best = np.inf
     for flags in itertools.product((0, 1), repeat=last - first):
-        if stage_memory(space, first, last, behind, flags) <= space.machine.memory_limit + 1e-9:
+        if stage_memory(space, first, last, behind, flags) <= space.machine.pools[0].memory_limit + 1e-9:
             best = min(best, float((space.costs[0].forward[first:last] * np.array(flags)).sum()))
     return best
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.partition import best_by_trying, least_recompute_by_trying, stage_memory
 
-from penstock.search.partition import TOLERANCE, best_partition, rough_bound
+from penstock.search.partition import TOLERANCE, best_cuts, best_partition, rough_bound
 from penstock.search.recompute import recompute_flags
-from penstock.search.stages import Blocks, Machine, OptionCosts, StageChoice, StageOption, StageSpace, build_space
+from penstock.search.stages import Blocks, Machine, OptionCosts, Pool, StageChoice, StageOption, StageSpace, build_space
 
 
 def random_blocks(numbers: np.random.Generator, num_blocks: int, size: int) -> Blocks:
@@ -38,7 +38,7 @@ def random_space(seed: int, num_blocks: int, size: int, devices: int, per_node: 
                 numbers.random((2, num_ops + 1)) * 0.1, numbers.random((2, num_ops + 1)) * 0.1,
             ))  # fmt: skip
     everything = max(float(c.kept.sum()) * max_stages + 8 * float(c.weights.sum()) for c in costs)
-    machine = Machine(devices, per_node, tight * everything, 8.0)
+    machine = Machine((Pool(devices, per_node, tight * everything),), 8.0)
     return build_space(costs, blocks, machine, max_stages=max_stages)
 
 
@@ -52,7 +52,43 @@ def test_equals_trying_everything(seed: int, devices: int, tight: float, m: int)
     assert found.bound <= found.time * (1 + 1e-12)
     if np.isfinite(expected):
         assert found.bound <= expected * (1 + 1e-12)
-        assert found.stages[0].first == 0 and found.stages[-1].last == space.num_ops
+        assert found.stages[0].first == 0 and found.stages[-1].last == space.cuts[-1]
+
+
+def mixed_space(seed: int, pools: tuple[Pool, ...], idle: bool, cuts: np.ndarray | None = None) -> StageSpace:
+    """Random costs on several kinds of devices, each kind with a memory of its own."""
+    numbers = np.random.default_rng(seed)
+    blocks = random_blocks(numbers, 2, 3)
+    num_ops, costs = int(blocks.start[-1]), []
+    for number, pool in enumerate(pools):
+        for count in (1, 2, 4):
+            if count <= pool.num_devices:
+                forward, *rest = (numbers.random(num_ops) for _ in range(6))
+                costs.append(OptionCosts(
+                    StageOption(count, 1, count, number), forward, (forward + 0.1) * 3 / count, *(column * 0.1 for column in rest),
+                    numbers.random((2, num_ops + 1)) * 0.1, numbers.random((2, num_ops + 1)) * 0.1,
+                ))  # fmt: skip
+    return build_space(costs, blocks, Machine(pools, 8.0, idle=idle), max_stages=3, cuts=cuts)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1), counts=st.lists(st.integers(1, 4), min_size=2, max_size=3), per_node=st.integers(1, 4),
+    limits=st.lists(st.floats(2.0, 8.0), min_size=3, max_size=3), idle=st.booleans(), m=st.integers(1, 12),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_mixed_devices_equal_trying_everything(
+    seed: int, counts: list[int], per_node: int, limits: list[float], idle: bool, m: int
+) -> None:
+    pools = tuple(Pool(count, min(per_node, count), limit) for count, limit in zip(counts, limits, strict=False))
+    space = mixed_space(seed, pools, idle, np.array([0, 1, 3, 5, 7, 8]))
+    expected, found = best_by_trying(space, m), best_partition(space, m)
+    assert found.time == pytest.approx(expected, rel=1.01 * TOLERANCE)
+    assert found.bound <= found.time * (1 + 1e-12)
+    if found.stages:
+        again = best_cuts(space, found.stages, m)
+        assert again.time <= found.time * (1 + TOLERANCE) and again.time >= expected * (1 - 1e-12)
+        finer = mixed_space(seed, pools, idle)
+        assert best_cuts(finer, found.stages, m).time <= found.time * (1 + TOLERANCE)
 
 
 @given(seed=st.integers(0, 2**32 - 1), behind=st.integers(0, 3), tight=st.floats(0.05, 0.6))
@@ -61,8 +97,8 @@ def test_recomputation_fits_and_is_bounded(seed: int, behind: int, tight: float)
     """The time reckoned is never below the best flags', the relaxed one never above, and its flags fit by the plain rule."""
     space = random_space(seed, 3, 3, 1, 1, tight, behind + 1)
     relaxed = build_space(space.costs, space.blocks, space.machine, max_stages=behind + 1, relaxed=True)
-    for first, last in ((0, space.num_ops), (1, space.num_ops - 1), (2, 9)):
-        pair = space.offset[0, first] + last - first - 1
+    for first, last in ((0, space.cuts[-1]), (1, space.cuts[-1] - 1), (2, 9)):
+        pair = space.pair(0, first, last)
         compute = float(space.costs[0].compute[first:last].sum())
         best = compute + least_recompute_by_trying(space, first, last, behind)
         found, below = float(space.times[behind, pair]), float(relaxed.times[behind, pair])
@@ -72,7 +108,7 @@ def test_recomputation_fits_and_is_bounded(seed: int, behind: int, tight: float)
             stage = StageChoice(0, first, last, behind, found)
             flags = recompute_flags(space, stage)
             assert compute + float((space.costs[0].forward[first:last] * flags).sum()) == pytest.approx(found)
-            over = stage_memory(space, first, last, behind, tuple(int(f) for f in flags)) - space.machine.memory_limit
+            over = stage_memory(space, first, last, behind, tuple(int(f) for f in flags)) - space.machine.pools[0].memory_limit
             peak_allowance = 0.2 * float(space.costs[0].kept[1:4].sum())
             assert over <= peak_allowance
 
@@ -81,9 +117,7 @@ def test_recomputation_fits_and_is_bounded(seed: int, behind: int, tight: float)
 @settings(max_examples=100, deadline=None)
 def test_cuts_between_blocks_bound_all_cuts(seed: int, tight: float, m: int) -> None:
     space = random_space(seed, 3, 3, 2, 2, tight, 2)
-    edges = np.zeros(space.num_ops + 1, np.bool_)
-    edges[space.blocks.start] = True
-    coarse = build_space(space.costs, space.blocks, space.machine, max_stages=2, cuts=edges)
+    coarse = build_space(space.costs, space.blocks, space.machine, max_stages=2, cuts=space.blocks.start)
     assert rough_bound(coarse, m) <= best_by_trying(space, m) * (1 + 1e-9)
     assert best_partition(coarse, m).time >= best_partition(space, m).time * (1 - TOLERANCE)
 

@@ -75,8 +75,6 @@ def search_aceso(problem: AcesoProblem, progress: Callable[[str], None] = lambda
     if not costs:
         sizes = ", ".join(map(str, problem.micro_batches))
         raise InputError(f"none of the micro-batch sizes {sizes} has tables and divides the global batch {problem.global_batch}.")
-    coarse = np.zeros(len(problem.names) + 1, np.bool_)
-    coarse[blocks.start] = True
 
     def solve(b: int, known: float, cuts: np.ndarray | None = None, relaxed: bool = False) -> tuple[StageSpace, Partition]:
         count, machine = problem.global_batch // b, problem.machine()
@@ -85,7 +83,7 @@ def search_aceso(problem: AcesoProblem, progress: Callable[[str], None] = lambda
         return space, best_partition(space, count, known)
 
     with ThreadPoolExecutor(2) as pool:
-        rough = dict(zip(costs, pool.map(lambda b: solve(b, np.inf, coarse), costs), strict=True))
+        rough = dict(zip(costs, pool.map(lambda b: solve(b, np.inf, blocks.start), costs), strict=True))
         known = min(partition.time for _, partition in rough.values()) * (1 + 1e-9)
         progress(f"cuts between blocks: {known / 1e6:.3f} s")
         bounds = {b: rough_bound(space, problem.global_batch // b) for b, (space, _) in rough.items()}
@@ -133,7 +131,7 @@ def _answer(problem: AcesoProblem, b: int, space: StageSpace, partition: Partiti
     times = []
     for stage, chosen in zip(partition.stages, flags, strict=True):
         costs = space.costs[stage.option]
-        table = space.times[stage.behind, space.offset[stage.option, stage.first] + stage.last - stage.first - 1]
+        table = space.times[stage.behind, space.pair(stage.option, stage.first, stage.last)]
         exact = costs.compute[stage.first : stage.last].sum() + (costs.forward[stage.first : stage.last] * chosen).sum()
         times.append(stage.time - table + exact)
     time = (problem.global_batch // b - 1) * max(times) + sum(times)

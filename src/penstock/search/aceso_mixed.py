@@ -92,6 +92,7 @@ class _Lazy:
 
         self.problem, self.micro_batch = problem, micro_batch
         self.machine: Machine = problem.machine()
+        self.pool = self.machine.pools[0]
         self.costs = [c for devices in (1, 2, 4, 8) if devices <= problem.per_node and (c := _costs(problem, micro_batch, devices))]
         self.solved: dict[tuple[int, ...], tuple[float, NDArray[np.int64]]] = {}
         if not self.costs:
@@ -102,11 +103,11 @@ class _Lazy:
         prices = _prices(self.costs)
         for c, at, wide in zip(self.costs, offset, width, strict=True):
             bound_table(
-                prices, self.machine.memory_limit, self.machine.state_factor, *c.chain(), c.weights, c.entering, c.enter[0], c.leave[0],
+                prices, self.pool.memory_limit, self.machine.state_factor, *c.chain(), c.weights, c.entering, c.enter[0], c.leave[0],
                 c.reshard, c.edge, c.allowed, at, wide, self.times,
             )  # fmt: skip
         self.space = StageSpace(
-            tuple(_only_devices(c) for c in self.costs), (), None, self.machine, offset, width, self.times, self._extra("enter"),
+            tuple(_only_devices(c) for c in self.costs), (), None, self.machine, np.arange(width.shape[1] + 1), offset, width, self.times, self._extra("enter"),
             self._extra("leave"),
         )  # fmt: skip
 
@@ -152,24 +153,22 @@ class _Lazy:
             option, first, last, behind, arrives, departs = key
             c, states = self.costs[option], np.zeros(last - first, np.int64)
             time = best_chain(
-                first, last, behind + 1.0, self.machine.memory_limit, BUCKETS, self.machine.state_factor, *c.chain(), c.forward_reserve,
+                first, last, behind + 1.0, self.pool.memory_limit, BUCKETS, self.machine.state_factor, *c.chain(), c.forward_reserve,
                 c.backward_reserve, c.weights, c.entering, c.enter[arrives], c.leave[departs], c.reshard, c.edge, c.allowed, states,
             )  # fmt: skip
             self.solved[key] = float(time), states
             extra = self.space.enter[option, arrives, first] + self.space.leave[option, departs, last]
-            self.times[behind, self.space.offset[option, first] + last - first - 1] = time - extra
+            self.times[behind, self.space.pair(option, first, last)] = time - extra
             new = True
         return new
 
     def _keys(self, found: Partition) -> list[tuple[int, ...]]:
         """(option, first, last, stages behind, arrives across nodes, departs across nodes) of each stage."""
         keys: list[tuple[int, ...]] = []
-        rank = 0
         for stage in found.stages:
-            end = rank + self.costs[stage.option].num_devices
-            arrives, departs = int(rank > 0 and rank % self.machine.per_node == 0), int(end % self.machine.per_node == 0)
+            end, node = stage.start + self.costs[stage.option].num_devices, self.pool.per_node
+            arrives, departs = int(stage.start > 0 and stage.start % node == 0), int(end % node == 0)
             keys.append((stage.option, stage.first, stage.last, stage.behind, arrives, departs))
-            rank = end
         return keys
 
     def _stages(self, found: Partition) -> tuple[SolvedStage, ...]:

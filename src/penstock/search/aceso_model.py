@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from penstock.interop.aceso import AcesoTables
 from penstock.models.ops import Model
-from penstock.search.stages import Machine
+from penstock.search.stages import Machine, Pool
 
 __all__ = ["AcesoProblem", "kept_mb", "shares_storage", "starts_segment"]
 
@@ -35,7 +35,8 @@ class AcesoProblem:
 
     def machine(self) -> Machine:
         """fp16 training keeps weights, fp32 masters, gradients and moments: 8 × the weights; fp32 training 4 ×."""
-        return Machine(self.num_nodes * self.per_node, self.per_node, float(self.memory_mb), 4.0 if self.family == "resnet" else 8.0)
+        pool = Pool(self.num_nodes * self.per_node, self.per_node, float(self.memory_mb))
+        return Machine((pool,), 4.0 if self.family == "resnet" else 8.0)
 
 
 def shares_storage(op: str) -> bool:

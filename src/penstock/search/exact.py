@@ -21,7 +21,7 @@ from penstock.plans.validity import check_plan
 from penstock.search.grid import Request, micro_batch_sizes
 from penstock.search.partition import best_partition
 from penstock.search.recompute import recompute_flags
-from penstock.search.stages import Blocks, Machine, OptionCosts, StageChoice, StageOption, StageSpace, build_space
+from penstock.search.stages import Blocks, Machine, OptionCosts, Pool, StageChoice, StageOption, StageSpace, build_space
 
 if TYPE_CHECKING:
     from penstock.costs.estimate import Estimate
@@ -77,7 +77,7 @@ class _Solver:
         context = 0.0 if self.cluster.kinds[0][0].name.startswith("cpu") else CUDA_CONTEXT_BYTES
         room, longest = (limit - context) / (1 + SLACK), known_s / self.count
         for share in (1.0, 0.97, 0.93, 0.88):
-            machine = Machine(self.devices, self.per_node, share * room, 1.0, 0.0)
+            machine = Machine((Pool(self.devices, self.per_node, share * room),), 1.0, 0.0)
             space = build_space(costs, self.blocks, machine, max_stages=min(self.devices, MAX_STAGES), longest=longest)
             found = best_partition(space, self.count, known_s)
             if not found.stages:

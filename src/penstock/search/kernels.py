@@ -8,7 +8,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-__all__ = ["bound_stage", "cheapest_flags", "count_blocks", "fit_stage", "least_times", "partition", "piece_levels", "stage_times", "warm"]
+__all__ = [
+    "bound_stage", "cheapest_flags", "count_blocks", "fit_stage", "least_times", "partition", "piece_levels", "sequence",
+    "stage_times", "warm",
+]  # fmt: skip
 
 
 @njit(cache=True, nogil=True)
@@ -186,40 +189,38 @@ def stage_times(  # type: ignore[no-untyped-def]
     compute, kept, weights, forward_reserve, backward_reserve, entering, head, tail, full, least, unit, prices, block_of, block_start,
     count, state, floor, limit, longest, cuts, relaxed, offset, width, times,
 ):  # fmt: skip
-    """times[k, pair]: compute and recomputation of ops i..j with k stages behind; infinite where it cannot fit.
+    """times[k, pair]: compute and recomputation of the ops between cuts a and b with k stages behind; infinite where it cannot fit.
 
-    `relaxed` gives a time that no recomputation can be below instead of one that is reached. Stages above `longest` are left out: more
-    stages behind only make them longer.
+    `cuts` are the ops at which a stage may begin, and the end. `relaxed` gives a time that no recomputation can be below instead of one
+    that is reached. Stages above `longest` are left out: more stages behind only make them longer.
 
     Memory is state × weights + (entering + kept - saved) × (k + 1) + peak + reserve, where the reserve is the larger of floor ×
     weights and of the greatest forward and backward reserves of all ops but the last.
     """
     choice = np.zeros(8, np.int64)
-    for i in range(len(compute)):
-        if not cuts[i]:
-            continue
+    for a in range(len(cuts) - 1):
+        i = cuts[a]
         time, held, weight, most_forward, most_backward = 0.0, entering[i], 0.0, 0.0, 0.0
-        for d in range(width[i]):
-            last = i + d
-            time += compute[last]
-            held += kept[last]
-            weight += weights[last]
-            if d > 0:
-                most_forward = max(most_forward, forward_reserve[last - 1])
-                most_backward = max(most_backward, backward_reserve[last - 1])
-            if not cuts[last + 1]:
-                continue
+        for d in range(width[a]):
+            for op in range(cuts[a + d], cuts[a + d + 1]):
+                time += compute[op]
+                held += kept[op]
+                weight += weights[op]
+                if op > i:
+                    most_forward = max(most_forward, forward_reserve[op - 1])
+                    most_backward = max(most_backward, backward_reserve[op - 1])
+            last = cuts[a + d + 1] - 1
             fixed = state * weight + max(most_forward + most_backward, floor * weight) - limit
             first_block, last_block, low = block_of[i], block_of[last], 1
             n0, n1, t0, t1 = count_blocks(count, first_block + 1, last_block)
             for k in range(times.shape[0]):
                 excess = fixed + held * (k + 1)
                 if excess <= 0:
-                    times[k, offset[i] + d] = time
+                    times[k, offset[a] + d] = time
                     continue
                 if first_block == last_block:
                     if relaxed:
-                        times[k, offset[i] + d] = time
+                        times[k, offset[a] + d] = time
                         continue
                     break
                 whole = last + 1 == block_start[last_block + 1]
@@ -230,33 +231,44 @@ def stage_times(  # type: ignore[no-untyped-def]
                     extra, low = fit_stage(k + 1.0, excess, low, head[:, i], end, full, n0, n1, t0, t1, least, unit, choice)
                 if time + extra > longest:
                     break
-                times[k, offset[i] + d] = time + extra
+                times[k, offset[a] + d] = time + extra
 
 
 @njit(cache=True, nogil=True)
-def partition(tau, minimax, num_devices, per_node, devices_of, offset, width, times, enter, leave, best, option, cut):  # type: ignore[no-untyped-def]
-    """best[k, u, i]: least sum (or, `minimax`, least maximum) of times of the stages of ops i.. in k stages on u devices.
+def partition(  # type: ignore[no-untyped-def]
+    tau, minimax, counts, per_node, pool_of, devices_of, offset, width, times, enter, leave, best, option, cut
+):  # fmt: skip
+    """best[k, u, a]: least sum (or, `minimax`, least maximum) of times of the stages from cut a on in k stages on the devices of u.
 
-    No stage takes more than `tau`. Built from the last stage, since what a stage holds in flight depends on the stages behind it. A
-    stage lies inside one node; `enter` and `leave` [options, 2, N + 1] are its messages inside a node and across nodes.
+    u counts the devices taken of every pool in mixed radix, the first pool fastest. No stage takes more than `tau`. Built from
+    the last stage, since what a stage holds in flight depends on the stages behind it. A stage lies inside one node or on whole
+    nodes of one pool; `enter` and `leave` [options, 2, cuts] are its messages inside a node and across nodes.
     """
-    num_ops = enter.shape[2] - 1
+    num_cuts = enter.shape[2] - 1
+    stride = np.ones(len(counts), np.int64)
+    for pool in range(1, len(counts)):
+        stride[pool] = stride[pool - 1] * (counts[pool - 1] + 1)
     best[:] = np.inf
-    best[0, 0, num_ops] = 0.0
+    best[0, 0, num_cuts] = 0.0
     for k in range(best.shape[0] - 1):
-        for u in range(num_devices):
+        for u in range(best.shape[1]):
             ends = np.flatnonzero(best[k, u] < np.inf)
+            if len(ends) == 0:
+                continue
             for c in range(len(devices_of)):
-                first = num_devices - u - devices_of[c]
-                if len(ends) == 0 or first < 0 or first // per_node != (num_devices - u - 1) // per_node:
+                pool, wanted = pool_of[c], devices_of[c]
+                free, node = counts[pool] - u // stride[pool] % (counts[pool] + 1), per_node[pool]
+                first = free - wanted
+                inside = first // node == (free - 1) // node
+                if first < 0 or not (inside or (free % node == 0 and wanted % node == 0)):
                     continue
-                arrives = 1 if first > 0 and first % per_node == 0 else 0
-                departs = 1 if (num_devices - u) % per_node == 0 else 0
-                v = u + devices_of[c]
+                departs = 1 if free % node == 0 else 0
+                v = u + wanted * stride[pool]
                 low = 0
                 for i in range(ends[-1]):
                     while ends[low] <= i:
                         low += 1
+                    arrives = 1 if first % node == 0 and first + i > 0 else 0
                     least, furthest = best[k + 1, v, i], i + width[c, i]
                     for e in range(low, len(ends)):
                         j = ends[e]
@@ -270,6 +282,26 @@ def partition(tau, minimax, num_devices, per_node, devices_of, offset, width, ti
                             best[k + 1, v, i] = value
                             option[k + 1, v, i] = c
                             cut[k + 1, v, i] = j
+
+
+@njit(cache=True, nogil=True)
+def sequence(tau, minimax, options, arrives, departs, offset, width, times, enter, leave, best, cut):  # type: ignore[no-untyped-def]
+    """best[k, a]: the same for a pipeline whose stages are given from last to first and only its cuts are free."""
+    num_cuts = enter.shape[2] - 1
+    best[:] = np.inf
+    best[0, num_cuts] = 0.0
+    for k in range(len(options)):
+        c = options[k]
+        for i in range(num_cuts):
+            for j in range(i + 1, min(i + width[c, i], num_cuts) + 1):
+                rest = best[k, j]
+                if rest == np.inf:
+                    continue
+                time = times[k, offset[c, i] + j - i - 1] + enter[c, arrives[k], i] + leave[c, departs[k], j]
+                value = max(rest, time) if minimax else rest + time
+                if time <= tau and value < best[k + 1, i]:
+                    best[k + 1, i] = value
+                    cut[k + 1, i] = j
 
 
 def warm() -> None:
@@ -286,7 +318,9 @@ def warm() -> None:
     fit_stage(1.0, 1.0, 1, head[:, 0], tail[:, 1], full, 0, 0, 0, 0, least, np.ones(1), np.zeros(8, np.int64))
     fit_stage(1.0, 1.0, 1, head[:, 0], head[:, 3], full, 0, 0, 0, 0, least, np.ones(1), np.zeros(8, np.int64))
     stage_times(ones, ones, ones, ones, ones, ones, head, tail, full, least, np.ones(1), prices, blocks, starts, count, 1.0, 1.0,
-                9.0, np.inf, np.ones(7, np.bool_), False, offset, width, times)  # fmt: skip
+                9.0, np.inf, np.arange(7), False, offset, width, times)  # fmt: skip
     shape = (3, 3, 7)
     table = np.zeros(shape), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    partition(np.inf, True, 2, 2, np.array([1]), offset[None], width[None], times, np.zeros((1, 2, 7)), np.zeros((1, 2, 7)), *table)
+    one, messages = np.array([1]), np.zeros((1, 2, 7))
+    partition(np.inf, True, 2 * one, 2 * one, 0 * one, one, offset[None], width[None], times, messages, messages, *table)
+    sequence(np.inf, True, 0 * one, one, one, offset[None], width[None], times, messages, messages, table[0][0], table[1][0])

@@ -1,20 +1,23 @@
 """The best cut of a chain into stages: exact for its stage times, with a bound.
 
-A pipeline of m micro-batches takes (m - 1) × slowest stage + sum of stages. For a limit τ on the slowest stage the programme
+A pipeline of m micro-batches takes (m - 1) × slowest stage + sum of stages. For a limit τ on the slowest stage a programme
 finds the least sum, for all depths at once; an interval (a, z] of τ can hold nothing better than (m - 1) × a + sum at z, so
 intervals are halved until none can beat the best plan by more than a tolerance.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from penstock.costs.table import Floats
-from penstock.search.stages import StageChoice, StageSpace
+from penstock.search.stages import Ints, StageChoice, StageSpace
 
-__all__ = ["Partition", "best_partition", "rough_bound"]
+__all__ = ["Partition", "best_cuts", "best_partition", "rough_bound"]
 
 TOLERANCE = 1e-4
 
@@ -28,45 +31,108 @@ class Partition:
     bound: float
 
 
-class _Programme:
-    """The tables of the dynamic programme over (stages behind, devices used, cut)."""
-
-    def __init__(self, space: StageSpace) -> None:
-        shape = (space.times.shape[0] + 1, space.machine.num_devices + 1, space.num_ops + 1)
-        self.space = space
-        self._best = np.zeros(shape)
-        self._option, self._cut = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-        self._devices = np.array([c.option.num_devices for c in space.costs])
+class _Programme(Protocol):
+    """Finds the least sum of stage times under a limit on each."""
 
     def solve(self, tau: float, minimax: bool = False) -> Floats:
         """[K + 1] least sum (or maximum) for each number of stages."""
+
+    def stages(self, depth: int) -> tuple[StageChoice, ...]:
+        """The stages behind the last answer for this depth."""
+
+
+class _FreeStages:
+    """The programme over (stages behind, devices taken of each pool, cut)."""
+
+    def __init__(self, space: StageSpace) -> None:
+        machine, options = space.machine, [c.option for c in space.costs]
+        unit = [math.gcd(*(o.num_devices for o in options if o.pool == pool)) or 1 for pool in range(len(machine.pools))]
+        self.space, self._unit = space, unit
+        self._counts = np.array([pool.num_devices // size for pool, size in zip(machine.pools, unit, strict=True)])
+        self._nodes = np.array([max(1, pool.per_node // size) for pool, size in zip(machine.pools, unit, strict=True)])
+        self._pool = np.array([o.pool for o in options])
+        self._devices = np.array([o.num_devices // unit[o.pool] for o in options])
+        self._stride = np.concatenate([[1], np.cumprod(self._counts + 1)])
+        shape = (space.times.shape[0] + 1, int(self._stride[-1]), len(space.cuts))
+        self._best = np.zeros(shape)
+        self._option, self._cut = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+
+    def solve(self, tau: float, minimax: bool = False) -> Floats:
         from penstock.search.kernels import partition
 
         s = self.space
         partition(
-            tau, minimax, s.machine.num_devices, s.machine.per_node, self._devices, s.offset, s.width, s.times, s.enter, s.leave,
+            tau, minimax, self._counts, self._nodes, self._pool, self._devices, s.offset, s.width, s.times, s.enter, s.leave,
             self._best, self._option, self._cut,
         )  # fmt: skip
-        return np.asarray(self._best[:, s.machine.num_devices, 0])
+        return np.asarray(self._best[:, :, 0].min(axis=1) if s.machine.idle else self._best[:, -1, 0])
 
     def stages(self, depth: int) -> tuple[StageChoice, ...]:
-        """The stages behind the last answer for this depth."""
-        s, used, first, found = self.space, self.space.machine.num_devices, 0, []
+        s, a, found = self.space, 0, []
+        used = int(self._best[depth, :, 0].argmin()) if s.machine.idle else self._best.shape[1] - 1
         for behind in range(depth - 1, -1, -1):
-            option, last = int(self._option[behind + 1, used, first]), int(self._cut[behind + 1, used, first])
-            rank = s.machine.num_devices - used
-            end = rank + s.costs[option].option.num_devices
-            arrives, departs = int(rank > 0 and rank % s.machine.per_node == 0), int(end % s.machine.per_node == 0)
-            time = s.times[behind, s.offset[option, first] + last - first - 1]
-            time += s.enter[option, arrives, first] + s.leave[option, departs, last]
-            found.append(StageChoice(option, first, last, behind, float(time)))
-            used, first = used - s.costs[option].option.num_devices, last
+            c, b = int(self._option[behind + 1, used, a]), int(self._cut[behind + 1, used, a])
+            pool = int(self._pool[c])
+            taken = used // self._stride[pool] % (self._counts[pool] + 1)
+            first, end = int(self._counts[pool] - taken), int(self._counts[pool] - taken + self._devices[c])
+            node = self._nodes[pool]
+            arrives, departs = int(first % node == 0 and first + a > 0), int(end % node == 0)
+            time = s.times[behind, s.offset[c, a] + b - a - 1] + s.enter[c, arrives, a] + s.leave[c, departs, b]
+            shift = s.machine.pools[pool].num_devices % self._unit[pool]
+            start = shift + first * self._unit[pool]
+            found.append(StageChoice(c, int(s.cuts[a]), int(s.cuts[b]), behind, float(time), start))
+            used, a = used - int(self._devices[c] * self._stride[pool]), b
+        return tuple(found)
+
+
+class _FreeCuts:
+    """The programme where each stage's option and devices are given, and only the cuts are free."""
+
+    def __init__(self, space: StageSpace, given: Sequence[StageChoice]) -> None:
+        self.space, self._given = space, given
+        backwards = list(reversed(given))
+        options = [space.costs[stage.option].option for stage in backwards]
+        nodes = [space.machine.pools[option.pool].per_node for option in options]
+        ends = [stage.start + option.num_devices for stage, option in zip(backwards, options, strict=True)]
+        arrives = [stage.start % node == 0 for stage, node in zip(backwards, nodes, strict=True)]
+        self._options = np.array([stage.option for stage in backwards])
+        self._arrives: Ints = np.array([*arrives[:-1], False], np.int64)
+        self._departs: Ints = np.array([end % node == 0 for end, node in zip(ends, nodes, strict=True)], np.int64)
+        shape = (len(given) + 1, len(space.cuts))
+        self._best, self._cut = np.zeros(shape), np.zeros(shape, np.int32)
+
+    def solve(self, tau: float, minimax: bool = False) -> Floats:
+        from penstock.search.kernels import sequence
+
+        s = self.space
+        sequence(
+            tau, minimax, self._options, self._arrives, self._departs, s.offset, s.width, s.times, s.enter, s.leave, self._best, self._cut
+        )
+        return np.append(np.full(len(self._given), np.inf), self._best[-1, 0])
+
+    def stages(self, depth: int) -> tuple[StageChoice, ...]:
+        s, a, found = self.space, 0, []
+        for behind in range(depth - 1, -1, -1):
+            c, b = int(self._options[behind]), int(self._cut[behind + 1, a])
+            messages = s.enter[c, self._arrives[behind], a] + s.leave[c, self._departs[behind], b]
+            time = s.times[behind, s.offset[c, a] + b - a - 1] + messages
+            found.append(StageChoice(c, int(s.cuts[a]), int(s.cuts[b]), behind, float(time), self._given[depth - 1 - behind].start))
+            a = b
         return tuple(found)
 
 
 def best_partition(space: StageSpace, num_micro_batches: int, known: float = np.inf) -> Partition:
     """The best stages; `known` is the time of a plan at hand, below which alone an answer is of use."""
-    programme, more = _Programme(space), num_micro_batches - 1
+    return _sweep(_FreeStages(space), num_micro_batches, known)
+
+
+def best_cuts(space: StageSpace, given: Sequence[StageChoice], num_micro_batches: int) -> Partition:
+    """The best cuts for stages whose options and devices stay as given."""
+    return _sweep(_FreeCuts(space, given), num_micro_batches, np.inf)
+
+
+def _sweep(programme: _Programme, num_micro_batches: int, known: float) -> Partition:
+    more = num_micro_batches - 1
     best = Partition((), known, np.inf)
 
     def improve(tau: float) -> float:
@@ -100,4 +166,4 @@ def best_partition(space: StageSpace, num_micro_batches: int, known: float = np.
 
 def rough_bound(space: StageSpace, num_micro_batches: int) -> float:
     """From a space of cuts between blocks, a time that no plan with cuts anywhere can be below."""
-    return num_micro_batches * float(_Programme(space.inner()).solve(np.inf, minimax=True).min())
+    return num_micro_batches * float(_FreeStages(space.inner()).solve(np.inf, minimax=True).min())

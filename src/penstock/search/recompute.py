@@ -66,7 +66,7 @@ def _excess(space: StageSpace, stage: StageChoice) -> float:
     reserves = float(c.forward_reserve[but_last].max(initial=0.0) + c.backward_reserve[but_last].max(initial=0.0))
     reserve = max(reserves, machine.least_reserve * weights)
     held = float(c.entering[stage.first] + c.kept[ops].sum())
-    return machine.state_factor * weights + reserve + held * (stage.behind + 1) - machine.memory_limit
+    return machine.state_factor * weights + reserve + held * (stage.behind + 1) - machine.pools[c.option.pool].memory_limit
 
 
 def _flags_saving(space: StageSpace, option: int, start: int, stop: int, free: bool, kind: int, units: int) -> Flags:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from penstock.costs.table import Floats
 from penstock.models.ops import Model
 
-__all__ = ["Blocks", "Machine", "OptionCosts", "StageChoice", "StageOption", "StageSpace", "build_space", "stage_widths"]
+__all__ = ["Blocks", "Machine", "OptionCosts", "Pool", "StageChoice", "StageOption", "StageSpace", "build_space", "stage_widths"]
 
 PRICES = 60
 """Prices of memory at which recomputation is solved; those that change nothing are dropped."""
@@ -33,6 +33,8 @@ class StageOption:
     num_devices: int
     tp: int
     dp: int
+    pool: int = 0
+    """Which of the machine's pools the devices are of."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,31 @@ class OptionCosts:
     """The split of each op, where it is not 0 for all."""
 
 
-@dataclass(frozen=True)
-class Machine:
+@dataclass(frozen=True, slots=True)
+class Pool:
     """Equal devices in equal nodes, with what each can hold."""
 
     num_devices: int
     per_node: int
     memory_limit: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices of a pipeline, a pool of each kind."""
+
+    pools: tuple[Pool, ...]
     state_factor: float
     """Weights, gradients and optimizer state as a multiple of the weights."""
     least_reserve: float = 1.0
     """The reserve is at least this multiple of the weights."""
+    idle: bool = False
+    """Whether devices may be left out."""
+
+    @property
+    def num_devices(self) -> int:
+        """Of all pools."""
+        return sum(pool.num_devices for pool in self.pools)
 
 
 @dataclass(frozen=True)
@@ -141,6 +157,8 @@ class StageChoice:
     last: int
     behind: int
     time: float
+    start: int = 0
+    """Its first device, as a position in the pool."""
 
 
 @dataclass(frozen=True)
@@ -152,19 +170,16 @@ class StageSpace:
     blocks: Blocks | None
     """None where recomputation is not solved block by block."""
     machine: Machine
+    cuts: Ints
+    """Ops at which a stage may begin, and the end; the tables below count cuts."""
     offset: Ints
-    """[C, N] where the stages that start at op i begin in `times`."""
+    """[C, cuts - 1] where the stages that start at a cut begin in `times`."""
     width: Ints
-    """[C, N] how many of them there are: they end after i + 1, i + 2, … ops."""
+    """[C, cuts - 1] how many of them there are: they end one cut on, two cuts on, …"""
     times: Floats
     """[K, pairs]"""
     enter: Floats
     leave: Floats
-
-    @property
-    def num_ops(self) -> int:
-        """Length of the chain."""
-        return int(self.width.shape[1])
 
     @property
     def repeats(self) -> Blocks:
@@ -173,19 +188,23 @@ class StageSpace:
             raise ValueError("this space has no blocks: its recomputation was solved op by op")
         return self.blocks
 
+    def pair(self, option: int, first: int, last: int) -> int:
+        """Where the time of ops first..last under an option is in `times`."""
+        a, b = np.searchsorted(self.cuts, (first, last))
+        return int(self.offset[option, a] + b - a - 1)
+
     def inner(self) -> StageSpace:
-        """The same without messages and without the first block of every stage but the first, for cuts between blocks.
+        """A space of cuts between blocks without messages and without the first block of every stage but the first.
 
         A cut inside a block, moved to the block's start, leaves each stage with more ops than it then has here; so the programme's answer
         bounds plans with cuts anywhere from below.
         """
-        edges = self.repeats.start
-        times, last = np.full_like(self.times, np.inf), len(edges) - 1
+        times, last = np.full_like(self.times, np.inf), len(self.cuts) - 1
         for c in range(len(self.costs)):
             for a in range(last):
-                begin = edges[a + 1] if a else 0
-                ends = edges[a + 1 :][edges[a + 1 :] - edges[a] <= self.width[c, edges[a]]]
-                pairs = self.offset[c, edges[a]] + ends - edges[a] - 1
+                begin = a + 1 if a else 0
+                ends = np.arange(a + 1, a + 1 + self.width[c, a])
+                pairs = self.offset[c, a] + ends - a - 1
                 full = ends > begin
                 times[:, pairs[~full]] = 0.0
                 if full.any():
@@ -195,39 +214,36 @@ class StageSpace:
 
 def build_space(
     costs: Sequence[OptionCosts], blocks: Blocks, machine: Machine, *, max_stages: int, longest: float = np.inf,
-    cuts: NDArray[np.bool_] | None = None, relaxed: bool = False,
+    cuts: Ints | None = None, relaxed: bool = False,
 ) -> StageSpace:  # fmt: skip
-    """Solves recomputation and tabulates the stages of at most `longest` compute; `cuts` [N + 1] tells where one may begin and end.
+    """Solves recomputation and tabulates the stages of at most `longest` compute; `cuts` are the ops where one may begin, and the end.
 
     A `relaxed` space holds times that no stage can be below, for bounds.
     """
     from penstock.search.kernels import stage_times
 
-    num_ops = len(costs[0].compute)
-    allowed = np.ones(num_ops + 1, np.bool_) if cuts is None else cuts
-    offset, width = stage_widths([c.compute for c in costs], longest, allowed)
+    places = np.arange(len(costs[0].compute) + 1) if cuts is None else cuts
+    offset, width = stage_widths([np.add.reduceat(c.compute, places[:-1]) for c in costs], longest)
     times = np.full((max_stages, int(width.sum())), np.inf)
     levels = tuple(_levels(c, blocks) for c in costs)
     for c, level, at, wide in zip(costs, levels, offset, width, strict=True):
         stage_times(
             c.compute, c.kept, c.weights, c.forward_reserve, c.backward_reserve, c.entering, level.head, level.tail, level.full,
             level.least, level.unit, level.prices, blocks.of_op, blocks.start, blocks.count, machine.state_factor, machine.least_reserve,
-            machine.memory_limit, longest, allowed, relaxed, at, wide, times,
+            machine.pools[c.option.pool].memory_limit, longest, places, relaxed, at, wide, times,
         )  # fmt: skip
-    enter, leave = (np.stack([getattr(c, name) for c in costs]) for name in ("enter", "leave"))
-    return StageSpace(tuple(costs), levels, blocks, machine, offset, width, times, enter, leave)
+    enter, leave = (np.ascontiguousarray(np.stack([getattr(c, name) for c in costs])[:, :, places]) for name in ("enter", "leave"))
+    return StageSpace(tuple(costs), levels, blocks, machine, places, offset, width, times, enter, leave)
 
 
-def stage_widths(computes: Sequence[Floats], longest: float, cuts: NDArray[np.bool_] | None = None) -> tuple[Ints, Ints]:
-    """`offset` and `width` of a table of all stages of at most `longest` compute that begin at a cut, option by option."""
+def stage_widths(computes: Sequence[Floats], longest: float) -> tuple[Ints, Ints]:
+    """`offset` and `width` of a table of all stages of at most `longest` compute, option by option."""
     width = np.stack([_widths(compute, longest) for compute in computes])
-    if cuts is not None:
-        width *= cuts[:-1]
     return (np.cumsum(width.ravel()) - width.ravel()).reshape(width.shape), width
 
 
 def _widths(compute: Floats, longest: float) -> Ints:
-    """For each op, how many ops from it on take at most `longest`; at least one."""
+    """For each piece, how many from it on take at most `longest`; at least one."""
     before = np.concatenate([[0.0], np.cumsum(compute)])
     reach = np.searchsorted(before, before[:-1] + longest, side="right") - 1
     return np.maximum(np.minimum(reach, len(compute)) - np.arange(len(compute)), 1).astype(np.int64)
