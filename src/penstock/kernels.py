@@ -10,7 +10,17 @@ __all__ = ["KERNEL_MODULES", "compile_all"]
 
 # Modules that import numba at the top. Each has `warm()`, which calls its kernels once on tiny arrays of the types used in
 # earnest; `cache=True` on the kernels keeps the result on disk. Nothing but the function that needs a kernel imports these.
-KERNEL_MODULES: tuple[str, ...] = ("penstock.schedules.kernels", "penstock.search.kernels", "penstock.search.mixed_kernels")
+KERNEL_MODULES: tuple[str, ...] = (
+    "penstock.batching.kernels",
+    "penstock.batching.anneal_kernels",
+    "penstock.schedules.kernels",
+    "penstock.schedules.event_kernels",
+    "penstock.schedules.greedy_kernels",
+    "penstock.schedules.search_kernels",
+    "penstock.search.fasop_kernels",
+    "penstock.search.kernels",
+    "penstock.search.mixed_kernels",
+)
 
 
 def compile_all(modules: Sequence[str] = KERNEL_MODULES) -> float:

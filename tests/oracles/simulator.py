@@ -23,10 +23,13 @@ def simulate_slowly(schedule: Schedule, durations: Sequence, transfers: Sequence
             needs = []
             if kind == 0 and stage > 0:
                 needs.append(((0, stage - 1, m), transfers[0][stage - 1][m]))
-            if kind == 1:
+            if kind in (1, 2):
                 needs.append(((0, stage, m), 0.0))
                 if stage < last:
-                    needs.append(((1, stage + 1, m), transfers[1][stage][m]))
+                    producer = (2, stage + 1, m) if (2, stage + 1, m) in done else (1, stage + 1, m)
+                    needs.append((producer, transfers[1][stage][m]))
+            if kind == 3:
+                needs.append(((2, stage, m), 0.0))
             if any(producer not in done for producer, _ in needs):
                 continue
             start = max([free[device], *(done[producer][1] + delay for producer, delay in needs)])

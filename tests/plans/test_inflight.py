@@ -15,7 +15,7 @@ from penstock.plans.inflight import SCHEDULES, in_flight, in_flight_by_chunk, wa
         ("gpipe", 8, 1, [8, 8, 8, 8]),
         ("1f1b", 8, 1, [4, 3, 2, 1]),
         ("1f1b", 2, 1, [2, 2, 2, 1]),
-        ("zero-bubble", 8, 1, [4, 3, 2, 1]),
+        ("zero-bubble", 8, 1, [4, 4, 4, 4]),
         ("interleaved", 8, 2, [11, 9, 7, 5]),
         ("interleaved", 4, 2, [8, 8, 7, 5]),
         ("interleaved", 16, 3, [15, 13, 11, 9]),

@@ -19,15 +19,17 @@ def in_flight(schedule: str, num_stages: int, stage: int, num_micro_batches: int
         stage          0   1   2   3
         gpipe          8   8   8   8    all forwards before the first backward
         1f1b           4   3   2   1    a stage runs ahead of the last one by its distance from it
-        zero-bubble    4   3   2   1    ZB-H1: weight gradients wait, but no longer than 1f1b's backwards
+        zero-bubble    4   4   4   4    ZB-H1: weight gradients wait for idle time, and what they need with them
         interleaved   11   9   7   5    two chunks per group, so 11 are worth 5.5 of a 1f1b stage that size
     """
     if not 0 <= stage < num_stages or num_micro_batches < 1 or num_chunks < 1:
         raise ValueError(f"stage {stage} of {num_stages}, {num_micro_batches} micro-batches, {num_chunks} chunks: out of range")
     if schedule == "gpipe":
         return num_micro_batches * num_chunks
-    if schedule in ("1f1b", "zero-bubble"):
+    if schedule == "1f1b":
         return min(num_micro_batches, num_stages - stage)
+    if schedule == "zero-bubble":
+        return min(num_micro_batches, num_stages)
     if schedule == "interleaved":
         return min(num_micro_batches * num_chunks, warm_up(num_stages, stage, num_chunks) + 1)
     raise ValueError(f"unknown schedule '{schedule}'; known: {SCHEDULES}")

@@ -4,40 +4,63 @@
     0: F0 F1 F2 B0 F3 B1 B2 B3                    0: F0 F1 F2 F3 B0 B1 B2 B3
     1: F0 F1 B0 F2 B1 F3 B2 B3                    1: F0 F1 F2 F3 B0 B1 B2 B3
     2: F0 B0 F1 B1 F2 B2 F3 B3                    2: F0 F1 F2 F3 B0 B1 B2 B3
+
+Both alternate backward and forward passes once a stage has run ahead by its *depth*, 3 2 1 and 4 4 4 here. Depths between give
+micro-batches of unequal cost some slack where memory allows it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 from penstock.errors import InputError, near_misses
 from penstock.schedules.actions import BACKWARD, FORWARD, Action, Schedule
+from penstock.schedules.interleaved import interleaved
+from penstock.schedules.zero_bubble import zero_bubble
 
-__all__ = ["gpipe", "one_forward_one_backward", "schedule_of"]
+__all__ = ["SCHEDULE_NAMES", "gpipe", "one_forward_one_backward", "schedule_of", "with_depths"]
+
+SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
     """All forward passes, then all backward passes."""
-    passes = [(kind, m) for kind in (FORWARD, BACKWARD) for m in range(num_micro_batches)]
-    return tuple(tuple(Action(stage, kind, m) for kind, m in passes) for stage in range(num_stages))
+    return with_depths([num_micro_batches] * num_stages, num_micro_batches)
 
 
 def one_forward_one_backward(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Each stage warms up with as many forward passes as stages follow it, then alternates."""
-    return tuple(_alternate(stage, min(num_stages - 1 - stage, num_micro_batches), num_micro_batches) for stage in range(num_stages))
+    """Each stage runs ahead by as many forward passes as stages are left, itself included."""
+    return with_depths(range(num_stages, 0, -1), num_micro_batches)
 
 
-def _alternate(stage: int, warm_up: int, num_micro_batches: int) -> tuple[Action, ...]:
-    actions = [Action(stage, FORWARD, m) for m in range(warm_up)]
-    for m in range(num_micro_batches - warm_up):
-        actions += [Action(stage, FORWARD, warm_up + m), Action(stage, BACKWARD, m)]
-    actions += [Action(stage, BACKWARD, m) for m in range(num_micro_batches - warm_up, num_micro_batches)]
+def with_depths(depths: Sequence[int], num_micro_batches: int) -> Schedule:
+    """1F1B in which stage s holds up to `depths[s]` micro-batches."""
+    for stage, (depth, next_depth) in enumerate(pairwise([*depths, 1])):
+        if depth < next_depth:
+            raise InputError(
+                f"stage {stage} runs ahead by {depth} and the next by {next_depth}: it would wait for ever. "
+                f"Depths are 1 or more and never grow along the pipeline; got {list(depths)}."
+            )
+    return tuple(_alternate(stage, min(depth, num_micro_batches), num_micro_batches) for stage, depth in enumerate(depths))
+
+
+def _alternate(stage: int, depth: int, num_micro_batches: int) -> tuple[Action, ...]:
+    actions = [Action(stage, FORWARD, m) for m in range(depth)]
+    for m in range(num_micro_batches):
+        actions.append(Action(stage, BACKWARD, m))
+        if m + depth < num_micro_batches:
+            actions.append(Action(stage, FORWARD, m + depth))
     return tuple(actions)
 
 
-_ORDERS = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
-
-
-def schedule_of(name: str, num_stages: int, num_micro_batches: int) -> Schedule:
-    """The schedule of this name."""
-    if name not in _ORDERS:
-        raise InputError(f"schedule '{name}' has no fixed order. {near_misses(name, _ORDERS)}")
-    return _ORDERS[name](num_stages, num_micro_batches)
+def schedule_of(name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
+    """The schedule of this name; `interleaved` puts `num_chunks` of the stages on each device, the others one."""
+    if name not in SCHEDULE_NAMES:
+        raise InputError(f"schedule '{name}' has no fixed order. {near_misses(name, SCHEDULE_NAMES)}")
+    if name == "interleaved":
+        if num_chunks < 1 or num_stages % num_chunks:
+            raise InputError(f"schedule 'interleaved': {num_stages} stages are no multiple of {num_chunks} chunks per device.")
+        return interleaved(num_stages // num_chunks, num_chunks, num_micro_batches)
+    orders = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "zero-bubble": zero_bubble}
+    return orders[name](num_stages, num_micro_batches)

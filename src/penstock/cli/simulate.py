@@ -1,0 +1,203 @@
+"""`penstock simulate`: the timeline a plan would give, as a table, a drawing, a figure and a trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.console import JsonFlag, format_bytes, format_time, out, print_json, table
+
+if TYPE_CHECKING:
+    from penstock.clusters import Cluster
+    from penstock.costs.source import CostSource
+    from penstock.models.ops import Model
+    from penstock.plans.plan import Plan
+    from penstock.schedules.actions import Schedule
+    from penstock.schedules.execution import Execution
+    from penstock.schedules.workload import Workload
+
+__all__ = ["simulate"]
+
+_COLUMNS = ("device", "ranks", "stages", "computes", "bubble", "share", "sends", "in flight", "peak memory", "limit", "used")
+_NAME_COLUMNS = 5
+_SHOWN_REPLICAS = 4
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is simulated: one replica of a plan."""
+
+    plan: Plan
+    replica: int | None
+    """None: an estimate does not say which replica is the slowest."""
+    what: str
+    workload: Workload
+    schedule: Schedule
+    predicted: str
+    """Where `predicted_s` comes from."""
+    predicted_s: float
+    source: str
+    notes: tuple[str, ...] = ()
+
+
+def simulate(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file (plan.json).")],
+    lengths: Annotated[Path | None, typer.Option(help="Plan this batch (CSV of sample lengths) and simulate its slowest replica.")] = None,
+    costs: Annotated[str | None, typer.Option(help="roofline or profile:FILE; if not given, those the plan names.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev (t.json, or t.json.gz).")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Draw the timeline into a .svg, .png or .pdf file.")] = None,
+    json: JsonFlag = False,
+) -> None:
+    """Run one iteration of a plan in simulation: who computes when, who waits, what is sent, how memory rises and falls.
+
+    Example: penstock simulate plan.json --trace t.json
+    """
+    from penstock.schedules.execution import execute
+    from penstock.schedules.figure import check_figure_path, write_figure
+    from penstock.schedules.traces import write_trace
+
+    if figure is not None:
+        check_figure_path(figure)
+    subject = _subject(plan, lengths, costs)
+    run = execute(subject.schedule, subject.workload)
+    if trace is not None:
+        write_trace(trace, run, [f"device {device}: ranks {ranks}" for device, ranks in enumerate(_ranks(subject))])
+    if figure is not None:
+        write_figure(figure, run, f"{plan.name}: {subject.what}, {format_time(run.makespan_s)}")
+    if json:
+        print_json({"plan": plan, "lengths": lengths, **_as_dict(subject, run), "trace": trace, "figure": figure})
+        return
+    _show(plan, subject, run)
+    for path, what in ((trace, "trace"), (figure, "figure")):
+        if path is not None:
+            out().print(f"{what} written to {path}", markup=False, soft_wrap=True)
+
+
+def _subject(path: Path, lengths: Path | None, costs: str | None) -> _Subject:
+    from penstock.costs.sources import open_costs
+    from penstock.plans.references import cluster_of, model_of
+    from penstock.plans.schema import read_plan
+    from penstock.plans.validity import require_valid
+
+    plan = read_plan(path)
+    require_valid(plan, where=f"plan '{path}'")
+    cluster = cluster_of(plan)
+    asked = plan, model_of(plan), cluster, open_costs(costs or plan.costs, cluster)
+    return _planned(*asked) if lengths is None else _batched(lengths, *asked)
+
+
+def _planned(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> _Subject:
+    """Equal micro-batches, as the plan has them."""
+    from penstock.schedules.planned import planned_pipeline
+
+    found = planned_pipeline(plan, model, cluster, source)
+    where = "by the formulas of `penstock explain`, where no message is hidden behind compute"
+    return _Subject(
+        plan, None, f"schedule {plan.schedule}", found.workload, found.schedule, where, found.estimate.time_s,
+        found.estimate.source, found.estimate.notes,
+    )  # fmt: skip
+
+
+def _batched(lengths: Path, plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> _Subject:
+    """Micro-batches planned for the lengths of a batch."""
+    from penstock.batching.lengths import read_lengths
+    from penstock.batching.planned import planned_costs
+    from penstock.batching.planner import plan_batch
+    from penstock.schedules.batched import batch_workload
+
+    samples = read_lengths(lengths)
+    longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
+    prices = planned_costs(plan, model, cluster, source, longest, longest_dec)
+    batch = plan_batch(samples, prices)
+    replica = max(range(len(batch.replicas)), key=lambda index: batch.replicas[index].predicted_s)
+    own = batch.replicas[replica]
+    what = f"{len(own.micro_batches)} of {batch.num_micro_batches} micro-batches of {lengths.name}"
+    return _Subject(
+        plan, replica, what, batch_workload(prices, own.micro_batches, replica), own.schedule, "by the planner of batches",
+        batch.predicted_s, batch.costs,
+    )  # fmt: skip
+
+
+def _ranks(subject: _Subject) -> list[str]:
+    """The ranks of each device group, in one replica or in all."""
+    from penstock.plans.texts import format_ranks
+
+    groups = [stage.devices for stage in subject.plan.stages[: subject.plan.num_groups]]
+    if subject.replica is not None:
+        return [format_ranks(group[subject.replica]) for group in groups]
+    shown = [[format_ranks(ranks) for ranks in group[:_SHOWN_REPLICAS]] for group in groups]
+    return [" | ".join([*texts, "…"] if len(group) > len(texts) else texts) for texts, group in zip(shown, groups, strict=True)]
+
+
+def _devices(subject: _Subject, run: Execution) -> list[dict[str, Any]]:
+    """What is told of each device."""
+    from penstock.schedules.inflight import in_flight
+
+    held = in_flight(run.schedule)
+    pipeline_s = float(run.end_s[run.end_s < float("inf")].max())
+    rows = []
+    for device, (ranks, busy_s, sending_s) in enumerate(zip(_ranks(subject), run.device_busy_s(), run.sending_s(), strict=True)):
+        rows.append({
+            "device": device,
+            "ranks": ranks,
+            "stages": subject.workload.stages_of(device),
+            "busy_s": float(busy_s),
+            "bubble_s": pipeline_s - float(busy_s),
+            "bubble_share": 1 - float(busy_s) / pipeline_s if pipeline_s else 0.0,
+            "sending_s": float(sending_s),
+            "in_flight": held.by_device[device],
+            "peak_bytes": float(run.peak_bytes[device]),
+            "limit_bytes": float(subject.workload.limit_bytes[device]),
+        })  # fmt: skip
+    return rows
+
+
+def _show(path: Path, subject: _Subject, run: Execution) -> None:
+    rows = [
+        [row["device"], row["ranks"], ",".join(map(str, row["stages"])), format_time(row["busy_s"]), format_time(row["bubble_s"]),
+         f"{row['bubble_share']:.1%}", format_time(row["sending_s"]) if row["sending_s"] else "-", row["in_flight"],
+         format_bytes(row["peak_bytes"]), format_bytes(row["limit_bytes"]), f"{row['peak_bytes'] / row['limit_bytes']:.0%}"]
+        for row in _devices(subject, run)
+    ]  # fmt: skip
+    out().print(table(f"{path}: one iteration of the slowest replica, {subject.what}", _COLUMNS, rows))
+    out().print(_drawing(run, max(40, out().width)), markup=False, highlight=False, no_wrap=True, overflow="crop")
+    facts = [f"{format_time(run.makespan_s)} simulated, {format_time(subject.predicted_s)} {subject.predicted} ({subject.source})"]
+    if run.violation is not None:
+        over = run.violation
+        facts.append(
+            f"this plan does not fit: device {over.device} holds {format_bytes(over.memory_bytes)} of {format_bytes(over.limit_bytes)} "
+            f"after {format_time(over.time_s)}"
+        )
+    for fact in [*facts, *(f"note: {note}" for note in subject.notes)]:
+        out().print(fact, markup=False, soft_wrap=True)
+
+
+def _drawing(run: Execution, width: int) -> str:
+    """The timeline as text; of a long one the beginning, so that most actions have room for their names."""
+    import numpy as np
+
+    from penstock.schedules.drawing import draw_text
+
+    ran = np.isfinite(run.end_s)
+    usual_s = float(np.median(run.end_s[ran] - run.start_s[ran]))
+    return draw_text(run, width, until_s=usual_s * width / _NAME_COLUMNS or None, ascii_only="utf" not in out().encoding.lower())
+
+
+def _as_dict(subject: _Subject, run: Execution) -> dict[str, Any]:
+    from penstock.schedules.actions import format_schedule
+
+    return {
+        "schedule": subject.plan.schedule,
+        "replica": subject.replica,
+        "num_micro_batches": subject.workload.num_micro_batches,
+        "time_s": run.makespan_s,
+        "predicted_s": subject.predicted_s,
+        "costs": subject.source,
+        "devices": _devices(subject, run),
+        "violation": None if run.violation is None else run.violation._asdict(),
+        "actions": format_schedule(run.schedule).splitlines(),
+        "notes": list(subject.notes),
+    }

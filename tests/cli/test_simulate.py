@@ -1,0 +1,79 @@
+"""`penstock simulate`: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import run
+from penstock.plans.build import uniform_plan
+from penstock.plans.schema import write_plan
+from penstock.schedules.actions import parse_schedule
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "plans"
+GOOD = EXAMPLES / "gpt-1.3b-pp4.json"
+
+
+def test_a_table_and_a_drawing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", str(GOOD)]) == 0
+    shown = capsys.readouterr().out
+    assert "schedule 1f1b" in shown and "in flight" in shown and "3 │" in shown and "F0" in shown and "B0" in shown
+    assert "F─ forward, B═ backward" in shown and "simulated" in shown and "the first" in shown
+
+
+def test_everything_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", str(GOOD), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["num_micro_batches"] == 128 and 0 < told["time_s"] <= told["predicted_s"] and told["violation"] is None
+    assert [device["in_flight"] for device in told["devices"]] == [4, 3, 2, 1]
+    assert sum(len(actions) for actions in parse_schedule("\n".join(told["actions"]))) == 2 * 4 * 128
+    busiest = max(told["devices"], key=lambda device: device["busy_s"])
+    assert busiest["device"] == 3 and busiest["bubble_share"] < 0.05
+
+
+def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "zb.json"
+    write_plan(plan, uniform_plan("gpt-1.3b", "4xa100-80gb", global_batch=16, micro_batch=2, pp=4, schedule="zero-bubble"))
+    assert run(["simulate", str(plan), "--trace", str(tmp_path / "t.json"), "--figure", str(tmp_path / "f.svg")]) == 0
+    shown = capsys.readouterr().out
+    assert "t.json" in shown and "f.svg" in shown and "weight gradient" in shown
+    events = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {f"device {d}: ranks {d}" for d in range(4)}
+    assert b"<svg" in (tmp_path / "f.svg").read_bytes()
+
+
+def test_interleaved_plans_and_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "large.json"
+    write_plan(plan, uniform_plan("gpt-6.7b", "4xa100-40gb", global_batch=32, micro_batch=8, pp=4, chunks=2, schedule="interleaved"))
+    assert run(["simulate", str(plan)]) == 0
+    assert "this plan does not fit: device 0 holds" in capsys.readouterr().out
+    assert run(["simulate", str(plan), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["violation"]["device"] == 0 and told["devices"][0]["stages"] == [0, 4]
+    assert told["violation"]["memory_bytes"] > told["violation"]["limit_bytes"]
+
+
+def test_a_batch_of_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, lengths = tmp_path / "plan.json", tmp_path / "lengths.csv"
+    write_plan(plan, uniform_plan("gpt-1.3b", "4xa100-80gb", global_batch=24, micro_batch=4, pp=2, replicas=2))
+    sizes = [37 * k % 900 + 20 for k in range(24)]
+    lengths.write_text("sample_id,enc_len,dec_len\n" + "".join(f"{k},{size},0\n" for k, size in enumerate(sizes)), encoding="utf-8")
+    assert run(["simulate", str(plan), "--lengths", str(lengths), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    # two programs, one answer: the planner of batches has a simulator of its own
+    assert told["time_s"] == pytest.approx(told["predicted_s"]) and told["violation"] is None
+    assert told["replica"] in (0, 1) and 3 <= told["num_micro_batches"] < 24 and [row["stages"] for row in told["devices"]] == [[0], [1]]
+    assert run(["simulate", str(plan), "--lengths", str(lengths)]) == 0
+    assert "micro-batches of lengths.csv" in capsys.readouterr().out
+    assert run(["simulate", str(plan), "--lengths", str(tmp_path / "none.csv")]) == 2
+    assert "none.csv' does not exist" in capsys.readouterr().err
+
+
+def test_wrong_input_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", "no-such-plan.json"]) == 2
+    assert run(["simulate", str(GOOD), "--figure", str(tmp_path / "f.gif")]) == 2
+    told = capsys.readouterr().err
+    assert "no-such-plan.json' does not exist" in told and "must end in one of .svg" in told
+    assert not (tmp_path / "f.gif").exists()
