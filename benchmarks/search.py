@@ -1,9 +1,11 @@
-"""Plan search on Aceso's tables: one JSON line per case, and a table against Aceso's own results.
+"""Plan search on Aceso's and FASOP's tables: one JSON line per case, and a table against Aceso's own results.
 
     python benchmarks/search.py --data DIR                          the known cases (DIR holds aceso/eurosys and aceso/miniset)
     python benchmarks/search.py --aceso-db DIR --model gpt --size 1_3B --nodes 1 --gpus-per-node 4 --global-batch 1024
         --micro-batches 1,2,4,8 --memory-mb 28000                   any other
-    --judge FILE scores the plans with an independent program (aceso_judge.py)
+    python benchmarks/search.py --fasop-dir DIR [--setting NAME]    one of FASOP's experiments, or all that spell a cluster
+    python benchmarks/search.py --fasop-dir DIR --setting NAME --pareto [--most A=8,B=8]    every cluster of up to so many nodes
+    --judge FILE scores the plans with an independent program (aceso_judge.py, fasop_judge.py)
 
 Times are of a warm process: kernels are compiled and imports done before the first search.
 """
@@ -22,8 +24,10 @@ from typing import Any
 
 from penstock.files import write_json
 from penstock.interop.aceso import AcesoTables
+from penstock.interop.fasop import FasopTables
 from penstock.kernels import compile_all
 from penstock.search.aceso import AcesoProblem, search_aceso
+from penstock.search.fasop import FasopAnswer, pareto_fasop, search_fasop
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,54 @@ def run(case: Case, folder: Path, out: Path, judge: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def run_fasop(arguments: argparse.Namespace, judge: Any) -> None:
+    """Searches FASOP's settings and prints a line for each, or for each cluster of a Pareto set."""
+    tables = FasopTables.open(arguments.fasop_dir)
+    known = tables.settings()
+    for name in {setting.model for setting in known.values()}:
+        tables.layer_times_s(name)
+    scorer = (judge, judge.Data(str(arguments.fasop_dir))) if judge else None
+    if arguments.pareto:
+        run_pareto(tables, arguments, scorer)
+        return
+    spelled = [name for name, setting in known.items() if set(setting.nodes) <= set(tables.node_kinds(setting.node_table))]
+    for name in [arguments.setting] if arguments.setting else spelled:
+        start, cpu = time.perf_counter(), time.process_time()
+        answer = search_fasop(tables, name)
+        took = {"search_time_s": round(time.perf_counter() - start, 3), "search_cpu_s": round(time.process_time() - cpu, 3)}
+        print(json.dumps({"case": name, **took, **fasop_line(answer, arguments.out / f"fasop_{name}.json", scorer)}), flush=True)
+
+
+def run_pareto(tables: FasopTables, arguments: argparse.Namespace, scorer: Any) -> None:
+    """A line for each cluster, and a last one for the whole set."""
+    most = {kind: int(count) for kind, _, count in (part.partition("=") for part in arguments.most.split(","))} if arguments.most else None
+    start, cpu = time.perf_counter(), time.process_time()
+    clusters = pareto_fasop(tables, arguments.setting, most)
+    took, cpu_took = time.perf_counter() - start, time.process_time() - cpu
+    for cluster in clusters:
+        name = "_".join(f"{count}{kind}" for kind, count in cluster.counts.items())
+        line: dict[str, Any] = {"case": f"{arguments.setting} {name}", "dominated_by": cluster.dominated_by}
+        if cluster.answer:
+            line |= fasop_line(cluster.answer, arguments.out / f"fasop_{arguments.setting}_{name}.json", scorer)
+        print(json.dumps(line), flush=True)
+    front = sum(cluster.answer is not None and cluster.dominated_by is None for cluster in clusters)
+    total = {"clusters": len(clusters), "undominated": front, "search_time_s": round(took, 3), "search_cpu_s": round(cpu_took, 3)}
+    print(json.dumps({"case": arguments.setting, **total}))
+
+
+def fasop_line(answer: FasopAnswer, path: Path, scorer: Any) -> dict[str, Any]:
+    """What one search found, with its plan written and scored."""
+    write_json(path, answer.plan)
+    score = scorer[0].evaluate(answer.plan, scorer[1]) if scorer else None
+    if score is not None and not score.ok:
+        raise SystemExit(f"{path} is not a valid plan: {score.errors or 'does not fit'}")
+    return {
+        "judged_time_s": score.step_s if score else None, "predicted_time_s": answer.time_s, "lower_bound_s": answer.bound_s,
+        "gap": answer.time_s / answer.bound_s - 1 if answer.bound_s else None, "usd_per_step": answer.usd_per_step,
+        "devices": answer.num_devices, "plan_path": str(path),
+    }  # fmt: skip
+
+
 def load_judge(path: Path | None) -> Any:
     """The scoring program as a module, or None."""
     if path is None or not path.exists():
@@ -96,12 +148,21 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=1024)
     parser.add_argument("--micro-batches", default="1,2,4,8")
     parser.add_argument("--memory-mb", type=float, default=28000.0)
+    parser.add_argument("--fasop-dir", type=Path, help="folder of FASOP's tables")
+    parser.add_argument("--setting", help="one of its experiments")
+    parser.add_argument("--pareto", action="store_true", help="every cluster of the setting's node kinds")
+    parser.add_argument("--most", help="most nodes of each kind for --pareto, such as A=8,B=8 (8 of each unless told)")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "penstock-plans")
     arguments = parser.parse_args()
-    if not arguments.data and not arguments.aceso_db:
-        parser.error("give --data or --aceso-db")
+    if not arguments.data and not arguments.aceso_db and not arguments.fasop_dir:
+        parser.error("give --data, --aceso-db or --fasop-dir")
+    if arguments.pareto and not (arguments.fasop_dir and arguments.setting):
+        parser.error("--pareto needs --fasop-dir and --setting")
     compile_all()
     judge = load_judge(arguments.judge)
+    if arguments.fasop_dir:
+        run_fasop(arguments, judge)
+        return
     if arguments.aceso_db:
         sizes = tuple(int(size) for size in arguments.micro_batches.split(","))
         a = arguments

@@ -25,12 +25,13 @@ def test_the_printed_time_is_that_of_the_written_plan(tmp_path: Path, capsys: py
     found = estimate(plan, model_of(plan), cluster_of(plan), Roofline())
     assert plan.predicted is not None and plan.predicted.time_s == found.time_s
     row = next(line.split() for line in shown.splitlines() if line.split()[:1] in (["grid"], ["exact"]))  # the first is the best
-    assert format_time(found.time_s) == " ".join(row[8:10])
+    assert format_time(found.time_s) == " ".join(row[9:11])
     first = plan.stages[0]
-    assert row[1:8] == [str(plan.num_stages), str(first.degrees.tp), str(first.degrees.dp), str(plan.num_replicas),
+    assert row[1:9] == [plan.schedule, str(plan.num_stages), str(first.degrees.tp), str(first.degrees.dp), str(plan.num_replicas),
                         str(plan.micro_batching.samples), "none", str(first.zero)]  # fmt: skip
     assert f"penstock explain {path}" in shown
-    assert [entry.name for entry in path.parent.iterdir()] == ["plan.json"]
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["plan.2.json", "plan.3.json", "plan.json"]
+    assert f"at most {100 * (found.time_s / plan.predicted.lower_bound_s - 1):.1f}%" in shown  # type: ignore[operator]
 
 
 def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,6 +86,22 @@ def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFi
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_help_says_that_plans_are_uniform(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_says_what_is_searched(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["search", "--help"]) == 0
-    assert "uniform" in capsys.readouterr().out
+    assert "between any two ops" in " ".join(capsys.readouterr().out.split())
+
+
+def test_baselines_and_proof_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*REQUEST, "--json", "--top", "1", "--baselines", "--proof", "--steps", "10"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    best = told["plans"][0]
+    assert [row["name"] for row in told["baselines"]] == ["data parallel", "Megatron grid", "AMP", "FASOP", "Aceso"]
+    assert all(row["plan"] is None or row["plan"]["time_s"] >= best["time_s"] * (1 - 1e-9) for row in told["baselines"])
+    assert told["lower_bound_s"] <= best["time_s"] and all(row["bound_s"] >= told["lower_bound_s"] for row in told["proof"])
+    assert best["hours"] == pytest.approx(best["time_s"] * 10 / 3600)
+
+
+@pytest.mark.parametrize("objective", ["speed", "time@time<=3", "cost@time<=x", "time@cost"])
+def test_objectives_are_checked(objective: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*REQUEST, "--objective", objective]) == 2
+    assert "--objective" in capsys.readouterr().err

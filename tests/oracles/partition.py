@@ -39,7 +39,7 @@ def _times(space: StageSpace, edges: tuple[int, ...], chosen: tuple[int, ...]) -
         whole_nodes = rank % node == 0 and end % node == 0
         if (rank // node != (end - 1) // node and not whole_nodes) or last - first > space.width[c, first]:
             return []
-        arrives, departs = int(rank % node == 0 and rank + first > 0), int(end % node == 0)
+        arrives, departs = int(rank % node == 0 and first > 0), int(end % node == 0)
         time = space.times[len(chosen) - 1 - stage, space.offset[c, first] + last - first - 1]
         times.append(float(time + space.enter[c, arrives, first] + space.leave[c, departs, last]))
     return times

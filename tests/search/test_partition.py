@@ -96,7 +96,7 @@ def test_mixed_devices_equal_trying_everything(
 def test_recomputation_fits_and_is_bounded(seed: int, behind: int, tight: float) -> None:
     """The time reckoned is never below the best flags', the relaxed one never above, and its flags fit by the plain rule."""
     space = random_space(seed, 3, 3, 1, 1, tight, behind + 1)
-    relaxed = build_space(space.costs, space.blocks, space.machine, max_stages=behind + 1, relaxed=True)
+    relaxed = build_space(space.costs, space.blocks, space.machine, max_stages=behind + 1, recompute="bounded")
     for first, last in ((0, space.cuts[-1]), (1, space.cuts[-1] - 1), (2, 9)):
         pair = space.pair(0, first, last)
         compute = float(space.costs[0].compute[first:last].sum())

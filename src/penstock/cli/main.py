@@ -37,10 +37,16 @@ VERBS: tuple[Verb, ...] = (
     Verb("demo", "demo", "Measure a small model on this machine, plan for it, and explain the plan."),
     Verb("profile", "profile", "Measure a model's ops on this machine's device."),
     Verb("search", "search", "Find the best plans for a model on a cluster."),
+    Verb("pareto", "pareto", "Compare every choice of nodes from a pool by time and money."),
     Verb("explain", "explain", "Say where a plan's time, memory and money go."),
+    Verb("batch", "batch", "Plan one global batch: micro-batches, order, recomputation, time and memory."),
+    Verb("simulate", "simulate", "Show the timeline a plan would give: who computes, sends, waits, and what memory holds."),
     Verb("check", "check", "Prove a plan valid, or say everything that is wrong with it."),
+    Verb("train", "train", "Run a plan: train its model on prepared data."),
     Verb("import", "import_", "Trace your own torch module into a model description."),
-    Verb("export", "export", "Write a plan for another system: Megatron-LM, torchtitan, DeepSpeed, Aceso, FASOP."),
+    Verb("export", "export", "Write a plan for another system or a launcher, or weights for Hugging Face."),
+    Verb("prepare-data", "prepare_data", "Turn text pairs, images or BERT shards into files that training maps."),
+    Verb("store", "store", "Serve the store through which planners hand programs to ranks on other machines."),
 )
 
 

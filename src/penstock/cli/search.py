@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, format_usd, out, print_json, progress, table
-from penstock.errors import InputError
+from penstock.errors import InputError, near_misses
 
 if TYPE_CHECKING:
-    from penstock.search import Choice
+    from penstock.search import Choice, Outcome
 
-__all__ = ["choice_row", "choices_table", "search"]
+__all__ = ["choice_row", "choices_table", "parse_sizes", "search"]
 
-_COLUMNS = ("kind", "pp", "tp", "dp", "replicas", "micro-batch", "recompute", "zero", "time", "tokens/s", "MFU", "peak memory", "price")
+_COLUMNS = (
+    "kind", "schedule", "pp", "tp", "dp", "replicas", "micro-batch", "recompute", "zero", "time", "tokens/s", "MFU", "peak memory", "price",
+)  # fmt: skip
 
 
 def search(
@@ -24,45 +27,117 @@ def search(
     cluster: Annotated[str, typer.Option(help="Cluster file, `local`, or a shorthand such as 4xa100-40gb.")],
     global_batch: Annotated[int, typer.Option(help="Samples of one iteration.")],
     costs: Annotated[str, typer.Option(help="roofline, profile:FILE (or the name of a shipped profile).")] = "roofline",
+    objective: Annotated[
+        str, typer.Option(help="time, cost, time@cost<=USD or cost@time<=HOURS; all but time may leave nodes out.")
+    ] = "time",
     seq_length: Annotated[int | None, typer.Option(help="Tokens of a sample; the model's usual length if not given.")] = None,
     micro_batches: Annotated[str, typer.Option(help="Micro-batch sizes to try, such as 1,2,4; powers of two if not given.")] = "",
+    schedules: Annotated[str, typer.Option(help="Schedules to choose from, besides 1f1b.")] = "1f1b,interleaved,zero-bubble",
     memory_limit: Annotated[float | None, typer.Option(help="Use at most this many GB (10⁹ bytes) of each device.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Iterations to train for, for hours and money.")] = None,
+    tokens: Annotated[float | None, typer.Option(help="Tokens to train for, instead of --steps.")] = None,
+    time_budget: Annotated[float | None, typer.Option(help="Stop after this many seconds with the best plan so far.")] = None,
     top: Annotated[int, typer.Option(help="How many plans to show.")] = 5,
-    path: Annotated[Path | None, typer.Option("--out", help="Write the best plan to this file.")] = None,
+    path: Annotated[
+        Path | None, typer.Option("--out", help="Write the plans here: the best to this file, the next to NAME.2.json, …")
+    ] = None,
+    baselines: Annotated[bool, typer.Option("--baselines", help="Show what simpler searches find, from the same costs.")] = False,
+    proof: Annotated[bool, typer.Option("--proof", help="Show how the bound came about.")] = False,
+    export: Annotated[str, typer.Option(help="Also write the best plan for another system: FORMAT:PATH, as `penstock export --to`.")] = "",
     json: JsonFlag = False,
 ) -> None:
-    """Find the fastest plans: all uniform ones (equal stages, one tp degree, recompute none or full, ZeRO 0 or 1), and on equal devices
-    also plans with stages of any size, cut between any two ops, with their own degrees and recomputed ops.
+    """Find the fastest or the cheapest plans: stages cut between any two ops, each with its own devices, degrees and recomputed ops,
+    on devices of any kinds; says how much faster than the best of them any plan could be.
 
-    Status 3 if no plan fits the devices' memory.
+    Ctrl-C, or the end of the time budget, gives the best plan so far. Status 3 if no plan fits.
 
     Example: penstock search --model gpt-1.3b --cluster 4xa100-40gb --global-batch 64 --out plan.json
     """
-    sizes, limit_bytes = _sizes(micro_batches), _limit_bytes(memory_limit)
-    for name, value in (("--global-batch", global_batch), ("--seq-length", seq_length), ("--top", top)):
+    from penstock.search.engine import search as find
+    from penstock.search.money import Objective, num_steps
+    from penstock.search.request import Request
+
+    for name, value in (("--global-batch", global_batch), ("--seq-length", seq_length), ("--top", top), ("--steps", steps)):
         if value is not None and value < 1:
             raise InputError(f"{name} is {value}; 1 or more was expected.")
-    from penstock.plans.schema import write_plan
-    from penstock.search import search_plans
+    for name, amount in (("--time-budget", time_budget), ("--tokens", tokens)):
+        if amount is not None and not amount > 0:
+            raise InputError(f"{name} is {amount}; more than 0 was expected.")
+    goal, names = Objective.parse(objective), _schedules(schedules)
+    request = Request.of(
+        model, cluster, global_batch, costs, seq_length, parse_sizes(micro_batches), _limit_bytes(memory_limit), names
+    )  # fmt: skip
+    count = num_steps(request, steps, tokens)
+    notes: list[str] = []
+    with progress("searching", quiet=json) as bar:
 
-    with progress("estimating plans", quiet=True) as bar:
-        found = search_plans(
-            model, cluster, global_batch, costs=costs, seq_length=seq_length, micro_batches=sizes, memory_limit_bytes=limit_bytes, top=top,
-            progress=bar.advance,
-        )  # fmt: skip
-    if path is not None:
-        write_plan(path, found[0].plan)
+        def tell(text: str, best_s: float, bound_s: float) -> None:
+            best = "-" if best_s == math.inf else format_time(best_s)
+            gap = "" if math.inf in (best_s, bound_s) or not bound_s else f", at most {best_s / bound_s - 1:.1%} above the best possible"
+            bar.describe(f"{text}: best {best}{gap}")
+
+        if not goal.is_time:
+            from penstock.search.money import chosen, offers
+
+            offer = chosen(offers(request, count, lambda text, done, all_: bar.describe(f"{text} ({done} of {all_} clusters)")), goal)
+            request = request.on(offer.cluster)
+            notes.append(f"of {cluster}, {offer.cluster.name} is best for {objective}")
+        outcome = find(request, top=top, time_budget_s=time_budget or math.inf, watch=tell)
+    paths = _write(path, outcome.choices)
+    if export:
+        from penstock.cli.export import export_plan, parse_target
+
+        export_plan(outcome.choices[0].plan, parse_target(export), path or Path("plan.json"))
+    rows = baseline_rows(request, outcome) if baselines else []
     if json:
-        print_json({"model": model, "cluster": cluster, "costs": costs, "out": path, "plans": [choice_row(choice) for choice in found]})
+        print_json({
+            "model": model, "cluster": cluster, "costs": costs, "objective": objective, "out": path, "files": paths,
+            "lower_bound_s": outcome.bound_s, "gap": outcome.gap, "stopped": outcome.stopped,
+            "plans": [choice_row(choice, count) for choice in outcome.choices],
+            **({"baselines": rows} if baselines else {}), **({"proof": proof_rows(outcome)} if proof else {}),
+        })  # fmt: skip
         return
-    out().print(choices_table(f"best plans of {model} on {cluster}, global batch {global_batch} ({costs})", found))
-    for note in found[0].estimate.notes:
-        out().print(f"note: {note}", markup=False, soft_wrap=True)
-    if path is not None:
-        out().print(f"wrote the first to {path}; `penstock explain {path}` says where its time goes.", markup=False, soft_wrap=True)
+    out().print(choices_table(f"best plans of {model} on {cluster}, global batch {global_batch} ({costs})", outcome.choices))
+    if rows:
+        out().print(_baselines_table(rows))
+    if proof:
+        out().print(_proof_table(outcome))
+    for line in [*notes, *_facts(outcome, count), *(f"note: {note}" for note in outcome.choices[0].estimate.notes)]:
+        out().print(line, markup=False, soft_wrap=True)
+    if paths:
+        out().print(
+            f"wrote {', '.join(map(str, paths))}; `penstock explain {paths[0]}` says where its time goes.", markup=False, soft_wrap=True
+        )
 
 
-def _sizes(text: str) -> list[int]:
+def _write(path: Path | None, choices: Sequence[Choice]) -> list[Path]:
+    from penstock.plans.schema import write_plan
+
+    if path is None:
+        return []
+    paths = [path, *(path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(2, len(choices) + 1))]
+    for target, choice in zip(paths, choices, strict=True):
+        write_plan(target, choice.plan)
+    return paths
+
+
+def _facts(outcome: Outcome, count: int) -> list[str]:
+    best = outcome.choices[0].estimate
+    facts = [
+        f"no such plan takes less than {format_time(outcome.bound_s)}: the first is at most {outcome.gap:.1%} above the best possible"
+    ]
+    if count > 1:
+        usd = "" if best.price_usd is None else f" and {format_usd(best.price_usd * count)}"
+        facts.append(f"{count:,} iterations take {best.time_s * count / 3600:,.2f} hours{usd}")
+    if outcome.stopped:
+        facts.append(
+            f"stopped by the {outcome.stopped}" if outcome.stopped == "time budget" else "interrupted: these are the best plans so far"
+        )
+    return facts
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Micro-batch sizes such as `1,2,4`."""
     try:
         sizes = [int(part) for part in text.split(",")] if text.strip() else []
     except ValueError:
@@ -70,6 +145,16 @@ def _sizes(text: str) -> list[int]:
     if any(size < 1 for size in sizes):
         raise InputError(f"--micro-batches is '{text}'; sizes start at 1.")
     return sizes
+
+
+def _schedules(text: str) -> list[str]:
+    from penstock.search.request import SCHEDULES
+
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in SCHEDULES:
+            raise InputError(f"--schedules has '{name}'. {near_misses(name, SCHEDULES)}")
+    return names
 
 
 def _limit_bytes(limit_gb: float | None) -> float:
@@ -80,36 +165,75 @@ def _limit_bytes(limit_gb: float | None) -> float:
     return limit_gb * 1e9
 
 
-def choice_row(choice: Choice) -> dict[str, Any]:
-    """A plan in one flat object."""
+def choice_row(choice: Choice, count: int = 1) -> dict[str, Any]:
+    """A plan in one flat object; hours and money for a number of iterations."""
     plan, found = choice.plan, choice.estimate
+    total = {} if count == 1 else {
+        "hours": found.time_s * count / 3600, "total_usd": None if found.price_usd is None else found.price_usd * count,
+    }  # fmt: skip
     return {
-        "kind": choice.kind,
-        "pp": plan.num_stages,
-        "tp": choice.tp,
-        "dp": choice.dp,
-        "replicas": plan.num_replicas,
-        "micro_batch": plan.micro_batching.samples,
-        "num_micro_batches": found.num_micro_batches,
+        "kind": choice.kind, "schedule": plan.schedule, "pp": plan.num_groups, "tp": choice.tp, "dp": choice.dp,
+        "replicas": plan.num_replicas, "micro_batch": plan.micro_batching.samples, "num_micro_batches": found.num_micro_batches,
         "recompute": choice.recompute,
-        "zero": plan.stages[0].zero,
-        "time_s": found.time_s,
-        "tokens_per_s": found.tokens_per_s,
-        "samples_per_s": found.samples_per_s,
-        "mfu": found.mfu,
-        "peak_bytes": found.peak_bytes,
-        "price_usd": found.price_usd,
-        "price_usd_per_h": found.price_usd_per_h,
-    }
+        "zero": plan.stages[0].zero, "time_s": found.time_s, "tokens_per_s": found.tokens_per_s, "samples_per_s": found.samples_per_s,
+        "mfu": found.mfu, "peak_bytes": found.peak_bytes, "price_usd": found.price_usd, "price_usd_per_h": found.price_usd_per_h, **total,
+    }  # fmt: skip
 
 
-def choices_table(title: str, choices: list[Choice]) -> Any:
+def choices_table(title: str, choices: Sequence[Choice]) -> Any:
     """The plans as a table, a row each."""
     rows = []
     for choice in choices:
         row = choice_row(choice)
-        degrees = [row[name] for name in ("kind", "pp", "tp", "dp", "replicas", "micro_batch", "recompute", "zero")]
+        degrees = [row[name] for name in ("kind", "schedule", "pp", "tp", "dp", "replicas", "micro_batch", "recompute", "zero")]
         speed = "-" if row["tokens_per_s"] is None else format_count(row["tokens_per_s"])
         price = "-" if row["price_usd"] is None else format_usd(row["price_usd"])
         rows.append([*degrees, format_time(row["time_s"]), speed, f"{row['mfu']:.1%}", format_bytes(row["peak_bytes"]), price])
     return table(title, _COLUMNS, rows)
+
+
+def baseline_rows(request: Any, outcome: Outcome) -> list[dict[str, Any]]:
+    """What simpler searches find."""
+    from penstock.search.baselines import BASELINES, best_of
+
+    rows = []
+    for baseline in BASELINES:
+        found = best_of(baseline, request)
+        slower = None if found is None else found.estimate.time_s / outcome.choices[0].estimate.time_s - 1
+        rows.append(
+            {"name": baseline.name, "space": baseline.about, "slower": slower, "plan": None if found is None else choice_row(found)}
+        )
+    return rows
+
+
+def _baselines_table(rows: list[dict[str, Any]]) -> Any:
+    cells = []
+    for row in rows:
+        plan = row["plan"]
+        if plan is None:
+            cells.append([row["name"], row["space"], *["-"] * 6, "does not fit"])
+            continue
+        degrees = [plan[name] for name in ("pp", "tp", "replicas", "micro_batch", "recompute")]
+        cells.append([row["name"], row["space"], *degrees, format_time(plan["time_s"]), f"{row['slower']:+.1%}"])
+    columns = ["search", "space", "pp", "tp", "replicas", "micro-batch", "recompute", "time", "slower"]
+    return table("what simpler searches find, from the same costs", columns, cells)
+
+
+def proof_rows(outcome: Outcome) -> list[dict[str, Any]]:
+    """How far each part of the space was excluded, the weakest first."""
+    return [
+        {"replicas": line.replicas, "micro_batch": line.micro_batch, "max_stages": line.part.max_stages,
+         "devices_of_a_stage": sorted({option.num_devices for option in line.part.options}), "by_ops_s": line.by_ops_s,
+         "by_stages_s": line.by_stages_s, "bound_s": line.bound_s}
+        for line in outcome.proof
+    ]  # fmt: skip
+
+
+def _proof_table(outcome: Outcome) -> Any:
+    rows = [
+        [row["replicas"], row["micro_batch"], row["max_stages"], ", ".join(map(str, row["devices_of_a_stage"])),
+         format_time(row["by_ops_s"]), "-" if row["by_stages_s"] is None else format_time(row["by_stages_s"]), format_time(row["bound_s"])]
+        for row in proof_rows(outcome)[:12]
+    ]  # fmt: skip
+    columns = ["replicas", "micro-batch", "stages up to", "devices of a stage", "by ops", "by whole stages", "bound"]
+    return table("nothing else can be faster than this, the weakest first (see docs/search.md)", columns, rows)

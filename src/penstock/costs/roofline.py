@@ -73,9 +73,10 @@ class Roofline:
         packed = np.array([shape.layout == "packed" for shape in amounts.shapes])[None, :, None]
         times = []
         for device in devices:
-            padded_s, packed_s = (self._busy_s(model, device, flops, traffic, layout, backward) for layout in ("padded", "packed"))
-            launches = kernels * self._calibration.of(device.name).launch_s
-            times.append(np.where(idle, 0.0, np.where(packed, packed_s, padded_s) + launches))
+            busy = self._busy_s(model, device, flops, traffic, "padded", backward)
+            if packed.any():
+                busy = np.where(packed, self._busy_s(model, device, flops, traffic, "packed", backward), busy)
+            times.append(np.where(idle, 0.0, busy + kernels * self._calibration.of(device.name).launch_s))
         return np.stack(times, axis=-1)[:, :, :, None, :]
 
     def _busy_s(self, model: Model, device: Device, flops: Floats, traffic: Floats, layout: str, backward: bool) -> Floats:

@@ -63,6 +63,12 @@ class FasopTables:
             times[model].setdefault(key, np.full(layers, np.inf))[layer] = row.number("fwdbwd_seconds")
         return times
 
+    def layer_times_s(self, name: str) -> Mapping[tuple[str, int, int], Floats]:
+        """Forward and backward seconds together of a model's layers by (GPU, tp, micro-batch), infinite where one is missing."""
+        if name not in self.models:
+            raise InputError(f"{self.name} has no model '{name}'. {near_misses(name, self.models)}")
+        return self._times[name]
+
     @cached_property
     def profiled_forward_s(self) -> dict[tuple[str, str, int, int], float]:
         """The raw profile: forward seconds of one sample by (model, GPU, tp, layer)."""

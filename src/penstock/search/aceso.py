@@ -19,7 +19,7 @@ from penstock.search.aceso_mixed import MixedAnswer, best_mixed
 from penstock.search.aceso_model import AcesoProblem, kept_mb, shares_storage, starts_segment
 from penstock.search.partition import Partition, best_partition, rough_bound
 from penstock.search.recompute import Flags, recompute_flags
-from penstock.search.stages import Blocks, OptionCosts, StageChoice, StageOption, StageSpace, build_space
+from penstock.search.stages import Blocks, OptionCosts, Recompute, StageChoice, StageOption, StageSpace, build_space
 
 __all__ = ["AcesoAnswer", "AcesoProblem", "search_aceso"]
 
@@ -76,10 +76,10 @@ def search_aceso(problem: AcesoProblem, progress: Callable[[str], None] = lambda
         sizes = ", ".join(map(str, problem.micro_batches))
         raise InputError(f"none of the micro-batch sizes {sizes} has tables and divides the global batch {problem.global_batch}.")
 
-    def solve(b: int, known: float, cuts: np.ndarray | None = None, relaxed: bool = False) -> tuple[StageSpace, Partition]:
+    def solve(b: int, known: float, cuts: np.ndarray | None = None, recompute: Recompute = "needed") -> tuple[StageSpace, Partition]:
         count, machine = problem.global_batch // b, problem.machine()
         depth, longest = min(machine.num_devices, MAX_STAGES), known / count
-        space = build_space(costs[b], blocks, machine, max_stages=depth, longest=longest, cuts=cuts, relaxed=relaxed)
+        space = build_space(costs[b], blocks, machine, max_stages=depth, longest=longest, cuts=cuts, recompute=recompute)
         return space, best_partition(space, count, known)
 
     with ThreadPoolExecutor(2) as pool:
@@ -92,7 +92,7 @@ def search_aceso(problem: AcesoProblem, progress: Callable[[str], None] = lambda
         known = min(known, solved[order[0]][1].time)
         progress(f"micro-batch {order[0]}: {known / 1e6:.3f} s")
         doubtful = [b for b in order if bounds[b] < known]
-        for b, (_, relaxed) in zip(doubtful, pool.map(lambda b: solve(b, known * (1 + 1e-9), relaxed=True), doubtful), strict=True):
+        for b, (_, relaxed) in zip(doubtful, pool.map(lambda b: solve(b, known * (1 + 1e-9), recompute="bounded"), doubtful), strict=True):
             bounds[b] = max(bounds[b], relaxed.bound)
         for b in [b for b in doubtful[1:] if bounds[b] < known]:
             solved[b] = solve(b, known)

@@ -107,8 +107,8 @@ class _Lazy:
                 c.reshard, c.edge, c.allowed, at, wide, self.times,
             )  # fmt: skip
         self.space = StageSpace(
-            tuple(_only_devices(c) for c in self.costs), (), None, self.machine, np.arange(width.shape[1] + 1), offset, width, self.times, self._extra("enter"),
-            self._extra("leave"),
+            tuple(_only_devices(c) for c in self.costs), (), None, self.machine, np.arange(width.shape[1] + 1), offset, width, self.times,
+            self._extra("enter"), self._extra("leave"), np.zeros((len(self.costs), width.shape[1] + 1)),
         )  # fmt: skip
 
     @property

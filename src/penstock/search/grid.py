@@ -1,99 +1,33 @@
 """The grid of uniform plans, as one would try Megatron-LM's flags: equal stages, one tp degree, one micro-batch size.
 
-    tp            powers of two that divide the devices of every node, and that every op of the model allows
-    pp            divisors of the number of devices / tp, up to the number of blocks
-    replicas      the devices that are left
-    micro-batch   the sizes given, or powers of two that divide a replica's share of the global batch
-    recompute     none, or every block ("full")
-    zero          0, or 1 where several ranks hold the same weights
+tp            powers of two that divide the devices of every node, and that every op of the model allows
+pp            divisors of the number of devices / tp, up to the number of blocks
+replicas      the devices that are left
+micro-batch   the sizes given, or powers of two that divide a replica's share of the global batch
+recompute     none, or every block ("full")
+zero          0, or 1 where several ranks hold the same weights
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.costs.estimate import Estimate, Estimator, with_prediction
-from penstock.costs.pipeline import share_shape
-from penstock.costs.sources import open_costs
 from penstock.errors import InfeasibleError, InputError
 from penstock.plans.build import BESIDE, block_ranges, uniform_stages
-from penstock.plans.plan import MicroBatching, Plan, Stage
-from penstock.plans.references import cluster_reference, model_reference
-from penstock.plans.validity import check_plan, require_valid
+from penstock.plans.plan import Plan
+from penstock.plans.validity import check_plan
+from penstock.search.choice import Choice
+from penstock.search.request import Request, frame_of, micro_batch_sizes, resolved
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
     from penstock.costs.source import CostSource
     from penstock.models.ops import Model
 
-__all__ = ["Choice", "Request", "best_plans", "frame_of", "micro_batch_sizes", "resolved", "uniform_choices", "uniform_plans"]
-
-_MAX_DEVICES = 100_000
-"""Plans name every rank, and a search makes many plans."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A plan with its prediction in it, and the whole estimate behind that."""
-
-    plan: Plan
-    estimate: Estimate
-    kind: str = "grid"
-
-    @property
-    def tp(self) -> int | str:
-        """The tensor-parallel degree, or the range of degrees where stages differ."""
-        return _range([stage.degrees.tp for stage in self.plan.stages])
-
-    @property
-    def dp(self) -> int | str:
-        """The same for the degree that divides a micro-batch."""
-        return _range([stage.degrees.dp for stage in self.plan.stages])
-
-    @property
-    def recompute(self) -> str:
-        """`none`, `full`, or how many ops."""
-        again = sum(len(stage.recomputed()) for stage in self.plan.stages)
-        return f"{again} ops" if self.uneven and again else _recompute(self.plan)
-
-    @property
-    def uneven(self) -> bool:
-        """Whether it came from the exact search, with stages of any size."""
-        return self.kind == "exact"
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a search is asked: the model and cluster that the texts name, what all plans have in common, and who estimates them."""
-
-    model: Model
-    cluster: Cluster
-    frame: Plan
-    estimator: Estimator
-    micro_batches: tuple[int, ...]
-    memory_limit_bytes: float
-
-    @classmethod
-    def of(
-        cls, model_ref: str, cluster_ref: str, global_batch: int, costs: str | CostSource, seq_length: int | None,
-        micro_batches: Sequence[int], memory_limit_bytes: float,
-    ) -> Request:  # fmt: skip
-        """Reads the texts; what is wrong with them is said now."""
-        if not memory_limit_bytes > 0:
-            raise InputError(f"the memory limit is {memory_limit_bytes} bytes; more than 0 was expected.")
-        model, cluster = resolved(model_ref, cluster_ref)
-        source = open_costs(costs, cluster) if isinstance(costs, str) else costs
-        frame = frame_of(model_ref, cluster_ref, model, cluster, global_batch, seq_length)
-        shapes = {share_shape(frame, samples) for samples in micro_batch_sizes(global_batch, 1, micro_batches)}
-        estimator = Estimator(model, cluster, source, memory_limit_bytes, shapes)
-        return cls(model, cluster, frame, estimator, tuple(micro_batches), memory_limit_bytes)
-
-
-def _range(values: Sequence[int]) -> int | str:
-    return values[0] if min(values) == max(values) else f"{min(values)}-{max(values)}"
+__all__ = ["best_plans", "plans_of_grid", "uniform_choices", "uniform_plans"]
 
 
 def _recompute(plan: Plan) -> str:
@@ -135,7 +69,7 @@ def uniform_choices(request: Request, top: int, progress: Callable[[], None], ma
     if not fitting:
         raise _infeasible(request, least)
     fitting.sort(key=lambda choice: (choice.estimate.time_s, choice.estimate.peak_bytes))
-    return [Choice(with_prediction(choice.plan, choice.estimate), choice.estimate) for choice in fitting[:top]]
+    return [Choice.of(choice.plan, choice.estimate) for choice in fitting[:top]]
 
 
 def uniform_plans(
@@ -147,32 +81,9 @@ def uniform_plans(
     return _plans(model, cluster, frame_of(model_ref, cluster_ref, model, cluster, global_batch, seq_length), micro_batches, max_tp)
 
 
-def resolved(model_ref: str, cluster_ref: str) -> tuple[Model, Cluster]:
-    """The model and the cluster that two texts name."""
-    from penstock.clusters import resolve_cluster
-    from penstock.models.catalog import resolve_model
-
-    return resolve_model(model_ref), resolve_cluster(cluster_ref)
-
-
-def frame_of(model_ref: str, cluster_ref: str, model: Model, cluster: Cluster, global_batch: int, seq_length: int | None) -> Plan:
-    """What all plans have in common, as the plan for one device; what is wrong with the request is wrong with it."""
-    frame = Plan(
-        model_reference(model_ref),
-        cluster_reference(cluster_ref),
-        global_batch,
-        (Stage(0, model.num_ops, devices=((0,),)),),
-        MicroBatching("padded", "fixed", 1),
-        seq_length=model.seq_length if seq_length is None else seq_length,
-        dec_length=model.dec_length,
-        precision=model.dtype,
-    )
-    if cluster.num_devices > _MAX_DEVICES:
-        raise InputError(
-            f"the cluster has {cluster.num_devices} devices ({cluster.describe()}); the search takes up to {_MAX_DEVICES}. Use fewer."
-        )
-    require_valid(frame, model, cluster, where="the request")
-    return frame
+def plans_of_grid(request: Request) -> Iterator[Plan]:
+    """The same for a request that was read already."""
+    return _plans(request.model, request.cluster, request.frame, request.micro_batches, None)
 
 
 def _plans(model: Model, cluster: Cluster, frame: Plan, micro_batches: Sequence[int], max_tp: int | None) -> Iterator[Plan]:
@@ -200,17 +111,6 @@ def _tp_degrees(model: Model, cluster: Cluster, max_tp: int | None) -> list[int]
 def _pipeline_degrees(model: Model, num_groups: int) -> list[int]:
     most = sum(name not in BESIDE for name, _ in block_ranges(model))
     return [pp for pp in range(1, min(num_groups, most) + 1) if num_groups % pp == 0]
-
-
-def micro_batch_sizes(global_batch: int, replicas: int, given: Sequence[int]) -> list[int]:
-    """Micro-batch sizes that divide a replica's share, smallest first."""
-    if given and min(given) < 1:
-        raise InputError(f"micro_batches has {min(given)}; 1 or more samples were expected.")
-    share, rest = divmod(global_batch, replicas)
-    if rest:
-        return []
-    sizes = sorted(set(given)) or [2**k for k in range(share.bit_length())]
-    return [size for size in sizes if share % size == 0]
 
 
 def _infeasible(request: Request, least: Choice | None) -> InfeasibleError:

@@ -9,8 +9,8 @@ import numpy as np
 from numba import njit
 
 __all__ = [
-    "bound_stage", "cheapest_flags", "count_blocks", "fit_stage", "least_times", "partition", "piece_levels", "sequence",
-    "stage_times", "warm",
+    "bound_stage", "cheapest_flags", "cheapest_path", "count_blocks", "fit_stage", "least_times", "partition", "piece_levels", "priced",
+    "sequence", "stage_times", "warm",
 ]  # fmt: skip
 
 
@@ -187,15 +187,16 @@ def count_blocks(count, first, last):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True)
 def stage_times(  # type: ignore[no-untyped-def]
     compute, kept, weights, forward_reserve, backward_reserve, entering, head, tail, full, least, unit, prices, block_of, block_start,
-    count, state, floor, limit, longest, cuts, relaxed, offset, width, times,
+    count, state, floor, limit, longest, cuts, mode, in_flight, offset, width, times,
 ):  # fmt: skip
     """times[k, pair]: compute and recomputation of the ops between cuts a and b with k stages behind; infinite where it cannot fit.
 
-    `cuts` are the ops at which a stage may begin, and the end. `relaxed` gives a time that no recomputation can be below instead of one
-    that is reached. Stages above `longest` are left out: more stages behind only make them longer.
+    `cuts` are the ops at which a stage may begin, and the end. Mode 0 recomputes what it must, mode 1 gives a time that no recomputation
+    can be below instead of one that is reached, mode 2 recomputes nothing. Stages above `longest` are left out: more stages behind
+    only make them longer.
 
-    Memory is state × weights + (entering + kept - saved) × (k + 1) + peak + reserve, where the reserve is the larger of floor ×
-    weights and of the greatest forward and backward reserves of all ops but the last.
+    Memory is state × weights + (entering + kept - saved) × (k + 1, or `in_flight` if more) + peak + reserve, where the reserve is the
+    larger of floor × weights and of the greatest forward and backward reserves of all ops but the last.
     """
     choice = np.zeros(8, np.int64)
     for a in range(len(cuts) - 1):
@@ -214,18 +215,20 @@ def stage_times(  # type: ignore[no-untyped-def]
             first_block, last_block, low = block_of[i], block_of[last], 1
             n0, n1, t0, t1 = count_blocks(count, first_block + 1, last_block)
             for k in range(times.shape[0]):
-                excess = fixed + held * (k + 1)
+                excess = fixed + held * max(k + 1, in_flight)
                 if excess <= 0:
                     times[k, offset[a] + d] = time
                     continue
+                if mode == 2:
+                    break
                 if first_block == last_block:
-                    if relaxed:
+                    if mode == 1:
                         times[k, offset[a] + d] = time
                         continue
                     break
                 whole = last + 1 == block_start[last_block + 1]
                 end = head[:, block_start[last_block]] if whole else tail[:, last + 1]
-                if relaxed:
+                if mode == 1:
                     extra, low = bound_stage(k + 1.0, excess, low, head[:, i], end, full, n0, n1, t0, t1, prices)
                 else:
                     extra, low = fit_stage(k + 1.0, excess, low, head[:, i], end, full, n0, n1, t0, t1, least, unit, choice)
@@ -236,13 +239,14 @@ def stage_times(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def partition(  # type: ignore[no-untyped-def]
-    tau, minimax, counts, per_node, pool_of, devices_of, offset, width, times, enter, leave, best, option, cut
+    tau, minimax, counts, per_node, pool_of, devices_of, offset, width, times, enter, leave, relief, best, option, cut
 ):  # fmt: skip
     """best[k, u, a]: least sum (or, `minimax`, least maximum) of times of the stages from cut a on in k stages on the devices of u.
 
     u counts the devices taken of every pool in mixed radix, the first pool fastest. No stage takes more than `tau`. Built from
     the last stage, since what a stage holds in flight depends on the stages behind it. A stage lies inside one node or on whole
-    nodes of one pool; `enter` and `leave` [options, 2, cuts] are its messages inside a node and across nodes.
+    nodes of one pool; `enter` and `leave` [options, 2, cuts] are its messages inside a node and across nodes. `relief` [options, cuts]
+    are prefix sums of what of its time does not count in the sum.
     """
     num_cuts = enter.shape[2] - 1
     stride = np.ones(len(counts), np.int64)
@@ -268,7 +272,7 @@ def partition(  # type: ignore[no-untyped-def]
                 for i in range(ends[-1]):
                     while ends[low] <= i:
                         low += 1
-                    arrives = 1 if first % node == 0 and first + i > 0 else 0
+                    arrives = 1 if first % node == 0 and i > 0 else 0
                     least, furthest = best[k + 1, v, i], i + width[c, i]
                     for e in range(low, len(ends)):
                         j = ends[e]
@@ -276,7 +280,7 @@ def partition(  # type: ignore[no-untyped-def]
                             break
                         rest = best[k, u, j]
                         time = times[k, offset[c, i] + j - i - 1] + enter[c, arrives, i] + leave[c, departs, j]
-                        value = max(rest, time) if minimax else rest + time
+                        value = max(rest, time) if minimax else rest + time - relief[c, j] + relief[c, i]
                         if time <= tau and value < least:
                             least = value
                             best[k + 1, v, i] = value
@@ -285,7 +289,7 @@ def partition(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def sequence(tau, minimax, options, arrives, departs, offset, width, times, enter, leave, best, cut):  # type: ignore[no-untyped-def]
+def sequence(tau, minimax, options, arrives, departs, offset, width, times, enter, leave, relief, best, cut):  # type: ignore[no-untyped-def]
     """best[k, a]: the same for a pipeline whose stages are given from last to first and only its cuts are free."""
     num_cuts = enter.shape[2] - 1
     best[:] = np.inf
@@ -298,10 +302,88 @@ def sequence(tau, minimax, options, arrives, departs, offset, width, times, ente
                 if rest == np.inf:
                     continue
                 time = times[k, offset[c, i] + j - i - 1] + enter[c, arrives[k], i] + leave[c, departs[k], j]
-                value = max(rest, time) if minimax else rest + time
+                value = max(rest, time) if minimax else rest + time - relief[c, j] + relief[c, i]
                 if time <= tau and value < best[k + 1, i]:
                     best[k + 1, i] = value
                     cut[k + 1, i] = j
+
+
+@njit(cache=True, nogil=True)
+def priced(tau, prices, devices, edges, after, offset, width, times, enter, leave, best, option, cut, values, used):  # type: ignore[no-untyped-def]
+    """values[k]: least sum over k stages of time + price of the option's devices + `after`, where no stage takes more than `tau`.
+
+    Devices are not counted but paid for: prices [options] are those of all devices of a stage; used[k] receives how many of these weighted
+    `devices` [options] the k stages take. `edges` tells how many of a stage's two messages go across nodes at least. `after`
+    [options, cuts] are prefix sums.
+    """
+    depth, num_cuts = times.shape[0], enter.shape[2] - 1
+    best[:] = np.inf
+    best[0, num_cuts] = 0.0
+    for k in range(depth):
+        for c in range(len(prices)):
+            for i in range(num_cuts):
+                inside, across = enter[c, 0, i], enter[c, 1, i]
+                near, far = min(inside, across), max(inside, across)
+                for j in range(i + 1, min(i + width[c, i], num_cuts) + 1):
+                    rest = best[k, j]
+                    if rest == np.inf:
+                        continue
+                    near_out, far_out = min(leave[c, 0, j], leave[c, 1, j]), max(leave[c, 0, j], leave[c, 1, j])
+                    if edges[c] == 0:
+                        messages = near + near_out
+                    elif edges[c] == 1:
+                        messages = min(near + far_out, far + near_out)
+                    else:
+                        messages = across + leave[c, 1, j]
+                    time = times[k, offset[c, i] + j - i - 1] + messages
+                    if time <= tau:
+                        value = rest + time + prices[c] + after[c, j] - after[c, i]
+                        if value < best[k + 1, i]:
+                            best[k + 1, i] = value
+                            option[k + 1, i] = c
+                            cut[k + 1, i] = j
+    for depth_here in range(1, depth + 1):
+        values[depth_here] = best[depth_here, 0]
+        used[depth_here] = 0.0
+        i = 0
+        for k in range(depth_here, 0, -1):
+            if values[depth_here] < np.inf:
+                used[depth_here] += devices[option[k, i]]
+                i = cut[k, i]
+
+
+@njit(cache=True, nogil=True)
+def cheapest_path(costs, chain, arriving, leaving, counts):  # type: ignore[no-untyped-def]
+    """Least cost of a chain whose ops each take one of C options: costs [C, distinct ops], `leaving` one and `arriving` at another.
+
+    `counts` [C, distinct ops] receives how many ops took which option.
+    """
+    num_options, num_ops = costs.shape[0], len(chain)
+    best, came = np.zeros(num_options), np.zeros((num_ops, num_options), np.int32)
+    for i in range(num_ops):
+        exit_from = 0
+        for c in range(num_options):
+            if best[c] + leaving[c] < best[exit_from] + leaving[exit_from]:
+                exit_from = c
+        through = best[exit_from] + leaving[exit_from]
+        for c in range(num_options):
+            came[i, c] = c
+            if i > 0 and through + arriving[c] < best[c]:
+                came[i, c] = exit_from
+        for c in range(num_options):
+            if came[i, c] != c:
+                best[c] = through + arriving[c]
+            best[c] += costs[c, chain[i]]
+    at = 0
+    for c in range(num_options):
+        if best[c] < best[at]:
+            at = c
+    value = best[at]
+    counts[:] = 0
+    for i in range(num_ops - 1, -1, -1):
+        counts[at, chain[i]] += 1
+        at = came[i, at]
+    return value
 
 
 def warm() -> None:
@@ -318,9 +400,15 @@ def warm() -> None:
     fit_stage(1.0, 1.0, 1, head[:, 0], tail[:, 1], full, 0, 0, 0, 0, least, np.ones(1), np.zeros(8, np.int64))
     fit_stage(1.0, 1.0, 1, head[:, 0], head[:, 3], full, 0, 0, 0, 0, least, np.ones(1), np.zeros(8, np.int64))
     stage_times(ones, ones, ones, ones, ones, ones, head, tail, full, least, np.ones(1), prices, blocks, starts, count, 1.0, 1.0,
-                9.0, np.inf, np.arange(7), False, offset, width, times)  # fmt: skip
+                9.0, np.inf, np.arange(7), 0, 0, offset, width, times)  # fmt: skip
     shape = (3, 3, 7)
     table = np.zeros(shape), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    priced(np.inf, np.ones(1), np.ones(1), np.zeros(1, np.int64), np.zeros((1, 7)), offset[None], width[None], times,
+           np.zeros((1, 2, 7)), np.zeros((1, 2, 7)), np.zeros((3, 7)), np.zeros((3, 7), np.int32), np.zeros((3, 7), np.int32),
+           np.zeros(3), np.zeros(3))  # fmt: skip
+    cheapest_path(np.ones((1, 2)), np.array([0, 1]), np.ones(1), np.ones(1), np.zeros((1, 2), np.int64))
     one, messages = np.array([1]), np.zeros((1, 2, 7))
-    partition(np.inf, True, 2 * one, 2 * one, 0 * one, one, offset[None], width[None], times, messages, messages, *table)
-    sequence(np.inf, True, 0 * one, one, one, offset[None], width[None], times, messages, messages, table[0][0], table[1][0])
+    partition(np.inf, True, 2 * one, 2 * one, 0 * one, one, offset[None], width[None], times, messages, messages, messages[0, :1], *table)
+    sequence(
+        np.inf, True, 0 * one, one, one, offset[None], width[None], times, messages, messages, messages[0, :1], table[0][0], table[1][0]
+    )

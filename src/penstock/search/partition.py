@@ -63,7 +63,7 @@ class _FreeStages:
         s = self.space
         partition(
             tau, minimax, self._counts, self._nodes, self._pool, self._devices, s.offset, s.width, s.times, s.enter, s.leave,
-            self._best, self._option, self._cut,
+            s.relief, self._best, self._option, self._cut,
         )  # fmt: skip
         return np.asarray(self._best[:, :, 0].min(axis=1) if s.machine.idle else self._best[:, -1, 0])
 
@@ -76,11 +76,12 @@ class _FreeStages:
             taken = used // self._stride[pool] % (self._counts[pool] + 1)
             first, end = int(self._counts[pool] - taken), int(self._counts[pool] - taken + self._devices[c])
             node = self._nodes[pool]
-            arrives, departs = int(first % node == 0 and first + a > 0), int(end % node == 0)
+            arrives, departs = int(first % node == 0 and a > 0), int(end % node == 0)
             time = s.times[behind, s.offset[c, a] + b - a - 1] + s.enter[c, arrives, a] + s.leave[c, departs, b]
             shift = s.machine.pools[pool].num_devices % self._unit[pool]
             start = shift + first * self._unit[pool]
-            found.append(StageChoice(c, int(s.cuts[a]), int(s.cuts[b]), behind, float(time), start))
+            relief = float(s.relief[c, b] - s.relief[c, a])
+            found.append(StageChoice(c, int(s.cuts[a]), int(s.cuts[b]), behind, float(time), start, relief))
             used, a = used - int(self._devices[c] * self._stride[pool]), b
         return tuple(found)
 
@@ -106,8 +107,9 @@ class _FreeCuts:
 
         s = self.space
         sequence(
-            tau, minimax, self._options, self._arrives, self._departs, s.offset, s.width, s.times, s.enter, s.leave, self._best, self._cut
-        )
+            tau, minimax, self._options, self._arrives, self._departs, s.offset, s.width, s.times, s.enter, s.leave, s.relief,
+            self._best, self._cut,
+        )  # fmt: skip
         return np.append(np.full(len(self._given), np.inf), self._best[-1, 0])
 
     def stages(self, depth: int) -> tuple[StageChoice, ...]:
@@ -116,7 +118,8 @@ class _FreeCuts:
             c, b = int(self._options[behind]), int(self._cut[behind + 1, a])
             messages = s.enter[c, self._arrives[behind], a] + s.leave[c, self._departs[behind], b]
             time = s.times[behind, s.offset[c, a] + b - a - 1] + messages
-            found.append(StageChoice(c, int(s.cuts[a]), int(s.cuts[b]), behind, float(time), self._given[depth - 1 - behind].start))
+            start, relief = self._given[depth - 1 - behind].start, float(s.relief[c, b] - s.relief[c, a])
+            found.append(StageChoice(c, int(s.cuts[a]), int(s.cuts[b]), behind, float(time), start, relief))
             a = b
         return tuple(found)
 
@@ -141,7 +144,7 @@ def _sweep(programme: _Programme, num_micro_batches: int, known: float) -> Parti
         for depth in np.flatnonzero(np.isfinite(sums)):
             stages = programme.stages(int(depth)) if depth else ()
             if stages:
-                time = more * max(s.time for s in stages) + sum(s.time for s in stages)
+                time = more * max(s.time for s in stages) + sum(s.time - s.relief for s in stages)
                 if time < best.time:
                     best = Partition(stages, time, np.inf)
         return float(sums.min())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,10 @@ from numpy.typing import NDArray
 from penstock.costs.table import Floats
 from penstock.models.ops import Model
 
-__all__ = ["Blocks", "Machine", "OptionCosts", "Pool", "StageChoice", "StageOption", "StageSpace", "build_space", "stage_widths"]
+__all__ = [
+    "Blocks", "Levels", "Machine", "OptionCosts", "Pool", "StageChoice", "StageOption", "StageSpace", "build_space",
+    "levels_of", "stage_widths",
+]  # fmt: skip
 
 PRICES = 60
 """Prices of memory at which recomputation is solved; those that change nothing are dropped."""
@@ -24,6 +28,8 @@ UNITS = 4096
 """Steps of memory in which one block's recomputation is solved exactly."""
 
 Ints = NDArray[np.int64]
+Recompute = Literal["needed", "bounded", "never"]
+_MODES: tuple[Recompute, ...] = ("needed", "bounded", "never")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,8 @@ class OptionCosts:
     """[2, N + 1] time of the message after op j - 1."""
     algos: tuple[int, ...] = ()
     """The split of each op, where it is not 0 for all."""
+    relief: Floats | None = None
+    """What of each op's time does not count in the sum of stages, as under zero-bubble schedules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +156,10 @@ class Levels:
     """[T] memory of one unit."""
 
 
+_NO_LEVELS = Levels(np.zeros(1), np.zeros((1, 1, 3)), np.zeros((1, 1, 3)), np.zeros((1, 1, 3)), np.zeros((1, 1)), np.ones(1))
+"""Where nothing is recomputed."""
+
+
 @dataclass(frozen=True, slots=True)
 class StageChoice:
     """A stage that the programme chose: ops first..last under an option, with a number of stages behind it."""
@@ -159,6 +171,8 @@ class StageChoice:
     time: float
     start: int = 0
     """Its first device, as a position in the pool."""
+    relief: float = 0.0
+    """What of its time does not count in the sum of stages."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +194,8 @@ class StageSpace:
     """[K, pairs]"""
     enter: Floats
     leave: Floats
+    relief: Floats
+    """[C, cuts] prefix sums."""
 
     @property
     def repeats(self) -> Blocks:
@@ -214,26 +230,32 @@ class StageSpace:
 
 def build_space(
     costs: Sequence[OptionCosts], blocks: Blocks, machine: Machine, *, max_stages: int, longest: float = np.inf,
-    cuts: Ints | None = None, relaxed: bool = False,
+    cuts: Ints | None = None, recompute: Recompute = "needed", levels: Sequence[Levels] | None = None,
+    in_flight: int = 0,
 ) -> StageSpace:  # fmt: skip
     """Solves recomputation and tabulates the stages of at most `longest` compute; `cuts` are the ops where one may begin, and the end.
 
-    A `relaxed` space holds times that no stage can be below, for bounds.
+    A space with recomputation `bounded` holds times that no stage can be below; with `never`, only stages that fit without.
+    `levels` are those of `levels_of`, where they are at hand; `in_flight` are the micro-batches that every stage holds at least, which only
+    a space without recomputation counts right.
     """
     from penstock.search.kernels import stage_times
 
     places = np.arange(len(costs[0].compute) + 1) if cuts is None else cuts
     offset, width = stage_widths([np.add.reduceat(c.compute, places[:-1]) for c in costs], longest)
     times = np.full((max_stages, int(width.sum())), np.inf)
-    levels = tuple(_levels(c, blocks) for c in costs)
+    levels = tuple(levels_of(c, blocks) if recompute != "never" else _NO_LEVELS for c in costs) if levels is None else tuple(levels)
     for c, level, at, wide in zip(costs, levels, offset, width, strict=True):
         stage_times(
             c.compute, c.kept, c.weights, c.forward_reserve, c.backward_reserve, c.entering, level.head, level.tail, level.full,
             level.least, level.unit, level.prices, blocks.of_op, blocks.start, blocks.count, machine.state_factor, machine.least_reserve,
-            machine.pools[c.option.pool].memory_limit, longest, places, relaxed, at, wide, times,
+            machine.pools[c.option.pool].memory_limit, longest, places, _MODES.index(recompute), in_flight, at, wide, times,
         )  # fmt: skip
     enter, leave = (np.ascontiguousarray(np.stack([getattr(c, name) for c in costs])[:, :, places]) for name in ("enter", "leave"))
-    return StageSpace(tuple(costs), levels, blocks, machine, places, offset, width, times, enter, leave)
+    relief = np.stack(
+        [np.concatenate([[0.0], np.cumsum(np.zeros_like(c.compute) if c.relief is None else c.relief)])[places] for c in costs]
+    )
+    return StageSpace(tuple(costs), levels, blocks, machine, places, offset, width, times, enter, leave, relief)
 
 
 def stage_widths(computes: Sequence[Floats], longest: float) -> tuple[Ints, Ints]:
@@ -249,7 +271,8 @@ def _widths(compute: Floats, longest: float) -> Ints:
     return np.maximum(np.minimum(reach, len(compute)) - np.arange(len(compute)), 1).astype(np.int64)
 
 
-def _levels(costs: OptionCosts, blocks: Blocks) -> Levels:
+def levels_of(costs: OptionCosts, blocks: Blocks) -> Levels:
+    """Solves recomputation of every piece of a block at a few prices."""
     from penstock.search.kernels import least_times, piece_levels
 
     num_ops, num_types = len(costs.compute), max(blocks.num_types, 1)

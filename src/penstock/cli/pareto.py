@@ -1,0 +1,113 @@
+"""`penstock pareto`: every choice of nodes that is worth its money."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.console import JsonFlag, format_time, format_usd, out, print_json, progress, table
+from penstock.cli.search import choice_row, parse_sizes
+from penstock.errors import InputError
+
+if TYPE_CHECKING:
+    from penstock.search.money import Offer
+
+__all__ = ["pareto"]
+
+
+def pareto(
+    model: Annotated[str, typer.Option(help="Model name, YAML file, traced description (.json) or hf:PATH.")],
+    cluster: Annotated[str, typer.Option(help="The pool: kinds of nodes with the most of each, such as 4xp4d.24xlarge+8xg5.24xlarge.")],
+    global_batch: Annotated[int, typer.Option(help="Samples of one iteration.")],
+    costs: Annotated[str, typer.Option(help="roofline, profile:FILE (or the name of a shipped profile).")] = "roofline",
+    seq_length: Annotated[int | None, typer.Option(help="Tokens of a sample; the model's usual length if not given.")] = None,
+    micro_batches: Annotated[str, typer.Option(help="Micro-batch sizes to try, such as 1,2,4; powers of two if not given.")] = "",
+    steps: Annotated[int | None, typer.Option(help="Iterations to train for.")] = None,
+    tokens: Annotated[float | None, typer.Option(help="Tokens to train for, instead of --steps.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="Folder for pareto.csv, pareto.json, the chart and a plan for each choice.")
+    ] = None,
+    dominated: Annotated[bool, typer.Option("--dominated", help="Also show choices that others beat, and which.")] = False,
+    json: JsonFlag = False,
+) -> None:
+    """Compare every choice of nodes from a pool by time, money and devices, each with its best plan.
+
+    Example: penstock pareto --model gpt2-xl --cluster 2xp4d.24xlarge+4xg5.24xlarge --global-batch 256 --steps 10000 --out choices
+    """
+    from penstock.search.money import num_steps, offers
+    from penstock.search.request import Request
+
+    for name, value in (("--global-batch", global_batch), ("--seq-length", seq_length), ("--steps", steps)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} is {value}; 1 or more was expected.")
+    request = Request.of(model, cluster, global_batch, costs, seq_length, parse_sizes(micro_batches), math.inf)
+    count = num_steps(request, steps, tokens)
+    with progress("comparing clusters", quiet=json) as bar:
+        found = offers(request, count, lambda text, done, all_: bar.describe(f"{text} ({done} of {all_})"))
+    found.sort(key=lambda offer: (bool(offer.dominated_by), offer.hours))
+    rows = [_row(offer, count) for offer in found]
+    if folder is not None:
+        _write(folder, found, rows)
+    if json:
+        print_json({"model": model, "cluster": cluster, "steps": count, "out": folder, "choices": rows})
+        return
+    shown = [row for row in rows if dominated or not row["dominated_by"]]
+    cells = [
+        [row["cluster"], row["devices"], format_time(row["time_s"]), f"{row['hours']:,.2f}", format_usd(row["usd"]), row["pp"], row["tp"],
+         row["replicas"], row["dominated_by"] or "-"] for row in shown
+    ]  # fmt: skip
+    columns = ["nodes", "devices", "iteration", "hours", "money", "pp", "tp", "replicas", "beaten by"]
+    title = f"{model}, global batch {global_batch}, {count:,} iteration{'s' if count > 1 else ''}: choices from {cluster}"
+    out().print(table(title, columns, cells))
+    others = len(rows) - sum(not row["dominated_by"] for row in rows)
+    out().print(f"{others} more choices were searched and are beaten by one of these (--dominated shows them).", markup=False)
+    if folder is not None:
+        out().print(f"wrote plans, pareto.csv, pareto.json and pareto.svg to {folder}.", markup=False, soft_wrap=True)
+
+
+def _row(offer: Offer, count: int) -> dict[str, Any]:
+    return {
+        "cluster": offer.cluster.name, "devices": offer.num_devices, "hours": offer.hours, "usd": offer.usd, "bound_s": offer.bound_s,
+        "dominated_by": offer.dominated_by, **choice_row(offer.choice, count),
+    }  # fmt: skip
+
+
+def _write(folder: Path, found: list[Offer], rows: list[dict[str, Any]]) -> None:
+    import json
+
+    from penstock.files import write_text
+    from penstock.plans.schema import write_plan
+
+    folder.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(folder / "pareto.csv", text.getvalue())
+    write_text(folder / "pareto.json", json.dumps(rows, indent=2))
+    for offer in found:
+        if not offer.dominated_by:
+            write_plan(folder / f"{offer.cluster.name.replace('+', '_')}.json", offer.choice.plan)
+    _chart(folder / "pareto.svg", found)
+
+
+def _chart(path: Path, found: list[Offer]) -> None:
+    """Hours against money, the undominated choices joined and named."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6))
+    axes = figure.add_subplot()
+    beaten = [offer for offer in found if offer.dominated_by]
+    best = sorted((offer for offer in found if not offer.dominated_by), key=lambda offer: offer.hours)
+    axes.scatter([offer.hours for offer in beaten], [offer.usd for offer in beaten], color="lightgrey", label="beaten by another")
+    axes.plot([offer.hours for offer in best], [offer.usd for offer in best], "o-", label="worth having")
+    for offer in best:
+        axes.annotate(offer.cluster.name, (offer.hours, offer.usd), fontsize=7, xytext=(4, 4), textcoords="offset points")
+    axes.set(xlabel="hours", ylabel="USD", title="time and money")
+    axes.legend()
+    figure.savefig(path)

@@ -1,0 +1,105 @@
+"""The spaces of simpler searches, from the same costs: what their best plans would be here.
+
+data parallel     one stage, no tensor parallelism, ZeRO 0 to 3
+Megatron grid     equal stages, one tp degree inside a node, recompute all or nothing
+AMP               the same with nothing recomputed
+FASOP             equal degrees, stages of any numbers of layers, nothing recomputed; here for one kind of devices
+Aceso             stages of any ops on parts of nodes, recomputation of any ops, one pipeline (no replicas), 1F1B
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from penstock.plans.build import uniform_stages
+from penstock.plans.plan import Plan
+from penstock.plans.validity import check_plan
+from penstock.search.choice import Choice
+from penstock.search.families import MAX_DEPTH, Family, families
+from penstock.search.grid import plans_of_grid
+from penstock.search.pipelines import best_pipeline, blocks_of, equal_pipeline
+from penstock.search.request import Request, micro_batch_sizes
+
+__all__ = ["BASELINES", "Baseline", "best_of"]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A search space, and its best plan for a request if any fits."""
+
+    name: str
+    about: str
+    find: Callable[[Request], Choice | None]
+
+
+def best_of(baseline: Baseline, request: Request) -> Choice | None:
+    """The fastest plan of a baseline's space that fits."""
+    return baseline.find(replace(request, schedules=("1f1b",)))
+
+
+def _best_uniform(request: Request, plans: Iterator[Plan]) -> Choice | None:
+    best: Choice | None = None
+    for plan in plans:
+        estimate = request.estimator.estimate(plan)
+        if estimate.fits and (best is None or estimate.time_s < best.estimate.time_s):
+            best = Choice.of(plan, estimate)
+    return best
+
+
+def _data_parallel(request: Request) -> Choice | None:
+    frame, count = request.frame, request.cluster.num_devices
+
+    def plans() -> Iterator[Plan]:
+        for replicas in [n for n in range(count, 0, -1) if frame.global_batch % n == 0][:1]:
+            for zero in (0, 1, 2, 3) if replicas > 1 else (0,):
+                stages = uniform_stages(request.model, pp=1, tp=1, replicas=replicas, zero=zero)
+                for samples in micro_batch_sizes(frame.global_batch, replicas, request.micro_batches):
+                    batching = replace(frame.micro_batching, samples=samples)
+                    plan = replace(frame, stages=stages, num_replicas=replicas, micro_batching=batching)
+                    if not check_plan(plan, request.model, request.cluster):
+                        yield plan
+
+    return _best_uniform(request, plans())
+
+
+def _megatron(request: Request) -> Choice | None:
+    return _best_uniform(request, plans_of_grid(request))
+
+
+def _amp(request: Request) -> Choice | None:
+    return _best_uniform(request, (plan for plan in plans_of_grid(request) if not any(stage.recompute for stage in plan.stages)))
+
+
+def _best_exact(request: Request, wanted: Callable[[Family], bool]) -> Choice | None:
+    blocks, best, known_s = blocks_of(request.model), None, math.inf
+    for family in families(request):
+        if wanted(family) and (found := best_pipeline(family, blocks, known_s)) is not None:
+            best, known_s = Choice.of(*found, "exact"), found[1].time_s
+    return best
+
+
+def _fasop(request: Request) -> Choice | None:
+    blocks, best, known_s = blocks_of(request.model), None, math.inf
+    for family in families(request):
+        for option in family.options:
+            deep = family.num_devices // option.num_devices
+            if option.dp > 1 or len(family.pools) > 1 or family.num_devices % option.num_devices or deep > MAX_DEPTH:
+                continue
+            if (found := equal_pipeline(family, blocks, option, known_s)) is not None:
+                best, known_s = Choice.of(*found, "exact"), found[1].time_s
+    return best
+
+
+def _aceso(request: Request) -> Choice | None:
+    return _best_exact(request, lambda family: family.replicas == 1)
+
+
+BASELINES = (
+    Baseline("data parallel", "one stage, ZeRO 0 to 3", _data_parallel),
+    Baseline("Megatron grid", "equal stages, one tp inside a node, recompute all or none", _megatron),
+    Baseline("AMP", "equal stages, one tp, nothing recomputed", _amp),
+    Baseline("FASOP", "equal degrees, any numbers of layers, nothing recomputed", _fasop),
+    Baseline("Aceso", "one pipeline of stages of any ops, any ops recomputed", _aceso),
+)

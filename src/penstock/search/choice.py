@@ -1,0 +1,52 @@
+"""A plan that a search found, with everything that was estimated for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.costs.estimate import with_prediction
+
+if TYPE_CHECKING:
+    from penstock.costs.estimate import Estimate
+    from penstock.plans.plan import Plan
+
+__all__ = ["Choice"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A plan with its prediction in it, and the whole estimate behind that."""
+
+    plan: Plan
+    estimate: Estimate
+    kind: str = "grid"
+    """`grid`: equal stages; `exact`: stages of any size."""
+
+    @classmethod
+    def of(cls, plan: Plan, estimate: Estimate, kind: str = "grid") -> Choice:
+        """Writes the estimate into the plan."""
+        return cls(with_prediction(plan, estimate), estimate, kind)
+
+    @property
+    def tp(self) -> int | str:
+        """The tensor-parallel degree, or the range of degrees where stages differ."""
+        return _range([stage.degrees.tp for stage in self.plan.stages])
+
+    @property
+    def dp(self) -> int | str:
+        """The same for the degree that divides a micro-batch."""
+        return _range([stage.degrees.dp for stage in self.plan.stages])
+
+    @property
+    def recompute(self) -> str:
+        """`none`, `full`, or how many ops."""
+        again = sum(len(stage.recomputed()) for stage in self.plan.stages)
+        if self.kind == "grid":
+            return "full" if again else "none"
+        return f"{again} ops" if again else "none"
+
+
+def _range(values: Sequence[int]) -> int | str:
+    return values[0] if min(values) == max(values) else f"{min(values)}-{max(values)}"

@@ -1,0 +1,233 @@
+"""The search: families in order of promise, each solved while it can still beat the best plan; then the bound is made sharp.
+
+Everything is deterministic but for the time budget: what is found before it ends, or before Ctrl-C, is the answer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from penstock.costs.source import CostSource
+from penstock.errors import InfeasibleError, InputError
+from penstock.plans.plan import Plan
+from penstock.plans.validity import require_valid
+from penstock.search.bounds import Bound, family_bound, pass_bound
+from penstock.search.choice import Choice
+from penstock.search.families import Family, Pass, families
+from penstock.search.grid import uniform_choices
+from penstock.search.pipelines import best_pipeline, blocks_of, bound_of_pass
+from penstock.search.request import SCHEDULES, Request
+from penstock.search.schedules import rescheduled
+
+__all__ = ["Outcome", "ProofLine", "Watch", "search", "search_plans"]
+
+Watch = Callable[[str, float, float], None]
+"""Told what is being done, the best time so far and the bound so far, in seconds."""
+
+
+def _unwatched(text: str, best_s: float, bound_s: float) -> None:
+    """Nobody is told."""
+
+
+GOOD_GAP = 0.03
+"""A bound this near is not made sharper."""
+_CAPS = (1.3, 3.0, math.inf)
+"""Multiples of the least bound below which plans are looked for in turn: little is tabulated as long as plans are short."""
+_GRID_DEVICES = 256
+"""Clusters up to this size are also tried with all uniform plans, to show beside the best,"""
+_GRID_OPS = 2000
+"""for chains up to this length."""
+
+
+@dataclass(frozen=True)
+class ProofLine:
+    """How far one pass of a family was excluded."""
+
+    replicas: int
+    micro_batch: int
+    part: Pass
+    by_ops_s: float
+    """From ops and devices alone."""
+    by_stages_s: float | None
+    """With whole ops, cuts and memory; None where the first was enough."""
+
+    @property
+    def bound_s(self) -> float:
+        """The sharper of both."""
+        return self.by_ops_s if self.by_stages_s is None else max(self.by_ops_s, self.by_stages_s)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The best plans, what no plan of the space can be faster than, and why."""
+
+    choices: tuple[Choice, ...]
+    bound_s: float
+    proof: tuple[ProofLine, ...] = ()
+    stopped: str = ""
+    """`time budget` or `interrupted` where the search did not end by itself."""
+
+    @property
+    def gap(self) -> float:
+        """How much slower than the bound the best plan is."""
+        return self.choices[0].estimate.time_s / self.bound_s - 1
+
+
+@dataclass
+class _State:
+    """What was found so far."""
+
+    watch: Watch
+    deadline: float
+    choices: list[Choice] = field(default_factory=list)
+    bound_s: float = 0.0
+    stopped: str = ""
+
+    @property
+    def best_s(self) -> float:
+        return min((choice.estimate.time_s for choice in self.choices), default=math.inf)
+
+    def tell(self, text: str) -> None:
+        self.watch(text, self.best_s, min(self.bound_s, self.best_s))
+
+    def out_of_time(self) -> bool:
+        if time.monotonic() > self.deadline:
+            self.stopped = "time budget"
+        return bool(self.stopped)
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Ctrl-C ends what runs inside, if there is an answer already."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not self.choices:
+                raise
+            self.stopped = "interrupted"
+
+
+def search_plans(
+    model_ref: str, cluster_ref: str, global_batch: int, *, costs: str | CostSource = "roofline", seq_length: int | None = None,
+    micro_batches: Sequence[int] = (), memory_limit_bytes: float = math.inf, schedules: Sequence[str] = SCHEDULES, top: int = 5,
+    time_budget_s: float = math.inf, watch: Watch = _unwatched,
+) -> Outcome:  # fmt: skip
+    """The fastest plans that fit, best first, with a bound on the time of all plans of the space.
+
+    >>> outcome = search_plans("gpt-1.3b", "4xa100-40gb", 64, top=1)
+    >>> outcome.bound_s <= outcome.choices[0].estimate.time_s
+    True
+    """
+    request = Request.of(model_ref, cluster_ref, global_batch, costs, seq_length, micro_batches, memory_limit_bytes, schedules)
+    return search(request, top=top, time_budget_s=time_budget_s, watch=watch)
+
+
+def search(request: Request, *, top: int = 5, time_budget_s: float = math.inf, watch: Watch = _unwatched, prove: bool = True) -> Outcome:
+    """The same for a request that was read already; without `prove` the bound is the first one and uniform plans are not tried."""
+    if top < 1:
+        raise InputError(f"top is {top}; 1 or more was expected.")
+    state = _State(watch, time.monotonic() + time_budget_s)
+    found = [(family_bound(family), family) for family in families(request)]
+    ranked = sorted(found, key=lambda pair: (pair[0].time_s, pair[1].replicas, pair[1].samples))
+    state.bound_s = ranked[0][0].time_s if ranked else math.inf
+    lines: list[ProofLine] = []
+    with state.interruptible():
+        none_fits = _uniform(request, state, top) if prove else None
+        _uneven(request, state, ranked)
+        _other_schedules(request, state)
+        if not state.choices:
+            raise none_fits or _nothing_divides(request)
+        lines = _prove(request, state, ranked) if prove else []
+    ranked_choices = sorted(state.choices, key=lambda choice: (choice.estimate.time_s, choice.estimate.peak_bytes))
+    choices = list({_likeness(choice): choice for choice in reversed(ranked_choices)}.values())[::-1][:top]
+    require_valid(choices[0].plan, request.model, request.cluster, where="the plan found")
+    bound_s = min(state.bound_s, choices[0].estimate.time_s)
+    plans = [replace(c, plan=_with_bound(c, bound_s)) for c in choices]
+    return Outcome(tuple(plans), bound_s, tuple(lines), state.stopped)
+
+
+def _likeness(choice: Choice) -> tuple[object, ...]:
+    """Equal for plans that do the same under two names, such as replicas instead of samples divided within a stage."""
+    plan, estimate = choice.plan, choice.estimate
+    return plan.schedule, plan.num_stages, choice.tp, round(estimate.time_s, 12), round(estimate.peak_bytes)
+
+
+def _with_bound(choice: Choice, bound_s: float) -> Plan:
+    assert choice.plan.predicted is not None
+    return replace(choice.plan, predicted=replace(choice.plan.predicted, lower_bound_s=bound_s))
+
+
+def _uniform(request: Request, state: _State, top: int) -> InfeasibleError | None:
+    """All uniform plans of a cluster of moderate size; what is missing if none of them fits."""
+    if request.cluster.num_devices > _GRID_DEVICES or request.model.num_ops > _GRID_OPS:
+        return None
+    try:
+        state.choices += uniform_choices(request, top, lambda: state.tell("uniform plans"))
+    except InfeasibleError as error:
+        return error
+    return None
+
+
+def _uneven(request: Request, state: _State, ranked: list[tuple[Bound, Family]]) -> None:
+    """Stages of any size, family by family."""
+    blocks, least_s = blocks_of(request.model), state.bound_s
+    for cap in _CAPS if state.best_s == math.inf else (math.inf,):
+        limit_s = min(state.best_s, cap * least_s)
+        for bound, family in ranked:
+            if state.out_of_time() or bound.time_s >= limit_s:
+                break
+            state.tell(f"{family.replicas} replicas, micro-batches of {family.samples}")
+            found = best_pipeline(family, blocks, limit_s)
+            if found is not None:
+                state.choices.append(Choice.of(*found, "exact"))
+                limit_s = min(limit_s, state.best_s)
+        if state.stopped or state.best_s <= cap * least_s:
+            return
+
+
+def _other_schedules(request: Request, state: _State) -> None:
+    """The best plans so far under the other schedules."""
+    for choice in sorted(state.choices, key=lambda choice: choice.estimate.time_s)[:3]:
+        for plan in rescheduled(request, choice.plan):
+            if state.out_of_time():
+                return
+            estimate = request.estimator.estimate(plan)
+            if estimate.fits:
+                state.choices.append(Choice.of(plan, estimate, choice.kind))
+
+
+def _prove(request: Request, state: _State, ranked: list[tuple[Bound, Family]]) -> list[ProofLine]:
+    """Makes the bound sharp, the weakest pass first, until it is near everywhere or time is up."""
+    blocks, best_s = blocks_of(request.model), state.best_s
+    good_s = best_s / (1 + GOOD_GAP)
+    weak = sorted((
+        (bound, family, part) for early, family in ranked if early.time_s < best_s
+        for part in family.passes if (bound := pass_bound(family, part, best_s).time_s) < best_s
+    ), key=lambda entry: entry[0])  # fmt: skip
+
+    lines, enough_s = [], good_s
+    for bound, family, part in weak:
+        sharper = None
+        if bound < enough_s and not state.out_of_time():
+            state.tell(f"bound: {family.replicas} replicas, micro-batches of {family.samples}")
+            schedules = [name for name in ("zero-bubble", "1f1b") if name in request.schedules]
+            found = [bound_of_pass(family, blocks, part, name, best_s, bound, enough_s) for name in schedules]
+            sharper = min(proven for proven, _ in found)
+            state.choices += [Choice.of(*plan, "exact") for _, plans in found for plan in plans]
+        lines.append(ProofLine(family.replicas, family.samples, part, bound, sharper))
+        enough_s = min(enough_s, lines[-1].bound_s)  # no line needs to be better than the worst
+        state.bound_s = max(state.bound_s, min(enough_s, *(entry[0] for entry in weak[len(lines) :]), best_s))
+    state.bound_s = min((line.bound_s for line in lines), default=state.best_s)
+    return sorted(lines, key=lambda line: line.bound_s)
+
+
+def _nothing_divides(request: Request) -> InfeasibleError:
+    batch, sizes = request.frame.global_batch, request.micro_batches
+    return InfeasibleError(
+        f"no plan of {request.model.name} fits on {request.cluster.describe()} with a global batch of {batch}"
+        + (f" in micro-batches of {', '.join(map(str, sizes))}" if sizes else "")
+        + ". Use more or larger devices, shorter sequences, or smaller micro-batches."
+    )

@@ -1,0 +1,276 @@
+"""All ways to divide a cluster into equal replicas and a batch into micro-batches, and what a stage may then be made of.
+
+A family is a number of replicas and a micro-batch size. Within it each kind of devices is a pool, of which every replica has the same
+share; an option is a way to run a stage on some devices of one pool.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.costs.collectives import BUCKET_BYTES, group_of, point_to_point_s
+from penstock.costs.memory import CUDA_CONTEXT_BYTES, SLACK, bytes_per_parameter
+from penstock.costs.pipeline import share_shape
+from penstock.costs.table import Floats
+from penstock.models.shapes import NOTHING
+from penstock.search.request import Request, micro_batch_sizes
+from penstock.search.stages import Blocks, Levels, OptionCosts, Pool, StageOption, levels_of
+
+if TYPE_CHECKING:
+    from penstock.clusters import Cluster, Device
+
+__all__ = ["Family", "Kind", "Pass", "families", "kinds_of"]
+
+MAX_STAGES = 16
+"""Stages of a pipeline whose stages may differ in size."""
+MAX_DEPTH = 128
+"""Stages of a pipeline of equal groups of devices."""
+CHUNKS = (2, 4)
+"""Stages per device group of an interleaved schedule that are tried."""
+FINE_OPS = 600
+"""Chains up to this many ops are cut between any two of them at once."""
+STATES = 500
+"""Ways to have taken devices of several pools that a programme may tell apart."""
+_LARGE = 1e9
+"""An amount at which latencies no longer count."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """All devices of one kind."""
+
+    device: Device
+    ranks: tuple[int, ...]
+    per_node: int
+    """Devices that are in one node wherever a run of so many begins."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Options that are looked at together, and how deep their pipelines may be."""
+
+    options: tuple[StageOption, ...]
+    max_stages: int
+    fine: bool
+    """Whether the cuts between any two ops are looked at from the start."""
+    equal: bool = False
+    """Whether all stages have as many devices, so that there are exactly `max_stages` of them."""
+
+
+def kinds_of(cluster: Cluster) -> list[Kind]:
+    """The kinds of a cluster with their ranks; nodes of unequal sizes count as several of their common divisor."""
+    found = []
+    for device, _ in cluster.kinds:
+        ranks: list[int] = []
+        sizes: list[int] = []
+        first = 0
+        for run in cluster.runs:
+            if run.node.device == device:
+                ranks += range(first, first + run.num_devices)
+                sizes.append(run.node.num_devices)
+            first += run.num_devices
+        found.append(Kind(device, tuple(ranks), math.gcd(*sizes)))
+    return found
+
+
+def families(request: Request) -> Iterator[Family]:
+    """Every family in which each replica has a device of some kind and a whole number of micro-batches."""
+    kinds, batch = kinds_of(request.cluster), request.frame.global_batch
+    largest = max(len(kind.ranks) for kind in kinds)
+    for replicas in range(1, largest + 1):
+        if batch % replicas or (len(kinds) == 1 and largest % replicas):
+            continue
+        if len(kinds) > 1 and not any(len(kind.ranks) % replicas == 0 for kind in kinds):
+            continue
+        for samples in micro_batch_sizes(batch, replicas, request.micro_batches):
+            yield Family(request, tuple(kinds), replicas, samples)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Plans with one number of replicas and one micro-batch size."""
+
+    request: Request
+    kinds: tuple[Kind, ...]
+    replicas: int
+    samples: int
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of a replica."""
+        return self.request.frame.global_batch // self.replicas // self.samples
+
+    @cached_property
+    def pools(self) -> tuple[Pool, ...]:
+        """What one replica has of each kind."""
+        pools = []
+        for kind in self.kinds:
+            count = len(kind.ranks) // self.replicas
+            node = kind.per_node if count % kind.per_node == 0 else math.gcd(count, kind.per_node)
+            limit = min(self.request.memory_limit_bytes, kind.device.memory_bytes)
+            context = 0.0 if kind.device.name.startswith("cpu") else CUDA_CONTEXT_BYTES
+            pools.append(Pool(count, max(node, 1), (limit - context) / (1 + SLACK)))
+        return tuple(pools)
+
+    @property
+    def num_devices(self) -> int:
+        """Of one replica."""
+        return sum(pool.num_devices for pool in self.pools)
+
+    @cached_property
+    def options(self) -> tuple[StageOption, ...]:
+        """Tensor-parallel groups stay in a node; a stage is part of a node or, where kinds are mixed, whole nodes."""
+        found = []
+        most_tp = self.request.model.max_tp()
+        for index, pool in enumerate(self.pools):
+            most = pool.num_devices if len(self.pools) > 1 else min(pool.num_devices, pool.per_node)
+            for tp in _powers(min(pool.per_node, most_tp)):
+                sizes = {*_powers(most // tp), *(n // tp for n in range(pool.per_node, most + 1, pool.per_node) if n % tp == 0)}
+                for dp in sorted(sizes):
+                    size = tp * dp
+                    if self.samples % dp == 0 and size <= most and (size <= pool.per_node or size % pool.per_node == 0):
+                        found.append(StageOption(size, tp, dp, index))
+        return tuple(found)
+
+    @cached_property
+    def passes(self) -> tuple[Pass, ...]:
+        """Stages of any sizes as far as the number of states allows, and pipelines of equal groups that are deeper than those."""
+        options = [option for option in self.options if np.isfinite(self.times(option)[1]).all()]
+        mixed, unit, num_ops = len(self.pools) > 1, 1, self.request.model.num_ops
+        while math.prod(pool.num_devices // unit + 1 for pool in self.pools) > (STATES if mixed else 65):
+            unit *= 2
+        free = tuple(option for option in options if option.num_devices % unit == 0)
+        depth = min(self.num_devices, MAX_STAGES)
+        found = [Pass(free, depth, not mixed and num_ops <= FINE_OPS and self.num_devices <= 64)] if free else []
+        for size in sorted({option.num_devices for option in options}) if not mixed else ():
+            deep = self.num_devices // size
+            if self.num_devices % size == 0 and depth < deep <= min(MAX_DEPTH, num_ops):
+                found.append(Pass(tuple(option for option in options if option.num_devices == size), deep, False, True))
+        return tuple(found)
+
+    def times(self, option: StageOption) -> tuple[Floats, Floats]:
+        """[N] forward time and forward + backward time of every op, collectives included; infinite where it cannot be."""
+        shape = share_shape(self.request.frame, self.samples, option.dp)
+        table = self.request.estimator.table(shape, option.tp)
+        s, d = table.shape_index(shape), table.device_index(self.kinds[option.pool].device.name)
+        forward = (table.forward_s + table.forward_comm_s)[:, s, 0, 0, d]
+        backward = (table.backward_s + table.backward_comm_s)[:, s, 0, 0, d]
+        return forward[table.chain], (forward + backward)[table.chain]
+
+    def filling(self, option: StageOption) -> Floats:
+        """[N] what each op adds at least to filling and draining the pipeline under any schedule of the request but the interleaved."""
+        time = self.times(option)[1]
+        if "zero-bubble" not in self.request.schedules:
+            return time
+        shape = share_shape(self.request.frame, self.samples, option.dp)
+        table = self.request.estimator.table(shape, option.tp)
+        s, d = table.shape_index(shape), table.device_index(self.kinds[option.pool].device.name)
+        trained = np.array([op.trainable and op.parameters != NOTHING for op in self.request.model.distinct_ops])
+        weights = np.where(trained, table.backward_s[:, s, 0, 0, d], 0.0)  # weight gradients, half of it, fill both ends
+        return np.asarray(np.maximum(time - weights[table.chain], 0.0))
+
+    def after_s(self, option: StageOption) -> Floats:
+        """[N] least time per op of gradient sync and optimizer step after the last micro-batch, wherever the replicas lie."""
+        frame, kind, request = self.request.frame, self.kinds[option.pool], self.request
+        table = request.estimator.table(share_shape(frame, self.samples, option.dp), option.tp)
+        parameters, holders = table.parameters[table.chain, 0, 0], self.replicas * option.dp
+        step = [request.estimator.source.optimizer_s(n * _LARGE, kind.device.name, frame.precision, frame.optimizer) for n in (1, 2)]
+        per_weight = (step[1] - step[0]) / _LARGE / holders
+        if holders > 1:
+            lanes = [kind.ranks[i * option.tp] for i in range(holders) if i * option.tp < len(kind.ranks)]
+            group = group_of(request.estimator.cluster, lanes, option.tp)
+            sent = sum(group.time_s(name, BUCKET_BYTES) for name in ("reduce_scatter", "all_gather"))
+            per_weight += sent / BUCKET_BYTES * bytes_per_parameter(frame.precision, frame.optimizer)[1]
+        return np.asarray(parameters * per_weight)
+
+    @cached_property
+    def _known_costs(self) -> dict[StageOption, OptionCosts]:
+        return {}
+
+    @cached_property
+    def _known_levels(self) -> dict[StageOption, Levels]:
+        return {}
+
+    def levels(self, option: StageOption, blocks: Blocks) -> Levels:
+        """What recomputation can save under one option."""
+        if option not in self._known_levels:
+            self._known_levels[option] = levels_of(self.costs(option), blocks)
+        return self._known_levels[option]
+
+    def costs(self, option: StageOption) -> OptionCosts:
+        """Costs of the chain's ops under one option, from the estimator's own table."""
+        if option not in self._known_costs:
+            self._known_costs[option] = self._costs(option)
+        return self._known_costs[option]
+
+    def _costs(self, option: StageOption) -> OptionCosts:
+        request, frame = self.request, self.request.frame
+        forward, compute = self.times(option)
+        shape = share_shape(frame, self.samples, option.dp)
+        table = request.estimator.table(shape, option.tp)
+        s, ops = table.shape_index(shape), table.chain
+        weight, gradient, master, moments = bytes_per_parameter(frame.precision, frame.optimizer)
+        state = weight + gradient + (master + moments) / (option.dp * self.replicas)
+        entering, leaving = table.input_bytes[ops, s, 0, 0], table.output_bytes[ops, s, 0, 0]
+        enter, leave = np.zeros((2, len(ops) + 1)), np.zeros((2, len(ops) + 1))
+        enter[:, 1:-1], leave[:, 1:-1] = self._messages(option, entering[1:]), self._messages(option, leaving[:-1])
+        columns = (table.kept_bytes, table.workspace_bytes, table.backward_workspace_bytes)
+        kept, workspace, backward_workspace = (np.ascontiguousarray(x[ops, s, 0, 0]) for x in columns)
+        parameters = np.ascontiguousarray(table.parameters[ops, 0, 0]) * state
+        return OptionCosts(option, forward, compute, kept, parameters, workspace, backward_workspace, entering.copy(), enter, leave)
+
+    def _messages(self, option: StageOption, sizes: Floats) -> Floats:
+        """[2, sizes] times of messages inside a node and across nodes, where all lanes of the stage send at once."""
+        cluster, kind = self.request.estimator.cluster, self.kinds[option.pool]
+        first = kind.ranks[0]
+        home = cluster.node_index(first)
+        inside = next((rank for rank in kind.ranks[1:] if cluster.node_index(rank) == home), None)
+        others = (*kind.ranks, *(rank for other in self.kinds for rank in other.ranks[:1]))
+        across = next((rank for rank in others if cluster.node_index(rank) != home), None)
+        distinct, where = np.unique(sizes, return_inverse=True)
+        rows = []
+        for rank, sharing in ((inside, 1), (across, min(option.num_devices, kind.per_node))):
+            times = [0.0 if rank is None else point_to_point_s(float(size), cluster, first, rank, sharing) for size in distinct]
+            rows.append(np.array(times)[where])
+        return np.stack(rows)
+
+    def least_messages_s(self, option: StageOption) -> Floats:
+        """[2] what a stage with others before and behind it spends at least on the message it gets and the one it sends."""
+        shape = share_shape(self.request.frame, self.samples, option.dp)
+        table = self.request.estimator.table(shape, option.tp)
+        s, ops = table.shape_index(shape), table.chain
+        sizes = np.array(
+            [table.input_bytes[ops[1:], s, 0, 0].min(initial=np.inf), table.output_bytes[ops[:-1], s, 0, 0].min(initial=np.inf)]
+        )
+        inside, across = self._messages(option, np.where(np.isfinite(sizes), sizes, 0.0))
+        edges = self.edges(option)
+        if edges == 0:
+            return np.asarray(np.minimum(inside, across))
+        if edges == 2:
+            return np.asarray(across)
+        near, far = np.minimum(inside, across), np.maximum(inside, across)
+        return np.array(min([(near[0], far[1]), (far[0], near[1])], key=sum))
+
+    def edges(self, option: StageOption) -> int:
+        """How many of the two messages of a stage between others cross nodes at least."""
+        node = self.pools[option.pool].per_node
+        if len(self.pools) > 1 or 2 * option.num_devices < node:
+            return 0
+        return 2 if option.num_devices >= node else 1
+
+    def ranks(self, option: StageOption, start: int, together: bool) -> tuple[tuple[int, ...], ...]:
+        """The ranks of a stage in every replica; `together` puts its replicas, otherwise all stages of a replica, side by side."""
+        ranks, own = self.kinds[option.pool].ranks, self.pools[option.pool].num_devices
+        size = option.num_devices
+        starts = [start * self.replicas + r * size if together else r * own + start for r in range(self.replicas)]
+        return tuple(tuple(ranks[at : at + size]) for at in starts)
+
+
+def _powers(most: int) -> list[int]:
+    return [2**k for k in range(most.bit_length()) if 2**k <= most]

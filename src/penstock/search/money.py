@@ -1,0 +1,155 @@
+"""Time and money: the best plan of every cluster that can be bought from a pool of nodes, and which of them are worth having.
+
+A cluster is some nodes of each kind of the pool. One is dominated if another is no slower, no dearer and no larger, and better in one of
+these. A cluster whose bound is dominated is not searched.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from penstock.clusters import Cluster
+from penstock.errors import InfeasibleError, InputError
+from penstock.search.bounds import family_bound
+from penstock.search.choice import Choice
+from penstock.search.engine import search
+from penstock.search.families import families
+from penstock.search.request import Request
+
+__all__ = ["Objective", "Offer", "chosen", "clusters_of", "num_steps", "offers"]
+
+MAX_CLUSTERS = 2000
+_OBJECTIVE = re.compile(r"(time|cost)(?:@(time|cost)<=([0-9.eE+]+))?")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What to make small, `time` or `cost`, and the most of the other, in hours or USD for the whole training."""
+
+    goal: str = "time"
+    limit: float = math.inf
+
+    @classmethod
+    def parse(cls, text: str) -> Objective:
+        """`time`, `cost`, `time@cost<=USD` or `cost@time<=HOURS`."""
+        found = _OBJECTIVE.fullmatch(text.replace(" ", ""))
+        if not found or found[1] == found[2]:
+            raise InputError(f"--objective is '{text}'; expected time, cost, time@cost<=USD or cost@time<=HOURS.")
+        try:
+            return cls(found[1], float(found[3]) if found[3] else math.inf)
+        except ValueError:
+            raise InputError(f"--objective is '{text}'; '{found[3]}' is not a number.") from None
+
+    @property
+    def is_time(self) -> bool:
+        """Whether speed alone counts, so that the whole cluster is used."""
+        return self.goal == "time" and self.limit == math.inf
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A cluster with its best plan and what the training then takes."""
+
+    cluster: Cluster
+    choice: Choice
+    bound_s: float
+    hours: float
+    """For all steps."""
+    usd: float
+    dominated_by: str = ""
+    """The cluster that is better in every way, if there is one."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that are paid for."""
+        return self.cluster.num_devices
+
+    def beats(self, hours: float, usd: float, num_devices: int) -> bool:
+        """Whether this offer is no worse in any way and better in one."""
+        mine, its = (self.hours, self.usd, self.num_devices), (hours, usd, num_devices)
+        return all(a <= b * (1 + 1e-9) for a, b in zip(mine, its, strict=True)) and any(
+            a < b * (1 - 1e-9) for a, b in zip(mine, its, strict=True)
+        )
+
+
+def num_steps(request: Request, steps: int | None, tokens: float | None) -> int:
+    """Iterations to train for, given or from a number of tokens; one if neither is given."""
+    if steps is not None and tokens is not None:
+        raise InputError("--steps and --tokens say the same thing; give one of them.")
+    if tokens is not None:
+        per_step = request.frame.global_batch * (request.frame.seq_length + request.frame.dec_length)
+        if not per_step:
+            raise InputError(f"--tokens means nothing for {request.model.name}, which works on images; use --steps.")
+        return math.ceil(tokens / per_step)
+    return 1 if steps is None else steps
+
+
+def clusters_of(pool: Cluster) -> Iterator[Cluster]:
+    """Every choice of nodes, small ones first; the pool's kinds keep their order."""
+    if any(run.node.price_usd_per_h is None for run in pool.runs):
+        unknown = next(run.node.name for run in pool.runs if run.node.price_usd_per_h is None)
+        raise InputError(f"node '{unknown}' has no price; give one in a cluster file (`price_usd_per_h`) or use an instance name.")
+    count = math.prod(run.count + 1 for run in pool.runs) - 1
+    if count > MAX_CLUSTERS:
+        raise InputError(f"the pool has {count} choices of nodes; at most {MAX_CLUSTERS} are compared. Give fewer nodes or kinds.")
+    choices = product(*(range(run.count + 1) for run in pool.runs))
+    for counts in sorted(choices, key=lambda counts: (sum(counts), counts)):
+        runs = tuple(replace(run, count=number) for run, number in zip(pool.runs, counts, strict=True) if number)
+        if runs:
+            yield Cluster("+".join(f"{run.count}x{run.node.name}" for run in runs), runs)
+
+
+def offers(
+    request: Request, steps: int, watch: Callable[[str, int, int], None] = lambda text, done, count: None, prune: bool = True
+) -> list[Offer]:
+    """The best plan of every cluster of the request's pool that is not dominated from the start; each knows what dominates it."""
+    found: list[Offer] = []
+    clusters = list(clusters_of(request.cluster))
+    for done, cluster in enumerate(clusters):
+        watch(cluster.name, done, len(clusters))
+        price = cluster.price_usd_per_h or 0.0
+        here = request.on(cluster)
+        bound_s = min((family_bound(family).time_s for family in families(here)), default=math.inf)
+        least_hours = bound_s * steps / 3600
+        if bound_s == math.inf or (prune and any(offer.beats(least_hours, least_hours * price, cluster.num_devices) for offer in found)):
+            continue
+        try:
+            outcome = search(here, top=1, prove=False)
+        except InfeasibleError:
+            continue
+        hours = outcome.choices[0].estimate.time_s * steps / 3600
+        found.append(Offer(cluster, outcome.choices[0], outcome.bound_s, hours, hours * price))
+    if not found:
+        raise InfeasibleError(
+            f"no choice of nodes from {request.cluster.describe()} can train {request.model.name} with a global batch of "
+            f"{request.frame.global_batch}. Use more or larger nodes, or smaller micro-batches."
+        )
+    return [replace(offer, dominated_by=_dominator(offer, found)) for offer in found]
+
+
+def _dominator(offer: Offer, found: list[Offer]) -> str:
+    better = [other for other in found if other.beats(offer.hours, offer.usd, offer.num_devices)]
+    return min(better, key=lambda other: (other.usd, other.hours)).cluster.name if better else ""
+
+
+def chosen(found: list[Offer], objective: Objective) -> Offer:
+    """The best offer within the limit; where none is, says which limit binds and the least that would do."""
+    by_time = objective.goal == "time"
+    within = [offer for offer in found if (offer.usd if by_time else offer.hours) <= objective.limit]
+    if within:
+        return min(within, key=lambda offer: (offer.hours, offer.usd) if by_time else (offer.usd, offer.hours))
+    if by_time:
+        least = min(found, key=lambda offer: offer.usd)
+        raise InfeasibleError(
+            f"no plan trains for {objective.limit:,.2f} USD: the cheapest takes {least.usd:,.2f} USD in {least.hours:,.2f} hours on "
+            f"{least.cluster.name}. Raise the limit to that, or train for fewer steps."
+        )
+    least = min(found, key=lambda offer: offer.hours)
+    raise InfeasibleError(
+        f"no plan trains within {objective.limit:,.2f} hours: the fastest takes {least.hours:,.2f} hours and {least.usd:,.2f} USD on "
+        f"{least.cluster.name}. Raise the limit to that, add nodes, or train for fewer steps."
+    )

@@ -1,0 +1,227 @@
+"""Plans of one family with stages of any size: exact cuts, options of each stage, and recomputation by time per byte.
+
+The partition programme finds the best pipeline; what it leaves out (gradient sync, optimizer step, memory to the byte) comes from the
+estimate, by which the plans found are compared. Short chains are cut between any two ops at once; long chains and several kinds of
+devices first between blocks, then between any two ops near those cuts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.plans.build import BESIDE
+from penstock.plans.plan import Degrees, OpRange, Plan, Stage
+from penstock.search.bounds import pass_bound
+from penstock.search.families import Family, Pass
+from penstock.search.partition import best_cuts, best_partition
+from penstock.search.priced import Priced
+from penstock.search.recompute import recompute_flags
+from penstock.search.stages import Blocks, Machine, OptionCosts, Recompute, StageChoice, StageOption, StageSpace, build_space
+
+if TYPE_CHECKING:
+    from penstock.costs.estimate import Estimate
+    from penstock.models.ops import Model
+
+__all__ = ["best_pipeline", "blocks_of", "bound_of_pass", "equal_pipeline"]
+
+COARSE_CUTS = 128
+"""Cuts that the first pass over a long chain looks at."""
+LONG_CHAIN, BOUND_CUTS = 2000, 512
+"""Chains of more ops than this are bounded with at most so many cuts."""
+_SHARES = (1.0, 0.97, 0.93, 0.88)
+"""Of the memory, tried in turn where the programme was too hopeful."""
+
+
+def best_pipeline(family: Family, blocks: Blocks, known_s: float) -> tuple[Plan, Estimate] | None:
+    """The fastest plan of a family that fits, if it is faster than `known_s`."""
+    best: tuple[Plan, Estimate] | None = None
+    schedules = [name for name in ("zero-bubble", "1f1b") if name == "1f1b" or name in family.request.schedules]
+    for part in family.passes:
+        for schedule in schedules if part.max_stages > 1 else ("1f1b",):
+            if pass_bound(family, part, known_s).time_s >= known_s:
+                break
+            for depth in _depths(part, schedule):
+                found = _best_of_pass(family, blocks, replace(part, max_stages=depth), schedule, known_s)
+                if found is not None and found[1].time_s < known_s:
+                    best, known_s = found, found[1].time_s
+    return best
+
+
+def _depths(part: Pass, schedule: str) -> list[int]:
+    """The most stages to solve for; under a zero-bubble schedule every stage holds as many micro-batches, so less may be more."""
+    if schedule == "1f1b" or part.equal:
+        return [part.max_stages]
+    return sorted({min(2**k, part.max_stages) for k in range(1, part.max_stages.bit_length() + 1)}, reverse=True)
+
+
+def _best_of_pass(family: Family, blocks: Blocks, part: Pass, schedule: str, known_s: float) -> tuple[Plan, Estimate] | None:
+    """The fastest plan of a pass under one schedule that fits."""
+    for share in _SHARES:
+        stages = _stages(family, blocks, part, schedule, share, known_s)
+        if stages is None:
+            return None
+        found = _estimated(family, schedule, *stages)
+        if found[1].fits:
+            return found
+    return None
+
+
+def _stages(
+    family: Family, blocks: Blocks, part: Pass, schedule: str, share: float, known_s: float
+) -> tuple[StageSpace, tuple[StageChoice, ...]] | None:
+    """The programme's best stages with this share of the memory; None where nothing can be faster than `known_s`."""
+    pools = tuple(replace(pool, memory_limit=share * pool.memory_limit) for pool in family.pools)
+    machine = Machine(pools, 1.0, 0.0, idle=len(pools) > 1)
+    longest, zero_bubble = known_s / family.count, schedule == "zero-bubble"
+
+    def space_of(costs: Sequence[OptionCosts], cuts: np.ndarray | None) -> StageSpace:
+        levels = None if zero_bubble else [family.levels(c.option, blocks) for c in costs]
+        recompute: Recompute = "never" if zero_bubble else "needed"
+        return build_space(
+            costs, blocks, machine, max_stages=part.max_stages, longest=longest, cuts=cuts, recompute=recompute, levels=levels,
+            in_flight=min(part.max_stages, family.count) if zero_bubble else 0,
+        )  # fmt: skip
+
+    costs = option_costs(family, part, schedule)
+    stride = -(-(len(blocks.start) - 1) // COARSE_CUTS)
+    space = space_of(costs, None if part.fine else np.append(blocks.start[:-1:stride], blocks.start[-1]))
+    found = best_partition(space, family.count, known_s if part.fine else math.inf)
+    if not found.stages or part.fine:
+        return (space, found.stages) if found.stages else None
+    stages = found.stages
+    for cuts_near in [_blocks_near] * (stride > 1) + [_ops_near]:
+        used = sorted({stage.option for stage in stages})
+        space = space_of([space.costs[option] for option in used], cuts_near(stages, blocks, stride))
+        found = best_cuts(space, [replace(stage, option=used.index(stage.option)) for stage in stages], family.count)
+        if not found.stages:
+            return None
+        stages = found.stages
+    return (space, stages) if found.time < known_s else None
+
+
+def equal_pipeline(family: Family, blocks: Blocks, option: StageOption, known_s: float) -> tuple[Plan, Estimate] | None:
+    """The fastest plan whose stages all have one option and whole blocks, with nothing recomputed, if it is faster than `known_s`."""
+    depth = family.num_devices // option.num_devices
+    space = build_space(
+        [family.costs(option)], blocks, Machine(family.pools, 1.0, 0.0), max_stages=depth, longest=known_s / family.count,
+        cuts=blocks.start, recompute="never",
+    )  # fmt: skip
+    found = best_partition(space, family.count, known_s)
+    plan = _estimated(family, "1f1b", space, found.stages) if found.stages else None
+    return plan if plan is not None and plan[1].fits and plan[1].time_s < known_s else None
+
+
+def option_costs(family: Family, part: Pass, schedule: str) -> list[OptionCosts]:
+    """The costs of a pass's options; under a zero-bubble schedule with what of them does not count when the pipeline fills."""
+    costs = [family.costs(option) for option in part.options]
+    if schedule == "zero-bubble":
+        costs = [replace(c, relief=c.compute - family.filling(c.option)) for c in costs]
+    return costs
+
+
+def bound_of_pass(
+    family: Family, blocks: Blocks, part: Pass, schedule: str, known_s: float, least_s: float, good_s: float
+) -> tuple[float, list[tuple[Plan, Estimate]]]:
+    """What no plan of a pass under one schedule that is faster than `known_s` can be below, and plans met on the way that fit.
+
+    Zero-bubble schedules recompute nothing, and every stage holds as many micro-batches as there are stages.
+    """
+    depths = [*_depths(part, schedule), 0]
+    if part.equal:
+        depths[1] = part.max_stages - 1
+    found = [
+        _bound(family, blocks, replace(part, max_stages=most), schedule, min(fewer + 1, family.count), known_s, least_s, good_s)
+        for most, fewer in pairwise(depths)
+    ]
+    return min(bound for bound, _ in found), [plan for _, plans in found for plan in plans]
+
+
+def _bound(
+    family: Family, blocks: Blocks, part: Pass, schedule: str, in_flight: int, known_s: float, least_s: float, good_s: float
+) -> tuple[float, list[tuple[Plan, Estimate]]]:
+    """The same where every stage of a zero-bubble schedule holds at least `in_flight` micro-batches.
+
+    A very long chain is cut between blocks alone, and each stage but the first is let off its first blocks.
+    """
+    zero_bubble, long_chain = schedule == "zero-bubble", int(blocks.start[-1]) > LONG_CHAIN
+    stride = -(-(len(blocks.start) - 1) // BOUND_CUTS)
+    space = build_space(
+        option_costs(family, part, schedule), blocks, Machine(family.pools, 1.0, 0.0), max_stages=part.max_stages,
+        longest=known_s / family.count, recompute="never" if zero_bubble else "bounded",
+        cuts=np.append(blocks.start[:-1:stride], blocks.start[-1]) if long_chain else None,
+        levels=None if zero_bubble else [family.levels(option, blocks) for option in part.options],
+        in_flight=in_flight if zero_bubble else 0,
+    )  # fmt: skip
+    answer = Priced(family, part, space.inner() if long_chain else space, known_s).solve(least_s, good_s)
+    if not answer.stages or answer.time_s >= known_s:
+        return answer.bound_s, []
+    found = _estimated(family, schedule, space, answer.stages)
+    return answer.bound_s, [found] if found[1].fits else []
+
+
+def _blocks_near(stages: Sequence[StageChoice], blocks: Blocks, window: int) -> np.ndarray:
+    """The edges of so many blocks on both sides of each cut."""
+    last = len(blocks.start) - 1
+    at = np.searchsorted(blocks.start, [stage.first for stage in stages[1:]])
+    near = {0, last, *(n for block in at for n in range(max(int(block) - window, 0), min(int(block) + window, last) + 1))}
+    return np.asarray(blocks.start[sorted(near)])
+
+
+def _ops_near(stages: Sequence[StageChoice], blocks: Blocks, window: int) -> np.ndarray:
+    """Every op of the two blocks at each cut."""
+    cuts = {0, int(blocks.start[-1])}
+    for stage in stages[1:]:
+        block = int(np.searchsorted(blocks.start, stage.first))
+        cuts.update(range(int(blocks.start[max(block - 1, 0)]), int(blocks.start[min(block + 1, len(blocks.start) - 1)]) + 1))
+    return np.array(sorted(cuts))
+
+
+def _estimated(family: Family, schedule: str, space: StageSpace, chosen: Sequence[StageChoice]) -> tuple[Plan, Estimate]:
+    """The plan of these stages in the better of two orders of ranks."""
+    schedule = schedule if len(chosen) > 1 else "1f1b"
+    plans = [
+        replace(_plan(family, space, chosen, together), schedule=schedule)
+        for together in ((False, True) if family.replicas > 1 else (False,))
+    ]
+    estimates = [(plan, family.request.estimator.estimate(plan)) for plan in plans]
+    return min(estimates, key=lambda pair: (not pair[1].fits, pair[1].time_s))
+
+
+def _plan(family: Family, space: StageSpace, chosen: Sequence[StageChoice], together: bool) -> Plan:
+    stages = []
+    for stage in chosen:
+        option = space.costs[stage.option].option
+        pattern = _ranges([int(op) + stage.first for op in np.flatnonzero(recompute_flags(space, stage))])
+        stages.append(Stage(
+            stage.first, stage.last, devices=family.ranks(option, stage.start, together), degrees=Degrees(option.tp, option.dp),
+            recompute=(pattern,) if pattern else (), zero=1 if option.dp * family.replicas > 1 else 0,
+        ))  # fmt: skip
+    frame = family.request.frame
+    batching = replace(frame.micro_batching, samples=family.samples)
+    return replace(frame, stages=tuple(stages), num_replicas=family.replicas, micro_batching=batching)
+
+
+def _ranges(ops: Sequence[int]) -> tuple[OpRange, ...]:
+    """Runs of neighbouring ops."""
+    joined: list[OpRange] = []
+    for op in ops:
+        if joined and joined[-1][1] == op:
+            joined[-1] = (joined[-1][0], op + 1)
+        else:
+            joined.append((op, op + 1))
+    return tuple(joined)
+
+
+def blocks_of(model: Model) -> Blocks:
+    """The model's blocks; those beside the layers are never recomputed."""
+    found = Blocks.of(model, [True] * model.num_ops)
+    beside = np.array([model.ops[int(start)].block in BESIDE for start in found.start[:-1]])
+    kind = np.where(beside, -1, found.kind)
+    used = {int(old): new for new, old in enumerate(sorted(set(kind.tolist()) - {-1}))}
+    return replace(found, kind=np.array([used.get(int(old), -1) for old in kind]))

@@ -1,0 +1,102 @@
+"""What a search is asked, read and checked once: model, cluster, batch, costs and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from penstock.costs.estimate import Estimator
+from penstock.costs.pipeline import share_shape
+from penstock.costs.sources import open_costs
+from penstock.errors import InputError
+from penstock.plans.plan import MicroBatching, Plan, Stage
+from penstock.plans.references import cluster_reference, model_reference
+from penstock.plans.validity import require_valid
+
+if TYPE_CHECKING:
+    from penstock.clusters import Cluster
+    from penstock.costs.source import CostSource
+    from penstock.models.ops import Model
+
+__all__ = ["SCHEDULES", "Request", "frame_of", "micro_batch_sizes", "resolved"]
+
+SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
+_MAX_DEVICES = 100_000
+"""Plans name every rank, and a search makes many plans."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a search is asked: the model and cluster that the texts name, what all plans have in common, and who estimates them."""
+
+    model: Model
+    cluster: Cluster
+    frame: Plan
+    estimator: Estimator
+    micro_batches: tuple[int, ...]
+    memory_limit_bytes: float
+    schedules: tuple[str, ...] = SCHEDULES
+    """Those that may be chosen; 1F1B always."""
+
+    @classmethod
+    def of(
+        cls, model_ref: str, cluster_ref: str, global_batch: int, costs: str | CostSource, seq_length: int | None,
+        micro_batches: Sequence[int], memory_limit_bytes: float, schedules: Sequence[str] = SCHEDULES,
+    ) -> Request:  # fmt: skip
+        """Reads the texts; what is wrong with them is said now."""
+        if not memory_limit_bytes > 0:
+            raise InputError(f"the memory limit is {memory_limit_bytes} bytes; more than 0 was expected.")
+        model, cluster = resolved(model_ref, cluster_ref)
+        source = open_costs(costs, cluster) if isinstance(costs, str) else costs
+        frame = frame_of(model_ref, cluster_ref, model, cluster, global_batch, seq_length)
+        shapes = {share_shape(frame, samples) for samples in micro_batch_sizes(global_batch, 1, micro_batches)}
+        estimator = Estimator(model, cluster, source, memory_limit_bytes, shapes)
+        return cls(model, cluster, frame, estimator, tuple(micro_batches), memory_limit_bytes, tuple(schedules))
+
+    def on(self, cluster: Cluster) -> Request:
+        """The same on another cluster."""
+        from penstock.clusters import cluster_to_dict
+
+        shapes = {share_shape(self.frame, samples) for samples in micro_batch_sizes(self.frame.global_batch, 1, self.micro_batches)}
+        estimator = Estimator(self.model, cluster, self.estimator.source, self.memory_limit_bytes, shapes)
+        return replace(self, cluster=cluster, frame=replace(self.frame, cluster=cluster_to_dict(cluster)), estimator=estimator)
+
+
+def resolved(model_ref: str, cluster_ref: str) -> tuple[Model, Cluster]:
+    """The model and the cluster that two texts name."""
+    from penstock.clusters import resolve_cluster
+    from penstock.models.catalog import resolve_model
+
+    return resolve_model(model_ref), resolve_cluster(cluster_ref)
+
+
+def frame_of(model_ref: str, cluster_ref: str, model: Model, cluster: Cluster, global_batch: int, seq_length: int | None) -> Plan:
+    """What all plans have in common, as the plan for one device; what is wrong with the request is wrong with it."""
+    frame = Plan(
+        model_reference(model_ref),
+        cluster_reference(cluster_ref),
+        global_batch,
+        (Stage(0, model.num_ops, devices=((0,),)),),
+        MicroBatching("padded", "fixed", 1),
+        seq_length=model.seq_length if seq_length is None else seq_length,
+        dec_length=model.dec_length,
+        precision=model.dtype,
+    )
+    if cluster.num_devices > _MAX_DEVICES:
+        raise InputError(
+            f"the cluster has {cluster.num_devices} devices ({cluster.describe()}); the search takes up to {_MAX_DEVICES}. Use fewer."
+        )
+    require_valid(frame, model, cluster, where="the request")
+    return frame
+
+
+def micro_batch_sizes(global_batch: int, replicas: int, given: Sequence[int]) -> list[int]:
+    """Micro-batch sizes that divide a replica's share, smallest first."""
+    if given and min(given) < 1:
+        raise InputError(f"micro_batches has {min(given)}; 1 or more samples were expected.")
+    share, rest = divmod(global_batch, replicas)
+    if rest:
+        return []
+    sizes = sorted(set(given)) or [2**k for k in range(share.bit_length())]
+    return [size for size in sizes if share % size == 0]
