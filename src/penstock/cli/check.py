@@ -1,4 +1,4 @@
-"""`penstock check`: proves a plan valid, or says everything that is wrong with it."""
+"""`penstock check`: proves a plan or programs valid, or says everything that is wrong with them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.check_programs import check_programs_at
 from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, format_usd, out, print_json, table
 from penstock.errors import InputError
 
@@ -21,13 +22,21 @@ _SHOWN_REPLICAS = 4
 
 
 def check(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file (plan.json).")],
+    plan: Annotated[
+        Path,
+        typer.Argument(metavar="PLAN|PROGRAM", help="A plan (plan.json), a program, or a folder with those of all ranks."),
+    ],
     json: JsonFlag = False,
 ) -> None:
-    """Prove a plan valid, or say what is wrong with it: ops, devices, degrees, sizes, schedule. Status 2 if it is not valid.
+    """Prove a plan valid, or programs safe, or say what is wrong with them. Status 2 if they are not.
 
     Example: penstock check plan.json
     """
+    from penstock.programs.files import holds_programs
+
+    if holds_programs(plan):
+        check_programs_at(plan, json)
+        return
     from penstock.plans.references import cluster_of, model_of
     from penstock.plans.remarks import remarks
     from penstock.plans.schema import read_plan

@@ -1,0 +1,382 @@
+"""What one rank does in one iteration, step by step, with every shape already in it.
+
+A stage of a pipeline, from one rank's point of view (m is a micro-batch):
+
+    Load m ──────────────┐                                                  stage s - 1          stage s          stage s + 1
+    ReceiveStart ─ ReceiveWait ─ Forward ─ SendStart ─ SendWait ─ Free         │ activation, cut s-1 │ activation, cut s │
+    ReceiveStart ─ ReceiveWait ─ Backward ─ SendStart ─ SendWait ─ Free        │ ◄─────── gradient   │ ◄────── gradient  │
+    ReduceStart (before the last Backward) ─ ReduceWait ─ SyncTied ─ Step      cut c lies between stage c and stage c + 1
+
+*Buffers* are numbered places that hold tensors between instructions. An instruction that makes something names the buffer it goes
+into, one that needs something names where it lies; `Free` empties buffers, after which their numbers are used again. Dropping a
+buffer drops a reference only: what autograd saved in a forward pass lives on until its backward pass.
+
+*Micro-batches* are numbered within a replica. A stage's `dp` splits the samples of each at fixed bounds (`MicroBatch.share`), its
+`tp` splits the last dimension of carry tensors that are `split`; under sequence parallelism the rows of the others are split among
+the tp ranks instead. `Place` says which part is this rank's.
+
+*Slices.* Neighbouring stages may have other degrees, so a transfer names, for each tensor, the tensor as this rank holds it
+(`shape`) and the part of it that travels (`rows` of the first dimension, `columns` of the last; None means all). Both are counted
+in this rank's own tensor: nothing needs to be computed to cut or to place a part. The parts of one transfer travel in the order
+given, the same at both ends; a part without elements is only allocated.
+
+    activations   Each receiver gets every row and column of its tensors exactly once. A tensor that several sending ranks hold
+                  alike comes from one of them.
+    gradients     The same, backwards: the gradient of a tensor that is whole under tp is whole and equal on all tp ranks, so a
+                  receiver takes each row from one of them. Tensors without rows (tables of position biases) are used by all
+                  samples: each part of the samples has a gradient of its own, and those that reach one receiver are added
+                  (`add`), in the order of the waits. A tensor that no part of any transfer names has gradient zero: another rank
+                  of the same weights has it.
+
+*Loss.* Every counted position weighs 1 / `loss_tokens`, every sample (classification, next-sentence task) 1 / `num_samples`, both
+counted over the global batch: gradients are then summed over replicas and dp, never averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+
+from penstock.models.shapes import Shape
+
+__all__ = [
+    "INSTRUCTIONS", "Backward", "BackwardInput", "BackwardWeight", "Dtype", "Forward", "Free", "Instruction", "Load", "MicroBatch",
+    "Need", "Part", "Place", "Program", "ReceiveStart", "ReceiveWait", "ReduceGroup", "ReduceStart", "ReduceWait", "SendStart",
+    "SendWait", "Step", "SyncTied", "Tensor", "TiedRows", "Transferred", "num_buffers",
+]  # fmt: skip
+
+_MOST = 2**63 - 1
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
+Degree: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
+Word: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_.\-]*\Z")]
+"""A name without spaces: of a carry tensor or an op."""
+Dtype: TypeAlias = Literal["bf16", "fp16", "fp32", "int64"]
+Transferred: TypeAlias = Literal["activation", "gradient"]
+Need: TypeAlias = Literal["inputs", "dec_inputs", "labels"]
+Range: TypeAlias = tuple[Count, Count]
+"""[first, last): `last` is one past the end."""
+
+
+class Tensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor of the carry, or its gradient, as this rank holds it."""
+
+    name: Word
+    dtype: Dtype
+    shape: tuple[Count, ...]
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """What travels of one tensor."""
+
+    name: Word
+    dtype: Dtype
+    shape: tuple[Count, ...]
+    """Of the whole tensor on this rank; a receiver allocates that, once for all parts of the buffer."""
+    rows: Range | None = None
+    """Of the first dimension; None: all."""
+    columns: Range | None = None
+    """Of the last dimension; None: all."""
+    add: bool = False
+    """Receiver: add it to what another transfer brought, instead of writing it."""
+
+    @property
+    def sent_shape(self) -> tuple[int, ...]:
+        """The shape of what travels, equal at both ends."""
+        sizes = list(self.shape)
+        if self.columns is not None:
+            sizes[-1] = self.columns[1] - self.columns[0]
+        if self.rows is not None:
+            sizes[0] = self.rows[1] - self.rows[0]
+        return tuple(sizes)
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Bring what a stage reads of a micro-batch besides the carry: lengths always, tokens and labels where needed.
+
+    Of the samples it takes the rank's share at the stage's entry, and where ops inside have another dp, the share of those too.
+    """
+
+    stage: Count
+    micro_batch: Count
+    buffer: Count
+    needs: tuple[Need, ...] = ()
+    """`inputs`: token ids or images. `dec_inputs`: the decoder's token ids. `labels`: labels and loss weights."""
+
+
+class Forward(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Run a stage on a micro-batch."""
+
+    stage: Count
+    micro_batch: Count
+    pattern: Count
+    """Which of the stage's recomputation patterns."""
+    batch: Count
+    """Buffer of the loaded micro-batch."""
+    source: Count | None = None
+    """Buffer of the carry that enters; None in the first stage. Another stage's result if both are on the same ranks."""
+    result: Count | None = None
+    """Buffer for the carry that leaves; None in the last stage, whose loss the executor adds up."""
+    tensors: tuple[Tensor, ...] = ()
+    """What the result holds."""
+
+
+class Backward(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Run a stage's whole backward pass on a micro-batch: gradients of its input and of its weights (added up)."""
+
+    stage: Count
+    micro_batch: Count
+    source: Count | None = None
+    """Buffer of the gradient of the carry that left; None in the last stage, which starts from the loss."""
+    result: Count | None = None
+    """Buffer for the gradient of the carry that entered; None in the first stage."""
+    tensors: tuple[Tensor, ...] = ()
+    """What the result holds: the differentiable tensors of the carry that entered."""
+
+
+class BackwardInput(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The first half of a split backward pass: the gradient of the input, and what the second half needs is put aside."""
+
+    stage: Count
+    micro_batch: Count
+    source: Count | None = None
+    result: Count | None = None
+    tensors: tuple[Tensor, ...] = ()
+
+
+class BackwardWeight(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The second half of a split backward pass: gradients of the weights, added up."""
+
+    stage: Count
+    micro_batch: Count
+
+
+class SendStart(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Begin to send parts of a buffer to another rank of the replica; does not wait."""
+
+    what: Transferred
+    cut: Count
+    """Between stage `cut` and stage `cut + 1`; activations go up, gradients down."""
+    micro_batch: Count
+    peer: Count
+    buffer: Count
+    parts: tuple[Part, ...]
+
+
+class SendWait(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """Wait until a send is done, so that its buffer may be freed."""
+
+    what: Transferred
+    cut: Count
+    micro_batch: Count
+    peer: Count
+
+
+class ReceiveStart(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """Begin to receive parts of a buffer from another rank; the first one into an empty buffer allocates it. Does not wait.
+
+    The transfers of a pair of ranks are begun in the same order at both ends, both directions together.
+    """
+
+    what: Transferred
+    cut: Count
+    micro_batch: Count
+    peer: Count
+    buffer: Count
+    parts: tuple[Part, ...]
+
+
+class ReceiveWait(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """Wait until the parts have arrived; those marked `add` are then added."""
+
+    what: Transferred
+    cut: Count
+    micro_batch: Count
+    peer: Count
+
+
+class Free(msgspec.Struct, frozen=True, array_like=True, tag=10):
+    """Empty buffers; their numbers may be used again."""
+
+    buffers: tuple[Count, ...]
+
+
+class ReduceGroup(msgspec.Struct, frozen=True, array_like=True):
+    """Ops [first, last) whose weights all these ranks hold."""
+
+    first: Count
+    last: Count
+    ranks: Annotated[tuple[Count, ...], msgspec.Meta(min_length=1)]
+
+
+class ReduceStart(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """Begin to sum a stage's gradients over all ranks that hold the same weights (replicas and dp).
+
+    A rank's stages begin in falling order, the same on all ranks of a group, whatever their schedules are.
+    """
+
+    stage: Count
+    groups: tuple[ReduceGroup, ...]
+    micro_batch: Count | None = None
+    """The one backward pass (or its second half) still to come: gradients it completes may be summed while it runs. None: all done."""
+
+
+class ReduceWait(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """Wait until a stage's gradients are summed."""
+
+    stage: Count
+
+
+class TiedRows(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of a shared weight's gradient that one end gives another; counted in this rank's own shard."""
+
+    own: Count
+    """The stage of this rank's end."""
+    stage: Count
+    """The stage of the other end."""
+    peer: Count
+    """Its rank; this rank itself where it holds both ends."""
+    rows: Range | None = None
+    """None: all."""
+
+
+class SyncTied(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """Sum the gradient of a weight that ops of several stages share, after each stage has reduced its own.
+
+    A stage with several ops of the weight adds theirs first. All sends and receives are then begun at once, with the gradients as they
+    are. Each end gets, besides its own, the gradients of all other ends, row by row; it adds them in the order of stages (its own in
+    its place), so that all ends have equal sums.
+    """
+
+    op: Word
+    """Name of the op that owns the weight (`Op.tied_to` of the others)."""
+    sends: tuple[TiedRows, ...] = ()
+    receives: tuple[TiedRows, ...] = ()
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag=14):
+    """Update the weights: clip, optimizer, learning rate; then forget the gradients."""
+
+
+Instruction: TypeAlias = (
+    Load | Forward | Backward | BackwardInput | BackwardWeight | SendStart | SendWait | ReceiveStart | ReceiveWait | Free
+    | ReduceStart | ReduceWait | SyncTied | Step
+)  # fmt: skip
+
+INSTRUCTIONS: tuple[type[Instruction], ...] = (
+    Load, Forward, Backward, BackwardInput, BackwardWeight, SendStart, SendWait, ReceiveStart, ReceiveWait, Free, ReduceStart, ReduceWait,
+    SyncTied, Step,
+)  # fmt: skip
+"""Every kind; an executor must have a handler for each."""
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """A stage on this rank, and which part of it. Entry and exit degrees differ only where the stage's runs say so."""
+
+    stage: Count
+    first: Count
+    last: Count
+    """Ops [first, last)."""
+    index: Count
+    """Position among the stage's ranks of this replica; those of one tp group are neighbours."""
+    entry_tp: Degree
+    entry_dp: Degree
+    exit_tp: Degree
+    exit_dp: Degree
+
+    @property
+    def entry_share(self) -> int:
+        """Which of `entry_dp` parts of the samples enters here."""
+        return self.index // self.entry_tp
+
+    @property
+    def exit_share(self) -> int:
+        """Which of `exit_dp` parts of the samples leaves here."""
+        return self.index // self.exit_tp
+
+
+class MicroBatch(msgspec.Struct, frozen=True, array_like=True):
+    """Samples run together, all of them: a rank's own are those of `share(dp, index)`."""
+
+    index: Count
+    """Its number within the replica, which instructions name."""
+    samples: tuple[Count, ...]
+    """Ids in the data set's global batch, in order."""
+    layout: Literal["padded", "packed"]
+    lengths: tuple[Count, ...] = ()
+    """True length of each sample; none for images."""
+    dec_lengths: tuple[Count, ...] = ()
+    row_length: Count = 0
+    """Padded length of each row; 0 when packed."""
+    dec_row_length: Count = 0
+    row_sizes: tuple[Count, ...] = ()
+    """How many samples share each padded row, attending across each other; none where each has a row of its own."""
+    counted: tuple[Count, ...] = ()
+    """Positions of each sample that count in the loss; none: all of its (decoder's) true length, or one for an image."""
+    bounds: dict[Degree, Annotated[tuple[Count, ...], msgspec.Meta(min_length=3)]] = {}
+    """For each dp above 1 that a stage has, where the samples are divided: dp + 1 positions from 0 to their number."""
+
+    def share(self, dp: int, index: int) -> tuple[int, int]:
+        """[first, last) positions in `samples` that rank `index` of `dp` has; may be empty, then the rank skips the micro-batch."""
+        if dp == 1:
+            return 0, len(self.samples)
+        bounds = self.bounds[dp]
+        return bounds[index], bounds[index + 1]
+
+    def shape(self, dp: int = 1, index: int = 0) -> Shape:
+        """The share's size as the cost formulas and the carry's specs see it."""
+        first, last = self.share(dp, index)
+        if not self.lengths:
+            return Shape.images(last - first)
+        if self.layout == "packed":
+            return Shape.packed(self.lengths[first:last], self.dec_lengths[first:last])
+        rows = last - first if not self.row_sizes else self._rows_before(last) - self._rows_before(first)
+        return Shape.padded(rows, self.row_length, self.dec_row_length)
+
+    def _rows_before(self, position: int) -> int:
+        """Rows that end before a sample's position."""
+        ends = accumulate(self.row_sizes)
+        return sum(end <= position for end in ends)
+
+    def loss_tokens(self, first: int = 0, last: int | None = None) -> int:
+        """Positions that count in the loss, of some of the samples or of all."""
+        counts: Sequence[int] = self.counted or self.dec_lengths or self.lengths
+        return sum(counts[first:last]) if counts else len(self.samples[first:last])
+
+
+class Program(msgspec.Struct, frozen=True, array_like=True):
+    """The instructions of one rank for one iteration."""
+
+    rank: Count
+    iteration: Count
+    replica: Count
+    num_replicas: Degree
+    num_stages: Degree
+    loss_tokens: Degree
+    """Counted positions of the global batch: each weighs 1 / this."""
+    num_samples: Degree
+    """Samples of the global batch."""
+    places: tuple[Place, ...]
+    """The stages on this rank, in order."""
+    micro_batches: tuple[MicroBatch, ...]
+    """Those of this rank's replica, in order of their number."""
+    instructions: tuple[Instruction, ...]
+    training: bool = True
+    """False: forward passes only, for evaluation; no gradients and no step."""
+
+    def place(self, stage: int) -> Place:
+        """This rank's part of a stage."""
+        return next(place for place in self.places if place.stage == stage)
+
+
+def num_buffers(program: Program) -> int:
+    """One more than the highest buffer number in use: the size of a table of buffers."""
+    highest = -1
+    for step in program.instructions:
+        if isinstance(step, Load | SendStart | ReceiveStart):
+            highest = max(highest, step.buffer)
+        elif isinstance(step, Forward | Backward | BackwardInput):
+            highest = max(highest, -1 if step.source is None else step.source, -1 if step.result is None else step.result)
+    return highest + 1

@@ -1,0 +1,89 @@
+"""After the last backward pass: who sums gradients with whom, and how weights that several stages share are kept equal."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import permutations
+from typing import NamedTuple
+
+from penstock.costs.messages import parts_of
+from penstock.models.ops import Model
+from penstock.plans.plan import OpRun, Plan, Stage
+from penstock.programs.instructions import ReduceGroup, SyncTied, TiedRows
+from penstock.programs.routing import shard
+
+__all__ = ["reduce_groups", "sync_tied"]
+
+
+def reduce_groups(stage: Stage, index: int) -> tuple[ReduceGroup, ...]:
+    """For the rank at `index` of a stage's devices: all ranks of all replicas that hold the same weights, none if it is alone."""
+    groups = []
+    for part in parts_of(stage):
+        ranks = tuple(devices[share * part.tp + index % part.tp] for devices in stage.devices for share in range(part.dp))
+        if len(ranks) > 1:
+            groups.append(ReduceGroup(part.first, part.last, ranks))
+    return tuple(groups)
+
+
+class _End(NamedTuple):
+    """A stage that holds a shared weight, and how it divides the op."""
+
+    stage: int
+    run: OpRun
+
+
+def sync_tied(model: Model, plan: Plan) -> dict[int, list[SyncTied]]:
+    """For each rank, the shared weights it has to keep equal with other stages; owners in the same order on every rank."""
+    found: dict[int, list[SyncTied]] = defaultdict(list)
+    for owner, ends in _tied_ends(model, plan).items():
+        rows = next((int(value) for key in ("vocab", "outputs") if (value := model.ops[owner].op.config.get(key))), 0)
+        sends: dict[int, list[TiedRows]] = defaultdict(list)
+        receives: dict[int, list[TiedRows]] = defaultdict(list)
+        for replica in range(plan.num_replicas):
+            for end, other in permutations(ends, 2):
+                mine, its = plan.stages[end.stage].devices[replica], plan.stages[other.stage].devices[replica]
+                for index, rank in enumerate(mine):
+                    for lane, both in _pulls(end.run, other.run, index, rows):
+                        receives[rank].append(TiedRows(end.stage, other.stage, its[lane], _local(both, end.run, index, rows)))
+                        sends[its[lane]].append(TiedRows(other.stage, end.stage, rank, _local(both, other.run, lane, rows)))
+        for rank in receives:
+            found[rank].append(SyncTied(model.ops[owner].name, tuple(sends[rank]), tuple(receives[rank])))
+    return found
+
+
+def _tied_ends(model: Model, plan: Plan) -> dict[int, list[_End]]:
+    """For each op whose weight ops of other stages share: all stages that hold it."""
+    home = {op: index for index, stage in enumerate(plan.stages) for op in range(stage.first, stage.last)}
+    numbers = {place.name: place.index for place in model.ops}
+    ends: dict[int, dict[int, OpRun]] = {}
+    for place in model.ops:
+        owner = numbers.get(place.op.tied_to)
+        if owner is None:
+            continue
+        for op in (owner, place.index):
+            ends.setdefault(owner, {}).setdefault(home[op], plan.stages[home[op]].run_of(op))
+    return {owner: [_End(*end) for end in sorted(stages.items())] for owner, stages in ends.items() if len(stages) > 1}
+
+
+def _pulls(own: OpRun, other: OpRun, index: int, rows: int) -> list[tuple[int, tuple[int, int] | None]]:
+    """(position among the other end's ranks, rows of the whole weight) that the rank at `index` takes from there."""
+    share, place = divmod(index, own.tp)
+    first = (share * other.dp // own.dp) * other.tp
+    if own.tp == other.tp:
+        return [(first + place, None)]
+    wanted = shard(rows, own.tp, place)
+    found: list[tuple[int, tuple[int, int] | None]] = []
+    for lane in range(other.tp):
+        had = shard(rows, other.tp, lane)
+        both = max(wanted[0], had[0]), min(wanted[1], had[1])
+        if both[0] < both[1]:
+            found.append((first + lane, both))
+    return found
+
+
+def _local(wanted: tuple[int, int] | None, run: OpRun, index: int, rows: int) -> tuple[int, int] | None:
+    """Rows of the whole weight, counted in the shard of the rank at `index`."""
+    if wanted is None:
+        return None
+    start = shard(rows, run.tp, index % run.tp)[0]
+    return wanted[0] - start, wanted[1] - start

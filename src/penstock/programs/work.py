@@ -1,0 +1,65 @@
+"""What is to be lowered: the micro-batches of a replica with their shares, and the order in which its devices run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.programs.instructions import MicroBatch
+from penstock.schedules.actions import Schedule
+
+if TYPE_CHECKING:
+    from penstock.batching.plan import BatchPlan
+    from penstock.plans.plan import Plan
+
+__all__ = ["ReplicaWork", "dp_degrees", "work_of"]
+
+
+@dataclass(frozen=True)
+class ReplicaWork:
+    """One replica's part of an iteration."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    """Numbered from 0, as the schedule's actions name them."""
+    schedule: Schedule
+    """The actions of each device group."""
+    patterns: tuple[tuple[int, ...], ...] = ()
+    """For each micro-batch the recomputation pattern on each stage; none: 0 everywhere."""
+    durations_s: Sequence[Sequence[Sequence[float]]] | None = None
+    """[kind][stage][micro-batch], kinds as in `schedules.actions`; they decide only in which order transfers go. None: by arithmetic."""
+
+    def pattern(self, micro_batch: int, stage: int) -> int:
+        """The recomputation pattern of a micro-batch on a stage."""
+        patterns = self.patterns[micro_batch] if self.patterns else ()
+        return patterns[stage] if patterns else 0
+
+
+def dp_degrees(plan: Plan) -> list[int]:
+    """The dp above 1 that any op of the plan has."""
+    degrees = {dp for stage in plan.stages for dp in (stage.degrees.dp, *(run.dp for run in stage.runs))}
+    return sorted(degrees - {1})
+
+
+def work_of(batch: BatchPlan, plan: Plan, counted: Mapping[int, int] | None = None) -> tuple[ReplicaWork, ...]:
+    """The work of a planned batch; `counted` has, per sample id, the positions that count in the loss where not all do."""
+    degrees = dp_degrees(plan)
+    return tuple(
+        ReplicaWork(
+            tuple(
+                MicroBatch(
+                    index, micro.samples, micro.layout, micro.lengths, micro.dec_lengths, micro.row_length, micro.dec_row_length,
+                    micro.row_sizes, tuple(counted[sample] for sample in micro.samples) if counted is not None else (),
+                    {dp: _bounds(micro.shares(dp)) for dp in degrees},
+                )
+                for index, micro in enumerate(replica.micro_batches)
+            ),
+            replica.schedule,
+            tuple(micro.recompute for micro in replica.micro_batches),
+        )
+        for replica in batch.replicas
+    )  # fmt: skip
+
+
+def _bounds(shares: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    return (0, *(last for _, last in shares))
