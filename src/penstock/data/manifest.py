@@ -1,0 +1,72 @@
+"""What a folder of prepared data says of itself: `data.json`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from penstock.errors import InputError
+from penstock.files import read_text, write_bytes
+
+__all__ = ["MANIFEST", "Manifest", "Split", "TaskRange", "read_manifest", "write_manifest"]
+
+MANIFEST = "data.json"
+_VERSION = 1
+
+
+class TaskRange(msgspec.Struct, frozen=True):
+    """Where the samples of one task lie in a split."""
+
+    name: str
+    start: int
+    stop: int
+    weight: float | None = None
+
+
+class Split(msgspec.Struct, frozen=True):
+    """One of train, validation and test."""
+
+    samples: int
+    tokens: dict[str, int]
+    """Tokens of each side."""
+    tasks: list[TaskRange]
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """Kind, sides and splits of a folder, and how they were made."""
+
+    kind: Literal["text", "bert", "images"]
+    sides: list[str]
+    """Names of the ragged parts that count as tokens: `input`, and `target` if there are pairs."""
+    splits: dict[str, Split]
+    vocab_size: int = 0
+    end_token: int | None = None
+    tokenizer: str | None = None
+    """File in the folder."""
+    image_shape: tuple[int, int, int] | None = None
+    """Channels, height, width."""
+    classes: list[str] = []
+    counts: dict[str, int] = {}
+    """Samples read, and dropped for each reason."""
+    version: int = _VERSION
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """The manifest of a prepared folder."""
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        raise InputError(f"folder '{folder}' holds no prepared data ({MANIFEST} is missing). Make it with: penstock prepare-data")
+    try:
+        found = msgspec.json.decode(read_text(path, "data manifest"), type=Manifest)
+    except msgspec.DecodeError as error:
+        raise InputError(f"data manifest '{path}' is not valid: {error}.") from None
+    if found.version != _VERSION:
+        raise InputError(f"data manifest '{path}' has version {found.version}; this Penstock reads {_VERSION}. Prepare the data again.")
+    return found
+
+
+def write_manifest(folder: str | Path, manifest: Manifest) -> None:
+    """Writes the manifest, for people to read too."""
+    write_bytes(Path(folder) / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")

@@ -1,0 +1,278 @@
+"""Planners: processes beside training that plan batches ahead, replaced when they die or hang.
+
+Planner i of n plans iterations i, i + n, i + 2n … after the last one that all ranks have acknowledged, and blocks on the store when it
+is far enough ahead. One that takes over from another begins at the same rule: it plans again what is still in store, which changes
+nothing for ranks that already have it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from penstock.data.batches import GlobalBatches
+from penstock.data.dataset import DataSet, open_data
+from penstock.data.planning import PlanningError, ProgramPlanner, describe_samples
+from penstock.errors import InputError, PenstockError
+from penstock.stores import Job, Store, StoreError, open_store
+
+__all__ = [
+    "DUMP_VARIABLE",
+    "LOG_FOLDER_VARIABLE",
+    "LOG_LEVEL_VARIABLE",
+    "BatchSource",
+    "PlannerPool",
+    "entries_of",
+    "failure_entries",
+    "open_entry",
+    "run_planner",
+]
+
+LOG_LEVEL_VARIABLE = "PENSTOCK_LOG_LEVEL"
+LOG_FOLDER_VARIABLE = "PENSTOCK_LOG_DIR"
+DUMP_VARIABLE = "PENSTOCK_DUMP"
+
+_PROGRAM, _FAILURE = b"P", b"F"
+_STEP, _BUSY, _ALIVE = range(3)
+"""What a planner tells: the iteration it plans, since when (0: it waits for the store), and when it was last alive."""
+_BEAT_S = 1.0
+_MOST_DEATHS = 3
+"""An iteration at which so many planners died cannot be planned."""
+
+
+@dataclass(frozen=True)
+class BatchSource:
+    """Which batches a run takes, said so that another process can open them too."""
+
+    folder: str
+    split: str = "train"
+    samples_per_batch: int | None = None
+    tokens_per_batch: int | None = None
+    limits: tuple[int | None, ...] = ()
+    seed: int = 0
+    shuffle: bool = True
+    num_steps: int | None = None
+    """Steps of the run; None: it never ends."""
+    state: Mapping[str, int] | None = None
+    """What a checkpoint kept of the batches, so that a run resumes without reading the lengths of earlier steps."""
+
+    def open(self) -> tuple[DataSet, GlobalBatches]:
+        """The data and its batches."""
+        data = open_data(self.folder, self.split)
+        options = {"limits": self.limits, "seed": self.seed, "shuffle": self.shuffle}
+        batches = data.batches(self.samples_per_batch, self.tokens_per_batch, **options)
+        if self.state is not None:
+            batches.restore(self.state)
+        return data, batches
+
+
+def entries_of(planner: ProgramPlanner, data: DataSet, batches: GlobalBatches, step: int) -> dict[int, bytes]:
+    """The entries of one iteration for the store: each rank's program, or for all of them why there is none."""
+    from penstock.programs.binary import encode
+
+    try:
+        programs = planner.programs(data, batches[step])
+    except PlanningError as error:
+        return failure_entries(planner, str(error))
+    except Exception as error:  # a fault of ours: planning again would not help, and the ranks must not wait for ever
+        logging.getLogger("penstock.planner").exception("iteration %d", step)
+        reason = f"{type(error).__name__}: {error}. {describe_samples(batches[step], len(data))}"
+        return failure_entries(planner, f"iteration {step} cannot be planned: {reason}")
+    return {program.rank: _PROGRAM + encode(program) for program in programs}
+
+
+def failure_entries(planner: ProgramPlanner, message: str) -> dict[int, bytes]:
+    """Tells every rank that an iteration cannot be planned."""
+    return dict.fromkeys(planner.plan.ranks, _FAILURE + message.encode())
+
+
+def open_entry(entry: bytes, where: str) -> Any:
+    """The program in an entry; the failure that it tells of is raised."""
+    from penstock.programs.binary import decode
+
+    if entry[:1] == _FAILURE:
+        raise PlanningError(entry[1:].decode(errors="replace"))
+    if entry[:1] != _PROGRAM:
+        raise StoreError(f"{where} is neither a program nor a failure.")
+    return decode(entry[1:], where)
+
+
+def run_planner(source: BatchSource, planner: ProgramPlanner, address: str, job: Job, index: int, count: int, watch: Any) -> None:
+    """The life of planner `index` of `count`; `watch` tells its supervisor that it lives, what it is at, and since when."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it hears Ctrl-C and ends it
+    threading.Thread(target=_beat, args=(watch,), daemon=True).start()
+    log = _logger(index)
+    data, batches = source.open()
+    store = open_store(address, job)
+    step = _first_step(store.done() + 1, index, count)
+    while source.num_steps is None or step < source.num_steps:
+        watch[_STEP], watch[_BUSY] = step, time.monotonic()
+        start_s, cpu_s = time.perf_counter(), time.process_time()
+        entries = entries_of(planner, data, batches, step)
+        times_s = time.perf_counter() - start_s, time.process_time() - cpu_s
+        watch[_BUSY] = 0.0
+        size = sum(map(len, entries.values()))
+        log.debug("iteration %d planned in %.3f s (%.3f s of processor time), %d bytes", step, *times_s, size)
+        _dump(planner, data, batches, step, times_s, size)
+        store.publish(step, entries)
+        step += count
+    store.drain()
+    store.close()
+
+
+def _beat(watch: Any) -> None:
+    """Shows life, and ends with the process that started this one, however that ended."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        watch[_ALIVE] = time.monotonic()
+        time.sleep(_BEAT_S)
+    os._exit(1)
+
+
+def _first_step(done: int, index: int, count: int) -> int:
+    """The first iteration from `done` on that this planner has."""
+    return done + (index - done) % count
+
+
+def _logger(index: int) -> logging.Logger:
+    """Goes to a file for each planner where a folder is named, to stderr otherwise."""
+    level = os.environ.get(LOG_LEVEL_VARIABLE, "WARNING").upper()
+    log = logging.getLogger(f"penstock.planner.{index}")
+    folder = os.environ.get(LOG_FOLDER_VARIABLE)
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        handler: logging.Handler = logging.FileHandler(Path(folder) / f"planner-{index}.log")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(handler)
+    log.setLevel(level if level in logging.getLevelNamesMapping() else "WARNING")
+    return log
+
+
+def _dump(planner: ProgramPlanner, data: DataSet, batches: GlobalBatches, step: int, times_s: tuple[float, float], size_bytes: int) -> None:
+    """Writes the plan of an iteration and what it took, where a folder for that is named; planned once more, since only then needed."""
+    folder = os.environ.get(DUMP_VARIABLE)
+    if not folder:
+        return
+    from penstock.files import write_json
+
+    batch = batches[step]
+    statistics = {"step": step, "samples": len(batch.samples), "tokens": batch.num_tokens, "planning_s": times_s[0],
+                  "planning_cpu_s": times_s[1], "programs_bytes": size_bytes}  # fmt: skip
+    lengths = batch.lengths.tolist()
+    try:
+        plan: Any = planner.batch_plan(data, batch).to_dict()
+    except PenstockError as error:
+        plan = {"error": str(error)}
+    write_json(Path(folder) / f"iteration-{step:06d}.json", {**statistics, "lengths": lengths, "plan": plan})
+
+
+class PlannerPool:
+    """The planners of one node, `count` of all; a thread replaces those that die or hang."""
+
+    def __init__(
+        self, source: BatchSource, planner: ProgramPlanner, address: str, job: Job, *, first: int = 0, own: int = 1, count: int = 1,
+        hang_s: float = 300.0,
+    ) -> None:  # fmt: skip
+        if not 1 <= own <= count or not 0 <= first <= count - own:
+            raise InputError(f"planners {first} to {first + own - 1} were asked for here, of {count} in all.")
+        self._common = (source, planner, address, job)
+        self._count, self._hang_s = count, hang_s
+        self._context = get_context("spawn")
+        self._watches = {index: self._context.Array("d", 3) for index in range(first, first + own)}
+        self._processes = {index: self._start(index) for index in self._watches}
+        self._wake, self._stopping = self._context.Pipe(duplex=False)
+        self._deaths: Counter[int] = Counter()
+        self.num_replaced = 0
+        self._thread = threading.Thread(target=self._supervise, name="planners", daemon=True)
+        self._thread.start()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the planners that are at work."""
+        return [process.pid for process in self._processes.values() if process.is_alive()]
+
+    def stop(self) -> None:
+        """Ends the planners, at work or not."""
+        self._stopping.close()
+        self._thread.join()
+        for process in self._processes.values():
+            process.kill()
+            process.join()
+
+    def __enter__(self) -> PlannerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _start(self, index: int) -> Any:
+        self._watches[index][:] = [-1.0, 0.0, 0.0]
+        arguments = (*self._common, index, self._count, self._watches[index])
+        process = self._context.Process(target=run_planner, args=arguments, name=f"planner-{index}", daemon=True)
+        process.start()
+        return process
+
+    def _supervise(self) -> None:
+        """Sleeps until a planner ends, until the busiest might be hanging, or until it is told to stop."""
+        done: set[int] = set()
+        while True:
+            alive = {self._processes[index].sentinel: index for index in self._processes if index not in done}
+            ready = wait([self._wake, *alive], timeout=self._until_a_hang())
+            if self._wake in ready:
+                return
+            for sentinel, index in alive.items():
+                hung = sentinel not in ready
+                if hung and not self._hangs(index):
+                    continue
+                process, step = self._processes[index], int(self._watches[index][_STEP])
+                if hung:
+                    process.kill()
+                process.join()
+                if process.exitcode == 0:
+                    done.add(index)
+                elif self._may_replace(index, step, "hung" if hung else f"died with status {process.exitcode}"):
+                    self._processes[index] = self._start(index)
+                    self.num_replaced += 1
+                else:
+                    done.add(index)
+
+    def _until_a_hang(self) -> float:
+        """Seconds until a planner might have hung for too long."""
+        since = [moment for watch in self._watches.values() for moment in watch[_BUSY:] if moment]
+        return max(0.05, min(since, default=time.monotonic()) + self._hang_s - time.monotonic())
+
+    def _hangs(self, index: int) -> bool:
+        """Whether it is at one iteration for too long, or shows no life at all."""
+        now = time.monotonic()
+        return any(moment and now - moment > self._hang_s for moment in self._watches[index][_BUSY:])
+
+    def _may_replace(self, index: int, step: int, what: str) -> bool:
+        """Whether another try makes sense; if not, the ranks are told."""
+        log = logging.getLogger("penstock.planners")
+        self._deaths[step] += 1
+        log.warning("planner %d %s at iteration %d", index, what, step)
+        if self._deaths[step] < _MOST_DEATHS:
+            return True
+        source, planner, address, job = self._common
+        try:
+            data, batches = source.open()
+            store: Store = open_store(address, job)
+            failed = step if step >= 0 else _first_step(store.done() + 1, index, self._count)
+            samples = describe_samples(batches[failed], len(data))
+            message = f"iteration {failed} cannot be planned: its planner {what}, {_MOST_DEATHS} times. {samples}"
+            store.publish(failed, failure_entries(planner, message))
+            store.close()
+        except Exception:  # the ranks then end by their own time-out; this thread must not die without a word
+            log.error("the failure could not be told to the ranks:\n%s", traceback.format_exc())
+        return False

@@ -1,0 +1,140 @@
+"""From a global batch to the programs of all ranks: lengths only, no token is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.data.batches import GlobalBatch
+from penstock.data.dataset import DataSet
+from penstock.data.forms import Ints, SampleForm
+from penstock.data.mixture import apportion
+from penstock.errors import InputError, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.batching.costs import PipelineCosts
+    from penstock.batching.fitting import TooLong
+    from penstock.batching.plan import BatchPlan, MicroBatch
+    from penstock.models.ops import Model
+    from penstock.plans.plan import Plan
+    from penstock.programs.instructions import Program
+
+__all__ = ["PlanningError", "ProgramPlanner", "describe_samples", "sample_ids"]
+
+_SHOWN = 20
+
+
+class PlanningError(PenstockError):
+    """A batch that cannot be planned; the message names its samples."""
+
+
+@dataclass(frozen=True)
+class ProgramPlanner:
+    """Plans batches for a plan, a model and its costs; the same batch gives the same programs in every process."""
+
+    plan: Plan
+    model: Model
+    costs: PipelineCosts | None
+    """What micro-batches cost; a plan of fixed micro-batches needs none."""
+    form: SampleForm
+    search_steps: int = 0
+    """Steps of search after the plan found at once."""
+    too_long: TooLong = "refuse"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.costs is None and self.plan.micro_batching.policy != "fixed":
+            raise InputError("the plan leaves micro-batches to each batch; costs are needed to choose them.")
+
+    def batch_plan(self, data: DataSet, batch: GlobalBatch) -> BatchPlan:
+        """Which samples run together, where and in which order: as the plan fixes it, or as suits the batch."""
+        if self.plan.micro_batching.policy == "fixed":
+            return self._fixed(data, batch)
+        from penstock.batching.plan import Sample
+        from penstock.batching.planner import plan_batch
+
+        assert self.costs is not None
+        own, dec = self.form.positions(batch.lengths)
+        offsets = self.costs.length_offset, self.costs.dec_offset if self.costs.has_decoder else 0
+        samples = [
+            Sample(identity, int(n) - offsets[0], int(m) - offsets[1])
+            for identity, n, m in zip(sample_ids(batch, len(data)), own, dec, strict=True)
+        ]
+        return plan_batch(samples, self.costs, steps=self.search_steps, seed=self.seed + batch.step, too_long=self.too_long)
+
+    def _fixed(self, data: DataSet, batch: GlobalBatch) -> BatchPlan:
+        """Equal shares of the batch for the replicas, cut into micro-batches of the plan's size, in the order in which samples come."""
+        from penstock.batching.plan import BatchPlan, ReplicaBatch
+        from penstock.schedules.orders import schedule_of
+
+        ids, size = sample_ids(batch, len(data)), self.plan.micro_batching.samples or 1
+        own, dec = self.form.positions(batch.lengths)
+        ends = np.cumsum([0, *apportion(len(ids), [1.0] * self.plan.num_replicas)])
+        replicas = []
+        for first, last in pairwise(ends.tolist()):
+            cuts = [*range(first, last, size), last]
+            micro_batches = tuple(self._fixed_micro_batch(ids[a:b], own[a:b], dec[a:b]) for a, b in pairwise(cuts))
+            schedule = schedule_of(self.plan.schedule, self.plan.num_stages, len(micro_batches), self.plan.num_chunks)
+            replicas.append(ReplicaBatch(micro_batches, schedule, 0.0, ()))
+        return BatchPlan(tuple(replicas), 0.0, 0.0, (), self.plan.costs, method="fixed")
+
+    def _fixed_micro_batch(self, ids: list[int], own: Ints, dec: Ints) -> MicroBatch:
+        from penstock.batching.plan import MicroBatch
+
+        if self.form.kind == "images":
+            return MicroBatch(tuple(ids), "padded", ())
+        layout, two_sided = self.plan.micro_batching.layout, self.form.kind == "encoder-decoder"
+        rows = (int(own.max()), int(dec.max())) if layout == "padded" else (0, 0)
+        return MicroBatch(tuple(ids), layout, tuple(own.tolist()), rows[0], tuple(dec.tolist()) if two_sided else (), rows[1])
+
+    def programs(self, data: DataSet, batch: GlobalBatch) -> tuple[Program, ...]:
+        """The programs of all ranks, proven safe; a `PlanningError` names the samples of a batch that cannot be planned."""
+        from penstock.programs.check import require_safe
+        from penstock.programs.lower import lower
+        from penstock.programs.work import work_of
+
+        try:
+            planned = self.batch_plan(data, batch)
+            programs = lower(self.plan, self.model, work_of(planned, self.plan, self._counted(data, batch, planned)), batch.step)
+            require_safe(programs, self.plan, self.model)
+        except PenstockError as error:
+            raise PlanningError(f"iteration {batch.step} cannot be planned: {error} {describe_samples(batch, len(data))}") from error
+        return programs
+
+    def _counted(self, data: DataSet, batch: GlobalBatch, planned: BatchPlan) -> dict[int, int] | None:
+        """Positions of each sample that count in the loss, after the planner's own truncation."""
+        if self.form.kind == "images":
+            return None
+        inputs = dict(zip(sample_ids(batch, len(data)), batch.lengths[:, 0].tolist(), strict=True))
+        counted = {}
+        for replica in planned.replicas:
+            for micro in replica.micro_batches:
+                decs = micro.dec_lengths or (0,) * len(micro.samples)
+                for identity, length, dec in zip(micro.samples, micro.lengths, decs, strict=True):
+                    if self.form.kind == "masked":
+                        counted[identity] = int((data.ragged["masked_positions"][identity % len(data)] < length).sum())
+                    else:
+                        counted[identity] = self.form.counted(inputs[identity], length, dec)
+        return counted
+
+
+def sample_ids(batch: GlobalBatch, size: int) -> list[int]:
+    """An id for each sample that no other of the batch has: its index in a data set of `size` samples, plus `size` for each time
+    that it came before. So an id says which sample it is, also where a small data set fills a batch more than once."""
+    seen: Counter[int] = Counter()
+    ids = []
+    for sample in batch.samples.tolist():
+        ids.append(sample + size * seen[sample])
+        seen[sample] += 1
+    return ids
+
+
+def describe_samples(batch: GlobalBatch, size: int) -> str:
+    """The samples of a batch in words."""
+    ids = sample_ids(batch, size)
+    more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
+    return f"Its samples are {', '.join(map(str, ids[:_SHOWN]))}{more}."

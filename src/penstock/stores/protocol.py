@@ -1,0 +1,108 @@
+"""What a store does for planners and ranks, and what it needs of the server that holds its values."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.errors import InputError, PenstockError
+
+__all__ = ["ConnectionLost", "Job", "KeyValues", "Store", "StoreError"]
+
+_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_MIN_KEY_BYTES = 16
+
+
+class StoreError(PenstockError):
+    """The store cannot serve: its server is gone, nobody published in time, or an entry was refused."""
+
+
+class ConnectionLost(Exception):
+    """The server did not answer; whoever asked may connect again and repeat."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all processes of one job agree on; its id is the first part of every key, its key authenticates every value."""
+
+    id: str
+    key: bytes = field(repr=False)
+    num_ranks: int
+    capacity: int = 4
+    """Iterations in store at most: a publisher that is further ahead blocks."""
+    first: int = 0
+    """The first iteration of this run; those before it count as done."""
+
+    def __post_init__(self) -> None:
+        if not _JOB_ID.fullmatch(self.id):
+            raise InputError(f"job id '{self.id}' is not a name of at most 64 letters, digits, '.', '_' and '-'.")
+        if len(self.key) < _MIN_KEY_BYTES:
+            raise InputError(f"the key of job '{self.id}' has {len(self.key)} bytes; at least {_MIN_KEY_BYTES} are needed.")
+        for name, value, least in (("num_ranks", self.num_ranks, 1), ("capacity", self.capacity, 1), ("first", self.first, 0)):
+            if value < least:
+                raise InputError(f"{name} of job '{self.id}' is {value}; it must be at least {least}.")
+
+    @classmethod
+    def new(cls, num_ranks: int, *, capacity: int = 4, first: int = 0) -> Job:
+        """A job of its own, with a fresh id and key."""
+        return cls(secrets.token_hex(8), secrets.token_bytes(32), num_ranks, capacity, first)
+
+
+class Store(Protocol):
+    """Programs of a few iterations, each rank's own, from any number of planners to `num_ranks` readers.
+
+    One object belongs to one thread; each planner and each rank opens its own. Everything may be repeated: publishing an
+    iteration again changes nothing for ranks that have acknowledged it.
+    """
+
+    def publish(self, iteration: int, entries: Mapping[int, bytes]) -> None:
+        """Stores one entry for every rank; blocks until fewer than `capacity` iterations are in store."""
+
+    def fetch(self, iteration: int, rank: int) -> bytes:
+        """This rank's entry, as soon as it is published."""
+
+    def acknowledge(self, iteration: int, rank: int) -> None:
+        """Says that this rank needs no iteration up to this one any more; the last rank's word frees it."""
+
+    def done(self) -> int:
+        """The last iteration that all ranks have acknowledged: where a planner that replaces another begins after."""
+
+    def drain(self) -> None:
+        """Blocks until every iteration published here is freed, and meanwhile publishes again what a server forgets."""
+
+    def purge(self) -> None:
+        """Deletes everything of this job: what its owner does last."""
+
+    def close(self) -> None:
+        """Lets go of the connection."""
+
+
+class KeyValues(Protocol):
+    """The few things a server must be able to do; any of them may raise `ConnectionLost`."""
+
+    where: str
+    """The server in words, for messages; never with a password."""
+
+    def put(self, values: Mapping[str, bytes]) -> None:
+        """Sets all of these, replacing what was there."""
+
+    def read(self, keys: Sequence[str]) -> list[bytes | None]:
+        """What is there now, None for what is not."""
+
+    def wait(self, key: str, timeout_s: float) -> bytes | None:
+        """Blocks until the key is there; None if it never came. The value stays."""
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Removes keys, those that are not there included."""
+
+    def names(self, prefix: str) -> list[str]:
+        """All keys that begin so."""
+
+    def connect(self) -> None:
+        """Connects, again if need be."""
+
+    def close(self) -> None:
+        """Lets go of the connection."""

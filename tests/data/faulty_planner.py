@@ -1,0 +1,45 @@
+"""A planner that fails once or always at one iteration, and a process that dies beside its planner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from penstock.data.batches import GlobalBatch
+from penstock.data.dataset import DataSet
+from penstock.data.planners import BatchSource, PlannerPool
+from penstock.data.planning import ProgramPlanner
+from penstock.stores import Job
+
+
+@dataclass(frozen=True)
+class FaultyPlanner(ProgramPlanner):
+    """Crashes or hangs at `step`: once, if `once` names a file that remembers it, or each time."""
+
+    step: int = 0
+    way: str = "crash"
+    once: str = ""
+
+    def programs(self, data: DataSet, batch: GlobalBatch) -> Any:
+        """As the planner it stands for, but for one iteration."""
+        if batch.step == self.step and not (self.once and Path(self.once).exists()):
+            if self.once:
+                Path(self.once).touch()
+            if self.way == "crash":
+                os._exit(9)
+            time.sleep(1000)
+        return super().programs(data, batch)
+
+
+def start_and_die(source: BatchSource, planner: ProgramPlanner, address: str, job: Job, sender: Connection) -> None:
+    """Starts a planner, waits until it works, tells its process id, and is killed."""
+    pool = PlannerPool(source, planner, address, job)
+    while pool._watches[0][0] < 0:
+        time.sleep(0.1)
+    sender.send(pool.process_ids[0])
+    os.kill(os.getpid(), signal.SIGKILL)
