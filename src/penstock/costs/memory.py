@@ -249,6 +249,7 @@ def _steps(
     sizes: dict[_Tensor, float] = {}
     known: dict[tuple[str, int], OpBytes | OpPeaks] = {}
     spec_bytes: dict[TensorSpec, float] = {}
+    leaving_bytes: dict[str, float] = {}
     steps: list[_Step] = []
     specs = model.carry_before(start)
     for (op, split, before, after), algo in zip(walk(model, start, stop, algos), kinds, strict=True):
@@ -258,7 +259,9 @@ def _steps(
             if spec not in spec_bytes:
                 spec_bytes[spec] = spec.size_bytes(model.dtype).at(shape, tp)
             sizes[names[spec.name]] = spec_bytes[spec]
-        leaving = sum(spec_bytes[spec] for spec in op.carry if spec.differentiable)
+        if op.signature not in leaving_bytes:
+            leaving_bytes[op.signature] = sum(spec_bytes[spec] for spec in op.carry if spec.differentiable)
+        leaving = leaving_bytes[op.signature]
         entering = sum(spec_bytes[spec] for spec in specs if spec.differentiable and after.get(spec.name) != before[spec.name])
         saves = (*(before[name] for name in split.saves_in), *(after[name] for name in split.saves_out))
         touched = frozenset((*before.values(), *after.values(), *saves))
@@ -273,9 +276,12 @@ def _steps(
 def rank_parameters(placed: Sequence[PlacedOp], tp: int = 1) -> list[tuple[Op, float]]:
     """Weights of each op on one of `tp` ranks; a weight shared with an op of the same slice is counted at its owner."""
     names = {place.name for place in placed}
+    known: dict[str, float] = {}
     counts = []
     for place in placed:
-        count = place.op.parameters.at(_UNIT, tp)
+        if place.op.signature not in known:
+            known[place.op.signature] = place.op.parameters.at(_UNIT, tp)
+        count = known[place.op.signature]
         if place.op.tied_to in names:
             count -= (place.op.parameters.at(_UNIT) - float(place.op.config.get("untied_parameters", 0))) / tp
         counts.append((place.op, count))

@@ -103,6 +103,13 @@ class DynaPipeTables:
         values = grid.at(axes)
         return LayerCost(*(values[..., column] for column in range(len(_QUANTITIES))))
 
+    def knots(self, component: str, tp: int, recompute: str) -> tuple[Floats, ...]:
+        """Where a component was profiled, on each axis (micro-batch size, lengths); the last knot is the virtual one that ends it."""
+        grid = self._grids.get((tp, recompute, component))
+        if grid is None:
+            raise self._missing(f"{component} with tp {tp} and recompute '{recompute}'", list(self._grids))
+        return grid.axes
+
     def model_state_bytes(self, component: str, tp: int, recompute: str = "none", zero: int = 1, dp: int = 1) -> float:
         """Weights, gradients, fp32 copy and two moments of one layer (or `embedding`) per rank; ZeRO divides them over dp."""
         shards = [dp if zero >= level else 1 for level in (3, 2, 1)]

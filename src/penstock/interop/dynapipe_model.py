@@ -37,9 +37,13 @@ class PlannerConfig:
     tp: int
     pp: int
     dp: int
-    zero: int
     mem: float
     """Memory limit of a device in 1e6 bytes, model state included."""
+    zero: int = 1
+    layers_per_stage: tuple[int, ...] = ()
+    """Layers of each stage, for T5 those of the encoder first; empty for equal stages."""
+    gpus_per_node: int = 0
+    """0 for what the links say."""
     sched: str = ""
     """The only schedule allowed; empty for the best of all."""
     noperm: bool = False

@@ -70,8 +70,8 @@ def _bound(family: Family, part: Pass, known_s: float, filled: float) -> Bound:
         np.stack([found(option) for option in options]) for found in (lambda o: family.times(o)[1], family.filling, family.after_s)
     )
     filling = filled * (filling + time * (1 / left[:, None] - 1))
-    distinct, chain = np.unique(np.concatenate([time / left[:, None], filling, after]), axis=1, return_inverse=True)  # layers repeat
-    (time, filling, after), chain = np.split(distinct, 3), np.ravel(chain)
+    chain, first = family.chain  # layers repeat
+    time, filling, after = (np.ascontiguousarray(values[:, first]) for values in (time / left[:, None], filling, after))
     taken = np.array([option.num_devices for option in options], float)
     devices = np.zeros((len(options), len(family.pools) + 1))
     devices[np.arange(len(options)), [option.pool for option in options]] = taken

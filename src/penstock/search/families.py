@@ -20,7 +20,7 @@ from penstock.costs.pipeline import share_shape
 from penstock.costs.table import Floats
 from penstock.models.shapes import NOTHING
 from penstock.search.request import Request, micro_batch_sizes
-from penstock.search.stages import Blocks, Levels, OptionCosts, Pool, StageOption, levels_of
+from penstock.search.stages import Blocks, Ints, Levels, OptionCosts, Pool, StageOption, levels_of
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster, Device
@@ -105,6 +105,13 @@ class Family:
     def count(self) -> int:
         """Micro-batches of a replica."""
         return self.request.frame.global_batch // self.replicas // self.samples
+
+    @cached_property
+    def chain(self) -> tuple[Ints, Ints]:
+        """[N] number of each op among the distinct ones, and the first op of each number."""
+        index = {op.signature: number for number, op in enumerate(self.request.model.distinct_ops)}
+        numbers = np.array([index[place.op.signature] for place in self.request.model.ops])
+        return numbers, np.unique(numbers, return_index=True)[1]
 
     @cached_property
     def pools(self) -> tuple[Pool, ...]:

@@ -10,6 +10,7 @@ from penstock.costs.estimate import Estimator
 from penstock.costs.pipeline import share_shape
 from penstock.costs.sources import open_costs
 from penstock.errors import InputError
+from penstock.plans.capabilities import SEARCHED_SCHEDULES as SCHEDULES
 from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.plans.references import cluster_reference, model_reference
 from penstock.plans.validity import require_valid
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SCHEDULES", "Request", "frame_of", "micro_batch_sizes", "resolved"]
 
-SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
 _MAX_DEVICES = 100_000
 """Plans name every rank, and a search makes many plans."""
 

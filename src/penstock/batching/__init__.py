@@ -1,0 +1,1 @@
+"""Lengths of one global batch → micro-batches: ordering, splitting, balancing over replicas, recomputation, order of work."""

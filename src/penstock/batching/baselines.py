@@ -1,0 +1,159 @@
+"""How batches are usually cut: fixed micro-batches padded to the longest sample, rows packed to a fixed length, a budget of tokens.
+
+Each gives micro-batches in the order of the batch; `run_baseline` deals them to the replicas in turn and runs 1F1B with the one
+recomputation mode that is fastest of those that fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from penstock.batching.costs import Floats, PipelineCosts
+from penstock.batching.fitting import positions
+from penstock.batching.ordering import by_length
+from penstock.batching.plan import BatchPlan, MicroBatch, ReplicaBatch, Sample
+from penstock.batching.result import peak_bytes, warm_up_schedule
+from penstock.errors import InfeasibleError, InputError
+from penstock.models.shapes import Layout
+
+__all__ = ["Attention", "fixed_batches", "packed_rows", "run_baseline", "token_budget"]
+
+Attention = Literal["across", "inside"]
+
+
+def fixed_batches(samples: Sequence[Sample], costs: PipelineCosts, rows: int) -> list[MicroBatch]:
+    """`rows` samples at a time, every row as long as the longest sample of the batch."""
+    enc, dec = positions(samples, costs)
+    lengths = _padded(int(enc.max()), costs), _padded(int(dec.max()), costs)
+    return [_padded_batch(samples, costs, list(range(at, min(at + rows, len(samples)))), lengths) for at in range(0, len(samples), rows)]
+
+
+def token_budget(samples: Sequence[Sample], costs: PipelineCosts, max_tokens: int) -> list[MicroBatch]:
+    """Samples sorted by length, together as long as the padded micro-batch has at most `max_tokens` positions."""
+    enc, dec = positions(samples, costs)
+    groups: list[list[int]] = []
+    for i in by_length(enc, dec).tolist():
+        grown = [*groups[-1], i] if groups else [i]
+        row = _padded(int(enc[grown].max()), costs) + _padded(int(dec[grown].max()), costs)
+        if groups and len(grown) * row <= max_tokens:
+            groups[-1] = grown
+        else:
+            groups.append([i])
+    return [
+        _padded_batch(samples, costs, group, (_padded(int(enc[group].max()), costs), _padded(int(dec[group].max()), costs)))
+        for group in groups
+    ]
+
+
+def packed_rows(
+    samples: Sequence[Sample], costs: PipelineCosts, rows: int, row_length: int = 0, attention: Attention = "inside"
+) -> list[MicroBatch]:
+    """Samples packed into rows of one length (the longest sample's, unless given), longest first into the first row that has room;
+    `rows` rows make a micro-batch. Attention `across` the samples of a row pays for the whole row, `inside` for each sample."""
+    enc, dec = positions(samples, costs)
+    room = max(row_length, _padded(int(enc.max()), costs)), _padded(int(dec.max()), costs)
+    if attention == "inside" and "packed" not in costs.layouts:
+        raise InputError("attention inside samples needs the packed layout, which these costs do not hold. Use attention across samples.")
+    packed = _first_fit(enc, dec, room)
+    batches = []
+    for at in range(0, len(packed), rows):
+        group = packed[at : at + rows]
+        members = [i for row in group for i in row]
+        if attention == "across":
+            whole = _padded_batch(samples, costs, members, room)
+            batches.append(replace(whole, row_sizes=tuple(map(len, group))))
+        else:
+            batches.append(MicroBatch(tuple(samples[i].id for i in members), "packed", tuple(enc[members].tolist())))
+    return batches
+
+
+def _first_fit(enc: np.ndarray, dec: np.ndarray, room: tuple[int, int]) -> list[list[int]]:
+    """Rows of samples; only the last few dozen open rows are looked at, since earlier ones are nearly full."""
+    rows: list[list[int]] = []
+    left: list[list[int]] = []
+    for i in by_length(enc, dec).tolist():
+        for at in range(max(0, len(rows) - 256), len(rows)):
+            if left[at][0] >= enc[i] and left[at][1] >= dec[i]:
+                break
+        else:
+            at = len(rows)
+            rows.append([])
+            left.append(list(room))
+        rows[at].append(i)
+        left[at][0] -= int(enc[i])
+        left[at][1] -= int(dec[i])
+    return rows
+
+
+def _padded(length: int, costs: PipelineCosts) -> int:
+    return -(-length // costs.round_to) * costs.round_to
+
+
+def _padded_batch(samples: Sequence[Sample], costs: PipelineCosts, members: list[int], lengths: tuple[int, int]) -> MicroBatch:
+    chosen = [samples[i] for i in members]
+    enc, dec = positions(chosen, costs)
+    return MicroBatch(
+        tuple(sample.id for sample in chosen), "padded", tuple(enc.tolist()), lengths[0],
+        tuple(dec.tolist()) if costs.has_decoder else (), lengths[1],
+    )  # fmt: skip
+
+
+def run_baseline(batches: Sequence[MicroBatch], costs: PipelineCosts, method: str) -> BatchPlan:
+    """The baseline's plan in the fastest mode that fits everywhere."""
+    prices = _prices(batches, costs)
+    plans = [plan for mode in range(len(costs.modes)) if (plan := _run(batches, prices, costs, mode, method)) is not None]
+    if not plans:
+        raise InfeasibleError(f"{method}: {len(batches)} micro-batches fit in no recomputation mode. Make them smaller.")
+    return min(plans, key=lambda plan: plan.predicted_s)
+
+
+def _prices(batches: Sequence[MicroBatch], costs: PipelineCosts) -> Floats:
+    """[micro-batches, C, M, 5]"""
+    found = np.empty((len(batches), *next(iter(costs.layouts.values())).values.shape[3:]))
+    layouts: tuple[Layout, Layout] = ("padded", "packed")
+    for layout in layouts:
+        where = [at for at, batch in enumerate(batches) if batch.layout == layout]
+        if not where:
+            continue
+        shapes = [batches[at].shape for at in where]
+        if layout == "padded":
+            points = [(float(batches[at].num_rows), float(batches[at].row_length), batches[at].dec_row_length) for at in where]
+        else:
+            points = [(float(shape.tokens), shape.squares / shape.tokens, 0) for shape in shapes]
+        found[where] = costs.layouts[layout].at(*np.array(points, dtype=np.float64).T)
+    return np.concatenate([found[..., :3], found[..., 3:5].max(axis=-1, keepdims=True), found[..., 5:]], axis=-1)
+
+
+def _run(batches: Sequence[MicroBatch], prices: Floats, costs: PipelineCosts, mode: int, method: str) -> BatchPlan | None:
+    """All micro-batches in one mode, dealt in turn; None if they do not fit."""
+    from penstock.batching.kernels import simulate
+
+    replicas, stages = costs.num_replicas, costs.num_stages
+    ahead = np.arange(stages, 0, -1)
+    done = []
+    for r in range(replicas):
+        own = list(range(r, len(batches), replicas))
+        chosen = np.stack([prices[own, c, mode] for c in costs.stage_class[r]])  # [S, micro-batches, 5]
+        schedule = warm_up_schedule(ahead.tolist(), len(own))
+        peaks = peak_bytes(schedule, chosen, costs.state_bytes[r])
+        if not np.isfinite(chosen).all() or (np.array(peaks) > costs.limit_bytes[r]).any():
+            return None
+        tokens = np.array([(batches[at].shape.tokens, batches[at].shape.dec_tokens) for at in own], dtype=np.float64).reshape(-1, 2)
+        hop = _hop_s(costs.hops[r], tokens)
+        forward, backward = (np.ascontiguousarray(chosen[:, :, way].T) for way in (0, 1))
+        time_s = float(simulate(len(own), ahead, forward, backward, hop, np.empty((len(own), 2, stages)))) if own else 0.0
+        mine = tuple(replace(batches[at], recompute=(mode,) * stages) for at in own)
+        done.append(ReplicaBatch(mine, schedule, time_s, peaks))
+    limits = tuple(tuple(map(float, row)) for row in costs.limit_bytes)
+    slowest = max(replica.predicted_s for replica in done)
+    return BatchPlan(tuple(done), slowest + costs.fixed_s, 0.0, limits, costs.name, method=method)
+
+
+def _hop_s(hops: Floats, tokens: Floats) -> Floats:
+    """[micro-batches, 2, S - 1] from lines [2, S - 1, 3] and tokens [micro-batches, 2]."""
+    lines = hops[None, ..., 0] + tokens[:, 0, None, None] * hops[None, ..., 1] + tokens[:, 1, None, None] * hops[None, ..., 2]
+    return np.ascontiguousarray(lines)

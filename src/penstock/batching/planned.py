@@ -1,0 +1,291 @@
+"""A plan and any source of costs in the form that batches are planned from.
+
+Times depend on token positions t and on the mean length a that a position attends to, in both layouts: padded rows of length L are
+t = rows · L and a = L, packed sequences t = Σ Lᵢ and a = Σ Lᵢ² / t. Sources are asked on a grid, where curves are nearly straight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.batching.costs import QUANTITIES, Floats, LayoutCosts, PipelineCosts
+from penstock.costs.estimate import Estimator
+from penstock.costs.memory import SLACK, OpBytesSource, activation_timeline, formula_bytes, stage_memory
+from penstock.costs.messages import Part, cut_times_s, parts_of, tp_group_of
+from penstock.costs.profiled import Profiled
+from penstock.costs.roofline import tp_group
+from penstock.costs.sources import with_links_of
+from penstock.costs.stage import rerun_positions
+from penstock.costs.table import CostTable
+from penstock.errors import InputError
+from penstock.models.shapes import Layout, Shape, feature_matrix
+
+if TYPE_CHECKING:
+    from penstock.clusters import Cluster, Device
+    from penstock.costs.source import CostSource
+    from penstock.models.ops import Model
+    from penstock.plans.plan import Plan, Stage
+
+__all__ = ["planned_costs", "with_recompute_choices"]
+
+_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+_PROBE_ROWS = (1, 64)
+_CLOSE = 1.03
+"""By how much fitted memory may be raised."""
+
+
+def planned_costs(
+    plan: Plan, model: Model, cluster: Cluster, source: CostSource, longest: int, longest_dec: int = 0, *,
+    layouts: Sequence[Layout] = (), memory_limit_bytes: float = math.inf,
+) -> PipelineCosts:  # fmt: skip
+    """Costs of micro-batches with samples up to these lengths; `layouts` are those of the plan unless given."""
+    if not model.seq_length:
+        raise InputError(f"model '{model.name}' takes images, which have no lengths to plan by.")
+    if plan.num_groups != plan.num_stages:
+        raise InputError(f"the plan is interleaved ({plan.num_stages} stages on {plan.num_groups} groups); batches need one stage a group.")
+    wanted = tuple(layouts) or (("packed", "padded") if plan.micro_batching.layout == "packed" else ("padded",))
+    chosen: list[Layout] = [layout for layout in wanted if layout in model.layouts]
+    if not chosen:
+        raise InputError(f"model '{model.name}' takes {', '.join(model.layouts)} batches, not {' or '.join(wanted)}.")
+    asked = _Source(plan, model, with_links_of(source, cluster), source)
+    return asked.costs(chosen, longest, longest_dec, memory_limit_bytes)
+
+
+def with_recompute_choices(plan: Plan, model: Model) -> Plan:
+    """The plan with three patterns on every stage: nothing, every second repeated block, all of them."""
+    repeated = {block.name for block, copies in model.runs if copies > 1}
+    stages = []
+    for stage in plan.stages:
+        places = [place for place in model.ops[stage.first : stage.last] if place.block in repeated]
+        patterns = [
+            tuple((place.index, place.index + 1) for place in places if part == 1 or place.copy % 2 == 0) for part in (2, 1)
+        ]  # fmt: skip
+        stages.append(dataclasses.replace(stage, recompute=((), *map(_joined, patterns))))
+    return dataclasses.replace(plan, stages=tuple(stages))
+
+
+def _joined(ranges: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    """Neighbouring ranges made one."""
+    joined: list[tuple[int, int]] = []
+    for first, last in ranges:
+        if joined and joined[-1][1] == first:
+            joined[-1] = joined[-1][0], last
+        else:
+            joined.append((first, last))
+    return tuple(joined)
+
+
+def _knots(longest: int, ratio: float) -> Floats:
+    """Multiples of 8 in a nearly geometric series up to `longest`."""
+    knots = [8]
+    while knots[-1] < longest:
+        knots.append(max(knots[-1] + 8, 8 * round(knots[-1] * ratio / 8)))
+    return np.array(knots, dtype=np.float64)
+
+
+class _Source:
+    """Asks one source about the stages of one plan."""
+
+    def __init__(self, plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> None:
+        self.plan, self.model, self.cluster, self.source = plan, model, cluster, source
+        self._tables: dict[tuple[tuple[Shape, ...], int], CostTable] = {}
+
+    def costs(self, layouts: Sequence[Layout], longest: int, longest_dec: int, limit: float) -> PipelineCosts:
+        plan, modes = self.plan, max(len(stage.recompute) or 1 for stage in self.plan.stages)
+        classes: list[tuple[object, Stage, int]] = []
+        stage_class = np.empty((plan.num_replicas, plan.num_stages), dtype=np.int64)
+        for r, s in np.ndindex(stage_class.shape):
+            key = self._key(plan.stages[s], r)
+            known = [held for held, _, _ in classes]
+            if key not in known:
+                classes.append((key, plan.stages[s], r))
+                known.append(key)
+            stage_class[r, s] = known.index(key)
+        grids = {layout: self._grid(layout, [(stage, r) for _, stage, r in classes], modes, longest, longest_dec) for layout in layouts}
+        state = np.array([[self._state_bytes(stage, r) for stage in plan.stages] for r in range(plan.num_replicas)])
+        limits = np.array([[self._limit_bytes(stage, r, limit) for stage in plan.stages] for r in range(plan.num_replicas)])
+        estimate = Estimator(self.model, self.cluster, self.source).estimate(plan)
+        return PipelineCosts(
+            self.source.name, grids, stage_class, state, limits, self._hops(), tuple(f"pattern {m}" for m in range(modes)),
+            round_to=8, has_decoder=bool(self.model.dec_length), fixed_s=estimate.time_s - estimate.pipeline_s,
+            max_length=min((op.config["max_positions"] for op in self.model.distinct_ops if op.config.get("max_positions")), default=2**31),
+            max_samples=_cap(plan, plan.micro_batching.samples, 2**31), max_tokens=_cap(plan, plan.micro_batching.max_tokens, 2**40),
+        )  # fmt: skip
+
+    def _key(self, stage: Stage, replica: int) -> object:
+        """What the costs of a stage depend on: its ops, degrees, patterns, and the kinds and links of its devices."""
+        ops = [place.op.signature for place in self.model.ops[stage.first : stage.last]]
+        patterns = [sorted(stage.recomputed(m)) for m in range(len(stage.recompute) or 1)]
+        ranks = stage.devices[replica]
+        groups = [tp_group_of(self.cluster, ranks, part.tp) for part in parts_of(stage)]
+        runs = [(run.first - stage.first, run.last - stage.first, run.tp, run.dp, run.algo) for run in stage.runs]
+        return ops, patterns, stage.degrees, runs, sorted({device.name for device in self._kinds(ranks)}), groups
+
+    def _kinds(self, ranks: Sequence[int]) -> list[Device]:
+        return list({device.name: device for device in map(self.cluster.device, ranks)}.values())
+
+    def _grid(self, layout: Layout, stages: Sequence[tuple[Stage, int]], modes: int, longest: int, longest_dec: int) -> LayoutCosts:
+        if layout == "padded":
+            x, y = np.array(_ROWS, dtype=np.float64), _knots(longest, 1.2)
+            z = _knots(longest_dec, 1.35) if self.model.dec_length else np.zeros(1)
+        else:
+            x, y, z = _knots(2**21, 1.25), _knots(longest, 1.6), np.zeros(1)
+        values = np.full((len(x), len(y), len(z), len(stages), modes, len(QUANTITIES)), np.inf)
+        points = [tuple(map(float, point)) for point in np.stack(np.meshgrid(x, y, z, indexing="ij"), axis=-1).reshape(-1, 3)]
+        for c, (stage, replica) in enumerate(stages):
+            for m in range(len(stage.recompute) or 1):
+                found = self._stage(stage, replica, m, layout, points)
+                values[..., c, m, :] = found.reshape(*values.shape[:3], len(QUANTITIES))
+        return LayoutCosts((x, y, z), np.moveaxis(values, 0, 2).copy())
+
+    def _stage(self, stage: Stage, replica: int, mode: int, layout: Layout, points: Sequence[tuple[float, ...]]) -> Floats:
+        """[points, quantities] of a stage under one pattern, on the slowest and fullest of its device kinds."""
+        ranks, again = stage.devices[replica], stage.recomputed(mode)
+        worst = np.zeros((len(points), len(QUANTITIES)))
+        for device in self._kinds(ranks):
+            total = np.zeros_like(worst)
+            for part in parts_of(stage):
+                shift = part.first - stage.first
+                own = frozenset(op - shift for op in again if shift <= op < part.last - stage.first)
+                algos = [stage.run_of(op).algo for op in range(part.first, part.last)]
+                shapes = [_share(layout, part.dp, *point) for point in points]
+                total[:, :2] += self._times(part, shapes, algos, own, device, ranks)
+                held, up, down = self._bytes(part, shapes, algos, own, device).T * (1 + SLACK)
+                total[:, 3] = np.maximum(total[:, 3], total[:, 2] + up)
+                total[:, 5] = np.maximum(total[:, 5], total[:, 2] + down)
+                total[:, 2] += held
+            worst = np.maximum(worst, total)
+        return worst
+
+    def _times(
+        self, part: Part, shapes: list[Shape], algos: list[int], again: frozenset[int], device: Device, ranks: Sequence[int]
+    ) -> Floats:
+        """[shapes, 2] forward and backward times, collectives and waiting for the host included."""
+        distinct, table = self._table(shapes, part.tp)
+        ops, kinds, d = table.chain[part.first : part.last], np.array(algos), table.device_index(device.name)
+        slower = self._slower(part, algos, distinct[-1], device, ranks)
+        forward = table.forward_s[ops, :, 0, kinds, d] + slower * table.forward_comm_s[ops, :, 0, kinds, d]
+        backward = table.backward_s[ops, :, 0, kinds, d] + slower * table.backward_comm_s[ops, :, 0, kinds, d]
+        places = self.model.ops[part.first : part.last]
+        rerun = rerun_positions(places, again, algos)
+        times = np.stack([forward.sum(axis=0), backward.sum(axis=0) + forward[rerun].sum(axis=0)], axis=-1)
+        if len(table.host_s):  # a pass takes at least as long as the host needs to issue it
+            host = table.host_s[ops][:, :, d]
+            times = np.maximum(times, [host[:, 0].sum(), host[:, 1].sum() + host[rerun, 2].sum()])
+        where = {shape: at for at, shape in enumerate(distinct)}
+        return np.asarray(times[[where[shape] for shape in shapes]])
+
+    def _table(self, shapes: list[Shape], tp: int) -> tuple[list[Shape], CostTable]:
+        """The distinct shapes and their costs, asked once."""
+        distinct = tuple(dict.fromkeys(shapes))
+        if (distinct, tp) not in self._tables:
+            self._tables[distinct, tp] = self.source.table(self.model, list(distinct), [tp], self.cluster)
+        return list(distinct), self._tables[distinct, tp]
+
+    def _slower(self, part: Part, algos: list[int], shape: Shape, device: Device, ranks: Sequence[int]) -> float:
+        """How much longer collectives take among these ranks than in the group that tables assume."""
+        if part.tp == 1:
+            return 1.0
+        group, usual = tp_group_of(self.cluster, ranks, part.tp), tp_group(self.cluster, device, part.tp)
+        sizes = [
+            (collective.kind, collective.size_bytes(shape))
+            for place, algo in zip(self.model.ops[part.first : part.last], algos, strict=True)
+            for collective in place.op.splits[algo].collectives
+        ]
+        assumed = sum(usual.time_s(kind, size) for kind, size in sizes) if usual else 0.0
+        return sum(group.time_s(kind, size) for kind, size in sizes) / assumed if assumed else 1.0
+
+    def _bytes(self, part: Part, shapes: list[Shape], algos: list[int], again: frozenset[int], device: Device) -> Floats:
+        """[shapes, 3] held between passes and the peaks of both, messages included.
+
+        Replaying every shape op by op would take seconds. What is held is a line in the features of a shape, and peaks nearly are:
+        they are fitted to a few replays and raised until none of these is above them. Where that is not close, lines between the
+        replays serve instead; peaks bend upwards only, so that they are safe as well.
+        """
+        rows, length, dec_length = (np.array(column) for column in zip(*map(_as_rows, shapes), strict=True))
+        y = _knots(int(length.max()), 4.0)
+        z = _knots(int(dec_length.max()), 4.0) if dec_length.any() else np.zeros(1)
+        grid = [[[Shape.padded(count, int(n), int(m)) for count in _PROBE_ROWS] for m in z] for n in y]
+        probes = [shape for plane in grid for line in plane for shape in line]
+        values = np.array([self._replay(part, shape, algos, again, device) for shape in probes])
+        between = LayoutCosts((np.array(_PROBE_ROWS, dtype=np.float64), y, z), values.reshape(len(y), len(z), len(_PROBE_ROWS), 1, 1, 3))
+        found = between.at(rows, length, dec_length)[:, 0, 0]
+        features, wanted = feature_matrix(probes), feature_matrix(shapes)
+        for q in range(3):
+            line, *_ = np.linalg.lstsq(features / values[:, q, None], np.ones(len(probes)), rcond=None)
+            raised = float((values[:, q] / (features @ line)).max())
+            if 1.0 - 1e-9 <= raised <= _CLOSE:
+                found[:, q] = raised * (wanted @ line)
+        return found
+
+    def _replay(self, part: Part, shape: Shape, algos: list[int], again: frozenset[int], device: Device) -> Floats:
+        timeline = activation_timeline(
+            self.model, part.first, part.last, shape, part.tp, algos, again, self._bytes_of(device.name)
+        )  # fmt: skip
+        cuts = [cut for cut in (part.first, part.last) if 0 < cut < self.model.num_ops]
+        messages = sum(2 * self.model.boundary_bytes(cut).at(shape, part.tp) for cut in cuts)
+        return np.array([timeline.held_bytes, timeline.forward_peak_bytes + messages, timeline.backward_peak_bytes + messages])
+
+    def _bytes_of(self, device: str) -> OpBytesSource:
+        return self.source.bytes_of(device, self.model.dtype) if isinstance(self.source, Profiled) else formula_bytes
+
+    def _state_bytes(self, stage: Stage, replica: int) -> float:
+        """Weights, optimizer state and all else that is there before any micro-batch."""
+        totals = []
+        for device in self._kinds(stage.devices[replica]):
+            total = context = 0.0
+            for part in parts_of(stage):
+                memory = stage_memory(
+                    self.model, part.first, part.last, Shape(1), tp=part.tp, dp=part.dp * self.plan.num_replicas, zero=stage.zero,
+                    precision=self.plan.precision, optimizer=self.plan.optimizer, device=device.name,
+                )  # fmt: skip
+                total += memory.state_bytes + memory.buffers_bytes
+                context = memory.context_bytes
+            base = self.source.device(device.name).profile.base_bytes if isinstance(self.source, Profiled) else 0.0
+            totals.append((total + base) * (1 + SLACK) + context)
+        return max(totals)
+
+    def _limit_bytes(self, stage: Stage, replica: int, limit: float) -> float:
+        return min(limit, *(float(device.memory_bytes) for device in self._kinds(stage.devices[replica])))
+
+    def _hops(self) -> Floats:
+        """[R, 2, S - 1, 3]: lines through the times of a small and a large micro-batch."""
+        plan, samples = self.plan, math.lcm(*(stage.degrees.dp for stage in self.plan.stages))
+        hops = np.zeros((plan.num_replicas, 2, plan.num_stages - 1, 3))
+        decoder = bool(self.model.dec_length)
+
+        def times(cut: int, length: int, dec_length: int) -> Floats:
+            asked = dataclasses.replace(plan, seq_length=length, dec_length=dec_length if decoder else 0)
+            return np.array(cut_times_s(self.model, self.cluster, asked, samples, cut))
+
+        for cut in range(plan.num_stages - 1):
+            small, long, long_dec = times(cut, 128, 128), times(cut, 1152, 128), times(cut, 128, 1152)
+            per_token, per_dec = (long - small) / (1024 * samples), (long_dec - small) / (1024 * samples)
+            latency = np.maximum(small - 128 * samples * (per_token + (per_dec if decoder else 0.0)), 0.0)
+            hops[:, :, cut, 0], hops[:, :, cut, 1] = latency, per_token
+            hops[:, :, cut, 2] = per_dec if decoder else 0.0
+        return hops
+
+
+def _cap(plan: Plan, size: int | None, most: int) -> int:
+    """What a dynamic micro-batch may have at most; the size of fixed ones says nothing about others."""
+    return size if size and plan.micro_batching.policy == "dynamic" else most
+
+
+def _as_rows(shape: Shape) -> tuple[float, float, float]:
+    """(rows, length, decoder length) of rows of one length that have the same tokens and squares."""
+    length, dec_length = shape.squares / max(shape.tokens, 1), shape.dec_squares / max(shape.dec_tokens, 1)
+    return shape.tokens / max(length, 1), length, dec_length
+
+
+def _share(layout: Layout, dp: int, x: float, y: float, z: float) -> Shape:
+    """What one of dp ranks gets of the micro-batch at a point of the grid."""
+    if layout == "padded":
+        return Shape.padded(-(-int(x) // dp), int(y), int(z))
+    tokens, length = max(1, round(x / dp)), max(1, round(y))
+    return Shape(max(1, round(tokens / length)), tokens, tokens * length, layout="packed")

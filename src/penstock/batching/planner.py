@@ -1,0 +1,77 @@
+"""Plans one global batch: which samples run together, on which replica, in which order, recomputing what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from penstock.batching.bound import lower_bound_s
+from penstock.batching.costs import PipelineCosts
+from penstock.batching.fitting import TooLong, fit_samples, positions
+from penstock.batching.packing import packed_splits
+from penstock.batching.plan import BatchPlan, Sample
+from penstock.batching.result import finish
+from penstock.batching.search import improve, start, usual_steps
+from penstock.batching.split import best_splits
+from penstock.errors import InputError
+
+if TYPE_CHECKING:
+    from penstock.plans.plan import Plan
+
+__all__ = ["costs_for", "plan_batch", "plan_for"]
+
+
+def plan_batch(
+    samples: Sequence[Sample], costs: PipelineCosts, *, steps: int = 0, seed: int = 0, too_long: TooLong = "refuse", bound: bool = False
+) -> BatchPlan:
+    """The best plan found at once, improved by `steps` steps of search; the same arguments give the same plan.
+
+    `too_long` says what becomes of samples that fit no device: `refuse`, `drop` or `truncate`. With `bound` the lower bound is
+    computed as well.
+    """
+    if not samples:
+        raise InputError("the batch has no samples.")
+    if steps < 0:
+        raise InputError(f"steps is {steps}; 0 or more were expected.")
+    fitted = fit_samples(samples, costs, too_long)
+    if not fitted.samples:
+        raise InputError(f"none of the {len(samples)} samples fits; nothing is left of the batch.")
+    enc, dec = positions(fitted.samples, costs)
+    splits = best_splits(costs, enc, dec) if "padded" in costs.layouts else []
+    if "packed" in costs.layouts:
+        splits += packed_splits(costs, enc)
+    found = start(costs, enc, dec, splits)
+    if steps:
+        found = improve(costs, enc, dec, found, steps, seed)
+    bound_s = lower_bound_s(costs, enc, dec, exact=True) if bound else 0.0
+    return finish(costs, fitted, found, bound_s, steps)
+
+
+def costs_for(plan: Plan, longest: int, longest_dec: int = 0, costs: str = "", memory_limit_bytes: float = math.inf) -> PipelineCosts:
+    """What micro-batches of samples up to these lengths cost under a plan; worth keeping, since many batches can be planned from it.
+
+    `costs` names the source, the plan's own if empty.
+    """
+    from penstock.batching.planned import planned_costs
+    from penstock.costs.sources import open_costs
+    from penstock.plans.references import cluster_of, model_of
+    from penstock.plans.validity import require_valid
+
+    model, cluster = model_of(plan), cluster_of(plan)
+    require_valid(plan, model, cluster)
+    source = open_costs(costs or plan.costs, cluster)
+    return planned_costs(plan, model, cluster, source, longest, longest_dec, memory_limit_bytes=memory_limit_bytes)
+
+
+def plan_for(
+    plan: Plan, samples: Sequence[Sample], *, costs: str = "", steps: int | None = None, seed: int = 0, too_long: TooLong = "refuse",
+    memory_limit_bytes: float = math.inf,
+) -> BatchPlan:  # fmt: skip
+    """Plans a batch for a plan file: `costs_for` and `plan_batch` in one, with the bound; `steps` None is what the batch suggests."""
+    if not samples:
+        raise InputError("the batch has no samples.")
+    longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
+    prepared = costs_for(plan, longest, longest_dec, costs, memory_limit_bytes)
+    steps = usual_steps(prepared, len(samples)) if steps is None else steps
+    return plan_batch(samples, prepared, steps=steps, seed=seed, too_long=too_long, bound=True)

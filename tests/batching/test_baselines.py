@@ -1,0 +1,86 @@
+"""How batches are usually cut, and equal groups: samples once, rows no longer than allowed, never better than planning."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.batching.baselines import Attention, fixed_batches, packed_rows, run_baseline, token_budget
+from penstock.batching.example import small_costs
+from penstock.batching.packing import equal_groups
+from penstock.batching.plan import MicroBatch, Sample
+from penstock.batching.planner import plan_batch
+from penstock.errors import InfeasibleError, InputError
+
+COSTS = small_costs(2, 2, layouts=("padded", "packed"), has_decoder=False)
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+
+
+def ids(batches: list[MicroBatch]) -> list[int]:
+    return sorted(i for batch in batches for i in batch.samples)
+
+
+@given(LENGTHS, st.integers(1, 5), st.sampled_from(["inside", "across"]))
+@settings(max_examples=40)
+def test_every_baseline_places_each_sample_once(lengths: list[int], rows: int, attention: Attention) -> None:
+    samples = [Sample(3 * i, n) for i, n in enumerate(lengths)]
+    everything = [sample.id for sample in samples]
+    fixed = fixed_batches(samples, COSTS, rows)
+    assert ids(fixed) == everything
+    assert {batch.row_length for batch in fixed} == {max(lengths)}
+    budget = token_budget(samples, COSTS, 100)
+    assert ids(budget) == everything
+    assert all(batch.num_positions <= 100 for batch in budget)
+    packed = packed_rows(samples, COSTS, rows, attention=attention)
+    assert ids(packed) == everything
+    if attention == "across":
+        for batch in packed:
+            parts = np.split(np.array(batch.lengths), np.cumsum(batch.row_sizes)[:-1])
+            assert max(part.sum() for part in parts) <= batch.row_length
+            assert batch.num_rows <= rows
+    for batches in (fixed, budget, packed):
+        plan = run_baseline(batches, COSTS, "baseline")
+        assert plan.method == "baseline"
+        assert ids([one for replica in plan.replicas for one in replica.micro_batches]) == everything
+
+
+def test_planning_beats_them_all() -> None:
+    numbers = np.random.default_rng(0)
+    samples = [Sample(i, int(n)) for i, n in enumerate(numbers.integers(1, 60, 80))]
+    planned = plan_batch(samples, COSTS, steps=4000).predicted_s
+    for batches in (fixed_batches(samples, COSTS, 4), token_budget(samples, COSTS, 200), packed_rows(samples, COSTS, 4)):
+        assert planned < run_baseline(batches, COSTS, "baseline").predicted_s
+
+
+def test_pairs_are_packed_within_both_lengths() -> None:
+    costs = small_costs()
+    samples = [Sample(i, 10, 4) for i in range(6)] + [Sample(6, 20, 8)]
+    batches = packed_rows(samples, costs, 2, attention="across")
+    assert [batch.row_sizes for batch in batches] == [(1, 2), (2, 2)]
+    assert {(batch.row_length, batch.dec_row_length) for batch in batches} == {(20, 8)}
+    with pytest.raises(InputError, match="packed layout"):
+        packed_rows(samples, costs, 2)
+
+
+def test_the_mode_that_fits_is_used_or_none() -> None:
+    samples = [Sample(i, 20) for i in range(8)]
+    roomy = run_baseline(fixed_batches(samples, COSTS, 2), COSTS, "fixed")
+    assert {one.recompute for replica in roomy.replicas for one in replica.micro_batches} == {(0, 0)}
+    tight = dataclasses.replace(COSTS, limit_bytes=np.full((2, 2), 500.0))
+    assert {one.recompute for one in run_baseline(fixed_batches(samples, tight, 2), tight, "fixed").replicas[0].micro_batches} == {(1, 1)}
+    with pytest.raises(InfeasibleError, match="fixed: 1 micro-batches fit in no"):
+        run_baseline(fixed_batches(samples, tight, 8), tight, "fixed")
+
+
+@given(LENGTHS, st.integers(1, 50), st.integers(0, 9))
+def test_groups_are_of_equal_weight(weights: list[int], count: int, small: int) -> None:
+    order, cuts = equal_groups(np.array(weights, dtype=float), count, min(small, count // 2))
+    assert sorted(order.tolist()) == list(range(len(weights)))
+    sums = np.add.reduceat(np.array(weights)[order], cuts[:-1])
+    assert len(sums) <= count
+    if not small:
+        assert sums.max() <= sum(weights) / count + max(weights)

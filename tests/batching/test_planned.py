@@ -1,0 +1,112 @@
+"""Costs of plans: they agree with the estimator at single shapes, and batches planned from them fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.batching.costs import PipelineCosts
+from penstock.batching.plan import Sample
+from penstock.batching.planned import planned_costs, with_recompute_choices
+from penstock.batching.planner import costs_for, plan_batch, plan_for
+from penstock.clusters import resolve_cluster
+from penstock.costs.estimate import Estimator
+from penstock.costs.sources import open_costs
+from penstock.errors import InputError
+from penstock.models import resolve_model
+from penstock.plans.build import uniform_plan
+from penstock.plans.plan import MicroBatching, Plan
+
+
+def prepared(model: str, cluster: str, source: str, layout: str = "padded", **degrees: int) -> tuple[Plan, PipelineCosts]:
+    described, devices = resolve_model(model), resolve_cluster(cluster)
+    plan: Any = uniform_plan(model, cluster, global_batch=64, micro_batch=4, layout=layout, **degrees)
+    plan = dataclasses.replace(with_recompute_choices(plan, described), micro_batching=MicroBatching(layout, "dynamic"))
+    return plan, planned_costs(plan, described, devices, open_costs(source, devices), 2048, 512 if described.dec_length else 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "source", "degrees"),
+    [
+        ("gpt-1.3b", "8xa100-40gb", "roofline", {"pp": 4, "replicas": 2}),
+        ("gpt-1.3b", "4xh200-141gb", "profile:h200-141gb", {"pp": 2, "tp": 2}),
+        ("t5-770m", "4xa100-40gb", "roofline", {"pp": 2, "dp": 2}),
+    ],
+)
+def test_stage_times_and_memory_are_the_estimators(model: str, cluster: str, source: str, degrees: dict[str, int]) -> None:
+    plan, costs = prepared(model, cluster, source, **degrees)
+    described, devices = resolve_model(model), resolve_cluster(cluster)
+    for rows, length, dec_length, mode in ((4, 1024, 256, 0), (8, 600, 100, 2), (2, 2000, 500, 1)):
+        dec_length = dec_length if described.dec_length else 0
+        fixed = dataclasses.replace(
+            plan, global_batch=rows * plan.num_replicas, micro_batching=MicroBatching("padded", "fixed", rows), seq_length=length,
+            dec_length=dec_length,
+            stages=tuple(dataclasses.replace(stage, recompute=(stage.recompute[mode],)) for stage in plan.stages),
+        )  # fmt: skip
+        found = Estimator(described, devices, open_costs(source, devices)).estimate(fixed)
+        own = costs.layouts["padded"].at(rows, length, dec_length)
+        for s, stage in enumerate(found.stages):
+            cost = own[costs.stage_class[0, s], mode]
+            work = stage.work
+            expected = work.total_s - work.transfer_in_s - work.transfer_out_s
+            assert cost[:2].sum() == pytest.approx(expected, rel=0.03)
+            peak = costs.state_bytes[0, s] + max(cost[3:6])
+            assert peak == pytest.approx(stage.memory.total_bytes, rel=0.05)
+            assert costs.limit_bytes[0, s] == stage.limit_bytes
+        transfers = [(found.stages[s + 1].work.transfer_in_s, found.stages[s].work.transfer_out_s) for s in range(plan.num_stages - 1)]
+        lines = costs.hops[0] @ np.array([1.0, rows * length, rows * dec_length])
+        assert np.allclose(lines.T, transfers, rtol=0.02, atol=1e-6)
+        assert costs.fixed_s == pytest.approx(found.time_s - found.pipeline_s, rel=1e-6)
+
+
+def test_packed_costs_follow_tokens_and_squares() -> None:
+    _, costs = prepared("gpt-1.3b", "2xa100-40gb", "roofline", "packed", pp=2)
+    grid = costs.layouts["packed"]
+    one, four = grid.at(8000, 2000, 0)[0, 0, :2].sum(), grid.at(8000, 500, 0)[0, 0, :2].sum()
+    assert one > four
+    padded = costs.layouts["padded"].at(4, 2000, 0)[0, 0, :2].sum()
+    assert one == pytest.approx(padded, rel=0.25)
+
+
+def test_packing_wins_where_lengths_differ() -> None:
+    _, costs = prepared("gpt-1.3b", "8xa100-40gb", "roofline", "packed", pp=4, replicas=2)
+    numbers = np.random.default_rng(1)
+    samples = [Sample(i, int(n)) for i, n in enumerate(np.clip(np.exp(numbers.normal(4.8, 1.1, 200)), 4, 2000))]
+    padded = dataclasses.replace(costs, layouts={"padded": costs.layouts["padded"]})
+    mixed, rows = plan_batch(samples, costs, steps=6000, bound=True), plan_batch(samples, padded, steps=6000)
+    assert mixed.predicted_s < rows.predicted_s
+    assert mixed.padding_share < rows.padding_share
+    assert mixed.bound_s <= mixed.predicted_s
+    assert any(one.layout == "packed" for replica in mixed.replicas for one in replica.micro_batches)
+
+
+def test_tight_memory_makes_stages_recompute() -> None:
+    plan, costs = prepared("gpt-1.3b", "4xa100-40gb", "roofline", pp=4)
+    tight = dataclasses.replace(costs, limit_bytes=costs.state_bytes + 2.5e9)
+    samples = [Sample(i, 1500) for i in range(40)]
+    batch = plan_batch(samples, tight, steps=3000)
+    used = np.array([one.recompute for replica in batch.replicas for one in replica.micro_batches])
+    assert used[:, 0].max() > 0
+    assert (np.array(batch.replicas[0].peak_bytes) <= tight.limit_bytes[0]).all()
+    assert used.max() < len(plan.stages[0].recompute)
+
+
+def test_a_plan_file_is_enough() -> None:
+    plan = dataclasses.replace(
+        uniform_plan("gpt-1.3b", "4xa100-40gb", global_batch=8, micro_batch=1, pp=4), micro_batching=MicroBatching("padded", "dynamic", 2)
+    )
+    batch = plan_for(plan, [Sample(i, 100 + i) for i in range(8)], steps=100)
+    assert max(len(one.samples) for replica in batch.replicas for one in replica.micro_batches) <= 2
+    assert 0 < batch.bound_s <= batch.predicted_s
+    assert batch.costs == "roofline"
+
+
+def test_what_has_no_lengths_or_one_stage_per_group_is_refused() -> None:
+    with pytest.raises(InputError, match="images"):
+        costs_for(uniform_plan("resnet-50", "1xa100-40gb", global_batch=8, micro_batch=8), 8)
+    interleaved = uniform_plan("gpt-1.3b", "2xa100-40gb", global_batch=8, micro_batch=1, pp=2, chunks=2, schedule="interleaved")
+    with pytest.raises(InputError, match="interleaved"):
+        costs_for(interleaved, 64)

@@ -1,0 +1,51 @@
+"""`penstock batch`: the table, the file, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.batching.plan import read_batch_plan
+from penstock.cli.main import run
+
+PLAN = Path(__file__).parents[2] / "examples" / "plans" / "gpt-1.3b-pp4.json"
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.csv"
+    path.write_text("sample_id,enc_len,dec_len\n" + "".join(f"{i + 5},{50 + 37 * i % 900},0\n" for i in range(30)))
+    return path
+
+
+def test_a_batch_is_planned_shown_and_written(lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "batch.json"
+    assert run(["batch", "--lengths", str(lengths), "--plan", str(PLAN), "--budget-steps", "200", "--out", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "per iteration" in shown and "replica 0" in shown and "forwards ahead" in shown and "200 steps of search" in shown
+    plan = read_batch_plan(path)
+    assert sorted(i for one in plan.replicas[0].micro_batches for i in one.samples) == list(range(5, 35))
+
+
+def test_json_is_one_object_and_the_same_each_time(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = []
+    for _ in range(2):
+        assert run(["batch", "--lengths", str(lengths), "--plan", str(PLAN), "--budget-steps", "300", "--seed", "3", "--json"]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    assert told[0] == told[1]
+    assert 0 < told[0]["bound_s"] <= told[0]["predicted_s"]
+    assert told[0]["batch"]["replicas"][0]["micro_batches"]
+
+
+def test_wrong_input_is_refused(lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["batch", "--lengths", str(tmp_path / "none.csv"), "--plan", str(PLAN)]) == 2
+    assert run(["batch", "--lengths", str(lengths), "--plan", str(PLAN), "--budget-steps", "-1"]) == 2
+    assert run(["batch", "--lengths", str(lengths), "--plan", str(PLAN), "--seed", "-1"]) == 2
+    long = tmp_path / "long.csv"
+    long.write_text("length\n900000\n20\n")
+    assert run(["batch", "--lengths", str(long), "--plan", str(PLAN)]) == 3
+    assert "sample 0 (900000 tokens) does not fit" in capsys.readouterr().err
+    assert run(["batch", "--lengths", str(long), "--plan", str(PLAN), "--too-long", "drop", "--budget-steps", "0"]) == 0
+    assert "sample 0 of 900000 tokens was dropped" in capsys.readouterr().out
