@@ -10,7 +10,7 @@ ROOMS := models clusters costs plans search batching schedules programs cli
 TYPED := $(sort $(dir $(wildcard $(ROOMS:%=src/penstock/%/*.py)))) $(wildcard src/penstock/*.py)
 KERNELS := $(shell grep -rl --include='*.py' numba src)
 
-.PHONY: help setup demo test lint docs clean
+.PHONY: help setup demo test redis-server lint docs clean
 
 help:
 	@echo 'make setup   create $(VENV), install Penstock and compile its kernels'
@@ -25,7 +25,7 @@ setup: $(VENV)/.compiled
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch  # alone and first, so that nothing after it brings another build
-	$(PIP) --editable '.[dev,hf]'
+	$(PIP) --editable '.[dev,hf,redis]'
 	@touch $@
 
 $(VENV)/.compiled: $(VENV)/.installed $(KERNELS)
@@ -35,8 +35,13 @@ $(VENV)/.compiled: $(VENV)/.installed $(KERNELS)
 demo: setup
 	$(BIN)/penstock demo
 
-test: setup
-	$(BIN)/python -m pytest -n 2
+test: setup redis-server
+	$(BIN)/python -m pytest -n 2 -r s
+
+# Tests of the Redis store run against a real server; where it may not be installed they are skipped and say so.
+redis-server:
+	@command -v redis-server > /dev/null || { test "$$(id -u)" = 0 && apt-get install -y -q redis-server > /dev/null 2>&1; } \
+		|| echo 'redis-server is missing: the tests that need it will be skipped'
 
 lint: setup
 	$(BIN)/ruff check .

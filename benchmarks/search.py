@@ -5,6 +5,7 @@
         --micro-batches 1,2,4,8 --memory-mb 28000                   any other
     python benchmarks/search.py --fasop-dir DIR [--setting NAME]    one of FASOP's experiments, or all that spell a cluster
     python benchmarks/search.py --fasop-dir DIR --setting NAME --pareto [--most A=8,B=8]    every cluster of up to so many nodes
+    python benchmarks/search.py --scale                             long chains and thousands of devices, roofline costs
     --judge FILE scores the plans with an independent program (aceso_judge.py, fasop_judge.py)
 
 Times are of a warm process: kernels are compiled and imports done before the first search.
@@ -26,6 +27,8 @@ from penstock.files import write_json
 from penstock.interop.aceso import AcesoTables
 from penstock.interop.fasop import FasopTables
 from penstock.kernels import compile_all
+from penstock.plans.schema import write_plan
+from penstock.search import search_plans
 from penstock.search.aceso import AcesoProblem, search_aceso
 from penstock.search.fasop import FasopAnswer, pareto_fasop, search_fasop
 
@@ -124,6 +127,31 @@ def fasop_line(answer: FasopAnswer, path: Path, scorer: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+SCALE = (
+    ("GPT, 1,024 layers, 8 H100", {"base": "gpt-1.3b", "layers": 1024, "hidden": 1024, "heads": 16}, "8xh100", 64),
+    ("GPT 175B, 1,024 H100", "gpt-175b", "128xp5.48xlarge", 1536),
+    ("GPT 175B, 16,384 H100", "gpt-175b", "2048xp5.48xlarge", 8192),
+)
+"""Name, model (or the fields of a model file), cluster, global batch."""
+
+
+def run_scale(out: Path) -> None:
+    """Searches the large cases and prints a line for each."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name, model, cluster, batch in SCALE:
+        if isinstance(model, dict):
+            write_json(out / "model.yaml", model)
+            model = str(out / "model.yaml")
+        start, cpu = time.perf_counter(), time.process_time()
+        outcome = search_plans(model, cluster, batch, top=1)
+        took = {"search_time_s": round(time.perf_counter() - start, 2), "search_cpu_s": round(time.process_time() - cpu, 2)}
+        path = out / f"{name.replace(' ', '_').replace(',', '')}.json"
+        write_plan(path, outcome.choices[0].plan)
+        predicted = outcome.choices[0].estimate.time_s
+        line = {"predicted_time_s": predicted, "lower_bound_s": outcome.bound_s, "gap": outcome.gap, "plan_path": str(path)}
+        print(json.dumps({"case": name, **took, **line}), flush=True)
+
+
 def load_judge(path: Path | None) -> Any:
     """The scoring program as a module, or None."""
     if path is None or not path.exists():
@@ -152,14 +180,18 @@ def main() -> None:
     parser.add_argument("--setting", help="one of its experiments")
     parser.add_argument("--pareto", action="store_true", help="every cluster of the setting's node kinds")
     parser.add_argument("--most", help="most nodes of each kind for --pareto, such as A=8,B=8 (8 of each unless told)")
+    parser.add_argument("--scale", action="store_true", help="long chains and thousands of devices")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "penstock-plans")
     arguments = parser.parse_args()
-    if not arguments.data and not arguments.aceso_db and not arguments.fasop_dir:
-        parser.error("give --data, --aceso-db or --fasop-dir")
+    if not (arguments.data or arguments.aceso_db or arguments.fasop_dir or arguments.scale):
+        parser.error("give --data, --aceso-db, --fasop-dir or --scale")
     if arguments.pareto and not (arguments.fasop_dir and arguments.setting):
         parser.error("--pareto needs --fasop-dir and --setting")
     compile_all()
     judge = load_judge(arguments.judge)
+    if arguments.scale:
+        run_scale(arguments.out)
+        return
     if arguments.fasop_dir:
         run_fasop(arguments, judge)
         return

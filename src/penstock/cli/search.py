@@ -37,6 +37,7 @@ def search(
     steps: Annotated[int | None, typer.Option(help="Iterations to train for, for hours and money.")] = None,
     tokens: Annotated[float | None, typer.Option(help="Tokens to train for, instead of --steps.")] = None,
     time_budget: Annotated[float | None, typer.Option(help="Stop after this many seconds with the best plan so far.")] = None,
+    max_hops: Annotated[int, typer.Option(help="Changes in a row by which the best plan is refined under the simulator.")] = 7,
     top: Annotated[int, typer.Option(help="How many plans to show.")] = 5,
     path: Annotated[
         Path | None, typer.Option("--out", help="Write the plans here: the best to this file, the next to NAME.2.json, …")
@@ -60,6 +61,8 @@ def search(
     for name, value in (("--global-batch", global_batch), ("--seq-length", seq_length), ("--top", top), ("--steps", steps)):
         if value is not None and value < 1:
             raise InputError(f"{name} is {value}; 1 or more was expected.")
+    if max_hops < 0:
+        raise InputError(f"--max-hops is {max_hops}; 0 or more was expected.")
     for name, amount in (("--time-budget", time_budget), ("--tokens", tokens)):
         if amount is not None and not amount > 0:
             raise InputError(f"{name} is {amount}; more than 0 was expected.")
@@ -82,7 +85,7 @@ def search(
             offer = chosen(offers(request, count, lambda text, done, all_: bar.describe(f"{text} ({done} of {all_} clusters)")), goal)
             request = request.on(offer.cluster)
             notes.append(f"of {cluster}, {offer.cluster.name} is best for {objective}")
-        outcome = find(request, top=top, time_budget_s=time_budget or math.inf, watch=tell)
+        outcome = find(request, top=top, time_budget_s=time_budget or math.inf, watch=tell, max_hops=max_hops)
     paths = _write(path, outcome.choices)
     if export:
         from penstock.cli.export import export_plan, parse_target

@@ -20,6 +20,7 @@ from penstock.search.choice import Choice
 from penstock.search.families import Family, Pass, families
 from penstock.search.grid import uniform_choices
 from penstock.search.pipelines import best_pipeline, blocks_of, bound_of_pass
+from penstock.search.refine import refined
 from penstock.search.request import SCHEDULES, Request
 from penstock.search.schedules import rescheduled
 
@@ -37,6 +38,8 @@ GOOD_GAP = 0.03
 """A bound this near is not made sharper."""
 _CAPS = (1.3, 3.0, math.inf)
 """Multiples of the least bound below which plans are looked for in turn: little is tabulated as long as plans are short."""
+MAX_HOPS = 7
+"""Changes in a row by which a plan is refined."""
 _GRID_DEVICES = 256
 """Clusters up to this size are also tried with all uniform plans, to show beside the best,"""
 _GRID_OPS = 2000
@@ -113,7 +116,7 @@ class _State:
 def search_plans(
     model_ref: str, cluster_ref: str, global_batch: int, *, costs: str | CostSource = "roofline", seq_length: int | None = None,
     micro_batches: Sequence[int] = (), memory_limit_bytes: float = math.inf, schedules: Sequence[str] = SCHEDULES, top: int = 5,
-    time_budget_s: float = math.inf, watch: Watch = _unwatched,
+    time_budget_s: float = math.inf, watch: Watch = _unwatched, max_hops: int = MAX_HOPS,
 ) -> Outcome:  # fmt: skip
     """The fastest plans that fit, best first, with a bound on the time of all plans of the space.
 
@@ -122,11 +125,15 @@ def search_plans(
     True
     """
     request = Request.of(model_ref, cluster_ref, global_batch, costs, seq_length, micro_batches, memory_limit_bytes, schedules)
-    return search(request, top=top, time_budget_s=time_budget_s, watch=watch)
+    return search(request, top=top, time_budget_s=time_budget_s, watch=watch, max_hops=max_hops)
 
 
-def search(request: Request, *, top: int = 5, time_budget_s: float = math.inf, watch: Watch = _unwatched, prove: bool = True) -> Outcome:
-    """The same for a request that was read already; without `prove` the bound is the first one and uniform plans are not tried."""
+def search(
+    request: Request, *, top: int = 5, time_budget_s: float = math.inf, watch: Watch = _unwatched, prove: bool = True,
+    max_hops: int = MAX_HOPS,
+) -> Outcome:  # fmt: skip
+    """The same for a request that was read already; without `prove` the bound is the first one and uniform plans are not tried.
+    The best 1F1B plan is refined by up to `max_hops` changes."""
     if top < 1:
         raise InputError(f"top is {top}; 1 or more was expected.")
     state = _State(watch, time.monotonic() + time_budget_s)
@@ -137,6 +144,7 @@ def search(request: Request, *, top: int = 5, time_budget_s: float = math.inf, w
     with state.interruptible():
         none_fits = _uniform(request, state, top) if prove else None
         _uneven(request, state, ranked)
+        _refine(request, state, max_hops)
         _other_schedules(request, state)
         if not state.choices:
             raise none_fits or _nothing_divides(request)
@@ -186,6 +194,16 @@ def _uneven(request: Request, state: _State, ranked: list[tuple[Bound, Family]])
                 limit_s = min(limit_s, state.best_s)
         if state.stopped or state.best_s <= cap * least_s:
             return
+
+
+def _refine(request: Request, state: _State, max_hops: int) -> None:
+    """The best 1F1B plans, which the formulas cannot tell apart, by the simulator."""
+    plain = sorted((choice for choice in state.choices if choice.plan.schedule == "1f1b"), key=lambda choice: choice.estimate.time_s)
+    for choice in [c for c in plain if c.estimate.time_s <= 1.01 * state.best_s][:2]:
+        if not state.out_of_time() and max_hops:
+            state.tell("refining")
+            better = refined(request, choice, max_hops, state.out_of_time)
+            state.choices += [better] if better is not choice else []
 
 
 def _other_schedules(request: Request, state: _State) -> None:

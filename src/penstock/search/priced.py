@@ -86,12 +86,12 @@ class Priced:
         if not s.relief.any():
             return 1.0
         for c in range(len(s.costs)):
-            messages = float(s.enter[c].max() + s.leave[c].max())
-            for a in range(s.width.shape[1]):
-                time = s.times[0, s.offset[c, a] : s.offset[c, a] + s.width[c, a]] + messages
-                long = np.isfinite(time) & (time >= shortest)
-                relief = (s.relief[c, a + 1 : a + 1 + s.width[c, a]] - s.relief[c, a])[long]
-                share = max(share, float((1 - relief / time[long]).max(initial=0.0)))
+            starts = np.repeat(np.arange(s.width.shape[1]), s.width[c])
+            time = s.times[0, s.offset[c, 0] : s.offset[c, 0] + len(starts)] + float(s.enter[c].max() + s.leave[c].max())
+            ends = starts + 1 + np.arange(len(starts)) - (s.offset[c] - s.offset[c, 0])[starts]
+            long = np.isfinite(time) & (time >= shortest)
+            relief = s.relief[c, ends[long]] - s.relief[c, starts[long]]
+            share = max(share, float((1 - relief / time[long]).max(initial=0.0)))
         return share or 1.0
 
     def _least_sum(self, tau: float, enough: float) -> float:

@@ -215,16 +215,14 @@ class StageSpace:
         A cut inside a block, moved to the block's start, leaves each stage with more ops than it then has here; so the programme's answer
         bounds plans with cuts anywhere from below.
         """
-        times, last = np.full_like(self.times, np.inf), len(self.cuts) - 1
+        times = np.zeros_like(self.times)
         for c in range(len(self.costs)):
-            for a in range(last):
-                begin = a + 1 if a else 0
-                ends = np.arange(a + 1, a + 1 + self.width[c, a])
-                pairs = self.offset[c, a] + ends - a - 1
-                full = ends > begin
-                times[:, pairs[~full]] = 0.0
-                if full.any():
-                    times[:, pairs[full]] = self.times[:, self.offset[c, begin] + ends[full] - begin - 1]
+            starts = np.repeat(np.arange(self.width.shape[1]), self.width[c])
+            ends = starts + 1 + np.arange(len(starts)) - (self.offset[c] - self.offset[c, 0])[starts]
+            begins = np.where(starts > 0, starts + 1, 0)
+            full = ends > begins
+            kept = self.offset[c, begins[full]] + ends[full] - begins[full] - 1
+            times[:, self.offset[c, 0] + np.flatnonzero(full)] = self.times[:, kept]
         return replace(self, times=times, enter=np.zeros_like(self.enter), leave=np.zeros_like(self.leave))
 
 

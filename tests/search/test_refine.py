@@ -1,0 +1,43 @@
+"""Refinement: never worse by the simulator, always valid and fitting, and it mends a plan that was made uneven."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from penstock.plans.validity import check_plan
+from penstock.search.choice import Choice
+from penstock.search.grid import plans_of_grid
+from penstock.search.refine import refined, simulated_s
+from penstock.search.request import Request
+
+
+def pipeline(shift: int) -> tuple[Request, Choice]:
+    """A uniform pipeline of four stages with its middle cut moved."""
+    request = Request.of("gpt-350m", "4xa100-40gb", 32, "roofline", None, (2,), math.inf)
+    plan = next(plan for plan in plans_of_grid(request) if plan.num_stages == 4)
+    before, after = plan.stages[1], plan.stages[2]
+    stages = (plan.stages[0], replace(before, last=before.last + shift), replace(after, first=after.first + shift), plan.stages[3])
+    plan = replace(plan, stages=stages)
+    return request, Choice.of(plan, request.estimator.estimate(plan))
+
+
+def test_a_moved_cut_comes_back() -> None:
+    request, choice = pipeline(6)
+    better = refined(request, choice, max_hops=10)
+    assert not check_plan(better.plan, request.model, request.cluster) and better.estimate.fits
+    start_s = simulated_s(request, choice.plan, choice.estimate)
+    assert simulated_s(request, better.plan, better.estimate) < 0.97 * start_s
+    assert better.plan.predicted is not None and better.plan.predicted.time_s == better.estimate.time_s
+
+
+def test_no_hops_change_nothing_and_more_never_hurt() -> None:
+    request, choice = pipeline(3)
+    assert refined(request, choice, max_hops=0) is choice
+    times = [simulated_s(request, better.plan, better.estimate) for better in (refined(request, choice, hops) for hops in (0, 1, 3, 6))]
+    assert times == sorted(times, reverse=True)
+
+
+def test_the_simulator_never_takes_longer_than_the_formula() -> None:
+    request, choice = pipeline(0)
+    assert simulated_s(request, choice.plan, choice.estimate) <= choice.estimate.time_s * (1 + 1e-9)
