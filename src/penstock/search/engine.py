@@ -43,7 +43,7 @@ MAX_HOPS = 7
 _GRID_DEVICES = 256
 """Clusters up to this size are also tried with all uniform plans, to show beside the best,"""
 _GRID_OPS = 2000
-"""for chains up to this length."""
+"""for chains up to this length, which are also refined."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,10 @@ def _uniform(request: Request, state: _State, top: int) -> InfeasibleError | Non
 def _uneven(request: Request, state: _State, ranked: list[tuple[Bound, Family]]) -> None:
     """Stages of any size, family by family."""
     blocks, least_s = blocks_of(request.model), state.bound_s
+    if state.best_s == math.inf and request.model.num_ops > _GRID_OPS:  # small micro-batches fit first, and a plan makes the rest quick
+        for bound, family in sorted(ranked, key=lambda pair: (pair[1].samples, pair[0].time_s))[:2]:
+            found = best_pipeline(family, blocks, min(state.best_s, 3 * bound.time_s))
+            state.choices += [Choice.of(*found, "exact")] if found is not None else []
     for cap in _CAPS if state.best_s == math.inf else (math.inf,):
         limit_s = min(state.best_s, cap * least_s)
         for bound, family in ranked:
@@ -200,7 +204,7 @@ def _refine(request: Request, state: _State, max_hops: int) -> None:
     """The best 1F1B plans, which the formulas cannot tell apart, by the simulator."""
     plain = sorted((choice for choice in state.choices if choice.plan.schedule == "1f1b"), key=lambda choice: choice.estimate.time_s)
     for choice in [c for c in plain if c.estimate.time_s <= 1.01 * state.best_s][:2]:
-        if not state.out_of_time() and max_hops:
+        if not state.out_of_time() and max_hops and request.model.num_ops <= _GRID_OPS:
             state.tell("refining")
             better = refined(request, choice, max_hops, state.out_of_time)
             state.choices += [better] if better is not choice else []
