@@ -9,10 +9,14 @@ __version__ = "0.1.0"
 
 # Public name -> the module that holds it. Names are looked up on first use, so that `import penstock` costs milliseconds.
 _HOMES = {
+    "DynamicLoader": "penstock.data.loader",
+    "Executor": "penstock.runtime.executor",
     "InfeasibleError": "penstock.errors",
     "InputError": "penstock.errors",
     "PenstockError": "penstock.errors",
     "ProfileMissingError": "penstock.errors",
+    "TrainRequest": "penstock.runtime.trainer",
+    "Trainer": "penstock.runtime.trainer",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

@@ -1,13 +1,16 @@
-"""`penstock explain`: tables, totals, differences, and what it refuses."""
+"""`penstock explain`: tables, totals, differences, other plans, and what it refuses."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.cli.main import run
+from penstock.plans.build import uniform_plan
+from penstock.plans.schema import write_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plans"
 PP4, MIXED, BERT = (str(EXAMPLES / f"{name}.json") for name in ("gpt-1.3b-pp4", "llama-8b-mixed", "bert-large-zero1"))
@@ -63,6 +66,52 @@ def test_a_plan_that_does_not_fit_is_explained(tmp_path: Path, capsys: pytest.Ca
     assert run(["explain", str(path)]) == 0
     shown = capsys.readouterr().out
     assert "this plan does not fit: stage 0 needs" in shown
+
+
+def test_what_if_of_a_plan_that_could_be_faster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "plan.json")
+    write_plan(path, replace(uniform_plan("gpt-tiny", "4xa100-40gb", pp=4, global_batch=64, micro_batch=1), precision="bf16"))
+    told = told_json(capsys, path, "--what-if")
+    time_s, first, (as_it_is, *changes) = told["estimate"]["time_s"], told["rivals"][0], told["what_if"]
+    assert as_it_is["change"] == "as it is" and as_it_is["time_s"] < time_s
+    assert sum(first["differences_s"].values()) == pytest.approx(first["time_s"] - time_s)
+    assert first["slower"] < 0 and first["pp"] != 4
+    assert all(row["time_s"] <= as_it_is["time_s"] and row["plan"]["time_s"] == row["time_s"] for row in changes)
+    assert run(["explain", path, "--what-if"]) == 0
+    shown = capsys.readouterr().out
+    for words in ("a faster plan was found", "takes more", "twice the memory", "inside nodes", "one more node: 4 × a100-40gb", "a100-80gb"):
+        assert words in shown
+    assert "between nodes" not in shown and "rivals" not in told_json(capsys, path)
+
+
+def test_what_if_of_the_best_plan_says_why_the_runner_up_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "plan.json")
+    assert run(["search", "--model", "gpt-tiny", "--cluster", "4xa10g", "--global-batch", "64", "--out", path]) == 0
+    capsys.readouterr()
+    told = told_json(capsys, path, "--what-if")
+    assert told["what_if"][0]["time_s"] == pytest.approx(told["estimate"]["time_s"]) and told["rivals"][0]["slower"] >= 0
+    most = max(told["rivals"][0]["differences_s"].items(), key=lambda part: part[1])[0]
+    assert run(["explain", path, "--what-if"]) == 0
+    shown = capsys.readouterr().out
+    assert f"the runner-up lost most by its {most}: " in shown and "a faster plan" not in shown
+
+
+def test_what_if_of_a_plan_that_fits_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    write_plan(path, uniform_plan("gpt-1.3b", "1xv100-16gb", global_batch=4, micro_batch=1))
+    assert run(["explain", str(path), "--what-if"]) == 0
+    shown = capsys.readouterr().out
+    assert "no plan of another kind was found that fits" in shown and "as it is: no plan was found that fits" in shown
+    assert "v100-32gb instead of v100-16gb" in shown
+
+
+def test_what_cannot_be_trained_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert told_json(capsys, PP4)["unsupported"] == []
+    plan = uniform_plan("gpt-tiny", "2xa100-40gb", replicas=2, global_batch=4, micro_batch=1, zero=3)
+    path = tmp_path / "plan.json"
+    write_plan(path, plan)
+    assert run(["explain", str(path)]) == 0
+    assert "cannot be trained yet: stages.0.zero is 3, but up to 1 can be run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
-from penstock.cli.export import TARGETS
+from penstock.cli.export import LAUNCHERS, TARGETS
 from penstock.cli.main import run
 from penstock.interop.aceso_plans import from_plan, read_aceso_plan
 from penstock.interop.fasop_rows import read_fasop_rows
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
-from penstock.plans.schema import write_plan
+from penstock.plans.schema import plan_from_dict, read_plan, write_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plans"
 
@@ -39,6 +40,42 @@ def test_every_target(gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [row.partition for row in read_fasop_rows(tmp_path / "new" / "fasop")] == [(13, 13)]
 
 
+def test_launch_files_name_the_plan(gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for target in LAUNCHERS:
+        assert run(["export", str(gpt), "--to", f"{target}:{tmp_path / 'new' / target}"]) == 0
+        assert capsys.readouterr().out == f"wrote {tmp_path / 'new' / target}\n"
+    for target in ("slurm", "torchrun"):
+        assert f"(-m penstock.cli.main train {gpt.resolve()})" in (tmp_path / "new" / target).read_text()
+    objects = list(yaml.safe_load_all((tmp_path / "new" / "kubernetes").read_text()))
+    carried = next(one for one in objects if one["kind"] == "ConfigMap")["data"]["plan.json"]
+    assert plan_from_dict(json.loads(carried), "it") == read_plan(gpt)
+
+
+def test_weights_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from small_models import SIZES, small_model
+
+    from penstock.models.modules import build_chain
+    from penstock.models.modules.hf_weights import export_hf_weights, read_safetensors
+    from penstock.runtime.checkpoint_layout import chain_pieces
+    from penstock.runtime.checkpoint_writer import CheckpointWriter
+
+    model = small_model("llama")
+    chain = build_chain(model)
+    writer = CheckpointWriter(tmp_path / "saves")
+    writer.save(1, chain_pieces(chain, owned=True), {"model": {"family": "llama", **SIZES["llama"]}})
+    writer.wait()
+    assert run(["export", str(tmp_path / "saves"), "--to", f"huggingface:{tmp_path / 'out'}"]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'out'}\n"
+    wanted, found = export_hf_weights(chain, model, copies=False), read_safetensors(tmp_path / "out")
+    assert set(found) == set(wanted) and all((found[name] == wanted[name]).all() for name in wanted)
+    writer.save(2, chain_pieces(chain, owned=True), {})
+    writer.wait()
+    assert run(["export", str(tmp_path / "saves"), "--to", f"huggingface:{tmp_path / 'new'}"]) == 2
+    assert "does not say which model" in capsys.readouterr().err
+    assert run(["export", str(tmp_path), "--to", f"huggingface:{tmp_path / 'new'}"]) == 2
+    assert "holds no checkpoint" in capsys.readouterr().err
+
+
 def test_torchtitan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = written(tmp_path, uniform_plan("llama-8b", "4xh100-80gb", pp=2, replicas=2, zero=1, global_batch=64, micro_batch=4))
     assert run(["export", str(plan), "--to", f"torchtitan:{tmp_path / 'recipe.py'}", "--json"]) == 0
@@ -60,7 +97,8 @@ def test_what_cannot_be_expressed_leaves_no_file(target: str, tmp_path: Path, ca
     ("to", "told"),
     [
         ("megatrom:x", "there is no export to 'megatrom'. Did you mean 'megatron'?"),
-        ("slurm:x", "there is no export to 'slurm'. Known: aceso, deepspeed, fasop, megatron, torchtitan."),
+        ("pbs:x", "there is no export to 'pbs'. Known: aceso, deepspeed, fasop, huggingface, kubernetes, megatron, "),
+        ("slurm", "slurm:PATH was expected, as in slurm:train.sbatch"),
         ("megatron", "megatron:PATH was expected, as in megatron:flags.txt"),
         ("fasop:", "fasop:PATH was expected, as in fasop:rows.csv"),
         ("", "there is no export to ''"),

@@ -1,4 +1,4 @@
-"""`penstock export`: a plan in the form that another system takes."""
+"""`penstock export`: a plan in the form that another system takes, or as the file that starts its training on a cluster."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
-__all__ = ["TARGETS", "export", "export_plan", "parse_target"]
+__all__ = ["LAUNCHERS", "TARGETS", "WEIGHTS", "export", "export_plan", "export_weights", "parse_target"]
 
 TARGETS = ("megatron", "torchtitan", "deepspeed", "aceso", "fasop")
+LAUNCHERS = ("slurm", "kubernetes", "torchrun")
+"""Not other planners: what starts the plan's processes."""
+WEIGHTS = "huggingface"
+"""Not for a plan: the weights of a checkpoint."""
 
 
 class Target(NamedTuple):
@@ -28,18 +32,27 @@ class Target(NamedTuple):
 
 
 def export(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file (plan.json).")],
-    to: Annotated[str, typer.Option(metavar="SYSTEM:PATH", help=f"What to write, and where. SYSTEM is {', '.join(TARGETS)}.")],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help=f"A plan file (plan.json); for {WEIGHTS} a folder of checkpoints.")],
+    to: Annotated[
+        str, typer.Option(metavar="SYSTEM:PATH", help=f"What to write, and where. SYSTEM is {', '.join((*TARGETS, *LAUNCHERS, WEIGHTS))}.")
+    ],
     json: JsonFlag = False,
 ) -> None:
-    """Write a plan for another system. What the system cannot express is refused, with the reason: status 2.
+    """Write a plan for another system, or the file that starts its training: a batch script, a manifest, a script for a list of hosts.
 
-    Example: penstock export plan.json --to megatron:flags.txt
+    Of a checkpoint, write the weights under Hugging Face's names: penstock export RUN/checkpoints --to huggingface:FOLDER
+
+    What the system cannot express is refused, with the reason: status 2.
+
+    Example: penstock export plan.json --to slurm:train.sbatch
     """
     from penstock.plans.schema import read_plan
 
     target = parse_target(to)
-    export_plan(read_plan(plan), target)
+    if target.system == WEIGHTS:
+        export_weights(plan, target.path)
+    else:
+        export_plan(read_plan(plan), target, plan)
     if json:
         print_json({"plan": plan, "system": target.system, "path": target.path})
     else:
@@ -49,8 +62,8 @@ def export(
 def parse_target(text: str) -> Target:
     """The system and the file of `SYSTEM:PATH`."""
     system, colon, path = text.partition(":")
-    if system not in TARGETS:
-        raise InputError(f"--to is '{text}': there is no export to '{system}'. {near_misses(system, TARGETS)} Write SYSTEM:PATH.")
+    if system not in _EXAMPLES:
+        raise InputError(f"--to is '{text}': there is no export to '{system}'. {near_misses(system, _EXAMPLES)} Write SYSTEM:PATH.")
     if not colon or not path or "\0" in path:
         raise InputError(f"--to is '{text}'; {system}:PATH was expected, as in {system}:{_EXAMPLES[system]}.")
     return Target(system, Path(path))
@@ -62,16 +75,53 @@ _EXAMPLES = {
     "deepspeed": "config.json",
     "aceso": "plan.json",
     "fasop": "rows.csv",
+    "slurm": "train.sbatch",
+    "kubernetes": "train.yaml",
+    "torchrun": "train.sh",
+    WEIGHTS: "folder",
 }
 
 
-def export_plan(plan: Plan, target: Target) -> None:
-    """Writes a plan for another system, in one step or not at all."""
+def export_plan(plan: Plan, target: Target, source: Path) -> None:
+    """Writes a plan for another system, in one step or not at all; launch files name the plan's own file `source`."""
     from penstock.files import write_text
 
     if target.path.is_dir():
         raise InputError(f"--to: '{target.path}' is a directory, a file was expected.")
-    write_text(target.path, _text(plan, target.system, _model(plan)))
+    launched = target.system in LAUNCHERS
+    write_text(target.path, _launch_text(plan, target.system, source) if launched else _text(plan, target.system, _model(plan)))
+
+
+def export_weights(checkpoint: Path, folder: Path) -> None:
+    """Writes the weights of a checkpoint, or of the latest in a folder, as safetensors under Hugging Face's names."""
+    from penstock.models.catalog import model_from_mapping, resolve_model
+    from penstock.runtime.checkpoint_hf import export_hf_checkpoint
+    from penstock.runtime.checkpoint_reader import Checkpoint
+
+    opened = Checkpoint(checkpoint)
+    trained = opened.state.get("model")
+    if not isinstance(trained, str | dict):
+        raise InputError(f"checkpoint '{opened.path}' does not say which model it is of.")
+    model = resolve_model(trained) if isinstance(trained, str) else model_from_mapping(trained, f"checkpoint '{opened.path}'", "model")
+    export_hf_checkpoint(opened, model, folder)
+
+
+def _launch_text(plan: Plan, system: str, source: Path) -> str:
+    from penstock.interop.torchrun import torchrun_script, train_command
+    from penstock.plans.references import cluster_of
+
+    cluster = cluster_of(plan)
+    if system == "kubernetes":
+        from penstock.interop.kubernetes import PLAN_PATH, kubernetes_text
+        from penstock.plans.schema import plan_to_dict
+
+        return kubernetes_text(plan, cluster, json_module.dumps(plan_to_dict(plan), indent=2) + "\n", train_command(PLAN_PATH))
+    command = train_command(str(source.resolve()))
+    if system == "slurm":
+        from penstock.interop.slurm import slurm_script
+
+        return slurm_script(plan, cluster, command)
+    return torchrun_script(plan, cluster, command)
 
 
 def _text(plan: Plan, system: str, model: Model) -> str:

@@ -1,20 +1,42 @@
-"""AdamW for weights in half precision: fp32 master weights and moments, worked through in pieces of bounded size.
+"""AdamW and SGD for weights in any precision: half-precision ones have fp32 masters, worked through in pieces of bounded size.
 
 The fp32 copy of one piece's gradients is the only extra memory that a step takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from penstock.costs.memory import OPTIMIZER_CHUNK
 
-__all__ = ["MasterAdamW", "make_adamw"]
+__all__ = ["MasterAdamW", "Optimizer", "OptimizerSettings", "make_adamw", "make_optimizer"]
 
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+"""torch's own optimizer over fp32 weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """What the update rule needs besides gradients and the learning rate."""
+
+    kind: Literal["adamw", "sgd"] = "adamw"
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.9
+    """Of SGD."""
+
+    def make(self, parameters: list[nn.Parameter], lr: float = 1e-4) -> torch.optim.Optimizer:
+        """torch's optimizer, fused where the device has it."""
+        fused = all(parameter.device.type in ("cuda", "cpu") for parameter in parameters)
+        if self.kind == "adamw":
+            return torch.optim.AdamW(parameters, lr=lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, fused=fused)
+        return torch.optim.SGD(parameters, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay, fused=fused)
 
 
 @dataclass
@@ -34,21 +56,53 @@ class _Piece:
         return list(flat.split([stop - start for _, start, stop in self.spans]))
 
 
-class MasterAdamW:
-    """Keeps per weight: fp32 master, two fp32 moments. Weights and gradients stay in their own dtype."""
+class Optimizer:
+    """Updates some weights from their gradients; its state can be read and set weight by weight, so that it can move."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float, chunk: int = OPTIMIZER_CHUNK) -> None:
+    parameters: list[nn.Parameter]
+
+    def _inner(self) -> list[torch.optim.Optimizer]:
+        raise TypeError(f"{type(self).__name__} has no optimizers inside")
+
+    def set_rate(self, lr: float) -> None:
+        """The learning rate of the steps to come."""
+        for optimizer in self._inner():
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+
+    def step(self, factor: torch.Tensor | None = None) -> None:
+        """One update from the gradients in place, multiplied by `factor` in fp32."""
+        raise TypeError(f"{type(self).__name__} has no step")
+
+    def zero_grad(self) -> None:
+        """Sets the gradients to zero in place: their memory stays."""
+        torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])
+
+    def state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """What is kept for one weight, in its shape (`master`, `exp_avg`, …), and the count of its steps (`step`)."""
+        raise TypeError(f"{type(self).__name__} has no state")
+
+    def load_state(self, parameter: nn.Parameter, state: Mapping[str, torch.Tensor]) -> None:
+        """Sets what `state` gave; a weight without `master` in it (another precision) starts its master from itself."""
+        raise TypeError(f"{type(self).__name__} has no state")
+
+
+class _Masters(Optimizer):
+    """Keeps an fp32 master of every weight, and the update rule's state for it. Weights and gradients stay in their own dtype."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], make: Make, chunk: int = OPTIMIZER_CHUNK) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
-        self._pieces = [self._piece(spans, lr, weight_decay) for spans in _spans(self.parameters, chunk)]
+        self._pieces = [self._piece(spans, make) for spans in _spans(self.parameters, chunk)]
 
-    def _piece(self, spans: list[tuple[nn.Parameter, int, int]], lr: float, weight_decay: float) -> _Piece:
+    def _piece(self, spans: list[tuple[nn.Parameter, int, int]], make: Make) -> _Piece:
         master = nn.Parameter(torch.cat([p.detach().view(-1)[start:stop].float() for p, start, stop in spans]))
-        fused = master.device.type in ("cuda", "cpu")
-        return _Piece(spans, master, torch.optim.AdamW([master], lr=lr, weight_decay=weight_decay, fused=fused))
+        return _Piece(spans, master, make([master]))
+
+    def _inner(self) -> list[torch.optim.Optimizer]:
+        return [piece.optimizer for piece in self._pieces]
 
     @torch.no_grad()
-    def step(self) -> None:
-        """One update from the gradients in place."""
+    def step(self, factor: torch.Tensor | None = None) -> None:
         for piece in self._pieces:
             grads = [p.grad for p, _, _ in piece.spans]
             if any(grad is None for grad in grads):
@@ -56,36 +110,103 @@ class MasterAdamW:
                 raise RuntimeError(f"a weight of shape {missing} has no gradient; was the backward pass run?")
             scratch = torch.empty_like(piece.master)
             torch._foreach_copy_(piece.split(scratch), piece.views(g for g in grads if g is not None))
+            if factor is not None:
+                scratch.mul_(factor)
             piece.master.grad = scratch
             piece.optimizer.step()
             piece.master.grad = None
             torch._foreach_copy_(piece.views(p.detach() for p, _, _ in piece.spans), piece.split(piece.master.detach()))
             del scratch
 
-    def zero_grad(self) -> None:
-        """Sets the gradients to zero in place: their memory stays."""
-        torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])
+    def _flats(self, parameter: nn.Parameter) -> Iterator[tuple[_Piece, int, int, int]]:
+        """(piece, place in its flat tensors, start, stop) of each part of a weight."""
+        for piece in self._pieces:
+            at = 0
+            for own, start, stop in piece.spans:
+                if own is parameter:
+                    yield piece, at, start, stop
+                at += stop - start
+
+    @torch.no_grad()
+    def state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        found: dict[str, list[torch.Tensor]] = {}
+        steps: dict[str, torch.Tensor] = {}
+        for piece, at, start, stop in self._flats(parameter):
+            for name, value in ({"master": piece.master, **piece.optimizer.state[piece.master]}).items():
+                if value is None:
+                    continue
+                if value.dim() == 0:
+                    steps[name] = value
+                else:
+                    found.setdefault(name, []).append(value.detach()[at : at + stop - start])
+        return {name: torch.cat(parts).view(parameter.shape) for name, parts in found.items()} | steps
+
+    @torch.no_grad()
+    def load_state(self, parameter: nn.Parameter, state: Mapping[str, torch.Tensor]) -> None:
+        given = {"master": parameter.detach().float(), **state}
+        for piece, at, start, stop in self._flats(parameter):
+            kept = piece.optimizer.state[piece.master]
+            for name, value in given.items():
+                if value.dim() == 0 and name != "master":
+                    kept[name] = value.clone()
+                    continue
+                if name != "master" and kept.get(name) is None:
+                    kept[name] = torch.zeros_like(piece.master)
+                target = piece.master.detach() if name == "master" else kept[name]
+                target[at : at + stop - start].copy_(value.reshape(-1)[start:stop])
+        parameter.copy_(given["master"])
 
 
-class _PlainAdamW:
-    """AdamW directly on fp32 weights, with gradients kept in place."""
+class MasterAdamW(_Masters):
+    """AdamW with fp32 masters and moments."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float, chunk: int = OPTIMIZER_CHUNK) -> None:
+        super().__init__(parameters, lambda own: OptimizerSettings(weight_decay=weight_decay).make(own, lr), chunk)
+
+
+class _Plain(Optimizer):
+    """The update rule directly on fp32 weights."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], make: Make) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
-        self._inner = torch.optim.AdamW(self.parameters, lr=lr, weight_decay=weight_decay, fused=True)
+        self._own = make(self.parameters) if self.parameters else None
 
-    def step(self) -> None:
-        self._inner.step()
+    def _inner(self) -> list[torch.optim.Optimizer]:
+        return [] if self._own is None else [self._own]
 
-    def zero_grad(self) -> None:
-        self._inner.zero_grad(set_to_none=False)
+    def step(self, factor: torch.Tensor | None = None) -> None:
+        if self._own is None:
+            return
+        if factor is not None:
+            torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
+        self._own.step()
+
+    def state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        assert self._own is not None
+        return {name: value.detach() for name, value in self._own.state[parameter].items() if value is not None}
+
+    def load_state(self, parameter: nn.Parameter, state: Mapping[str, torch.Tensor]) -> None:
+        assert self._own is not None
+        if "master" in state:
+            with torch.no_grad():
+                parameter.copy_(state["master"])
+        kept: dict[str, Any] = {name: value.to(parameter.device).clone() for name, value in state.items() if name != "master"}
+        self._own.state[parameter].update(kept)
 
 
-def make_adamw(parameters: Iterable[nn.Parameter], *, lr: float = 1e-4, weight_decay: float = 0.01) -> MasterAdamW | _PlainAdamW:
-    """AdamW as the weights' dtype needs it: with fp32 masters for half precision, plain for fp32."""
+def make_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings, lr: float = 1e-4) -> Optimizer:
+    """The optimizer as the weights' dtype needs it: with fp32 masters for half precision, plain for fp32."""
+    own = list(parameters)
+    if not own or own[0].dtype == torch.float32:
+        return _Plain(own, lambda inner: settings.make(inner, lr))
+    return _Masters(own, lambda inner: settings.make(inner, lr))
+
+
+def make_adamw(parameters: Iterable[nn.Parameter], *, lr: float = 1e-4, weight_decay: float = 0.01) -> Optimizer:
+    """AdamW as the weights' dtype needs it."""
     own = list(parameters)
     if own and own[0].dtype == torch.float32:
-        return _PlainAdamW(own, lr=lr, weight_decay=weight_decay)
+        return _Plain(own, lambda inner: OptimizerSettings(weight_decay=weight_decay).make(inner, lr))
     return MasterAdamW(own, lr=lr, weight_decay=weight_decay)
 
 

@@ -1,0 +1,121 @@
+"""A plan as Kubernetes objects: an indexed Job for each kind of node, a headless service by which pods find each other, the plan itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from penstock.clusters.instances import INSTANCES
+from penstock.errors import InputError
+from penstock.interop.torchrun import LaunchNode, comment, launch_nodes, node_groups, plan_title, safe_name
+
+if TYPE_CHECKING:
+    from penstock.clusters import Cluster
+    from penstock.plans.plan import Plan
+
+__all__ = ["PLAN_PATH", "kubernetes_objects", "kubernetes_text"]
+
+PLAN_PATH = "/etc/penstock/plan.json"
+"""Where the plan lies in each pod."""
+_MOST_BYTES = 10**6
+"""Of a ConfigMap, a little less than its limit."""
+_PORT = 29500
+
+# Kubernetes itself replaces what stands in $(…), so the shell's own form of that is not used.
+_AGENT = """\
+node=$JOB_COMPLETION_INDEX
+((node += {first})) || true
+exec "${{PYTHON:-python3}}" -m torch.distributed.run --nnodes={num_nodes} --node-rank="$node" \\
+  --nproc-per-node={processes} --master-addr={address} --master-port={port} "$@"
+"""
+
+_HEAD = """\
+# Trains {title}: kubectl apply -f THIS_FILE
+#
+# Before that, set in each Job: the image, which must hold Penstock, and the arguments after 'train'; and make the claims
+# 'penstock-data' (read) and 'penstock-runs' (written by all nodes), or put other volumes in their place.
+"""
+
+
+def kubernetes_text(plan: Plan, cluster: Cluster, plan_json: str, command: Sequence[str]) -> str:
+    """All objects as one YAML file."""
+    import yaml
+
+    class Plain(yaml.SafeDumper):
+        """Every value written out, texts of several lines as such."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    def text(dumper: Any, value: str) -> Any:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    Plain.add_representer(str, text)
+    objects = kubernetes_objects(plan, cluster, plan_json, command)
+    return _HEAD.format(title=comment(plan_title(plan))) + yaml.dump_all(objects, Dumper=Plain, sort_keys=False, width=120)
+
+
+def kubernetes_objects(plan: Plan, cluster: Cluster, plan_json: str, command: Sequence[str]) -> list[dict[str, Any]]:
+    """The objects that run `command` (a module or a file, and arguments) in one process for each rank of the plan."""
+    if len(plan_json.encode()) > _MOST_BYTES:
+        raise InputError(f"the plan has {len(plan_json.encode())} bytes; a ConfigMap holds {_MOST_BYTES}. Write its model as a name.")
+    nodes = launch_nodes(plan, cluster)
+    groups = node_groups(nodes)
+    name = safe_name(f"penstock-{plan_title(plan)}")
+    labels = {"app.kubernetes.io/name": "penstock", "app.kubernetes.io/instance": name}
+    service = {
+        "apiVersion": "v1", "kind": "Service", "metadata": {"name": name, "labels": labels},
+        # Names must resolve before pods are ready: they become ready only after they have met.
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": labels, "ports": [{"name": "meet", "port": _PORT}]},
+    }  # fmt: skip
+    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "labels": labels}, "data": {"plan.json": plan_json}}
+    jobs, first = [], 0
+    for index, group in enumerate(groups):
+        agent = _AGENT.format(num_nodes=len(nodes), first=first, processes=group[0].num_processes, address=f"{name}-0-0.{name}", port=_PORT)
+        jobs.append(_job(f"{name}-{index}", name, labels, group, agent, command))
+        first += len(group)
+    return [service, config, *jobs]
+
+
+def _job(job: str, name: str, labels: dict[str, str], group: Sequence[LaunchNode], agent: str, command: Sequence[str]) -> dict[str, Any]:
+    node = group[0]
+    container: dict[str, Any] = {
+        "name": "penstock",
+        "image": "penstock:latest",
+        "command": ["bash", "-euo", "pipefail", "-c", agent, "agent", *command],
+        "args": ["--data", "/data", "--steps", "1000", "--out", f"/runs/{name}"],
+        "volumeMounts": [
+            {"name": "plan", "mountPath": PLAN_PATH.rpartition("/")[0], "readOnly": True},
+            {"name": "data", "mountPath": "/data", "readOnly": True},
+            {"name": "runs", "mountPath": "/runs"},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
+    }
+    if node.has_accelerators:
+        container["resources"] = {"limits": {_resource(node): node.num_processes}}
+    pod: dict[str, Any] = {
+        "subdomain": name,
+        "restartPolicy": "Never",
+        # A node of the plan is a machine: two pods on one would share what the plan counts twice.
+        "affinity": {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [
+            {"labelSelector": {"matchLabels": labels}, "topologyKey": "kubernetes.io/hostname"}]}},
+        "containers": [container],
+        "volumes": [
+            {"name": "plan", "configMap": {"name": name}},
+            {"name": "data", "persistentVolumeClaim": {"claimName": "penstock-data", "readOnly": True}},
+            {"name": "runs", "persistentVolumeClaim": {"claimName": "penstock-runs"}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+        ],
+    }  # fmt: skip
+    if node.node.name in INSTANCES:
+        pod["nodeSelector"] = {"node.kubernetes.io/instance-type": node.node.name}
+    spec = {
+        "completionMode": "Indexed", "completions": len(group), "parallelism": len(group), "backoffLimit": 0,
+        "template": {"metadata": {"labels": labels}, "spec": pod},
+    }  # fmt: skip
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job, "labels": labels}, "spec": spec}
+
+
+def _resource(node: LaunchNode) -> str:
+    """What a cluster calls such devices."""
+    return "amd.com/gpu" if node.node.device.name.lower().startswith("mi") else "nvidia.com/gpu"

@@ -1,0 +1,91 @@
+"""Weights of a checkpoint as a Hugging Face folder: their names, their files, ready for `from_pretrained` beside a config.json."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from penstock.errors import InputError, near_misses
+from penstock.files import write_json
+from penstock.models.modules import TORCH_DTYPES
+from penstock.models.modules.hf_weights import HfWeight, hf_names
+from penstock.models.ops import Model
+from penstock.runtime.checkpoint_files import sync_folder, write_safetensors
+from penstock.runtime.checkpoint_layout import WEIGHTS, stored_shapes
+from penstock.runtime.checkpoint_reader import Checkpoint
+
+__all__ = ["export_hf_checkpoint"]
+
+_FILE_BYTES = 5 * 10**9
+
+
+def export_hf_checkpoint(
+    checkpoint: Checkpoint, model: Model, folder: str | Path, *, dtype: str = "", file_bytes: int = _FILE_BYTES
+) -> None:
+    """Writes the weights into a new `folder`, in the dtype they were saved in unless told otherwise; shared weights come once.
+
+    One file's worth of weights is in memory at a time.
+    """
+    folder = Path(folder)
+    if dtype and dtype not in TORCH_DTYPES:
+        raise InputError(f"dtype is '{dtype}'. {near_misses(dtype, TORCH_DTYPES)}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"'{folder}' exists and is not an empty folder; give a new one.")
+    names = hf_names(model)
+    checkpoint.check({name: shape for name, shape in stored_shapes(model).items() if name.startswith(f"{WEIGHTS}/")}, kinds=(WEIGHTS,))
+    keys = [name.partition("/")[2] for name in stored_shapes(model) if name.startswith(f"{WEIGHTS}/")]
+    groups = list(_grouped(checkpoint, keys, TORCH_DTYPES.get(dtype), file_bytes))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        _write_files(checkpoint, names, groups, TORCH_DTYPES.get(dtype), partial)
+        os.chmod(partial, 0o777 & ~_umask())
+        sync_folder(partial)
+        os.replace(partial, folder)
+        sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _grouped(checkpoint: Checkpoint, keys: list[str], dtype: torch.dtype | None, file_bytes: int) -> Iterator[list[str]]:
+    """The parameters of each file."""
+    group: list[str] = []
+    filled = 0
+    for key in keys:
+        size_bytes = checkpoint.size_bytes(f"{WEIGHTS}/{key}", dtype)
+        if group and filled + size_bytes > file_bytes:
+            yield group
+            group, filled = [], 0
+        group.append(key)
+        filled += size_bytes
+    yield group
+
+
+def _write_files(
+    checkpoint: Checkpoint, names: dict[str, HfWeight], groups: list[list[str]], dtype: torch.dtype | None, folder: Path
+) -> None:
+    places: dict[str, str] = {}
+    total_bytes = 0
+    for number, group in enumerate(groups, 1):
+        file = "model.safetensors" if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        tensors: dict[str, torch.Tensor] = {}
+        for key in group:
+            whole = checkpoint.read(f"{WEIGHTS}/{key}")
+            tensors |= zip(names[key].names, names[key].divide(whole if dtype is None else whole.to(dtype)), strict=True)
+        write_safetensors(folder / file, tensors, {"format": "pt"})
+        places |= dict.fromkeys(tensors, file)
+        total_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    if len(groups) > 1:
+        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total_bytes}, "weight_map": places})
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

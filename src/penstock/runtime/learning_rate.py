@@ -1,0 +1,46 @@
+"""Learning rates as pure functions of the step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.errors import InputError
+
+__all__ = ["LearningRate"]
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRate:
+    """Rises from 0 to `peak` over `warmup_steps`, then stays or falls to `peak` × `end_share` at `total_steps`.
+
+    >>> [round(LearningRate(1.0, warmup_steps=2, total_steps=6, decay="linear").at(step), 2) for step in range(7)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+
+    peak: float = 3e-4
+    warmup_steps: int = 0
+    total_steps: int = 0
+    """Where the fall ends; needed unless `decay` is constant."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    end_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.peak) and self.peak > 0):
+            raise InputError(f"the learning rate is {self.peak}; a number above 0 was expected.")
+        if self.decay != "constant" and self.total_steps <= self.warmup_steps:
+            raise InputError(
+                f"the learning rate falls ({self.decay}) until step {self.total_steps}, but rises until step {self.warmup_steps}. "
+                "Use fewer warm-up steps, or more steps."
+            )
+
+    def at(self, step: int) -> float:
+        """The rate of step `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return self.peak
+        done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        left = 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return self.peak * (self.end_share + (1.0 - self.end_share) * left)

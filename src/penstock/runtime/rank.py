@@ -1,0 +1,236 @@
+"""One rank of a plan: its stages, buffers, transfers, gradients and update, as the handlers of an executor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.models.modules.base import Carry
+from penstock.models.modules.batch import Batch
+from penstock.models.ops import Model
+from penstock.plans.plan import Plan
+from penstock.programs.instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Free,
+    Load,
+    Program,
+    ReceiveStart,
+    ReceiveWait,
+    ReduceStart,
+    ReduceWait,
+    SendStart,
+    SendWait,
+    Step,
+    SyncTied,
+)  # fmt: skip
+from penstock.runtime.accuracy import count_correct
+from penstock.runtime.executor import Executor, Observer
+from penstock.runtime.gradients import Gradients
+from penstock.runtime.slices import Landing, outgoing, prepare
+from penstock.runtime.source import Source, load_share
+from penstock.runtime.stage import StageModule
+from penstock.runtime.tied import sync_tied
+from penstock.runtime.transport import Pending, make_transport
+from penstock.runtime.update import StepResult, TrainingSettings, Update
+from penstock.runtime.world import World
+
+__all__ = ["Evaluated", "Rank"]
+
+_Transfer = tuple[str, int, int, int]
+"""What, cut, micro-batch, peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What a program without training found, the same on every rank."""
+
+    loss: float
+    accuracy: float
+    """Share of the counted labels that were the most likely ones."""
+
+
+class Rank:
+    """Trains what a plan gives to this process."""
+
+    def __init__(
+        self, plan: Plan, model: Model, source: Source, world: World, settings: TrainingSettings | None = None,
+        observer: Observer | None = None,
+    ) -> None:  # fmt: skip
+        self.plan, self.model, self.source, self.world = plan, model, source, world
+        self.settings = settings or TrainingSettings()
+        self.transport = make_transport(world)
+        self.stages: dict[int, StageModule] = {}
+        for number, stage in enumerate(plan.stages):
+            for replica, ranks in enumerate(stage.devices):
+                if world.rank in ranks:
+                    self.stages[number] = StageModule(model, stage, number, replica, world, self.transport, seed=self.settings.seed)
+        self.gradients = {number: Gradients(stage, world) for number, stage in self.stages.items()}
+        self.update = Update(list(self.gradients.values()), world, self.settings, model.num_ops, plan.precision)
+        self.executor = self._executor(observer)
+        self.transport.warm_up()
+        self.result: StepResult | None = None
+        """Of the last step."""
+        self._buffers: dict[int, Any] = {}
+        self._sends: dict[_Transfer, Pending] = {}
+        self._receives: dict[_Transfer, tuple[Pending, list[Landing]]] = {}
+        self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
+        self._correct = torch.zeros(2, dtype=torch.float64, device=world.device)
+        self._split: set[int] = set()
+
+    def _executor(self, observer: Observer | None) -> Executor:
+        handlers = {
+            Load: self.load, Forward: self.forward, Backward: self.backward, BackwardInput: self.backward_input,
+            BackwardWeight: self.backward_weight, SendStart: self.send_start, SendWait: self.send_wait,
+            ReceiveStart: self.receive_start, ReceiveWait: self.receive_wait, Free: self.free, ReduceStart: self.reduce_start,
+            ReduceWait: self.reduce_wait, SyncTied: self.sync_tied, Step: self.step,
+        }  # fmt: skip
+        executor = Executor(observer)
+        for kind, handler in handlers.items():
+            executor.register(kind, handler)
+        return executor
+
+    def train(self, program: Program) -> StepResult:
+        """Runs one iteration."""
+        self._begin(program)
+        self.executor.run(program)
+        self._end(program)
+        assert self.result is not None
+        return self.result
+
+    def evaluate(self, program: Program) -> Evaluated:
+        """Runs forward passes alone."""
+        self._begin(program)
+        self.executor.run(program)
+        self._end(program)
+        loss, correct, counted = self.world.gather(torch.cat([self._loss[None], self._correct])).sum(0).tolist()
+        return Evaluated(loss, correct / max(1.0, counted))
+
+    def _begin(self, program: Program) -> None:
+        if program.rank != self.world.rank:
+            raise ValueError(f"a program of rank {program.rank} was given to rank {self.world.rank}")
+        self._loss, self._correct = torch.zeros_like(self._loss), torch.zeros_like(self._correct)
+        self._split = {step.stage for step in program.instructions if isinstance(step, BackwardInput)}
+
+    def _end(self, program: Program) -> None:
+        left = [number for number, value in self._buffers.items() if value is not None]
+        running = [stage.number for stage in self.stages.values() if stage.num_running]
+        if left or running or self._sends or self._receives:
+            raise ValueError(
+                f"rank {program.rank} ended iteration {program.iteration} with buffers {left}, micro-batches of stages {running} and "
+                f"{len(self._sends) + len(self._receives)} transfers that nobody waited for; the program was not complete"
+            )
+
+    # Micro-batches and passes --------------------------------------------------------------------------------------------------
+
+    def load(self, step: Load) -> None:
+        """Brings a micro-batch."""
+        program = self._program
+        micro, stage = program.micro_batches[step.micro_batch], self.stages[step.stage]
+        self._buffers[step.buffer] = {
+            dp: load_share(self.source, program, micro, micro.share(dp, stage.share(dp)), step.needs, self.world.device, self.settings.seed)
+            for dp in stage.dp_degrees
+        }
+
+    def forward(self, step: Forward) -> None:
+        """Runs a stage."""
+        program, stage = self._program, self.stages[step.stage]
+        micro = program.micro_batches[step.micro_batch]
+        batches: dict[int, Batch] = self._buffers[step.batch]
+        carry: Carry = {} if step.source is None else self._buffers[step.source]
+        if stage.is_last and not program.training:
+            result = count_correct(stage, micro, batches, carry, self._correct)
+        else:
+            split = step.stage in self._split
+            result = stage.forward(micro, batches, carry, step.pattern, training=program.training, split=split)
+        if step.result is not None:
+            self._buffers[step.result] = result
+        elif "loss" in result and stage.pieces[-1].tp.rank == 0:
+            self._loss += result["loss"].double()
+
+    def backward(self, step: Backward) -> None:
+        """Runs a stage's backward pass."""
+        self.backward_input(step)
+        self.gradients[step.stage].passed(step.micro_batch)
+
+    def backward_input(self, step: Backward | BackwardInput) -> None:
+        """Runs the first half of a split backward pass, or all of one that is not split."""
+        if step.source is not None:
+            gradients: Carry = self._buffers[step.source]
+        else:
+            scale = self.update.scale
+            gradients = {"loss": torch.full((), 1.0 if scale is None else scale.value, device=self.world.device)}
+        result = self.stages[step.stage].backward(step.micro_batch, gradients)
+        if step.result is not None:
+            self._buffers[step.result] = result
+
+    def backward_weight(self, step: BackwardWeight) -> None:
+        """Runs the second half."""
+        own = self.gradients[step.stage]
+        self.stages[step.stage].backward_weights(step.micro_batch, own.completed)
+        own.passed(step.micro_batch)
+
+    # Transfers -----------------------------------------------------------------------------------------------------------------
+
+    def send_start(self, step: SendStart) -> None:
+        """Begins to send."""
+        tensors = outgoing(self._buffers[step.buffer], step.parts)
+        self._sends[step.what, step.cut, step.micro_batch, step.peer] = self.transport.send(tensors, step.peer)
+
+    def send_wait(self, step: SendWait) -> None:
+        """Waits for a send."""
+        self._sends.pop((step.what, step.cut, step.micro_batch, step.peer)).wait()
+
+    def receive_start(self, step: ReceiveStart) -> None:
+        """Begins to receive."""
+        buffer = self._buffers.get(step.buffer)
+        if buffer is None:
+            buffer = self._buffers[step.buffer] = {}
+        landings = prepare(buffer, step.parts, self.world.device)
+        pending = self.transport.receive([landing.arrives for landing in landings], step.peer)
+        self._receives[step.what, step.cut, step.micro_batch, step.peer] = (pending, landings)
+
+    def receive_wait(self, step: ReceiveWait) -> None:
+        """Waits for what arrives, and puts it in place."""
+        pending, landings = self._receives.pop((step.what, step.cut, step.micro_batch, step.peer))
+        pending.wait()
+        for landing in landings:
+            landing.finish()
+
+    def free(self, step: Free) -> None:
+        """Empties buffers."""
+        for number in step.buffers:
+            self._buffers.pop(number, None)
+
+    # The end of an iteration ---------------------------------------------------------------------------------------------------
+
+    def reduce_start(self, step: ReduceStart) -> None:
+        """Begins to sum gradients."""
+        self.gradients[step.stage].start(step)
+
+    def reduce_wait(self, step: ReduceWait) -> None:
+        """Waits for the sums."""
+        self.gradients[step.stage].wait()
+
+    def sync_tied(self, step: SyncTied) -> None:
+        """Sums a shared weight's gradients, for all stages of this rank that hold it."""
+        sync_tied(step, self.stages, self.world.rank, self.transport)
+
+    def step(self, step: Step) -> None:
+        """Updates the weights."""
+        first = 0 in self.stages and self.stages[0].index == 0
+        self.result = self.update.step(self._program.iteration, self._loss, _useful_tokens(self._program) if first else 0)
+
+    @property
+    def _program(self) -> Program:
+        assert self.executor.program is not None
+        return self.executor.program
+
+
+def _useful_tokens(program: Program) -> int:
+    """Tokens of a replica's micro-batches, padding left out; images count as one each."""
+    return sum(sum(micro.lengths) + sum(micro.dec_lengths) or len(micro.samples) for micro in program.micro_batches)

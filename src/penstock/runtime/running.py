@@ -1,0 +1,180 @@
+"""One rank's run: programs in, steps done, records, evaluations and checkpoints out."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.data.loader import DynamicLoader
+from penstock.data.samples import Samples
+from penstock.plans.references import model_of
+from penstock.programs.check import require_safe
+from penstock.programs.instructions import Program
+from penstock.programs.lower import lower
+from penstock.programs.work import ReplicaWork
+from penstock.runtime.checkpoint_rank import load_rank, rank_pieces, rank_state
+from penstock.runtime.checkpoint_reader import Checkpoint
+from penstock.runtime.checkpoint_writer import CheckpointWriter
+from penstock.runtime.observing import Observers, StageTimes
+from penstock.runtime.profiled_steps import ProfiledSteps
+from penstock.runtime.rank import Rank
+from penstock.runtime.spans import COMPUTE, SpanRecorder
+from penstock.runtime.telemetry import LineLog, StepRecord
+from penstock.runtime.trainer import EvalRecord, Progress, TrainRequest, TrainResult, planning_of
+from penstock.runtime.workers import Worker
+from penstock.runtime.world import World
+from penstock.schedules.actions import FORWARD
+from penstock.schedules.orders import gpipe
+
+if TYPE_CHECKING:
+    from penstock.runtime.source import Sample
+    from penstock.stores import Job
+
+__all__ = ["Run"]
+
+_WARM_UP = 2
+"""Iterations that measured times leave out."""
+
+
+class _Switching:
+    """The samples of whatever runs now: training's loader, or the held-out split."""
+
+    def __init__(self, source: Any) -> None:
+        self.now = source
+
+    def sample(self, iteration: int, sample: int, length: int, dec_length: int) -> Sample:
+        """Asks the one that is switched on."""
+        found: Sample = self.now.sample(iteration, sample, length, dec_length)
+        return found
+
+
+class Run:
+    """Trains one rank; a context, so that files and planners are closed."""
+
+    def __init__(self, worker: Worker, request: TrainRequest, address: str, job: Job | None, token: str) -> None:
+        self.worker, self.request = worker, request
+        self.world = World(request.plan, worker.device, staged=worker.shared_gpu)
+        self.model = model_of(request.plan)
+        self.first_step = Checkpoint(request.resume).step if request.resume else 0
+        batches, planner = planning_of(request, self.model)
+        self.loader = DynamicLoader(
+            batches, planner, self.world.rank, address=address, job=job, planners=1 if job else 0, starts_planners=False,
+            first_step=self.first_step,
+        )  # fmt: skip
+        self.samples = _Switching(self.loader)
+        out, process = Path(request.out), self.world.process[self.world.rank]
+        self.spans = SpanRecorder(out / f"rank-{self.world.rank:05d}.spans", self.world.rank)
+        self.times = StageTimes(self.first_step + _WARM_UP if request.steps - self.first_step > _WARM_UP else 0)
+        self.profiled = ProfiledSteps(request.profile_steps, out, self.world.rank)
+        observer = Observers(worker.status, self.spans, self.times, *([self.profiled] if request.profile_steps else []))
+        self.rank = Rank(request.plan, self.model, self.samples, self.world, request.settings, observer)
+        self.is_first = process == 0
+        self.log = LineLog(out / "steps.jsonl") if self.is_first else None
+        self.checkpoints = CheckpointWriter(out / "checkpoints", rank=process, world_size=len(self.world.ranks), token=token)
+        if request.resume:
+            load_rank(Checkpoint(request.resume), self.rank)
+        self._evaluations = list(self._evaluation_programs(planner)) if request.eval_every else []
+        self.evaluated: list[EvalRecord] = []
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loader.close()
+        self.spans.close()
+        if self.log is not None:
+            self.log.close()
+
+    def train(self) -> TrainResult:
+        """All steps that are left."""
+        losses, times, tokens = [], [], []
+        self.world.barrier()
+        self.spans.mark_sync(0)
+        start = time.perf_counter()
+        for _, program in self.loader:
+            wait_s, position = self.loader.wait_s, self.spans.position
+            with self.profiled.around(program.iteration):
+                result = self.rank.train(program)
+            losses.append(result.loss.item())
+            end = time.perf_counter()
+            times.append(end - start)
+            tokens.append(int(result.tokens.item()))
+            step = program.iteration
+            record = StepRecord(
+                step, losses[-1], times[-1], tokens[-1], tokens[-1] / times[-1], learning_rate=result.rate,
+                gradient_norm=None if result.norm is None else result.norm.item(),
+                bubble_share=max(0.0, 1.0 - float(self.spans.busy_ns(position)[COMPUTE]) * 1e-9 / times[-1]), planning_wait_s=wait_s,
+                **self._memory(),
+            )  # fmt: skip
+            if self.log is not None:
+                self.log.write(record)
+            self._after(step, Progress(step, losses[-1], tokens[-1] / times[-1]))
+            self.loader.wait_s = 0.0
+            start = time.perf_counter()
+        self.checkpoints.wait()
+        usual = statistics.median(times[_WARM_UP:] or times)
+        mean_tokens = statistics.fmean(tokens)
+        return TrainResult(
+            self.first_step, tuple(losses), tuple(self.evaluated), usual, mean_tokens / usual, self.times.stages,
+            str(Path(self.request.out) / "checkpoints"),
+        )  # fmt: skip
+
+    def _after(self, step: int, told: Progress) -> None:
+        """Evaluation, checkpoint, a word to the launcher."""
+        request, done = self.request, step + 1
+        if request.eval_every and (done % request.eval_every == 0 or done == request.steps):
+            self.evaluated.append(self._evaluate(done))
+            told = replace(told, evaluated=self.evaluated[-1])
+        if done == request.steps or (request.checkpoint_every and done % request.checkpoint_every == 0):
+            state = {**rank_state(self.rank), "data": self.loader.state_dict()}
+            self.checkpoints.save(done, rank_pieces(self.rank), state)
+        if self.is_first:
+            self.worker.tell(told)
+
+    def _memory(self) -> dict[str, int]:
+        if self.world.device.type != "cuda":
+            return {}
+        device = self.world.device
+        return {"allocated_bytes": torch.cuda.max_memory_allocated(device), "reserved_bytes": torch.cuda.max_memory_reserved(device)}
+
+    def _evaluate(self, done: int) -> EvalRecord:
+        """The mean over the held-out batches."""
+        self.samples.now = self._held_out
+        found = [self.rank.evaluate(program) for program in self._evaluations]
+        self.samples.now = self.loader
+        return EvalRecord(done, statistics.fmean(one.loss for one in found), statistics.fmean(one.accuracy for one in found))
+
+    def _evaluation_programs(self, planner: Any) -> Any:
+        """This rank's forward passes over some batches of the held-out split, planned like training's."""
+        source, _ = planning_of(self.request, self.model, "validation")
+        data, batches = source.open()
+        self._held_out = Samples(data, planner.form, source.limits)
+        for number in range(self.request.eval_batches):
+            planned = planner.programs(data, batches[number])
+            work = [_forwards(program) for _, program in sorted({program.replica: program for program in planned}.items())]
+            programs = lower(self.request.plan, self.model, work, number, training=False)
+            require_safe(programs, self.request.plan, self.model)
+            yield next(program for program in programs if program.rank == self.world.rank)
+
+
+def _forwards(program: Program) -> ReplicaWork:
+    """The micro-batches of a program's replica, passed forward one after the other; the stages of a device in turn."""
+    stages = [place.stage for place in program.places]
+    full = gpipe(program.num_stages, len(program.micro_batches))
+    forward = [tuple(action for action in actions if action.kind == FORWARD) for actions in full]
+    chunks = len(stages)
+    groups = program.num_stages // chunks
+    merged = tuple(
+        tuple(
+            sorted(
+                (action for chunk in range(chunks) for action in forward[chunk * groups + group]), key=lambda a: (a.micro_batch, a.stage)
+            )
+        )
+        for group in range(groups)
+    )
+    return ReplicaWork(program.micro_batches, merged)

@@ -1,0 +1,188 @@
+"""Where the samples of micro-batches come from, and how a rank's share of one becomes tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.models.modules.batch import Batch, Sequences
+from penstock.models.ops import Model
+from penstock.programs.instructions import MicroBatch, Program
+
+__all__ = ["RandomSource", "Sample", "Source", "load_share"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sample, truncated as its micro-batch says."""
+
+    inputs: Array
+    """Token ids, or an image."""
+    labels: Array
+    """For each position of the side that the loss is on; one number for an image."""
+    dec_inputs: Array | None = None
+    counted: Array | None = None
+    """Which labels count in the loss; None: all."""
+    types: Array | None = None
+    """Token types (BERT)."""
+    next_sentence: int | None = None
+
+
+class Source(Protocol):
+    """Gives samples by the ids that programs name."""
+
+    def sample(self, iteration: int, sample: int, length: int, dec_length: int) -> Sample:
+        """A sample of one iteration's global batch, of these lengths (0 for images, and for a decoder that is not there)."""
+
+
+@dataclass(frozen=True)
+class RandomSource:
+    """Random samples of any length, the same for the same (seed, iteration, id): for tests, benchmarks and trying a plan out."""
+
+    model: Model
+    seed: int = 0
+
+    def sample(self, iteration: int, sample: int, length: int, dec_length: int) -> Sample:
+        """Draws the sample."""
+        generator = np.random.default_rng((self.seed, iteration, sample))
+        config = self.model.config
+        if not length:
+            size = config["image_size"]
+            image = generator.standard_normal((3, size, size), dtype=np.float32)
+            return Sample(image, np.array(generator.integers(config["num_classes"])))
+        vocab = config["vocab"]
+        loss_length = dec_length or length
+        bert = self.model.family == "bert"
+        return Sample(
+            generator.integers(1, vocab, length),
+            generator.integers(0, vocab, loss_length),
+            generator.integers(1, vocab, dec_length) if dec_length else None,
+            types=generator.integers(0, 2, length) if bert else None,
+            next_sentence=int(generator.integers(2)) if bert else None,
+        )
+
+
+def load_share(
+    source: Source, program: Program, micro: MicroBatch, bounds: tuple[int, int], needs: Collection[str], device: torch.device, seed: int
+) -> Batch:
+    """Samples [first, last) of a micro-batch, at least one, as tensors. What a stage does not read is not fetched."""
+    first, last = bounds
+    ids = micro.samples[first:last]
+    lengths = micro.lengths[first:last] or (0,) * len(ids)
+    dec_lengths = micro.dec_lengths[first:last] or (0,) * len(ids)
+    samples: list[Sample] = []
+    if needs:
+        samples = [source.sample(program.iteration, *one) for one in zip(ids, lengths, dec_lengths, strict=True)]
+    batch = _images(samples, ids) if not micro.lengths else _tokens(micro, samples, bounds, needs)
+    if "labels" in needs:
+        _add_labels(batch, micro, samples, bounds, program)
+    batch.step, batch.seed, batch.training = program.iteration, seed, program.training
+    return _moved(batch, device)
+
+
+def _images(samples: Sequence[Sample], ids: Sequence[int]) -> Batch:
+    batch = Batch(samples=torch.tensor(ids))
+    if samples:
+        batch.images = torch.from_numpy(np.stack([sample.inputs for sample in samples]))
+        batch.targets = torch.from_numpy(np.stack([sample.labels for sample in samples])).long()
+    return batch
+
+
+def _tokens(micro: MicroBatch, samples: Sequence[Sample], bounds: tuple[int, int], needs: Collection[str]) -> Batch:
+    inputs = [sample.inputs for sample in samples] if "inputs" in needs else None
+    types = None
+    if inputs is not None and samples[0].types is not None:
+        types = [sample.types for sample in samples if sample.types is not None]
+    batch = Batch(own=_side(micro, bounds, micro.lengths, micro.row_length, inputs, types))
+    if micro.dec_lengths:
+        dec_inputs = [sample.dec_inputs for sample in samples if sample.dec_inputs is not None] if "dec_inputs" in needs else None
+        batch.decoder = _side(micro, bounds, micro.dec_lengths, micro.dec_row_length, dec_inputs, None)
+    return batch
+
+
+def _rows(micro: MicroBatch, bounds: tuple[int, int]) -> list[tuple[int, int]]:
+    """[first, last) of the samples of each row, counted from the share's first: one each, unless rows are shared."""
+    if not micro.row_sizes:
+        return [(at, at + 1) for at in range(bounds[1] - bounds[0])]
+    found, at = [], 0
+    for size in micro.row_sizes:
+        if bounds[0] <= at < bounds[1]:
+            found.append((at - bounds[0], at - bounds[0] + size))
+        at += size
+    return found
+
+
+def _side(
+    micro: MicroBatch, bounds: tuple[int, int], all_lengths: Sequence[int], row_length: int, ids: Sequence[Array] | None,
+    types: Sequence[Array] | None,
+) -> Sequences:  # fmt: skip
+    rows = _rows(micro, bounds)
+    own = all_lengths[bounds[0] : bounds[1]]
+    lengths = tuple(sum(own[a:b]) for a, b in rows)
+    width = row_length or max(lengths)
+    samples = torch.tensor([micro.samples[bounds[0] + a] for a, _ in rows])
+    packed = micro.layout == "packed"
+    if ids is None:  # nobody reads them, but their number counts
+        flat = torch.zeros(1, dtype=torch.int64).expand(sum(lengths) if packed else width * len(rows))
+    else:
+        flat = _laid_out(ids, rows, 0 if packed else width, np.int64)
+    kinds = None if types is None else _laid_out(types, rows, 0 if packed else width, np.int64)
+    return Sequences(flat, lengths, micro.layout, width, samples, kinds)
+
+
+def _laid_out(values: Sequence[Array], rows: Sequence[tuple[int, int]], width: int, dtype: Any) -> torch.Tensor:
+    """End to end (`width` 0), or row by row with zeros up to `width`."""
+    if not width:
+        return torch.from_numpy(np.concatenate(values).astype(dtype, copy=False))
+    laid = np.zeros((len(rows), width), dtype)
+    for row, (a, b) in enumerate(rows):
+        at = 0
+        for value in values[a:b]:
+            laid[row, at : at + len(value)] = value
+            at += len(value)
+    return torch.from_numpy(laid.reshape(-1))
+
+
+def _add_labels(batch: Batch, micro: MicroBatch, samples: Sequence[Sample], bounds: tuple[int, int], program: Program) -> None:
+    """Labels and their weights in the loss of the global batch."""
+    if not micro.lengths:
+        batch.weights = torch.full((len(samples),), 1.0 / program.loss_tokens)
+        return
+    rows = _rows(micro, bounds)
+    width = 0 if micro.layout == "packed" else (micro.dec_row_length if micro.dec_lengths else micro.row_length)
+    counted = [np.ones(len(one.labels), bool) if one.counted is None else one.counted for one in samples]
+    found, wanted = sum(int(one.sum()) for one in counted), micro.loss_tokens(*bounds)
+    if found != wanted:
+        raise ValueError(f"{found} labels of samples {micro.samples[bounds[0] : bounds[1]]} count in the loss, the program says {wanted}")
+    batch.labels = _laid_out([one.labels for one in samples], rows, width, np.int64)
+    batch.weights = _laid_out(counted, rows, width, np.float32).div_(program.loss_tokens)
+    if samples[0].next_sentence is not None:
+        batch.next_sentence = torch.tensor([one.next_sentence for one in samples])
+        batch.sample_weights = torch.full((len(samples),), 1.0 / program.num_samples)
+
+
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    """The batch on a device; from pinned memory, so that nobody waits for the copy."""
+    if device.type == "cpu":
+        return batch
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+
+    for holder in (batch, batch.own, batch.decoder):
+        if holder is not None:
+            _replace_tensors(holder, move)
+    return batch
+
+
+def _replace_tensors(holder: object, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for name, value in vars(holder).items():
+        if isinstance(value, torch.Tensor):
+            setattr(holder, name, move(value))

@@ -1,0 +1,217 @@
+"""A stage on one rank: its ops as torch modules, and its forward and backward passes over carries that come from elsewhere.
+
+A stage is a run of *pieces*, ops of equal degrees; most have one. Between pieces the carry is handed over among the stage's ranks,
+outside of autograd:
+
+    forward     carry ─► [piece 0] ─► reshard ─► [piece 1] ─► carry
+    backward    grads ◄─ [piece 0] ◄─ reshard ◄─ [piece 1] ◄─ grads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from penstock.costs.messages import parts_of
+from penstock.errors import InputError
+from penstock.models.modules.base import Carry, OpModule
+from penstock.models.modules.batch import Batch
+from penstock.models.modules.build import TORCH_DTYPES, Chain, build_op
+from penstock.models.modules.init import init_parameter
+from penstock.models.modules.parallel import TensorParallel
+from penstock.models.ops import Model, PlacedOp
+from penstock.plans.plan import Stage
+from penstock.programs.instructions import MicroBatch
+from penstock.programs.routing import Side
+from penstock.runtime.deferred import DeferWeights
+from penstock.runtime.resharding import Reshard
+from penstock.runtime.sequence import SequenceChain
+from penstock.runtime.transport import Transport
+from penstock.runtime.world import World
+
+__all__ = ["Held", "Piece", "StageModule"]
+
+Batches = Mapping[int, Batch]
+"""This rank's share of a micro-batch for each dp that a piece has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A weight on this rank. A weight that several ops of the stage share is held once, by the first of them."""
+
+    place: PlacedOp
+    name: str
+    parameter: nn.Parameter
+    module: OpModule
+    piece: int
+
+    @property
+    def divided(self) -> bool:
+        """Whether tensor-parallel ranks hold different parts of it."""
+        return self.module.shards[self.name] is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Ops [first, last) of equal degrees."""
+
+    first: int
+    last: int
+    tp: TensorParallel
+    dp: int
+    chain: Chain
+    reshard: Reshard | None
+    """How the carry comes from the piece before; None for the first."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What the backward pass of one piece needs."""
+
+    leaves: Carry
+    edges: dict[str, GradientEdge]
+
+
+@dataclass(slots=True)
+class _Running:
+    """A micro-batch between its forward and its backward pass."""
+
+    micro: MicroBatch
+    passes: list[_Pass]
+    deferred: DeferWeights | None
+
+
+class StageModule:
+    """Stage `number` of a plan on this rank of replica `replica`."""
+
+    def __init__(self, model: Model, stage: Stage, number: int, replica: int, world: World, transport: Transport, *, seed: int = 0) -> None:
+        self.model, self.stage, self.number, self.replica, self.world = model, stage, number, replica, world
+        self.ranks = stage.devices[replica]
+        self.index = self.ranks.index(world.rank)
+        self.is_last = stage.last == model.num_ops
+        self.held: list[Held] = []
+        self.pieces = self._build(transport, seed)
+        self._running: dict[int, _Running] = {}
+
+    def _build(self, transport: Transport, seed: int) -> list[Piece]:
+        pieces: list[Piece] = []
+        shared: dict[str, OpModule] = {}
+        algos = self.stage.algos()
+        before: Side | None = None
+        for part in parts_of(self.stage):
+            start = self.index // part.tp * part.tp
+            tp = self.world.tensor_parallel(self.ranks[start : start + part.tp])
+            places = self.model.ops[part.first : part.last]
+            modules = [self._op(place, tp, algos[place.index - self.stage.first], shared, len(pieces), seed) for place in places]
+            side = Side(part.tp, part.dp, self.stage.sequence_parallel)
+            reshard = None
+            if before is not None:
+                reshard = Reshard(self.model, part.first, before, side, self.ranks, self.index, transport, self.world.device)
+            if self.stage.sequence_parallel and tp.size > 1:
+                chain: Chain = SequenceChain(modules, places, [self.model.carry_before(place.index) for place in places])
+            else:
+                chain = Chain(modules, places)
+            pieces.append(Piece(part.first, part.last, tp, part.dp, chain, reshard))
+            before = side
+        return pieces
+
+    def _op(self, place: PlacedOp, tp: TensorParallel, algo: int, shared: dict[str, OpModule], piece: int, seed: int) -> OpModule:
+        """One op; its weight is that of an earlier op of the stage where the two are tied, else starts equal to it."""
+        module = build_op(place, tp, algo, device=self.world.device, dtype=TORCH_DTYPES[self.model.dtype], seed=seed)
+        owner = place.op.tied_to or place.name
+        first = shared.setdefault(owner, module)
+        if first is not module:
+            if first.tp.size != tp.size:
+                raise InputError(
+                    f"stage {self.number} holds ops '{first.name}' and '{place.name}', which share a weight, with tp {first.tp.size} and "
+                    f"{tp.size}. Give both the same tp, or put them in different stages."
+                )
+            module.weight = first.weight
+        elif place.op.tied_to:
+            whole = init_parameter(module.whole_shapes["weight"], owner, "weight", seed=seed, device=self.world.device)
+            module.load("weight", whole.detach())
+        known = {id(held.parameter) for held in self.held}
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in known:
+                self.held.append(Held(place, name, parameter, module, piece))
+        return module
+
+    @property
+    def dp_degrees(self) -> list[int]:
+        """The dp of its pieces, each once, with this rank's share of the samples: see `share`."""
+        return list(dict.fromkeys(piece.dp for piece in self.pieces))
+
+    def share(self, dp: int) -> int:
+        """Which of `dp` parts of the samples this rank has in pieces of that degree."""
+        return self.index // (len(self.ranks) // dp)
+
+    def modules(self) -> Iterator[OpModule]:
+        """All ops in order."""
+        for piece in self.pieces:
+            yield from piece.chain.ops
+
+    def forward(
+        self, micro: MicroBatch, batches: Batches, carry: Carry, pattern: int = 0, *, training: bool = True, split: bool = False
+    ) -> Carry:
+        """The carry that leaves (the loss, in the last stage), detached; with `training` the backward pass stays possible.
+
+        `split` puts weight gradients aside in the backward pass.
+        """
+        recomputed = {self.stage.first + position for position in self.stage.recomputed(pattern)}
+        deferred = DeferWeights() if split and training else None
+        passes: list[_Pass] = []
+        for piece in self.pieces:
+            if piece.reshard is not None:
+                carry = piece.reshard.forward(carry, micro)
+            again = [op - piece.first for op in recomputed if piece.first <= op < piece.last]
+            with torch.set_grad_enabled(training), deferred or nullcontext():
+                carry, done = self._run(piece, batches[piece.dp], carry, again)
+            passes.append(done)
+        if training:
+            self._running[micro.index] = _Running(micro, passes, deferred)
+        return carry
+
+    def _run(self, piece: Piece, batch: Batch, carry: Carry, recompute: list[int]) -> tuple[Carry, _Pass]:
+        leaves = {}
+        for spec in self.model.carry_before(piece.first):
+            leaves[spec.name] = carry[spec.name].detach().requires_grad_(spec.differentiable and torch.is_grad_enabled())
+        results = piece.chain(batch, dict(leaves), recompute)
+        # An edge of the graph instead of the tensor: what nobody else needs of the result can then be freed before the backward pass.
+        edges = {name: get_gradient_edge(tensor) for name, tensor in results.items() if tensor.requires_grad}
+        return {name: tensor.detach() for name, tensor in results.items()}, _Pass(leaves, edges)
+
+    def backward(self, micro_batch: int, gradients: Carry) -> Carry:
+        """The gradient of the carry that entered, given that of the carry that left (of the loss, in the last stage)."""
+        running = self._running[micro_batch]
+        for piece, done in zip(reversed(self.pieces), reversed(running.passes), strict=True):
+            gradients = _backward(done, gradients)
+            if piece.reshard is not None:
+                gradients = piece.reshard.backward(gradients, running.micro)
+        running.passes = []
+        if running.deferred is None:
+            del self._running[micro_batch]
+        return gradients
+
+    def backward_weights(self, micro_batch: int, paid: Callable[[nn.Parameter], None]) -> None:
+        """The second half of a split backward pass; `paid` is told each weight whose gradient is complete for this micro-batch."""
+        deferred = self._running.pop(micro_batch).deferred
+        if deferred is None:
+            raise RuntimeError(f"stage {self.number}: micro-batch {micro_batch} was not run to be split")
+        deferred.pay(paid)
+
+    @property
+    def num_running(self) -> int:
+        """Micro-batches between forward and backward pass."""
+        return len(self._running)
+
+
+def _backward(done: _Pass, gradients: Carry) -> Carry:
+    names = [name for name in done.edges if name in gradients]
+    if names:
+        torch.autograd.backward([done.edges[name] for name in names], [gradients[name] for name in names])
+    return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in done.leaves.items() if leaf.requires_grad}

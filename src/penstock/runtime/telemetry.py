@@ -1,0 +1,107 @@
+"""What each step achieved, one JSON line per step, written by a thread so that a slow disk never holds training up."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from penstock.errors import InputError
+
+__all__ = ["LineLog", "StepRecord", "mfu", "read_lines", "read_steps"]
+
+
+class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One training step of the whole run; what is not known, or not a number, is left out."""
+
+    step: int
+    loss: float | None = None
+    time_s: float | None = None
+    tokens: int | None = None
+    """Useful ones: no padding."""
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    """Model flops over what the devices could do at their peak."""
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    allocated_bytes: int | None = None
+    """Most memory in use on this rank's device during the step."""
+    reserved_bytes: int | None = None
+    bubble_share: float | None = None
+    """Share of the step in which this rank's device did not compute."""
+    planning_wait_s: float | None = None
+    """How long the step waited for its program."""
+
+
+def mfu(flops: float, time_s: float, peak_flops_per_s: float) -> float:
+    """Share of the peak that the model's own flops (no recomputation) amount to; `peak_flops_per_s` is that of all devices."""
+    return flops / (time_s * peak_flops_per_s)
+
+
+class LineLog:
+    """Appends records to a file as JSON lines. `write` only queues: it never waits, and never fails."""
+
+    def __init__(self, path: str | Path, *more: Callable[[msgspec.Struct], None]) -> None:
+        """`more` are told of every record as well, in the writer's thread: a TensorBoard writer, a display."""
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "ab")  # noqa: SIM115 — it stays open as long as the log
+        except OSError as error:
+            raise InputError(f"'{path}' cannot be written: {error.strerror}.") from None
+        self._more = more
+        self._queue: queue.SimpleQueue[msgspec.Struct | None] = queue.SimpleQueue()
+        self.error: Exception | None = None
+        """Why records are no longer written, if so."""
+        self._thread = threading.Thread(target=self._run, daemon=True, name="log")
+        self._thread.start()
+
+    def write(self, record: msgspec.Struct) -> None:
+        """One more record."""
+        self._queue.put(record)
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._queue.put(None)
+        self._thread.join()
+        self._file.close()
+
+    def _run(self) -> None:
+        while (record := self._queue.get()) is not None:
+            if self.error is None:
+                try:
+                    self._file.write(msgspec.json.encode(_finite(record)) + b"\n")
+                    self._file.flush()
+                    for tell in self._more:
+                        tell(record)
+                except Exception as error:
+                    self.error = error
+
+
+def _finite(record: msgspec.Struct) -> msgspec.Struct:
+    """JSON has no NaN: what is not a number is left out."""
+    wrong = {name: None for name in record.__struct_fields__ if isinstance(v := getattr(record, name), float) and not math.isfinite(v)}
+    return msgspec.structs.replace(record, **wrong) if wrong else record
+
+
+def read_lines(path: str | Path, kind: type[msgspec.Struct]) -> Iterator[msgspec.Struct]:
+    """The records of a file; a half line that a killed run may leave at the end is ignored, as are fields of later versions."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise InputError(f"log '{path}' cannot be read: {error.strerror}.") from None
+    *lines, _half = data.split(b"\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            yield msgspec.json.decode(line, type=kind)
+        except msgspec.DecodeError as error:
+            raise InputError(f"log '{path}', line {number}: {error}.") from None
+
+
+def read_steps(path: str | Path) -> list[StepRecord]:
+    """The steps of a run; of one that was done again after a restart the last counts."""
+    found = {record.step: record for record in read_lines(path, StepRecord) if isinstance(record, StepRecord)}
+    return [found[step] for step in sorted(found)]

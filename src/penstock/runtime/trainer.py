@@ -1,0 +1,285 @@
+"""From a plan and prepared data to trained weights: what is checked before anything starts, and what every rank then does."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.data.dataset import DataSet, open_data
+from penstock.data.forms import SampleForm, form_of
+from penstock.data.planners import BatchSource, PlannerPool
+from penstock.data.planning import ProgramPlanner
+from penstock.errors import InputError
+from penstock.plans.references import cluster_of, model_of
+from penstock.plans.schema import write_plan
+from penstock.plans.validity import require_valid
+from penstock.runtime.update import TrainingSettings
+from penstock.runtime.workers import Pool, Worker, joined
+from penstock.stores import Job
+
+if TYPE_CHECKING:
+    from penstock.models.ops import Model
+    from penstock.plans.plan import Plan
+    from penstock.runtime.observing import StageTime
+
+__all__ = ["EvalRecord", "Progress", "TrainRequest", "TrainResult", "Trainer", "train_rank"]
+
+PROCESSES_PER_CORE = 8
+_EVAL_SPLIT = "validation"
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """Everything that a run is told; the same on every rank."""
+
+    plan: Plan
+    data: str
+    """A folder that `penstock prepare-data` wrote."""
+    steps: int
+    out: str
+    settings: TrainingSettings = field(default_factory=TrainingSettings)
+    device: str = ""
+    """`cpu` or `cuda`; empty: what the plan's cluster has."""
+    eval_every: int = 0
+    """Steps between evaluations on the held-out split; 0: never."""
+    eval_batches: int = 4
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0: only at the end."""
+    resume: str = ""
+    """A checkpoint, or a folder of them, to go on from."""
+    prompt_loss: bool = False
+    """Whether the tokens of inputs count in a decoder's loss."""
+    profile_steps: tuple[int, ...] = ()
+    """Steps of which every rank writes a torch.profiler trace."""
+    share_gpus: bool = False
+    """Whether several ranks may run on one GPU (each with its part of it, under MPS)."""
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """One evaluation."""
+
+    step: int
+    loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What rank 0 tells the launcher after each step."""
+
+    step: int
+    loss: float
+    tokens_per_s: float
+    evaluated: EvalRecord | None = None
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run achieved."""
+
+    first_step: int
+    losses: tuple[float, ...]
+    evaluated: tuple[EvalRecord, ...]
+    time_s: float
+    """Median of one iteration, the first ones left out."""
+    tokens_per_s: float
+    """Useful tokens of one iteration over its median time."""
+    stages: dict[int, StageTime]
+    """Measured, on the slowest rank of each."""
+    checkpoint: str
+
+
+class Trainer:
+    """Trains a plan on this machine.
+
+    >>> Trainer(TrainRequest(read_plan("plan.json"), "data", steps=100, out="run")).train()   # doctest: +SKIP
+    """
+
+    def __init__(self, request: TrainRequest) -> None:
+        self.request = _checked(request)
+        self.model = model_of(request.plan)
+
+    def join(self, progress: Callable[[Progress], None] | None = None) -> TrainResult:
+        """Trains as one of the processes that torchrun started; each plans its own programs, unless the environment names a store."""
+        import torch
+        import torch.distributed as dist
+
+        from penstock.stores.addresses import ADDRESS_VARIABLE, job_from_environment
+
+        request = self.request
+        _make_folder(Path(request.out))
+        with joined(request.device) as worker:
+            if worker.rank == 0:
+                write_plan(Path(request.out) / "plan.json", request.plan)
+            address, job = "", None
+            if ADDRESS_VARIABLE in os.environ:
+                address, job = job_from_environment(len(request.plan.ranks), first=_first_step(request))
+            token = torch.tensor([secrets.randbits(62)])
+            dist.broadcast(token, 0)
+            worker = replace(worker, tell=lambda told: progress(told) if progress else None)
+            return train_rank(worker, request, address, job, f"{int(token):x}")
+
+    def train(self, progress: Callable[[Progress], None] | None = None) -> TrainResult:
+        """Starts the plan's processes, trains, and ends them; `progress` hears of every step."""
+        request = self.request
+        out = Path(request.out)
+        _make_folder(out)
+        write_plan(out / "plan.json", request.plan)
+        threads = max(1, len(os.sched_getaffinity(0)) // len(request.plan.ranks))
+        with (
+            _planners(request, self.model) as (address, job),
+            Pool(len(request.plan.ranks), device=request.device, threads=threads, timeout_s=_OPERATION_S) as pool,
+        ):
+            results = pool.run(
+                train_rank, request, address, job, secrets.token_hex(8), timeout_s=_RUN_S,
+                listen=lambda rank, told: progress(told) if progress else None,
+            )  # fmt: skip
+        stages: dict[int, StageTime] = {}
+        for result in results:
+            for stage, time_ in result.stages.items():
+                if stage not in stages or time_.forward_s + time_.backward_s > stages[stage].forward_s + stages[stage].backward_s:
+                    stages[stage] = time_
+        first: TrainResult = results[0]
+        return replace(first, stages=stages)
+
+
+_OPERATION_S = 1800.0
+"""The longest that one transfer or collective may take."""
+_RUN_S = 365 * 24 * 3600.0
+"""A run may take as long as it takes; a rank that dies is noticed at once all the same."""
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"'{path}' cannot hold a run: {error.strerror}.") from None
+
+
+def _checked(request: TrainRequest) -> TrainRequest:
+    """The request with its device named, if it can be run here."""
+    plan = request.plan
+    model, cluster = model_of(plan), cluster_of(plan)
+    require_valid(plan, model, cluster)
+    if request.steps < 1:
+        raise InputError(f"{request.steps} steps were asked for; 1 or more was expected.")
+    if any(stage.zero > 1 for stage in plan.stages):
+        raise InputError("the plan has ZeRO-2 or 3, which cannot be run yet. Use zero 0 or 1.")
+    device = request.device or ("cpu" if {cluster.device(rank).name for rank in plan.ranks} == {"cpu"} else "cuda")
+    _require_devices(plan, device, request.share_gpus)
+    data = open_data(request.data)
+    form_of(model, data, prompt_loss=request.prompt_loss)
+    if len(data) < plan.global_batch:
+        raise InputError(
+            f"data '{request.data}' has {len(data)} samples, fewer than one global batch of {plan.global_batch}. "
+            "Use more data, or a plan with a smaller global batch."
+        )
+    if request.eval_every and _EVAL_SPLIT not in data.manifest.splits:
+        raise InputError(f"evaluation was asked for, but data '{request.data}' has no split '{_EVAL_SPLIT}'. Prepare it with one.")
+    if request.resume:
+        from penstock.runtime.checkpoint_folder import find_checkpoint
+
+        request = replace(request, resume=str(find_checkpoint(request.resume)))
+    return replace(request, device=device)
+
+
+def _require_devices(plan: Plan, device: str, share_gpus: bool) -> None:
+    count = len(plan.ranks)
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"device is '{device}'; cpu or cuda was expected.")
+    if "WORLD_SIZE" in os.environ:
+        started = int(os.environ["WORLD_SIZE"])
+        if started != count:
+            raise InputError(f"the plan has {count} ranks, but {started} processes were started. Start one for each rank.")
+        return
+    if device == "cpu":
+        cores = len(os.sched_getaffinity(0))
+        if count > cores * PROCESSES_PER_CORE:
+            raise InputError(
+                f"the plan has {count} ranks, but this machine's {cores} processor cores run at most {cores * PROCESSES_PER_CORE} "
+                "processes. Use a plan for fewer devices, or more machines."
+            )
+        return
+    import torch
+
+    found = torch.cuda.device_count()
+    if count > found and not (share_gpus and found):
+        raise InputError(
+            f"the plan has {count} ranks, but this machine has {found} CUDA devices. Use a plan for at most {found}, run it on more "
+            "machines with torchrun, or try it out with --device cpu."
+        )
+
+
+@contextmanager
+def _planners(request: TrainRequest, model: Model) -> Iterator[tuple[str, Job | None]]:
+    """A planner process and the store it hands programs over through."""
+    from penstock.stores.tcp import serve_tcp
+
+    source, planner = _source(request, model), _planner(request, model)
+    store = serve_tcp()
+    address = f"tcp://127.0.0.1:{store.port}"
+    job = Job(f"train-{os.getpid()}", secrets.token_bytes(32), len(request.plan.ranks), first=_first_step(request))
+    with PlannerPool(source, planner, address, job):
+        yield address, job
+
+
+def _first_step(request: TrainRequest) -> int:
+    if not request.resume:
+        return 0
+    from penstock.runtime.checkpoint_reader import Checkpoint
+
+    return Checkpoint(request.resume).step
+
+
+def _limits(plan: Plan, data: DataSet, form: SampleForm) -> tuple[int | None, ...]:
+    """Longest input and target, so that a sample fills no more positions than the plan was made for."""
+    longest = plan.seq_length
+    if form.kind == "images":
+        return ()
+    if form.kind == "encoder-decoder":
+        return longest, plan.dec_length
+    if form.kind == "masked":
+        return (longest,)
+    if not form.paired:
+        return (longest + 1,)
+    target = min(int(data.lengths[1].max()), max(1, longest // 2))
+    return longest + 1 - target, target
+
+
+def _source(request: TrainRequest, model: Model, split: str = "train") -> BatchSource:
+    data = open_data(request.data, split)
+    limits = _limits(request.plan, data, form_of(model, data, prompt_loss=request.prompt_loss))
+    training = split == "train"
+    return BatchSource(
+        request.data, split, samples_per_batch=request.plan.global_batch, limits=limits, seed=request.settings.seed, shuffle=training,
+        num_steps=request.steps if training else request.eval_batches,
+    )  # fmt: skip
+
+
+def _planner(request: TrainRequest, model: Model) -> ProgramPlanner:
+    data = open_data(request.data)
+    costs = None
+    if request.plan.micro_batching.policy == "dynamic":
+        from penstock.batching.planner import costs_for
+
+        costs = costs_for(request.plan, request.plan.seq_length, request.plan.dec_length)
+    return ProgramPlanner(request.plan, model, costs, form_of(model, data, prompt_loss=request.prompt_loss), seed=request.settings.seed)
+
+
+def train_rank(worker: Worker, request: TrainRequest, address: str, job: Job | None, token: str) -> TrainResult:
+    """One rank's whole run: a job for workers, and what a process under torchrun calls."""
+    from penstock.runtime.running import Run
+
+    with Run(worker, request, address, job, token) as run:
+        return run.train()
+
+
+def planning_of(request: TrainRequest, model: Model, split: str = "train") -> tuple[BatchSource, ProgramPlanner]:
+    """Which batches a run takes, and who plans them."""
+    return _source(request, model, split), _planner(request, model)

@@ -1,0 +1,130 @@
+"""The end of an iteration: the global norm, the loss scale, the update, and what it did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.errors import InputError
+from penstock.runtime.gradients import Gradients
+from penstock.runtime.learning_rate import LearningRate
+from penstock.runtime.optimizer import OptimizerSettings, make_optimizer
+from penstock.runtime.world import World
+
+__all__ = ["LossScale", "StepResult", "TrainingSettings", "Update"]
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """What a run decides besides the plan."""
+
+    rate: LearningRate = field(default_factory=LearningRate)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    clip_norm: float | None = 1.0
+    """Gradients are scaled down where their global norm is larger; None: never."""
+    seed: int = 0
+    """Of initial weights and dropout."""
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise InputError(f"clip_norm is {self.clip_norm}; a number above 0 was expected, or none.")
+
+
+@dataclass
+class LossScale:
+    """fp16's gradients are small: the loss is scaled up, less after an overflow, more after a while without."""
+
+    value: float = 2.0**16
+    factor: float = 2.0
+    patience: int = 2000
+    good_steps: int = 0
+
+    def after(self, overflowed: bool) -> None:
+        """Adapts to what the step found."""
+        if overflowed:
+            self.value, self.good_steps = max(1.0, self.value / self.factor), 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.patience:
+            self.value, self.good_steps = min(2.0**24, self.value * self.factor), 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one iteration did, the same on every rank."""
+
+    loss: torch.Tensor
+    """Of the global batch; a tensor, so that the device is not waited for until someone reads it."""
+    norm: torch.Tensor | None
+    """Of the gradients before clipping."""
+    rate: float
+    tokens: torch.Tensor
+    """Of the global batch, both sides, padding left out; samples where there are no tokens."""
+    skipped: bool = False
+    """fp16: the gradients overflowed, and the weights stayed as they were."""
+
+
+class Update:
+    """Updates the weights of all stages on this rank."""
+
+    def __init__(self, gradients: Sequence[Gradients], world: World, settings: TrainingSettings, num_ops: int, precision: str) -> None:
+        self.gradients, self.world, self.settings = gradients, world, settings
+        self.optimizer = make_optimizer(
+            (held.parameter for own in gradients for held in own.updated_here()), settings.optimizer, settings.rate.at(0)
+        )
+        self.scale = LossScale() if precision == "fp16" else None
+        self._counted = [held for own in gradients for held in own.counted_here()]
+        self._places = torch.tensor([held.place.index for held in self._counted], dtype=torch.int64, device=world.device)
+        self._num_ops = num_ops
+
+    @torch.no_grad()
+    def step(self, iteration: int, loss: torch.Tensor, tokens: int) -> StepResult:
+        """One update; `loss` and `tokens` are this rank's shares of them."""
+        needs_norm = self.settings.clip_norm is not None or self.scale is not None
+        shares = torch.zeros(self._num_ops + 2 if needs_norm else 2, dtype=torch.float64, device=self.world.device)
+        shares[-2] = tokens
+        shares[-1] = loss
+        if needs_norm:
+            self._add_squares(shares)
+        # Added rank by rank, then op by op: the sum depends on nothing but the plan.
+        total = self.world.gather(shares).sum(0)
+        norm = total[:-2].sum().sqrt() / self._scale_value() if needs_norm else None
+        rate = self.settings.rate.at(iteration)
+        factor = self._factor(norm)
+        if self.scale is not None and norm is not None:
+            overflowed = not math.isfinite(norm.item())
+            self.scale.after(overflowed)
+            if overflowed:
+                self._zero()
+                return StepResult(total[-1], norm, rate, total[-2], skipped=True)
+        self.optimizer.set_rate(rate)
+        self.optimizer.step(factor)
+        for own in self.gradients:
+            own.share_updates()
+        self._zero()
+        return StepResult(total[-1], norm, rate, total[-2])
+
+    def _factor(self, norm: torch.Tensor | None) -> torch.Tensor | None:
+        """What gradients are multiplied by before the update; None: nothing to do."""
+        factor = torch.full((), 1.0 / self._scale_value(), device=self.world.device)
+        if self.settings.clip_norm is not None and norm is not None:
+            factor = factor * (self.settings.clip_norm / (norm + 1e-6)).clamp(max=1.0).float()
+        return None if factor.device.type == "cpu" and factor.item() == 1.0 else factor
+
+    def _scale_value(self) -> float:
+        return 1.0 if self.scale is None else self.scale.value
+
+    def _add_squares(self, shares: torch.Tensor) -> None:
+        """Adds to each op's place the squared norm of its gradients that are counted here."""
+        grads = [held.parameter.grad for held in self._counted if held.parameter.grad is not None]
+        if not grads:
+            return
+        squares = torch.stack([norm.double() for norm in torch._foreach_norm(grads, 2.0, dtype=torch.float32)]).square()
+        shares.index_add_(0, self._places, squares)
+
+    def _zero(self) -> None:
+        for own in self.gradients:
+            own.zero()

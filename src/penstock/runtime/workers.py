@@ -1,0 +1,371 @@
+"""Local worker processes: started once, used for many jobs, ended together, and never left behind.
+
+    launcher ── pipe ──► worker 0 ─┐
+             ── pipe ──► worker 1 ─┼─ process group over loopback (gloo, or NCCL on GPUs)
+             ── pipe ──► worker 2 ─┘
+
+A worker that fails or dies ends the job: the launcher names it and where it was, and ends the others. A launcher that dies takes its
+workers along: each watches a pipe that closes with it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from penstock.errors import InputError, PenstockError
+from penstock.runtime.status import Status, StatusBoard
+
+__all__ = ["Pool", "Worker", "WorkerError", "joined", "launch"]
+
+_GRACE_S = 1.0
+"""How long after the first failure others are listened to: the first to be heard may only have lost its peer."""
+_START_S = 120.0
+_LONGEST_WAIT_S = 3600.0
+"""The system's own wait cannot take weeks."""
+
+
+class WorkerError(PenstockError):
+    """A worker failed; the message names rank, stage, instruction and micro-batch."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a job's function is told of its process."""
+
+    rank: int
+    size: int
+    device: str
+    status: Status
+    shared_gpu: bool = False
+    """Several workers use this one's GPU."""
+    tell: Callable[[Any], None] = lambda word: None
+    """Says something to the launcher while the job runs."""
+
+
+Job = Callable[..., Any]
+"""Called as `function(worker, *arguments)` in every worker; it must be importable there."""
+Listen = Callable[[int, Any], None]
+
+
+class Pool:
+    """Worker processes that run one job after the other.
+
+    `environment(rank)` are variables that a worker sets before it touches its device, such as its share of a GPU.
+
+    >>> with Pool(2) as pool: pool.run(os_getpid)   # doctest: +SKIP
+    [4711, 4712]
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: str = "cpu",
+        threads: int = 1,
+        timeout_s: float = 600.0,
+        environment: Callable[[int], Mapping[str, str]] | None = None,
+    ) -> None:
+        from torch.distributed import TCPStore
+
+        if size < 1:
+            raise InputError(f"{size} workers were asked for; 1 or more was expected.")
+        self.size, self.timeout_s = size, timeout_s
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
+        self.board = StatusBoard(self._folder / "status", size)
+        self._broken = False
+        # Port 0: the store takes a free one itself, so that jobs side by side cannot meet.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_START_S))
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["penstock.runtime.rank"])  # torch is then imported once for all
+        pairs = [context.Pipe() for _ in range(size)]
+        lives = [context.Pipe(duplex=False) for _ in range(size)]
+        self._lives = [sender for _, sender in lives]
+        self._processes = []
+        for rank in range(size):
+            start = _Start(
+                rank,
+                size,
+                self._store.port,
+                device,
+                threads,
+                timeout_s,
+                str(self.board.path),
+                dict(environment(rank)) if environment else {},
+            )
+            process = context.Process(target=_serve, args=(start, pairs[rank][1], lives[rank][0]), daemon=True)
+            process.start()
+            self._processes.append(process)
+        for rank in range(size):
+            pairs[rank][1].close()
+            lives[rank][0].close()
+        self._pipes = [mine for mine, _ in pairs]
+        try:
+            self._collect(time.monotonic() + _START_S)
+        except BaseException:
+            self._kill()
+            raise
+
+    def pids(self) -> list[int]:
+        """The workers' process ids, in the order of ranks."""
+        return [process.pid or 0 for process in self._processes]
+
+    def run(self, function: Job, *arguments: Any, timeout_s: float | None = None, listen: Listen | None = None) -> list[Any]:
+        """Calls `function(worker, *arguments)` in every worker; the results in the order of ranks. A failure ends all workers.
+
+        `listen(rank, word)` hears what workers tell meanwhile.
+        """
+        return self.run_each(function, [arguments] * self.size, timeout_s=timeout_s, listen=listen)
+
+    def run_each(
+        self, function: Job, arguments: list[tuple[Any, ...]], *, timeout_s: float | None = None, listen: Listen | None = None
+    ) -> list[Any]:
+        """The same with arguments of its own for each worker."""
+        if self._broken:
+            raise WorkerError("the workers were ended by an earlier failure. Start new ones.")
+        try:
+            for pipe, own in zip(self._pipes, arguments, strict=True):
+                pipe.send((function, own))
+            return self._collect(time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s), listen)
+        except BaseException:
+            self._kill()
+            raise
+
+    def _collect(self, deadline: float, listen: Listen | None = None) -> list[Any]:
+        """The answers of all workers, or the failure that came first."""
+        answers: dict[int, Any] = {}
+        while len(answers) < self.size:
+            waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in range(self.size) if rank not in answers}
+            left_s = deadline - time.monotonic()
+            ready = multiprocessing.connection.wait(list(waiting), timeout=min(max(0.0, left_s), _LONGEST_WAIT_S))
+            if not ready and left_s <= _LONGEST_WAIT_S:
+                raise WorkerError(self._late(sorted(waiting.values())))
+            for pipe in ready:
+                rank = waiting[pipe]
+                ok, answer = self._answer(rank)
+                if ok is None:
+                    if listen is not None:
+                        listen(rank, answer)
+                elif not ok:
+                    raise WorkerError(self._cause(rank, answer))
+                else:
+                    answers[rank] = answer
+        return [answers[rank] for rank in range(self.size)]
+
+    def _answer(self, rank: int) -> tuple[bool | None, Any]:
+        """(True, result), (False, message), (False, None) of a worker that died, or (None, word) of one that only tells something."""
+        try:
+            ok, answer = self._pipes[rank].recv()
+            return ok, answer
+        except (EOFError, ConnectionResetError):
+            return False, None
+
+    def _cause(self, rank: int, message: str | None) -> str:
+        """What to tell: a worker that died is the cause, else one that failed by itself, else the first that was heard."""
+        heard: dict[int, str | None] = {rank: message}
+        end = time.monotonic() + _GRACE_S
+        while message is None or _lost_peer(message):
+            waiting: dict[Any, int] = {self._pipes[other]: other for other in range(self.size) if other not in heard}
+            ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, end - time.monotonic())) if waiting else []
+            if not ready:
+                break
+            for pipe in ready:
+                other = waiting[pipe]
+                ok, answer = self._answer(other)
+                if ok:
+                    heard[other] = "done"
+                elif ok is False:
+                    heard[other] = answer
+                    if answer is None or (message is not None and not _lost_peer(answer)):
+                        rank, message = other, answer
+        if message is not None:
+            return message
+        process = self._processes[rank]
+        process.join(_GRACE_S)
+        return f"rank {rank} {_how(process.exitcode)} {self.board.where(rank)}."
+
+    def _late(self, ranks: list[int]) -> str:
+        lines = [f"  rank {rank} is {self.board.where(rank)}" for rank in ranks]
+        return f"{len(ranks)} of {self.size} ranks did not finish in time:\n" + "\n".join(lines)
+
+    def _kill(self) -> None:
+        """Ends all workers at once."""
+        self._broken = True
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join()
+        self._release()
+
+    def close(self) -> None:
+        """Lets the workers end by themselves, and ends those that do not."""
+        if self._broken:
+            return
+        self._broken = True
+        for pipe in self._pipes:
+            try:
+                pipe.send(None)
+            except (BrokenPipeError, OSError):
+                continue  # it has ended already, which is all that was asked
+        end = time.monotonic() + 10.0
+        for process in self._processes:
+            process.join(max(0.0, end - time.monotonic()))
+        self._kill()
+
+    def _release(self) -> None:
+        for connection in (*self._pipes, *self._lives):
+            connection.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def launch(function: Job, size: int, *arguments: Any, **options: Any) -> list[Any]:
+    """Runs one job in `size` new processes; the results in the order of ranks."""
+    with Pool(size, **options) as pool:
+        return pool.run(function, *arguments)
+
+
+@contextmanager
+def joined(device: str) -> Iterator[Worker]:
+    """This process as a worker among those that torchrun (or Slurm with the same variables) started."""
+    import torch
+    import torch.distributed as dist
+
+    if device == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if local >= torch.cuda.device_count():
+            raise InputError(f"local rank {local} has no CUDA device: this machine has {torch.cuda.device_count()}.")
+        device = f"cuda:{local}"
+        torch.cuda.set_device(device)
+        _use_expandable_segments()
+    dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        board = StatusBoard(Path(folder) / "status", dist.get_world_size())
+        yield Worker(dist.get_rank(), dist.get_world_size(), device, Status(board.path, dist.get_rank()))
+        dist.barrier()
+
+
+def _use_expandable_segments() -> None:
+    """Shapes change with every micro-batch: segments that grow leave no holes that are too small for the next one."""
+    import torch
+
+    if "PYTORCH_ALLOC_CONF" not in os.environ and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
+def _how(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    return f"ended with status {code}"
+
+
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "Timed out waiting",
+    "Application timeout",
+)
+
+
+def _lost_peer(message: str) -> bool:
+    """Whether a failure only says that another rank went away."""
+    return any(text in message for text in _LOST)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a worker is started with."""
+
+    rank: int
+    size: int
+    port: int
+    device: str
+    threads: int
+    timeout_s: float
+    status_path: str
+    environment: dict[str, str]
+
+
+def _serve(start: _Start, pipe: Any, life: Any) -> None:
+    """A worker's whole life."""
+    threading.Thread(target=_follow, args=(life,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hears it, and ends its workers
+    status = 0
+    try:
+        worker = _open(start, lambda word: pipe.send((None, word)))
+        pipe.send((True, None))
+        while (job := pipe.recv()) is not None:
+            function, arguments = job
+            pipe.send((True, function(worker, *arguments)))
+    except EOFError:
+        status = 0
+    except BaseException as error:
+        pipe.send((False, _told(start.rank, error)))
+        status = 1
+    pipe.close()
+    # No tidy end: gloo's and NCCL's threads may abort a process that leaves while a peer is still talking to it.
+    os._exit(status)
+
+
+def _follow(life: Any) -> None:
+    """Ends this process with its launcher."""
+    try:
+        life.recv()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _open(start: _Start, tell: Callable[[Any], None]) -> Worker:
+    os.environ.update(start.environment)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(start.threads)
+    limit = timedelta(seconds=start.timeout_s)
+    store = dist.TCPStore("127.0.0.1", start.port, is_master=False, timeout=timedelta(seconds=_START_S))
+    device, shared = start.device, False
+    if device == "cuda":
+        count = torch.cuda.device_count()
+        if not count:
+            raise InputError("device is cuda, but this machine has no CUDA device. Use cpu.")
+        device, shared = f"cuda:{start.rank % count}", count < start.size
+        torch.cuda.set_device(device)
+        if not shared:  # memory that other processes map stays in plain segments
+            _use_expandable_segments()
+    backend = "gloo" if device == "cpu" or shared else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=start.rank, world_size=start.size, timeout=limit)
+    return Worker(start.rank, start.size, device, Status(Path(start.status_path), start.rank), shared, tell)
+
+
+def _told(rank: int, error: BaseException) -> str:
+    """The failure as the launcher tells it: what `ExecutionError` says, or where it happened."""
+    from penstock.runtime.executor import ExecutionError
+
+    if isinstance(error, PenstockError):
+        text = str(error)
+        if isinstance(error, ExecutionError) and os.environ.get("PENSTOCK_TRACEBACK", "0") not in ("", "0"):
+            text += "\n" + "".join(traceback.format_exception(error))
+        return text if text.startswith("rank ") else f"rank {rank}: {text}"
+    return f"rank {rank} failed: {type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"

@@ -1,0 +1,99 @@
+"""The processes of a plan: which runs which rank, and the process groups among them, each made once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.costs.messages import parts_of
+from penstock.errors import InputError
+from penstock.models.modules.parallel import TensorParallel
+from penstock.plans.plan import Plan
+from penstock.programs.sharing import reduce_groups
+
+__all__ = ["World", "groups_of", "pairs_of"]
+
+_MADE: dict[tuple[int, ...], Any] = {}
+"""Process groups by the processes in them; making one takes milliseconds and sockets, so plans that follow each other share them."""
+
+
+class World:
+    """The ranks of a plan on the processes of this job; process i runs the plan's i-th rank."""
+
+    def __init__(self, plan: Plan, device: torch.device | str = "cpu", *, staged: bool = False, timeout_s: float = 600.0) -> None:
+        self.plan, self.device, self.staged = plan, torch.device(device), staged
+        """`staged`: collectives go through host memory, for processes that share one GPU, which NCCL refuses."""
+        self.ranks = plan.ranks
+        self.process = {rank: index for index, rank in enumerate(self.ranks)}
+        self._timeout = timedelta(seconds=timeout_s)
+        alone = len(self.ranks) == 1
+        mine, size = (0, 1) if alone and not dist.is_initialized() else (dist.get_rank(), dist.get_world_size())
+        if size < len(self.ranks):
+            raise InputError(f"the plan has {len(self.ranks)} ranks, but {size} processes were started. Start one for each rank.")
+        self.rank = self.ranks[mine] if mine < len(self.ranks) else -1
+        """This process' rank in the plan; -1: it has no work."""
+        for members in [self.ranks, *groups_of(plan)]:  # torch wants every process to make all groups, its own or not, in one order
+            self.group(members)
+
+    def group(self, ranks: Iterable[int]) -> Any:
+        """The process group of these ranks of the plan; None for one alone."""
+        members = tuple(sorted(self.process[rank] for rank in ranks))
+        if len(members) == 1:
+            return None
+        if members not in _MADE:
+            if len(members) == dist.get_world_size():
+                _MADE[members] = dist.group.WORLD
+            else:
+                _MADE[members] = dist.new_group(list(members), timeout=self._timeout)
+        return _MADE[members]
+
+    def tensor_parallel(self, ranks: Sequence[int]) -> TensorParallel:
+        """This rank's place in a tensor-parallel group."""
+        if len(ranks) == 1:
+            return TensorParallel()
+        if self.staged:
+            raise InputError(f"ranks {tuple(ranks)} share one GPU, where tensor parallelism has no collectives. Use tp 1 there.")
+        return TensorParallel(list(ranks).index(self.rank), len(ranks), self.group(ranks))
+
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """(ranks, …) the tensors of all ranks, in the order of ranks."""
+        if len(self.ranks) == 1:
+            return values[None]
+        own = values.cpu() if self.staged else values
+        parts = [torch.empty_like(own) for _ in self.ranks]
+        dist.all_gather(parts, own, group=self.group(self.ranks))
+        return torch.stack(parts).to(values.device)
+
+    def barrier(self) -> None:
+        """Returns when all ranks have come here."""
+        if len(self.ranks) > 1:
+            dist.barrier(group=self.group(self.ranks))
+
+
+def groups_of(plan: Plan) -> list[tuple[int, ...]]:
+    """Every group of two or more ranks that a plan communicates in, in one order for all ranks."""
+    found: dict[tuple[int, ...], None] = {}
+    for stage in plan.stages:
+        for part in parts_of(stage):
+            for ranks in stage.tp_groups(part.tp):
+                found[tuple(sorted(ranks))] = None
+        for index in range(len(stage.devices[0])):
+            for group in reduce_groups(stage, index):
+                found[tuple(sorted(group.ranks))] = None
+    return [ranks for ranks in found if len(ranks) > 1]
+
+
+def pairs_of(plan: Plan) -> list[tuple[int, int]]:
+    """Every pair of ranks that may send to each other, in one order for all ranks."""
+    found: dict[tuple[int, int], None] = {}
+    for before, after in zip(plan.stages, plan.stages[1:], strict=False):
+        for replica in range(plan.num_replicas):
+            for a in before.devices[replica]:
+                for b in after.devices[replica]:
+                    if a != b:
+                        found[min(a, b), max(a, b)] = None
+    return sorted(found)

@@ -1,0 +1,37 @@
+"""Jobs for worker processes: train a while and save, or load and go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.plans.plan import Plan
+from penstock.programs.instructions import Program
+from penstock.runtime.checkpoint_rank import load_rank, rank_pieces, rank_state
+from penstock.runtime.checkpoint_reader import Checkpoint
+from penstock.runtime.checkpoint_writer import CheckpointWriter
+from penstock.runtime.session import Outcome, _collected, open_rank
+from penstock.runtime.update import TrainingSettings
+from penstock.runtime.workers import Worker
+
+__all__ = ["train_part"]
+
+
+def train_part(
+    worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], settings: TrainingSettings, load: Path | None, save: Path | None
+) -> Outcome:
+    """Goes on from a checkpoint, if one is given; saves one at the end, if asked to."""
+    rank = open_rank(worker, plan, settings)
+    if rank is None:
+        return Outcome()
+    if load is not None:
+        for parameter in (held.parameter for stage in rank.stages.values() for held in stage.held):
+            parameter.detach().fill_(7.0)  # what is not loaded is seen
+        load_rank(Checkpoint(load), rank)
+    place = rank.world.process[rank.world.rank]
+    losses = [rank.train(iteration[place]).loss.item() for iteration in programs]
+    if save is not None:
+        writer = CheckpointWriter(save, rank=place, world_size=len(rank.world.ranks), token="test", limit_s=60)
+        writer.save(programs[-1][place].iteration + 1, rank_pieces(rank), rank_state(rank))
+        writer.wait()
+    return Outcome(tuple(losses), (), (), *_collected(rank))

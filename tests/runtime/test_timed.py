@@ -1,0 +1,107 @@
+"""Timed devices take the time that the simulator says, whatever the schedule, and are slower where told so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from worker_jobs import run_stalled
+
+from penstock.models.ops import Model
+from penstock.plans.build import uniform_plan
+from penstock.plans.plan import Plan
+from penstock.plans.references import model_of
+from penstock.programs.instructions import MicroBatch, Program
+from penstock.programs.lower import lower
+from penstock.programs.work import ReplicaWork
+from penstock.runtime.timed import TimedSettings, run_timed
+from penstock.runtime.workers import Pool
+from penstock.schedules.actions import Schedule
+from penstock.schedules.execution import execute
+from penstock.schedules.orders import schedule_of
+from penstock.schedules.workload import Workload, workload_of
+
+pytestmark = pytest.mark.timeout(110)
+
+MICRO_BATCHES = 8
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(8, timeout_s=60) as workers:
+        yield workers
+
+
+def pipeline(schedule: str, stages: int, chunks: int = 1, replicas: int = 1) -> tuple[Plan, Model, Schedule]:
+    plan = uniform_plan("gpt-small", "16xcpu", global_batch=MICRO_BATCHES * replicas, micro_batch=1, pp=stages // chunks, chunks=chunks,
+                        replicas=replicas, schedule=schedule, precision="fp32")  # fmt: skip
+    return plan, model_of(plan), schedule_of(schedule, stages, MICRO_BATCHES, chunks)
+
+
+def programs_of(plan: Plan, model: Model, schedule: Schedule, count: int) -> list[tuple[Program, ...]]:
+    work = []
+    for replica in range(plan.num_replicas):
+        ids = range(replica * MICRO_BATCHES, (replica + 1) * MICRO_BATCHES)
+        micros = tuple(MicroBatch(m, (sample,), "padded", (128,), row_length=128) for m, sample in enumerate(ids))
+        work.append(ReplicaWork(micros, schedule))
+    return [lower(plan, model, work, iteration) for iteration in range(count)]
+
+
+def workload(plan: Plan, seed: int = 0, unit_s: float = 0.025) -> Workload:
+    """Unequal micro-batches and links that are not free."""
+    generator = np.random.default_rng(seed)
+    kinds = np.array([1.0, 2.0, 1.0, 1.0])[:, None, None]
+    sizes = generator.uniform(0.5, 1.5, (1, plan.num_stages, MICRO_BATCHES))
+    groups = plan.num_groups
+    devices = [stage % groups for stage in range(plan.num_stages)]
+    return workload_of(kinds * sizes * unit_s, 0.2 * unit_s, devices=devices, contention="pair", after_s=unit_s)
+
+
+@pytest.mark.parametrize(("schedule", "stages", "chunks"), [("1f1b", 8, 1), ("gpipe", 4, 1), ("zero-bubble", 4, 1), ("interleaved", 8, 2)])
+def test_the_measured_iteration_is_the_simulated_one(pool: Pool, schedule: str, stages: int, chunks: int) -> None:
+    plan, model, order = pipeline(schedule, stages, chunks)
+    work = workload(plan)
+    expected = execute(order, work).makespan_s
+    assert expected > 0.5
+    measured = pool.run(run_timed, plan, programs_of(plan, model, order, 3), [work], TimedSettings())[0]
+    assert min(measured) == pytest.approx(expected, rel=0.03)
+    assert min(measured) > 0.99 * expected
+
+
+def test_replicas_wait_for_each_other(pool: Pool) -> None:
+    plan, model, order = pipeline("1f1b", 4, replicas=2)
+    quick, slow = workload(plan, unit_s=0.005), workload(plan, unit_s=0.02)
+    measured = pool.run(run_timed, plan, programs_of(plan, model, order, 1), [quick, slow], TimedSettings())[0]
+    assert measured[0] == pytest.approx(execute(order, slow).makespan_s, rel=0.05)
+
+
+def test_a_slow_device_slows_the_pipeline(pool: Pool) -> None:
+    plan, model, order = pipeline("1f1b", 4)
+    work = workload(plan, unit_s=0.01)
+    programs = programs_of(plan, model, order, 1)
+    slowed = work.durations_s.copy()
+    slowed[:, 2] *= 3.0
+    expected = execute(order, workload_of(slowed, work.transfers_s, contention="pair", after_s=work.after_s)).makespan_s
+    measured = pool.run(run_timed, plan, programs, [work], TimedSettings(slower={2: 3.0}))[0]
+    assert measured[0] == pytest.approx(expected, rel=0.05)
+
+
+def test_time_that_is_really_lost_counts(pool: Pool) -> None:
+    """Were moments only handed on, the ranks would repeat the simulation whatever the executor does."""
+    plan, model, order = pipeline("1f1b", 4)
+    work = workload(plan, unit_s=0.01)
+    expected = execute(order, work).makespan_s
+    measured = pool.run(run_stalled, plan, programs_of(plan, model, order, 1), [work], 2, 0.4)[0]
+    assert expected + 0.25 < measured[0] < expected + 0.5
+
+
+def test_noise_changes_times_alike_for_one_seed(pool: Pool) -> None:
+    plan, model, order = pipeline("1f1b", 4)
+    work = workload(plan, unit_s=0.01)
+    programs = programs_of(plan, model, order, 1)
+    calm, noisy, again = (
+        pool.run(run_timed, plan, programs, [work], settings)[0][0]
+        for settings in (TimedSettings(), TimedSettings(noise=0.5, seed=1), TimedSettings(noise=0.5, seed=1))
+    )
+    assert abs(noisy - calm) > 0.03 * calm and noisy == pytest.approx(again, rel=0.03)

@@ -1,0 +1,131 @@
+"""Training for real: losses fall, a run goes on under another plan, and wrong input is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import run
+from penstock.data.bundled import bundled_files
+from penstock.data.prepare import TextRequest, prepare_text
+from penstock.plans.build import uniform_plan
+from penstock.plans.plan import MicroBatching, Plan
+from penstock.plans.schema import write_plan
+from penstock.runtime.learning_rate import LearningRate
+from penstock.runtime.telemetry import read_steps
+from penstock.runtime.trainer import Progress, Trainer, TrainRequest
+from penstock.runtime.update import TrainingSettings
+from penstock.runtime.workers import WorkerError
+
+pytestmark = pytest.mark.timeout(110)
+
+SETTINGS = TrainingSettings(LearningRate(2e-3))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("prepared") / "data"
+    prepare_text(TextRequest(tuple(bundled_files()), folder, train_tokenizer=384, workers=1))
+    return str(folder)
+
+
+def plan_of(**degrees: int) -> Plan:
+    return uniform_plan("gpt-tiny", "4xcpu", global_batch=16, micro_batch=4, layout="packed", **degrees)  # type: ignore[arg-type]
+
+
+def test_a_run_goes_on_under_another_plan(data: str, tmp_path: Path) -> None:
+    heard: list[Progress] = []
+    first = TrainRequest(plan_of(pp=2), data, 6, str(tmp_path / "first"), SETTINGS, eval_every=3, eval_batches=2, checkpoint_every=3)
+    straight = Trainer(first).train(heard.append)
+    assert [one.step for one in heard] == list(range(6)) and [one.loss for one in heard] == list(straight.losses)
+    assert straight.losses[-1] < straight.losses[0] - 0.2
+    assert [one.step for one in straight.evaluated] == [3, 6] and straight.evaluated[1].loss < straight.evaluated[0].loss
+    records = read_steps(tmp_path / "first" / "steps.jsonl")
+    assert [record.loss for record in records] == list(straight.losses) and all(record.tokens for record in records)
+    assert sorted(path.name for path in (tmp_path / "first").glob("*.spans")) == ["rank-00000.spans", "rank-00001.spans"]
+    assert set(straight.stages) == {0, 1} and straight.stages[0].num_passes > 0
+
+    saved = next((tmp_path / "first" / "checkpoints").glob("*-step-3"))
+    other = replace(first, plan=plan_of(tp=2, replicas=2), out=str(tmp_path / "second"), resume=str(saved), eval_every=0)
+    again = Trainer(other).train()
+    assert again.first_step == 3 and again.losses == pytest.approx(straight.losses[3:], rel=1e-5)
+
+
+def test_torchrun_starts_the_same_training(data: str, tmp_path: Path) -> None:
+    write_plan(tmp_path / "plan.json", plan_of(pp=2))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock.cli.main", "train"]
+    options = [str(tmp_path / "plan.json"), "--data", data, "--steps", "2", "--out", str(tmp_path / "run"), "--json", "--lr", "2e-3"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)  # one of the two ranks prints
+    alone = Trainer(TrainRequest(plan_of(), data, 2, str(tmp_path / "alone"), SETTINGS)).train()
+    assert found["losses"] == pytest.approx(alone.losses, rel=1e-5)
+
+
+def test_dynamic_micro_batches(data: str, tmp_path: Path) -> None:
+    plan = replace(plan_of(pp=2), micro_batching=MicroBatching("packed", "dynamic"))
+    dynamic = Trainer(TrainRequest(plan, data, 3, str(tmp_path / "a"), SETTINGS)).train()
+    fixed = Trainer(TrainRequest(plan_of(pp=2), data, 3, str(tmp_path / "b"), SETTINGS)).train()
+    assert dynamic.losses == pytest.approx(fixed.losses, rel=1e-4)  # the loss is that of the global batch, however it is cut
+
+
+def test_a_failure_is_told_in_one_message(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run" / "steps.jsonl").mkdir(parents=True)
+    with pytest.raises(WorkerError, match=r"rank 0: '.*steps.jsonl' cannot be written: Is a directory"):
+        Trainer(TrainRequest(plan_of(pp=2), data, 3, str(tmp_path / "run"), SETTINGS)).train()
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        (
+            {"cluster_ref": "256xcpu", "pp": 4, "replicas": 64, "global_batch": 256, "micro_batch": 1},
+            (),
+            "the plan has 256 ranks, but this",
+        ),
+        ({"global_batch": 4096}, (), "fewer than one global batch of 4096"),
+        ({"model_ref": "gpt-small", "seq_length": 64}, ("--steps", "0"), "--steps is 0"),
+        ({}, ("--resume", "nowhere"), "'nowhere' holds no checkpoint"),
+        ({}, ("--device", "abacus"), "cpu or cuda was expected"),
+        ({}, ("--lr", "-1"), "the learning rate is -1"),
+        ({}, ("--torch-profile", "x"), "--torch-profile is 'x'"),
+        ({}, ("--data", "nowhere"), "folder 'nowhere' holds no prepared data"),
+    ],
+)
+def test_wrong_input_is_refused_before_anything_starts(
+    data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], options: tuple[str, ...], message: str
+) -> None:
+    fields = {"model_ref": "gpt-tiny", "cluster_ref": "4xcpu", "global_batch": 16, "micro_batch": 4, "pp": 2, "layout": "packed"} | changes
+    write_plan(tmp_path / "plan.json", uniform_plan(**fields))  # type: ignore[arg-type]
+    given = ["--data", data, "--steps", "3", "--out", str(tmp_path / "run"), *options]
+    assert run(["train", str(tmp_path / "plan.json"), *given]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_vocabulary_that_does_not_match(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = replace(plan_of(pp=2), model={"base": "gpt-tiny", "vocab": 100})
+    write_plan(tmp_path / "plan.json", plan)
+    assert run(["train", str(tmp_path / "plan.json"), "--data", data, "--steps", "3", "--out", str(tmp_path / "run")]) == 2
+    assert "has a vocabulary of 384" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_verb_compares_predicted_and_measured(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_plan(tmp_path / "plan.json", plan_of(pp=2))
+    given = ["--data", data, "--steps", "3", "--out", str(tmp_path / "run"), "--compare", "--json", "--torch-profile", "1"]
+    assert run(["train", str(tmp_path / "plan.json"), *given]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["losses"]) == 3 and found["predicted_time_s"] > 0
+    for stage in found["stages"]:
+        assert min(stage[f"{kind}_{how}_s"] for kind in ("forward", "backward") for how in ("predicted", "measured")) > 0
+    traces = sorted((tmp_path / "run").glob("profile-*.json"))
+    assert [path.name for path in traces] == ["profile-rank-00000-step-1.json", "profile-rank-00001-step-1.json"]
+    labels = {event["name"].split(":")[0] for event in json.loads(traces[0].read_text())["traceEvents"] if "name" in event}
+    assert {"compute", "pipeline", "data parallel", "update"} <= labels

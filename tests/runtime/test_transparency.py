@@ -1,0 +1,179 @@
+"""Any plan trains like one process: the same losses and the same weights, whatever is split, scheduled, recomputed or replicated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from runtime_cases import Case, Choice, covering_choices, largest_difference, make_case, reference
+
+from penstock.models.modules import build_chain
+from penstock.plans.references import model_of
+from penstock.plans.validity import check_plan
+from penstock.programs.check import check_programs
+from penstock.programs.lower import lower
+from penstock.programs.work import ReplicaWork
+from penstock.runtime.learning_rate import LearningRate
+from penstock.runtime.optimizer import OptimizerSettings
+from penstock.runtime.session import train_programs
+from penstock.runtime.update import TrainingSettings
+from penstock.runtime.workers import Pool
+from penstock.schedules.actions import FORWARD
+from penstock.schedules.orders import gpipe, schedule_of
+
+pytestmark = pytest.mark.timeout(280)
+
+TOLERANCE = 1e-5
+SGD = TrainingSettings(LearningRate(0.05), OptimizerSettings("sgd"), clip_norm=1.0)
+# With the usual eps AdamW turns the rounding noise of gradients that are exactly zero (biases of keys) into whole steps.
+ADAMW = TrainingSettings(LearningRate(3e-3, warmup_steps=2), OptimizerSettings("adamw", eps=1e-3), clip_norm=0.5)
+PLAIN: Choice = {"family": "gpt", "pp": 2, "tp": 2, "dp": 1, "replicas": 2, "schedule": "1f1b", "layout": "packed", "recompute": "some",
+                 "cuts": "uneven", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(8, timeout_s=60) as workers:
+        yield workers
+
+
+def differences(pool: Pool, case: Case, settings: TrainingSettings = SGD, **more: Any) -> tuple[float, float, str]:
+    """(of losses, of weights, where): the largest relative ones."""
+    outcomes = pool.run(train_programs, case.plan, case.programs(), settings)
+    losses, weights = reference(case, settings, **more)
+    working = [outcome for outcome in outcomes if outcome.losses]
+    assert len(working) == len(case.plan.ranks)
+    assert all(outcome.losses == working[0].losses for outcome in working)
+    of_losses = max(abs(mine - other) / abs(other) for mine, other in zip(working[0].losses, losses, strict=True))
+    return of_losses, *largest_difference(case, working, weights)
+
+
+def test_a_covering_set_of_plans(pool: Pool) -> None:
+    choices = covering_choices(at_least=42)
+    for kind, value in (("schedule", "interleaved"), ("schedule", "zero-bubble"), ("degrees", "per stage")):
+        sizes = [len(make_case(choice, seed).plan.ranks) for seed, choice in enumerate(choices) if choice[kind] == value]
+        assert sum(size >= 4 for size in sizes) >= 4
+    wrong = []
+    for seed, choice in enumerate(choices):
+        case = make_case(choice, seed)
+        assert check_plan(case.plan, case.model) == []
+        if choice["degrees"] != "per op":
+            assert all(check_programs(programs, case.plan, case.model) == [] for programs in case.programs())
+        of_losses, of_weights, where = differences(pool, case)
+        if max(of_losses, of_weights) > TOLERANCE:
+            wrong.append(f"{seed} {choice}: losses {of_losses:.1e}, weights {of_weights:.1e} ({where})")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama", "bert", "t5", "vgg"])
+def test_equals_the_whole_batch_at_once(pool: Pool, family: str) -> None:
+    layout = "padded" if family in ("t5", "vgg") else "packed"
+    case = make_case(PLAIN | {"family": family, "layout": layout, "schedule": "zero-bubble", "recompute": "none"}, 11)
+    assert max(differences(pool, case, whole=True)[:2]) <= TOLERANCE
+
+
+def test_twenty_steps(pool: Pool) -> None:
+    assert max(differences(pool, make_case(PLAIN, 5, iterations=20))[:2]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_adamw_with_clipping_and_warm_up(pool: Pool, zero: int) -> None:
+    case = make_case(PLAIN | {"zero": zero, "dp": 2, "tp": 1}, 7, iterations=5)
+    assert max(differences(pool, case, ADAMW)[:2]) <= TOLERANCE
+
+
+def test_weights_move(pool: Pool) -> None:
+    """The tolerance would see a weight that is not updated."""
+    case = make_case(PLAIN, 5)
+    still = replace(SGD, rate=LearningRate(1e-30))
+    outcomes = pool.run(train_programs, case.plan, case.programs(), still)
+    assert largest_difference(case, outcomes, reference(case, SGD)[1])[0] > 100 * TOLERANCE
+
+
+def test_one_rank_is_exactly_plain_torch(pool: Pool) -> None:
+    case = make_case(PLAIN | {"pp": 1, "tp": 1, "replicas": 1, "recompute": "none"}, 3)
+    settings = replace(SGD, clip_norm=None)
+    assert differences(pool, case, settings)[:2] == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_pipeline_is_exactly_plain_torch(pool: Pool, schedule: str) -> None:
+    """Cutting changes no sum: each weight's gradients are added in the order of micro-batches, as in one process."""
+    case = make_case(PLAIN | {"pp": 4, "tp": 1, "replicas": 1, "schedule": schedule, "family": "llama"}, 3)
+    settings = replace(SGD, clip_norm=None)
+    assert differences(pool, case, settings)[:2] == (0.0, 0.0)
+
+
+def test_batch_statistics_stay_exact_over_twenty_steps(pool: Pool) -> None:
+    """Two ranks add in the order of one process; any rounding would grow at the kinks of ReLU after batch norm."""
+    case = make_case(PLAIN | {"family": "resnet", "layout": "padded", "pp": 3, "tp": 1, "dp": 2, "replicas": 1}, 3, iterations=20)
+    assert differences(pool, case, replace(SGD, clip_norm=None, rate=LearningRate(0.02)))[1] == 0.0
+
+
+def in_precision(case: Case, precision: str) -> Case:
+    plan = replace(case.plan, precision=precision)
+    return replace(case, plan=plan, model=model_of(plan))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_learns_alike_on_one_rank_and_on_eight(pool: Pool, precision: str) -> None:
+    split = in_precision(make_case(PLAIN | {"replicas": 1, "tp": 2, "pp": 4}, 9, 8), precision)
+    alone = same_micro_batches(
+        in_precision(make_case(PLAIN | {"pp": 1, "tp": 1, "replicas": 1, "recompute": "none"}, 9, 8), precision), split
+    )
+    one, *_ = pool.run(train_programs, alone.plan, alone.programs(), ADAMW)
+    eight = pool.run(train_programs, split.plan, split.programs(), ADAMW)
+    assert eight[0].losses == pytest.approx(one.losses, rel=3e-3)
+    whole = {f"{weight.op}.{weight.name}": weight.values.float() for weight in one.weights}
+    whole |= {f"{place.index}.weight": whole["0.weight"] for place in split.model.ops if place.op.tied_to}
+    assert largest_difference(split, eight, whole)[0] < 0.03
+    start = {f"{index}.{name}": value for index, op in enumerate(build_chain(split.model).ops) for name, value in op.named_parameters()}
+    assert largest_difference(split, eight, start)[0] > 0.1  # it did learn
+    assert {weight.values.dtype for weight in eight[0].weights} == {torch.bfloat16 if precision == "bf16" else torch.float16}
+
+
+def same_micro_batches(case: Case, other: Case) -> Case:
+    """The case with the micro-batches of another, one replica each."""
+    works = []
+    for (own,), (its, *_) in zip(case.works, other.works, strict=True):
+        schedule = schedule_of(case.plan.schedule, case.plan.num_stages, len(its.micro_batches))
+        works.append((replace(own, micro_batches=its.micro_batches, schedule=schedule, patterns=()),))
+    return replace(case, works=tuple(works))
+
+
+def test_replicas_hold_equal_weights_and_statistics(pool: Pool) -> None:
+    case = make_case(PLAIN | {"family": "resnet", "layout": "padded", "pp": 2, "tp": 1, "dp": 2}, 4)
+    outcomes = pool.run(train_programs, case.plan, case.programs(), SGD)
+    stage = case.plan.stages[0]
+    holders = [outcomes[rank] for devices in stage.devices for rank in devices]
+    assert len(holders) == 4 and holders[0].statistics
+    for other in holders[1:]:
+        for mine, its in zip(holders[0].weights, other.weights, strict=True):
+            assert torch.equal(mine.values, its.values)
+        for mine_statistics, its_statistics in zip(holders[0].statistics, other.statistics, strict=True):
+            assert torch.equal(mine_statistics, its_statistics)
+
+
+@pytest.mark.parametrize("family", ["gpt", "vgg"])
+def test_evaluation_counts_every_label_once(pool: Pool, family: str) -> None:
+    layout = "packed" if family == "gpt" else "padded"
+    case = make_case(PLAIN | {"family": family, "layout": layout, "tp": 2, "dp": 2, "replicas": 1}, 6, iterations=1)
+    alone = make_case(PLAIN | {"family": family, "layout": layout, "pp": 1, "tp": 1, "replicas": 1}, 6, iterations=1)
+    found = []
+    for one in (case, same_micro_batches(alone, case)):
+        forward = tuple(_schedule_of_forwards(one, replace(replica, patterns=())) for replica in one.works[0])
+        programs = lower(one.plan, one.model, forward, 3, training=False)
+        assert check_programs(programs, one.plan, one.model) == []
+        outcomes = pool.run(train_programs, one.plan, [programs], SGD)
+        assert len({outcome.evaluated for outcome in outcomes if outcome.evaluated}) == 1
+        found.append(outcomes[0].evaluated[0])
+    assert found[0].loss == pytest.approx(found[1].loss, rel=1e-5)
+    assert found[0].accuracy == found[1].accuracy
+
+
+def _schedule_of_forwards(case: Case, work: ReplicaWork) -> ReplicaWork:
+    full = gpipe(case.plan.num_stages, len(work.micro_batches))
+    return replace(work, schedule=tuple(tuple(action for action in actions if action.kind == FORWARD) for actions in full))

@@ -1,0 +1,70 @@
+"""The update: fp16's loss scale, and settings that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import InputError
+from penstock.runtime.optimizer import OptimizerSettings, make_optimizer
+from penstock.runtime.update import LossScale, TrainingSettings
+
+
+def test_the_loss_scale_falls_on_overflow_and_rises_after_a_while() -> None:
+    scale = LossScale(value=8.0, patience=3)
+    for overflowed, value in ((False, 8.0), (True, 4.0), (False, 4.0), (False, 4.0), (False, 8.0), (False, 8.0), (True, 4.0)):
+        scale.after(overflowed)
+        assert scale.value == value
+    low = LossScale(value=1.0)
+    low.after(True)
+    assert low.value == 1.0
+
+
+def test_a_norm_to_clip_to_is_above_zero() -> None:
+    with pytest.raises(InputError, match="clip_norm is 0"):
+        TrainingSettings(clip_norm=0.0)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_moves_from_one_optimizer_to_another(kind: str, dtype: torch.dtype) -> None:
+    settings = OptimizerSettings(kind)  # type: ignore[arg-type]
+
+    def fresh() -> list[nn.Parameter]:
+        generator = torch.Generator().manual_seed(0)
+        return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in ((3, 4), (5,))]
+
+    def give(weights: list[nn.Parameter], step: int) -> None:
+        for number, weight in enumerate(weights):
+            weight.grad = torch.full_like(weight, 0.1 * (step + 1) * (number + 1))
+
+    whole, first = fresh(), fresh()
+    straight, before = make_optimizer(whole, settings, 0.1), make_optimizer(first, settings, 0.1)
+    for step in range(2):
+        give(whole, step)
+        give(first, step)
+        straight.step()
+        before.step()
+    second = [nn.Parameter(weight.detach().clone()) for weight in first]
+    after = make_optimizer(second, settings, 0.1)
+    for old, new in zip(first, second, strict=True):
+        state = before.state(old)
+        assert {value.shape for value in state.values() if value.dim()} == {old.shape}
+        after.load_state(new, state)
+    for step in range(2, 4):
+        give(whole, step)
+        give(second, step)
+        straight.step()
+        after.step()
+    for mine, its in zip(second, whole, strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_gradients_are_multiplied_in_fp32() -> None:
+    """fp16 gradients of a scaled loss would vanish if they were scaled back in fp16."""
+    weight = nn.Parameter(torch.zeros(1, dtype=torch.float16))
+    weight.grad = torch.full((1,), 1e-3, dtype=torch.float16)
+    optimizer = make_optimizer([weight], OptimizerSettings("sgd", weight_decay=0.0), lr=1e6)
+    optimizer.step(torch.tensor(2.0**-16))
+    assert weight.item() == pytest.approx(-1e6 * 1e-3 / 2**16, rel=1e-2)

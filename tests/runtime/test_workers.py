@@ -1,0 +1,119 @@
+"""Worker processes: results in order, one clear message when one fails or dies, nothing hangs, nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from runtime_cases import make_case
+from worker_jobs import fail_in_program, fail_on, hang_on, identify, kill_in_program, sleep
+
+from penstock.errors import InputError
+from penstock.runtime.workers import Pool, WorkerError, launch
+
+pytestmark = pytest.mark.timeout(110)
+
+CHOICE = {"family": "gpt", "pp": 2, "tp": 1, "dp": 1, "replicas": 1, "schedule": "1f1b", "layout": "packed", "recompute": "none",
+          "cuts": "even", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def gone(pids: list[int], within_s: float = 10.0) -> bool:
+    end = time.monotonic() + within_s
+    while any(map(is_running, pids)) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not any(map(is_running, pids))
+
+
+def test_results_come_in_the_order_of_ranks_and_workers_stay() -> None:
+    with Pool(3) as pool:
+        pids = pool.pids()
+        assert pool.run(identify, "a") == [(0, 3, pids[0], "a"), (1, 3, pids[1], "a"), (2, 3, pids[2], "a")]
+        assert [answer[3] for answer in pool.run_each(identify, [("x",), ("y",), ("z",)])] == ["x", "y", "z"]
+    assert gone(pids, 1.0)
+
+
+def test_an_exception_names_the_rank_and_ends_the_others() -> None:
+    pool = Pool(3)
+    pids = pool.pids()
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 failed: ValueError: no luck"):
+        pool.run(fail_on, 1)
+    assert time.monotonic() - start < 10 and gone(pids, 1.0)
+    with pytest.raises(WorkerError, match="earlier failure"):
+        pool.run(identify, "a")
+
+
+def test_a_failing_instruction_is_named() -> None:
+    case = make_case(CHOICE, 0)
+    pool = Pool(2)
+    with pytest.raises(WorkerError, match=r"rank 1 failed in iteration 1 at forward of stage 1, micro-batch 1 \(instruction \d+ of \d+\): "
+                                          "MemoryError: as if out of memory"):  # fmt: skip
+        pool.run(fail_in_program, case.plan, case.programs(), 1)
+
+
+def test_a_killed_rank_is_named_with_where_it_was() -> None:
+    case = make_case(CHOICE, 0)
+    pool = Pool(2)
+    pids = pool.pids()
+    start = time.monotonic()
+    with pytest.raises(
+        WorkerError, match=r"rank 1 was killed by signal 9 \(SIGKILL\) at Forward of stage 1, micro-batch 1 \(iteration 1, instruction"
+    ):
+        pool.run(kill_in_program, case.plan, case.programs(), 1)
+    assert time.monotonic() - start < 20 and gone(pids, 1.0)
+
+
+def test_a_kill_from_outside_ends_the_job_within_ten_seconds() -> None:
+    pool = Pool(2)
+    pids = pool.pids()
+    threading.Timer(0.5, os.kill, (pids[0], signal.SIGKILL)).start()
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 0 was killed by signal 9"):
+        pool.run(sleep, 60.0)
+    assert time.monotonic() - start < 10 and gone(pids, 1.0)
+
+
+def test_a_rank_that_hangs_is_told_when_time_is_up() -> None:
+    pool = Pool(2)
+    with pytest.raises(WorkerError, match=r"(?s)1 of 2 ranks did not finish in time.*rank 1 is before its first program"):
+        pool.run(hang_on, 1, timeout_s=1.0)
+
+
+def test_workers_go_with_their_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "launcher.py"
+    script.write_text(
+        "import sys, time\n"
+        "from penstock.runtime.workers import Pool\n"
+        "from worker_jobs import sleep\n"
+        "if __name__ == '__main__':\n"
+        "    pool = Pool(2)\n"
+        "    print(*pool.pids(), flush=True)\n"
+        "    pool.run(sleep, 100.0)\n"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    launcher = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": paths})
+    assert launcher.stdout is not None
+    pids = [int(word) for word in launcher.stdout.readline().split()]
+    assert len(pids) == 2 and all(map(is_running, pids))
+    launcher.kill()
+    launcher.wait()
+    assert gone(pids)
+
+
+def test_wrong_sizes_are_refused() -> None:
+    with pytest.raises(InputError, match="0 workers were asked for"):
+        launch(identify, 0, "a")

@@ -1,0 +1,93 @@
+"""Jobs for worker processes under test; at the top of the tests' path, so that workers can import them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock.plans.plan import Plan
+from penstock.programs.instructions import Forward, Program
+from penstock.runtime.session import open_rank
+from penstock.runtime.update import TrainingSettings
+from penstock.runtime.workers import Worker
+
+
+def identify(worker: Worker, word: str) -> tuple[int, int, int, str]:
+    """Who answers."""
+    return worker.rank, worker.size, os.getpid(), word
+
+
+def fail_on(worker: Worker, rank: int) -> None:
+    """Fails on one rank; the others wait for it."""
+    import torch.distributed as dist
+
+    if worker.rank == rank:
+        raise ValueError("no luck")
+    dist.barrier()
+
+
+def hang_on(worker: Worker, rank: int) -> None:
+    """Sleeps on one rank."""
+    if worker.rank == rank:
+        time.sleep(1000)
+
+
+def sleep(worker: Worker, time_s: float) -> None:
+    """Does nothing for a while."""
+    time.sleep(time_s)
+
+
+def _run(worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], rank: int, fate: Callable[[], Any]) -> None:
+    """Trains; on one rank the forward pass of micro-batch 1 in iteration 1 meets its fate."""
+    own = open_rank(worker, plan, TrainingSettings())
+    assert own is not None
+    plain = own.executor.handlers[Forward]
+
+    def forward(step: Any) -> None:
+        assert own is not None and own.executor.program is not None
+        if worker.rank == rank and own.executor.program.iteration == 1 and step.micro_batch == 1:
+            fate()
+        plain(step)
+
+    own.executor.handlers[Forward] = forward
+    for iteration in programs:
+        own.train(iteration[worker.rank])
+
+
+def fail_in_program(worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], rank: int) -> None:
+    """An exception inside an instruction."""
+
+    def fail() -> None:
+        raise MemoryError("as if out of memory")
+
+    _run(worker, plan, programs, rank, fail)
+
+
+def kill_in_program(worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], rank: int) -> None:
+    """A death inside an instruction."""
+    _run(worker, plan, programs, rank, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def run_stalled(
+    worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], workloads: Any, rank: int, stall_s: float
+) -> list[float]:
+    """Timed devices, one of which really loses time before its forward pass of micro-batch 4."""
+    from penstock.runtime.timed import TimedRank
+    from penstock.runtime.world import World
+
+    world = World(plan)
+    if world.rank < 0:
+        return []
+    own = TimedRank(plan, workloads, world)
+    plain = own.executor.handlers[Forward]
+
+    def forward(step: Any) -> None:
+        if world.rank == rank and step.micro_batch == 4:
+            time.sleep(stall_s)
+        plain(step)
+
+    own.executor.handlers[Forward] = forward
+    return [own.run(iteration[world.rank]) for iteration in programs]
