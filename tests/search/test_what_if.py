@@ -63,7 +63,7 @@ def test_replicas_and_samples_divided_within_a_stage_are_no_rivals_but_other_mic
     request, own = asked(plan)
     alike = replace(plan, num_replicas=1, micro_batching=MicroBatching("padded", "fixed", 8),
                     stages=(replace(plan.stages[0], devices=((0, 1, 2, 3),), degrees=Degrees(dp=4)),))  # fmt: skip
-    other = replace(plan, micro_batching=MicroBatching("padded", "fixed", 4))
+    other = replace(plan, micro_batching=MicroBatching("padded", "fixed", 1))  # slower than the one that is alike
     found = [Choice.of(one, request.estimator.estimate(one)) for one in (alike, other)]
     assert [rival.choice for rival in rivals(own, found)] == [found[1]]
 
@@ -120,7 +120,8 @@ def test_a_node_more_keeps_the_numbers_of_ranks() -> None:
         if change.startswith("one more node"):
             devices = [there.cluster.device(rank) for rank in range(12)]
             assert devices == [request.cluster.device(rank) for rank in range(12)]
-            assert there.cluster.num_nodes == 3
+            added = there.cluster.node_of(there.cluster.num_devices - 1)
+            assert there.cluster.num_nodes == 3 and added.label in change
     assert own.estimate.fits
 
 
@@ -134,7 +135,7 @@ def test_nothing_becomes_slower_and_gains_are_against_the_best_known() -> None:
     for row in rows:
         assert row.time_s is not None and row.gain is not None and row.gain >= 0
         assert row.gain == pytest.approx(1 - row.time_s / best.estimate.time_s)
-    assert changed(rows, "one more node").gain > 0.05 and changed(rows, "a10 instead").gain > 0.05  # type: ignore[operator]
+    assert changed(rows, "one more node").gain > 0.05 and changed(rows, "a10 instead").gain > 0.005  # type: ignore[operator]
 
 
 def test_known_plans_are_kept_where_no_time_is_left() -> None:
@@ -151,7 +152,7 @@ def test_memory_that_is_missing_is_what_helps() -> None:
     request, own = asked(uniform_plan("gpt-1.3b", "1xv100-16gb", global_batch=4, micro_batch=1))
     assert not own.estimate.fits
     rows = relaxed(request, [own, *found_beside(request)])
-    assert (rows[0].choice, rows[0].gain, rows[0].note) == (None, None, "no plan fits")
+    assert (rows[0].choice, rows[0].gain, rows[0].note) == (None, None, "no plan was found that fits")
     for row in (changed(rows, "twice the memory"), changed(rows, "v100-32gb instead of v100-16gb")):
         assert row.choice is not None and row.choice.estimate.fits and row.gain is None
 
@@ -187,8 +188,8 @@ def test_links_that_were_measured_become_faster_too() -> None:
         ("a100-80gb", "h100-80gb"),
         ("h100-80gb", "h200-141gb"),
         ("h200-141gb", "b200"),
-        ("t4", "a10g"),
-        ("l4", "l40s"),
+        ("t4", "v100-16gb"),
+        ("l4", "a100-40gb"),
         ("b200", None),
         ("mi300x", None),
         ("cpu", None),

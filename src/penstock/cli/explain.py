@@ -1,4 +1,4 @@
-"""`penstock explain`: where a plan's time, memory and money go, and how it differs from another."""
+"""`penstock explain`: where a plan's time, memory and money go, how it differs from others, and what would make it faster."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, format_usd, out, print_json, table
+from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, format_usd, out, print_json, progress, table
 
 if TYPE_CHECKING:
     from penstock.costs.estimate import Estimate, StageEstimate
+    from penstock.search.what_if import Relaxed, Rival
 
 __all__ = ["explain", "show_estimate"]
 
@@ -25,20 +26,29 @@ def explain(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file (plan.json).")],
     against: Annotated[Path | None, typer.Option(help="Another plan: show what differs, as this plan minus that one.")] = None,
     costs: Annotated[str | None, typer.Option(help="roofline or profile:FILE; if not given, those the plan names.")] = None,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="Also search again: why the next best plans lost, and what would make training faster.")
+    ] = False,
     json: JsonFlag = False,
 ) -> None:
-    """Say where a plan's time, memory and money go, stage by stage, and what the others wait for.
+    """Say where a plan's time, memory and money go, stage by stage, what the others wait for, and what the runtime cannot run of it.
 
     Example: penstock explain plan.json --against other.json
     """
     found = _estimate(plan, costs)
     other = _estimate(against, costs or found.source) if against is not None else None
+    cannot = _unsupported(plan)
+    beside, faster = _what_if(plan, costs, quiet=json) if what_if else ([], [])
     if json:
-        print_json(_as_dict(plan, found, against, other))
+        print_json(_as_dict(plan, found, against, other) | {"unsupported": cannot} | (_what_if_dict(beside, faster) if what_if else {}))
         return
     show_estimate(str(plan), found)
+    for problem in cannot:
+        out().print(f"cannot be trained yet: {problem}", markup=False, soft_wrap=True)
     if other is not None:
         out().print(_differences_table(str(plan), found, str(against), other))
+    if what_if:
+        _show_what_if(found, beside, faster)
 
 
 def _estimate(path: Path, costs: str | None) -> Estimate:
@@ -52,6 +62,32 @@ def _estimate(path: Path, costs: str | None) -> Estimate:
     require_valid(plan, where=f"plan '{path}'")
     cluster = cluster_of(plan)
     return estimate(plan, model_of(plan), cluster, open_costs(costs or plan.costs, cluster))
+
+
+def _unsupported(path: Path) -> list[str]:
+    from penstock.plans.capabilities import unsupported
+    from penstock.plans.references import model_of
+    from penstock.plans.schema import read_plan
+
+    plan = read_plan(path)
+    return unsupported(plan, model_of(plan))
+
+
+def _what_if(path: Path, costs: str | None, quiet: bool) -> tuple[list[Rival], list[Relaxed]]:
+    """The next best plans, and the best plan with each limit relaxed."""
+    from penstock.costs.sources import open_costs
+    from penstock.plans.references import cluster_of
+    from penstock.plans.schema import read_plan
+    from penstock.search.choice import Choice
+    from penstock.search.what_if import found_beside, relaxed, request_of, rivals
+
+    plan = read_plan(path)
+    request = request_of(plan, open_costs(costs or plan.costs, cluster_of(plan)))
+    own = Choice.of(plan, request.estimator.estimate(plan), "exact")
+    with progress("other plans", quiet=quiet) as bar:
+        found = found_beside(request, tell=lambda text: bar.describe(f"other plans: {text}"))
+        rows = relaxed(request, [own, *found[:1]], tell=lambda change: bar.describe(f"what if: {change}"))
+    return rivals(own, found), rows
 
 
 def show_estimate(name: str, found: Estimate) -> None:
@@ -159,6 +195,69 @@ def _quantity(key: str, value: float | None) -> str:
     if key == "mfu":
         return f"{value:.1%}"
     return format_usd(value) if key.endswith("_usd") else format_time(value)
+
+
+_SMALL = 0.001
+"""Parts that differ by less than this share of the time are not named."""
+_OF_PLAN = ("schedule", "pp", "tp", "dp", "replicas", "micro_batch", "recompute")
+"""What tells plans apart in a table."""
+
+
+def _show_what_if(found: Estimate, beside: list[Rival], faster: list[Relaxed]) -> None:
+    from penstock.cli.search import choice_row
+
+    rows = []
+    for rival in beside:
+        row, least_s = choice_row(rival.choice), _SMALL * found.time_s
+        worse, better = (
+            ", ".join(f"{name} {format_time(abs(time_s))}" for name, time_s in parts if abs(time_s) > least_s) or "-"
+            for parts in ([part for part in rival.parts_s if part[1] > 0], [part for part in rival.parts_s if part[1] < 0])
+        )
+        rows.append([*(row[name] for name in _OF_PLAN), format_time(row["time_s"]), f"{rival.slower:+.1%}", worse, better])
+    columns = [*(name.replace("_", "-") for name in _OF_PLAN), "time", "slower", "takes more", "takes less"]
+    out().print(table(f"the best plans of other kinds, against this one's {format_time(found.time_s)}", columns, rows))
+    out().print(_verdict(found, beside, faster[0]), markup=False, soft_wrap=True)
+    out().print(table("what would make training faster, one change at a time, each with the best plan found",
+                      ["change", "time", "saved", *(name.replace("_", "-") for name in _OF_PLAN)], map(_relaxed_row, faster)))  # fmt: skip
+    for change in faster:
+        if change.note:
+            out().print(f"{change.change}: {change.note}", markup=False, soft_wrap=True)
+
+
+def _relaxed_row(row: Relaxed) -> list[Any]:
+    from penstock.cli.search import choice_row
+
+    if row.choice is None:
+        return [row.change, *["-"] * (2 + len(_OF_PLAN))]
+    plan, gain = choice_row(row.choice), "-" if row.gain is None else f"{row.gain:.1%}"
+    return [row.change, format_time(plan["time_s"]), gain, *(plan[name] for name in _OF_PLAN)]
+
+
+def _verdict(found: Estimate, beside: list[Rival], best: Relaxed) -> str:
+    """Why the first of the others lost, or that a plan did not."""
+    if best.time_s is not None and best.time_s < found.time_s * (1 - 1e-9):
+        saved = 1 - best.time_s / found.time_s
+        return f"a faster plan was found: {format_time(best.time_s)}, {saved:.1%} less; `penstock search` finds and writes it"
+    if not beside:
+        return "no plan of another kind was found that fits"
+    if not found.fits:
+        return "the plans above fit, this one does not"
+    name, time_s = max(beside[0].parts_s, key=lambda part: part[1])
+    return f"the runner-up lost most by its {name}: {format_time(time_s)} more in each iteration"
+
+
+def _what_if_dict(beside: list[Rival], faster: list[Relaxed]) -> dict[str, Any]:
+    from penstock.cli.search import choice_row
+
+    return {
+        "rivals": [
+            {**choice_row(rival.choice), "slower": rival.slower, "differences_s": dict(rival.parts_s)} for rival in beside
+        ],
+        "what_if": [
+            {"change": row.change, "time_s": row.time_s, "gain": row.gain, "note": row.note,
+             "plan": None if row.choice is None else choice_row(row.choice)} for row in faster
+        ],
+    }  # fmt: skip
 
 
 def _as_dict(path: Path, found: Estimate, against: Path | None, other: Estimate | None) -> dict[str, Any]:

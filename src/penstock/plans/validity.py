@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from penstock.errors import InputError
 from penstock.plans import placement
 from penstock.plans.batch_rules import batch_problems, length_problems
+from penstock.plans.capabilities import MAX_ZERO_IN_PIPELINE, SCHEDULES
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.schema import plan_from_dict, plan_to_dict
 
@@ -63,17 +64,19 @@ def _found(find: Callable[[], Found], problems: list[str]) -> Found | None:
 
 
 def _schedule_problems(plan: Plan) -> Iterator[str]:
-    if plan.schedule == "interleaved":
+    rules = SCHEDULES[plan.schedule]
+    if rules.chunked:
         yield from _interleaved_problems(plan)
-    if plan.schedule == "zero-bubble":
-        yield from _zero_bubble_problems(plan)
-    if plan.num_stages > 1:
-        for index, stage in enumerate(plan.stages):
-            if stage.zero > 1:
-                yield (
-                    f"stages.{index}.zero is {stage.zero}, but there are {plan.num_stages} stages: "
-                    "ZeRO-2/3 only without a pipeline. Use zero 1, or one stage."
-                )
+    elif plan.num_stages < rules.min_groups:
+        yield f"schedule '{plan.schedule}' needs {rules.min_groups} or more stages, there is {plan.num_stages}. Use '1f1b'."
+    for index, stage in enumerate(plan.stages):
+        if any(stage.recompute) and not rules.recomputes:
+            yield f"stages.{index}.recompute names ops, but the schedule '{plan.schedule}' does not recompute. Drop them, or use '1f1b'."
+        if stage.zero > MAX_ZERO_IN_PIPELINE and plan.num_stages > 1:
+            yield (
+                f"stages.{index}.zero is {stage.zero}, but there are {plan.num_stages} stages: "
+                f"ZeRO-2/3 only without a pipeline. Use zero {MAX_ZERO_IN_PIPELINE}, or one stage."
+            )
     if plan.predicted is not None and len(plan.predicted.memory) not in (0, plan.num_stages):
         yield f"predicted.memory has {len(plan.predicted.memory)} entries for {plan.num_stages} stages. Give one each, or none."
 
@@ -81,7 +84,7 @@ def _schedule_problems(plan: Plan) -> Iterator[str]:
 def _interleaved_problems(plan: Plan) -> Iterator[str]:
     """Chunk c of group g is stage c × groups + g."""
     groups = plan.num_groups
-    if groups < 2 or plan.num_stages < 2 * groups or plan.num_stages % groups:
+    if groups < SCHEDULES["interleaved"].min_groups or plan.num_stages < 2 * groups or plan.num_stages % groups:
         yield (
             f"schedule 'interleaved' needs a multiple (2 or more) of 2 or more device groups as stages; there are {plan.num_stages} "
             f"stages on {groups} groups. Use {2 * max(groups, 2)} stages, or the schedule '1f1b'."
@@ -93,12 +96,3 @@ def _interleaved_problems(plan: Plan) -> Iterator[str]:
                 f"stages.{index}.devices differ from those of stages.{index % groups}: with {groups} device groups 'interleaved' "
                 f"puts every {groups}th stage on the same devices. Give both the same ranks in the same order."
             )
-
-
-def _zero_bubble_problems(plan: Plan) -> Iterator[str]:
-    """A split backward pass keeps a linear op's input for its second half, so that recomputing would save nothing."""
-    if plan.num_stages < 2:
-        yield "schedule 'zero-bubble' needs 2 or more stages, there is 1. Use '1f1b'."
-    for index, stage in enumerate(plan.stages):
-        if any(stage.recompute):
-            yield f"stages.{index}.recompute names ops, but the schedule 'zero-bubble' does not recompute. Drop them, or use '1f1b'."

@@ -36,6 +36,7 @@ _FACTOR = 2
 """Twice as much of what limits."""
 _WORTH = 1.5
 """A device is larger if it has this many times the memory or the arithmetic, and no less of anything."""
+_NOTHING = "no plan was found that fits"
 
 Tell = Callable[[str], None]
 
@@ -127,7 +128,7 @@ def _rival(own: Choice, choice: Choice) -> Rival:
 def relaxed(request: Request, known: Sequence[Choice], budget_s: float = BUDGET_S, tell: Tell = lambda text: None) -> list[Relaxed]:
     """The best plan as things are, then with each limit relaxed alone; `known` are plans on the request's own cluster."""
     best = min((choice for choice in known if choice.estimate.fits), key=lambda choice: choice.estimate.time_s, default=None)
-    rows = [Relaxed("as it is", best, None if best is None else 0.0, "" if best else "no plan fits")]
+    rows = [Relaxed("as it is", best, None if best is None else 0.0, "" if best else _NOTHING)]
     for change, there in relaxations(request):
         tell(change)
         rows.append(_relaxed(change, there, known, best, budget_s))
@@ -139,9 +140,9 @@ def _relaxed(change: str, there: Request, known: Sequence[Choice], before: Choic
         candidates = list(_again(there, known))
         try:
             candidates += search(there, top=1, prove=False, time_budget_s=budget_s).choices
-        except InfeasibleError as error:
+        except InfeasibleError:
             if not candidates:
-                return Relaxed(change, None, None, str(error))
+                return Relaxed(change, None, None, _NOTHING)
     except ProfileMissingError as error:
         return Relaxed(change, None, None, str(error))
     best = min(candidates, key=lambda choice: choice.estimate.time_s)
