@@ -18,7 +18,8 @@ def test_the_demo_runs_and_runs_again(tmp_path: Path, capsys: pytest.CaptureFixt
     told = json.loads(capsys.readouterr().out)
     profile, plan = folder / "profile.json", folder / "plan.json"
     assert told["profile"] == str(profile) and told["plan"] == str(plan)
-    assert sorted(entry.name for entry in folder.iterdir()) == ["plan.json", "profile.json"]
+    assert sorted(entry.name for entry in folder.iterdir()) == ["data", "plan.json", "profile.json", "run"]
+    assert len(told["losses"]) == 6 and told["losses"][-1] < told["losses"][0]
     first, written = profile.read_bytes(), read_plan(plan)
     assert written.predicted is not None and written.predicted.time_s == told["plans"][0]["time_s"]
     assert all(row["tp"] == 1 for row in told["plans"])
@@ -26,6 +27,7 @@ def test_the_demo_runs_and_runs_again(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run(["demo", "--out", str(folder)]) == 0
     shown = capsys.readouterr().out
     assert profile.read_bytes() == first and read_plan(plan) == written
+    assert "measured / predicted" in shown
     assert "What to try next" in shown and "one iteration" in shown and "profile:h200-141gb" in shown
     assert run(["check", str(plan)]) == 0 and run(["explain", str(plan)]) == 0
 

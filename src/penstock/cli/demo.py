@@ -1,7 +1,8 @@
-"""`penstock demo`: measure a small model on this machine, plan for two such machines, and say where the time goes."""
+"""`penstock demo`: measure a small model on this machine, plan for two processes, train with them, and compare with what was predicted."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,13 +18,15 @@ __all__ = ["demo"]
 
 _MODEL, _CLUSTER, _GLOBAL_BATCH = "gpt-small", "2xcpu", 16
 _BUDGET_S = 45.0
+_STEPS = 6
 
 
 def demo(
-    folder: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the profile and the plan go.")] = Path("runs/demo"),
+    folder: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where profile, plan, data and run go.")] = Path("runs/demo"),
     json: JsonFlag = False,
 ) -> None:
-    """Measure a small GPT on this machine's processor, find a plan for two of them, and explain it. Needs no GPU; about a minute.
+    """Measure a small GPT on this machine's processor, find a plan for two processes, explain it, and train with it for a few steps. Needs
+    no GPU; about a minute.
 
     A second run uses the profile of the first.
 
@@ -36,12 +39,47 @@ def demo(
     # Only tp 1 was measured: a modelled tp 2 beside it would compare unlike things.
     found = best_plans(_MODEL, _CLUSTER, _GLOBAL_BATCH, costs=source, max_tp=1, top=3)
     write_plan(folder / "plan.json", found[0].plan)
+    if not json:
+        _explain(found, folder)
+    losses = _trained(folder, json)
     if json:
         from penstock.cli.search import choice_row
 
-        print_json({"profile": folder / "profile.json", "plan": folder / "plan.json", "plans": [choice_row(choice) for choice in found]})
+        rows = [choice_row(choice) for choice in found]
+        print_json({"profile": folder / "profile.json", "plan": folder / "plan.json", "plans": rows, "losses": losses})
         return
-    _tell(found, folder)
+    _tell(folder)
+
+
+def _trained(folder: Path, quiet: bool) -> list[float]:
+    """The losses of a few steps with the plan, on the bundled texts; each demo trains anew."""
+    from penstock.cli.train import show_comparison
+    from penstock.plans.schema import read_plan
+    from penstock.runtime.trainer import Progress, Trainer, TrainRequest
+
+    shutil.rmtree(folder / "run", ignore_errors=True)
+    plan = read_plan(folder / "plan.json")
+    trainer = Trainer(TrainRequest(plan, str(_prepared(folder / "data")), _STEPS, str(folder / "run")))
+    with progress(f"training {_MODEL} with {len(plan.ranks)} processes", _STEPS, quiet=quiet) as bar:
+
+        def told(step: Progress) -> None:
+            bar.describe(f"loss {step.loss:.4f}")
+            bar.advance()
+
+        result = trainer.train(told)
+    if not quiet:
+        show_comparison(plan, result)
+    return list(result.losses)
+
+
+def _prepared(path: Path) -> Path:
+    """The bundled texts with a tokenizer trained on them, made once."""
+    from penstock.data.bundled import bundled_files
+    from penstock.data.prepare import TextRequest, prepare_text
+
+    if not path.exists():
+        prepare_text(TextRequest(tuple(bundled_files()), path, train_tokenizer=2048, limits=(192, 63)))
+    return path
 
 
 def _measured(path: Path, quiet: bool) -> Profiled:
@@ -65,13 +103,17 @@ def _measured(path: Path, quiet: bool) -> Profiled:
     return Profiled.open(path)
 
 
-def _tell(found: list[Choice], folder: Path) -> None:
+def _explain(found: list[Choice], folder: Path) -> None:
     from penstock.cli.explain import show_estimate
     from penstock.cli.search import choices_table
 
     plan = folder / "plan.json"
     out().print(choices_table(f"best uniform plans of {_MODEL} on {_CLUSTER}, global batch {_GLOBAL_BATCH}, as measured here", found))
     show_estimate(str(plan), found[0].estimate)
+
+
+def _tell(folder: Path) -> None:
+    plan = folder / "plan.json"
     for line in (
         "",
         f"measured costs are in {folder / 'profile.json'}, the best plan in {plan}. What to try next:",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.runtime.trainer import Progress, TrainResult
 
-__all__ = ["train"]
+__all__ = ["show_comparison", "train"]
 
 
 def train(
@@ -157,6 +157,11 @@ def _summary(result: TrainResult, estimate: Estimate | None) -> dict[str, Any]:
     if estimate is not None:
         found |= {"predicted_time_s": estimate.time_s, "stages": _rows(result, estimate)}
     return found
+
+
+def show_comparison(plan: Plan, result: TrainResult) -> None:
+    """Predicted against measured times of each stage, and of a step."""
+    _show(result, _estimate(plan))
 
 
 def _show(result: TrainResult, estimate: Estimate) -> None:

@@ -47,7 +47,8 @@ def check_programs(
         return problems
     for program in programs:
         problems += follow(program, limits)
-    problems += exchange_problems(programs)
+    mixed = [index for index, stage in enumerate(plan.stages) if stage.runs] if plan is not None and model is not None else []
+    problems += exchange_problems(programs, mixed)
     problems += deadlock_problems(programs)
     if plan is not None and model is not None and not problems:
         problems += content_problems(programs, plan, model)

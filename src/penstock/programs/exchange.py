@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.programs import instructions as i
@@ -49,8 +49,8 @@ def matched(programs: Sequence[i.Program]) -> Iterator[Transfer]:
             yield Transfer(send, send_at, receive, receive_at, sender, receiver)
 
 
-def exchange_problems(programs: Sequence[i.Program]) -> Iterator[Problem]:
-    """All that does not match between ranks."""
+def exchange_problems(programs: Sequence[i.Program], mixed_stages: Collection[int] = ()) -> Iterator[Problem]:
+    """All that does not match between ranks; of `mixed_stages`, whose ops differ in degrees, groups are judged with their plan alone."""
     replicas = {program.rank: program.replica for program in programs}
     for (what, cut, m, sender, receiver), (sends, receives) in _ends(programs).items():
         name = f"{what} over cut {cut} of micro-batch {m} from rank {sender} to rank {receiver}"
@@ -66,7 +66,7 @@ def exchange_problems(programs: Sequence[i.Program]) -> Iterator[Problem]:
             if sent != got:
                 yield Problem(receiver, at, f"{name}: {_listed(sent)} is sent, {_listed(got)} is expected")
     yield from _order_problems(programs)
-    yield from _reduction_problems(programs)
+    yield from _reduction_problems(programs, mixed_stages)
     yield from _tied_problems(programs)
 
 
@@ -96,7 +96,7 @@ def _shown(transfer: tuple[object, ...]) -> str:
     return f"the {what} over cut {cut} of micro-batch {m} from {sender} to {receiver}"
 
 
-def _reduction_problems(programs: Sequence[i.Program]) -> Iterator[Problem]:
+def _reduction_problems(programs: Sequence[i.Program], mixed_stages: Collection[int]) -> Iterator[Problem]:
     """Ranks that hold the same weights all reduce them together."""
     if not programs[0].training:
         return
@@ -111,13 +111,14 @@ def _reduction_problems(programs: Sequence[i.Program]) -> Iterator[Problem]:
             for group in step.groups if step else ():
                 yield from _group_problems(program.rank, at, stage, group, starts)
             same = {other.rank for other, its in members if its.index % its.entry_tp == place.index % place.entry_tp}
-            if (place.entry_tp, place.entry_dp) == (place.exit_tp, place.exit_dp) and (step is None or len(step.groups) == 1):
+            alike = stage not in mixed_stages and (place.entry_tp, place.entry_dp) == (place.exit_tp, place.exit_dp)
+            if alike and (step is None or len(step.groups) == 1):
                 found = set(step.groups[0].ranks) if step else {program.rank}
                 covers = step is None or (step.groups[0].first, step.groups[0].last) == (place.first, place.last)
                 if found != same or not covers:
                     text = f"stage {stage}: ranks {sorted(same)} hold the same weights of ops {place.first}:{place.last}, "
                     yield Problem(program.rank, at, text + (f"but {sorted(found)} reduce them" if step else "but do not reduce them"))
-            elif step is None and len(members) > place.entry_tp * place.entry_dp:
+            elif stage not in mixed_stages and step is None and len(members) > place.entry_tp * place.entry_dp:
                 yield Problem(program.rank, -1, f"stage {stage} is on several replicas, but its gradients are not reduced")
 
 

@@ -15,6 +15,7 @@ from penstock.data.forms import SampleForm, form_of
 from penstock.data.planners import BatchSource, PlannerPool
 from penstock.data.planning import ProgramPlanner
 from penstock.errors import InputError
+from penstock.plans.capabilities import unsupported
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.schema import write_plan
 from penstock.plans.validity import require_valid
@@ -169,8 +170,8 @@ def _checked(request: TrainRequest) -> TrainRequest:
     require_valid(plan, model, cluster)
     if request.steps < 1:
         raise InputError(f"{request.steps} steps were asked for; 1 or more was expected.")
-    if any(stage.zero > 1 for stage in plan.stages):
-        raise InputError("the plan has ZeRO-2 or 3, which cannot be run yet. Use zero 0 or 1.")
+    if refused := unsupported(plan, model):
+        raise InputError("the plan cannot be run:\n" + "\n".join(f"  {problem}" for problem in refused))
     device = request.device or ("cpu" if {cluster.device(rank).name for rank in plan.ranks} == {"cpu"} else "cuda")
     _require_devices(plan, device, request.share_gpus)
     data = open_data(request.data)
