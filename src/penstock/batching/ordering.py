@@ -33,5 +33,5 @@ def hilbert(enc: Ints, dec: Ints, unit: int = 8, turn: int = 0) -> Ints:
 
 
 def curves(enc: Ints, dec: Ints, unit: int = 8) -> list[Ints]:
-    """Orders worth splitting: by length where there is one length, two Hilbert curves where there are two: four take longer and find no more."""
+    """Orders worth splitting: by length where there is one length, two Hilbert curves where there are two (four found no more)."""
     return [hilbert(enc, dec, unit, turn) for turn in (1, 3)] if dec.any() else [by_length(enc, dec)]
