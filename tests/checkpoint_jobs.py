@@ -10,7 +10,7 @@ from penstock.programs.instructions import Program
 from penstock.runtime.checkpoint_rank import load_rank, rank_pieces, rank_state
 from penstock.runtime.checkpoint_reader import Checkpoint
 from penstock.runtime.checkpoint_writer import CheckpointWriter
-from penstock.runtime.session import Outcome, _collected, open_rank
+from penstock.runtime.session import Outcome, collected, open_rank
 from penstock.runtime.update import TrainingSettings
 from penstock.runtime.workers import Worker
 
@@ -34,4 +34,4 @@ def train_part(
         writer = CheckpointWriter(save, rank=place, world_size=len(rank.world.ranks), token="test", limit_s=60)
         writer.save(programs[-1][place].iteration + 1, rank_pieces(rank), rank_state(rank))
         writer.wait()
-    return Outcome(tuple(losses), (), (), *_collected(rank))
+    return Outcome(tuple(losses), (), (), *collected(rank))

@@ -13,8 +13,8 @@ from oracles import batching as plain
 from penstock.batching import kernels
 from penstock.batching.costs import QUANTITIES, LayoutCosts, PipelineCosts
 from penstock.batching.ordering import by_length, curves, hilbert
-from penstock.batching.result import warm_up_schedule
 from penstock.batching.split import Windows, window_sizes
+from penstock.schedules.orders import with_depths
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -158,7 +158,7 @@ def test_running_a_replica_takes_what_the_twin_takes(seed: int) -> None:
     hop = numbers.random((count, 2, max(stages - 1, 1)))
     found = kernels.simulate(count, ahead, forward, backward, hop, np.empty((count, 2, stages)))
     assert found == pytest.approx(plain.makespan(ahead.tolist(), forward, backward, hop), rel=1e-12)
-    order = warm_up_schedule(ahead.tolist(), count)
+    order = with_depths(ahead.tolist(), count)
     for s in range(stages):
         assert [(a.kind, a.micro_batch) for a in order[s]] == plain.warm_up_order(int(ahead[s]), count)
 

@@ -16,9 +16,10 @@ from penstock.batching.costs import Floats, PipelineCosts
 from penstock.batching.fitting import positions
 from penstock.batching.ordering import by_length
 from penstock.batching.plan import BatchPlan, MicroBatch, ReplicaBatch, Sample
-from penstock.batching.result import peak_bytes, warm_up_schedule
+from penstock.batching.result import peak_bytes
 from penstock.errors import InfeasibleError, InputError
 from penstock.models.shapes import Layout
+from penstock.schedules.orders import with_depths
 
 __all__ = ["Attention", "fixed_batches", "packed_rows", "run_baseline", "token_budget"]
 
@@ -138,7 +139,7 @@ def _run(batches: Sequence[MicroBatch], prices: Floats, costs: PipelineCosts, mo
     for r in range(replicas):
         own = list(range(r, len(batches), replicas))
         chosen = np.stack([prices[own, c, mode] for c in costs.stage_class[r]])  # [S, micro-batches, 5]
-        schedule = warm_up_schedule(ahead.tolist(), len(own))
+        schedule = with_depths(ahead.tolist(), len(own))
         peaks = peak_bytes(schedule, chosen, costs.state_bytes[r])
         if not np.isfinite(chosen).all() or (np.array(peaks) > costs.limit_bytes[r]).any():
             return None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from penstock.batching.costs import Floats, PipelineCosts
@@ -12,9 +10,10 @@ from penstock.batching.ordering import Ints
 from penstock.batching.plan import BatchPlan, MicroBatch, ReplicaBatch
 from penstock.batching.search import Found, new_state, scratch_of
 from penstock.models.shapes import Layout
-from penstock.schedules.actions import BACKWARD, FORWARD, Action, Schedule
+from penstock.schedules.actions import FORWARD, Schedule
+from penstock.schedules.orders import with_depths
 
-__all__ = ["finish", "peak_bytes", "warm_up_schedule"]
+__all__ = ["finish", "peak_bytes"]
 
 _LAYOUTS: tuple[Layout, Layout] = ("padded", "packed")
 
@@ -33,7 +32,7 @@ def finish(costs: PipelineCosts, fitted: Fitted, found: Found, bound_s: float, s
         state.seq[r, : len(line)], state.num[r] = line, len(line)
         time_s = float(evaluate(state, costs.tables, r, scratch, hop))
         modes = state.mode[r, :, : len(line)]
-        schedule = warm_up_schedule([int(ahead) for ahead in found.ahead[r]], len(line))
+        schedule = with_depths([int(ahead) for ahead in found.ahead[r]], len(line))
         batches = tuple(
             _micro_batch(costs, fitted, enc, dec, state.members[slot, : state.filled[slot]], state.shape[slot], modes[:, place])
             for place, slot in enumerate(line)
@@ -57,24 +56,6 @@ def _micro_batch(costs: PipelineCosts, fitted: Fitted, enc: Ints, dec: Ints, mem
         dec_row_length=int(shape[2]),
         recompute=tuple(modes.tolist()),
     )
-
-
-def warm_up_schedule(ahead: Sequence[int], count: int) -> Schedule:
-    """Stage s runs ahead[s] forward passes, then a backward and a forward pass in turn.
-
-    ahead 2   F0 F1 B0 F2 B1 F3 B2 B3
-    ahead 1   F0 B0 F1 B1 F2 B2 F3 B3
-    """
-    devices = []
-    for stage, depth in enumerate(ahead):
-        first = min(depth, count)
-        actions = [Action(stage, FORWARD, m) for m in range(first)]
-        for m in range(count):
-            actions.append(Action(stage, BACKWARD, m))
-            if m + first < count:
-                actions.append(Action(stage, FORWARD, m + first))
-        devices.append(tuple(actions))
-    return tuple(devices)
 
 
 def peak_bytes(schedule: Schedule, chosen: Floats, state_bytes: Floats) -> tuple[float, ...]:

@@ -58,14 +58,7 @@ def search(
     from penstock.search.money import Objective, num_steps
     from penstock.search.request import Request
 
-    for name, value in (("--global-batch", global_batch), ("--seq-length", seq_length), ("--top", top), ("--steps", steps)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} is {value}; 1 or more was expected.")
-    if max_hops < 0:
-        raise InputError(f"--max-hops is {max_hops}; 0 or more was expected.")
-    for name, amount in (("--time-budget", time_budget), ("--tokens", tokens)):
-        if amount is not None and not amount > 0:
-            raise InputError(f"{name} is {amount}; more than 0 was expected.")
+    _check(global_batch, seq_length, top, steps, max_hops, time_budget, tokens)
     goal, names = Objective.parse(objective), _schedules(schedules)
     request = Request.of(
         model, cluster, global_batch, costs, seq_length, parse_sizes(micro_batches), _limit_bytes(memory_limit), names
@@ -111,6 +104,19 @@ def search(
         out().print(
             f"wrote {', '.join(map(str, paths))}; `penstock explain {paths[0]}` says where its time goes.", markup=False, soft_wrap=True
         )
+
+
+def _check(
+    global_batch: int, seq_length: int | None, top: int, steps: int | None, max_hops: int, time_budget: float | None, tokens: float | None
+) -> None:
+    for name, value in (("--global-batch", global_batch), ("--seq-length", seq_length), ("--top", top), ("--steps", steps)):
+        if value is not None and value < 1:
+            raise InputError(f"{name} is {value}; 1 or more was expected.")
+    if max_hops < 0:
+        raise InputError(f"--max-hops is {max_hops}; 0 or more was expected.")
+    for name, amount in (("--time-budget", time_budget), ("--tokens", tokens)):
+        if amount is not None and not amount > 0:
+            raise InputError(f"{name} is {amount}; more than 0 was expected.")
 
 
 def _write(path: Path | None, choices: Sequence[Choice]) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import OpRange
 
-__all__ = ["BESIDE", "block_ranges", "uniform_cuts", "uniform_plan", "uniform_stages"]
+__all__ = ["BESIDE", "block_ranges", "join_ranges", "uniform_cuts", "uniform_plan", "uniform_stages"]
 
 BESIDE = ("embedding", "stem", "bridge", "head")
 """Blocks that are no share of the work to speak of: they go with a neighbour and are not recomputed."""
@@ -135,10 +136,13 @@ def uniform_cuts(model: Model, num_stages: int) -> list[OpRange]:
 
 def _full_recompute(model: Model, ops: OpRange) -> tuple[OpRange, ...]:
     """All blocks of a stage that count, joined where they touch."""
+    return join_ranges(found for name, found in block_ranges(model) if name not in BESIDE and ops[0] <= found[0] < ops[1])
+
+
+def join_ranges(ranges: Iterable[OpRange]) -> tuple[OpRange, ...]:
+    """Ranges in order, those that touch as one."""
     joined: list[OpRange] = []
-    for name, (first, last) in block_ranges(model):
-        if name in BESIDE or not ops[0] <= first < ops[1]:
-            continue
+    for first, last in ranges:
         if joined and joined[-1][1] == first:
             joined[-1] = (joined[-1][0], last)
         else:

@@ -17,7 +17,7 @@ from penstock.runtime.update import TrainingSettings
 from penstock.runtime.workers import Worker
 from penstock.runtime.world import World
 
-__all__ = ["Outcome", "Weight", "open_rank", "train_programs"]
+__all__ = ["Outcome", "Weight", "collected", "open_rank", "train_programs"]
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ def train_programs(worker: Worker, plan: Plan, programs: Sequence[Sequence[Progr
             norms.append(float("nan") if result.norm is None else result.norm.item())
         else:
             evaluated.append(rank.evaluate(own))
-    return Outcome(tuple(losses), tuple(norms), tuple(evaluated), *_collected(rank))
+    return Outcome(tuple(losses), tuple(norms), tuple(evaluated), *collected(rank))
 
 
-def _collected(rank: Rank) -> tuple[tuple[Weight, ...], tuple[torch.Tensor, ...]]:
+def collected(rank: Rank) -> tuple[tuple[Weight, ...], tuple[torch.Tensor, ...]]:
     held = [one for stage in rank.stages.values() for one in stage.held]
     weights = tuple(
         Weight(one.place.index, one.name, one.module.tp.rank, one.module.tp.size, one.module.algo, one.parameter.detach().cpu())

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.plans.build import BESIDE
-from penstock.plans.plan import Degrees, OpRange, Plan, Stage
+from penstock.plans.build import BESIDE, join_ranges
+from penstock.plans.plan import Degrees, Plan, Stage
 from penstock.search.bounds import pass_bound
 from penstock.search.families import Family, Pass
 from penstock.search.partition import best_cuts, best_partition
@@ -197,7 +197,8 @@ def _plan(family: Family, space: StageSpace, chosen: Sequence[StageChoice], toge
     stages = []
     for stage in chosen:
         option = space.costs[stage.option].option
-        pattern = _ranges([int(op) + stage.first for op in np.flatnonzero(recompute_flags(space, stage))])
+        again = np.flatnonzero(recompute_flags(space, stage)) + stage.first
+        pattern = join_ranges((int(op), int(op) + 1) for op in again)
         stages.append(Stage(
             stage.first, stage.last, devices=family.ranks(option, stage.start, together), degrees=Degrees(option.tp, option.dp),
             recompute=(pattern,) if pattern else (), zero=1 if option.dp * family.replicas > 1 else 0,
@@ -205,17 +206,6 @@ def _plan(family: Family, space: StageSpace, chosen: Sequence[StageChoice], toge
     frame = family.request.frame
     batching = replace(frame.micro_batching, samples=family.samples)
     return replace(frame, stages=tuple(stages), num_replicas=family.replicas, micro_batching=batching)
-
-
-def _ranges(ops: Sequence[int]) -> tuple[OpRange, ...]:
-    """Runs of neighbouring ops."""
-    joined: list[OpRange] = []
-    for op in ops:
-        if joined and joined[-1][1] == op:
-            joined[-1] = (joined[-1][0], op + 1)
-        else:
-            joined.append((op, op + 1))
-    return tuple(joined)
 
 
 def blocks_of(model: Model) -> Blocks:
