@@ -136,7 +136,11 @@ class Attention(OpModule):
             query = carry[c["source"]].unflatten(-1, (self.heads, self.width))
             key, value = carry[c["cross_source"]].unflatten(-1, (2 * self.kv_heads, self.width)).chunk(2, 1)
             return query, key, value
-        both, value = carry[c["source"]].unflatten(-1, (-1, self.width)).split([self.heads + self.kv_heads, self.kv_heads], 1)
+        heads = carry[c["source"]].unflatten(-1, (-1, self.width))
+        if not c["qk_norm"] and not c["rotary"]:  # gradients are then joined in one step
+            query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
+            return query, key, value
+        both, value = heads.split([self.heads + self.kv_heads, self.kv_heads], 1)
         if c["qk_norm"]:
             query, key = both.split([self.heads, self.kv_heads], 1)
             # Whole on every rank but used by its heads alone, so their gradients are summed; the same goes for the bias table.

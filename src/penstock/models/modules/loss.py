@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from penstock.models.modules.base import Carry, OpModule
 from penstock.models.modules.batch import Batch
+from penstock.models.modules.fused import has_kernels
 from penstock.models.modules.parallel import TensorParallel
 from penstock.models.transformer import LOSS_CHUNK_ELEMENTS
 
@@ -42,30 +43,46 @@ class _CrossEntropy(torch.autograd.Function):
         local = labels - first
         mine = (local >= 0) & (local < logits.shape[-1])
         index = (local * mine)[:, None]
-        log_sum = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-        for rows in _chunks(logits):
-            log_chance = torch.log_softmax(logits[rows], -1, dtype=torch.float32)
-            torch.sub(logits[rows, 0], log_chance[:, 0], out=log_sum[rows])
-            del log_chance
-        picked = logits.gather(1, index)[:, 0].float() * mine
+        log_sum, picked = _log_sums(logits, index, mine)
         whole = log_sum
         if tp.size > 1 and not tp.lone:
             whole, picked = _combine(log_sum, picked, tp)
-        ctx.save_for_backward(logits, (log_sum - whole).exp_(), index, mine, weights)
+        ctx.save_for_backward(logits, whole, index, mine, weights)
         return ((whole - picked) * weights).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        logits, share, index, mine, weights = ctx.saved_tensors
-        scale = weights * grads[0]
-        factor = (scale * share)[:, None]
-        grad = torch.empty_like(logits)
-        for rows in _chunks(logits):
-            chance = torch.softmax(logits[rows], -1, dtype=torch.float32)
-            torch.mul(chance, factor[rows], out=grad[rows])
-            del chance
-        grad.scatter_add_(1, index, -(scale * mine)[:, None].to(grad.dtype))
-        return grad, None, None, None, None
+        logits, whole, index, mine, weights = ctx.saved_tensors
+        return _gradient(logits, whole, index, mine, weights * grads[0]), None, None, None, None
+
+
+def _log_sums(logits: torch.Tensor, index: torch.Tensor, mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sum-exp of each row, and the logit at `index` where that is this rank's."""
+    if has_kernels(logits):
+        from penstock.models.modules import triton_kernels
+
+        return triton_kernels.cross_entropy(logits.contiguous(), torch.where(mine, index[:, 0], -1))
+    log_sum = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    for rows in _chunks(logits):
+        log_chance = torch.log_softmax(logits[rows], -1, dtype=torch.float32)
+        torch.sub(logits[rows, 0], log_chance[:, 0], out=log_sum[rows])
+        del log_chance
+    return log_sum, logits.gather(1, index)[:, 0].float() * mine
+
+
+def _gradient(logits: torch.Tensor, whole: torch.Tensor, index: torch.Tensor, mine: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """scale × (exp(logit - whole log-sum) - 1 at the label)."""
+    if has_kernels(logits):
+        from penstock.models.modules import triton_kernels
+
+        return triton_kernels.cross_entropy_gradient(logits.contiguous(), torch.where(mine, index[:, 0], -1), whole, scale)
+    grad = torch.empty_like(logits)
+    for rows in _chunks(logits):
+        torch.exp_(chance := logits[rows].float().sub_(whole[rows, None]))
+        torch.mul(chance, scale[rows, None], out=grad[rows])
+        del chance
+    grad.scatter_add_(1, index, -(scale * mine)[:, None].to(grad.dtype))
+    return grad
 
 
 def weighted_cross_entropy(

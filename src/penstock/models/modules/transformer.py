@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from penstock.models.modules import fused
 from penstock.models.modules.base import Carry, OpModule, Shard
 from penstock.models.modules.batch import Batch
 from penstock.models.modules.parallel import copy_to, gather, gather_input, reduce_from, reduce_scatter, slice_to
@@ -64,13 +65,10 @@ class Norm(OpModule):
     def forward(self, carry: Carry, batch: Batch) -> Carry:
         c = self.config
         x = carry[c["source"]]
-        if c["rms"]:
-            y = F.rms_norm(x, (c["width"],), self.weight, c["eps"])
-        else:
-            y = F.layer_norm(x, (c["width"],), self.weight, self.bias, c["eps"])
+        y, residual = fused.norm(x, self.weight, None if c["rms"] else self.bias, c["eps"], c["rms"])
         updates = {c["output"]: self.drop(y, batch)}
         if c["residual"]:
-            updates["residual"] = x
+            updates["residual"] = residual
         return self.following(carry, **updates)
 
 
@@ -128,15 +126,15 @@ class Linear(OpModule):
         bias = self.bias if self.config["bias"] else None
         tp = self.tp
         if self.way == "whole":
-            return F.linear(x, self.weight, bias)
+            return fused.linear(x, self.weight, bias)
         if self.way == "column0":
-            return F.linear(copy_to(x, tp), self.weight, bias)
+            return fused.linear(copy_to(x, tp), self.weight, bias)
         if self.way == "row0":
-            y = reduce_from(F.linear(x, self.weight), tp)
+            y = reduce_from(fused.linear(x, self.weight, None), tp)
         elif self.way == "column1":
-            y = reduce_scatter(F.linear(slice_to(x, tp), self.weight), tp)
+            y = reduce_scatter(fused.linear(slice_to(x, tp), self.weight, None), tp)
         else:
-            y = gather(F.linear(gather_input(x, tp), self.weight), tp)
+            y = gather(fused.linear(gather_input(x, tp), self.weight, None), tp)
         return y if bias is None else y + bias
 
 

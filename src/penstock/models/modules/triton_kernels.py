@@ -1,0 +1,171 @@
+"""GPU kernels for what torch runs as several: norms with all their gradients, the loss over a large vocabulary, sums of columns.
+
+Each reads its input once. Sums are in fp32 and in a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["column_sums", "cross_entropy", "cross_entropy_gradient", "norm", "norm_gradient"]
+
+_LOSS_BLOCK = 4096
+_COLUMNS, _ROWS = 128, 32
+
+
+@triton.jit
+def _norm(x, weight, bias, y, mean, rstd, width, eps, RMS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    value = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    if not RMS:
+        centre = tl.sum(value, 0) / width
+        tl.store(mean + row, centre)
+        value = tl.where(inside, value - centre, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / width + eps)
+    tl.store(rstd + row, scale)
+    result = value * scale * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        result += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row * width + at, result, mask=inside)
+
+
+@triton.jit
+def _norm_gradient(
+    grad, x, weight, mean, rstd, added, dx, weight_parts, bias_parts, rows, width, RMS: tl.constexpr, ADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < width
+    factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    for_weight = tl.zeros((BLOCK,), tl.float32)
+    for_bias = tl.zeros((BLOCK,), tl.float32)
+    place = first.to(tl.int64) * width + at
+    for row in range(first, rows, tl.num_programs(0)):
+        value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        own = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(rstd + row)
+        if not RMS:
+            value = tl.where(inside, value - tl.load(mean + row), 0.0)
+            for_bias += own
+        hat = value * scale
+        for_weight += own * hat
+        own = own * factor
+        result = own - hat * (tl.sum(own * hat, 0) / width)
+        if not RMS:
+            result -= tl.sum(own, 0) / width
+        result = result * scale
+        if ADDED:
+            result += tl.load(added + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + place, result, mask=inside)
+        place += tl.num_programs(0).to(tl.int64) * width
+    tl.store(weight_parts + first * width + at, for_weight, mask=inside)
+    if not RMS:
+        tl.store(bias_parts + first * width + at, for_bias, mask=inside)
+
+
+@triton.jit
+def _cross_entropy(logits, labels, log_sums, picked, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    highest = -float("inf")
+    total = 0.0
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(logits + row * vocab + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
+        above = tl.maximum(highest, tl.max(value, 0))
+        total = total * tl.exp(highest - above) + tl.sum(tl.exp(value - above), 0)
+        highest = above
+    tl.store(log_sums + row, highest + tl.log(total))
+    mine = label >= 0
+    tl.store(picked + row, tl.load(logits + row * vocab + label, mask=mine, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def _cross_entropy_gradient(logits, labels, log_sums, scales, result, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    label, whole, scale = tl.load(labels + row), tl.load(log_sums + row), tl.load(scales + row)
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(logits + row * vocab + at, mask=at < vocab, other=0.0).to(tl.float32)
+        chance = tl.exp(value - whole) - tl.where(at == label, 1.0, 0.0)
+        tl.store(result + row * vocab + at, chance * scale, mask=at < vocab)
+
+
+@triton.jit
+def _column_sums(x, parts, rows, width, share, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.program_id(1)
+    last = tl.minimum((part + 1) * share, rows)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(part * share, last, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < last)[:, None] & (at < width)[None, :]
+        total += tl.load(x + row[:, None].to(tl.int64) * width + at[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(parts + part * width + at, tl.sum(total, 0), mask=at < width)
+
+
+def _block(width: int) -> dict[str, int]:
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": min(16, max(4, block // 1024))}
+
+
+def _programs(device: torch.device) -> int:
+    """About as many as run at once."""
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, rms: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Layer norm, or RMS norm, of each row: (result, means, reciprocal deviations)."""
+    rows, width = x.shape
+    y, rstd = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
+    mean = None if rms else torch.empty_like(rstd)
+    _norm[(rows,)](x, weight, bias, y, mean, rstd, width, eps, RMS=rms, BIAS=bias is not None, **_block(width))
+    return y, mean, rstd
+
+
+def norm_gradient(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor, added: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Gradients of input (plus `added`), weight and, of a layer norm, bias."""
+    rows, width = x.shape
+    programs = min(rows, _programs(x.device))
+    dx = torch.empty_like(x)
+    parts = [torch.empty((programs, width), dtype=torch.float32, device=x.device) for _ in range(1 if mean is None else 2)]
+    _norm_gradient[(programs,)](
+        grad, x, weight, mean, rstd, added, dx, parts[0], parts[-1], rows, width, RMS=mean is None, ADDED=added is not None, **_block(width)
+    )
+    for_weight, *for_bias = (part.sum(0).to(weight.dtype) for part in parts)
+    return dx, for_weight, for_bias[0] if for_bias else None
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sum-exp of each row and the logit of its label, 0 where that is negative."""
+    rows, vocab = logits.shape
+    log_sums, picked = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    _cross_entropy[(rows,)](logits, labels, log_sums, picked, vocab, BLOCK=_LOSS_BLOCK, num_warps=8)
+    return log_sums, picked
+
+
+def cross_entropy_gradient(logits: torch.Tensor, labels: torch.Tensor, log_sums: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """scale × (exp(logit - log-sum) - 1 at the label) of each row."""
+    result = torch.empty_like(logits)
+    rows, vocab = logits.shape
+    _cross_entropy_gradient[(rows,)](logits, labels, log_sums, scales, result, vocab, BLOCK=_LOSS_BLOCK, num_warps=8)
+    return result
+
+
+def column_sums(x: torch.Tensor) -> torch.Tensor:
+    """The sum of each column, in fp32."""
+    rows, width = x.shape
+    columns = triton.cdiv(width, _COLUMNS)
+    splits = max(1, min(triton.cdiv(rows, 4 * _ROWS), 2 * _programs(x.device) // columns))
+    parts = torch.empty((splits, width), dtype=torch.float32, device=x.device)
+    _column_sums[(columns, splits)](x, parts, rows, width, triton.cdiv(rows, splits), ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4)
+    return parts.sum(0)
