@@ -1,6 +1,6 @@
 """AdamW and SGD for weights in any precision: half-precision ones have fp32 masters, worked through in pieces of bounded size.
 
-The fp32 copy of one piece's gradients is the only extra memory that a step takes.
+The fp32 copy of one piece's gradients is the most extra memory that a step takes; AdamW on a GPU takes none.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from penstock.costs.memory import OPTIMIZER_CHUNK
+from penstock.models.modules.fused import has_triton
 
 __all__ = ["MasterAdamW", "Optimizer", "OptimizerSettings", "make_adamw", "make_optimizer"]
 
@@ -46,6 +47,8 @@ class _Piece:
     spans: list[tuple[nn.Parameter, int, int]]
     master: nn.Parameter
     optimizer: torch.optim.Optimizer
+    num_steps: int | None = None
+    """Steps so far, as the host knows them; None: as the optimizer's state says."""
 
     def views(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The parts of `tensors` (weights or gradients, one per span) that belong to this piece."""
@@ -104,19 +107,13 @@ class _Masters(Optimizer):
     @torch.no_grad()
     def step(self, factor: torch.Tensor | None = None) -> None:
         for piece in self._pieces:
-            grads = [p.grad for p, _, _ in piece.spans]
-            if any(grad is None for grad in grads):
-                missing = next(tuple(p.shape) for p, _, _ in piece.spans if p.grad is None)
-                raise RuntimeError(f"a weight of shape {missing} has no gradient; was the backward pass run?")
-            scratch = torch.empty_like(piece.master)
-            torch._foreach_copy_(piece.split(scratch), piece.views(g for g in grads if g is not None))
-            if factor is not None:
-                scratch.mul_(factor)
-            piece.master.grad = scratch
-            piece.optimizer.step()
-            piece.master.grad = None
-            torch._foreach_copy_(piece.views(p.detach() for p, _, _ in piece.spans), piece.split(piece.master.detach()))
-            del scratch
+            missing = next((p for p, _, _ in piece.spans if p.grad is None), None)
+            if missing is not None:
+                raise RuntimeError(f"a weight of shape {tuple(missing.shape)} has no gradient; was the backward pass run?")
+            if isinstance(piece.optimizer, torch.optim.AdamW) and piece.master.is_cuda and has_triton():
+                _adamw_at_once(piece, factor)
+            else:
+                _step_by_copies(piece, factor)
 
     def _flats(self, parameter: nn.Parameter) -> Iterator[tuple[_Piece, int, int, int]]:
         """(piece, place in its flat tensors, start, stop) of each part of a weight."""
@@ -145,6 +142,7 @@ class _Masters(Optimizer):
     def load_state(self, parameter: nn.Parameter, state: Mapping[str, torch.Tensor]) -> None:
         given = {"master": parameter.detach().float(), **state}
         for piece, at, start, stop in self._flats(parameter):
+            piece.num_steps = None
             kept = piece.optimizer.state[piece.master]
             for name, value in given.items():
                 if value.dim() == 0 and name != "master":
@@ -155,6 +153,41 @@ class _Masters(Optimizer):
                 target = piece.master.detach() if name == "master" else kept[name]
                 target[at : at + stop - start].copy_(value.reshape(-1)[start:stop])
         parameter.copy_(given["master"])
+
+
+def _step_by_copies(piece: _Piece, factor: torch.Tensor | None) -> None:
+    """torch's own step on the masters, with copies of gradients and weights before and after."""
+    scratch = torch.empty_like(piece.master)
+    torch._foreach_copy_(piece.split(scratch), piece.views(p.grad for p, _, _ in piece.spans if p.grad is not None))
+    if factor is not None:
+        scratch.mul_(factor)
+    piece.master.grad = scratch
+    piece.optimizer.step()
+    piece.master.grad = None
+    torch._foreach_copy_(piece.views(p.detach() for p, _, _ in piece.spans), piece.split(piece.master.detach()))
+
+
+def _adamw_at_once(piece: _Piece, factor: torch.Tensor | None) -> None:
+    """The same in one pass over gradients, state and weights."""
+    from penstock.models.modules import triton_kernels
+
+    master, state, rule = piece.master.detach(), piece.optimizer.state[piece.master], piece.optimizer.param_groups[0]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+    if piece.num_steps is None:
+        piece.num_steps = int(state["step"])
+    piece.num_steps += 1
+    state["step"] += 1
+    factor = torch.ones((), device=master.device) if factor is None else factor
+    at = 0
+    for parameter, start, stop in piece.spans:
+        assert parameter.grad is not None
+        triton_kernels.adamw(
+            parameter.detach().view(-1)[start:stop], parameter.grad.view(-1)[start:stop], master, state["exp_avg"], state["exp_avg_sq"], at,
+            factor, lr=rule["lr"], betas=rule["betas"], eps=rule["eps"], weight_decay=rule["weight_decay"], step=piece.num_steps,
+        )  # fmt: skip
+        at += stop - start
 
 
 class MasterAdamW(_Masters):

@@ -22,6 +22,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from penstock.runtime.allocator import plain_segments
 from penstock.runtime.transport import PIPELINE, Addressed, Pending
 from penstock.runtime.world import World, pairs_of
 
@@ -155,7 +156,8 @@ class SameGpuTransport:
 
     def _lend(self, peer: int, number: int, slot_bytes: int) -> _Mailbox:
         """Memory and events of one's own, told to the sender."""
-        memory = torch.empty(_SLOTS * slot_bytes, dtype=torch.uint8, device=self.world.device)
+        with plain_segments():
+            memory = torch.empty(_SLOTS * slot_bytes, dtype=torch.uint8, device=self.world.device)
         filled, taken = ([torch.cuda.Event(interprocess=True) for _ in range(_SLOTS)] for _ in range(2))
         for event in (*filled, *taken):
             event.record()  # an event has a handle only after it was recorded

@@ -251,26 +251,20 @@ def joined(device: str) -> Iterator[Worker]:
     import torch
     import torch.distributed as dist
 
+    from penstock.runtime.allocator import use_expandable_segments
+
     if device == "cuda":
         local = int(os.environ.get("LOCAL_RANK", "0"))
         if local >= torch.cuda.device_count():
             raise InputError(f"local rank {local} has no CUDA device: this machine has {torch.cuda.device_count()}.")
         device = f"cuda:{local}"
         torch.cuda.set_device(device)
-        _use_expandable_segments()
+        use_expandable_segments()
     dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         board = StatusBoard(Path(folder) / "status", dist.get_world_size())
         yield Worker(dist.get_rank(), dist.get_world_size(), device, Status(board.path, dist.get_rank()))
         dist.barrier()
-
-
-def _use_expandable_segments() -> None:
-    """Shapes change with every micro-batch: segments that grow leave no holes that are too small for the next one."""
-    import torch
-
-    if "PYTORCH_ALLOC_CONF" not in os.environ and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def _how(code: int | None) -> str:
@@ -342,6 +336,8 @@ def _open(start: _Start, tell: Callable[[Any], None]) -> Worker:
     import torch
     import torch.distributed as dist
 
+    from penstock.runtime.allocator import use_expandable_segments
+
     torch.set_num_threads(start.threads)
     limit = timedelta(seconds=start.timeout_s)
     store = dist.TCPStore("127.0.0.1", start.port, is_master=False, timeout=timedelta(seconds=_START_S))
@@ -352,8 +348,7 @@ def _open(start: _Start, tell: Callable[[Any], None]) -> Worker:
             raise InputError("device is cuda, but this machine has no CUDA device. Use cpu.")
         device, shared = f"cuda:{start.rank % count}", count < start.size
         torch.cuda.set_device(device)
-        if not shared:  # memory that other processes map stays in plain segments
-            _use_expandable_segments()
+        use_expandable_segments()
     backend = "gloo" if device == "cpu" or shared else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=start.rank, world_size=start.size, timeout=limit)
     return Worker(start.rank, start.size, device, Status(Path(start.status_path), start.rank), shared, tell)

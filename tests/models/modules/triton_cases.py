@@ -50,8 +50,28 @@ def columns() -> None:
     print("columns")
 
 
+def updates() -> None:
+    start = torch.randn(500)
+    reference = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.AdamW([reference], lr=0.01, betas=(0.9, 0.98), weight_decay=0.1)
+    # The weight's state lies between others'.
+    master = torch.cat([torch.full((7,), 3.0), start, torch.full((9,), 4.0)])
+    average, square = torch.zeros_like(master), torch.zeros_like(master)
+    weight, factor = start.clone(), torch.tensor(0.5)
+    for step in range(1, 4):
+        grad = torch.randn(500)
+        reference.grad = grad * 0.5
+        optimizer.step()
+        kernels.adamw(weight, grad, master, average, square, 7, factor, lr=0.01, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1, step=step)
+        torch.testing.assert_close(weight, reference.detach())
+        torch.testing.assert_close(master[7:507], weight)
+    assert (master[:7] == 3).all() and (master[507:] == 4).all() and not average[:7].any() and not square[507:].any()
+    print("update")
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     norms()
     losses()
     columns()
+    updates()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["has_kernels", "linear", "norm"]
+__all__ = ["has_kernels", "has_triton", "linear", "norm"]
 
 LARGE = 2**22
 """Elements from which on a kernel takes longer than its launch."""
@@ -23,13 +23,14 @@ _WIDEST = 2**14
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether own kernels can be compiled at all."""
     return importlib.util.find_spec("triton") is not None
 
 
 def has_kernels(x: torch.Tensor) -> bool:
     """Whether own kernels run, and pay, for a tensor."""
-    return x.is_cuda and x.numel() >= LARGE and _has_triton()
+    return x.is_cuda and x.numel() >= LARGE and has_triton()
 
 
 class _Norm(torch.autograd.Function):

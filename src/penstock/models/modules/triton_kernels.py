@@ -1,6 +1,8 @@
-"""GPU kernels for what torch runs as several: norms with all their gradients, the loss over a large vocabulary, sums of columns.
+"""GPU kernels for what torch runs as several: norms with all their gradients, the loss over a large vocabulary, sums of columns, and AdamW
+for half-precision weights with fp32 masters.
 
-Each reads its input once. Sums are in fp32 and in a fixed order.
+Each reads its input once. Sums are in fp32 and in a fixed order. Numbers of rows are not specialised: they change with every micro-batch,
+and a kernel must not be compiled again for one that happens not to divide by 16.
 """
 
 from __future__ import annotations
@@ -9,10 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["column_sums", "cross_entropy", "cross_entropy_gradient", "norm", "norm_gradient"]
+__all__ = ["adamw", "column_sums", "cross_entropy", "cross_entropy_gradient", "norm", "norm_gradient"]
 
 _LOSS_BLOCK = 4096
 _COLUMNS, _ROWS = 128, 32
+_STEP_BLOCK = 2048
 
 
 @triton.jit
@@ -33,7 +36,7 @@ def _norm(x, weight, bias, y, mean, rstd, width, eps, RMS: tl.constexpr, BIAS: t
     tl.store(y + row * width + at, result, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_gradient(
     grad, x, weight, mean, rstd, added, dx, weight_parts, bias_parts, rows, width, RMS: tl.constexpr, ADDED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -96,7 +99,7 @@ def _cross_entropy_gradient(logits, labels, log_sums, scales, result, vocab, BLO
         tl.store(result + row * vocab + at, chance * scale, mask=at < vocab)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "share"])
 def _column_sums(x, parts, rows, width, share, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1)
@@ -107,6 +110,25 @@ def _column_sums(x, parts, rows, width, share, ROWS: tl.constexpr, COLUMNS: tl.c
         inside = (row < last)[:, None] & (at < width)[None, :]
         total += tl.load(x + row[:, None].to(tl.int64) * width + at[None, :], mask=inside, other=0.0).to(tl.float32)
     tl.store(parts + part * width + at, tl.sum(total, 0), mask=at < width)
+
+
+@triton.jit(do_not_specialize=["count", "shift"])
+def _adamw(
+    weight, grad, master, average, square, factor, count, shift, lr, first, second, eps, decay, first_sum, second_sum, BLOCK: tl.constexpr
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    own = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * tl.load(factor)
+    place = shift + at
+    mean = tl.load(average + place, mask=inside, other=0.0)
+    mean += (1 - first) * (own - mean)
+    spread = second * tl.load(square + place, mask=inside, other=0.0) + (1 - second) * own * own
+    value = tl.load(master + place, mask=inside, other=0.0) * (1 - lr * decay)
+    value -= lr / first_sum * mean / (tl.sqrt(spread) / tl.sqrt(second_sum) + eps)
+    tl.store(average + place, mean, mask=inside)
+    tl.store(square + place, spread, mask=inside)
+    tl.store(master + place, value, mask=inside)
+    tl.store(weight + at, value, mask=inside)
 
 
 def _block(width: int) -> dict[str, int]:
@@ -169,3 +191,15 @@ def column_sums(x: torch.Tensor) -> torch.Tensor:
     parts = torch.empty((splits, width), dtype=torch.float32, device=x.device)
     _column_sums[(columns, splits)](x, parts, rows, width, triton.cdiv(rows, splits), ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4)
     return parts.sum(0)
+
+
+def adamw(
+    weight: torch.Tensor, grad: torch.Tensor, master: torch.Tensor, average: torch.Tensor, square: torch.Tensor, shift: int,
+    factor: torch.Tensor, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int,
+) -> None:  # fmt: skip
+    """One update of flat `weight` from flat `grad` × `factor`; its fp32 state lies at `shift` of the other three."""
+    sums = [1.0 - beta**step for beta in betas]
+    _adamw[(triton.cdiv(weight.numel(), _STEP_BLOCK),)](
+        weight, grad, master, average, square, factor, weight.numel(), shift, lr, *betas, eps, weight_decay, *sums, BLOCK=_STEP_BLOCK,
+        num_warps=8,
+    )  # fmt: skip
