@@ -8,7 +8,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles import batching as plain
 
@@ -75,6 +75,7 @@ def recheck(plan: BatchPlan, costs: PipelineCosts, samples: list[Sample]) -> Non
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0, 50, 600]))
+@example(2191145, 0)  # more tokens than the grid of costs has
 @settings(max_examples=60)
 def test_every_plan_holds_what_it_promises(seed: int, steps: int) -> None:
     costs, samples = random_case(seed)

@@ -28,7 +28,8 @@ def lower_bound_s(costs: PipelineCosts, enc: Ints, dec: Ints, exact: bool = Fals
     """Seconds; `exact` spends a whole programme per kind of stage where the batch allows it."""
     pairs, copies = np.unique(np.stack([enc, dec]), axis=1, return_counts=True)
     own, own_dec = pairs[0], pairs[1]
-    easy = replace(costs, layouts={layout: _lowered(grid, (0, 1)) for layout, grid in costs.layouts.items()})
+    most = {"padded": float(len(enc)), "packed": float(enc.sum())}
+    easy = replace(costs, layouts={layout: _lowered(_extended(grid, most[layout]), (0, 1)) for layout, grid in costs.layouts.items()})
     room = (costs.limit_bytes - costs.state_bytes).max(axis=0)
     exact = exact and set(costs.layouts) == {"padded"} and not dec.any() and len(enc) <= _EXACT
     ways = _way_s(easy, own, own_dec)
@@ -44,6 +45,15 @@ def lower_bound_s(costs: PipelineCosts, enc: Ints, dec: Ints, exact: bool = Fals
                 known[key] = Windows(stage, enc, dec, by_length(enc, dec), len(enc)).split(np.inf)[0]
         best = max(best, known[key] / costs.num_replicas + float(reach[:s].sum()))
     return best + costs.fixed_s
+
+
+def _extended(grid: LayoutCosts, most: float) -> LayoutCosts:
+    """The same grid with a last knot of rows or tokens at `most`: shares are looked for at knots, and micro-batches may be larger."""
+    sizes, lengths, dec_lengths = grid.axes
+    if most <= sizes[-1]:
+        return grid
+    last = grid.at(most, *np.meshgrid(lengths, dec_lengths, indexing="ij"))
+    return LayoutCosts((np.append(sizes, most), lengths, dec_lengths), np.concatenate([grid.values, last[:, :, None]], axis=2))
 
 
 def _lowered(grid: LayoutCosts, axes: tuple[int, ...]) -> LayoutCosts:
