@@ -25,7 +25,7 @@ setup: $(VENV)/.compiled
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch  # alone and first, so that nothing after it brings another build
-	$(PIP) --editable '.[dev,hf,redis]'
+	$(PIP) --editable '.[dev,hf,redis,data,tensorboard,oracles]'
 	@touch $@
 
 $(VENV)/.compiled: $(VENV)/.installed $(KERNELS)

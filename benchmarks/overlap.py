@@ -1,11 +1,12 @@
 """Planning beside training: how long ranks wait for their programs, and what the planner costs.
 
-    python benchmarks/overlap.py --tables DIR/gpt_6.7b [--tokens 65536] [--steps 25] [--search-steps 0] [--iteration-s 2.0]
+    python benchmarks/overlap.py [--tokens 65536] [--steps 24] [--search] [--store tcp] [--rounds 3]
 
-Eight ranks (four stages, two replicas) of GPT-6.7B under DynaPipe's cost tables take one iteration after the other from a store, each
-sleeping for `--iteration-s` as if it trained, in step with the others; one planner process plans ahead over lengths drawn as in
-instruction data. Prints one JSON line: share of time spent waiting once warm, the planner's processor time per second of training,
-bytes per instruction.
+Eight processes (four stages, two replicas) run GPT-6.7B on timed A100s: programs, transfers, executor, store and loader are real, an op is
+a wait for as long as the costs say. One planner process plans ahead over lengths drawn as in instruction data, at once or with `--search`.
+Prints one JSON line for each round: seconds of an iteration and how they compare with the planner's prediction, the longest that any rank
+waited for its programs once warm as a share of that time, the planner's processor time for each second of training, bytes for each
+instruction.
 """
 
 from __future__ import annotations
@@ -14,45 +15,79 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import tempfile
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from data import write_index
 
-from penstock.batching.dynapipe import dynapipe_costs
+from penstock.batching.planned import with_recompute_choices
+from penstock.batching.planner import costs_for
+from penstock.batching.search import usual_steps
 from penstock.data import open_data
 from penstock.data.forms import form_of
-from penstock.data.loader import DynamicLoader
-from penstock.data.planners import BatchSource
+from penstock.data.planners import BatchSource, PlannerPool
 from penstock.data.planning import ProgramPlanner
-from penstock.interop.dynapipe import DynaPipeTables
-from penstock.interop.dynapipe_model import PlannerConfig
-from penstock.models.catalog import resolve_model
-from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
-from penstock.programs.binary import encode
+from penstock.plans.build import uniform_plan
+from penstock.plans.plan import MicroBatching
+from penstock.plans.references import model_of
+from penstock.programs.instructions import Program
+from penstock.schedules.workload import Workload
 from penstock.stores import Job
 from penstock.stores.server import start_redis
 from penstock.stores.tcp import serve_tcp
 
-STAGES, REPLICAS, WARM_UP = 4, 2, 3
+STAGES, REPLICAS, WARM_UP = 4, 2, 4
+LONGEST = 1600, 448
 
 
-def make_planner(tables: Path, folder: Path, search_steps: int) -> ProgramPlanner:
-    """Four stages of equal layers in each of two replicas; recomputation is all or nothing, as the tables have it."""
-    model = resolve_model("gpt-6.7b")
-    cuts = [model.num_ops * stage // STAGES for stage in range(STAGES + 1)]
-    stages = []
-    for index, (first, last) in enumerate(pairwise(cuts)):
-        devices = tuple((replica * STAGES + index,) for replica in range(REPLICAS))
-        stages.append(Stage(first, last, devices, Degrees(), recompute=((), ((first, last),), ((first, last),))))
-    plan = Plan("gpt-6.7b", "8xa100-40gb", 1, tuple(stages), MicroBatching(policy="dynamic"), REPLICAS, "1f1b")
-    costs = dynapipe_costs(DynaPipeTables.open(tables), PlannerConfig("gpt", 32, 1, STAGES, REPLICAS, 36_000))
-    return ProgramPlanner(plan, model, costs, form_of(model, open_data(folder)), search_steps)
+def make_planner(folder: Path, search_steps: int) -> ProgramPlanner:
+    """Four stages of equal layers in each of two replicas, packed, with three recomputation patterns to choose from."""
+    plan = uniform_plan("gpt-6.7b", "8xa100-80gb", global_batch=256, micro_batch=1, pp=STAGES, replicas=REPLICAS, layout="packed")
+    model = model_of(plan)
+    plan = with_recompute_choices(replace(plan, micro_batching=MicroBatching("packed", "dynamic")), model)
+    return ProgramPlanner(plan, model, costs_for(plan, sum(LONGEST)), form_of(model, open_data(folder)), search_steps)
+
+
+def work_of(program: Program, planner: ProgramPlanner) -> Workload:
+    """What a program's ops and transfers take, by the costs it was planned with."""
+    from penstock.batching.plan import MicroBatch
+    from penstock.programs.instructions import Forward
+    from penstock.schedules.batched import batch_workload
+
+    patterns = {step.micro_batch: (step.pattern,) * STAGES for step in program.instructions if isinstance(step, Forward)}
+    micro_batches = [
+        MicroBatch(one.samples, one.layout, one.lengths, one.row_length, recompute=patterns[one.index]) for one in program.micro_batches
+    ]
+    assert planner.costs is not None
+    return batch_workload(planner.costs, micro_batches, program.replica)
+
+
+def train_rank(worker: Any, source: BatchSource, planner: ProgramPlanner, address: str, job: Job) -> dict[str, Any]:
+    """A job for workers: all iterations of one timed rank, and what it waited for programs once warm."""
+    from penstock.data.loader import DynamicLoader
+    from penstock.programs.binary import encode
+    from penstock.runtime.timed import TimedRank
+    from penstock.runtime.world import World
+
+    world = World(planner.plan)
+    rank = TimedRank(world, observer=worker.status)
+    loader = DynamicLoader(source, planner, world.rank, address=address, job=job, starts_planners=False)
+    times_s, sizes, start_s = [], [], 0.0
+    for _, program in loader:
+        if program.iteration == WARM_UP:
+            start_s, loader.wait_s = time.perf_counter(), 0.0
+        sizes.append(len(encode(program)) / len(program.instructions))
+        times_s.append(rank.run(program, work_of(program, planner)))
+        if world.rank == 0:
+            worker.tell(program.iteration)
+    return {
+        "times_s": times_s[WARM_UP:], "waiting_share": loader.wait_s / (time.perf_counter() - start_s),
+        "bytes_per_instruction": statistics.fmean(sizes),
+    }  # fmt: skip
 
 
 def cpu_s(pid: int) -> float:
@@ -61,60 +96,57 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(address: str, source: BatchSource, planner: ProgramPlanner, iteration_s: float) -> dict[str, Any]:
-    ranks = planner.plan.ranks
-    job, together = Job.new(len(ranks), capacity=4), threading.Barrier(len(ranks))
-    loaders = {rank: DynamicLoader(source, planner, rank, address=address, job=job) for rank in ranks}
-    pool = loaders[0].pool
-    assert pool is not None
-    marks: dict[str, float] = {}
-    sizes = []
+def measure(address: str, source: BatchSource, planner: ProgramPlanner) -> dict[str, Any]:
+    """One run of all ranks beside one planner."""
+    from penstock.runtime.workers import Pool
 
-    def run(rank: int) -> float:
-        waited_s = 0.0
-        for step, (_, program) in enumerate(loaders[rank]):
-            together.wait(120)
-            if step == WARM_UP:
-                waited_s = loaders[rank].wait_s
-                if rank == 0:
-                    marks.update(start=time.perf_counter(), cpu=cpu_s(pool.process_ids[0]))
-            sizes.append(len(encode(program)) / len(program.instructions))
-            time.sleep(iteration_s)
-            if rank == 0 and step == (source.num_steps or 0) - job.capacity - 3:  # later the planner has nothing left to plan
-                marks.update(end=time.perf_counter(), cpu_end=cpu_s(pool.process_ids[0]))
-        marks["done"] = time.perf_counter()
-        return loaders[rank].wait_s - waited_s
+    ranks, steps = planner.plan.ranks, source.num_steps or 0
+    job = Job.new(len(ranks))
+    marks: list[tuple[float, float]] = []
+    with Pool(len(ranks)) as workers, PlannerPool(source, planner, address, job) as planners:
 
-    try:
-        with ThreadPoolExecutor(len(ranks)) as threads:
-            waits_s = list(threads.map(run, ranks))
-    finally:
-        loaders[0].close()
+        def heard(rank: int, step: int) -> None:
+            if step in (WARM_UP, steps - job.capacity - 4):  # later the planner has nothing left to plan
+                marks.append((time.perf_counter(), cpu_s(planners.process_ids[0])))
+
+        found = workers.run(train_rank, source, planner, address, job, listen=heard)
+    (start_s, start_cpu_s), (end_s, end_cpu_s) = marks
+    data, batches = source.open()
+    predicted_s = [planner.batch_plan(data, batches[step]).predicted_s for step in range(WARM_UP, steps)]
+    times_s = found[0]["times_s"]
     return {
-        "waiting_share": round(max(waits_s) / (marks["done"] - marks["start"]), 5),
-        "planner_cpu_per_s": round((marks["cpu_end"] - marks["cpu"]) / (marks["end"] - marks["start"]), 4),
-        "bytes_per_instruction": round(sum(sizes) / len(sizes), 1),
+        "iteration_s": round(statistics.fmean(times_s), 3),
+        "of_predicted": round(sum(times_s) / sum(predicted_s), 4),
+        "waiting_share": round(max(one["waiting_share"] for one in found), 5),
+        "planner_cpu_per_s": round((end_cpu_s - start_cpu_s) / (end_s - start_s), 4),
+        "bytes_per_instruction": round(statistics.fmean(one["bytes_per_instruction"] for one in found), 1),
+        "load_average": round(os.getloadavg()[0], 1),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tables", type=Path, required=True, help="DynaPipe's cost tables, DIR/gpt_6.7b")
     parser.add_argument("--tokens", type=int, default=65536)
-    parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--search-steps", type=int, default=0)
-    parser.add_argument("--iteration-s", type=float, default=2.0)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--search", action="store_true", help="search for as many steps as `penstock batch` does")
     parser.add_argument("--store", choices=("tcp", "redis"), default="tcp")
+    parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
+    if arguments.steps < WARM_UP + 12:
+        parser.error(f"--steps {arguments.steps} leaves too little to measure; {WARM_UP + 12} or more were expected.")
     folder = Path(tempfile.mkdtemp())
     server: Any = serve_tcp() if arguments.store == "tcp" else start_redis()
     try:
         write_index(folder / "index", 200_000)
-        source = BatchSource(str(folder / "index"), tokens_per_batch=arguments.tokens, limits=(1600, 448), num_steps=arguments.steps)
+        source = BatchSource(str(folder / "index"), tokens_per_batch=arguments.tokens, limits=LONGEST, num_steps=arguments.steps)
         address = f"tcp://127.0.0.1:{server.port}" if arguments.store == "tcp" else server.address
-        planner = make_planner(arguments.tables, folder / "index", arguments.search_steps)
-        found = measure(address, source, planner, arguments.iteration_s)
-        print(json.dumps({"store": arguments.store, "tokens": arguments.tokens, "search_steps": arguments.search_steps, **found}))
+        planner = make_planner(folder / "index", 0)
+        if arguments.search:
+            assert planner.costs is not None
+            planner = replace(planner, search_steps=usual_steps(planner.costs, len(source.open()[1][0].samples)))
+        told = {"store": arguments.store, "tokens": arguments.tokens, "search_steps": planner.search_steps}
+        for _ in range(arguments.rounds):
+            print(json.dumps({**told, **measure(address, source, planner)}), flush=True)
     finally:
         if arguments.store == "redis":
             server.stop()

@@ -6,9 +6,12 @@
     python benchmarks/search.py --fasop-dir DIR [--setting NAME]    one of FASOP's experiments, or all that spell a cluster
     python benchmarks/search.py --fasop-dir DIR --setting NAME --pareto [--most A=8,B=8]    every cluster of up to so many nodes
     python benchmarks/search.py --scale                             long chains and thousands of devices, roofline costs
+    python benchmarks/search.py --op-degrees                        stages with degrees of each op against stages with one for all
+    python benchmarks/search.py --unequal                           replicas of unequal speed against replicas that are alike
     --judge FILE scores the plans with an independent program (aceso_judge.py, fasop_judge.py)
 
-Times are of a warm process: kernels are compiled and imports done before the first search.
+Times are of a warm process: kernels are compiled and imports done before the first search. Peak memory is that of the process, so of
+all cases so far.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
+import resource
 import sys
 import tempfile
 import time
@@ -28,9 +33,15 @@ from penstock.interop.aceso import AcesoTables
 from penstock.interop.fasop import FasopTables
 from penstock.kernels import compile_all
 from penstock.plans.schema import write_plan
+from penstock.plans.texts import format_counts
 from penstock.search import search_plans
 from penstock.search.aceso import AcesoProblem, search_aceso
+from penstock.search.engine import search
+from penstock.search.families import families
 from penstock.search.fasop import FasopAnswer, pareto_fasop, search_fasop
+from penstock.search.grid import uniform_choices
+from penstock.search.pipelines import best_pipeline, blocks_of
+from penstock.search.request import Request
 
 
 @dataclass(frozen=True)
@@ -149,7 +160,56 @@ def run_scale(out: Path) -> None:
         write_plan(path, outcome.choices[0].plan)
         predicted = outcome.choices[0].estimate.time_s
         line = {"predicted_time_s": predicted, "lower_bound_s": outcome.bound_s, "gap": outcome.gap, "plan_path": str(path)}
-        print(json.dumps({"case": name, **took, **line}), flush=True)
+        print(json.dumps({"case": name, **took, "peak_memory_mb": peak_memory_mb(), **line}), flush=True)
+
+
+def peak_memory_mb() -> int:
+    """The most that this process has held since it started."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+OP_DEGREES = (
+    ("vgg16", "8xa10g", 256), ("vgg16", "8xt4", 64), ("vgg16", "8xv100-16gb", 256), ("vgg16", "8xa100-40gb", 512),
+    ("wide-resnet-2b", "8xa10g", 256), ("wide-resnet-4b", "8xa100-40gb", 512),
+)  # fmt: skip
+"""Model, cluster, global batch."""
+
+
+def run_op_degrees() -> None:
+    """The best plan with and without degrees of each op, a line for each case."""
+    for model, cluster, batch in OP_DEGREES:
+        start, cpu = time.perf_counter(), time.process_time()
+        outcome = search_plans(model, cluster, batch, top=50)
+        took = {"search_time_s": round(time.perf_counter() - start, 2), "search_cpu_s": round(time.process_time() - cpu, 2)}
+        best, alike = outcome.choices[0], next(choice for choice in outcome.choices if choice.kind != "mixed")
+        times = {"one_for_all_s": alike.estimate.time_s, "of_each_op_s": best.estimate.time_s, "gap": outcome.gap}
+        print(json.dumps({"case": f"{model}, {cluster}, batch {batch}", **took, **times}), flush=True)
+
+
+UNEQUAL = (
+    ("bert-large", "1xp4d.24xlarge+2xp3.16xlarge", 4096), ("bert-large", "2xg5.12xlarge+1xp3.16xlarge", 4096),
+    ("gpt-350m", "1xa2-highgpu-4g+1xp3.8xlarge", 1024), ("gpt-1.3b", "1xp4d.24xlarge+2xg5.12xlarge", 1024),
+    ("gpt-1.3b", "1xa2-highgpu-4g+2xg6.12xlarge", 1024), ("gpt-350m", "7xa100-40gb", 61),
+)  # fmt: skip
+"""Model, cluster, global batch."""
+
+
+def run_unequal() -> None:
+    """The best plan where all replicas are alike and where each has the devices and micro-batches that suit, a row for each case."""
+    print("| case | alike s | unequal s | faster | gap | shares | search s |", "|---" * 7 + "|", sep="\n")
+    for model, cluster, batch in UNEQUAL:
+        request = Request.of(model, cluster, batch, "roofline", None, (), math.inf)
+        start = time.process_time()
+        outcome = search(request, top=1)
+        took, best = time.process_time() - start, outcome.choices[0]
+        alike_s = min((choice.estimate.time_s for choice in uniform_choices(request, 1, lambda: None)), default=math.inf)
+        for family in families(request):
+            found = best_pipeline(family, blocks_of(request.model), alike_s)
+            alike_s = alike_s if found is None else found[1].time_s
+        shares = format_counts(best.plan.micro_batches_per_replica or ())
+        row = (f"{model}, {cluster}, batch {batch}", f"{alike_s:.3f}", f"{best.estimate.time_s:.3f}",
+               f"{alike_s / best.estimate.time_s - 1:.0%}", f"{outcome.gap:.1%}", shares, f"{took:.1f}")  # fmt: skip
+        print(f"| {' | '.join(row)} |", flush=True)
 
 
 def load_judge(path: Path | None) -> Any:
@@ -181,16 +241,24 @@ def main() -> None:
     parser.add_argument("--pareto", action="store_true", help="every cluster of the setting's node kinds")
     parser.add_argument("--most", help="most nodes of each kind for --pareto, such as A=8,B=8 (8 of each unless told)")
     parser.add_argument("--scale", action="store_true", help="long chains and thousands of devices")
+    parser.add_argument("--op-degrees", action="store_true", help="degrees of each op against one for a whole stage")
+    parser.add_argument("--unequal", action="store_true", help="replicas of unequal speed against replicas that are alike")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "penstock-plans")
     arguments = parser.parse_args()
-    if not (arguments.data or arguments.aceso_db or arguments.fasop_dir or arguments.scale):
-        parser.error("give --data, --aceso-db, --fasop-dir or --scale")
+    if not (arguments.data or arguments.aceso_db or arguments.fasop_dir or arguments.scale or arguments.op_degrees or arguments.unequal):
+        parser.error("give --data, --aceso-db, --fasop-dir, --scale, --op-degrees or --unequal")
     if arguments.pareto and not (arguments.fasop_dir and arguments.setting):
         parser.error("--pareto needs --fasop-dir and --setting")
     compile_all()
     judge = load_judge(arguments.judge)
     if arguments.scale:
         run_scale(arguments.out)
+        return
+    if arguments.op_degrees:
+        run_op_degrees()
+        return
+    if arguments.unequal:
+        run_unequal()
         return
     if arguments.fasop_dir:
         run_fasop(arguments, judge)

@@ -25,7 +25,7 @@ def train_part(
     if rank is None:
         return Outcome()
     if load is not None:
-        for parameter in (held.parameter for stage in rank.stages.values() for held in stage.held):
+        for parameter in (held.parameter for own in rank.gradients.values() for held in own.kept()):
             parameter.detach().fill_(7.0)  # what is not loaded is seen
         load_rank(Checkpoint(load), rank)
     place = rank.world.process[rank.world.rank]

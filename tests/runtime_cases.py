@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, groupby
 from typing import Any
 
+import msgspec
 import torch
 from small_models import SIZES
 
@@ -43,7 +44,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "some", "all"),
     "cuts": ("even", "uneven"),
     "degrees": ("equal", "per stage", "per op"),
-    "zero": (0, 1),
+    "zero": (0, 1, 2, 3),
     "sequence_parallel": (False, True),
 }
 Choice = dict[str, Any]
@@ -67,6 +68,7 @@ def is_possible(choice: Choice, most_ranks: int = 8) -> bool:
         or (c["sequence_parallel"] and conv)
         or (c["family"] == "resnet" and c["degrees"] != "equal")  # its statistics depend on how each op's samples are divided
         or (c["zero"] and c["dp"] * c["replicas"] == 1)
+        or (c["zero"] > 1 and c["pp"] > 1)
     )
 
 
@@ -112,7 +114,7 @@ def make_case(choice: Choice, seed: int, iterations: int = 3, **changes: Any) ->
                 seq_length=fields.get("seq_length", 0), dec_length=fields.get("dec_length", 0), precision="fp32")  # fmt: skip
     model = model_of(plan)
     plan = replace(plan, stages=tuple(_stages(model, choice, generator)))
-    works = tuple(_works(plan, model, generator) for _ in range(iterations))
+    works = tuple(make_works(plan, model, generator) for _ in range(iterations))
     return Case(plan, model, works)
 
 
@@ -167,7 +169,7 @@ def _patterns(first: int, last: int, recompute: str, generator: random.Random) -
     return ((), ((middle, last),))
 
 
-def _works(plan: Plan, model: Model, generator: random.Random) -> tuple[ReplicaWork, ...]:
+def make_works(plan: Plan, model: Model, generator: random.Random) -> tuple[ReplicaWork, ...]:
     """Every replica has its own number of micro-batches, each its own number of samples, lengths and dp bounds."""
     works, sample = [], 0
     for _ in range(plan.num_replicas):
@@ -207,15 +209,20 @@ def _micro_batch(plan: Plan, model: Model, index: int, samples: range, generator
     return MicroBatch(index, tuple(samples), layout, lengths, dec_lengths, *rows, bounds=bounds)
 
 
-def reference(case: Case, settings: TrainingSettings, *, whole: bool = False) -> tuple[list[float], dict[str, torch.Tensor]]:
+def reference(
+    case: Case, settings: TrainingSettings, *, whole: bool = False, noise: float = 0.0, noise_seed: int = 0
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and final weights of one process that runs the same micro-batches one after the other with plain torch.
 
     Where the model has batch statistics, the parts into which dp divides a micro-batch are run one by one, and their gradients added
     rank by rank: a rounding that differs once in a million steps over a kink (ReLU, max) would otherwise be seen as a difference.
-    With `whole` all samples run at once.
+    With `whole` all samples run at once. Initial weights are off by up to `noise` of their size.
     """
     model = case.model
     chain = build_chain(model, seed=settings.seed)
+    generator = torch.Generator().manual_seed(noise_seed)
+    for parameter in chain.parameters():
+        parameter.data *= 1.0 + noise * (2.0 * torch.rand(parameter.shape, generator=generator) - 1.0)
     optimizer = settings.optimizer.make(list(chain.parameters()), settings.rate.peak)
     source = RandomSource(model)
     losses = []
@@ -295,3 +302,19 @@ def largest_difference(case: Case, outcomes: Sequence[Any], weights: dict[str, t
 def _is_copy(case: Case, name: str) -> bool:
     op, _, parameter = name.partition(".")
     return parameter == "weight" and bool(case.model.ops[int(op)].op.tied_to)
+
+
+def with_count(case: Case, count: int) -> Case:
+    """The case with `count` micro-batches in each iteration of one replica: its own, again and again, each time of other samples."""
+    works = []
+    for (work,) in case.works:
+        micros: list[MicroBatch] = []
+        patterns = []
+        for index in range(count):
+            micro = work.micro_batches[index % len(work.micro_batches)]
+            shift = sum(len(one.samples) for one in work.micro_batches) * (index // len(work.micro_batches))
+            micros.append(msgspec.structs.replace(micro, index=index, samples=tuple(sample + shift for sample in micro.samples)))
+            patterns.append(work.patterns[index % len(work.patterns)])
+        schedule = schedule_of(case.plan.schedule, case.plan.num_stages, count, case.plan.num_chunks)
+        works.append((ReplicaWork(tuple(micros), schedule, tuple(patterns)),))
+    return replace(case, works=tuple(works))

@@ -81,7 +81,7 @@ def run_stalled(
     world = World(plan)
     if world.rank < 0:
         return []
-    own = TimedRank(plan, workloads, world)
+    own = TimedRank(world)
     plain = own.executor.handlers[Forward]
 
     def forward(step: Any) -> None:
@@ -90,4 +90,4 @@ def run_stalled(
         plain(step)
 
     own.executor.handlers[Forward] = forward
-    return [own.run(iteration[world.rank]) for iteration in programs]
+    return [own.run(iteration[world.rank], workloads[iteration[world.rank].replica]) for iteration in programs]

@@ -22,6 +22,8 @@ KERNEL_MODULES: tuple[str, ...] = (
     "penstock.schedules.search_kernels",
     "penstock.schedules.greedy_kernels",
     "penstock.search.mixed_kernels",
+    "penstock.search.interleaved_kernels",
+    "penstock.search.common_kernels",
     "penstock.schedules.kernels",
 )
 

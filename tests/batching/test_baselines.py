@@ -15,6 +15,8 @@ from penstock.batching.packing import equal_groups
 from penstock.batching.plan import MicroBatch, Sample
 from penstock.batching.planner import plan_batch
 from penstock.errors import InfeasibleError, InputError
+from penstock.models.shapes import Layout
+from penstock.schedules.batched import batch_workload
 
 COSTS = small_costs(2, 2, layouts=("padded", "packed"), has_decoder=False)
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
@@ -64,6 +66,19 @@ def test_pairs_are_packed_within_both_lengths() -> None:
     assert {(batch.row_length, batch.dec_row_length) for batch in batches} == {(20, 8)}
     with pytest.raises(InputError, match="packed layout"):
         packed_rows(samples, costs, 2)
+
+
+def test_micro_batches_of_a_layout_without_a_price_are_refused() -> None:
+    samples = [Sample(i, 5 + i) for i in range(8)]
+    for held, other in (("packed", "padded"), ("padded", "packed")):
+        layouts: tuple[Layout, ...] = (held,)  # type: ignore[assignment]
+        costs = small_costs(layouts=layouts, has_decoder=False)
+        batches = [dataclasses.replace(one, layout=other) for one in fixed_batches(samples, costs, 4)]  # type: ignore[arg-type]
+        message = f"a {other} micro-batch has no price: costs 'example' are of {held} ones"
+        with pytest.raises(InputError, match=message):
+            run_baseline(batches, costs, "fixed")
+        with pytest.raises(InputError, match=message):
+            batch_workload(costs, batches, 0)
 
 
 def test_the_mode_that_fits_is_used_or_none() -> None:

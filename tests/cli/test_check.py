@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.cli.main import run
+from penstock.plans.build import uniform_plan
+from penstock.plans.schema import write_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plans"
 GOOD = EXAMPLES / "gpt-1.3b-pp4.json"
@@ -34,6 +37,16 @@ def test_a_valid_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["check", str(EXAMPLES / "llama-8b-mixed.json"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["valid"] is True and told["problems"] == [] and told["num_devices"] == 32 and told["num_micro_batches"] == 64
+
+
+def test_unequal_shares_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = uniform_plan("gpt-tiny", "3xa100-40gb", replicas=3, global_batch=24, micro_batch=2)
+    write_plan(tmp_path / "plan.json", replace(plan, micro_batching=replace(plan.micro_batching, per_replica=(5, 5, 2))))
+    assert run(["check", str(tmp_path / "plan.json")]) == 0
+    assert "global batch 24 = 2 × 5 + 1 × 2 micro-batches of 2 (fixed, padded)" in capsys.readouterr().out
+    assert run(["check", str(tmp_path / "plan.json"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["num_micro_batches"] == 5 and told["per_replica"] == [5, 5, 2]
 
 
 def test_every_problem_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

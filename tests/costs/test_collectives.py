@@ -81,6 +81,12 @@ def test_uneven_groups_have_only_the_flat_way() -> None:
     assert len(group_of(one_rail(2), [0, 1, 4, 5]).lines("all_reduce")) == 2
 
 
+def test_an_uneven_group_drives_the_network_by_the_channels_of_its_smallest_node() -> None:
+    """Three ranks and one: one ring that crosses at all of the network's 10 GB/s, not at the share of one rank of three."""
+    assert collective_s("all_reduce", 1e9, one_rail(2), [0, 1, 2, 4]) == pytest.approx(2 * (2 * 10e-6 + 0.75 * 1e9 / 10e9))
+    assert collective_s("all_reduce", 1e9, one_rail(2), [0, 1, 2, 4], sharing=2) == pytest.approx(2 * (2 * 10e-6 + 0.75 * 1e9 / 5e9))
+
+
 def test_the_slowest_link_of_a_mixed_group_counts() -> None:
     fast = collective_s("all_reduce", 1e9, MIXED, range(8))
     slow = collective_s("all_reduce", 1e9, MIXED, range(8, 12))
@@ -153,6 +159,8 @@ def test_gradients_go_in_buckets() -> None:
     assert sync_gradients_s(10.5 * bucket, H200, ranks, bucket_bytes=bucket) == pytest.approx(10 * full + rest)
     assert sync_gradients_s(1e9, H200, ranks, zero=1) == pytest.approx(sync_gradients_s(1e9, H200, ranks))
     assert sync_gradients_s(1e9, H200, ranks, zero=3) == pytest.approx(1.5 * sync_gradients_s(1e9, H200, ranks))
+    again = {zero: sync_gradients_s(1e9, H200, ranks, zero=zero, micro_batches=4) / sync_gradients_s(1e9, H200, ranks) for zero in range(4)}
+    assert again == pytest.approx({0: 1.0, 1: 1.0, 2: 2.5, 3: 6.0})
 
 
 @settings(deadline=None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from penstock.costs.table import CostTable
 from penstock.errors import InputError
 from penstock.models import Model, Shape
 from penstock.models.catalog import model_from_mapping, resolve_model
+from penstock.models.kept import kept_bytes
+from penstock.models.sequence import with_sequence_parallelism
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
 from penstock.plans.references import cluster_of, model_of
@@ -102,6 +106,55 @@ def test_two_stages_by_hand() -> None:
     assert found.time_s == pytest.approx(found.pipeline_s + STEP_S)
     assert [stage.bubble_s for stage in found.stages] == [pytest.approx(4 * (second - first) + first), pytest.approx(first)]
     assert found.tokens_per_s == pytest.approx(64 / found.time_s) and found.samples_per_s == pytest.approx(8 / found.time_s)
+
+
+class TwoSpeeds(Plain):
+    """The same, but a v100-32gb takes twice as long."""
+
+    def table(self, model: Model, shapes: Sequence[Shape], tps: Sequence[int], cluster: Cluster) -> CostTable:
+        table = super().table(model, shapes, tps, cluster)
+        slow = np.array([2.0 if device == "v100-32gb" else 1.0 for device in table.devices])
+        return dataclasses.replace(table, forward_s=table.forward_s * slow, backward_s=table.backward_s * slow)
+
+
+def two_kinds() -> Cluster:
+    """Ranks 0 to 3 on one kind, 4 to 7 on another, all links alike."""
+    link = Link("test", BANDWIDTH, 0.0)
+    nodes = (Node(name, DEVICES[name], 4, link, link) for name in ("a100-40gb", "v100-32gb"))
+    return Cluster("test", tuple(NodeRun(node, 1) for node in nodes))
+
+
+def shared_out(plan: Plan, *counts: int) -> Plan:
+    return dataclasses.replace(plan, micro_batching=dataclasses.replace(plan.micro_batching, per_replica=counts))
+
+
+@pytest.mark.parametrize(("counts", "slowest", "time_s"), [((3, 1), 0, 180.0), ((2, 2), 1, 240.0), ((1, 3), 1, 360.0)])
+def test_unequal_shares_by_hand(counts: tuple[int, int], slowest: int, time_s: float) -> None:
+    """One replica on each kind: 60 and 120 seconds for a micro-batch; the slower to finish is the one told of."""
+    plan = shared_out(plan_of(Stage(0, 20, ((0,), (4,))), num_replicas=2), *counts)
+    found = estimate(plan, gpt(), two_kinds(), TwoSpeeds())
+    assert found.pipeline_s == pytest.approx(time_s) and found.num_micro_batches == counts[slowest]
+    assert found.stages[0].device == ("a100-40gb", "v100-32gb")[slowest]
+    assert sum(share for _, share in found.shares()) == pytest.approx(found.time_s)
+    assert found.samples_per_s == pytest.approx(8 / found.time_s)
+
+
+def test_shares_change_neither_sync_nor_step() -> None:
+    plan = plan_of(Stage(0, 20, ((0,), (1,))), num_replicas=2)
+    equal, unequal = estimated(plan), estimated(shared_out(plan, 3, 1))
+    assert unequal.pipeline_s == pytest.approx(1.5 * equal.pipeline_s)
+    assert unequal.time_s - unequal.pipeline_s == pytest.approx(equal.time_s - equal.pipeline_s)
+    assert estimated(shared_out(plan, 2, 2)) == equal
+
+
+def test_memory_of_each_replica_counts_its_own_micro_batches() -> None:
+    """Three stages; the smaller device is nearest to its limit. With one micro-batch it never holds two, with six it holds three."""
+    stages = tuple(Stage(*ops, ((at,), (4 + at,))) for at, ops in enumerate([(0, 9), (9, 17), (17, 20)]))
+    plan = plan_of(*stages, num_replicas=2, global_batch=14)
+    six, one = (estimate(shared_out(plan, *counts), gpt(), two_kinds(), TwoSpeeds()) for counts in ((1, 6), (6, 1)))
+    assert one.stages[0].limit_bytes == six.stages[0].limit_bytes == DEVICES["v100-32gb"].memory_bytes
+    held = [[stage.memory.activations_bytes for stage in found.stages] for found in (one, six)]
+    assert held[1] == pytest.approx([3 * held[0][0], 2 * held[0][1], held[0][2]])
 
 
 def test_shares_sum_to_the_time() -> None:
@@ -264,7 +317,7 @@ def test_money_and_mfu() -> None:
 )
 def test_micro_batches(batching: MicroBatching, expected: tuple[int, int]) -> None:
     plan = dataclasses.replace(plan_of(*TWO_STAGES), micro_batching=batching)
-    assert micro_batches(plan) == expected
+    assert micro_batches(plan) == (expected[0], (expected[1],))
     assert estimated(plan).num_micro_batches == expected[1]
 
 
@@ -320,3 +373,45 @@ def test_no_estimate_is_below_the_compute_of_its_slowest_stage() -> None:
         assert found.time_s >= found.num_micro_batches * max(compute)
         assert found.pipeline_s >= found.num_micro_batches * max(compute) + sum(compute) - max(compute)
         assert all(stage.bubble_s >= -1e-12 for stage in found.stages) and 0 < found.mfu < 1
+
+
+def test_sequence_parallelism_divides_what_lies_between_products() -> None:
+    model, on, source = resolve_model("gpt-1.3b"), resolve_cluster("4xa100-40gb"), Roofline()
+    stage = Stage(0, model.num_ops, ((0, 1, 2, 3),), Degrees(4))
+    base = uniform_plan("gpt-1.3b", "4xa100-40gb", tp=4, global_batch=8, micro_batch=4)
+    plain, rows = (
+        estimate(replace(base, stages=(replace(stage, sequence_parallel=wanted),)), model, on, source) for wanted in (False, True)
+    )
+    told, shape = with_sequence_parallelism(model), Shape.padded(4, 2048)
+    saved = kept_bytes(model, 0, model.num_ops, shape, 4) - kept_bytes(told, 0, model.num_ops, shape, 4)
+    held = plain.stages[0].memory.activations_bytes - rows.stages[0].memory.activations_bytes
+    assert held == saved > 0.2 * plain.stages[0].memory.activations_bytes
+    assert rows.stages[0].work.forward_s < plain.stages[0].work.forward_s and rows.time_s < plain.time_s
+    # The same bytes, and two small sums for each norm, one for each bias that is not divided, and the rows of embedding and head.
+    sums_s = sum(collective_s(c.kind, c.size_bytes(shape), on, range(4)) for place in told.ops for c in place.op.splits[0].collectives)
+    assert rows.stages[0].work.tp_s == pytest.approx(sums_s)
+    assert rows.stages[0].sequence_parallel and not plain.stages[0].sequence_parallel and not rows.notes
+
+
+def test_a_cut_sends_rows_to_ranks_that_want_rows() -> None:
+    model = resolve_model("gpt-1.3b")
+    base = uniform_plan("gpt-1.3b", "4xa100-40gb", pp=2, tp=2, global_batch=8, micro_batch=2)
+    times = {}
+    for wanted in product((False, True), repeat=2):
+        stages = tuple(replace(stage, sequence_parallel=rows) for stage, rows in zip(base.stages, wanted, strict=True))
+        found = estimate(replace(base, stages=stages), model, resolve_cluster("4xa100-40gb"), Roofline())
+        times[wanted] = found.stages[1].work.transfer_in_s, found.stages[0].work.transfer_out_s
+    link = resolve_cluster("4xa100-40gb").link(1, 2)
+    size = model.boundary_bytes(base.stages[1].first).at(Shape.padded(2, 2048))
+    whole_s, half_s = (link.latency_s + part / link.bandwidth_bytes_per_s for part in (size, size / 2))
+    assert times[False, False] == pytest.approx((whole_s, whole_s)) and times[True, True] == pytest.approx((half_s, half_s))
+    assert times[False, True] == pytest.approx((half_s, whole_s)) and times[True, False] == pytest.approx((whole_s, half_s))
+
+
+def test_sequence_parallelism_means_nothing_for_images() -> None:
+    plan = uniform_plan("resnet-tiny", "2xa100-40gb", tp=2, global_batch=8, micro_batch=4)
+    rows = replace(plan, stages=tuple(replace(stage, sequence_parallel=True) for stage in plan.stages))
+    model, on = resolve_model("resnet-tiny"), resolve_cluster("2xa100-40gb")
+    plain, told = (estimate(p, model, on, Roofline()) for p in (plan, rows))
+    assert told.time_s == plain.time_s and told.peak_bytes == plain.peak_bytes
+    assert "without effect" in told.notes[0] and not told.stages[0].sequence_parallel

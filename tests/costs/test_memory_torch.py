@@ -67,4 +67,6 @@ def test_a_gpt_holds_what_the_replay_says(recompute: Iterable[int]) -> None:
     # The test still holds the output, which a stage has sent away by then, and the last sum of a layer needs a moment for both terms.
     assert held == pytest.approx(expected.held_bytes + hidden, rel=0.01)
     assert expected.forward_peak_bytes * 0.99 <= forward_peak <= expected.forward_peak_bytes * 1.01 + hidden
-    assert expected.backward_peak_bytes * 0.99 <= storages.peak <= expected.backward_peak_bytes * 1.01 + hidden
+    # Products that are not recomputed add to weight gradients in place; the replay counts the largest as made first.
+    spared = max(parameter.nbytes for parameter in chain.parameters())
+    assert expected.backward_peak_bytes * 0.99 - spared <= storages.peak <= expected.backward_peak_bytes * 1.01 + hidden

@@ -1,4 +1,4 @@
-"""A planner that fails once or always at one iteration, and a process that dies beside its planner."""
+"""A planner that fails once or always at one iteration, or counts what it plans, and a process that dies beside its planner."""
 
 from __future__ import annotations
 
@@ -21,19 +21,24 @@ from penstock.stores import Job
 class FaultyPlanner(ProgramPlanner):
     """Crashes or hangs at `step`: once, if `once` names a file that remembers it, or each time."""
 
-    step: int = 0
+    step: int = -1
     way: str = "crash"
     once: str = ""
+    counts: str = ""
+    """A file that gets a byte for each batch that is planned."""
 
-    def programs(self, data: DataSet, batch: GlobalBatch) -> Any:
+    def batch_plan(self, data: DataSet, batch: GlobalBatch) -> Any:
         """As the planner it stands for, but for one iteration."""
+        if self.counts:
+            with open(self.counts, "ab") as stream:
+                stream.write(bytes([batch.step]))
         if batch.step == self.step and not (self.once and Path(self.once).exists()):
             if self.once:
                 Path(self.once).touch()
             if self.way == "crash":
                 os._exit(9)
             time.sleep(1000)
-        return super().programs(data, batch)
+        return super().batch_plan(data, batch)
 
 
 def start_and_die(source: BatchSource, planner: ProgramPlanner, address: str, job: Job, sender: Connection) -> None:

@@ -196,6 +196,21 @@ def test_micro_batches_that_the_plan_fixes(folder: Path) -> None:
         replace(dynamic, costs=None)
 
 
+def test_unequal_shares_that_the_plan_fixes(folder: Path) -> None:
+    """Every replica gets its own number of micro-batches, in the order of samples; a batch cut short keeps the proportion."""
+    dynamic = make_planner(folder)
+    stage = Stage(0, dynamic.model.num_ops, ((0,), (1,), (2,)))
+    plan = Plan("test", "cpu", 24, (stage,), MicroBatching("padded", "fixed", 4, per_replica=(3, 1, 2)), 3, "1f1b")
+    planner = replace(dynamic, costs=None, plan=plan)
+    data, batches = make_source(folder).open()
+    programs = planner.programs(data, batches[0])
+    assert [[len(micro.samples) for micro in program.micro_batches] for program in programs] == [[4, 4, 4], [4], [4, 4]]
+    assert [n for program in programs for micro in program.micro_batches for n in micro.samples] == batches[0].samples.tolist()
+    data, batches = make_source(folder, samples_per_batch=12).open()
+    fewer = planner.programs(data, batches[0])
+    assert [sum(len(micro.samples) for micro in program.micro_batches) for program in fewer] == [6, 2, 4]
+
+
 def whole_batches(folder: Path, model: Model, samples: int) -> tuple[list[Batch], DataSet]:
     """All shares of all micro-batches of one global batch, as tensors, with the data."""
     data = open_data(folder)
@@ -300,7 +315,9 @@ def test_planners_give_what_planning_inline_gives(folder: Path, server: Any, tmp
     for name, value in (("PENSTOCK_LOG_LEVEL", "debug"), ("PENSTOCK_LOG_DIR", tmp_path / "logs"), ("PENSTOCK_DUMP", tmp_path / "dump")):
         monkeypatch.setenv(name, str(value))
     planner = make_planner(folder, replicas=2)
-    found, replaced = run_ranks(make_source(folder), planner, server, planners=2, first_step=2)
+    counting = FaultyPlanner(planner.plan, planner.model, planner.costs, planner.form, counts=str(tmp_path / "planned"))
+    found, replaced = run_ranks(make_source(folder), counting, server, planners=2, first_step=2)
+    assert sorted((tmp_path / "planned").read_bytes()) == [2, 3, 4, 5]  # once, though dumped
     assert found == {rank: programs[2:] for rank, programs in inline(folder, planner).items()} and replaced == 0
     logs = "".join(path.read_text() for path in sorted((tmp_path / "logs").iterdir()))
     assert [logs.count(f"iteration {step} planned in") for step in range(6)] == [0, 0, 1, 1, 1, 1]  # each once
@@ -378,8 +395,8 @@ class BrokenPlanner(ProgramPlanner):
 def test_a_fault_of_the_planner_reaches_every_rank(folder: Path) -> None:
     planner = make_planner(folder)
     broken = BrokenPlanner(planner.plan, planner.model, planner.costs, planner.form)
-    entries = entries_of(broken, *make_source(folder).open(), 3)
-    assert sorted(entries) == [0, 1]
+    entries, told = entries_of(broken, *make_source(folder).open(), 3)
+    assert sorted(entries) == [0, 1] and "KeyError: 'padded'" in str(told)
     for entry in entries.values():
         with pytest.raises(PlanningError, match=r"iteration 3 cannot be planned: KeyError: 'padded'\. Its samples are \d+, "):
             open_entry(entry, "test")

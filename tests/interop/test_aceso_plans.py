@@ -186,6 +186,7 @@ def changed(plan: Plan, **stage: Any) -> Plan:
 
 
 BASE = uniform_plan("gpt-350m", "2xv100-32gb", pp=2, global_batch=16, micro_batch=4, precision="fp16")
+TWO = uniform_plan("gpt-350m", "2xv100-32gb", replicas=2, global_batch=16, micro_batch=4, precision="fp16")
 
 
 @pytest.mark.parametrize(
@@ -195,6 +196,7 @@ BASE = uniform_plan("gpt-350m", "2xv100-32gb", pp=2, global_batch=16, micro_batc
         (replace(BASE, precision="bf16"), "precision bf16; it trains gpt in fp16"),
         (replace(BASE, micro_batching=replace(BASE.micro_batching, layout="packed")), "packed"),
         (replace(BASE, micro_batching=replace(BASE.micro_batching, policy="dynamic")), "differ from batch to batch"),
+        (replace(TWO, micro_batching=replace(TWO.micro_batching, per_replica=(3, 1))), "unequal numbers of micro-batches; all have"),
         (uniform_plan("gpt-350m", "2xv100-32gb", replicas=2, zero=1, global_batch=16, micro_batch=4, precision="fp16"),
          "stage 0: ZeRO-1"),
         (uniform_plan("gpt-350m", "2xv100-32gb", tp=2, sequence_parallel=True, global_batch=16, micro_batch=4, precision="fp16"),

@@ -173,6 +173,9 @@ def test_the_first_layers_of_each_stage() -> None:
         megatron_flags(later)
 
 
+TWO = uniform_plan("gpt-tiny", "2xa100-40gb", replicas=2, global_batch=16, micro_batch=2)
+
+
 def stage(index: int, **changes: Any) -> Plan:
     return replace(GPT, stages=tuple(replace(old, **changes) if at == index else old for at, old in enumerate(GPT.stages)))
 
@@ -191,6 +194,7 @@ def stage(index: int, **changes: Any) -> Plan:
         (stage(3, devices=((5,),)), "stage 3: replica 0 is on ranks 5, where ranks count tp first, then replicas, then st"),
         (replace(GPT, micro_batching=replace(GPT.micro_batching, layout="packed")), "packed micro-batches"),
         (replace(GPT, micro_batching=replace(GPT.micro_batching, policy="dynamic")), "differ from batch to batch"),
+        (replace(TWO, micro_batching=replace(TWO.micro_batching, per_replica=(5, 3))), "replicas with unequal numbers of micro-batches"),
         (uniform_plan("gpt-tiny", "2xa100-40gb", replicas=2, zero=2, global_batch=16, micro_batch=2), "stage 0: zero is 2"),
         (uniform_plan("gpt-tiny", "1xg5.xlarge+1xg6.xlarge", pp=2, global_batch=16, micro_batch=2),
          "stage 1: it uses l4 beside the a10g of stage 0"),

@@ -50,8 +50,17 @@ def least_recompute_by_trying(space: StageSpace, first: int, last: int, behind: 
     best = np.inf
     for flags in itertools.product((0, 1), repeat=last - first):
         if stage_memory(space, first, last, behind, flags) <= space.machine.pools[0].memory_limit + 1e-9:
-            best = min(best, float((space.costs[0].forward[first:last] * np.array(flags)).sum()))
+            best = min(best, recompute_time(space, first, last, flags))
     return best
+
+
+def recompute_time(space: StageSpace, first: int, last: int, flags: tuple[int, ...]) -> float:
+    """The rule in plain words: the last op of a recomputed run, which ends with its block, takes its `ending` time."""
+    c, blocks, time = space.costs[0], space.blocks, 0.0
+    for position, op in enumerate(range(first, last)):
+        goes_on = op + 1 < last and flags[position + 1] and op + 1 not in blocks.start
+        time += flags[position] * float(c.forward[op] if goes_on else c.ending[op])
+    return time
 
 
 def stage_memory(space: StageSpace, first: int, last: int, behind: int, flags: tuple[int, ...]) -> float:

@@ -11,11 +11,11 @@ from runtime_cases import DIMENSIONS, is_possible, make_case
 
 from penstock.models.catalog import FAMILIES
 from penstock.plans.build import uniform_plan
-from penstock.plans.capabilities import MAX_PATTERNS, MAX_ZERO_IN_PIPELINE, MAX_ZERO_RUN, SCHEDULES, SEARCHED_SCHEDULES, unsupported
+from penstock.plans.capabilities import MAX_PATTERNS, MAX_ZERO_IN_PIPELINE, SCHEDULES, SEARCHED_SCHEDULES, unsupported
 from penstock.plans.inflight import in_flight
 from penstock.plans.plan import Degrees, OpRun, Plan
 from penstock.plans.references import model_of
-from penstock.plans.spec import PlanSpec
+from penstock.plans.spec import PlanSpec, StageSpec
 from penstock.plans.validity import check_plan
 from penstock.programs.lower import lower
 from penstock.schedules.orders import SCHEDULE_NAMES
@@ -61,12 +61,14 @@ def test_every_plan_that_the_runtime_is_tested_with_is_supported() -> None:
 
 
 def test_the_table_has_what_the_runtime_is_tested_with_and_no_more() -> None:
-    assert set(SCHEDULES) == set(DIMENSIONS["schedule"]) == set(SCHEDULE_NAMES)
-    assert max(DIMENSIONS["zero"]) == MAX_ZERO_RUN
+    synchronous = {name for name, rules in SCHEDULES.items() if not rules.asynchronous}
+    assert synchronous == set(DIMENSIONS["schedule"]) and set(SCHEDULES) == set(SCHEDULE_NAMES)
+    [level] = [limit.le for limit in StageSpec.model_fields["zero"].metadata if hasattr(limit, "le")]
+    assert max(DIMENSIONS["zero"]) == level
     assert set(FAMILIES) == set(DIMENSIONS["family"])
     zero_bubble = {"family": "gpt", "pp": 2, "tp": 1, "dp": 1, "replicas": 1, "schedule": "zero-bubble", "layout": "padded",
                    "recompute": "all", "cuts": "even", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
-    for schedule, rules in SCHEDULES.items():
+    for schedule, rules in ((name, SCHEDULES[name]) for name in synchronous):
         assert is_possible(zero_bubble | {"schedule": schedule}) == rules.recomputes
         assert is_possible(zero_bubble | {"schedule": schedule, "recompute": "none", "pp": 1}) == (rules.min_groups == 1)
 
@@ -83,9 +85,25 @@ def test_zero_levels(zero: int, pp: int) -> None:
     plan = uniform_plan("gpt-tiny", "4xa100-40gb", pp=pp, replicas=4 // pp, global_batch=8, micro_batch=1)
     plan = replace(plan, stages=tuple(replace(stage, zero=zero) for stage in plan.stages))
     assert (check_plan(plan) == []) == (pp == 1 or zero <= MAX_ZERO_IN_PIPELINE)
+    assert unsupported(plan, model_of(plan)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, []),
+        ({"model": "gpt-tiny"}, ["'embedding' and 'head.logits' share a weight on two stages"]),
+        ({"replicas": 2}, ["there are 2 replicas"]),
+        ({"dp": 2}, ["stages.0 has dp above 1", "stages.1 has dp above 1"]),
+        ({"precision": "fp16"}, ["fp16's loss scale"]),
+    ],
+)
+def test_stages_that_update_by_themselves_share_nothing(changes: dict[str, object], wanted: list[str]) -> None:
+    fields = {"pp": 2, "global_batch": 8, "micro_batch": 2, "schedule": "pipedream"} | changes
+    plan = uniform_plan(str(fields.pop("model", "llama-tiny")), "4xa100-40gb", **fields)  # type: ignore[arg-type]
+    assert check_plan(plan) == []
     problems = unsupported(plan, model_of(plan))
-    assert len(problems) == (pp if zero > MAX_ZERO_RUN else 0)
-    assert all(f"zero is {zero}" in problem for problem in problems)
+    assert len(problems) == len(wanted) and all(text in problem for text, problem in zip(wanted, problems, strict=True))
 
 
 def test_a_shared_weight_is_cut_in_one_way_within_a_stage() -> None:

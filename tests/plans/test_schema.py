@@ -51,7 +51,12 @@ plans = st.builds(
     global_batch=counts,
     stages=st.lists(stages, min_size=1, max_size=4).map(tuple),
     micro_batching=st.builds(
-        MicroBatching, st.sampled_from(["padded", "packed"]), st.sampled_from(["fixed", "dynamic"]), st.none() | counts, st.none() | counts
+        MicroBatching,
+        st.sampled_from(["padded", "packed"]),
+        st.sampled_from(["fixed", "dynamic"]),
+        st.none() | counts,
+        st.none() | counts,
+        per_replica=st.lists(counts, max_size=3).map(tuple),
     ),
     num_replicas=counts,
     schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import InputError
-from penstock.plans.texts import format_ops, format_ranks, parse_op_range, parse_ops, parse_ranks
+from penstock.plans.texts import format_counts, format_ops, format_ranks, parse_op_range, parse_ops, parse_ranks
 
 RANKS = st.lists(st.integers(0, 50) | st.integers(0, 999_999), min_size=1, max_size=40)
 
@@ -31,6 +31,11 @@ def test_ranks_round_trip(ranks: list[int]) -> None:
 def test_wrong_ranks_are_refused(text: object) -> None:
     with pytest.raises(InputError):
         parse_ranks(text)
+
+
+def test_counts() -> None:
+    assert format_counts((12, 12, 4)) == "2 × 12 + 1 × 4" and format_counts((3, 1, 3)) == "1 × 3 + 1 × 1 + 1 × 3"
+    assert format_counts((8,)) == "1 × 8"
 
 
 def test_ops() -> None:

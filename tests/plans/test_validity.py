@@ -30,6 +30,11 @@ def stage(plan: Plan, index: int, **changes: Any) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
+def shared(plan: Plan, *counts: int) -> Plan:
+    """The plan with these numbers of micro-batches."""
+    return replace(plan, micro_batching=replace(plan.micro_batching, per_replica=counts))
+
+
 BROKEN: dict[str, tuple[Plan, list[str]]] = {
     "gap": (stage(GOOD, 1, first=20), ["stages.1.ops is 20:36", "17:20 are placed nowhere"]),
     "late start": (stage(GOOD, 0, first=1), ["stages.0.ops", "0:1 are placed nowhere"]),
@@ -82,6 +87,27 @@ BROKEN: dict[str, tuple[Plan, list[str]]] = {
     "fixed with tokens": (
         replace(GOOD, micro_batching=MicroBatching("padded", "fixed", 2, 4096)),
         ["micro_batching.max_tokens is 4096", "'fixed'"],
+    ),
+    "unequal shares": (shared(GOOD, 5, 3), []),
+    "equal shares": (shared(GOOD, 4, 4), []),
+    "shares of too few replicas": (shared(GOOD, 8), ["micro_batching.per_replica has 1 entries", "num_replicas is 2"]),
+    "shares of too many replicas": (shared(GOOD, 4, 3, 1), ["micro_batching.per_replica has 3 entries", "num_replicas is 2"]),
+    "shares that are no batch": (
+        shared(GOOD, 5, 4),
+        ["micro_batching.per_replica is [5, 4]: 9 micro-batches of 2 samples are 18", "global_batch is 16", "sum is 8", "global_batch 18"],
+    ),
+    "shares of a batch that does not divide": (
+        replace(shared(GOOD, 5, 3), global_batch=17),
+        ["global_batch is 17", "Use another micro_batching.samples, or global_batch 16"],
+    ),
+    "share of nothing": (shared(GOOD, 8, 0), ["micro_batching.per_replica.1", "1"]),
+    "shares of a dynamic batch": (
+        replace(GOOD, micro_batching=MicroBatching("padded", "dynamic", 2, per_replica=(5, 3))),
+        ["micro_batching.per_replica is given", "'dynamic'"],
+    ),
+    "shares instead of division": (
+        replace(GOOD, global_batch=14),
+        ["global_batch is 14", "unequal numbers of micro-batches (micro_batching.per_replica, 7 in all)"],
     ),
     "dynamic needs neither": (replace(GOOD, global_batch=17, micro_batching=MicroBatching("packed", "dynamic")), []),
     "layout": (replace(T5, micro_batching=MicroBatching("packed", "fixed", 2)), ["micro_batching.layout is 'packed'", "'padded'"]),
@@ -175,3 +201,11 @@ def test_remarks() -> None:
     assert said[1] == "1 micro-batches per replica cannot fill a pipeline of 2 device groups."
     assert "not a multiple of 2" in remarks(replace(CHUNKS, global_batch=6), resolve_cluster("2xa100-40gb"))[0]
     assert remarks(GOOD, resolve_cluster("4xa100-40gb")) == []
+    assert remarks(shared(GOOD, 7, 1), resolve_cluster("4xa100-40gb")) == [said[1]]
+
+
+def test_micro_batches_of_each_replica() -> None:
+    assert (GOOD.num_micro_batches, GOOD.micro_batches_per_replica) == (4, (4, 4))
+    assert (shared(GOOD, 3, 5).num_micro_batches, shared(GOOD, 3, 5).micro_batches_per_replica) == (5, (3, 5))
+    dynamic = replace(GOOD, micro_batching=MicroBatching("padded", "dynamic"))
+    assert dynamic.num_micro_batches is None and dynamic.micro_batches_per_replica is None

@@ -40,6 +40,7 @@ instructions = st.one_of(
     st.builds(i.ReduceWait, counts),
     st.builds(i.SyncTied, words.filter(lambda word: word not in ("send", "receive")), tied, tied),
     st.just(i.Step()),
+    st.builds(i.StepStage, counts, counts),
 )
 
 degrees = st.integers(1, 2**63 - 1)

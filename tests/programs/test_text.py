@@ -27,6 +27,7 @@ LINES = [
     ("sync-tied embedding send s0:s3:r6@0:64 receive s0:s3:r6",
      i.SyncTied("embedding", (i.TiedRows(0, 3, 6, (0, 64)),), (i.TiedRows(0, 3, 6),))),
     ("step", i.Step()),
+    ("step-stage s1 m3", i.StepStage(1, 3)),
 ]  # fmt: skip
 
 PROGRAM = """penstock-program 1

@@ -36,6 +36,11 @@ CASES: dict[str, tuple[Choice, Choice, TrainingSettings]] = {
     "bert, zero-bubble, to degrees of each stage": (
         FIRST | {"family": "bert", "schedule": "zero-bubble"}, FIRST | {"family": "bert", "degrees": "per stage", "pp": 3, "replicas": 1,
                                                                        "zero": 0}, SGD),
+    "gpt, ZeRO-3 and tp, to two stages": (FIRST | {"pp": 1, "zero": 3}, FIRST | {"tp": 1, "zero": 0}, ADAMW),
+    "t5, two stages, to ZeRO-3": (
+        FIRST | {"family": "t5", "layout": "padded", "tp": 1}, FIRST | {"family": "t5", "layout": "padded", "pp": 1, "zero": 3}, SGD),
+    "llama, ZeRO-2, to ZeRO-3 of another dp": (
+        FIRST | {"family": "llama", "pp": 1, "tp": 1, "zero": 2}, FIRST | {"family": "llama", "pp": 1, "dp": 2, "tp": 1, "zero": 3}, ADAMW),
     "resnet with its statistics": (
         FIRST | {"family": "resnet", "layout": "padded", "replicas": 1, "dp": 2},
         FIRST | {"family": "resnet", "layout": "padded", "pp": 3, "tp": 1, "replicas": 1, "dp": 2, "zero": 0}, SGD),

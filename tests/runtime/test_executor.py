@@ -42,7 +42,7 @@ def test_a_handler_sees_the_program() -> None:
 def test_all_kinds_need_a_handler() -> None:
     executor = Executor().register(Forward, lambda step: None)
     assert Forward not in executor.missing() and len(executor.missing()) == len(INSTRUCTIONS) - 1
-    with pytest.raises(InputError, match=r"no handler for Load, Backward, .*Step\. Register one for each kind"):
+    with pytest.raises(InputError, match=r"no handler for Load, Backward, .*StepStage\. Register one for each kind"):
         executor.run(program())
 
 

@@ -35,6 +35,7 @@ from penstock.programs.instructions import (
     SendStart,
     SendWait,
     Step,
+    StepStage,
     SyncTied,
 )
 from penstock.runtime.executor import Executor
@@ -135,6 +136,7 @@ ALL: list[tuple[Instruction, tuple[int, int, int]]] = [
     (ReduceWait(1), (WAIT, 1, -1)),
     (SyncTied("embedding"), (TRANSFER, NO_STAGE, -1)),
     (Step(), (COMPUTE, NO_STAGE, -1)),
+    (StepStage(2, 3), (COMPUTE, 2, 3)),
 ]
 
 
@@ -145,7 +147,7 @@ def test_every_instruction_has_a_span(tmp_path: Path) -> None:
     for index in range(len(ALL)):
         recorder.at(index)
         recorder.done(index, 100 + index, 200 + index)
-    assert recorder.busy_ns(0).tolist() == [700, 300, 500]
+    assert recorder.busy_ns(0).tolist() == [800, 300, 500]
     assert recorder.busy_ns(recorder.position - 1).tolist() == [100, 0, 0]
     recorder.close()
     found = read_spans(tmp_path / "a.spans")

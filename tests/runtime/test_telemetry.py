@@ -104,10 +104,16 @@ def test_absent_libraries_are_no_error(tmp_path: Path) -> None:
 
 def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     sink = tensorboard_sink(tmp_path)
     assert sink is not None
     sink(StepRecord(1, loss=2.0))
-    assert any(path.stat().st_size for path in tmp_path.iterdir())
+    sink(StepRecord(2, loss=float("nan"), tokens=7))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert {name: [(one.step, one.value) for one in events.Scalars(name)] for name in events.Tags()["scalars"]} == {
+        "train/loss": [(1, 2.0)], "train/tokens": [(2, 7.0)],
+    }  # fmt: skip
 
 
 class Refused(Exception):

@@ -18,6 +18,7 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import write_plan
 from penstock.runtime.learning_rate import LearningRate
+from penstock.runtime.spans_reader import RankSpans, read_run
 from penstock.runtime.telemetry import read_steps
 from penstock.runtime.trainer import Progress, Trainer, TrainRequest
 from penstock.runtime.update import TrainingSettings
@@ -55,6 +56,24 @@ def test_a_run_goes_on_under_another_plan(data: str, tmp_path: Path) -> None:
     other = replace(first, plan=plan_of(tp=2, replicas=2), out=str(tmp_path / "second"), resume=str(saved), eval_every=0)
     again = Trainer(other).train()
     assert again.first_step == 3 and again.losses == pytest.approx(straight.losses[3:], rel=1e-5)
+
+
+def num_forwards(one: RankSpans) -> int:
+    return sum(one.kinds[int(kind)] == "Forward" for kind in one.spans["kind"])
+
+
+def test_unequal_replicas_train_like_one_process_and_go_on(data: str, tmp_path: Path) -> None:
+    """Three and one micro-batches of four samples: the losses of one process, also when a run goes on with other shares."""
+    alone = Trainer(TrainRequest(plan_of(), data, 4, str(tmp_path / "alone"), SETTINGS)).train()
+    plan = plan_of(replicas=2)
+    unequal, turned = (replace(plan, micro_batching=replace(plan.micro_batching, per_replica=counts)) for counts in ((3, 1), (1, 3)))
+    first = TrainRequest(unequal, data, 4, str(tmp_path / "first"), SETTINGS, checkpoint_every=2)
+    found = Trainer(first).train()
+    assert found.losses == pytest.approx(alone.losses, rel=1e-5)
+    assert [num_forwards(one) for one in read_run(tmp_path / "first")] == [3 * 4, 1 * 4]
+    saved = next((tmp_path / "first" / "checkpoints").glob("*-step-2"))
+    again = Trainer(replace(first, plan=turned, out=str(tmp_path / "again"), resume=str(saved), checkpoint_every=0)).train()
+    assert again.first_step == 2 and again.losses == pytest.approx(alone.losses[2:], rel=1e-5)
 
 
 def test_torchrun_starts_the_same_training(data: str, tmp_path: Path) -> None:

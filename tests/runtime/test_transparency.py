@@ -79,9 +79,9 @@ def test_twenty_steps(pool: Pool) -> None:
     assert max(differences(pool, make_case(PLAIN, 5, iterations=20))[:2]) <= TOLERANCE
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_adamw_with_clipping_and_warm_up(pool: Pool, zero: int) -> None:
-    case = make_case(PLAIN | {"zero": zero, "dp": 2, "tp": 1}, 7, iterations=5)
+    case = make_case(PLAIN | {"zero": zero, "dp": 2, "tp": 1, "pp": 2 if zero < 2 else 1}, 7, iterations=5)
     assert max(differences(pool, case, ADAMW)[:2]) <= TOLERANCE
 
 
@@ -113,6 +113,23 @@ def test_batch_statistics_stay_exact_over_twenty_steps(pool: Pool) -> None:
     assert differences(pool, case, replace(SGD, clip_norm=None, rate=LearningRate(0.02)))[1] == 0.0
 
 
+@pytest.mark.parametrize("split", [{"tp": 2}, {"dp": 2, "replicas": 2}], ids=["tp", "dp and replicas"])
+def test_batch_statistics_drift_no_more_than_one_process_does(pool: Pool, split: dict[str, int]) -> None:
+    """Where sums are reordered, an activation may fall on the other side of a ReLU's kink, which batch norm spreads over all samples. One
+    process whose initial weights are off by 1e-7 goes astray as far."""
+    plain = PLAIN | {"family": "resnet", "layout": "padded", "recompute": "none", "pp": 1, "tp": 1, "dp": 1, "replicas": 1}
+    case = make_case(plain | split, 3, iterations=20)
+    _, weights = reference(case, SGD)
+    astray = [_distance(weights, reference(case, SGD, noise=1e-7, noise_seed=seed)[1]) for seed in range(4)]
+    assert differences(pool, case)[1] <= max(TOLERANCE, 10 * max(astray))
+    assert max(_distance(weights, reference(case, SGD, noise=1e-3)[1]), 0.0) > 1e-4  # the noise is seen
+
+
+def _distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference of two sets of weights, relative to the largest value of each weight."""
+    return max(((values - other[name]).abs().max() / values.abs().max().clamp(min=1e-30)).item() for name, values in one.items())
+
+
 def in_precision(case: Case, precision: str) -> Case:
     plan = replace(case.plan, precision=precision)
     return replace(case, plan=plan, model=model_of(plan))
@@ -129,7 +146,8 @@ def test_half_precision_learns_alike_on_one_rank_and_on_eight(pool: Pool, precis
     assert eight[0].losses == pytest.approx(one.losses, rel=3e-3)
     whole = {f"{weight.op}.{weight.name}": weight.values.float() for weight in one.weights}
     whole |= {f"{place.index}.weight": whole["0.weight"] for place in split.model.ops if place.op.tied_to}
-    assert largest_difference(split, eight, whole)[0] < 0.03
+    # Ten steps of the last bit: recomputed products round their weight gradients once more before they are added.
+    assert largest_difference(split, eight, whole)[0] < 0.04
     start = {f"{index}.{name}": value for index, op in enumerate(build_chain(split.model).ops) for name, value in op.named_parameters()}
     assert largest_difference(split, eight, start)[0] > 0.1  # it did learn
     assert {weight.values.dtype for weight in eight[0].weights} == {torch.bfloat16 if precision == "bf16" else torch.float16}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.search.mixed_kernels import best_chain, bound_table
 
-STATE = 4.0
+STATE, FLOOR = 4.0, 0.7
 
 
 class Costs:
@@ -19,33 +19,36 @@ class Costs:
 
     def __init__(self, seed: int, configurations: int, ops: int) -> None:
         numbers = np.random.default_rng(seed)
-        names = ("compute", "forward", "kept", "forward_reserve", "backward_reserve", "weights", "entering", "enter", "leave")
+        names = ("compute", "forward", "ending", "kept", "forward_reserve", "backward_reserve", "weights", "entering", "enter", "leave")
         for name in names:
             setattr(self, name, numbers.random((configurations, ops)))
         self.weights *= 0.1
-        self.reshard = numbers.random((configurations, configurations, ops))
-        self.edge = numbers.random(ops) < 0.3
+        self.ending *= self.forward
+        self.reshard, self.moved = numbers.random((2, configurations, configurations, ops))
+        self.edge = numbers.random((configurations, configurations, ops)) < 0.3
         self.allowed = numbers.random((configurations, ops)) < 0.9
         self.allowed[0] = True
 
     def time_and_memory(self, states: tuple[int, ...], held: float) -> tuple[float, float]:
         """The rules in plain words."""
-        time = saved = segment = peak = 0.0
+        time = saved = segment = peak = moved = 0.0
         for op, s in enumerate(states):
             q, again = s // 2, s % 2
             if not self.allowed[q, op]:
                 return np.inf, np.inf
-            time += self.compute[q, op] + again * self.forward[q, op]
+            time += self.compute[q, op] + again * self.ending[q, op]
             if op:
                 before, was = states[op - 1] // 2, states[op - 1] % 2
                 time += self.reshard[before, q, op]
+                moved += self.moved[before, q, op]
                 if again and was:
                     segment += self.kept[before, op - 1]
                     peak = max(peak, segment)
-                    if self.edge[op - 1]:
+                    if self.edge[before, q, op]:
                         segment = 0.0
                     else:
                         saved += self.kept[before, op - 1]
+                        time += self.forward[before, op - 1] - self.ending[before, op - 1]
                 else:
                     segment = 0.0
         rows = [s // 2 for s in states]
@@ -55,8 +58,10 @@ class Costs:
             return [table[q, op] for op, q in enumerate(rows)]
 
         weights = sum(each(self.weights))
-        reserve = max(max(each(self.forward_reserve)[:-1], default=0.0) + max(each(self.backward_reserve)[:-1], default=0.0), weights)
-        mine = self.entering[rows[0], 0] + sum(each(self.kept)) - saved
+        reserve = max(
+            max(each(self.forward_reserve)[:-1], default=0.0) + max(each(self.backward_reserve)[:-1], default=0.0), FLOOR * weights
+        )
+        mine = self.entering[rows[0], 0] + sum(each(self.kept)) + moved - saved
         return time, STATE * weights + held * mine + peak + reserve
 
     def best_by_trying(self, held: float, limit: float) -> float:
@@ -70,8 +75,9 @@ def chain_is_the_fastest(seed: int, ops: int, behind: int, limit: float) -> bool
     costs, held, chosen = Costs(seed, 2, ops), behind + 1.0, np.zeros(ops, np.int64)
     expected = costs.best_by_trying(held, limit)
     found = best_chain(
-        0, ops, held, limit, 3000, STATE, costs.compute, costs.forward, costs.kept, costs.forward_reserve, costs.backward_reserve,
-        costs.weights, costs.entering, costs.enter, costs.leave, costs.reshard, costs.edge, costs.allowed, chosen,
+        0, ops, held, limit, 3000, STATE, FLOOR, costs.compute, costs.forward, costs.ending, costs.kept, costs.forward_reserve,
+        costs.backward_reserve, costs.weights, costs.entering, costs.enter, costs.leave, costs.reshard, costs.moved,
+        costs.edge, costs.allowed, chosen,
     )  # fmt: skip
     assert found >= expected - 1e-9
     if np.isfinite(found):
@@ -94,7 +100,7 @@ def test_bound_is_below_the_fastest(seed: int, ops: int, behind: int, limit: flo
     offset = np.cumsum(width) - width
     low = np.zeros((behind + 1, int(width.sum())))
     bound_table(
-        np.array([0.0, 0.1, 0.5, 2.0, 10.0]), limit, STATE, costs.compute, costs.forward, costs.kept, costs.weights, costs.entering,
-        costs.enter, costs.leave, costs.reshard, costs.edge, costs.allowed, offset, width, low,
+        np.array([0.0, 0.1, 0.5, 2.0, 10.0]), limit, STATE, FLOOR, costs.compute, costs.forward, costs.ending, costs.kept, costs.weights,
+        costs.entering, costs.enter, costs.leave, costs.reshard, costs.moved, costs.edge, costs.allowed, offset, width, low,
     )  # fmt: skip
     assert low[behind, ops - 1] <= costs.best_by_trying(behind + 1.0, limit) + 1e-9

@@ -17,7 +17,8 @@ from penstock.plans.validity import check_plan
 from penstock.search import search_plans
 from penstock.search.choice import Choice
 from penstock.search.request import Request
-from penstock.search.what_if import Relaxed, found_beside, next_device, relaxations, relaxed, request_of, rivals
+from penstock.search.shares import rebalanced
+from penstock.search.what_if import Relaxed, _again, found_beside, next_device, relaxations, relaxed, request_of, rivals
 
 TWO_NODES = replace(uniform_plan("gpt-tiny", "2xg5.12xlarge", pp=2, tp=2, replicas=2, global_batch=1536, micro_batch=2), precision="bf16")
 
@@ -218,3 +219,18 @@ def test_time_is_kept_even_for_a_large_cluster() -> None:
     found = found_beside(request, budget_s=0.5)
     assert all(math.isfinite(choice.estimate.time_s) for choice in [own, *found])
     assert not any(choice.kind == "grid" for choice in found)
+
+
+def test_a_known_plan_is_shared_out_anew_after_a_change() -> None:
+    """Larger devices in the place of one kind: the replicas on them take more of the batch, and the plan is tried so."""
+    plan = uniform_plan("gpt-350m", "1xa10g+1xt4", replicas=2, global_batch=64, micro_batch=1, recompute="full", zero=1)
+    request, _ = asked(plan)
+    shared = rebalanced(request.estimator, plan)
+    own = Choice.of(shared, request.estimator.estimate(shared))
+    before = own.plan.micro_batching.per_replica
+    assert before[0] > before[1]
+    there = dict(relaxations(request))["v100-16gb instead of t4"]
+    shares = {choice.plan.micro_batching.per_replica for choice in _again(there, [own])}
+    assert before in shares and len(shares) == 2
+    (after,) = shares - {before}
+    assert after[1] > before[1] and sum(after) == 64

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from stores.conftest import require_redis
@@ -46,8 +47,8 @@ def fragile() -> Iterator[Fragile]:
     made.server.stop()
 
 
-def ring(server: Fragile, job: Job, **options: float) -> Ring:
-    return Ring(RedisValues(server.address), job, **{"wait_s": 60.0, "reconnect_s": 30.0, **options})
+def ring(server: Fragile, job: Job, away_s: float = 30.0) -> Ring:
+    return Ring(RedisValues(server.address), replace(job, away_s=away_s), wait_s=60.0)
 
 
 def train(server: Fragile, pace_s: float, at: dict[int, Callable[[], None]]) -> tuple[list[list[bytes]], Job]:
@@ -113,7 +114,7 @@ def test_dropped_connections_are_made_again(fragile: Fragile) -> None:
 
 def test_a_server_that_stays_away_ends_the_wait_with_a_message(fragile: Fragile) -> None:
     job = Job.new(1)
-    reader = ring(fragile, job, reconnect_s=0.5)
+    reader = ring(fragile, job, away_s=0.5)
     threading.Timer(0.2, fragile.kill).start()
     start = time.monotonic()
     with pytest.raises(StoreError, match=r"Redis at 127\.0\.0\.1:\d+ has not answered for 0\.5 s"):
@@ -124,7 +125,7 @@ def test_a_server_that_stays_away_ends_the_wait_with_a_message(fragile: Fragile)
 def test_a_server_that_hangs_counts_as_gone(fragile: Fragile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.stores.redis._ANSWER_S", 0.3)
     monkeypatch.setattr("penstock.stores.redis._SLICE_S", 0.1)
-    reader = ring(fragile, Job.new(1), reconnect_s=0.5)
+    reader = ring(fragile, Job.new(1), away_s=0.5)
     fragile.server.process.send_signal(signal.SIGSTOP)
     with pytest.raises(StoreError, match="has not answered"):
         reader.fetch(0, 0)

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path, ending: sig
         process.communicate()
     assert not path.exists()
     with pytest.raises(StoreError):
-        open_store(content.address, Job.new(1), reconnect_s=0.1).fetch(0, 0)
+        open_store(content.address, replace(Job.new(1), away_s=0.1)).fetch(0, 0)
 
 
 def test_a_server_that_dies_is_started_again_with_its_password(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def _prices(batches: Sequence[MicroBatch], costs: PipelineCosts) -> Floats:
             points = [(float(batches[at].num_rows), float(batches[at].row_length), batches[at].dec_row_length) for at in where]
         else:
             points = [(float(shape.tokens), shape.squares / shape.tokens, 0) for shape in shapes]
-        found[where] = costs.layouts[layout].at(*np.array(points, dtype=np.float64).T)
+        found[where] = costs.of_layout(layout).at(*np.array(points, dtype=np.float64).T)
     return np.concatenate([found[..., :3], found[..., 3:5].max(axis=-1, keepdims=True), found[..., 5:]], axis=-1)
 
 

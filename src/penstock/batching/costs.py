@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from penstock.errors import InputError
 from penstock.models.shapes import Layout
 
 if TYPE_CHECKING:
@@ -102,6 +103,13 @@ class PipelineCosts:
     def num_stages(self) -> int:
         """S"""
         return int(self.stage_class.shape[1])
+
+    def of_layout(self, layout: Layout) -> LayoutCosts:
+        """What micro-batches of a layout cost, or a clear word that it is not known."""
+        if layout not in self.layouts:
+            held = " and ".join(self.layouts)
+            raise InputError(f"a {layout} micro-batch has no price: costs '{self.name}' are of {held} ones. Use one of those.")
+        return self.layouts[layout]
 
     @cached_property
     def tables(self) -> Tables:

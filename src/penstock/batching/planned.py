@@ -28,7 +28,7 @@ from penstock.models.shapes import Layout, Shape, feature_matrix
 if TYPE_CHECKING:
     from penstock.clusters import Cluster, Device
     from penstock.costs.source import CostSource
-    from penstock.models.ops import Model
+    from penstock.models.ops import Model, PlacedOp
     from penstock.plans.plan import Plan, Stage
 
 __all__ = ["planned_costs", "with_recompute_choices"]
@@ -93,7 +93,8 @@ class _Source:
 
     def __init__(self, plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> None:
         self.plan, self.model, self.cluster, self.source = plan, model, cluster, source
-        self._tables: dict[tuple[tuple[Shape, ...], int], CostTable] = {}
+        self._estimator = Estimator(model, cluster, source)
+        self._tables: dict[tuple[tuple[Shape, ...], int, bool], CostTable] = {}
 
     def costs(self, layouts: Sequence[Layout], longest: int, longest_dec: int, limit: float) -> PipelineCosts:
         plan, modes = self.plan, max(len(stage.recompute) or 1 for stage in self.plan.stages)
@@ -109,7 +110,7 @@ class _Source:
         grids = {layout: self._grid(layout, [(stage, r) for _, stage, r in classes], modes, longest, longest_dec) for layout in layouts}
         state = np.array([[self._state_bytes(stage, r) for stage in plan.stages] for r in range(plan.num_replicas)])
         limits = np.array([[self._limit_bytes(stage, r, limit) for stage in plan.stages] for r in range(plan.num_replicas)])
-        estimate = Estimator(self.model, self.cluster, self.source).estimate(plan)
+        estimate = self._estimator.estimate(plan)
         return PipelineCosts(
             self.source.name, grids, stage_class, state, limits, self._hops(), tuple(f"pattern {m}" for m in range(modes)),
             round_to=8, has_decoder=bool(self.model.dec_length), fixed_s=estimate.time_s - estimate.pipeline_s,
@@ -124,7 +125,7 @@ class _Source:
         ranks = stage.devices[replica]
         groups = [tp_group_of(self.cluster, ranks, part.tp) for part in parts_of(stage)]
         runs = [(run.first - stage.first, run.last - stage.first, run.tp, run.dp, run.algo) for run in stage.runs]
-        return ops, patterns, stage.degrees, runs, sorted({device.name for device in self._kinds(ranks)}), groups
+        return ops, patterns, stage.degrees, stage.sequence_parallel, runs, sorted({device.name for device in self._kinds(ranks)}), groups
 
     def _kinds(self, ranks: Sequence[int]) -> list[Device]:
         return list({device.name: device for device in map(self.cluster.device, ranks)}.values())
@@ -154,8 +155,9 @@ class _Source:
                 own = frozenset(op - shift for op in again if shift <= op < part.last - stage.first)
                 algos = [stage.run_of(op).algo for op in range(part.first, part.last)]
                 shapes = [_share(layout, part.dp, *point) for point in points]
-                total[:, :2] += self._times(part, shapes, algos, own, device, ranks)
-                held, up, down = self._bytes(part, shapes, algos, own, device).T * (1 + SLACK)
+                sequence = self._estimator.by_rows(stage, part.tp)
+                total[:, :2] += self._times(part, shapes, algos, own, device, ranks, sequence)
+                held, up, down = self._bytes(part, shapes, algos, own, device, sequence).T * (1 + SLACK)
                 total[:, 3] = np.maximum(total[:, 3], total[:, 2] + up)
                 total[:, 5] = np.maximum(total[:, 5], total[:, 2] + down)
                 total[:, 2] += held
@@ -163,15 +165,15 @@ class _Source:
         return worst
 
     def _times(
-        self, part: Part, shapes: list[Shape], algos: list[int], again: frozenset[int], device: Device, ranks: Sequence[int]
+        self, part: Part, shapes: list[Shape], algos: list[int], again: frozenset[int], device: Device, ranks: Sequence[int], sequence: bool
     ) -> Floats:
         """[shapes, 2] forward and backward times, collectives and waiting for the host included."""
-        distinct, table = self._table(shapes, part.tp)
+        distinct, table = self._table(shapes, part.tp, sequence)
+        places = self._estimator.model_under(sequence).ops[part.first : part.last]
         ops, kinds, d = table.chain[part.first : part.last], np.array(algos), table.device_index(device.name)
-        slower = self._slower(part, algos, distinct[-1], device, ranks)
+        slower = self._slower(places, part.tp, algos, distinct[-1], device, ranks)
         forward = table.forward_s[ops, :, 0, kinds, d] + slower * table.forward_comm_s[ops, :, 0, kinds, d]
         backward = table.backward_s[ops, :, 0, kinds, d] + slower * table.backward_comm_s[ops, :, 0, kinds, d]
-        places = self.model.ops[part.first : part.last]
         rerun = rerun_positions(places, again, algos)
         times = np.stack([forward.sum(axis=0), backward.sum(axis=0) + forward[rerun].sum(axis=0)], axis=-1)
         if len(table.host_s):  # a pass takes at least as long as the host needs to issue it
@@ -180,27 +182,32 @@ class _Source:
         where = {shape: at for at, shape in enumerate(distinct)}
         return np.asarray(times[[where[shape] for shape in shapes]])
 
-    def _table(self, shapes: list[Shape], tp: int) -> tuple[list[Shape], CostTable]:
+    def _table(self, shapes: list[Shape], tp: int, sequence: bool) -> tuple[list[Shape], CostTable]:
         """The distinct shapes and their costs, asked once."""
         distinct = tuple(dict.fromkeys(shapes))
-        if (distinct, tp) not in self._tables:
-            self._tables[distinct, tp] = self.source.table(self.model, list(distinct), [tp], self.cluster)
-        return list(distinct), self._tables[distinct, tp]
+        if (distinct, tp, sequence) not in self._tables:
+            model = self._estimator.model_under(sequence)
+            self._tables[distinct, tp, sequence] = self.source.table(model, list(distinct), [tp], self.cluster)
+        return list(distinct), self._tables[distinct, tp, sequence]
 
-    def _slower(self, part: Part, algos: list[int], shape: Shape, device: Device, ranks: Sequence[int]) -> float:
+    def _slower(
+        self, places: Sequence[PlacedOp], tp: int, algos: list[int], shape: Shape, device: Device, ranks: Sequence[int]
+    ) -> float:
         """How much longer collectives take among these ranks than in the group that tables assume."""
-        if part.tp == 1:
+        if tp == 1:
             return 1.0
-        group, usual = tp_group_of(self.cluster, ranks, part.tp), tp_group(self.cluster, device, part.tp)
+        group, usual = tp_group_of(self.cluster, ranks, tp), tp_group(self.cluster, device, tp)
         sizes = [
             (collective.kind, collective.size_bytes(shape))
-            for place, algo in zip(self.model.ops[part.first : part.last], algos, strict=True)
+            for place, algo in zip(places, algos, strict=True)
             for collective in place.op.splits[algo].collectives
         ]
         assumed = sum(usual.time_s(kind, size) for kind, size in sizes) if usual else 0.0
         return sum(group.time_s(kind, size) for kind, size in sizes) / assumed if assumed else 1.0
 
-    def _bytes(self, part: Part, shapes: list[Shape], algos: list[int], again: frozenset[int], device: Device) -> Floats:
+    def _bytes(
+        self, part: Part, shapes: list[Shape], algos: list[int], again: frozenset[int], device: Device, sequence: bool
+    ) -> Floats:
         """[shapes, 3] held between passes and the peaks of both, messages included.
 
         Replaying every shape op by op would take seconds. What is held is a line in the features of a shape, and peaks nearly are:
@@ -212,7 +219,8 @@ class _Source:
         z = _knots(int(dec_length.max()), 4.0) if dec_length.any() else np.zeros(1)
         grid = [[[Shape.padded(count, int(n), int(m)) for count in _PROBE_ROWS] for m in z] for n in y]
         probes = [shape for plane in grid for line in plane for shape in line]
-        values = np.array([self._replay(part, shape, algos, again, device) for shape in probes])
+        model = self._estimator.model_under(sequence)
+        values = np.array([self._replay(model, part, shape, algos, again, device) for shape in probes])
         between = LayoutCosts((np.array(_PROBE_ROWS, dtype=np.float64), y, z), values.reshape(len(y), len(z), len(_PROBE_ROWS), 1, 1, 3))
         found = between.at(rows, length, dec_length)[:, 0, 0]
         features, wanted = feature_matrix(probes), feature_matrix(shapes)
@@ -223,12 +231,10 @@ class _Source:
                 found[:, q] = raised * (wanted @ line)
         return found
 
-    def _replay(self, part: Part, shape: Shape, algos: list[int], again: frozenset[int], device: Device) -> Floats:
-        timeline = activation_timeline(
-            self.model, part.first, part.last, shape, part.tp, algos, again, self._bytes_of(device.name)
-        )  # fmt: skip
-        cuts = [cut for cut in (part.first, part.last) if 0 < cut < self.model.num_ops]
-        messages = sum(2 * self.model.boundary_bytes(cut).at(shape, part.tp) for cut in cuts)
+    def _replay(self, model: Model, part: Part, shape: Shape, algos: list[int], again: frozenset[int], device: Device) -> Floats:
+        timeline = activation_timeline(model, part.first, part.last, shape, part.tp, algos, again, self._bytes_of(device.name))
+        cuts = [cut for cut in (part.first, part.last) if 0 < cut < model.num_ops]
+        messages = sum(2 * model.boundary_bytes(cut).at(shape, part.tp) for cut in cuts)
         return np.array([timeline.held_bytes, timeline.forward_peak_bytes + messages, timeline.backward_peak_bytes + messages])
 
     def _bytes_of(self, device: str) -> OpBytesSource:
@@ -261,7 +267,7 @@ class _Source:
 
         def times(cut: int, length: int, dec_length: int) -> Floats:
             asked = dataclasses.replace(plan, seq_length=length, dec_length=dec_length if decoder else 0)
-            return np.array(cut_times_s(self.model, self.cluster, asked, samples, cut))
+            return np.array(cut_times_s(self._estimator.described, self.cluster, asked, samples, cut))
 
         for cut in range(plan.num_stages - 1):
             small, long, long_dec = times(cut, 128, 128), times(cut, 1152, 128), times(cut, 128, 1152)

@@ -75,14 +75,17 @@ def _summary(plan: Plan, model: Model, cluster: Cluster) -> dict[str, Any]:
         "num_replicas": plan.num_replicas,
         "num_devices": len(plan.ranks),
         "num_micro_batches": plan.num_micro_batches,
+        "per_replica": list(plan.micro_batching.per_replica),
         "schedule": plan.schedule,
     }
 
 
 def _show(plan: Plan, model: Model, cluster: Cluster) -> None:
     """The plan in a few lines and a table of its stages."""
-    batching, micro = plan.micro_batching, plan.num_micro_batches
-    division = f" = {plan.num_replicas} × {micro} micro-batches of {batching.samples}" if micro else ""
+    from penstock.plans.texts import format_counts
+
+    batching, counts = plan.micro_batching, plan.micro_batches_per_replica
+    division = f" = {format_counts(counts)} micro-batches of {batching.samples}" if counts else ""
     facts = [
         f"{model.name} ({format_count(model.num_parameters)} parameters, {plan.precision}) on {cluster.describe()}",
         f"{_plural(plan.num_stages, 'stage')}, {_plural(plan.num_replicas, 'replica')}, schedule {plan.schedule}",

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["demo"]
 
-_MODEL, _CLUSTER, _GLOBAL_BATCH = "gpt-small", "2xcpu", 16
+_PROCESSES = 2
+_MODEL, _CLUSTER, _GLOBAL_BATCH = "gpt-small", f"{_PROCESSES}xcpu", 16
 _BUDGET_S = 45.0
 _STEPS = 6
 
@@ -68,7 +69,7 @@ def _trained(folder: Path, quiet: bool) -> list[float]:
 
         result = trainer.train(told)
     if not quiet:
-        show_comparison(plan, result)
+        show_comparison(result, trainer.predicted(result))
     return list(result.losses)
 
 
@@ -83,10 +84,11 @@ def _prepared(path: Path) -> Path:
 
 
 def _measured(path: Path, quiet: bool) -> Profiled:
-    """The model's costs on this processor; what an earlier run measured is not measured again."""
+    """The model's costs on this processor, shared by as many processes as will train; what an earlier run measured is kept."""
     from penstock.costs.profiled import Profiled
     from penstock.models import resolve_model
     from penstock.profiling.run import Profiler
+    from penstock.profiling.together import measure_together
 
     profiler = Profiler.open(path, "cpu")
     # The demo's micro-batches are padded; `penstock profile` on the same file would measure packed ones too.
@@ -99,7 +101,7 @@ def _measured(path: Path, quiet: bool) -> Profiled:
             bar.describe(f"measuring {name}")
             bar.advance()
 
-        profiler.run(units, time_budget_s=_BUDGET_S, progress=report)
+        measure_together(path, units, _PROCESSES, time_budget_s=_BUDGET_S, progress=report)
     return Profiled.open(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -133,21 +134,41 @@ def _shares_table(found: Estimate) -> Any:
 
 
 def _facts(found: Estimate) -> list[str]:
+    from penstock.plans.texts import format_counts
+
     count, tokens = found.num_micro_batches, "" if found.tokens_per_s is None else f", {format_count(found.tokens_per_s)} tokens/s"
+    micro_batches = f"{count} micro-batch{'es' if count > 1 else ''} of {found.samples} per replica"
+    if len(set(found.per_replica)) > 1:
+        micro_batches = f"{format_counts(found.per_replica)} micro-batches of {found.samples}, replica {found.replica} being last"
     facts = [
-        f"{format_time(found.time_s)} per iteration of {count} micro-batch{'es' if count > 1 else ''} of {found.samples} per replica"
-        f"{tokens}, {_quantity('samples_per_s', found.samples_per_s)} samples/s, MFU {found.mfu:.1%} ({found.source})"
+        f"{format_time(found.time_s)} per iteration of {micro_batches}{tokens}, "
+        f"{_quantity('samples_per_s', found.samples_per_s)} samples/s, MFU {found.mfu:.1%} ({found.source})"
     ]
     if len(found.stages) > 1:
         slowest_s = found.stages[found.bottleneck].work.total_s
         facts.append(f"the others wait for stage {found.bottleneck}: {format_time(slowest_s)} per micro-batch")
     if found.price_usd is not None and found.price_usd_per_h is not None:
         facts.append(f"{format_usd(found.price_usd)} per iteration, {format_usd(found.price_usd_per_h)} per hour")
+    facts += _divided(found)
     tight = max(found.stages, key=lambda stage: stage.memory.total_bytes / stage.limit_bytes)
     if not found.fits:
         needed, limit = format_bytes(tight.memory.total_bytes), format_bytes(tight.limit_bytes)
         facts.append(f"this plan does not fit: stage {tight.index} needs {needed} of {limit} on {tight.device}")
     return facts
+
+
+def _divided(found: Estimate) -> Iterator[str]:
+    """Which stages divide more than their ops: tokens, and what ranks with equal weights would otherwise each hold."""
+    from penstock.plans.texts import format_ranks
+
+    by_rows = [stage.index for stage in found.stages if stage.sequence_parallel]
+    if by_rows:
+        yield f"sequence_parallel in stages {format_ranks(by_rows)}: between products each tp rank holds some of the tokens"
+    shared = ("", "optimizer state", "optimizer state and gradients", "optimizer state, gradients and weights")
+    for level in (1, 2, 3):
+        own = [stage.index for stage in found.stages if stage.zero == level]
+        if own:
+            yield f"ZeRO-{level} in stages {format_ranks(own)}: ranks with equal weights divide {shared[level]}"
 
 
 def _totals(found: Estimate) -> dict[str, float | None]:

@@ -132,9 +132,7 @@ def _write(path: Path | None, choices: Sequence[Choice]) -> list[Path]:
 
 def _facts(outcome: Outcome, count: int) -> list[str]:
     best = outcome.choices[0].estimate
-    facts = [
-        f"no such plan takes less than {format_time(outcome.bound_s)}: the first is at most {outcome.gap:.1%} above the best possible"
-    ]
+    facts = [f"no such plan takes less than {format_time(outcome.bound_s)}: the first is at most {outcome.gap:.1%} above the best possible"]
     if count > 1:
         usd = "" if best.price_usd is None else f" and {format_usd(best.price_usd * count)}"
         facts.append(f"{count:,} iterations take {best.time_s * count / 3600:,.2f} hours{usd}")
@@ -183,7 +181,7 @@ def choice_row(choice: Choice, count: int = 1) -> dict[str, Any]:
     return {
         "kind": choice.kind, "schedule": plan.schedule, "pp": plan.num_groups, "tp": choice.tp, "dp": choice.dp,
         "replicas": plan.num_replicas, "micro_batch": plan.micro_batching.samples, "num_micro_batches": found.num_micro_batches,
-        "recompute": choice.recompute,
+        "per_replica": list(plan.micro_batching.per_replica), "recompute": choice.recompute,
         "zero": plan.stages[0].zero, "time_s": found.time_s, "tokens_per_s": found.tokens_per_s, "samples_per_s": found.samples_per_s,
         "mfu": found.mfu, "peak_bytes": found.peak_bytes, "price_usd": found.price_usd, "price_usd_per_h": found.price_usd_per_h, **total,
     }  # fmt: skip
@@ -195,6 +193,8 @@ def choices_table(title: str, choices: Sequence[Choice]) -> Any:
     for choice in choices:
         row = choice_row(choice)
         degrees = [row[name] for name in ("kind", "schedule", "pp", "tp", "dp", "replicas", "micro_batch", "recompute", "zero")]
+        if shares := row["per_replica"]:
+            degrees[5] = f"{degrees[5]} ({max(shares)} to {min(shares)})"
         speed = "-" if row["tokens_per_s"] is None else format_count(row["tokens_per_s"])
         price = "-" if row["price_usd"] is None else format_usd(row["price_usd"])
         rows.append([*degrees, format_time(row["time_s"]), speed, f"{row['mfu']:.1%}", format_bytes(row["peak_bytes"]), price])

@@ -32,7 +32,7 @@ class _Subject:
 
     plan: Plan
     replica: int | None
-    """None: an estimate does not say which replica is the slowest."""
+    """None: all replicas run as many micro-batches, and the slowest stands for them."""
     what: str
     workload: Workload
     schedule: Schedule
@@ -95,8 +95,9 @@ def _planned(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> 
 
     found = planned_pipeline(plan, model, cluster, source)
     where = "by the formulas of `penstock explain`, where no message is hidden behind compute"
+    replica = found.estimate.replica if plan.micro_batching.per_replica else None
     return _Subject(
-        plan, None, f"schedule {plan.schedule}", found.workload, found.schedule, where, found.estimate.time_s,
+        plan, replica, f"schedule {plan.schedule}", found.workload, found.schedule, where, found.estimate.time_s,
         found.estimate.source, found.estimate.notes,
     )  # fmt: skip
 

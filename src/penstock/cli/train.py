@@ -12,9 +12,10 @@ from penstock.cli.console import JsonFlag, err, format_count, format_time, out, 
 from penstock.errors import InputError
 
 if TYPE_CHECKING:
-    from penstock.costs.estimate import Estimate
     from penstock.plans.plan import Plan
+    from penstock.runtime.predicting import Predicted
     from penstock.runtime.trainer import Progress, TrainResult
+    from penstock.runtime.update import TrainingSettings
 
 __all__ = ["show_comparison", "train"]
 
@@ -29,12 +30,21 @@ def train(
     share_gpus: Annotated[
         bool, typer.Option("--share-gpus", help="Let several ranks run on one GPU, each with its part under MPS.")
     ] = False,
+    reserve_memory: Annotated[
+        float, typer.Option(metavar="SHARE", help="Share of each GPU's memory to take at the start, such as 0.9; 0: as it is needed.")
+    ] = 0.0,
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 3e-4,
     warmup: Annotated[int, typer.Option(help="Steps in which the learning rate rises; it then falls as a cosine.")] = 0,
-    clip: Annotated[float, typer.Option(help="Largest norm of the gradients; 0: any.")] = 1.0,
+    clip: Annotated[float, typer.Option(help="Largest norm of the gradients; 0: any, as asynchronous schedules need.")] = 1.0,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations on the held-out split; 0: never.")] = 0,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: only at the end.")] = 0,
     resume: Annotated[str, typer.Option(help="Checkpoint, or folder of them, to go on from.")] = "",
+    planners: Annotated[int, typer.Option(help="Planner processes on each node; 0: every rank plans for itself (for debugging).")] = 1,
+    budget_steps: Annotated[int, typer.Option(help="Steps of search for each batch of dynamic micro-batches; 0: plan at once.")] = 0,
+    store: Annotated[
+        str, typer.Option(help="Store between planners and ranks, such as file:store.json; PENSTOCK_STORE, or one of its own if not given.")
+    ] = "",
+    store_timeout: Annotated[float, typer.Option(help="Seconds that the store may be away before the run ends with a checkpoint.")] = 60.0,
     torch_profile: Annotated[str, typer.Option(metavar="STEPS", help="Write torch.profiler traces of these steps, such as 3,4.")] = "",
     seed: Annotated[int, typer.Option(help="Of weights, dropout and the order of samples.")] = 0,
     json: JsonFlag = False,
@@ -46,15 +56,24 @@ def train(
     from penstock.plans.schema import read_plan
 
     given = read_plan(plan)
-    trainer = _trainer(
-        given, data, steps, path, device, share_gpus, lr, warmup, clip, eval_every, checkpoint_every, resume, seed, _steps(torch_profile)
-    )
+    counts = {"--steps": steps - 1, "--warmup": warmup, "--eval-every": eval_every, "--checkpoint-every": checkpoint_every,
+              "--budget-steps": budget_steps}  # fmt: skip
+    _check(counts, reserve_memory)
+    from penstock.runtime.beside import PlanningSettings
+    from penstock.runtime.trainer import Trainer, TrainRequest
+
+    trainer = Trainer(TrainRequest(
+        given, data, steps, str(path), _settings(given, steps, lr, warmup, clip, seed), device, eval_every,
+        checkpoint_every=checkpoint_every, resume=resume, profile_steps=_steps(torch_profile), share_gpus=share_gpus,
+        reserve_memory=reserve_memory, planning=PlanningSettings(planners, store, store_timeout, search_steps=budget_steps),
+    ))  # fmt: skip
+    unit = "tokens" if given.seq_length else "images"
     under_torchrun = "WORLD_SIZE" in os.environ and "RANK" in os.environ
     first = not under_torchrun or os.environ["RANK"] == "0"
     with progress("training", steps, quiet=json or not first) as bar:
 
         def told(step: Progress) -> None:
-            bar.describe(f"loss {step.loss:.4f}, {format_count(step.tokens_per_s)} tokens/s")
+            bar.describe(f"loss {step.loss:.4f}, {format_count(step.tokens_per_s)} {unit}/s")
             bar.advance()
             if step.evaluated is not None and not json:
                 found = step.evaluated
@@ -63,17 +82,17 @@ def train(
         result = trainer.join(told) if under_torchrun else trainer.train(told)
     if not first:
         return
-    estimate = _estimate(given) if compare else None
+    predicted = trainer.predicted(result) if compare else None
     if json:
-        print_json(_summary(result, estimate))
+        print_json(_summary(result, predicted))
         return
     out().print(
         f"trained {len(result.losses)} steps: loss {result.losses[0]:.4f} → {result.losses[-1]:.4f}, {format_time(result.time_s)} a step, "
-        f"{format_count(result.tokens_per_s)} tokens/s; checkpoint in {result.checkpoint}",
+        f"{format_count(result.tokens_per_s)} {unit}/s; checkpoint in {result.checkpoint}",
         markup=False, soft_wrap=True,
     )  # fmt: skip
-    if estimate is not None:
-        _show(result, estimate)
+    if predicted is not None:
+        show_comparison(result, predicted)
 
 
 def _steps(text: str) -> tuple[int, ...]:
@@ -83,70 +102,43 @@ def _steps(text: str) -> tuple[int, ...]:
         raise InputError(f"--torch-profile is '{text}'; steps such as 3,4 were expected.") from None
 
 
-def _trainer(
-    plan: Plan, data: str, steps: int, path: Path, device: str, share_gpus: bool, lr: float, warmup: int, clip: float, eval_every: int,
-    checkpoint_every: int, resume: str, seed: int, profile_steps: tuple[int, ...],
-) -> Any:  # fmt: skip
-    for name, value in (
-        ("--steps", steps - 1),
-        ("--warmup", warmup),
-        ("--eval-every", eval_every),
-        ("--checkpoint-every", checkpoint_every),
-    ):
+def _check(counts: dict[str, int], reserve_memory: float) -> None:
+    """Refuses numbers that mean nothing."""
+    for name, value in counts.items():
         if value < 0:
             raise InputError(f"{name} is {value + (name == '--steps')}; a number of steps was expected.")
+    if not 0 <= reserve_memory < 1:
+        raise InputError(f"--reserve-memory is {reserve_memory}; a share of the memory from 0 to below 1, such as 0.9, was expected.")
+
+
+def _settings(plan: Plan, steps: int, lr: float, warmup: int, clip: float, seed: int) -> TrainingSettings:
     from penstock.runtime.learning_rate import LearningRate
     from penstock.runtime.optimizer import OptimizerSettings
-    from penstock.runtime.trainer import Trainer, TrainRequest
     from penstock.runtime.update import TrainingSettings
 
     rate = LearningRate(lr, warmup, steps, "cosine" if warmup else "constant", 0.1)
-    settings = TrainingSettings(rate, OptimizerSettings(plan.optimizer), clip or None, seed)  # type: ignore[arg-type]
-    return Trainer(
-        TrainRequest(
-            plan,
-            data,
-            steps,
-            str(path),
-            settings,
-            device,
-            eval_every,
-            checkpoint_every=checkpoint_every,
-            resume=resume,
-            profile_steps=profile_steps,
-            share_gpus=share_gpus,
-        )
-    )
+    return TrainingSettings(rate, OptimizerSettings(plan.optimizer), clip or None, seed)  # type: ignore[arg-type]
 
 
-def _estimate(plan: Plan) -> Estimate:
-    from penstock.costs.estimate import Estimator
-    from penstock.costs.sources import open_costs
-    from penstock.plans.references import cluster_of, model_of
-
-    cluster = cluster_of(plan)
-    return Estimator(model_of(plan), cluster, open_costs(plan.costs, cluster)).estimate(plan)
-
-
-def _rows(result: TrainResult, estimate: Estimate) -> list[dict[str, Any]]:
+def _rows(result: TrainResult, predicted: Predicted) -> list[dict[str, Any]]:
     """Predicted and measured seconds of each stage for one micro-batch."""
     rows = []
-    for stage in estimate.stages:
-        measured = result.stages[stage.index]
+    for stage, (forward_s, backward_s) in enumerate(zip(predicted.forward_s, predicted.backward_s, strict=True)):
+        measured = result.stages[stage]
         passes = max(1, measured.num_passes)
         rows.append(
             {
-                "stage": stage.index,
-                "forward_predicted_s": stage.work.forward_s,
+                "stage": stage,
+                "forward_predicted_s": forward_s,
                 "forward_measured_s": measured.forward_s / passes,
-                "backward_predicted_s": stage.work.backward_s + stage.work.recompute_s,
+                "backward_predicted_s": backward_s,
                 "backward_measured_s": measured.backward_s / passes,
             }
         )
     return rows
 
 
-def _summary(result: TrainResult, estimate: Estimate | None) -> dict[str, Any]:
+def _summary(result: TrainResult, predicted: Predicted | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "losses": result.losses,
         "evaluated": [{"step": one.step, "loss": one.loss, "accuracy": one.accuracy} for one in result.evaluated],
@@ -154,22 +146,18 @@ def _summary(result: TrainResult, estimate: Estimate | None) -> dict[str, Any]:
         "tokens_per_s": result.tokens_per_s,
         "checkpoint": result.checkpoint,
     }
-    if estimate is not None:
-        found |= {"predicted_time_s": estimate.time_s, "stages": _rows(result, estimate)}
+    if predicted is not None:
+        found |= {"predicted_time_s": predicted.time_s, "stages": _rows(result, predicted)}
     return found
 
 
-def show_comparison(plan: Plan, result: TrainResult) -> None:
+def show_comparison(result: TrainResult, predicted: Predicted) -> None:
     """Predicted against measured times of each stage, and of a step."""
-    _show(result, _estimate(plan))
-
-
-def _show(result: TrainResult, estimate: Estimate) -> None:
     columns = ("stage", "forward predicted", "measured", "backward predicted", "measured", "measured / predicted")
     rows = []
-    for row in _rows(result, estimate):
+    for row in _rows(result, predicted):
         stage, *times = row.values()
         ratio = (times[1] + times[3]) / max(1e-12, times[0] + times[2])
         rows.append([stage, *map(format_time, times), f"{ratio:.2f}"])
-    rows.append(["step", "", "", format_time(estimate.time_s), format_time(result.time_s), f"{result.time_s / estimate.time_s:.2f}"])
-    out().print(table(f"one micro-batch on each stage, and one step ({estimate.source})", columns, rows))
+    rows.append(["step", "", "", format_time(predicted.time_s), format_time(result.time_s), f"{result.time_s / predicted.time_s:.2f}"])
+    out().print(table(f"one micro-batch on each stage, and one step ({predicted.source})", columns, rows))

@@ -17,7 +17,8 @@ Several nodes, k ranks of the group on each of m nodes, have two ways, of which 
 
 A flow is one rank's share of its node's network while all the group's ranks on that node send: network / max(rails, k · sharing),
 where `sharing` is the number of groups that use the same network at the same time. A node that holds fewer of the ranks than others
-leaves only the flat way. Among unequal links the slowest counts. A transfer is latency + size / bandwidth.
+leaves only the flat way, on as many channels as it has ranks, which is then k. Among unequal links the slowest counts. A transfer
+is latency + size / bandwidth.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Group:
     """The slowest link inside any of the nodes; None where each node holds one rank."""
     network_latency_s: float = 0.0
     flow_bytes_per_s: float = math.inf
-    """One rank's share of the network while all ranks of this group, and of those it shares the network with, send."""
+    """One channel's share of the network while all channels of this group, and of those it shares the network with, send."""
     least_per_node: int = 1
     """Ranks on the node that holds the fewest."""
 
@@ -87,7 +88,7 @@ class Group:
         if self.inside is not None:
             latency, bandwidth = max(latency, self.inside.latency_s), min(bandwidth, self.inside.bandwidth_bytes_per_s)
         if kind == "all_to_all":
-            bandwidth = min(self.flow_bytes_per_s, bandwidth)
+            bandwidth = min(self.flow_bytes_per_s * self.least_per_node * self.num_nodes / self.num_ranks, bandwidth)
         return _ring(kind, self.num_ranks, latency, bandwidth)
 
     def _hierarchical(self, kind: str) -> Line:
@@ -137,7 +138,7 @@ def group_of(cluster: Cluster, ranks: Sequence[int], sharing: int = 1) -> Group:
     ring = [here[0] for here in nodes.values()]
     pairs = list(zip(ring, [*ring[1:], ring[0]], strict=True))
     counts = [len(here) for here in nodes.values()]
-    flows = max(counts) * sharing
+    flows = min(counts) * sharing
     return Group(
         len(ranks), len(nodes), inside,
         network_latency_s=max(cluster.link(a, b).latency_s for a, b in pairs),
@@ -165,15 +166,19 @@ def point_to_point_s(size_bytes: float, cluster: Cluster, sender: int, receiver:
 
 
 def sync_gradients_s(
-    size_bytes: float, cluster: Cluster, ranks: Sequence[int], *, zero: int = 0, sharing: int = 1, bucket_bytes: float = BUCKET_BYTES
-) -> float:
+    size_bytes: float, cluster: Cluster, ranks: Sequence[int], *, zero: int = 0, micro_batches: int = 1, sharing: int = 1,
+    bucket_bytes: float = BUCKET_BYTES,
+) -> float:  # fmt: skip
     """Time to make gradients of this size equal on all ranks that hold the same weights, bucket by bucket, nothing overlapped.
 
-    ZeRO 0 all-reduces; 1 and 2 reduce-scatter the gradients and gather the new weights, which are as large; 3 gathers the
-    weights twice, for the forward and for the backward pass.
+    ZeRO 0 all-reduces; 1 reduce-scatters the gradients and gathers the new weights, which are as large; 2 reduce-scatters after every
+    micro-batch; 3 gathers the weights twice for each besides, for the forward and for the backward pass.
     """
     group = group_of(cluster, ranks, sharing)
-    kinds = {0: ("all_reduce",), 3: ("reduce_scatter", "all_gather", "all_gather")}.get(zero, ("reduce_scatter", "all_gather"))
+    kinds = {
+        0: ["all_reduce"], 1: ["reduce_scatter", "all_gather"], 2: ["reduce_scatter"] * micro_batches + ["all_gather"],
+        3: ["reduce_scatter", "all_gather", "all_gather"] * micro_batches,
+    }[zero]  # fmt: skip
     full, rest = divmod(size_bytes, bucket_bytes)
     whole = sum(group.time_s(kind, bucket_bytes) for kind in kinds) * full
     return whole + (sum(group.time_s(kind, rest) for kind in kinds) if rest else 0.0)

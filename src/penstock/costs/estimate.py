@@ -14,33 +14,29 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from penstock.clusters import Cluster
 from penstock.costs.efficiency import arithmetic_dtype, op_class
-from penstock.costs.memory import (
-    MemoryBreakdown,
-    OpBytes,
-    OpBytesSource,
-    OpPeaks,
-    formula_bytes,
-    rank_parameters,
-    stage_memory,
-)
+from penstock.costs.memory import MemoryBreakdown, rank_parameters, stage_memory
 from penstock.costs.messages import Part, cut_times_s, gradient_sharing, parts_of, reshard_s, sync_s, tied_s, tp_group_of
 from penstock.costs.pipeline import micro_batches, pipeline_s, share_shape
 from penstock.costs.profiled import Profiled
+from penstock.costs.replay import Replay, formula_bytes
 from penstock.costs.roofline import tp_group
 from penstock.costs.source import CostSource
 from penstock.costs.sources import is_imported, with_links_of
 from penstock.costs.stage import stage_times
 from penstock.costs.table import CostTable
 from penstock.errors import InputError, ProfileMissingError
-from penstock.models.ops import Model, Op
+from penstock.models.ops import Model
+from penstock.models.sequence import divides_tokens, with_sequence_parallelism
 from penstock.models.shapes import NOTHING, Shape
+from penstock.plans.capabilities import SCHEDULES
 from penstock.plans.inflight import in_flight, in_flight_by_chunk
 from penstock.plans.plan import Degrees, Plan, Predicted, Stage, StageMemory
 
@@ -48,7 +44,7 @@ if TYPE_CHECKING:
     from penstock.clusters import Device
     from penstock.costs.collectives import Group
 
-__all__ = ["Estimate", "Estimator", "StageEstimate", "StageWork", "estimate", "with_prediction"]
+__all__ = ["Estimate", "Estimator", "Pace", "StageEstimate", "StageWork", "estimate", "with_prediction"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +75,17 @@ class StageWork:
         return StageWork(*(mine + its for mine, its in zip(self._seconds(), other._seconds(), strict=True)))
 
 
+class Pace(NamedTuple):
+    """What one replica takes for one micro-batch."""
+
+    work: list[StageWork]
+    """Of each stage."""
+    times_s: list[float]
+    """Of each device group, both passes and messages."""
+    weight_s: list[float]
+    """The part of it that is weight gradients."""
+
+
 @dataclass(frozen=True, slots=True)
 class StageEstimate:
     """One stage in the slowest replica."""
@@ -100,6 +107,10 @@ class StageEstimate:
     """On the fullest device; of all chunks of the group together."""
     limit_bytes: float
     fits: bool
+    sequence_parallel: bool = False
+    """Whether it really is: with tp above 1, in a model that works token by token."""
+    zero: int = 0
+    """The same: among several ranks that hold the same weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +120,7 @@ class Estimate:
     time_s: float
     pipeline_s: float
     num_micro_batches: int
+    """Of the slowest replica."""
     samples: int
     """Samples of a micro-batch."""
     samples_per_s: float
@@ -125,6 +137,10 @@ class Estimate:
     source: str
     notes: tuple[str, ...] = ()
     """What the numbers leave out."""
+    replica: int = 0
+    """The slowest, of which the stages tell."""
+    per_replica: tuple[int, ...] = ()
+    """Micro-batches of each replica."""
 
     @property
     def peak_bytes(self) -> float:
@@ -184,22 +200,27 @@ class Estimator:
         self.model, self.cluster, self.source = model, with_links_of(source, cluster), source
         self._limit_bytes = memory_limit_bytes
         self._shapes = set(shapes)
-        self._tables: dict[tuple[Shape, int], CostTable] = {}
+        self._tables: dict[tuple[Shape, int, bool], CostTable] = {}
         self._work: dict[tuple[object, ...], tuple[StageWork, float]] = {}
         self._memory: dict[tuple[object, ...], MemoryBreakdown] = {}
         self._parameters: dict[tuple[int, int, int], float] = {}
-        self._op_bytes: dict[str, OpBytesSource] = {}
+        self._replays: dict[tuple[Shape, int, bool, str], Replay] = {}
+        self._tp_groups: dict[tuple[tuple[int, ...], int], Group] = {}
+        self._kinds_of: dict[tuple[int, ...], list[Device]] = {}
 
     def estimate(self, plan: Plan) -> Estimate:
         """What one iteration of a valid plan takes."""
-        samples, count = micro_batches(plan)
+        samples, counts = micro_batches(plan)
         groups, chunks = plan.num_groups, plan.num_chunks
-        work, weight_s, replica = self._slowest_replica(plan, samples, count)
-        times_s = [sum(work[stage].total_s for stage in range(group, plan.num_stages, groups)) for group in range(groups)]
-        pipeline = pipeline_s(plan.schedule, times_s, count, chunks, weight_s)
+        paces = self.paces(plan)
+        totals_s = [
+            pipeline_s(plan.schedule, pace.times_s, count, chunks, pace.weight_s) for pace, count in zip(paces, counts, strict=True)
+        ]
+        replica = max(range(len(counts)), key=totals_s.__getitem__)
+        pipeline, count, (work, times_s, _) = totals_s[replica], counts[replica], paces[replica]
         if not math.isfinite(pipeline):
             raise ProfileMissingError(f"costs '{self.source.name}' hold no time for the degrees of this plan. Use other degrees or costs.")
-        stages = self._stages(plan, samples, count, work, [pipeline - count * time_s for time_s in times_s], replica)
+        stages = self._stages(plan, samples, counts, work, [pipeline - count * time_s for time_s in times_s], replica)
         time_s = pipeline + max(sum(_after(stages, group)) for group in range(groups))
         slowest = max(range(groups), key=lambda group: times_s[group])
         price_per_h = self.cluster.price_usd_per_h
@@ -208,27 +229,28 @@ class Estimator:
             time_s, pipeline, count, samples, plan.global_batch / time_s, tokens / time_s if tokens else None,
             None if price_per_h is None else price_per_h * time_s / 3600, price_per_h, self._mfu(plan, time_s),
             max(range(slowest, plan.num_stages, groups), key=lambda stage: work[stage].total_s),
-            all(stage.fits for stage in stages), tuple(stages), self.source.name, self._notes(plan),
+            all(stage.fits for stage in stages), tuple(stages), self.source.name, self._notes(plan), replica, counts,
         )  # fmt: skip
 
-    def _slowest_replica(self, plan: Plan, samples: int, count: int) -> tuple[list[StageWork], list[float], int]:
-        """Work of each stage, weight-gradient time of each group, and number of the replica whose pipeline takes longest."""
-        cuts = [cut_times_s(self.model, self.cluster, plan, samples, cut) for cut in range(plan.num_stages - 1)]
-        groups = plan.num_groups
-        worst: tuple[float, list[StageWork], list[float], int] = (-1.0, [], [], 0)
+    def paces(self, plan: Plan) -> list[Pace]:
+        """How fast each replica of a plan is, whatever the number of its micro-batches."""
+        samples, _ = micro_batches(plan)
+        cuts = [cut_times_s(self.described, self.cluster, plan, samples, cut) for cut in range(plan.num_stages - 1)]
+        groups, paces = plan.num_groups, []
         for replica in range(plan.num_replicas):
             found = [self._stage_work(plan, stage, samples, replica) for stage in plan.stages]
             work = [own for own, _ in found]
+            if SCHEDULES[plan.schedule].asynchronous:
+                steps_s = [self._optimizer_s(plan, stage) for stage in plan.stages]
+                work = [dataclasses.replace(own, backward_s=own.backward_s + step_s) for own, step_s in zip(work, steps_s, strict=True)]
             for cut, times in enumerate(cuts):
                 there, back = times[replica]
                 work[cut + 1] = dataclasses.replace(work[cut + 1], transfer_in_s=there)
                 work[cut] = dataclasses.replace(work[cut], transfer_out_s=back)
             times_s = [sum(work[stage].total_s for stage in range(group, plan.num_stages, groups)) for group in range(groups)]
             weight_s = [sum(found[stage][1] for stage in range(group, plan.num_stages, groups)) for group in range(groups)]
-            total_s = pipeline_s(plan.schedule, times_s, count, plan.num_chunks, weight_s)
-            if total_s > worst[0]:
-                worst = total_s, work, weight_s, replica
-        return worst[1:]
+            paces.append(Pace(work, times_s, weight_s))
+        return paces
 
     def _stage_work(self, plan: Plan, stage: Stage, samples: int, replica: int) -> tuple[StageWork, float]:
         """Time of a stage's ops, part by part, and the part of it that is weight gradients; on the slowest of its devices."""
@@ -237,7 +259,7 @@ class Estimator:
         for device in self._kinds(ranks):
             total, weights = StageWork(), 0.0
             for part in parts:
-                own, own_weights = self._part_work(plan, stage, part, samples, device, tp_group_of(self.cluster, ranks, part.tp))
+                own, own_weights = self._part_work(plan, stage, part, samples, device, self._tp_group(ranks, part.tp))
                 total, weights = total + own, weights + own_weights
             works.append((total, weights))
         slowest, weights = max(works, key=lambda work: work[0].total_s)
@@ -246,28 +268,17 @@ class Estimator:
 
     def _part_work(self, plan: Plan, stage: Stage, part: Part, samples: int, device: Device, group: Group) -> tuple[StageWork, float]:
         shape, algos, again = share_shape(plan, samples, part.dp), _algos(stage, part), _recomputed(stage, part)
-        key = (part, shape, device.name, algos, again, group)
+        sequence = self.by_rows(stage, part.tp)
+        key = (part, shape, sequence, device.name, algos, again, group)
         if key not in self._work:
-            table = self.table(shape, part.tp)
-            times = stage_times(
-                self.model, table, part.first, part.last, shape, device=device.name, tp=part.tp, algos=algos, recompute=again
-            )
+            model, table = self.model_under(sequence), self.table(shape, part.tp, sequence)
+            times = stage_times(model, table, part.first, part.last, shape, device=device.name, tp=part.tp, algos=algos, recompute=again)
             comm_s = times.forward_comm_s + times.backward_comm_s
             if part.tp > 1 and group != (usual := tp_group(self.cluster, device, part.tp)) and usual is not None:
-                comm_s *= self._slower(part, algos, shape, group, usual)
+                comm_s *= _slower(model, part, algos, shape, group, usual)
             work = StageWork(times.forward_s, times.backward_s, times.recompute_s, comm_s, waiting_s=times.waiting_s)
             self._work[key] = work, self._weight_s(table, part, shape, algos, device)
         return self._work[key]
-
-    def _slower(self, part: Part, algos: tuple[int, ...], shape: Shape, group: Group, usual: Group) -> float:
-        """How much longer collectives take among these ranks than inside one node, which the table assumes where it can be."""
-        sizes = [
-            (collective.kind, collective.size_bytes(shape))
-            for place, algo in zip(self.model.ops[part.first : part.last], algos, strict=True)
-            for collective in place.op.splits[algo].collectives
-        ]
-        assumed = sum(usual.time_s(kind, size) for kind, size in sizes)
-        return sum(group.time_s(kind, size) for kind, size in sizes) / assumed if assumed else 1.0
 
     def _weight_s(self, table: CostTable, part: Part, shape: Shape, algos: tuple[int, ...], device: Device) -> float:
         """Time of weight gradients: half of the backward pass of ops with trained weights."""
@@ -277,21 +288,42 @@ class Estimator:
         times = table.backward_s[table.chain[part.first : part.last], s, 0, np.array(algos), d]
         return float(times[trained].sum()) / 2
 
-    def table(self, shape: Shape, tp: int) -> CostTable:
-        """Op costs at one shape and degree."""
-        if (shape, tp) not in self._tables:
+    def by_rows(self, stage: Stage, tp: int) -> bool:
+        """Whether ops of a stage that have this degree run under sequence parallelism."""
+        return stage.sequence_parallel and tp > 1 and self.divides_tokens
+
+    @cached_property
+    def divides_tokens(self) -> bool:
+        """Whether sequence parallelism means anything for the model."""
+        return divides_tokens(self.model)
+
+    @cached_property
+    def _model_by_rows(self) -> Model:
+        return with_sequence_parallelism(self.model)
+
+    def model_under(self, sequence: bool) -> Model:
+        """The model, as it is under sequence parallelism if asked."""
+        return self._model_by_rows if sequence else self.model
+
+    def described(self, stage: Stage, op: int) -> Model:
+        """The model as one of a stage's ops runs it."""
+        return self.model_under(self.by_rows(stage, stage.run_of(op).tp))
+
+    def table(self, shape: Shape, tp: int, sequence: bool = False) -> CostTable:
+        """Op costs at one shape and degree, under sequence parallelism if asked."""
+        if (shape, tp, sequence) not in self._tables:
             shapes = list(self._shapes) if shape in self._shapes else [shape]
-            table = self.source.table(self.model, shapes, [tp], self.cluster)
-            self._tables.update({(known, tp): table for known in shapes})
-        return self._tables[shape, tp]
+            table = self.source.table(self.model_under(sequence), shapes, [tp], self.cluster)
+            self._tables.update({(known, tp, sequence): table for known in shapes})
+        return self._tables[shape, tp, sequence]
 
     def _stages(
-        self, plan: Plan, samples: int, count: int, work: list[StageWork], bubbles_s: list[float], replica: int
+        self, plan: Plan, samples: int, counts: tuple[int, ...], work: list[StageWork], bubbles_s: list[float], replica: int
     ) -> list[StageEstimate]:
         """Adds to each stage's work what comes once per iteration, and memory."""
         groups = plan.num_groups
         sharing, tied = gradient_sharing(self.cluster, plan), tied_s(self.model, self.cluster, plan)
-        memory = [self._group_memory(plan, group, samples, count) for group in range(groups)]
+        memory = [self._group_memory(plan, group, samples, counts) for group in range(groups)]
         stages = []
         for index, stage in enumerate(plan.stages):
             group = index % groups
@@ -302,13 +334,22 @@ class Estimator:
             slowest = min(self._kinds(stage.devices[replica]), key=lambda device: device.peak_flops_per_s(self.model.dtype))
             stages.append(StageEstimate(
                 index, group, stage.last - stage.first, slowest.name, stage.degrees, work[index], bubbles_s[group], sync,
-                self._optimizer_s(plan, stage), used, limit, used.total_bytes <= limit,
+                0.0 if SCHEDULES[plan.schedule].asynchronous else self._optimizer_s(plan, stage), used, limit, used.total_bytes <= limit,
+                self.by_rows(stage, stage.degrees.tp), stage.zero if stage.degrees.dp * plan.num_replicas > 1 else 0,
             ))  # fmt: skip
         return stages
 
+    def _tp_group(self, ranks: tuple[int, ...], tp: int) -> Group:
+        """The slowest tensor-parallel group of a stage's devices."""
+        if (ranks, tp) not in self._tp_groups:
+            self._tp_groups[ranks, tp] = tp_group_of(self.cluster, ranks, tp)
+        return self._tp_groups[ranks, tp]
+
     def _kinds(self, ranks: tuple[int, ...]) -> list[Device]:
         """The distinct kinds among ranks."""
-        return list({device.name: device for device in map(self.cluster.device, ranks)}.values())
+        if ranks not in self._kinds_of:
+            self._kinds_of[ranks] = list({device.name: device for device in map(self.cluster.device, ranks)}.values())
+        return self._kinds_of[ranks]
 
     def _trained(self, part: Part) -> float:
         """Weights with gradients on one rank."""
@@ -326,16 +367,21 @@ class Estimator:
         steps = [self.source.optimizer_s(num, device.name, plan.precision, plan.optimizer, tensors) for device in kinds]
         return max(steps) if num else 0.0
 
-    def _group_memory(self, plan: Plan, group: int, samples: int, count: int) -> tuple[MemoryBreakdown, float]:
+    def _group_memory(self, plan: Plan, group: int, samples: int, counts: tuple[int, ...]) -> tuple[MemoryBreakdown, float]:
         """What the fullest device of a group holds, and what it may hold; of several kinds the one that is closest to its limit."""
         groups, chunks = plan.num_groups, plan.num_chunks
         stages = plan.stages[group::groups]
-        if plan.schedule == "interleaved":
-            flights = in_flight_by_chunk(groups, group, count, chunks)
-        else:
-            flights = (in_flight(plan.schedule, groups, group, count),)
+        most: dict[str, int] = {}  # micro-batches that a replica with such a device runs
+        for count, ranks in zip(counts, stages[0].devices, strict=True):
+            for device in self._kinds(ranks):
+                most[device.name] = max(count, most.get(device.name, 0))
         found = []
         for device in self._kinds(tuple(rank for ranks in stages[0].devices for rank in ranks)):
+            count = most[device.name]
+            if plan.schedule == "interleaved":
+                flights = in_flight_by_chunk(groups, group, count, chunks)
+            else:
+                flights = (in_flight(plan.schedule, groups, group, count),)
             parts = [
                 self._part_memory(plan, stage, part, samples, flight, device)
                 for stage, flight in zip(stages, flights, strict=True)
@@ -346,24 +392,26 @@ class Estimator:
 
     def _part_memory(self, plan: Plan, stage: Stage, part: Part, samples: int, flight: int, device: Device) -> MemoryBreakdown:
         shape, holders = share_shape(plan, samples, part.dp), part.dp * plan.num_replicas
-        algos, again = _algos(stage, part), _recomputed(stage, part)
-        key = (part, shape, flight, holders, stage.zero, algos, again, plan.precision, plan.optimizer, device.name)
+        algos, again, sequence = _algos(stage, part), _recomputed(stage, part), self.by_rows(stage, part.tp)
+        versions = flight if SCHEDULES[plan.schedule].asynchronous else 1
+        key = (part, shape, sequence, flight, versions, holders, stage.zero, algos, again, plan.precision, plan.optimizer, device.name)
         if key not in self._memory:
             base = self.source.device(device.name).profile.base_bytes if isinstance(self.source, Profiled) else 0.0
             self._memory[key] = stage_memory(
-                self.model, part.first, part.last, shape, in_flight=flight, tp=part.tp, dp=holders, zero=stage.zero, algos=algos,
-                recompute=again, precision=plan.precision, optimizer=plan.optimizer, device=device.name,
-                bytes_of=self._bytes_of(device.name), base_bytes=base,
+                self.model_under(sequence), part.first, part.last, shape, in_flight=flight, versions=versions, tp=part.tp, dp=holders,
+                zero=stage.zero, algos=algos, recompute=again, precision=plan.precision, optimizer=plan.optimizer, device=device.name,
+                base_bytes=base, replay=self._replay(shape, part.tp, sequence, device.name),
             )  # fmt: skip
         return self._memory[key]
 
-    def _bytes_of(self, device: str) -> OpBytesSource:
-        """Bytes of ops on a device, each looked up once."""
-        if not isinstance(self.source, Profiled):
-            return formula_bytes
-        if device not in self._op_bytes:
-            self._op_bytes[device] = _remembering(self.source.bytes_of(device, self.model.dtype))
-        return self._op_bytes[device]
+    def _replay(self, shape: Shape, tp: int, sequence: bool, device: str) -> Replay:
+        """What replays slices at one shape and degree; formulas are the same for all devices."""
+        measured = isinstance(self.source, Profiled)
+        key = (shape, tp, sequence, device if measured else "")
+        if key not in self._replays:
+            bytes_of = self.source.bytes_of(device, self.model.dtype) if isinstance(self.source, Profiled) else formula_bytes
+            self._replays[key] = Replay(self.model_under(sequence), shape, tp, bytes_of)
+        return self._replays[key]
 
     def _mfu(self, plan: Plan, time_s: float) -> float:
         one = share_shape(plan, 1)
@@ -382,11 +430,22 @@ class Estimator:
             modelled = sorted(self.source.modelled & {op.name for op in self.model.distinct_ops})
             if modelled:
                 notes.append(f"not in the profile at every degree or layout, so modelled by the roofline: {', '.join(modelled)}.")
-        if any(stage.sequence_parallel and stage.degrees.tp > 1 for stage in plan.stages):
-            notes.append("sequence_parallel is estimated as if it were off: the same bytes are sent, but activations are counted in full.")
+        if any(stage.sequence_parallel and stage.degrees.tp > 1 for stage in plan.stages) and not self.divides_tokens:
+            notes.append(f"sequence_parallel is without effect: {self.model.name} has ops that do not work token by token.")
         if plan.micro_batching.policy == "dynamic":
             notes.append(f"micro-batches are dynamic: estimated with samples of length {plan.seq_length}, as many as fit.")
         return tuple(notes)
+
+
+def _slower(model: Model, part: Part, algos: tuple[int, ...], shape: Shape, group: Group, usual: Group) -> float:
+    """How much longer collectives take among these ranks than inside one node, which the table assumes where it can be."""
+    sizes = [
+        (collective.kind, collective.size_bytes(shape))
+        for place, algo in zip(model.ops[part.first : part.last], algos, strict=True)
+        for collective in place.op.splits[algo].collectives
+    ]
+    assumed = sum(usual.time_s(kind, size) for kind, size in sizes)
+    return sum(group.time_s(kind, size) for kind, size in sizes) / assumed if assumed else 1.0
 
 
 def _algos(stage: Stage, part: Part) -> tuple[int, ...]:
@@ -413,16 +472,3 @@ def _joined(parts: list[MemoryBreakdown]) -> MemoryBreakdown:
         for field in dataclasses.fields(MemoryBreakdown)
     }
     return MemoryBreakdown(**sizes)
-
-
-def _remembering(lookup: OpBytesSource) -> OpBytesSource:
-    """The same lookup, each answer asked for once."""
-    known: dict[tuple[str, Shape, int, int], OpBytes | OpPeaks] = {}
-
-    def answer(op: Op, shape: Shape, tp: int, algo: int) -> OpBytes | OpPeaks:
-        key = (op.signature, shape, tp, algo)
-        if key not in known:
-            known[key] = lookup(op, shape, tp, algo)
-        return known[key]
-
-    return answer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -64,17 +64,21 @@ def reshard_s(
     return (time_s, 0.0) if after.dp < before.dp else (0.0, time_s)
 
 
-def cut_times_s(model: Model, cluster: Cluster, plan: Plan, samples: int, cut: int) -> list[tuple[float, float]]:
+def cut_times_s(
+    described: Callable[[Stage, int], Model], cluster: Cluster, plan: Plan, samples: int, cut: int
+) -> list[tuple[float, float]]:
     """For each replica, the times of the activations over the cut after stage `cut` and of their gradients back.
 
-    Each rank of the smaller side serves several of the larger one, one after the other; all pairs send at once.
+    Each rank of the smaller side serves several of the larger one, one after the other; all pairs send at once. What a rank gets is
+    as large as the model, `described` as a stage runs one of its ops, says.
     """
     before, after = plan.stages[cut], plan.stages[cut + 1]
     senders, receivers = len(before.devices[0]), len(after.devices[0])
     sent, got = before.run_of(after.first - 1), after.run_of(after.first)
-    carry = model.carry_before(after.first)
-    there = sum((spec.size_bytes(model.dtype) for spec in carry), Quantity()).at(share_shape(plan, samples, got.dp), got.tp)
-    gradients = sum((spec.size_bytes(model.dtype) for spec in carry if spec.differentiable), Quantity())
+    model, sender = described(after, after.first), described(before, after.first - 1)
+    there = model.boundary_bytes(after.first).at(share_shape(plan, samples, got.dp), got.tp)
+    differentiable = [spec for spec in sender.carry_before(after.first) if spec.differentiable]
+    gradients = sum((spec.size_bytes(sender.dtype) for spec in differentiable), Quantity())
     back = gradients.at(share_shape(plan, samples, sent.dp), sent.tp)
     there, back = there * max(1.0, receivers / senders), back * max(1.0, senders / receivers)
     pairs = [list(_pairs(a, b)) for a, b in zip(before.devices, after.devices, strict=True)]
@@ -125,7 +129,8 @@ def sync_s(cluster: Cluster, plan: Plan, stage: Stage, part: Part, num_parameter
     if len(ranks) == 1 or not num_parameters:
         return 0.0
     _, gradient, _, _ = bytes_per_parameter(plan.precision, plan.optimizer)
-    return sync_gradients_s(num_parameters * gradient, cluster, ranks, zero=stage.zero, sharing=sharing)
+    passes = plan.num_micro_batches or 1
+    return sync_gradients_s(num_parameters * gradient, cluster, ranks, zero=stage.zero, micro_batches=passes, sharing=sharing)
 
 
 def tied_s(model: Model, cluster: Cluster, plan: Plan) -> list[float]:

@@ -41,20 +41,21 @@ def pipeline_s(
     return num_micro_batches * times_s[slowest] + fill_s
 
 
-def micro_batches(plan: Plan) -> tuple[int, int]:
-    """(samples of a micro-batch, micro-batches of a replica in one iteration).
+def micro_batches(plan: Plan) -> tuple[int, tuple[int, ...]]:
+    """(samples of a micro-batch, micro-batches of each replica in one iteration).
 
     With the policy `dynamic` each batch decides; what is estimated are as many samples of the plan's length as may come together.
     """
     batching, share = plan.micro_batching, -(-plan.global_batch // plan.num_replicas)
-    if plan.num_micro_batches is not None and batching.samples:
-        return batching.samples, plan.num_micro_batches
+    counts = plan.micro_batches_per_replica
+    if counts is not None and batching.samples:
+        return batching.samples, counts
     length = plan.seq_length + plan.dec_length
     limits = [share, *([batching.samples] if batching.samples else [])]
     if batching.max_tokens and length:
         limits.append(max(1, batching.max_tokens // length))
     samples = min(limits) if len(limits) > 1 else 1
-    return samples, -(-share // samples)
+    return samples, (-(-share // samples),) * plan.num_replicas
 
 
 def share_shape(plan: Plan, samples: int, dp: int = 1) -> Shape:

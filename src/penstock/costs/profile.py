@@ -46,8 +46,9 @@ class SeriesKey:
 
 
 def series_key(op: Op, dtype: str, tp: int, algo: int, layout: str) -> SeriesKey:
-    """The key under which `op` is measured and looked up. An op that tp does not divide costs the same at any degree."""
-    divided = bool(op.parameters.split.terms() or op.flops.split.terms() or op.traffic.split.terms())
+    """The key under which `op` is measured and looked up. An op that tp does not divide costs the same at any degree, and so does one
+    that works on some rows of the tokens, but for their number."""
+    divided = op.sequence != "rows" and bool(op.parameters.split.terms() or op.flops.split.terms() or op.traffic.split.terms())
     swapped = algo if tp > 1 and len(op.splits) > 1 else 0
     return SeriesKey(op.signature, dtype, tp if divided else 1, swapped, layout if op.kind == "attention" else "any")
 

@@ -48,6 +48,7 @@ class DeviceCosts:
             if curves is None:
                 return None
             where = np.array([coordinates(op, shapes[index]) for index in which])
+            where[:, 0] /= tp if op.sequence == "rows" else 1
             factor = self.profile.whole.get(op.signature, WholeFactors()).device
             for name in names:
                 timed = name.endswith("_s")
@@ -143,7 +144,7 @@ class Profiled:
         def lookup(op: Op, shape: Shape, tp: int, algo: int) -> OpBytes | OpPeaks:
             formula = formula_bytes(op, shape, tp, algo)
             found = costs.columns(op, dtype, [shape], tp, algo, ("forward_peak_bytes", "backward_peak_bytes"))
-            if found is None or not costs.profile.base_bytes:
+            if found is None or not costs.profile.base_bytes or op.sequence:  # measured without rows gathered and handed out
                 return formula
             return OpPeaks(formula.kept, float(found["forward_peak_bytes"][0]), float(found["backward_peak_bytes"][0]))
 

@@ -9,7 +9,6 @@ its tokens are separate features, so a packed micro-batch pays for the sum of it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -21,7 +20,7 @@ from penstock.costs.efficiency import Calibration, Curve, adds_up, arithmetic_dt
 from penstock.costs.memory import bytes_per_parameter
 from penstock.costs.table import CostTable, Floats
 from penstock.errors import InputError
-from penstock.models.kept import kept_per_op
+from penstock.models.kept import kept_per_op, shortened
 from penstock.models.ops import Model, Op
 from penstock.models.shapes import Quantity, Shape, feature_matrix
 
@@ -167,7 +166,7 @@ class _Amounts:
 
     def kept(self) -> Floats:
         """[O, S, T, A]; an op whose copies keep different amounts (a tensor one of them shares) gets their mean, so that sums are right."""
-        short, weights = _shortened(self.model)
+        short, weights = shortened(self.model)
         index = {op.signature: number for number, op in enumerate(self.ops)}
         numbers = [index[place.op.signature] for place in short.ops]
         copies = np.bincount(self.chain, minlength=len(self.ops)).astype(np.float64)
@@ -187,16 +186,6 @@ class _Amounts:
         largest = np.zeros((len(self.ops), *sizes.shape[1:]))
         np.maximum.at(largest, [number for number, _ in cuts], sizes)
         return np.repeat(largest[..., None], self.num_algos, axis=-1)
-
-
-def _shortened(model: Model) -> tuple[Model, list[float]]:
-    """The model with at most four copies of a block, and for how many each op stands: all copies but the outer ones are alike."""
-    runs = tuple((block, min(copies, 4)) for block, copies in model.runs)
-    weights: list[float] = []
-    for block, copies in model.runs:
-        for copy in range(min(copies, 4)):
-            weights += [copies - 3.0 if copies > 4 and copy == 2 else 1.0] * len(block.ops)
-    return replace(model, runs=runs), weights
 
 
 def _possible(ops: Sequence[Op], tps: Sequence[int], num_algos: int, groups: Sequence[Sequence[Group | None]]) -> NDArray[np.bool_]:

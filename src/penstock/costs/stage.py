@@ -63,10 +63,13 @@ def rerun(places: Sequence[PlacedOp], algos: Sequence[int]) -> int:
 
 def rerun_positions(places: Sequence[PlacedOp], recompute: Collection[int], algos: Sequence[int] = ()) -> list[int]:
     """Positions of all ops that run again when those in `recompute` are recomputed."""
-    kinds = list(algos) or [0] * len(places)
+    return _rerun_positions(places, segments(places, recompute), list(algos) or [0] * len(places))
+
+
+def _rerun_positions(places: Sequence[PlacedOp], parts: Sequence[Segment], algos: Sequence[int]) -> list[int]:
     return [
-        index for part in segments(places, recompute) if part.recomputed
-        for index in range(part.start, part.start + rerun(places[part.start : part.stop], kinds[part.start : part.stop]))
+        index for part in parts if part.recomputed
+        for index in range(part.start, part.start + rerun(places[part.start : part.stop], algos[part.start : part.stop]))
     ]  # fmt: skip
 
 
@@ -83,12 +86,15 @@ def stage_times(
     s, t, d = table.shape_index(shape), table.tp_index(tp), table.device_index(device)
     ops = table.chain[start:stop]
     parts = segments(places, recompute)
-    again = rerun_positions(places, recompute, list(kinds))
+    again = _rerun_positions(places, parts, kinds.tolist())
     forward, backward = table.forward_s[ops, s, t, kinds, d], table.backward_s[ops, s, t, kinds, d]
     forward_comm, backward_comm = table.forward_comm_s[ops, s, t, kinds, d], table.backward_comm_s[ops, s, t, kinds, d]
-    order = _issue_order(parts, set(again))
-    device_s = np.stack([forward + forward_comm, backward + backward_comm, forward + forward_comm])[order[:, 0], order[:, 1]]
-    host_s = table.host_s[ops[order[:, 1]], order[:, 0], d] if len(table.host_s) else np.zeros(len(device_s))
+    device_s = np.stack([forward + forward_comm, backward + backward_comm, forward + forward_comm])
+    if len(table.host_s):
+        order = _issue_order(parts, set(again))
+        device_s, host_s = device_s[order[:, 0], order[:, 1]], table.host_s[ops[order[:, 1]], order[:, 0], d]
+    else:  # nothing waits for the host but the optimizer
+        device_s, host_s = np.array([device_s[:2].sum() + device_s[2, again].sum()]), np.zeros(1)
     return StageTimes(
         forward_s=float(forward.sum()),
         backward_s=float(backward.sum()),

@@ -104,7 +104,7 @@ def _file(path: Path) -> Any:
     try:
         import h5py
     except ImportError:
-        raise InputError("HDF5 shards need the Python package 'h5py'. Install it with: pip install h5py") from None
+        raise InputError("HDF5 shards need the Python package 'h5py'. Install it with: pip install 'penstock[data]'") from None
     try:
         return h5py.File(path, "r")
     except OSError as error:

@@ -66,6 +66,8 @@ def form_of(model: Model, data: DataSet, *, prompt_loss: bool = False) -> Sample
     expected = {"masked": "bert", "images": "images"}.get(kind, "text")
     if data.manifest.kind != expected:
         raise InputError(f"model '{model.name}' trains on {expected} data, but '{data.folder}' holds {data.manifest.kind} data.")
+    if kind == "images":
+        _check_images(model, data)
     paired = "target" in data.manifest.sides
     if kind == "encoder-decoder" and not paired:
         raise InputError(f"model '{model.name}' needs pairs of input and target, but '{data.folder}' holds plain text.")
@@ -73,3 +75,18 @@ def form_of(model: Model, data: DataSet, *, prompt_loss: bool = False) -> Sample
     if kind != "images" and vocab and data.manifest.vocab_size > vocab:
         raise InputError(f"data '{data.folder}' has a vocabulary of {data.manifest.vocab_size}, model '{model.name}' of {vocab} only.")
     return SampleForm(kind, paired, prompt_loss)
+
+
+def _check_images(model: Model, data: DataSet) -> None:
+    """A wrong size would only show as tensors that do not fit, a wrong number of classes as a label out of range."""
+    size, classes, shape = model.config.get("image_size"), model.config.get("num_classes"), data.manifest.image_shape
+    if size and shape and tuple(shape[1:]) != (size, size):
+        raise InputError(
+            f"model '{model.name}' takes images of {size} × {size}, but '{data.folder}' holds {shape[1]} × {shape[2]}. Prepare them with "
+            f"--image-size {size}, or use a model with `image_size: {shape[1]}`."
+        )
+    if classes and len(data.manifest.classes) > classes:
+        raise InputError(
+            f"data '{data.folder}' has {len(data.manifest.classes)} classes, model '{model.name}' only {classes}. Use a model with "
+            f"`num_classes: {len(data.manifest.classes)}`."
+        )

@@ -92,7 +92,7 @@ def _prepare_folder(folder: Path, out: Path, split: Sequence[float], image_size:
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError:
-        raise InputError("folders of images need the Python package 'pillow'. Install it with: pip install pillow") from None
+        raise InputError("folders of images need the Python package 'pillow'. Install it with: pip install 'penstock[data]'") from None
     if image_size < 1:
         raise InputError("folders of images need one size for all of them, as in --image-size 224.")
     classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())

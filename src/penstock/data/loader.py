@@ -110,13 +110,17 @@ class DynamicLoader:
             yield step
             step += 1
 
+    def next_planned_here(self) -> tuple[list[LoadedMicroBatch], Program]:
+        """The next iteration, planned by this rank: the same as planners give, for when the store is gone while others have theirs."""
+        start = time.perf_counter()
+        programs = self.planner.programs(self.data, self.batches[self.step])
+        found = self._loaded(next(program for program in programs if program.rank == self.rank))
+        self.wait_s += time.perf_counter() - start
+        return self._handed_over(found)
+
     def _inline(self) -> Iterator[tuple[list[LoadedMicroBatch], Program]]:
-        for step in self._steps(self.step):
-            start = time.perf_counter()
-            programs = self.planner.programs(self.data, self.batches[step])
-            found = self._loaded(next(program for program in programs if program.rank == self.rank))
-            self.wait_s += time.perf_counter() - start
-            yield self._handed_over(found)
+        for _ in self._steps(self.step):
+            yield self.next_planned_here()
 
     def _handed_over(self, found: tuple[list[LoadedMicroBatch], Program]) -> tuple[list[LoadedMicroBatch], Program]:
         self._current = {identity: sample for loaded in found[0] for identity, sample in loaded.samples.items()}

@@ -19,13 +19,16 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.data.batches import GlobalBatches
 from penstock.data.dataset import DataSet, open_data
 from penstock.data.planning import PlanningError, ProgramPlanner, describe_samples
-from penstock.errors import InputError, PenstockError
+from penstock.errors import InputError
 from penstock.stores import Job, Store, StoreError, open_store
+
+if TYPE_CHECKING:
+    from penstock.batching.plan import BatchPlan
 
 __all__ = [
     "DUMP_VARIABLE",
@@ -46,7 +49,11 @@ DUMP_VARIABLE = "PENSTOCK_DUMP"
 _PROGRAM, _FAILURE = b"P", b"F"
 _STEP, _BUSY, _ALIVE = range(3)
 """What a planner tells: the iteration it plans, since when (0: it waits for the store), and when it was last alive."""
+_NOTHING = (-1.0, 0.0, 0.0)
+"""What one tells that has not begun, or is done."""
 _BEAT_S = 1.0
+_NO_STORE = 75
+"""Status of a planner whose store is gone: no fault of the iteration that it was at."""
 _MOST_DEATHS = 3
 """An iteration at which so many planners died cannot be planned."""
 
@@ -77,19 +84,20 @@ class BatchSource:
         return data, batches
 
 
-def entries_of(planner: ProgramPlanner, data: DataSet, batches: GlobalBatches, step: int) -> dict[int, bytes]:
-    """The entries of one iteration for the store: each rank's program, or for all of them why there is none."""
+def entries_of(planner: ProgramPlanner, data: DataSet, batches: GlobalBatches, step: int) -> tuple[dict[int, bytes], BatchPlan | str]:
+    """The entries of one iteration for the store, each rank's program, with the plan behind them; or for all of them why there is none."""
     from penstock.programs.binary import encode
 
     try:
-        programs = planner.programs(data, batches[step])
+        planned, programs = planner.planned(data, batches[step])
     except PlanningError as error:
-        return failure_entries(planner, str(error))
+        return failure_entries(planner, str(error)), str(error)
     except Exception as error:  # a fault of ours: planning again would not help, and the ranks must not wait for ever
         logging.getLogger("penstock.planner").exception("iteration %d", step)
         reason = f"{type(error).__name__}: {error}. {describe_samples(batches[step], len(data))}"
-        return failure_entries(planner, f"iteration {step} cannot be planned: {reason}")
-    return {program.rank: _PROGRAM + encode(program) for program in programs}
+        message = f"iteration {step} cannot be planned: {reason}"
+        return failure_entries(planner, message), message
+    return {program.rank: _PROGRAM + encode(program) for program in programs}, planned
 
 
 def failure_entries(planner: ProgramPlanner, message: str) -> dict[int, bytes]:
@@ -112,6 +120,14 @@ def run_planner(source: BatchSource, planner: ProgramPlanner, address: str, job:
     """The life of planner `index` of `count`; `watch` tells its supervisor that it lives, what it is at, and since when."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it hears Ctrl-C and ends it
     threading.Thread(target=_beat, args=(watch,), daemon=True).start()
+    try:
+        _plan_all(source, planner, address, job, index, count, watch)
+    except StoreError as error:  # the ranks have lost it too, and tell; a planner may be needed again if it comes back
+        _logger(index).info("%s", error)
+        os._exit(_NO_STORE)
+
+
+def _plan_all(source: BatchSource, planner: ProgramPlanner, address: str, job: Job, index: int, count: int, watch: Any) -> None:
     log = _logger(index)
     data, batches = source.open()
     store = open_store(address, job)
@@ -119,12 +135,12 @@ def run_planner(source: BatchSource, planner: ProgramPlanner, address: str, job:
     while source.num_steps is None or step < source.num_steps:
         watch[_STEP], watch[_BUSY] = step, time.monotonic()
         start_s, cpu_s = time.perf_counter(), time.process_time()
-        entries = entries_of(planner, data, batches, step)
+        entries, planned = entries_of(planner, data, batches, step)
         times_s = time.perf_counter() - start_s, time.process_time() - cpu_s
         watch[_BUSY] = 0.0
         size = sum(map(len, entries.values()))
         log.debug("iteration %d planned in %.3f s (%.3f s of processor time), %d bytes", step, *times_s, size)
-        _dump(planner, data, batches, step, times_s, size)
+        _dump(planned, batches, step, times_s, size)
         store.publish(step, entries)
         step += count
     store.drain()
@@ -159,8 +175,8 @@ def _logger(index: int) -> logging.Logger:
     return log
 
 
-def _dump(planner: ProgramPlanner, data: DataSet, batches: GlobalBatches, step: int, times_s: tuple[float, float], size_bytes: int) -> None:
-    """Writes the plan of an iteration and what it took, where a folder for that is named; planned once more, since only then needed."""
+def _dump(planned: BatchPlan | str, batches: GlobalBatches, step: int, times_s: tuple[float, float], size_bytes: int) -> None:
+    """Writes the plan of an iteration, or why there is none, and what it took, where a folder for that is named."""
     folder = os.environ.get(DUMP_VARIABLE)
     if not folder:
         return
@@ -169,12 +185,8 @@ def _dump(planner: ProgramPlanner, data: DataSet, batches: GlobalBatches, step: 
     batch = batches[step]
     statistics = {"step": step, "samples": len(batch.samples), "tokens": batch.num_tokens, "planning_s": times_s[0],
                   "planning_cpu_s": times_s[1], "programs_bytes": size_bytes}  # fmt: skip
-    lengths = batch.lengths.tolist()
-    try:
-        plan: Any = planner.batch_plan(data, batch).to_dict()
-    except PenstockError as error:
-        plan = {"error": str(error)}
-    write_json(Path(folder) / f"iteration-{step:06d}.json", {**statistics, "lengths": lengths, "plan": plan})
+    plan = {"error": planned} if isinstance(planned, str) else planned.to_dict()
+    write_json(Path(folder) / f"iteration-{step:06d}.json", {**statistics, "lengths": batch.lengths.tolist(), "plan": plan})
 
 
 class PlannerPool:
@@ -217,7 +229,7 @@ class PlannerPool:
         self.stop()
 
     def _start(self, index: int) -> Any:
-        self._watches[index][:] = [-1.0, 0.0, 0.0]
+        self._watches[index][:] = _NOTHING
         arguments = (*self._common, index, self._count, self._watches[index])
         process = self._context.Process(target=run_planner, args=arguments, name=f"planner-{index}", daemon=True)
         process.start()
@@ -239,13 +251,13 @@ class PlannerPool:
                 if hung:
                     process.kill()
                 process.join()
-                if process.exitcode == 0:
-                    done.add(index)
-                elif self._may_replace(index, step, "hung" if hung else f"died with status {process.exitcode}"):
+                how = "hung" if hung else f"died with status {process.exitcode}"
+                if process.exitcode != 0 and (process.exitcode == _NO_STORE or self._may_replace(index, step, how)):
                     self._processes[index] = self._start(index)
                     self.num_replaced += 1
                 else:
                     done.add(index)
+                    self._watches[index][:] = _NOTHING
 
     def _until_a_hang(self) -> float:
         """Seconds until a planner might have hung for too long."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
     from penstock.batching.plan import BatchPlan, MicroBatch
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
+    from penstock.programs.durations import StageWeights
     from penstock.programs.instructions import Program
+    from penstock.programs.work import ReplicaWork
 
 __all__ = ["PlanningError", "ProgramPlanner", "describe_samples", "sample_ids"]
 
@@ -67,13 +71,13 @@ class ProgramPlanner:
         return plan_batch(samples, self.costs, steps=self.search_steps, seed=self.seed + batch.step, too_long=self.too_long)
 
     def _fixed(self, data: DataSet, batch: GlobalBatch) -> BatchPlan:
-        """Equal shares of the batch for the replicas, cut into micro-batches of the plan's size, in the order in which samples come."""
+        """The replicas' shares of the batch, cut into micro-batches of the plan's size, in the order in which samples come."""
         from penstock.batching.plan import BatchPlan, ReplicaBatch
         from penstock.schedules.orders import schedule_of
 
         ids, size = sample_ids(batch, len(data)), self.plan.micro_batching.samples or 1
         own, dec = self.form.positions(batch.lengths)
-        ends = np.cumsum([0, *apportion(len(ids), [1.0] * self.plan.num_replicas)])
+        ends = np.cumsum([0, *apportion(len(ids), self.plan.micro_batching.per_replica or [1.0] * self.plan.num_replicas)])
         replicas = []
         for first, last in pairwise(ends.tolist()):
             cuts = [*range(first, last, size), last]
@@ -93,17 +97,45 @@ class ProgramPlanner:
 
     def programs(self, data: DataSet, batch: GlobalBatch) -> tuple[Program, ...]:
         """The programs of all ranks, proven safe; a `PlanningError` names the samples of a batch that cannot be planned."""
+        return self.planned(data, batch)[1]
+
+    def planned(self, data: DataSet, batch: GlobalBatch) -> tuple[BatchPlan, tuple[Program, ...]]:
+        """The same, with the plan of the batch that they were made from."""
         from penstock.programs.check import require_safe
         from penstock.programs.lower import lower
         from penstock.programs.work import work_of
 
         try:
             planned = self.batch_plan(data, batch)
-            programs = lower(self.plan, self.model, work_of(planned, self.plan, self._counted(data, batch, planned)), batch.step)
+            work = self._timed(planned, work_of(planned, self.plan, self._counted(data, batch, planned)))
+            programs = lower(self.plan, self.model, work, batch.step)
             require_safe(programs, self.plan, self.model)
         except PenstockError as error:
             raise PlanningError(f"iteration {batch.step} cannot be planned: {error} {describe_samples(batch, len(data))}") from error
-        return programs
+        return planned, programs
+
+    def _timed(self, planned: BatchPlan, work: Sequence[ReplicaWork]) -> list[ReplicaWork]:
+        """The work with what its passes take, by the costs of the batch or, where it has none, of the plan's own micro-batches."""
+        from penstock.programs.durations import durations_of
+        from penstock.schedules.batched import batch_durations_s
+
+        if self.plan.num_stages == 1:  # nothing travels
+            return list(work)
+        if self.costs is None:
+            both = zip(work, self._speeds, strict=True)
+            return [replace(own, durations_s=durations_of(speeds, own.micro_batches)) for own, speeds in both]
+        replicas = enumerate(zip(work, planned.replicas, strict=True))
+        return [replace(own, durations_s=batch_durations_s(self.costs, batch.micro_batches, index)) for index, (own, batch) in replicas]
+
+    @cached_property
+    def _speeds(self) -> list[StageWeights]:
+        """By formulas, which every process has: a profile may be missing on one, and its programs would not match the others'."""
+        from penstock.costs.sources import open_costs
+        from penstock.plans.references import cluster_of
+        from penstock.programs.durations import priced_weights
+
+        cluster = cluster_of(self.plan)
+        return priced_weights(self.model, self.plan, cluster, open_costs("roofline", cluster))
 
     def _counted(self, data: DataSet, batch: GlobalBatch, planned: BatchPlan) -> dict[int, int] | None:
         """Positions of each sample that count in the loss, after the planner's own truncation."""

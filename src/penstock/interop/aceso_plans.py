@@ -384,6 +384,7 @@ def _require_known_to_aceso(plan: Plan, model: Model, cluster: Cluster) -> None:
         (plan.schedule != "1f1b", f"schedule '{plan.schedule}'; it has '1f1b'"),
         (plan.micro_batching.layout != "padded", "packed micro-batches; it has padded ones"),
         (plan.micro_batching.policy != "fixed", "micro-batches that differ from batch to batch; it has fixed ones"),
+        (len(set(plan.micro_batching.per_replica)) > 1, "replicas with unequal numbers of micro-batches; all have as many"),
         (plan.precision != usual, f"precision {plan.precision}; it trains {model.family} in {usual}"),
         (len(cluster.kinds) > 1, f"devices of several kinds ({', '.join(device.name for device, _ in cluster.kinds)}); it has one"),
     ):

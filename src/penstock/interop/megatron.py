@@ -78,6 +78,8 @@ def grid_of(plan: Plan, target: str, schedules: Collection[str], model: Model, c
         raise InputError(f"{target} cannot express packed micro-batches (micro_batching.layout). Plan for padded ones.")
     if plan.micro_batching.policy != "fixed":
         raise InputError(f"{target} cannot express micro-batches that differ from batch to batch. Set micro_batching.policy to 'fixed'.")
+    if len(set(plan.micro_batching.per_replica)) > 1:
+        raise InputError(f"{target} cannot express replicas with unequal numbers of micro-batches (micro_batching.per_replica). Drop it.")
     if plan.schedule not in schedules:
         raise InputError(f"{target} cannot express the schedule '{plan.schedule}'. It has {', '.join(schedules)}.")
     first, samples = plan.stages[0], plan.micro_batching.samples or 0

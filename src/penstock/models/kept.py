@@ -11,17 +11,18 @@ save is held once; a tensor that an op only hands on, or puts aside as `residual
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from penstock.models.ops import Model, Op, Split, TensorSpec
 from penstock.models.segments import segments
-from penstock.models.shapes import Quantity, Shape
+from penstock.models.shapes import NOTHING, Quantity, Shape
 
-__all__ = ["kept_bytes", "kept_per_op", "walk"]
+__all__ = ["Held", "KeptPart", "Tensor", "kept_bytes", "kept_parts", "kept_per_op", "shortened", "walk"]
 
-_Tensor = tuple[int, str]
+Tensor = tuple[int, str]
 """A tensor of the carry: the position of the op that made it, and the name it got there."""
-_Held = dict[str, _Tensor]
+Held = dict[str, Tensor]
 """The tensor behind each name of a carry."""
 
 
@@ -35,7 +36,7 @@ def kept_bytes(
     """
     again = set(recompute)
     starts = {part.start for part in segments(model.ops[start:stop], recompute) if part.recomputed}
-    sizes: dict[_Tensor, Quantity] = {}
+    sizes: dict[Tensor, Quantity] = {}
     own = Quantity()
     for position, (op, split, before, after) in enumerate(walk(model, start, stop, algos)):
         entering = _sizes(model, before, model.carry_before(start + position))
@@ -50,37 +51,71 @@ def kept_bytes(
     return sum((size.at(shape, tp) for size in sizes.values()), own.at(shape, tp))
 
 
+@dataclass(frozen=True, slots=True)
+class KeptPart:
+    """A part of what an op keeps, and the op that made it."""
+
+    size_bytes: Quantity
+    maker: int
+    """Its position; -1 for what enters the chain."""
+    inside: bool
+    """Whether that lies in the same block, so that recomputation can bring the part back by running it again."""
+
+
+def kept_parts(model: Model, algos: Sequence[int] | None = None) -> tuple[tuple[KeptPart, ...], ...]:
+    """What each op of the chain keeps: bytes of its own, and the tensors of the carry that no op before it saved."""
+    counted: set[Tensor] = set()
+    found = []
+    for index, (op, split, before, after) in enumerate(walk(model, 0, model.num_ops, algos)):
+        sizes = {**_sizes(model, before, model.carry_before(index)), **_sizes(model, after, op.carry)}
+        saved = {*(before[name] for name in split.saves_in), *(after[name] for name in split.saves_out)} - counted
+        counted |= saved
+        parts = [KeptPart(split.kept, index, True)] if split.kept != NOTHING else []
+        parts += [KeptPart(sizes[tensor], tensor[0], _same_block(model, tensor[0], index)) for tensor in sorted(saved)]
+        found.append(tuple(parts))
+    return tuple(found)
+
+
+def _same_block(model: Model, a: int, b: int) -> bool:
+    return a >= 0 and (model.ops[a].block, model.ops[a].copy) == (model.ops[b].block, model.ops[b].copy)
+
+
 def kept_per_op(model: Model, algos: Sequence[int] | None = None) -> tuple[Quantity, ...]:
     """The same bytes spread over the chain so that they add up: a shared tensor counts at the first op that saves it.
 
     The sum over a slice is `kept_bytes` without recomputation, less the tensors that enter the slice, are saved in it, and
     were already counted by an op before it.
     """
-    counted: set[_Tensor] = set()
-    amounts: list[Quantity] = []
-    for index, (op, split, before, after) in enumerate(walk(model, 0, model.num_ops, algos)):
-        sizes = {**_sizes(model, before, model.carry_before(index)), **_sizes(model, after, op.carry)}
-        saved = {*(before[name] for name in split.saves_in), *(after[name] for name in split.saves_out)} - counted
-        amounts.append(sum((sizes[tensor] for tensor in saved), split.kept))
-        counted |= saved
-    return tuple(amounts)
+    return tuple(sum((part.size_bytes for part in parts), Quantity()) for parts in kept_parts(model, algos))
 
 
-def walk(model: Model, start: int, stop: int, algos: Sequence[int] | None) -> Iterator[tuple[Op, Split, _Held, _Held]]:
-    """Each op of the slice with its split and the tensors of its carry before and after."""
+def shortened(model: Model) -> tuple[Model, list[float]]:
+    """The model with at most four copies of a block, and for how many each op stands: all copies but the outer ones are alike."""
+    runs = tuple((block, min(copies, 4)) for block, copies in model.runs)
+    weights: list[float] = []
+    for block, copies in model.runs:
+        for copy in range(min(copies, 4)):
+            weights += [copies - 3.0 if copies > 4 and copy == 2 else 1.0] * len(block.ops)
+    return replace(model, runs=runs), weights
+
+
+def walk(
+    model: Model, start: int, stop: int, algos: Sequence[int] | None, entering: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[Op, Split, Held, Held]]:
+    """Each op of the slice with its split and the tensors of its carry before and after; `entering` are those before the first."""
     kinds = algos or [0] * (stop - start)
-    held: _Held = {spec.name: (start - 1, spec.name) for spec in model.carry_before(start)}
+    held: Held = dict(entering) if entering is not None else {spec.name: (start - 1, spec.name) for spec in model.carry_before(start)}
     for placed, algo in zip(model.ops[start:stop], kinds, strict=True):
         after = _after(placed.op, placed.index, held)
         yield placed.op, placed.op.splits[algo], held, after
         held = after
 
 
-def _after(op: Op, index: int, before: _Held) -> _Held:
+def _after(op: Op, index: int, before: Held) -> Held:
     """The tensors of the carry that `op` returns: made by it, put aside from its input, or handed on."""
     config = op.config
     made = {config.get("output"), config.get("bias_output"), *config.get("made", ())}
-    after: _Held = {}
+    after: Held = {}
     for spec in op.carry:
         name = spec.name
         if name == "residual" and config.get("residual") in (True, "take"):
@@ -92,5 +127,5 @@ def _after(op: Op, index: int, before: _Held) -> _Held:
     return after
 
 
-def _sizes(model: Model, held: _Held, specs: Sequence[TensorSpec]) -> dict[_Tensor, Quantity]:
+def _sizes(model: Model, held: Held, specs: Sequence[TensorSpec]) -> dict[Tensor, Quantity]:
     return {held[spec.name]: spec.size_bytes(model.dtype) for spec in specs}

@@ -103,6 +103,8 @@ class Op:
     trainable: bool = True
     tied_to: str = ""
     """Name of the op whose weight this one shares."""
+    sequence: Literal["", "rows", "whole"] = ""
+    """Under sequence parallelism, whether it works on its rank's rows of the tokens or on all of them, see `models.sequence`."""
 
     @cached_property
     def signature(self) -> str:

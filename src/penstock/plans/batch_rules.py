@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -19,13 +20,15 @@ def batch_problems(plan: Plan) -> Iterator[str]:
     if plan.global_batch < replicas:
         yield f"global_batch is {plan.global_batch}, but there are {replicas} replicas. Give each at least one sample."
     if batching.policy == "dynamic":
+        if batching.per_replica:
+            yield "micro_batching.per_replica is given, but the policy is 'dynamic'. Drop it, or set the policy to 'fixed'."
         return
     if batching.max_tokens is not None:
         yield f"micro_batching.max_tokens is {batching.max_tokens}, but the policy is 'fixed'. Drop it, or set the policy to 'dynamic'."
     if batching.samples is None:
         yield "micro_batching.samples is missing; the policy 'fixed' needs it. Give it, or set the policy to 'dynamic'."
         return
-    yield from _division_problems(plan, batching.samples)
+    yield from _share_problems(plan, batching.samples) if batching.per_replica else _division_problems(plan, batching.samples)
     for index, stage in enumerate(plan.stages):
         for dp in dict.fromkeys((stage.degrees.dp, *(run.dp for run in stage.runs))):
             if batching.samples % dp:
@@ -36,12 +39,31 @@ def batch_problems(plan: Plan) -> Iterator[str]:
                 )
 
 
+def _share_problems(plan: Plan, samples: int) -> Iterator[str]:
+    """Micro-batches given for each replica make up the global batch."""
+    counts, replicas = plan.micro_batching.per_replica, plan.num_replicas
+    if len(counts) != replicas:
+        yield f"micro_batching.per_replica has {len(counts)} entries, but num_replicas is {replicas}. Give one number for each replica."
+        return
+    total = sum(counts)
+    if total * samples == plan.global_batch:
+        return
+    whole, rest = divmod(plan.global_batch, samples)
+    other = f"numbers whose sum is {whole}" if not rest and whole >= replicas else "another micro_batching.samples"
+    yield (
+        f"micro_batching.per_replica is {reprlib.repr(list(counts))}: {total} micro-batches of {samples} samples are {total * samples}, "
+        f"but global_batch is {plan.global_batch}. Use {other}, or global_batch {total * samples}."
+    )
+
+
 def _division_problems(plan: Plan, samples: int) -> Iterator[str]:
     replicas, step = plan.num_replicas, plan.num_replicas * samples
     if plan.global_batch % step == 0:
         return
     sizes = _fitting_samples(plan, samples)
     other = f", or micro_batching.samples {' or '.join(map(str, sizes))}" if sizes else ""
+    if plan.global_batch > step and plan.global_batch % samples == 0:
+        other += f", or give replicas unequal numbers of micro-batches (micro_batching.per_replica, {plan.global_batch // samples} in all)"
     yield (
         f"global_batch is {plan.global_batch}, not a multiple of {replicas} replicas × {samples} samples = {step}. "
         f"Use global_batch {_around(plan.global_batch, step)}{other}."

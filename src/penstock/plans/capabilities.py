@@ -1,11 +1,12 @@
 """What a plan may choose and the runtime can run: one table for whoever makes, checks or runs plans.
 
 choice                 valid                                        the runtime runs
-schedule               those of `SCHEDULES`, by their rules         all of them
+schedule               those of `SCHEDULES`, by their rules         all; asynchronous ones with one replica, dp 1, fixed micro-batches,
+                                                                    bf16 or fp32, and no weight that two stages share
 recompute              any ops, `MAX_PATTERNS` patterns a stage     all, but none under zero-bubble
 tp, dp                 any per stage and per run of ops             all; ops that share a weight within a stage need the same tp
 sequence_parallel      any stage                                    all
-zero                   0 to 3; in a pipeline 0 or 1                 0 and 1
+zero                   0 to 3; in a pipeline 0 or 1                 all
 layout                 those of the model, `Model.layouts`          all
 model                  the catalogue's families, traced modules     the families
 """
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
-__all__ = ["MAX_PATTERNS", "MAX_ZERO_IN_PIPELINE", "MAX_ZERO_RUN", "SCHEDULES", "SEARCHED_SCHEDULES", "ScheduleRules", "unsupported"]
+__all__ = ["MAX_PATTERNS", "MAX_ZERO_IN_PIPELINE", "SCHEDULES", "SEARCHED_SCHEDULES", "ScheduleRules", "unsupported"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class ScheduleRules:
     recomputes: bool = True
     searched: bool = True
     """Whether the search chooses it; any valid plan may name it."""
+    asynchronous: bool = False
+    """Whether a stage updates its weights after every micro-batch; forward passes already run keep those that they used."""
 
 
 SCHEDULES = {
@@ -44,16 +47,17 @@ SCHEDULES = {
     "interleaved": ScheduleRules(min_groups=2, chunked=True),
     # A split backward pass keeps a linear op's input for its second half, so that recomputing would save nothing.
     "zero-bubble": ScheduleRules(min_groups=2, recomputes=False),
+    # Learns otherwise than one process: for comparisons.
+    "pipedream": ScheduleRules(searched=False, asynchronous=True),
 }
 SEARCHED_SCHEDULES = tuple(name for name, rules in SCHEDULES.items() if rules.searched)
 MAX_ZERO_IN_PIPELINE = 1
 """Each micro-batch of a pipeline would gather weights, or reduce gradients, again."""
-MAX_ZERO_RUN = 1
 
 
 def unsupported(plan: Plan, model: Model) -> list[str]:
     """What the runtime cannot run of a valid plan, each with the next step; nothing if it can run all of it."""
-    return [*_model_problems(model), *_zero_problems(plan), *_tied_problems(plan, model)]
+    return [*_model_problems(model), *_tied_problems(plan, model), *_asynchronous_problems(plan, model)]
 
 
 def _model_problems(model: Model) -> Iterator[str]:
@@ -63,10 +67,26 @@ def _model_problems(model: Model) -> Iterator[str]:
         yield f"model '{model.name}' was traced: it can be planned, but has no modules to train. Use a model of {', '.join(FAMILIES)}."
 
 
-def _zero_problems(plan: Plan) -> Iterator[str]:
+def _asynchronous_problems(plan: Plan, model: Model) -> Iterator[str]:
+    """Stages that update by themselves have nobody to agree with."""
+    if not SCHEDULES[plan.schedule].asynchronous:
+        return
+    start = f"schedule '{plan.schedule}' updates each stage by itself, but"
+    if plan.num_replicas > 1:
+        yield f"{start} there are {plan.num_replicas} replicas. Use one, or '1f1b'."
     for index, stage in enumerate(plan.stages):
-        if stage.zero > MAX_ZERO_RUN:
-            yield f"stages.{index}.zero is {stage.zero}, but up to {MAX_ZERO_RUN} can be run. Use zero {MAX_ZERO_RUN}."
+        if stage.degrees.dp > 1 or any(run.dp > 1 for run in stage.runs):
+            yield f"{start} stages.{index} has dp above 1. Use tp, or '1f1b'."
+    if plan.micro_batching.policy != "fixed":
+        yield f"{start} micro-batches are {plan.micro_batching.policy}, in an order that fits their lengths. Use fixed ones, or '1f1b'."
+    if plan.precision == "fp16":
+        yield f"{start} fp16's loss scale is one for all. Use bf16 or fp32."
+    home = {op: index for index, stage in enumerate(plan.stages) for op in range(stage.first, stage.last)}
+    numbers = {place.name: place.index for place in model.ops}
+    for place in model.ops:
+        owner = numbers.get(place.op.tied_to)
+        if owner is not None and home[owner] != home[place.index]:
+            yield f"{start} '{place.op.tied_to}' and '{place.name}' share a weight on two stages. Use a model that shares none, or '1f1b'."
 
 
 def _tied_problems(plan: Plan, model: Model) -> Iterator[str]:

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 __all__ = ["SCHEDULES", "in_flight", "in_flight_by_chunk", "warm_up"]
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream")
 
 
 def in_flight(schedule: str, num_stages: int, stage: int, num_micro_batches: int, num_chunks: int = 1) -> int:
@@ -19,6 +19,7 @@ def in_flight(schedule: str, num_stages: int, stage: int, num_micro_batches: int
         stage          0   1   2   3
         gpipe          8   8   8   8    all forwards before the first backward
         1f1b           4   3   2   1    a stage runs ahead of the last one by its distance from it
+        pipedream      4   3   2   1    the same order, and as many versions of the stage's weights
         zero-bubble    4   4   4   4    ZB-H1: weight gradients wait for idle time, and what they need with them
         interleaved   11   9   7   5    two chunks per group, so 11 are worth 5.5 of a 1f1b stage that size
     """
@@ -26,7 +27,7 @@ def in_flight(schedule: str, num_stages: int, stage: int, num_micro_batches: int
         raise ValueError(f"stage {stage} of {num_stages}, {num_micro_batches} micro-batches, {num_chunks} chunks: out of range")
     if schedule == "gpipe":
         return num_micro_batches * num_chunks
-    if schedule == "1f1b":
+    if schedule in ("1f1b", "pipedream"):
         return min(num_micro_batches, num_stages - stage)
     if schedule == "zero-bubble":
         return min(num_micro_batches, num_stages)

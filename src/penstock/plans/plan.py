@@ -106,6 +106,8 @@ class MicroBatching:
     """Samples of a micro-batch of one replica, before the stage's dp divides them; with `dynamic` the most it may have."""
     max_tokens: int | None = None
     """The most tokens a `dynamic` micro-batch may have, padding included."""
+    per_replica: tuple[int, ...] = ()
+    """Micro-batches that each replica runs in one iteration, with `fixed` where replicas differ in speed; none: all as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +194,17 @@ class Plan:
 
     @property
     def num_micro_batches(self) -> int | None:
-        """Micro-batches of one replica in one iteration; None where each batch decides."""
-        samples = self.micro_batching.samples
-        if self.micro_batching.policy != "fixed" or not samples:
+        """Micro-batches of one replica in one iteration, the most that any has; None where each batch decides."""
+        batching = self.micro_batching
+        if batching.policy != "fixed" or not batching.samples:
             return None
-        return self.global_batch // (self.num_replicas * samples)
+        return max(batching.per_replica, default=self.global_batch // (self.num_replicas * batching.samples))
+
+    @property
+    def micro_batches_per_replica(self) -> tuple[int, ...] | None:
+        """Micro-batches of each replica in one iteration; None where each batch decides."""
+        most = self.num_micro_batches
+        return None if most is None else self.micro_batching.per_replica or (most,) * self.num_replicas
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -34,11 +34,14 @@ def _without_effect(plan: Plan) -> Iterator[str]:
 
 
 def _slow(plan: Plan, cluster: Cluster) -> Iterator[str]:
-    micro_batches, groups = plan.num_micro_batches, plan.num_groups
-    if micro_batches is not None and micro_batches < groups:
-        yield f"{micro_batches} micro-batches per replica cannot fill a pipeline of {groups} device groups."
-    elif micro_batches is not None and plan.schedule == "interleaved" and micro_batches % groups:
-        yield f"{micro_batches} micro-batches per replica are not a multiple of {groups} device groups: 'interleaved' has larger bubbles."
+    groups = plan.num_groups
+    for micro_batches in sorted(set(plan.micro_batches_per_replica or ())):
+        if micro_batches < groups:
+            yield f"{micro_batches} micro-batches per replica cannot fill a pipeline of {groups} device groups."
+        elif plan.schedule == "interleaved" and micro_batches % groups:
+            yield (
+                f"{micro_batches} micro-batches per replica are not a multiple of {groups} device groups: 'interleaved' has larger bubbles."
+            )
     for index, stage in enumerate(plan.stages):
         for ranks in stage.tp_groups():
             if len({cluster.node_index(rank) for rank in ranks}) > 1:

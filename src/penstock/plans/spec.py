@@ -112,6 +112,9 @@ class MicroBatchingSpec(_Spec):
     policy: Literal["fixed", "dynamic"]
     samples: Count | None = None
     max_tokens: Count | None = None
+    per_replica: Annotated[
+        list[Count], Field(description="micro-batches of each replica under the policy fixed; none: all replicas run as many")
+    ] = []
 
 
 class MemorySpec(_Spec):
@@ -156,7 +159,7 @@ class PlanSpec(_Spec):
     dec_length: Size = 0
     num_replicas: Count
     micro_batching: MicroBatchingSpec
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"]
     stages: Annotated[list[StageSpec], Field(min_length=1)]
     costs: Name = "roofline"
     predicted: PredictedSpec | None = None

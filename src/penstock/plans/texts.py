@@ -1,14 +1,18 @@
-"""Short texts for ranks ('0-3,8', ends included) and ops ('0:49', the end not included, as in a Python slice)."""
+"""Short texts for ranks ('0-3,8', ends included), ops ('0:49', the end not included, as in a Python slice) and repeated counts."""
 
 from __future__ import annotations
 
 import re
 import reprlib
 from collections.abc import Iterable
+from itertools import groupby
 
 from penstock.errors import InputError
 
-__all__ = ["OPS_PATTERN", "OP_RANGE_PATTERN", "RANKS_PATTERN", "format_ops", "format_ranks", "parse_op_range", "parse_ops", "parse_ranks"]
+__all__ = [
+    "OPS_PATTERN", "OP_RANGE_PATTERN", "RANKS_PATTERN", "format_counts", "format_ops", "format_ranks", "parse_op_range", "parse_ops",
+    "parse_ranks",
+]  # fmt: skip
 
 _NUMBER = "[0-9]{1,7}"
 _SLICE = f"{_NUMBER}:{_NUMBER}"
@@ -43,6 +47,11 @@ def format_ranks(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def format_counts(counts: Iterable[int]) -> str:
+    """How often each number comes in a row: '2 × 12 + 1 × 4' for 12, 12, 4."""
+    return " + ".join(f"{len(list(run))} × {count}" for count, run in groupby(counts))
 
 
 def parse_op_range(text: object) -> tuple[int, int]:

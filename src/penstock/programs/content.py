@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from penstock.plans.capabilities import SCHEDULES
 from penstock.programs import instructions as i
 from penstock.programs.exchange import Transfer, matched
 from penstock.programs.needs import needs_of
@@ -64,6 +65,7 @@ class _Content:
     def problems(self) -> Iterator[Problem]:
         for program in self.programs:
             yield from self._step_problems(program)
+            yield from self._update_problems(program)
         received: dict[tuple[int, int, int, str], list[Transfer]] = defaultdict(list)
         for transfer in matched(self.programs):
             yield from self._transfer_problems(transfer)
@@ -93,6 +95,14 @@ class _Content:
                     yield Problem(
                         program.rank, at, f"stage {step.stage} needs {needs_of(self.model, stage.first, stage.last)}, not {step.needs}"
                     )
+
+    def _update_problems(self, program: i.Program) -> Iterator[Problem]:
+        """Stages update by themselves under an asynchronous schedule, and under no other."""
+        asynchronous = SCHEDULES[self.plan.schedule].asynchronous and program.training
+        at = next((at for at, step in enumerate(program.instructions) if isinstance(step, i.StepStage)), -1)
+        if (at >= 0) != (asynchronous and bool(program.micro_batches)):
+            does = "updates stages by themselves" if at >= 0 else "does not update stages by themselves"
+            yield Problem(program.rank, at, f"{does}, but the schedule is '{self.plan.schedule}'")
 
     def _result_problems(
         self, program: i.Program, at: int, step: i.Forward | i.Backward | i.BackwardInput, side: Side, carry: Sequence[Carried]

@@ -84,6 +84,8 @@ class _Flow:
         self.reduced: set[int] = set()
         self.tied: set[str] = set()
         self.stepped = False
+        self.updated: set[tuple[int, int]] = set()
+        """Stage and micro-batch of each update by itself."""
         self.used = 0.0 if limits is None else float(limits.base_bytes.get(program.rank, 0.0))
         self.limit = math.inf if limits is None else float(limits.limit_bytes.get(program.rank, math.inf))
         self.over = False
@@ -105,7 +107,7 @@ class _Flow:
             i.Load: self.load, i.Forward: self.forward, i.Backward: self.backward, i.BackwardInput: self.backward,
             i.BackwardWeight: self.backward_weight, i.SendStart: self.send_start, i.SendWait: self.wait, i.ReceiveStart: self.receive_start,
             i.ReceiveWait: self.wait, i.Free: self.free, i.ReduceStart: self.reduce_start, i.ReduceWait: self.reduce_wait,
-            i.SyncTied: self.sync_tied, i.Step: self.step,
+            i.SyncTied: self.sync_tied, i.Step: self.step, i.StepStage: self.step_stage,
         }  # fmt: skip
         for at, step in enumerate(self.program.instructions):
             self.at = at
@@ -136,6 +138,8 @@ class _Flow:
             self.wrong(f"the reduction of stage {stage} is never waited for")
         if self.program.training and not self.stepped:
             self.wrong("has no step")
+        for stage, m in sorted(self.owed - self.updated) if self.updated else ():
+            self.wrong(f"stage {stage} updates its weights after each micro-batch, but not after micro-batch {m}")
 
     # Memory
 
@@ -405,6 +409,21 @@ class _Flow:
             self.wrong(f"steps before the reduction of stage {sorted(set(self.reducing) - self.reduced)} was waited for")
         if any(self.state.get(key) != "done" for key in self.owed):
             self.wrong("steps before all backward passes are done")
+
+    def step_stage(self, step: i.StepStage) -> None:
+        if not self.known(step.stage, step.micro_batch):
+            return
+        key = (step.stage, step.micro_batch)
+        if self.state.get(key) != "done":
+            self.wrong(f"stage {step.stage} updates its weights before the backward pass of micro-batch {step.micro_batch} is done")
+        if key in self.updated:
+            self.wrong(f"stage {step.stage} updates its weights twice for micro-batch {step.micro_batch}")
+        waiting = [m for stage, m in self.owed if stage == step.stage and self.state.get((stage, m)) in ("half", "done")]
+        if set(waiting) - {m for stage, m in self.updated if stage == step.stage} - {step.micro_batch}:
+            self.wrong(f"stage {step.stage} updates its weights from the gradients of several micro-batches at once")
+        if self.reducing or self.tied:
+            self.wrong(f"stage {step.stage} updates its weights by itself, but shares gradients with other ranks")
+        self.updated.add(key)
 
 
 _EVALUATION = (i.Load, i.Forward, i.SendStart, i.SendWait, i.ReceiveStart, i.ReceiveWait, i.Free)

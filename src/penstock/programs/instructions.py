@@ -29,7 +29,7 @@ given, the same at both ends; a part without elements is only allocated.
                   of the same weights has it.
 
 *Loss.* Every counted position weighs 1 / `loss_tokens`, every sample (classification, next-sentence task) 1 / `num_samples`, both
-counted over the global batch: gradients are then summed over replicas and dp, never averaged.
+counted over the global batch: gradients are then summed over replicas and dp, never averaged. (`StepStage` is the exception.)
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from penstock.models.shapes import Shape
 __all__ = [
     "INSTRUCTIONS", "Backward", "BackwardInput", "BackwardWeight", "Dtype", "Forward", "Free", "Instruction", "Load", "MicroBatch",
     "Need", "Part", "Place", "Program", "ReceiveStart", "ReceiveWait", "ReduceGroup", "ReduceStart", "ReduceWait", "SendStart",
-    "SendWait", "Step", "SyncTied", "Tensor", "TiedRows", "Transferred", "num_buffers",
+    "SendWait", "Step", "StepStage", "SyncTied", "Tensor", "TiedRows", "Transferred", "num_buffers",
 ]  # fmt: skip
 
 _MOST = 2**63 - 1
@@ -260,14 +260,25 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=14):
     """Update the weights: clip, optimizer, learning rate; then forget the gradients."""
 
 
+class StepStage(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    """Asynchronous schedules: update one stage from the gradients of one micro-batch, then forget them.
+
+    Its loss is then that of the micro-batch alone. Micro-batches whose forward pass has run keep the weights that it used until their
+    backward pass. The `Step` at the end of such a program updates nothing.
+    """
+
+    stage: Count
+    micro_batch: Count
+
+
 Instruction: TypeAlias = (
     Load | Forward | Backward | BackwardInput | BackwardWeight | SendStart | SendWait | ReceiveStart | ReceiveWait | Free
-    | ReduceStart | ReduceWait | SyncTied | Step
+    | ReduceStart | ReduceWait | SyncTied | Step | StepStage
 )  # fmt: skip
 
 INSTRUCTIONS: tuple[type[Instruction], ...] = (
     Load, Forward, Backward, BackwardInput, BackwardWeight, SendStart, SendWait, ReceiveStart, ReceiveWait, Free, ReduceStart, ReduceWait,
-    SyncTied, Step,
+    SyncTied, Step, StepStage,
 )  # fmt: skip
 """Every kind; an executor must have a handler for each."""
 

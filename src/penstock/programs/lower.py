@@ -23,6 +23,7 @@ from itertools import pairwise
 
 from penstock.errors import InputError
 from penstock.models.ops import Model
+from penstock.plans.capabilities import SCHEDULES
 from penstock.plans.plan import Plan
 from penstock.programs.durations import durations_of, stage_weights
 from penstock.programs.instructions import (
@@ -43,6 +44,7 @@ from penstock.programs.instructions import (
     SendStart,
     SendWait,
     Step,
+    StepStage,
     Tensor,
     Transferred,
 )  # fmt: skip
@@ -102,6 +104,7 @@ class _Common:
         self.needs = [needs_of(model, stage.first, stage.last) for stage in stages]
         self.tied = sync_tied(model, plan) if training else {}
         self.weights = stage_weights(model, plan)
+        self.asynchronous = SCHEDULES[plan.schedule].asynchronous
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,15 +298,21 @@ class _Rank:
             waits[position].append(key)
         live = [self._is_live(action) for action in actions]
         reductions = self._reductions(actions, live)
+        update: list[StepStage] = []
         for position, action in enumerate(actions):
             self._between(position, waits.get(position, ()))
+            self.steps += update  # after the gradient is on its way, before the next pass
+            update = []
             for ahead in (position, position + 1) if not position else (position + 1,):  # one action ahead, to be there in time
                 if ahead < len(actions) and live[ahead] and actions[ahead].kind == FORWARD:
                     self._load(actions[ahead])
             self.steps += reductions.get(position, ())
             if live[position]:
                 self._run(action)
+                if replica.common.asynchronous and action.kind == BACKWARD:
+                    update = [StepStage(action.stage, action.micro_batch)]
         self._between(len(actions), waits.get(len(actions), ()), last=True)
+        self.steps += update
         self.steps += reductions.get(len(actions), ())
         self.steps += [ReduceWait(step.stage) for step in self.steps if isinstance(step, ReduceStart)]
         self.steps += replica.common.tied.get(self.rank, ())

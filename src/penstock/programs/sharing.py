@@ -12,7 +12,7 @@ from penstock.plans.plan import OpRun, Plan, Stage
 from penstock.programs.instructions import ReduceGroup, SyncTied, TiedRows
 from penstock.programs.routing import shard
 
-__all__ = ["reduce_groups", "sync_tied"]
+__all__ = ["ranks_with", "reduce_groups", "sync_tied"]
 
 
 def reduce_groups(stage: Stage, index: int) -> tuple[ReduceGroup, ...]:
@@ -23,6 +23,11 @@ def reduce_groups(stage: Stage, index: int) -> tuple[ReduceGroup, ...]:
         if len(ranks) > 1:
             groups.append(ReduceGroup(part.first, part.last, ranks))
     return tuple(groups)
+
+
+def ranks_with(stage: Stage, index: int, op: int) -> tuple[int, ...]:
+    """For the rank at `index` of a stage's devices: all ranks that hold the same weights of an op; none if it is alone."""
+    return next((group.ranks for group in reduce_groups(stage, index) if group.first <= op < group.last), ())
 
 
 class _End(NamedTuple):

@@ -113,7 +113,7 @@ def _parse_backward_input(words: Words) -> i.BackwardInput:
     return i.BackwardInput(words.number("s"), words.number("m"), *_parse_buffers(words))
 
 
-def _format_backward_weight(step: i.BackwardWeight) -> str:
+def _format_backward_weight(step: i.BackwardWeight | i.StepStage) -> str:
     return f"s{step.stage} m{step.micro_batch}"
 
 
@@ -215,6 +215,7 @@ _KINDS: dict[str, tuple[type[i.Instruction], Callable[[Any], str], Callable[[Wor
     "reduce-wait": (i.ReduceWait, _format_reduce_wait, _parse_reduce_wait),
     "sync-tied": (i.SyncTied, _format_sync_tied, _parse_sync_tied),
     "step": (i.Step, lambda step: "", lambda words: i.Step()),
+    "step-stage": (i.StepStage, _format_backward_weight, lambda words: i.StepStage(words.number("s"), words.number("m"))),
 }
 _NAMES = {kind: name for name, (kind, _, _) in _KINDS.items()}
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.errors import InputError
-from penstock.programs.sharing import reduce_groups
 from penstock.runtime.checkpoint_layout import BUFFERS, WEIGHTS, Layout, Piece, own_share, parameter_layout, stored_shapes, whole_layout
 from penstock.runtime.checkpoint_reader import Checkpoint
+from penstock.runtime.gradients import holders_of
 
 if TYPE_CHECKING:
     from penstock.models.modules import OpModule
@@ -35,20 +35,29 @@ def rank_pieces(rank: Rank) -> Iterator[Piece]:
         for held in _saved_here(rank, stage, number):
             layout = parameter_layout(held.module, held.name, known=known)
             state = optimizer.state(held.parameter) if held.parameter.requires_grad else {}
-            yield from layout.pieces(state.pop("master", held.parameter.detach()))
+            yield from _pieces(layout, held, state.pop("master", held.parameter.detach()))
             for kind, value in state.items():
-                yield from _state_layout(layout, value).pieces(value, kind)
+                if value.dim():
+                    yield from _pieces(layout, held, value, kind)
+                elif not held.start:  # a number that is kept for a weight as a whole (the count of its steps) is no part of it
+                    yield from whole_layout(layout.name, ()).pieces(value, kind)
         for piece, module in _modules(stage):
-            if module.tp.rank == 0 and _holders(rank, stage, piece)[0] == rank.world.rank:
+            if module.tp.rank == 0 and holders_of(stage, piece)[0] == rank.world.rank:
                 yield from _buffers(module)
+
+
+def _pieces(layout: Layout, held: Held, tensor: torch.Tensor, kind: str = "") -> Iterator[Piece]:
+    """Where a weight, or something of its shape, lies: the whole of it, or a flat part."""
+    return layout.pieces(tensor, kind) if held.start is None else layout.flat_pieces(tensor, held.start, kind)
 
 
 def _saved_here(rank: Rank, stage: StageModule, number: int) -> Iterator[Held]:
     """The weights that this rank saves: its own of ZeRO-1, and its share of what several ranks hold alike."""
-    groups = [(bucket.held, bucket.ranks if bucket.owner is None else (bucket.owner,)) for bucket in rank.gradients[number].buckets]
+    own = rank.gradients[number]
+    groups = own.saved_with()
     for piece in range(len(stage.pieces)):
-        frozen = [held for held in stage.held if held.piece == piece and not held.parameter.requires_grad]
-        groups.append((frozen, _holders(rank, stage, piece)))
+        frozen = [held for held in own.kept() if held.piece == piece and not held.parameter.requires_grad]
+        groups.append((frozen, holders_of(stage, piece) if stage.weights is None else (rank.world.rank,)))
     here = {place.name for place in stage.model.ops[stage.stage.first : stage.stage.last]}
     for group, ranks in groups:
         if rank.world.rank in ranks:
@@ -58,18 +67,6 @@ def _saved_here(rank: Rank, stage: StageModule, number: int) -> Iterator[Held]:
                 repeated = not held.divided and held.module.tp.rank > 0
                 if not borrowed and not repeated:
                     yield held
-
-
-def _state_layout(layout: Layout, value: torch.Tensor) -> Layout:
-    """Numbers that are kept for a weight as a whole (the count of its steps) are no part of it."""
-    return layout if value.dim() else whole_layout(layout.name, ())
-
-
-def _holders(rank: Rank, stage: StageModule, piece: int) -> tuple[int, ...]:
-    """The ranks with the same part of the weights of a run of ops."""
-    first, last = stage.pieces[piece].first, stage.pieces[piece].last
-    groups = {(group.first, group.last): group.ranks for group in reduce_groups(stage.stage, stage.index)}
-    return groups.get((first, last), (rank.world.rank,))
 
 
 def _modules(stage: StageModule) -> Iterator[tuple[int, OpModule]]:
@@ -103,13 +100,15 @@ def load_rank(checkpoint: Checkpoint, rank: Rank, *, weights_only: bool = False)
     _check(checkpoint, rank, kinds, scalars)
     known: dict[Any, Any] = {}
     for number, stage in rank.stages.items():
-        updated = {id(held.parameter) for held in rank.gradients[number].updated_here()}
-        for held in stage.held:
+        own = rank.gradients[number]
+        updated = {id(held.parameter) for held in own.updated_here()}
+        for held in own.kept():
             layout = parameter_layout(held.module, held.name, known=known)
             if id(held.parameter) in updated:
                 rank.update.optimizer.load_state(held.parameter, _state(checkpoint, held, layout, kinds, scalars))
             else:
-                checkpoint.load(layout.pieces(held.parameter.detach()))
+                checkpoint.load(_pieces(layout, held, held.parameter.detach()))
+        own.share_loaded()
         for _, module in _modules(stage):
             checkpoint.load(_buffers(module))
     scale = checkpoint.state.get("loss_scale")
@@ -132,10 +131,11 @@ def _check(checkpoint: Checkpoint, rank: Rank, kinds: tuple[str, ...], scalars: 
 def _state(checkpoint: Checkpoint, held: Held, layout: Layout, kinds: tuple[str, ...], scalars: set[str]) -> dict[str, torch.Tensor]:
     """What the optimizer keeps for one weight, read as this rank needs it."""
     device = held.parameter.device
-    state = {"master": torch.empty(layout.local_shape, device=device)}
-    checkpoint.load(layout.pieces(state["master"]))
+    shape = held.parameter.shape
+    state = {"master": torch.empty(shape, device=device)}
+    checkpoint.load(_pieces(layout, held, state["master"]))
     for kind in kinds:
-        own = whole_layout(layout.name, ()) if kind in scalars else layout
-        state[kind] = torch.empty(own.local_shape, device=device)
-        checkpoint.load(own.pieces(state[kind], kind))
+        state[kind] = torch.empty(() if kind in scalars else shape, device=device)
+        one = whole_layout(layout.name, ()).pieces(state[kind], kind) if kind in scalars else _pieces(layout, held, state[kind], kind)
+        checkpoint.load(one)
     return state

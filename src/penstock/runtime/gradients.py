@@ -3,7 +3,8 @@
     op        7   6   5   4   3   2   1   0        the order in which gradients are complete
     bucket    └─0─┘   └───1───┘   └───2───┘        each is summed as soon as it and all before it are
 
-With ZeRO-1 each op's optimizer state belongs to one of the ranks, and its bucket is summed there alone.
+With ZeRO-1 each op's optimizer state belongs to one of the ranks, and its bucket is summed there alone. With ZeRO-2 and 3 gradients are
+summed block by block in every backward pass, see `sharding`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.programs.instructions import ReduceStart
-from penstock.programs.sharing import reduce_groups
+from penstock.programs.sharing import ranks_with
+from penstock.runtime.sharding import ShardedWeights
 from penstock.runtime.stage import Held, StageModule
 from penstock.runtime.world import World
 
-__all__ = ["Bucket", "Gradients"]
+__all__ = ["Bucket", "BucketedGradients", "Gradients", "ShardedGradients", "gradients_of", "holders_of"]
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -42,13 +44,83 @@ class Bucket:
 
 
 class Gradients:
-    """The gradients of one stage."""
+    """The gradients of one stage: summed over the ranks that hold the same weights, in the one or the other way."""
+
+    def __init__(self, stage: StageModule, world: World) -> None:
+        self.stage, self.world = stage, world
+        self._works: list[Any] = []
+        self._statistics: list[tuple[list[torch.Tensor], torch.Tensor, int]] = []
+
+    def start(self, step: ReduceStart) -> None:
+        """All backward passes but one are done, or all."""
+
+    def completed(self, parameter: nn.Parameter) -> None:
+        """The gradient of a weight got its last share of a backward pass."""
+
+    def passed(self, micro_batch: int) -> None:
+        """A backward pass of this stage is over."""
+
+    def wait(self) -> None:
+        """Returns when all sums are there."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        for tensors, flat, count in self._statistics:
+            for tensor, mean in zip(tensors, (flat / count).split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(mean.view_as(tensor))
+        self._statistics.clear()
+
+    def zero(self) -> None:
+        """Forgets them; their memory stays."""
+        raise TypeError(f"{type(self).__name__} has no gradients")
+
+    def kept(self) -> list[Held]:
+        """All weights of this rank, or its parts of them, as they last."""
+        return self.stage.held
+
+    def updated_here(self) -> list[Held]:
+        """The weights that this rank updates."""
+        raise TypeError(f"{type(self).__name__} has no weights")
+
+    def counted_here(self) -> list[Held]:
+        """The weights whose gradients this rank contributes to the global norm: over all ranks, every part of every weight once."""
+        raise TypeError(f"{type(self).__name__} has no weights")
+
+    def saved_with(self) -> list[tuple[list[Held], tuple[int, ...]]]:
+        """All that is trained, each with the ranks that have the same and share the work of saving it."""
+        raise TypeError(f"{type(self).__name__} has no weights")
+
+    def share_updates(self) -> None:
+        """Weights were updated: whoever uses them gets them."""
+
+    def share_loaded(self) -> None:
+        """What `kept` gave was read from a checkpoint."""
+
+    def _launch_statistics(self) -> None:
+        """Running statistics (batch norm) become their mean over the ranks, so that any of these can stand for all."""
+        for number, piece in enumerate(self.stage.pieces):
+            tensors, ranks = list(piece.chain.buffers()), holders_of(self.stage, number)
+            if len(ranks) > 1 and tensors:
+                flat = torch.cat([tensor.flatten() for tensor in tensors])
+                self._statistics.append((tensors, flat, len(ranks)))
+                self._works += [self._sum(flat, ranks, None)]
+
+    def _sum(self, tensor: torch.Tensor, ranks: Iterable[int], owner: int | None) -> Any:
+        group = self.world.group(ranks)
+        if self.world.staged:
+            return _Staged(tensor, group)
+        if owner is None:
+            return dist.all_reduce(tensor, group=group, async_op=True)
+        return dist.reduce(tensor, self.world.process[owner], group=group, async_op=True)
+
+
+class BucketedGradients(Gradients):
+    """In flat buffers, each summed once an iteration."""
 
     def __init__(self, stage: StageModule, world: World, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self.stage, self.world = stage, world
-        groups = {(group.first, group.last): group.ranks for group in reduce_groups(stage.stage, stage.index)}
-        self._ranks_of = {number: groups.get((piece.first, piece.last), (world.rank,)) for number, piece in enumerate(stage.pieces)}
-        self.buckets = list(_buckets(stage, self._ranks_of, bucket_bytes))
+        super().__init__(stage, world)
+        ranks_of = {number: holders_of(stage, number) for number in range(len(stage.pieces))}
+        self.buckets = list(_buckets(stage, ranks_of, bucket_bytes))
         uses: dict[int, set[int]] = {}
         for number, piece in enumerate(stage.pieces):
             for parameter in piece.chain.parameters():
@@ -59,8 +131,6 @@ class Gradients:
         self._during: int | None = None
         self._hooks: list[Any] = []
         self._next = 0
-        self._works: list[Any] = []
-        self._statistics: list[tuple[list[torch.Tensor], torch.Tensor, int]] = []
 
     def start(self, step: ReduceStart) -> None:
         """Begins; with a micro-batch still to come, buckets follow as its backward pass completes them."""
@@ -105,44 +175,14 @@ class Gradients:
         if len(bucket.ranks) > 1:
             self._works += [self._sum(bucket.flat, bucket.ranks, bucket.owner)]
 
-    def _sum(self, tensor: torch.Tensor, ranks: Iterable[int], owner: int | None) -> Any:
-        group = self.world.group(ranks)
-        if self.world.staged:
-            return _Staged(tensor, group)
-        if owner is None:
-            return dist.all_reduce(tensor, group=group, async_op=True)
-        return dist.reduce(tensor, self.world.process[owner], group=group, async_op=True)
-
-    def _launch_statistics(self) -> None:
-        """Running statistics (batch norm) become their mean over the ranks, so that any of these can stand for all."""
-        for number, piece in enumerate(self.stage.pieces):
-            tensors, ranks = list(piece.chain.buffers()), self._ranks_of[number]
-            if len(ranks) > 1 and tensors:
-                flat = torch.cat([tensor.flatten() for tensor in tensors])
-                self._statistics.append((tensors, flat, len(ranks)))
-                self._works += [self._sum(flat, ranks, None)]
-
-    def wait(self) -> None:
-        """Returns when all sums are there."""
-        for work in self._works:
-            work.wait()
-        self._works.clear()
-        for tensors, flat, count in self._statistics:
-            for tensor, mean in zip(tensors, (flat / count).split([tensor.numel() for tensor in tensors]), strict=True):
-                tensor.copy_(mean.view_as(tensor))
-        self._statistics.clear()
-
     def zero(self) -> None:
-        """Forgets them; their memory stays."""
         for bucket in self.buckets:
             bucket.flat.zero_()
 
     def updated_here(self) -> list[Held]:
-        """The weights that this rank updates."""
         return [held for bucket in self.buckets if bucket.owner in (None, self.world.rank) for held in bucket.held]
 
     def counted_here(self) -> list[Held]:
-        """The weights whose gradients this rank contributes to the global norm: over all ranks, every part of every weight once."""
         tied = _tied_names(self.stage)
         found = []
         for bucket in self.buckets:
@@ -153,6 +193,9 @@ class Gradients:
                 if first == self.world.rank and not whole_elsewhere and not copy_of_tied:
                     found.append(held)
         return found
+
+    def saved_with(self) -> list[tuple[list[Held], tuple[int, ...]]]:
+        return [(bucket.held, bucket.ranks if bucket.owner is None else (bucket.owner,)) for bucket in self.buckets]
 
     def share_updates(self) -> None:
         """ZeRO-1: every owner hands its new weights to the others."""
@@ -176,6 +219,45 @@ class Gradients:
             torch._foreach_copy_(values, [p.view_as(v) for p, v in zip(flat.split([v.numel() for v in values]), values, strict=True)])
 
 
+class ShardedGradients(Gradients):
+    """Each rank has its parts (ZeRO-2 and 3): the stage's own passes sum them."""
+
+    def __init__(self, stage: StageModule, weights: ShardedWeights, world: World) -> None:
+        super().__init__(stage, world)
+        self._weights = weights
+
+    def wait(self) -> None:
+        self._weights.finish()
+        self._launch_statistics()
+        super().wait()
+
+    def zero(self) -> None:
+        torch._foreach_zero_([held.parameter.grad for held in self.updated_here() if held.parameter.grad is not None])
+
+    def kept(self) -> list[Held]:
+        return [shard.held for shard in self._weights.shards.values()]
+
+    def updated_here(self) -> list[Held]:
+        return [held for held in self.kept() if held.parameter.requires_grad and held.parameter.numel()]
+
+    def counted_here(self) -> list[Held]:
+        return [held for held in self.updated_here() if held.divided or held.module.tp.rank == 0]
+
+    def saved_with(self) -> list[tuple[list[Held], tuple[int, ...]]]:
+        return [(self.updated_here(), (self.world.rank,))]
+
+    def share_updates(self) -> None:
+        self._weights.share()
+
+    def share_loaded(self) -> None:
+        self._weights.share()
+
+
+def gradients_of(stage: StageModule, world: World) -> Gradients:
+    """As the stage's ZeRO level wants them."""
+    return BucketedGradients(stage, world) if stage.weights is None else ShardedGradients(stage, stage.weights, world)
+
+
 class _Staged:
     """A sum through host memory, done when it is begun."""
 
@@ -186,6 +268,11 @@ class _Staged:
 
     def wait(self) -> None:
         """Nothing is left to wait for."""
+
+
+def holders_of(stage: StageModule, piece: int) -> tuple[int, ...]:
+    """The ranks with the same part of the weights of a piece, this one among them."""
+    return ranks_with(stage.stage, stage.index, stage.pieces[piece].first) or (stage.world.rank,)
 
 
 def _tied_names(stage: StageModule) -> set[str]:

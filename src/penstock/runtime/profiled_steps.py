@@ -23,6 +23,7 @@ from penstock.programs.instructions import (
     SendStart,
     SendWait,
     Step,
+    StepStage,
     SyncTied,
 )  # fmt: skip
 from penstock.runtime.executor import describe
@@ -32,7 +33,7 @@ __all__ = ["ProfiledSteps"]
 _PURPOSES = {
     **dict.fromkeys((SendStart, SendWait, ReceiveStart, ReceiveWait), "pipeline"),
     **dict.fromkeys((ReduceStart, ReduceWait, SyncTied), "data parallel"),
-    Step: "update",
+    **dict.fromkeys((Step, StepStage), "update"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from penstock.models.modules.base import Carry
 from penstock.models.modules.batch import Batch
 from penstock.models.ops import Model
+from penstock.plans.capabilities import SCHEDULES
 from penstock.plans.plan import Plan
 from penstock.programs.instructions import (
     Backward,
@@ -26,14 +28,17 @@ from penstock.programs.instructions import (
     SendStart,
     SendWait,
     Step,
+    StepStage,
     SyncTied,
 )  # fmt: skip
 from penstock.runtime.accuracy import count_correct
 from penstock.runtime.executor import Executor, Observer
-from penstock.runtime.gradients import Gradients
+from penstock.runtime.gradients import gradients_of
+from penstock.runtime.rounds import rounds_of
 from penstock.runtime.slices import Landing, outgoing, prepare
 from penstock.runtime.source import Source, load_share
 from penstock.runtime.stage import StageModule
+from penstock.runtime.stashing import WeightStash
 from penstock.runtime.tied import sync_tied
 from penstock.runtime.transport import Pending, make_transport
 from penstock.runtime.update import StepResult, TrainingSettings, Update
@@ -69,10 +74,17 @@ class Rank:
             for replica, ranks in enumerate(stage.devices):
                 if world.rank in ranks:
                     self.stages[number] = StageModule(model, stage, number, replica, world, self.transport, seed=self.settings.seed)
-        self.gradients = {number: Gradients(stage, world) for number, stage in self.stages.items()}
+        self.gradients = {number: gradients_of(stage, world) for number, stage in self.stages.items()}
         self.update = Update(list(self.gradients.values()), world, self.settings, model.num_ops, plan.precision)
+        self.asynchronous = SCHEDULES[plan.schedule].asynchronous
+        self.stashes = {
+            number: WeightStash([held.parameter for held in stage.held if held.parameter.requires_grad])
+            for number, stage in self.stages.items()
+            if self.asynchronous
+        }
         self.executor = self._executor(observer)
         self.transport.warm_up()
+        _wake_autograd(world.device)
         self.result: StepResult | None = None
         """Of the last step."""
         self._buffers: dict[int, Any] = {}
@@ -81,6 +93,8 @@ class Rank:
         self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
         self._correct = torch.zeros(2, dtype=torch.float64, device=world.device)
         self._split: set[int] = set()
+        self._joins: list[list[bool]] = []
+        """Passes of other ranks, backward or not, to join after each of this rank's own that are left."""
 
     def _executor(self, observer: Observer | None) -> Executor:
         handlers = {
@@ -88,6 +102,7 @@ class Rank:
             BackwardWeight: self.backward_weight, SendStart: self.send_start, SendWait: self.send_wait,
             ReceiveStart: self.receive_start, ReceiveWait: self.receive_wait, Free: self.free, ReduceStart: self.reduce_start,
             ReduceWait: self.reduce_wait, SyncTied: self.sync_tied, Step: self.step,
+            StepStage: self.step_stage,
         }  # fmt: skip
         executor = Executor(observer)
         for kind, handler in handlers.items():
@@ -115,6 +130,9 @@ class Rank:
             raise ValueError(f"a program of rank {program.rank} was given to rank {self.world.rank}")
         self._loss, self._correct = torch.zeros_like(self._loss), torch.zeros_like(self._correct)
         self._split = {step.stage for step in program.instructions if isinstance(step, BackwardInput)}
+        if any(stage.weights is not None for stage in self.stages.values()):
+            self._joins = rounds_of(program, self.world)[::-1]
+            self._join()
 
     def _end(self, program: Program) -> None:
         left = [number for number, value in self._buffers.items() if value is not None]
@@ -125,6 +143,13 @@ class Rank:
                 f"{len(self._sends) + len(self._receives)} transfers that nobody waited for; the program was not complete"
             )
 
+    def _join(self) -> None:
+        """Takes part in what other ranks do until this one's next pass."""
+        for backward in self._joins.pop() if self._joins else ():
+            for stage in self.stages.values():
+                if stage.weights is not None:
+                    stage.weights.join(backward)
+
     # Micro-batches and passes --------------------------------------------------------------------------------------------------
 
     def load(self, step: Load) -> None:
@@ -132,9 +157,12 @@ class Rank:
         program = self._program
         micro, stage = program.micro_batches[step.micro_batch], self.stages[step.stage]
         self._buffers[step.buffer] = {
-            dp: load_share(self.source, program, micro, micro.share(dp, stage.share(dp)), step.needs, self.world.device, self.settings.seed)
+            dp: load_share(
+                self.source, program, micro, micro.share(dp, stage.share(dp)), step.needs, self.world.device, self.settings.seed,
+                alone=self.asynchronous,
+            )
             for dp in stage.dp_degrees
-        }
+        }  # fmt: skip
 
     def forward(self, step: Forward) -> None:
         """Runs a stage."""
@@ -150,12 +178,16 @@ class Rank:
         if step.result is not None:
             self._buffers[step.result] = result
         elif "loss" in result and stage.pieces[-1].tp.rank == 0:
-            self._loss += result["loss"].double()
+            self._loss += result["loss"].double() * (micro.loss_tokens() / program.loss_tokens if self.asynchronous else 1.0)
+        if program.training and step.stage in self.stashes:
+            self.stashes[step.stage].use(step.micro_batch)
+        self._join()
 
     def backward(self, step: Backward) -> None:
         """Runs a stage's backward pass."""
         self.backward_input(step)
         self.gradients[step.stage].passed(step.micro_batch)
+        self._join()
 
     def backward_input(self, step: Backward | BackwardInput) -> None:
         """Runs the first half of a split backward pass, or all of one that is not split."""
@@ -164,7 +196,9 @@ class Rank:
         else:
             scale = self.update.scale
             gradients = {"loss": torch.full((), 1.0 if scale is None else scale.value, device=self.world.device)}
-        result = self.stages[step.stage].backward(step.micro_batch, gradients)
+        stash = self.stashes.get(step.stage)
+        with nullcontext() if stash is None else stash.restored(step.micro_batch):
+            result = self.stages[step.stage].backward(step.micro_batch, gradients)
         if step.result is not None:
             self._buffers[step.result] = result
 
@@ -223,7 +257,13 @@ class Rank:
     def step(self, step: Step) -> None:
         """Updates the weights."""
         first = 0 in self.stages and self.stages[0].index == 0
-        self.result = self.update.step(self._program.iteration, self._loss, _useful_tokens(self._program) if first else 0)
+        tokens = _useful_tokens(self._program) if first else 0
+        self.result = self.update.step(self._program.iteration, self._loss, tokens, updates=not self.asynchronous)
+
+    def step_stage(self, step: StepStage) -> None:
+        """Updates the weights of one stage from one micro-batch."""
+        with self.stashes[step.stage].updating():
+            self.update.step_alone(self._program.iteration)
 
     @property
     def _program(self) -> Program:
@@ -234,3 +274,8 @@ class Rank:
 def _useful_tokens(program: Program) -> int:
     """Tokens of a replica's micro-batches, padding left out; images count as one each."""
     return sum(sum(micro.lengths) + sum(micro.dec_lengths) or len(micro.samples) for micro in program.micro_batches)
+
+
+def _wake_autograd(device: torch.device) -> None:
+    """Runs a small backward pass: the thread that runs backward passes then has a CUDA context before its first product asks for one."""
+    torch.zeros((), device=device, requires_grad=True).mul(2.0).backward()

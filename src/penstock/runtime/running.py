@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.data.loader import DynamicLoader
+from penstock.data.planning import PlanningError
 from penstock.data.samples import Samples
+from penstock.errors import PenstockError
 from penstock.plans.references import model_of
 from penstock.programs.check import require_safe
 from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
+from penstock.runtime.allocator import reserve
 from penstock.runtime.checkpoint_rank import load_rank, rank_pieces, rank_state
 from penstock.runtime.checkpoint_reader import Checkpoint
 from penstock.runtime.checkpoint_writer import CheckpointWriter
@@ -25,20 +29,19 @@ from penstock.runtime.profiled_steps import ProfiledSteps
 from penstock.runtime.rank import Rank
 from penstock.runtime.spans import COMPUTE, SpanRecorder
 from penstock.runtime.telemetry import LineLog, StepRecord
-from penstock.runtime.trainer import EvalRecord, Progress, TrainRequest, TrainResult, planning_of
+from penstock.runtime.telemetry_tensorboard import tensorboard_sink
+from penstock.runtime.trainer import WARM_UP, EvalRecord, Progress, TrainRequest, TrainResult, planning_of
 from penstock.runtime.workers import Worker
 from penstock.runtime.world import World
 from penstock.schedules.actions import FORWARD
 from penstock.schedules.orders import gpipe
+from penstock.stores import StoreError
 
 if TYPE_CHECKING:
+    from penstock.runtime.beside import Handover
     from penstock.runtime.source import Sample
-    from penstock.stores import Job
 
 __all__ = ["Run"]
-
-_WARM_UP = 2
-"""Iterations that measured times leave out."""
 
 
 class _Switching:
@@ -56,25 +59,35 @@ class _Switching:
 class Run:
     """Trains one rank; a context, so that files and planners are closed."""
 
-    def __init__(self, worker: Worker, request: TrainRequest, address: str, job: Job | None, token: str) -> None:
+    def __init__(self, worker: Worker, request: TrainRequest, handover: Handover, token: str) -> None:
         self.worker, self.request = worker, request
         self.world = World(request.plan, worker.device, staged=worker.shared_gpu)
         self.model = model_of(request.plan)
         self.first_step = Checkpoint(request.resume).step if request.resume else 0
         batches, planner = planning_of(request, self.model)
+        address, self._job = handover
         self.loader = DynamicLoader(
-            batches, planner, self.world.rank, address=address, job=job, planners=1 if job else 0, starts_planners=False,
+            batches, planner, self.world.rank, address=address, job=self._job, planners=1 if self._job else 0, starts_planners=False,
             first_step=self.first_step,
         )  # fmt: skip
+        self._lost: StoreError | None = None
+        """Why this rank gets no more programs."""
+        self._saved = self.first_step
+        """Steps that the last checkpoint of this run has behind it."""
         self.samples = _Switching(self.loader)
         out, process = Path(request.out), self.world.process[self.world.rank]
         self.spans = SpanRecorder(out / f"rank-{self.world.rank:05d}.spans", self.world.rank)
-        self.times = StageTimes(self.first_step + _WARM_UP if request.steps - self.first_step > _WARM_UP else 0)
+        self.times = StageTimes(self.first_step + WARM_UP if request.steps - self.first_step > WARM_UP else 0)
         self.profiled = ProfiledSteps(request.profile_steps, out, self.world.rank)
         observer = Observers(worker.status, self.spans, self.times, *([self.profiled] if request.profile_steps else []))
         self.rank = Rank(request.plan, self.model, self.samples, self.world, request.settings, observer)
+        if request.reserve_memory and self.world.device.type == "cuda":
+            reserve(self.world.device, request.reserve_memory, len(self.world.ranks) if worker.shared_gpu else 1)
         self.is_first = process == 0
-        self.log = LineLog(out / "steps.jsonl") if self.is_first else None
+        self.log: LineLog | None = None
+        if self.is_first:
+            sink = tensorboard_sink(out / "tensorboard")
+            self.log = LineLog(out / "steps.jsonl", *([] if sink is None else [sink]))
         self.checkpoints = CheckpointWriter(out / "checkpoints", rank=process, world_size=len(self.world.ranks), token=token)
         if request.resume:
             load_rank(Checkpoint(request.resume), self.rank)
@@ -96,7 +109,7 @@ class Run:
         self.world.barrier()
         self.spans.mark_sync(0)
         start = time.perf_counter()
-        for _, program in self.loader:
+        for program in self._programs():
             wait_s, position = self.loader.wait_s, self.spans.position
             with self.profiled.around(program.iteration):
                 result = self.rank.train(program)
@@ -114,15 +127,51 @@ class Run:
             if self.log is not None:
                 self.log.write(record)
             self._after(step, Progress(step, losses[-1], tokens[-1] / times[-1]))
+            if step + 1 < self.request.steps and self._ends_early():
+                raise self._ended(self._lost or StoreError(f"a rank has had no answer from the store for {self._job.away_s:g} s."))
             self.loader.wait_s = 0.0
             start = time.perf_counter()
         self.checkpoints.wait()
-        usual = statistics.median(times[_WARM_UP:] or times)
+        usual = statistics.median(times[WARM_UP:] or times)
         mean_tokens = statistics.fmean(tokens)
         return TrainResult(
             self.first_step, tuple(losses), tuple(self.evaluated), usual, mean_tokens / usual, self.times.stages,
             str(Path(self.request.out) / "checkpoints"),
         )  # fmt: skip
+
+    def _programs(self) -> Iterator[Program]:
+        """Of the steps that are left. A rank that loses the store plans one more step itself: others may have their programs of it, and
+        learn after it that it is the last."""
+        try:
+            for _, program in self.loader:
+                yield program
+        except StoreError as error:
+            self._lost = error
+            yield self.loader.next_planned_here()[1]
+        except PlanningError as error:  # which every rank was told
+            raise self._ended(error) from None
+
+    def _ends_early(self) -> bool:
+        """Whether any rank has lost the store; asked of all after each step that a store gave."""
+        if self._job is None:
+            return False
+        return bool(self.world.gather(torch.tensor([self._lost is not None])).any())
+
+    def _ended(self, error: PenstockError) -> PenstockError:
+        """Saves what was trained, on all ranks, before the run ends; the error, with where to go on from."""
+        done, folder = self.loader.step, self.checkpoints.folder
+        if not done:
+            return error
+        if done > self._saved:
+            self._save(done)
+        self.checkpoints.wait()
+        self.world.barrier()  # the first rank to fail ends the others, rank 0 included, which completes the checkpoint
+        where = folder if self._saved > self.first_step else self.request.resume
+        return type(error)(f"{str(error).rstrip('.')}. The run ended after {done} steps; go on from there with --resume '{where}'.")
+
+    def _save(self, done: int) -> None:
+        self._saved = done
+        self.checkpoints.save(done, rank_pieces(self.rank), {**rank_state(self.rank), "data": self.loader.state_dict()})
 
     def _after(self, step: int, told: Progress) -> None:
         """Evaluation, checkpoint, a word to the launcher."""
@@ -131,8 +180,7 @@ class Run:
             self.evaluated.append(self._evaluate(done))
             told = replace(told, evaluated=self.evaluated[-1])
         if done == request.steps or (request.checkpoint_every and done % request.checkpoint_every == 0):
-            state = {**rank_state(self.rank), "data": self.loader.state_dict()}
-            self.checkpoints.save(done, rank_pieces(self.rank), state)
+            self._save(done)
         if self.is_first:
             self.worker.tell(told)
 

@@ -40,7 +40,7 @@ def _all_rows(rows: torch.Tensor, count: int, tp: TensorParallel) -> torch.Tenso
 
 
 def _own_rows(whole: torch.Tensor, count: int, tp: TensorParallel) -> torch.Tensor:
-    return whole[tp.shard(count)].contiguous()
+    return whole[tp.shard(count)].clone()  # a view would hold the whole
 
 
 def _summed_rows(partial: torch.Tensor, count: int, tp: TensorParallel) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -74,10 +75,14 @@ def train_programs(worker: Worker, plan: Plan, programs: Sequence[Sequence[Progr
 
 
 def collected(rank: Rank) -> tuple[tuple[Weight, ...], tuple[torch.Tensor, ...]]:
-    held = [one for stage in rank.stages.values() for one in stage.held]
-    weights = tuple(
-        Weight(one.place.index, one.name, one.module.tp.rank, one.module.tp.size, one.module.algo, one.parameter.detach().cpu())
-        for one in held
-    )
+    """Weights and statistics of a rank; where weights are divided, all ranks must ask."""
+    with ExitStack() as stack:
+        for stage in rank.stages.values():
+            stack.enter_context(stage.whole_weights())
+        held = [one for stage in rank.stages.values() for one in stage.held]
+        weights = tuple(
+            Weight(one.place.index, one.name, one.module.tp.rank, one.module.tp.size, one.module.algo, one.parameter.detach().cpu().clone())
+            for one in held
+        )
     statistics = tuple(buffer.cpu() for stage in rank.stages.values() for module in stage.modules() for buffer in module.buffers())
     return weights, statistics

@@ -70,9 +70,13 @@ class RandomSource:
 
 
 def load_share(
-    source: Source, program: Program, micro: MicroBatch, bounds: tuple[int, int], needs: Collection[str], device: torch.device, seed: int
-) -> Batch:
-    """Samples [first, last) of a micro-batch, at least one, as tensors. What a stage does not read is not fetched."""
+    source: Source, program: Program, micro: MicroBatch, bounds: tuple[int, int], needs: Collection[str], device: torch.device, seed: int,
+    *, alone: bool = False,
+) -> Batch:  # fmt: skip
+    """Samples [first, last) of a micro-batch, at least one, as tensors. What a stage does not read is not fetched.
+
+    Its loss is its part of the global batch's, or, `alone`, that of the micro-batch.
+    """
     first, last = bounds
     ids = micro.samples[first:last]
     lengths = micro.lengths[first:last] or (0,) * len(ids)
@@ -82,7 +86,8 @@ def load_share(
         samples = [source.sample(program.iteration, *one) for one in zip(ids, lengths, dec_lengths, strict=True)]
     batch = _images(samples, ids) if not micro.lengths else _tokens(micro, samples, bounds, needs)
     if "labels" in needs:
-        _add_labels(batch, micro, samples, bounds, program)
+        totals = (micro.loss_tokens(), len(micro.samples)) if alone else (program.loss_tokens, program.num_samples)
+        _add_labels(batch, micro, samples, bounds, *totals)
     batch.step, batch.seed, batch.training = program.iteration, seed, program.training
     return _moved(batch, device)
 
@@ -150,10 +155,12 @@ def _laid_out(values: Sequence[Array], rows: Sequence[tuple[int, int]], width: i
     return torch.from_numpy(laid.reshape(-1))
 
 
-def _add_labels(batch: Batch, micro: MicroBatch, samples: Sequence[Sample], bounds: tuple[int, int], program: Program) -> None:
-    """Labels and their weights in the loss of the global batch."""
+def _add_labels(
+    batch: Batch, micro: MicroBatch, samples: Sequence[Sample], bounds: tuple[int, int], loss_tokens: int, num_samples: int
+) -> None:
+    """Labels and their weights in the loss."""
     if not micro.lengths:
-        batch.weights = torch.full((len(samples),), 1.0 / program.loss_tokens)
+        batch.weights = torch.full((len(samples),), 1.0 / loss_tokens)
         return
     rows = _rows(micro, bounds)
     width = 0 if micro.layout == "packed" else (micro.dec_row_length if micro.dec_lengths else micro.row_length)
@@ -162,10 +169,10 @@ def _add_labels(batch: Batch, micro: MicroBatch, samples: Sequence[Sample], boun
     if found != wanted:
         raise ValueError(f"{found} labels of samples {micro.samples[bounds[0] : bounds[1]]} count in the loss, the program says {wanted}")
     batch.labels = _laid_out([one.labels for one in samples], rows, width, np.int64)
-    batch.weights = _laid_out(counted, rows, width, np.float32).div_(program.loss_tokens)
+    batch.weights = _laid_out(counted, rows, width, np.float32).div_(loss_tokens)
     if samples[0].next_sentence is not None:
         batch.next_sentence = torch.tensor([one.next_sentence for one in samples])
-        batch.sample_weights = torch.full((len(samples),), 1.0 / program.num_samples)
+        batch.sample_weights = torch.full((len(samples),), 1.0 / num_samples)
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:

@@ -5,13 +5,16 @@ outside of autograd:
 
     forward     carry ─► [piece 0] ─► reshard ─► [piece 1] ─► carry
     backward    grads ◄─ [piece 0] ◄─ reshard ◄─ [piece 1] ◄─ grads
+
+Under ZeRO-2 and 3 each block is a piece of its own, around which weights come and gradients go (`sharding`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -28,9 +31,11 @@ from penstock.models.ops import Model, PlacedOp
 from penstock.plans.plan import Stage
 from penstock.programs.instructions import MicroBatch
 from penstock.programs.routing import Side
+from penstock.programs.sharing import ranks_with
 from penstock.runtime.deferred import DeferWeights
 from penstock.runtime.resharding import Reshard
 from penstock.runtime.sequence import SequenceChain
+from penstock.runtime.sharding import ShardedWeights
 from penstock.runtime.transport import Transport
 from penstock.runtime.world import World
 
@@ -49,6 +54,8 @@ class Held:
     parameter: nn.Parameter
     module: OpModule
     piece: int
+    start: int | None = None
+    """Where the part that `parameter` is begins in the weight laid flat; None: it is the whole."""
 
     @property
     def divided(self) -> bool:
@@ -66,7 +73,7 @@ class Piece:
     dp: int
     chain: Chain
     reshard: Reshard | None
-    """How the carry comes from the piece before; None for the first."""
+    """How the carry comes from the piece before; None for the first, and where degrees stay the same."""
 
 
 @dataclass(slots=True)
@@ -95,6 +102,7 @@ class StageModule:
         self.index = self.ranks.index(world.rank)
         self.is_last = stage.last == model.num_ops
         self.held: list[Held] = []
+        self.weights = ShardedWeights(world, stage.zero) if stage.zero > 1 else None
         self.pieces = self._build(transport, seed)
         self._running: dict[int, _Running] = {}
 
@@ -106,19 +114,28 @@ class StageModule:
         for part in parts_of(self.stage):
             start = self.index // part.tp * part.tp
             tp = self.world.tensor_parallel(self.ranks[start : start + part.tp])
-            places = self.model.ops[part.first : part.last]
-            modules = [self._op(place, tp, algos[place.index - self.stage.first], shared, len(pieces), seed) for place in places]
             side = Side(part.tp, part.dp, self.stage.sequence_parallel)
             reshard = None
             if before is not None:
                 reshard = Reshard(self.model, part.first, before, side, self.ranks, self.index, transport, self.world.device)
-            if self.stage.sequence_parallel and tp.size > 1:
-                chain: Chain = SequenceChain(modules, places, [self.model.carry_before(place.index) for place in places])
-            else:
-                chain = Chain(modules, places)
-            pieces.append(Piece(part.first, part.last, tp, part.dp, chain, reshard))
+            for places in self._runs(part.first, part.last):
+                modules = [self._op(place, tp, algos[place.index - self.stage.first], shared, len(pieces), seed) for place in places]
+                if self.stage.sequence_parallel and tp.size > 1:
+                    chain: Chain = SequenceChain(modules, places, [self.model.carry_before(place.index) for place in places])
+                else:
+                    chain = Chain(modules, places)
+                pieces.append(Piece(places[0].index, places[-1].index + 1, tp, part.dp, chain, reshard))
+                reshard = None
+                if self.weights is not None:
+                    ranks = ranks_with(self.stage, self.index, places[0].index) or (self.world.rank,)
+                    self.weights.add(ranks, chain.parameters(), [held for held in self.held if held.piece == len(pieces) - 1])
             before = side
         return pieces
+
+    def _runs(self, first: int, last: int) -> list[Sequence[PlacedOp]]:
+        """The pieces of ops of equal degrees: one, or one for each block."""
+        places = self.model.ops[first:last]
+        return [places] if self.weights is None else [tuple(run) for _, run in groupby(places, key=lambda place: (place.block, place.copy))]
 
     def _op(self, place: PlacedOp, tp: TensorParallel, algo: int, shared: dict[str, OpModule], piece: int, seed: int) -> OpModule:
         """One op; its weight is that of an earlier op of the stage where the two are tied, else starts equal to it."""
@@ -165,11 +182,11 @@ class StageModule:
         recomputed = {self.stage.first + position for position in self.stage.recomputed(pattern)}
         deferred = DeferWeights() if split and training else None
         passes: list[_Pass] = []
-        for piece in self.pieces:
+        for number, piece in enumerate(self.pieces):
             if piece.reshard is not None:
                 carry = piece.reshard.forward(carry, micro)
             again = [op - piece.first for op in recomputed if piece.first <= op < piece.last]
-            with torch.set_grad_enabled(training), deferred or nullcontext():
+            with torch.set_grad_enabled(training), deferred or nullcontext(), self._weights_of(number):
                 carry, done = self._run(piece, batches[piece.dp], carry, again)
             passes.append(done)
         if training:
@@ -188,14 +205,21 @@ class StageModule:
     def backward(self, micro_batch: int, gradients: Carry) -> Carry:
         """The gradient of the carry that entered, given that of the carry that left (of the loss, in the last stage)."""
         running = self._running[micro_batch]
-        for piece, done in zip(reversed(self.pieces), reversed(running.passes), strict=True):
-            gradients = _backward(done, gradients)
+        for number, piece in reversed(list(enumerate(self.pieces))):
+            with self._weights_of(number, backward=True):
+                gradients = _backward(running.passes.pop(), gradients)
             if piece.reshard is not None:
                 gradients = piece.reshard.backward(gradients, running.micro)
-        running.passes = []
         if running.deferred is None:
             del self._running[micro_batch]
         return gradients
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """All weights of the stage are there; where they are divided, all ranks that have parts of them must ask."""
+        return nullcontext() if self.weights is None else self.weights.whole()
+
+    def _weights_of(self, piece: int, backward: bool = False) -> AbstractContextManager[None]:
+        return nullcontext() if self.weights is None else self.weights.around(piece, backward)
 
     def backward_weights(self, micro_batch: int, paid: Callable[[nn.Parameter], None]) -> None:
         """The second half of a split backward pass; `paid` is told each weight whose gradient is complete for this micro-batch."""

@@ -37,6 +37,7 @@ from penstock.programs.instructions import (
     SendStart,
     SendWait,
     Step,
+    StepStage,
     SyncTied,
 )  # fmt: skip
 from penstock.runtime.executor import Executor, Observer
@@ -76,13 +77,10 @@ def sleep_until(moment: float) -> None:
 
 
 class TimedRank:
-    """One rank of a plan as a timed device; `workloads` are those of the replicas."""
+    """One rank of a plan as a timed device."""
 
-    def __init__(
-        self, plan: Plan, workloads: Sequence[Workload], world: World, settings: TimedSettings | None = None,
-        observer: Observer | None = None,
-    ) -> None:  # fmt: skip
-        self.plan, self.workloads, self.world = plan, workloads, world
+    def __init__(self, world: World, settings: TimedSettings | None = None, observer: Observer | None = None) -> None:
+        self.world = world
         self.settings = settings or TimedSettings()
         self.transport = make_transport(world)
         self.transport.warm_up()
@@ -90,7 +88,7 @@ class TimedRank:
             Load: self._nothing, Forward: self._forward, Backward: self._backward, BackwardInput: self._backward,
             BackwardWeight: self._weights, SendStart: self._send, SendWait: self._sent, ReceiveStart: self._receive,
             ReceiveWait: self._received, Free: self._free, ReduceStart: self._nothing, ReduceWait: self._reduced,
-            SyncTied: self._nothing, Step: self._step,
+            SyncTied: self._nothing, Step: self._step, StepStage: self._nothing,
         }  # fmt: skip
         self.executor = Executor(observer)
         for kind, handler in handlers.items():
@@ -109,13 +107,14 @@ class TimedRank:
         self._last: dict[int, float] = {}
         """When the last backward pass of each stage ended; with its gradients summed, when they were."""
 
-    def run(self, program: Program) -> float:
-        """Runs one iteration; its seconds from the common start until the last rank is done, by the clock on the wall."""
+    def run(self, program: Program, work: Workload) -> float:
+        """Runs one iteration, with the times of its replica; its seconds from the common start until the last rank is done, by the clock
+        on the wall."""
         self._start()
         here = torch.tensor([time.monotonic()], dtype=torch.float64)
         begin = self.world.gather(here).max().item() + _LEAD_S
         self._now = begin
-        self._work = self.workloads[program.replica]
+        self._work = work
         self.executor.run(program)
         sleep_until(self._now)
         return self.world.gather(torch.tensor([time.monotonic()], dtype=torch.float64)).max().item() - begin
@@ -208,9 +207,9 @@ def _payload_bytes(parts: Sequence[Part]) -> int:
 def run_timed(
     worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], workloads: Sequence[Workload], settings: TimedSettings
 ) -> list[float]:
-    """A job for workers: the measured seconds of each iteration, whose programs are given for all ranks."""
+    """A job for workers: the measured seconds of each iteration, whose programs are given for all ranks, `workloads` for the replicas."""
     world = World(plan)
     if world.rank < 0:
         return []
-    rank = TimedRank(plan, workloads, world, settings, worker.status)
-    return [rank.run(iteration[world.process[world.rank]]) for iteration in programs]
+    rank, place = TimedRank(world, settings, worker.status), world.process[world.rank]
+    return [rank.run(iteration[place], workloads[iteration[place].replica]) for iteration in programs]

@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.data.dataset import DataSet, open_data
 from penstock.data.forms import SampleForm, form_of
-from penstock.data.planners import BatchSource, PlannerPool
+from penstock.data.planners import BatchSource
 from penstock.data.planning import ProgramPlanner
 from penstock.errors import InputError
-from penstock.plans.capabilities import unsupported
+from penstock.plans.capabilities import SCHEDULES, unsupported
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.schema import write_plan
 from penstock.plans.validity import require_valid
+from penstock.runtime.beside import Handover, PlanningSettings, planners_here, planners_of_nodes
 from penstock.runtime.update import TrainingSettings
 from penstock.runtime.workers import Pool, Worker, joined
-from penstock.stores import Job
 
 if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
     from penstock.runtime.observing import StageTime
+    from penstock.runtime.predicting import Predicted
 
 __all__ = ["EvalRecord", "Progress", "TrainRequest", "TrainResult", "Trainer", "train_rank"]
 
 PROCESSES_PER_CORE = 8
+WARM_UP = 2
+"""Iterations that measured times leave out."""
 _EVAL_SPLIT = "validation"
 
 
@@ -59,6 +61,9 @@ class TrainRequest:
     """Steps of which every rank writes a torch.profiler trace."""
     share_gpus: bool = False
     """Whether several ranks may run on one GPU (each with its part of it, under MPS)."""
+    reserve_memory: float = 0.0
+    """Share of each GPU's memory that is taken at the start, so that no step waits for more; 0: none."""
+    planning: PlanningSettings = field(default_factory=PlanningSettings)
 
 
 @dataclass(frozen=True)
@@ -107,24 +112,22 @@ class Trainer:
         self.model = model_of(request.plan)
 
     def join(self, progress: Callable[[Progress], None] | None = None) -> TrainResult:
-        """Trains as one of the processes that torchrun started; each plans its own programs, unless the environment names a store."""
+        """Trains as one of the processes that torchrun started."""
         import torch
         import torch.distributed as dist
 
-        from penstock.stores.addresses import ADDRESS_VARIABLE, job_from_environment
-
         request = self.request
         _make_folder(Path(request.out))
-        with joined(request.device) as worker:
+        with (
+            joined(request.device) as worker,
+            planners_of_nodes(request.planning, *planning_of(request, self.model), _first_step(request)) as handover,
+        ):
             if worker.rank == 0:
                 write_plan(Path(request.out) / "plan.json", request.plan)
-            address, job = "", None
-            if ADDRESS_VARIABLE in os.environ:
-                address, job = job_from_environment(len(request.plan.ranks), first=_first_step(request))
             token = torch.tensor([secrets.randbits(62)])
             dist.broadcast(token, 0)
             worker = replace(worker, tell=lambda told: progress(told) if progress else None)
-            return train_rank(worker, request, address, job, f"{int(token):x}")
+            return train_rank(worker, request, handover, f"{int(token):x}")
 
     def train(self, progress: Callable[[Progress], None] | None = None) -> TrainResult:
         """Starts the plan's processes, trains, and ends them; `progress` hears of every step."""
@@ -134,11 +137,11 @@ class Trainer:
         write_plan(out / "plan.json", request.plan)
         threads = max(1, len(os.sched_getaffinity(0)) // len(request.plan.ranks))
         with (
-            _planners(request, self.model) as (address, job),
+            planners_here(request.planning, *planning_of(request, self.model), _first_step(request)) as handover,
             Pool(len(request.plan.ranks), device=request.device, threads=threads, timeout_s=_OPERATION_S) as pool,
         ):
             results = pool.run(
-                train_rank, request, address, job, secrets.token_hex(8), timeout_s=_RUN_S,
+                train_rank, request, handover, secrets.token_hex(8), timeout_s=_RUN_S,
                 listen=lambda rank, told: progress(told) if progress else None,
             )  # fmt: skip
         stages: dict[int, StageTime] = {}
@@ -148,6 +151,14 @@ class Trainer:
                     stages[stage] = time_
         first: TrainResult = results[0]
         return replace(first, stages=stages)
+
+    def predicted(self, result: TrainResult) -> Predicted:
+        """What the plan's costs say of the steps of a run, those left out that warm up."""
+        from penstock.runtime.predicting import predict_steps
+
+        last = result.first_step + len(result.losses)
+        first = result.first_step + WARM_UP if len(result.losses) > WARM_UP else result.first_step
+        return predict_steps(*planning_of(self.request, self.model), range(first, last))
 
 
 _OPERATION_S = 1800.0
@@ -172,6 +183,11 @@ def _checked(request: TrainRequest) -> TrainRequest:
         raise InputError(f"{request.steps} steps were asked for; 1 or more was expected.")
     if refused := unsupported(plan, model):
         raise InputError("the plan cannot be run:\n" + "\n".join(f"  {problem}" for problem in refused))
+    if SCHEDULES[plan.schedule].asynchronous and request.settings.clip_norm is not None:
+        raise InputError(
+            f"gradients are to be clipped to a norm of {request.settings.clip_norm:g}, but under schedule '{plan.schedule}' no rank knows "
+            "those of all stages. Use --clip 0."
+        )
     device = request.device or ("cpu" if {cluster.device(rank).name for rank in plan.ranks} == {"cpu"} else "cuda")
     _require_devices(plan, device, request.share_gpus)
     data = open_data(request.data)
@@ -217,19 +233,6 @@ def _require_devices(plan: Plan, device: str, share_gpus: bool) -> None:
         )
 
 
-@contextmanager
-def _planners(request: TrainRequest, model: Model) -> Iterator[tuple[str, Job | None]]:
-    """A planner process and the store it hands programs over through."""
-    from penstock.stores.tcp import serve_tcp
-
-    source, planner = _source(request, model), _planner(request, model)
-    store = serve_tcp()
-    address = f"tcp://127.0.0.1:{store.port}"
-    job = Job(f"train-{os.getpid()}", secrets.token_bytes(32), len(request.plan.ranks), first=_first_step(request))
-    with PlannerPool(source, planner, address, job):
-        yield address, job
-
-
 def _first_step(request: TrainRequest) -> int:
     if not request.resume:
         return 0
@@ -270,14 +273,15 @@ def _planner(request: TrainRequest, model: Model) -> ProgramPlanner:
         from penstock.batching.planner import costs_for
 
         costs = costs_for(request.plan, request.plan.seq_length, request.plan.dec_length)
-    return ProgramPlanner(request.plan, model, costs, form_of(model, data, prompt_loss=request.prompt_loss), seed=request.settings.seed)
+    form = form_of(model, data, prompt_loss=request.prompt_loss)
+    return ProgramPlanner(request.plan, model, costs, form, request.planning.search_steps, seed=request.settings.seed)
 
 
-def train_rank(worker: Worker, request: TrainRequest, address: str, job: Job | None, token: str) -> TrainResult:
+def train_rank(worker: Worker, request: TrainRequest, handover: Handover, token: str) -> TrainResult:
     """One rank's whole run: a job for workers, and what a process under torchrun calls."""
     from penstock.runtime.running import Run
 
-    with Run(worker, request, address, job, token) as run:
+    with Run(worker, request, handover, token) as run:
         return run.train()
 
 

@@ -81,9 +81,16 @@ class Update:
         self._num_ops = num_ops
 
     @torch.no_grad()
-    def step(self, iteration: int, loss: torch.Tensor, tokens: int) -> StepResult:
-        """One update; `loss` and `tokens` are this rank's shares of them."""
-        needs_norm = self.settings.clip_norm is not None or self.scale is not None
+    def step_alone(self, iteration: int) -> None:
+        """One update from this rank's gradients, of which no other rank knows."""
+        self.optimizer.set_rate(self.settings.rate.at(iteration))
+        self.optimizer.step()
+        self._zero()
+
+    @torch.no_grad()
+    def step(self, iteration: int, loss: torch.Tensor, tokens: int, *, updates: bool = True) -> StepResult:
+        """One update, unless stages do that by themselves; `loss` and `tokens` are this rank's shares of them."""
+        needs_norm = updates and (self.settings.clip_norm is not None or self.scale is not None)
         shares = torch.zeros(self._num_ops + 2 if needs_norm else 2, dtype=torch.float64, device=self.world.device)
         shares[-2] = tokens
         shares[-1] = loss
@@ -93,6 +100,8 @@ class Update:
         total = self.world.gather(shares).sum(0)
         norm = total[:-2].sum().sqrt() / self._scale_value() if needs_norm else None
         rate = self.settings.rate.at(iteration)
+        if not updates:
+            return StepResult(total[-1], norm, rate, total[-2])
         factor = self._factor(norm)
         if self.scale is not None and norm is not None:
             overflowed = not math.isfinite(norm.item())

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.batching.costs import PipelineCosts
     from penstock.batching.plan import MicroBatch
 
-__all__ = ["batch_workload"]
+__all__ = ["batch_durations_s", "batch_workload"]
 
 
 def batch_workload(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: int) -> Workload:
@@ -34,6 +34,17 @@ def batch_workload(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], re
     )
 
 
+def batch_durations_s(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: int) -> list[list[list[float]]] | None:
+    """[kind][stage][micro-batch] of one replica, kinds as in `actions`; None where the costs have no price for one of them."""
+    if not micro_batches:
+        return None
+    forward_s, backward_s = np.moveaxis(_chosen(costs, micro_batches, replica), 2, 0)[:2]
+    if not (np.isfinite(forward_s).all() and np.isfinite(backward_s).all()):
+        return None
+    half_s = (backward_s / 2).tolist()
+    return [forward_s.tolist(), backward_s.tolist(), half_s, half_s]
+
+
 def _chosen(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: int) -> Floats:
     """Costs of each micro-batch on each stage in the mode it runs in there."""
     classes = costs.stage_class[replica]
@@ -43,5 +54,5 @@ def _chosen(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: 
         padded = (batch.num_rows, batch.row_length, batch.dec_row_length)
         point = padded if batch.layout == "padded" else (shape.tokens, shape.squares / max(shape.tokens, 1), 0)
         modes = np.array(batch.recompute or [0] * len(classes))
-        found.append(costs.layouts[batch.layout].at(*point)[classes, modes])
+        found.append(costs.of_layout(batch.layout).at(*point)[classes, modes])
     return np.stack(found, axis=1)

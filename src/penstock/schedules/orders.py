@@ -21,7 +21,7 @@ from penstock.schedules.zero_bubble import zero_bubble
 
 __all__ = ["SCHEDULE_NAMES", "gpipe", "one_forward_one_backward", "schedule_of", "with_depths"]
 
-SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream")
 
 
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
@@ -62,5 +62,6 @@ def schedule_of(name: str, num_stages: int, num_micro_batches: int, num_chunks: 
         if num_chunks < 1 or num_stages % num_chunks:
             raise InputError(f"schedule 'interleaved': {num_stages} stages are no multiple of {num_chunks} chunks per device.")
         return interleaved(num_stages // num_chunks, num_chunks, num_micro_batches)
-    orders = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "zero-bubble": zero_bubble}
+    # PipeDream differs from 1F1B in when weights are updated, not in the order of passes.
+    orders = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "pipedream": one_forward_one_backward, "zero-bubble": zero_bubble}
     return orders[name](num_stages, num_micro_batches)

@@ -87,7 +87,8 @@ def _weight_s(estimator: Estimator, plan: Plan, stage: Stage, samples: int, devi
     """Time of weight gradients: half of the backward pass of ops with trained weights, as the estimate has it."""
     total = 0.0
     for part in parts_of(stage):
-        table, places = estimator.table(share_shape(plan, samples, part.dp), part.tp), estimator.model.ops[part.first : part.last]
+        sequence, places = estimator.by_rows(stage, part.tp), estimator.model.ops[part.first : part.last]
+        table = estimator.table(share_shape(plan, samples, part.dp), part.tp, sequence)
         trained = np.array([place.op.trainable and place.op.parameters != NOTHING for place in places])
         shape, kind = table.shape_index(share_shape(plan, samples, part.dp)), table.device_index(device)
         times = table.backward_s[table.chain[part.first : part.last], shape, 0, np.array(_algos(stage, part)), kind]
@@ -106,7 +107,8 @@ def _held(estimator: Estimator, plan: Plan, stage: Stage, samples: int, device: 
         shift = part.first - stage.first
         again = frozenset(op - shift for op in stage.recomputed() if shift <= op < part.last - stage.first)
         shape = share_shape(plan, samples, part.dp)
-        line = activation_timeline(estimator.model, part.first, part.last, shape, part.tp, _algos(stage, part), again, bytes_of)
+        model = estimator.described(stage, part.first)
+        line = activation_timeline(model, part.first, part.last, shape, part.tp, _algos(stage, part), again, bytes_of)
         stored += line.held_bytes
         forward = max(forward, line.forward_peak_bytes - line.held_bytes)
         backward = max(backward, line.backward_peak_bytes - line.held_bytes)

@@ -65,11 +65,12 @@ def _data_parallel(request: Request) -> Choice | None:
 
 
 def _megatron(request: Request) -> Choice | None:
-    return _best_uniform(request, plans_of_grid(request))
+    return _best_uniform(request, (plan for plan in plans_of_grid(request) if plan.stages[0].zero <= 1))
 
 
 def _amp(request: Request) -> Choice | None:
-    return _best_uniform(request, (plan for plan in plans_of_grid(request) if not any(stage.recompute for stage in plan.stages)))
+    plans = (plan for plan in plans_of_grid(request) if plan.stages[0].zero <= 1)
+    return _best_uniform(request, (plan for plan in plans if not any(stage.recompute for stage in plan.stages)))
 
 
 def _best_exact(request: Request, wanted: Callable[[Family], bool]) -> Choice | None:
@@ -98,7 +99,7 @@ def _aceso(request: Request) -> Choice | None:
 
 BASELINES = (
     Baseline("data parallel", "one stage, ZeRO 0 to 3", _data_parallel),
-    Baseline("Megatron grid", "equal stages, one tp inside a node, recompute all or none", _megatron),
+    Baseline("Megatron grid", "equal stages, one tp inside a node, recompute all or none, sequence parallelism, ZeRO-1", _megatron),
     Baseline("AMP", "equal stages, one tp, nothing recomputed", _amp),
     Baseline("FASOP", "equal degrees, any numbers of layers, nothing recomputed", _fasop),
     Baseline("Aceso", "one pipeline of stages of any ops, any ops recomputed", _aceso),

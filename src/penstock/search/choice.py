@@ -22,7 +22,7 @@ class Choice:
     plan: Plan
     estimate: Estimate
     kind: str = "grid"
-    """`grid`: equal stages; `exact`: stages of any size."""
+    """`grid`: equal stages; `exact`: stages of any size; `mixed`: also degrees of each op."""
 
     @classmethod
     def of(cls, plan: Plan, estimate: Estimate, kind: str = "grid") -> Choice:
@@ -32,12 +32,12 @@ class Choice:
     @property
     def tp(self) -> int | str:
         """The tensor-parallel degree, or the range of degrees where stages differ."""
-        return _range([stage.degrees.tp for stage in self.plan.stages])
+        return _range([tp for stage in self.plan.stages for tp in (stage.degrees.tp, *(run.tp for run in stage.runs))])
 
     @property
     def dp(self) -> int | str:
         """The same for the degree that divides a micro-batch."""
-        return _range([stage.degrees.dp for stage in self.plan.stages])
+        return _range([dp for stage in self.plan.stages for dp in (stage.degrees.dp, *(run.dp for run in stage.runs))])
 
     @property
     def recompute(self) -> str:

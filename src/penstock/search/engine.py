@@ -15,14 +15,19 @@ from penstock.costs.source import CostSource
 from penstock.errors import InfeasibleError, InputError
 from penstock.plans.plan import Plan
 from penstock.plans.validity import require_valid
-from penstock.search.bounds import Bound, family_bound, pass_bound
+from penstock.search.bounds import Bound, family_bound, promise_s
 from penstock.search.choice import Choice
+from penstock.search.crossing import crossing_bound_s
 from penstock.search.families import Family, Pass, families
 from penstock.search.grid import uniform_choices
+from penstock.search.interleaved import Interleaving, best_interleaved, divides_evenly, interleavings, sharper_bound_s
+from penstock.search.op_degrees import free_bound_s, mixed_plans
 from penstock.search.pipelines import best_pipeline, blocks_of, bound_of_pass
 from penstock.search.refine import refined
+from penstock.search.replicas import ReplicaFamily, replica_families
 from penstock.search.request import SCHEDULES, Request
 from penstock.search.schedules import rescheduled
+from penstock.search.shares import rebalanced
 
 __all__ = ["Outcome", "ProofLine", "Watch", "search", "search_plans"]
 
@@ -37,9 +42,11 @@ def _unwatched(text: str, best_s: float, bound_s: float) -> None:
 GOOD_GAP = 0.03
 """A bound this near is not made sharper."""
 _CAPS = (1.3, 3.0, math.inf)
-"""Multiples of the least bound below which plans are looked for in turn: little is tabulated as long as plans are short."""
+"""Multiples of the best promise below which plans are looked for in turn: little is tabulated as long as plans are short."""
 MAX_HOPS = 7
 """Changes in a row by which a plan is refined."""
+_TRIED_WAYS, _TRIED_RANKS = 24, 200_000
+"""Ways to interleave that are looked at, and about the ranks of all of them together."""
 _GRID_DEVICES = 256
 """Clusters up to this size are also tried with all uniform plans, to show beside the best,"""
 _GRID_OPS = 2000
@@ -86,13 +93,15 @@ class _State:
 
     watch: Watch
     deadline: float
+    known_s: float = math.inf
+    """The time of a plan that is known from elsewhere."""
     choices: list[Choice] = field(default_factory=list)
     bound_s: float = 0.0
     stopped: str = ""
 
     @property
     def best_s(self) -> float:
-        return min((choice.estimate.time_s for choice in self.choices), default=math.inf)
+        return min((choice.estimate.time_s for choice in self.choices), default=self.known_s)
 
     def tell(self, text: str) -> None:
         self.watch(text, self.best_s, min(self.bound_s, self.best_s))
@@ -130,25 +139,37 @@ def search_plans(
 
 def search(
     request: Request, *, top: int = 5, time_budget_s: float = math.inf, watch: Watch = _unwatched, prove: bool = True,
-    max_hops: int = MAX_HOPS,
+    max_hops: int = MAX_HOPS, known_s: float = math.inf, worth: Callable[[float], bool] = lambda bound_s: True,
 ) -> Outcome:  # fmt: skip
     """The same for a request that was read already; without `prove` the bound is the first one and uniform plans are not tried.
-    The best 1F1B plan is refined by up to `max_hops` changes."""
+    The best 1F1B plan is refined by up to `max_hops` changes. Without `prove`, only plans faster than `known_s` are looked for, and none
+    if one that takes as long as the first bound would not be `worth` it."""
     if top < 1:
         raise InputError(f"top is {top}; 1 or more was expected.")
-    state = _State(watch, time.monotonic() + time_budget_s)
+    state = _State(watch, time.monotonic() + time_budget_s, known_s)
     found = [(family_bound(family), family) for family in families(request)]
     ranked = sorted(found, key=lambda pair: (pair[0].time_s, pair[1].replicas, pair[1].samples))
-    state.bound_s = ranked[0][0].time_s if ranked else math.inf
+    unequal = sorted(replica_families(request), key=lambda family: family.bound_s)
+    state.bound_s = min(ranked[0][0].time_s if ranked else math.inf, unequal[0].bound_s if unequal else math.inf)
+    if not worth(state.bound_s):
+        raise InfeasibleError(f"no plan of {request.model.name} on {request.cluster.describe()} can be good enough.")
     lines: list[ProofLine] = []
     with state.interruptible():
         none_fits = _uniform(request, state, top) if prove else None
         _uneven(request, state, ranked)
+        _unequal(request, state, unequal)
+        mixed = _mixed(request, state, ranked)
+        ways = _interleaved(request, state, ranked)
         _refine(request, state, max_hops)
         _other_schedules(request, state)
+        _rebalance(request, state)
         if not state.choices:
             raise none_fits or _nothing_divides(request)
-        lines = _prove(request, state, ranked) if prove else []
+        lines = [*(_prove(request, state, ranked) if prove else []), *mixed]
+        lines += _prove_interleaved(state, ways, min((line.bound_s for line in lines), default=math.inf) if prove else 0.0)
+        lines += _prove_unequal(request, state, unequal, min((line.bound_s for line in lines), default=math.inf)) if prove else []
+        lines.sort(key=lambda line: line.bound_s)
+        state.bound_s = min(state.bound_s, *(line.bound_s for line in lines), math.inf)
     ranked_choices = sorted(state.choices, key=lambda choice: (choice.estimate.time_s, choice.estimate.peak_bytes))
     choices = list({_likeness(choice): choice for choice in reversed(ranked_choices)}.values())[::-1][:top]
     require_valid(choices[0].plan, request.model, request.cluster, where="the plan found")
@@ -180,17 +201,18 @@ def _uniform(request: Request, state: _State, top: int) -> InfeasibleError | Non
 
 
 def _uneven(request: Request, state: _State, ranked: list[tuple[Bound, Family]]) -> None:
-    """Stages of any size, family by family."""
-    blocks, least_s = blocks_of(request.model), state.bound_s
-    if state.best_s == math.inf and request.model.num_ops > _GRID_OPS:  # small micro-batches fit first, and a plan makes the rest quick
-        for bound, family in sorted(ranked, key=lambda pair: (pair[1].samples, pair[0].time_s))[:2]:
-            found = best_pipeline(family, blocks, min(state.best_s, 3 * bound.time_s))
-            state.choices += [Choice.of(*found, "exact")] if found is not None else []
+    """Stages of any size, family by family, those first that promise most: a short plan makes the rest quick."""
+    blocks = blocks_of(request.model)
+    promises = ((max(promise_s(family), bound.time_s), bound.time_s, family) for bound, family in ranked)
+    promising = sorted(promises, key=lambda entry: entry[:2])
+    least_s = promising[0][0] if promising and math.isfinite(promising[0][0]) else state.bound_s
     for cap in _CAPS if state.best_s == math.inf else (math.inf,):
         limit_s = min(state.best_s, cap * least_s)
-        for bound, family in ranked:
-            if state.out_of_time() or bound.time_s >= limit_s:
+        for _, bound_s, family in promising:
+            if state.out_of_time():
                 break
+            if bound_s >= limit_s:
+                continue
             state.tell(f"{family.replicas} replicas, micro-batches of {family.samples}")
             found = best_pipeline(family, blocks, limit_s)
             if found is not None:
@@ -198,6 +220,86 @@ def _uneven(request: Request, state: _State, ranked: list[tuple[Bound, Family]])
                 limit_s = min(limit_s, state.best_s)
         if state.stopped or state.best_s <= cap * least_s:
             return
+
+
+def _unequal(request: Request, state: _State, ranked: list[ReplicaFamily]) -> None:
+    """Replicas of unequal speed, each with its own number of micro-batches, family by family."""
+    blocks = blocks_of(request.model)
+    for family in ranked:
+        if family.bound_s >= state.best_s or state.out_of_time():
+            return
+        state.tell(f"{len(family.replicas)} replicas of unequal shares, micro-batches of {family.family.samples}")
+        found = family.best(blocks, state.best_s)
+        state.choices += [Choice.of(*found, "exact")] if found is not None else []
+
+
+def _prove_unequal(request: Request, state: _State, ranked: list[ReplicaFamily], weakest_s: float) -> list[ProofLine]:
+    """Bounds on replicas of unequal speed, made sharp as far as they would be the weakest of all."""
+    blocks, lines, enough_s = blocks_of(request.model), [], min(state.best_s / (1 + GOOD_GAP), weakest_s)
+    for family in ranked:
+        if family.bound_s >= state.best_s:
+            break
+        sharper = None
+        if family.bound_s < enough_s and not state.out_of_time():
+            state.tell(f"bound: {len(family.replicas)} replicas of unequal shares, micro-batches of {family.family.samples}")
+            sharper = family.sharper_bound_s(blocks, state.best_s)
+        line = ProofLine(len(family.replicas), family.family.samples, family.part, family.bound_s, sharper)
+        enough_s = min(enough_s, line.bound_s)
+        lines.append(line)
+    return lines
+
+
+def _rebalance(request: Request, state: _State) -> None:
+    """The best plans so far, with shares that suit the speeds of their replicas."""
+    for choice in sorted(state.choices, key=lambda choice: choice.estimate.time_s)[:5]:
+        plan = rebalanced(request.estimator, choice.plan)
+        if plan.micro_batching != choice.plan.micro_batching and (estimate := request.estimator.estimate(plan)).fits:
+            state.choices.append(Choice.of(plan, estimate, choice.kind))
+
+
+def _mixed(request: Request, state: _State, ranked: list[tuple[Bound, Family]]) -> list[ProofLine]:
+    """Stages whose ops have degrees of their own, in families where that may be faster than the best plan so far; and their bounds."""
+    lines = []
+    for _, family in ranked:
+        if (free_s := free_bound_s(family)) >= state.best_s:
+            continue
+        every = Pass(family.options, family.num_devices, fine=True, mixed=True)
+        if state.out_of_time():
+            lines.append(ProofLine(family.replicas, family.samples, every, free_s, None))
+            continue
+        state.tell(f"degrees of each op: {family.replicas} replicas, micro-batches of {family.samples}")
+        for plans in mixed_plans(family, state.best_s):
+            part = replace(every, max_stages=plans.max_stages)
+            lines.append(ProofLine(family.replicas, family.samples, part, free_s, plans.bound_s))
+            found = plans.best(state.best_s) if plans.bound_s < state.best_s else None
+            state.choices += [Choice.of(*found, "mixed")] if found is not None else []
+    return [line for line in lines if line.bound_s < state.best_s]
+
+
+def _interleaved(request: Request, state: _State, ranked: list[tuple[Bound, Family]]) -> list[Interleaving]:
+    """Chunks with cuts of their own, the most promising ways first; returns all ways that might be faster than the best plan before."""
+    blocks = blocks_of(request.model)
+    every = (way for _, family in ranked for way in interleavings(family))
+    ways = sorted((way for way in every if way.bound_s < state.best_s and divides_evenly(way)), key=lambda way: way.bound_s)
+    for way in ways[: min(_TRIED_WAYS, max(_TRIED_RANKS // request.cluster.num_devices, 4))]:
+        if state.out_of_time() or way.bound_s >= state.best_s:
+            break
+        state.tell(f"interleaved: {way.family.replicas} replicas, micro-batches of {way.family.samples}, {way.chunks} chunks")
+        found = best_interleaved(way, blocks, state.best_s)
+        state.choices += [Choice.of(*found, "exact")] if found is not None else []
+    return ways
+
+
+def _prove_interleaved(state: _State, ways: list[Interleaving], weakest_s: float) -> list[ProofLine]:
+    """Bounds on interleaved plans, made sharp as far as they would be the weakest of all."""
+    lines, enough_s = [], min(state.best_s / (1 + GOOD_GAP), weakest_s)
+    for way in ways:
+        if way.bound_s < state.best_s:
+            sharper_s = sharper_bound_s(way) if way.bound_s < enough_s and not state.out_of_time() else None
+            part = Pass((way.option,), way.groups * way.chunks, fine=True, equal=True)
+            lines.append(ProofLine(way.family.replicas, way.family.samples, part, way.bound_s, sharper_s))
+            enough_s = min(enough_s, lines[-1].bound_s)
+    return lines
 
 
 def _refine(request: Request, state: _State, max_hops: int) -> None:
@@ -227,7 +329,7 @@ def _prove(request: Request, state: _State, ranked: list[tuple[Bound, Family]]) 
     good_s = best_s / (1 + GOOD_GAP)
     weak = sorted((
         (bound, family, part) for early, family in ranked if early.time_s < best_s
-        for part in family.passes if (bound := pass_bound(family, part, best_s).time_s) < best_s
+        for part in family.passes if (bound := crossing_bound_s(family, part, best_s)) < best_s
     ), key=lambda entry: entry[0])  # fmt: skip
 
     lines, enough_s = [], good_s

@@ -7,18 +7,20 @@ share; an option is a way to run a stage on some devices of one pool.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from penstock.costs.collectives import BUCKET_BYTES, group_of, point_to_point_s
 from penstock.costs.memory import CUDA_CONTEXT_BYTES, SLACK, bytes_per_parameter
 from penstock.costs.pipeline import share_shape
-from penstock.costs.table import Floats
-from penstock.models.shapes import NOTHING
+from penstock.costs.stage import rerun
+from penstock.costs.table import CostTable, Floats
+from penstock.models.segments import pieces
+from penstock.models.shapes import NOTHING, Shape
 from penstock.search.request import Request, micro_batch_sizes
 from penstock.search.stages import Blocks, Ints, Levels, OptionCosts, Pool, StageOption, levels_of
 
@@ -31,7 +33,7 @@ MAX_STAGES = 16
 """Stages of a pipeline whose stages may differ in size."""
 MAX_DEPTH = 128
 """Stages of a pipeline of equal groups of devices."""
-CHUNKS = (2, 4)
+CHUNKS = (2, 3, 4)
 """Stages per device group of an interleaved schedule that are tried."""
 FINE_OPS = 600
 """Chains up to this many ops are cut between any two of them at once."""
@@ -61,6 +63,10 @@ class Pass:
     """Whether the cuts between any two ops are looked at from the start."""
     equal: bool = False
     """Whether all stages have as many devices, so that there are exactly `max_stages` of them."""
+    divided: bool = False
+    """Whether its one stage divides gradients, or weights, among ranks that hold the same."""
+    mixed: bool = False
+    """Whether each op of a stage may have an option of its own on the same devices."""
 
 
 def kinds_of(cluster: Cluster) -> list[Kind]:
@@ -90,6 +96,23 @@ def families(request: Request) -> Iterator[Family]:
             continue
         for samples in micro_batch_sizes(batch, replicas, request.micro_batches):
             yield Family(request, tuple(kinds), replicas, samples)
+
+
+Answer = TypeVar("Answer")
+
+
+def _remembered(method: Callable[[Family, StageOption], Answer]) -> Callable[[Family, StageOption], Answer]:
+    """The method, with each option's answer worked out once for a family."""
+
+    @wraps(method)
+    def answer(family: Family, option: StageOption) -> Answer:
+        key = (method.__name__, option)
+        if key not in family._known:
+            family._known[key] = method(family, option)
+        found: Answer = family._known[key]
+        return found
+
+    return answer
 
 
 @dataclass(frozen=True)
@@ -148,7 +171,7 @@ class Family:
     @cached_property
     def passes(self) -> tuple[Pass, ...]:
         """Stages of any sizes as far as the number of states allows, and pipelines of equal groups that are deeper than those."""
-        options = [option for option in self.options if np.isfinite(self.times(option)[1]).all()]
+        options = [variant for option in self.options for variant in self.variants(option)]
         mixed, unit, num_ops = len(self.pools) > 1, 1, self.request.model.num_ops
         while math.prod(pool.num_devices // unit + 1 for pool in self.pools) > (STATES if mixed else 65):
             unit *= 2
@@ -159,78 +182,181 @@ class Family:
             deep = self.num_devices // size
             if self.num_devices % size == 0 and depth < deep <= min(MAX_DEPTH, num_ops):
                 found.append(Pass(tuple(option for option in options if option.num_devices == size), deep, False, True))
-        return tuple(found)
+        alone = [option for option in options if option.dp * self.replicas > 1 and (mixed or option.num_devices == self.num_devices)]
+        divided = tuple(replace(option, zero=level) for option in alone for level in (2, 3))
+        return (*found, Pass(divided, 1, True, divided=True)) if divided else tuple(found)
+
+    def variants(self, option: StageOption) -> tuple[StageOption, ...]:
+        """With or without sequence parallelism, or both: it never holds more, so that it stands alone where it is not slower, and is of
+        no use where it is slower and everything fits."""
+        if not np.isfinite(self.op_times(option)[1]).all():
+            return ()
+        rows = self.leanest(option)
+        if rows == option or self.copies @ self.op_times(rows)[1] <= self.copies @ self.op_times(option)[1]:
+            return (rows,)
+        depth = max(self.pools[option.pool].num_devices // option.num_devices, 1)
+        state, kept, _ = self.op_memory(option)
+        return (option, rows) if self.copies @ (state + min(depth, self.count) * kept.sum(axis=1)) > depth else (option,)
+
+    @cached_property
+    def copies(self) -> Ints:
+        """[O] how often each distinct op occurs."""
+        return np.bincount(self.chain[0], minlength=len(self.request.model.distinct_ops))
+
+    def leanest(self, option: StageOption) -> StageOption:
+        """The option with sequence parallelism if it can have that."""
+        return replace(option, sequence=option.tp > 1 and self.request.estimator.divides_tokens)
+
+    def least_times(self, option: StageOption) -> Floats:
+        """[O] forward + backward time of the distinct ops, the better of with and without sequence parallelism."""
+        rows = self.leanest(option)
+        return np.minimum(self.op_times(rows)[1], self.op_times(replace(rows, sequence=False))[1])
+
+    def least_filling(self, option: StageOption) -> Floats:
+        """[O] the same of `filling`."""
+        rows = self.leanest(option)
+        return np.minimum(self.op_filling(rows), self.op_filling(replace(rows, sequence=False)))
 
     def times(self, option: StageOption) -> tuple[Floats, Floats]:
         """[N] forward time and forward + backward time of every op, collectives included; infinite where it cannot be."""
-        shape = share_shape(self.request.frame, self.samples, option.dp)
-        table = self.request.estimator.table(shape, option.tp)
-        s, d = table.shape_index(shape), table.device_index(self.kinds[option.pool].device.name)
-        forward = (table.forward_s + table.forward_comm_s)[:, s, 0, 0, d]
-        backward = (table.backward_s + table.backward_comm_s)[:, s, 0, 0, d]
-        return forward[table.chain], (forward + backward)[table.chain]
+        forward, both = self.op_times(option)
+        return forward[self.chain[0]], both[self.chain[0]]
 
     def filling(self, option: StageOption) -> Floats:
         """[N] what each op adds at least to filling and draining the pipeline under any schedule of the request but the interleaved."""
-        time = self.times(option)[1]
-        if "zero-bubble" not in self.request.schedules:
-            return time
-        shape = share_shape(self.request.frame, self.samples, option.dp)
-        table = self.request.estimator.table(shape, option.tp)
-        s, d = table.shape_index(shape), table.device_index(self.kinds[option.pool].device.name)
-        trained = np.array([op.trainable and op.parameters != NOTHING for op in self.request.model.distinct_ops])
-        weights = np.where(trained, table.backward_s[:, s, 0, 0, d], 0.0)  # weight gradients, half of it, fill both ends
-        return np.asarray(np.maximum(time - weights[table.chain], 0.0))
+        return self.op_filling(option)[self.chain[0]]
 
     def after_s(self, option: StageOption) -> Floats:
         """[N] least time per op of gradient sync and optimizer step after the last micro-batch, wherever the replicas lie."""
-        frame, kind, request = self.request.frame, self.kinds[option.pool], self.request
-        table = request.estimator.table(share_shape(frame, self.samples, option.dp), option.tp)
-        parameters, holders = table.parameters[table.chain, 0, 0], self.replicas * option.dp
-        step = [request.estimator.source.optimizer_s(n * _LARGE, kind.device.name, frame.precision, frame.optimizer) for n in (1, 2)]
-        per_weight = (step[1] - step[0]) / _LARGE / holders
-        if holders > 1:
-            lanes = [kind.ranks[i * option.tp] for i in range(holders) if i * option.tp < len(kind.ranks)]
-            group = group_of(request.estimator.cluster, lanes, option.tp)
-            sent = sum(group.time_s(name, BUCKET_BYTES) for name in ("reduce_scatter", "all_gather"))
-            per_weight += sent / BUCKET_BYTES * bytes_per_parameter(frame.precision, frame.optimizer)[1]
-        return np.asarray(parameters * per_weight)
+        return self.op_after_s(option)[self.chain[0]]
 
     @cached_property
-    def _known_costs(self) -> dict[StageOption, OptionCosts]:
+    def _known(self) -> dict[tuple[str, StageOption], Any]:
         return {}
+
+    def table(self, option: StageOption) -> tuple[CostTable, Shape]:
+        """The op costs of an option, and the shape of its ranks' share of a micro-batch."""
+        shape = share_shape(self.request.frame, self.samples, option.dp)
+        return self.request.estimator.table(shape, option.tp, option.sequence), shape
+
+    @_remembered
+    def op_times(self, option: StageOption) -> tuple[Floats, Floats]:
+        """[O] `times` of the distinct ops; under ZeRO-2 and 3 with what every micro-batch sends of weights and gradients."""
+        table, shape = self.table(option)
+        s, d = table.shape_index(shape), table.device_index(self.kinds[option.pool].device.name)
+        forward = table.forward_s[:, s, 0, 0, d] + table.forward_comm_s[:, s, 0, 0, d]
+        both = forward + table.backward_s[:, s, 0, 0, d] + table.backward_comm_s[:, s, 0, 0, d]
+        if option.zero > 1:
+            summed, gathered = self._sent_s(option)
+            once = {2: summed, 3: summed + 2 * gathered}[option.zero]
+            both = both + (once - (summed + (gathered if option.zero == 3 else 0.0)) / self.count) * self._least_weights(option)
+        return forward, both
+
+    @_remembered
+    def _sent_s(self, option: StageOption) -> tuple[float, float]:
+        """Time per weight to sum gradients among the ranks that hold it, each keeping a part, and to gather it from them."""
+        frame, kind, holders = self.request.frame, self.kinds[option.pool], self.replicas * option.dp
+        if holders == 1:
+            return 0.0, 0.0
+        lanes = [kind.ranks[i * option.tp] for i in range(holders) if i * option.tp < len(kind.ranks)]
+        group = group_of(self.request.estimator.cluster, lanes, option.tp)
+        item = bytes_per_parameter(frame.precision, frame.optimizer)[1] / BUCKET_BYTES
+        return group.time_s("reduce_scatter", BUCKET_BYTES) * item, group.time_s("all_gather", BUCKET_BYTES) * item
+
+    @_remembered
+    def op_filling(self, option: StageOption) -> Floats:
+        """[O] `filling` of the distinct ops."""
+        time = self.op_times(option)[1]
+        if "zero-bubble" not in self.request.schedules:
+            return time
+        table, shape = self.table(option)
+        s, d = table.shape_index(shape), table.device_index(self.kinds[option.pool].device.name)
+        trained = np.array([op.trainable and op.parameters != NOTHING for op in self.request.model.distinct_ops])
+        weights = np.where(trained, table.backward_s[:, s, 0, 0, d], 0.0)  # weight gradients, half of it, fill both ends
+        return np.asarray(np.maximum(time - weights, 0.0))
+
+    @_remembered
+    def op_after_s(self, option: StageOption) -> Floats:
+        """[O] `after_s` of the distinct ops."""
+        frame, kind, request = self.request.frame, self.kinds[option.pool], self.request
+        holders = self.replicas * option.dp
+        step = [request.estimator.source.optimizer_s(n * _LARGE, kind.device.name, frame.precision, frame.optimizer) for n in (1, 2)]
+        per_weight = (step[1] - step[0]) / _LARGE / holders + sum(self._sent_s(option))
+        return np.asarray(self._least_weights(option) * per_weight)
+
+    def _least_weights(self, option: StageOption) -> Floats:
+        """[O] weights on one rank; those that a distinct op shares with another count there alone, as if one stage held both."""
+        shared = [op.config.get("untied_parameters", 0) / option.tp if op.tied_to else np.inf for op in self.request.model.distinct_ops]
+        return np.minimum(self.table(option)[0].parameters[:, 0, 0], shared)
+
+    def least_after_s(self, part: Pass) -> float:
+        """What follows the last micro-batch of a plan of a pass at least: the average over devices, every op under its best option."""
+        each = np.stack([option.num_devices / self.num_devices * self.op_after_s(option) for option in part.options])
+        return float(each.min(axis=0)[self.chain[0]].sum())
+
+    @_remembered
+    def op_memory(self, option: StageOption) -> tuple[Floats, Floats, Floats]:
+        """Shares of a device's memory that hold [O] the state of each distinct op at least and [O, P] what it keeps of one micro-batch,
+        and [O, P] the time to bring that back at least."""
+        recovery, limit = self.request.recovery[option.sequence], self.pools[option.pool].memory_limit
+        shape, state = self.table(option)[1], self._least_weights(option) * self.state_bytes(option)
+        return state / limit, recovery.bytes_at(shape, option.tp) / limit, recovery.least_s(self.op_times(option)[0])
+
+    def state_bytes(self, option: StageOption) -> float:
+        """Bytes that a weight, its gradient and what the optimizer keeps for it take on one device."""
+        weight, gradient, master, moments = bytes_per_parameter(self.request.frame.precision, self.request.frame.optimizer)
+        holders = option.dp * self.replicas
+        return weight / (holders if option.zero > 2 else 1) + gradient / (holders if option.zero > 1 else 1) + (master + moments) / holders
 
     @cached_property
     def _known_levels(self) -> dict[StageOption, Levels]:
         return {}
 
     def levels(self, option: StageOption, blocks: Blocks) -> Levels:
-        """What recomputation can save under one option."""
-        if option not in self._known_levels:
-            self._known_levels[option] = levels_of(self.costs(option), blocks)
-        return self._known_levels[option]
+        """What recomputation can save under one option; how its weights are divided does not matter."""
+        plain = replace(option, zero=1)
+        if plain not in self._known_levels:
+            self._known_levels[plain] = levels_of(self.costs(plain), blocks)
+        return self._known_levels[plain]
 
+    @_remembered
     def costs(self, option: StageOption) -> OptionCosts:
         """Costs of the chain's ops under one option, from the estimator's own table."""
-        if option not in self._known_costs:
-            self._known_costs[option] = self._costs(option)
-        return self._known_costs[option]
-
-    def _costs(self, option: StageOption) -> OptionCosts:
-        request, frame = self.request, self.request.frame
         forward, compute = self.times(option)
-        shape = share_shape(frame, self.samples, option.dp)
-        table = request.estimator.table(shape, option.tp)
+        table, shape = self.table(option)
         s, ops = table.shape_index(shape), table.chain
-        weight, gradient, master, moments = bytes_per_parameter(frame.precision, frame.optimizer)
-        state = weight + gradient + (master + moments) / (option.dp * self.replicas)
         entering, leaving = table.input_bytes[ops, s, 0, 0], table.output_bytes[ops, s, 0, 0]
         enter, leave = np.zeros((2, len(ops) + 1)), np.zeros((2, len(ops) + 1))
         enter[:, 1:-1], leave[:, 1:-1] = self._messages(option, entering[1:]), self._messages(option, leaving[:-1])
-        columns = (table.kept_bytes, table.workspace_bytes, table.backward_workspace_bytes)
-        kept, workspace, backward_workspace = (np.ascontiguousarray(x[ops, s, 0, 0]) for x in columns)
-        parameters = np.ascontiguousarray(table.parameters[ops, 0, 0]) * state
-        return OptionCosts(option, forward, compute, kept, parameters, workspace, backward_workspace, entering.copy(), enter, leave)
+        columns = (table.workspace_bytes, table.backward_workspace_bytes)
+        workspace, backward_workspace = (np.ascontiguousarray(x[ops, s, 0, 0]) for x in columns)
+        recovery = self.request.recovery[option.sequence]
+        kept, passed = (np.array([size.at(shape, option.tp) for size in sizes])[ops] for sizes in (recovery.made, recovery.passed))
+        parameters, entering = np.ascontiguousarray(table.parameters[ops, 0, 0]), entering.copy()
+        if option.zero > 1:  # nothing enters the only stage, but the weights and gradients of two blocks at a time
+            entering[0] += self._block_bytes(option, parameters)
+        parameters *= self.state_bytes(option)
+        model = self.request.estimator.model_under(option.sequence)
+        light = np.array([not rerun([model.ops[first]], [0]) for first in self.chain[1]])[self.chain[0]]
+        return OptionCosts(
+            option, forward, compute, kept, parameters, workspace, backward_workspace, entering, enter, leave, passed=passed, light=light
+        )
+
+    def _block_bytes(self, option: StageOption, parameters: Floats) -> float:
+        """Gradients of a block twice, as they were made and on their way, and under ZeRO-3 its weights twice too."""
+        weight, gradient, _, _ = bytes_per_parameter(self.request.frame.precision, self.request.frame.optimizer)
+        starts = [piece.start for piece in pieces(self.request.model, 0, len(parameters))]
+        largest = float(np.add.reduceat(parameters, starts).max())
+        return 2 * (gradient + (weight if option.zero == 3 else 0)) * largest
+
+    def least_costs(self, option: StageOption) -> OptionCosts:
+        """Costs that no stage of this option can be below, with or without sequence parallelism."""
+        own = self.costs(self.leanest(option))
+        if not own.option.sequence:
+            return own
+        other = self.costs(replace(own.option, sequence=False))
+        names = ("forward", "compute", "forward_reserve", "backward_reserve", "enter", "leave")
+        return replace(own, **{name: np.minimum(getattr(own, name), getattr(other, name)) for name in names})
 
     def _messages(self, option: StageOption, sizes: Floats) -> Floats:
         """[2, sizes] times of messages inside a node and across nodes, where all lanes of the stage send at once."""
@@ -247,10 +373,10 @@ class Family:
             rows.append(np.array(times)[where])
         return np.stack(rows)
 
+    @_remembered
     def least_messages_s(self, option: StageOption) -> Floats:
         """[2] what a stage with others before and behind it spends at least on the message it gets and the one it sends."""
-        shape = share_shape(self.request.frame, self.samples, option.dp)
-        table = self.request.estimator.table(shape, option.tp)
+        table, shape = self.table(option)
         s, ops = table.shape_index(shape), table.chain
         sizes = np.array(
             [table.input_bytes[ops[1:], s, 0, 0].min(initial=np.inf), table.output_bytes[ops[:-1], s, 0, 0].min(initial=np.inf)]

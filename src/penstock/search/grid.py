@@ -5,7 +5,8 @@ pp            divisors of the number of devices / tp, up to the number of blocks
 replicas      the devices that are left
 micro-batch   the sizes given, or powers of two that divide a replica's share of the global batch
 recompute     none, or every block ("full")
-zero          0, or 1 where several ranks hold the same weights
+sequence      with tp, tokens divided between products or not
+zero          0, or where several ranks hold the same weights 1, which is no slower and holds less; without a pipeline 2 and 3, too
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from penstock.errors import InfeasibleError, InputError
+from penstock.models.sequence import divides_tokens
 from penstock.plans.build import BESIDE, block_ranges, uniform_stages
 from penstock.plans.plan import Plan
 from penstock.plans.validity import check_plan
@@ -24,6 +27,7 @@ from penstock.search.request import Request, frame_of, micro_batch_sizes, resolv
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
+    from penstock.costs.estimate import StageEstimate
     from penstock.costs.source import CostSource
     from penstock.models.ops import Model
 
@@ -54,18 +58,20 @@ def uniform_choices(request: Request, top: int, progress: Callable[[], None], ma
     if top < 1:
         raise InputError(f"top is {top}; 1 or more was expected.")
     plans = _plans(request.model, request.cluster, request.frame, request.micro_batches, max_tp)
-    fitting, least, too_large = [], None, set()
+    fitting, least, too_large, fits = [], None, set(), set()
     for plan in plans:
         progress()
-        kind = (plan.num_stages, plan.stages[0].degrees.tp, _recompute(plan), plan.stages[0].zero)
-        if kind in too_large:  # a smaller micro-batch did not fit already
+        way = (plan.num_stages, plan.stages[0].degrees.tp, _recompute(plan), plan.stages[0].sequence_parallel)
+        kind, size = (*way, plan.stages[0].zero), (*way, plan.micro_batching.samples)
+        if kind in too_large or size in fits:  # a smaller micro-batch did not fit already, or a faster level of ZeRO does
             continue
         choice = Choice(plan, request.estimator.estimate(plan))
         if choice.estimate.fits:
             fitting.append(choice)
+            fits.add(size)
             continue
         too_large.add(kind)
-        least = choice if least is None else min(least, choice, key=lambda c: c.estimate.peak_bytes)
+        least = choice if least is None else min(least, choice, key=lambda c: max(map(_fullness, c.estimate.stages)))
     if not fitting:
         raise _infeasible(request, least)
     fitting.sort(key=lambda choice: (choice.estimate.time_s, choice.estimate.peak_bytes))
@@ -90,16 +96,18 @@ def _plans(model: Model, cluster: Cluster, frame: Plan, micro_batches: Sequence[
     for tp in _tp_degrees(model, cluster, max_tp):
         for pp in _pipeline_degrees(model, cluster.num_devices // tp):
             replicas = cluster.num_devices // tp // pp
-            for recompute in (False, True):
-                for zero in (0, 1) if replicas > 1 else (0,):
-                    if not (sizes := micro_batch_sizes(frame.global_batch, replicas, micro_batches)):
-                        continue
-                    stages = uniform_stages(model, pp=pp, tp=tp, replicas=replicas, recompute=recompute, zero=zero)
-                    for samples in sizes:
-                        batching = replace(frame.micro_batching, samples=samples)
-                        plan = replace(frame, stages=stages, num_replicas=replicas, micro_batching=batching)
-                        if not check_plan(plan, model, cluster):
-                            yield plan
+            if not (sizes := micro_batch_sizes(frame.global_batch, replicas, micro_batches)):
+                continue
+            levels = (0,) if replicas == 1 else (1,) if pp > 1 else (1, 2, 3)
+            for recompute, rows, zero in product((False, True), (False, True) if tp > 1 and divides_tokens(model) else (False,), levels):
+                stages = uniform_stages(
+                    model, pp=pp, tp=tp, replicas=replicas, recompute=recompute, zero=zero, sequence_parallel=rows
+                )  # fmt: skip
+                for samples in sizes:
+                    batching = replace(frame.micro_batching, samples=samples)
+                    plan = replace(frame, stages=stages, num_replicas=replicas, micro_batching=batching)
+                    if not check_plan(plan, model, cluster):
+                        yield plan
 
 
 def _tp_degrees(model: Model, cluster: Cluster, max_tp: int | None) -> list[int]:
@@ -125,7 +133,7 @@ def _infeasible(request: Request, least: Choice | None) -> InfeasibleError:
             f"{cluster.describe()}. Use a global batch that is a multiple of {multiple}, or other micro-batches."
         )
     found, plan = least.estimate, least.plan
-    stage = max(found.stages, key=lambda s: s.memory.total_bytes)
+    stage = max(found.stages, key=_fullness)
     purpose, size, _ = max(stage.memory.rows()[:-1], key=lambda row: row[1])
     given = limit_bytes <= stage.limit_bytes
     limit = f"--memory-limit allows {_gb(stage.limit_bytes)}" if given else f"{stage.device} has {_gb(stage.limit_bytes)}"
@@ -135,6 +143,11 @@ def _infeasible(request: Request, least: Choice | None) -> InfeasibleError:
         f"micro-batch {plan.micro_batching.samples}, recompute {least.recompute}, zero {plan.stages[0].zero}), but {limit}. "
         f"Use {'a higher limit, ' if given else ''}more or larger devices, shorter sequences or smaller micro-batches."
     )
+
+
+def _fullness(stage: StageEstimate) -> float:
+    """How full the fullest device of a stage is; devices of several kinds have unequal limits."""
+    return stage.memory.total_bytes / stage.limit_bytes
 
 
 def _gb(size_bytes: float) -> str:

@@ -15,44 +15,47 @@ __all__ = [
 
 
 @njit(cache=True, nogil=True)
-def cheapest_flags(forward, kept, start, stop, first_free, price, flags):  # type: ignore[no-untyped-def]
+def cheapest_flags(forward, ending, kept, start, stop, first_free, price, flags):  # type: ignore[no-untyped-def]
     """Fills `flags` of ops start..stop so that time less price × saved is least; returns (saved, time, peak).
 
-    An op saves what it keeps when it and the op after it are both recomputed; the last op of a piece never does.
+    An op saves what it keeps when it and the op after it are both recomputed; the last op of a piece never does. The last op of a
+    recomputed run takes `ending` instead of its forward time.
     """
     n = stop - start
     back = np.zeros((n, 2), np.int8)
-    plain, again = 0.0, forward[start] if first_free else np.inf
+    plain, again = 0.0, ending[start] if first_free else np.inf
     for p in range(1, n):
-        gained = again - price * kept[start + p - 1]
+        gained = again + forward[start + p - 1] - ending[start + p - 1] - price * kept[start + p - 1]
         back[p, 0] = 1 if again < plain else 0
         back[p, 1] = 1 if gained < plain else 0
-        plain, again = min(plain, again), min(plain, gained) + forward[start + p]
+        plain, again = min(plain, again), min(plain, gained) + ending[start + p]
     state = 1 if again < plain else 0
     for p in range(n - 1, -1, -1):
         flags[p] = state
         state = back[p, state]
-    return _effect(forward, kept, start, n, flags)
+    return _effect(forward, ending, kept, start, n, flags)
 
 
 @njit(cache=True, nogil=True)
-def _effect(forward, kept, start, n, flags):  # type: ignore[no-untyped-def]
+def _effect(forward, ending, kept, start, n, flags):  # type: ignore[no-untyped-def]
     """(saved, time, peak) of flags: the peak is the largest run that is brought back at once."""
     saved = time = peak = run = 0.0
     for p in range(n):
         if not flags[p]:
             run = 0.0
             continue
-        time += forward[start + p]
         run += kept[start + p]
         peak = max(peak, run)
         if p + 1 < n and flags[p + 1]:
+            time += forward[start + p]
             saved += kept[start + p]
+        else:
+            time += ending[start + p]
     return saved, time, peak
 
 
 @njit(cache=True, nogil=True)
-def piece_levels(forward, kept, block_start, first_free, prices, head, tail):  # type: ignore[no-untyped-def]
+def piece_levels(forward, ending, kept, block_start, first_free, prices, head, tail):  # type: ignore[no-untyped-def]
     """(saved, time, peak) at each price of the piece from op i to its block's end (`head`) and from its start to j (`tail`)."""
     longest = 0
     for b in range(len(block_start) - 1):
@@ -65,28 +68,28 @@ def piece_levels(forward, kept, block_start, first_free, prices, head, tail):  #
         for level in range(len(prices)):
             for i in range(start, stop):
                 free = first_free[b] or i > start
-                head[level, i] = cheapest_flags(forward, kept, i, stop, free, prices[level], flags)
+                head[level, i] = cheapest_flags(forward, ending, kept, i, stop, free, prices[level], flags)
             for j in range(start + 1, stop):
-                tail[level, j] = cheapest_flags(forward, kept, start, j, first_free[b], prices[level], flags)
+                tail[level, j] = cheapest_flags(forward, ending, kept, start, j, first_free[b], prices[level], flags)
 
 
 @njit(cache=True, nogil=True)
-def least_times(forward, kept, start, stop, first_free, unit, least, parents):  # type: ignore[no-untyped-def]
+def least_times(forward, ending, kept, start, stop, first_free, unit, least, parents):  # type: ignore[no-untyped-def]
     """least[s]: least time to save at least s units in ops start..stop; `parents` [ops, 2, units] lets flags be read back."""
     n, size = stop - start, len(least)
     plain, again = np.full(size, np.inf), np.full(size, np.inf)
     plain[0] = 0.0
     if first_free:
-        again[0] = forward[start]
+        again[0] = ending[start]
     for p in range(1, n):
-        gain = int(kept[start + p - 1] / unit)
+        gain, rest = int(kept[start + p - 1] / unit), forward[start + p - 1] - ending[start + p - 1]
         next_plain, next_again = np.empty(size), np.empty(size)
         for s in range(size):
             parents[p, 0, s] = 1 if again[s] < plain[s] else 0
             next_plain[s] = min(plain[s], again[s])
-            kept_on = again[s - gain] if s >= gain else np.inf
+            kept_on = again[s - gain] + rest if s >= gain else np.inf
             parents[p, 1, s] = 1 if kept_on < plain[s] else 0
-            next_again[s] = min(plain[s], kept_on) + forward[start + p]
+            next_again[s] = min(plain[s], kept_on) + ending[start + p]
         plain, again = next_plain, next_again
     for s in range(size):
         parents[0, 0, s] = 1 if again[s] < plain[s] else 0
@@ -186,8 +189,8 @@ def count_blocks(count, first, last):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def stage_times(  # type: ignore[no-untyped-def]
-    compute, kept, weights, forward_reserve, backward_reserve, entering, head, tail, full, least, unit, prices, block_of, block_start,
-    count, state, floor, limit, longest, cuts, mode, in_flight, offset, width, times,
+    compute, kept, passed, weights, forward_reserve, backward_reserve, entering, head, tail, full, least, unit, prices, block_of,
+    block_start, count, state, floor, limit, longest, cuts, mode, in_flight, offset, width, times,
 ):  # fmt: skip
     """times[k, pair]: compute and recomputation of the ops between cuts a and b with k stages behind; infinite where it cannot fit.
 
@@ -195,8 +198,8 @@ def stage_times(  # type: ignore[no-untyped-def]
     can be below instead of one that is reached, mode 2 recomputes nothing. Stages above `longest` are left out: more stages behind
     only make them longer.
 
-    Memory is state × weights + (entering + kept - saved) × (k + 1, or `in_flight` if more) + peak + reserve, where the reserve is the
-    larger of floor × weights and of the greatest forward and backward reserves of all ops but the last.
+    Memory is state × weights + (entering + kept - saved - passed of the last op) × (k + 1, or `in_flight` if more) + peak + reserve,
+    where the reserve is the larger of floor × weights and of the greatest forward and backward reserves of all ops but the last.
     """
     choice = np.zeros(8, np.int64)
     for a in range(len(cuts) - 1):
@@ -215,7 +218,7 @@ def stage_times(  # type: ignore[no-untyped-def]
             first_block, last_block, low = block_of[i], block_of[last], 1
             n0, n1, t0, t1 = count_blocks(count, first_block + 1, last_block)
             for k in range(times.shape[0]):
-                excess = fixed + held * max(k + 1, in_flight)
+                excess = fixed + (held - passed[last]) * max(k + 1, in_flight)
                 if excess <= 0:
                     times[k, offset[a] + d] = time
                     continue
@@ -391,15 +394,15 @@ def warm() -> None:
     ones, starts = np.ones(6), np.array([0, 3, 6])
     head, tail, prices = np.zeros((2, 6, 3)), np.zeros((2, 7, 3)), np.array([0.0, 9.0])
     least, parents = np.full((1, 8), np.inf), np.zeros((3, 2, 8), np.int8)
-    cheapest_flags(ones, ones, 0, 3, True, 9.0, np.zeros(3, np.int8))
-    piece_levels(ones, ones, starts, np.array([True, True]), prices, head, tail)
-    least_times(ones, ones, 0, 3, True, 0.5, least[0], parents)
+    cheapest_flags(ones, ones, ones, 0, 3, True, 9.0, np.zeros(3, np.int8))
+    piece_levels(ones, ones, ones, starts, np.array([True, True]), prices, head, tail)
+    least_times(ones, ones, ones, 0, 3, True, 0.5, least[0], parents)
     full, count, blocks = np.ascontiguousarray(head[:, :1]), np.array([[0, 1, 2]]), np.array([0, 0, 0, 1, 1, 1])
     offset, width, times = np.arange(6) * 6, np.arange(6, 0, -1), np.full((2, 36), np.inf)
     count_blocks(count, 0, 1)
     fit_stage(1.0, 1.0, 1, head[:, 0], tail[:, 1], full, 0, 0, 0, 0, least, np.ones(1), np.zeros(8, np.int64))
     fit_stage(1.0, 1.0, 1, head[:, 0], head[:, 3], full, 0, 0, 0, 0, least, np.ones(1), np.zeros(8, np.int64))
-    stage_times(ones, ones, ones, ones, ones, ones, head, tail, full, least, np.ones(1), prices, blocks, starts, count, 1.0, 1.0,
+    stage_times(ones, ones, ones, ones, ones, ones, ones, head, tail, full, least, np.ones(1), prices, blocks, starts, count, 1.0, 1.0,
                 9.0, np.inf, np.arange(7), 0, 0, offset, width, times)  # fmt: skip
     shape = (3, 3, 7)
     table = np.zeros(shape), np.zeros(shape, np.int32), np.zeros(shape, np.int32)

@@ -1,8 +1,10 @@
 """The compiled loops for stages whose ops have degrees of their own.
 
-Q configurations of an op, each recomputed or not, make S = 2 Q states (state 2 q + f). Costs are arrays [Q, N]; `reshard` [Q, Q, N] is
-what moving an op's input from one configuration to another takes. `edge` [N] marks ops whose result stays although they and the next op
-are recomputed, since a segment begins there.
+Q configurations of an op, each recomputed or not, make S = 2 Q states (state 2 q + f). Costs are arrays [Q, N]. Between an op before in
+one configuration and an op in another [Q, Q, N], `reshard` is the time that moving the op's input takes and `moved` the memory that the
+moved input holds; `edge` tells whether the result of the op before stays although both are recomputed, since a segment begins there.
+The last op of a recomputed segment takes `ending` instead of its forward time. Memory is state × weights, what is held by all
+micro-batches, and a reserve of at least floor × weights.
 """
 
 from __future__ import annotations
@@ -10,17 +12,18 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-__all__ = ["best_chain", "bound_table", "warm"]
+__all__ = ["best_chain", "bound_table", "mixing_gain", "warm"]
 
 
 @njit(cache=True, nogil=True)
 def bound_table(  # type: ignore[no-untyped-def]
-    prices, limit, state, compute, forward, kept, weights, entering, enter, leave, reshard, edge, allowed, offset, width, low
-):
+    prices, limit, state, floor, compute, forward, ending, kept, weights, entering, enter, leave, reshard, moved, edge, allowed, offset,
+    width, low,
+):  # fmt: skip
     """low[k, pair]: a time that ops i..j with k stages behind cannot be below, the largest over some prices of memory.
 
-    At a price, every choice is paid by its time and its memory (state × weights + weights, which the reserve is at least, and what all
-    micro-batches hold); the cheapest chain less the price of the whole limit bounds all chains that fit.
+    At a price, every choice is paid by its time and its memory (weights with the least reserve, and what all micro-batches hold); the
+    cheapest chain less the price of the whole limit bounds all chains that fit.
     """
     num_ops, states = compute.shape[1], 2 * compute.shape[0]
     cost, fresh = np.empty(states), np.empty(states)
@@ -31,8 +34,8 @@ def bound_table(  # type: ignore[no-untyped-def]
             for i in range(num_ops):
                 for s in range(states):
                     q, f = s // 2, s % 2
-                    memory = (state + 1) * weights[q, i] + held * (entering[q, i] + kept[q, i])
-                    cost[s] = compute[q, i] + f * forward[q, i] + enter[q, i] + price * memory if allowed[q, i] else np.inf
+                    memory = (state + floor) * weights[q, i] + held * (entering[q, i] + kept[q, i])
+                    cost[s] = compute[q, i] + f * ending[q, i] + enter[q, i] + price * memory if allowed[q, i] else np.inf
                 for last in range(i, i + width[i]):
                     best = np.inf
                     for s in range(states):
@@ -46,24 +49,24 @@ def bound_table(  # type: ignore[no-untyped-def]
                         q, f, least = s // 2, s % 2, np.inf
                         if allowed[q, op]:
                             for r in range(states):
-                                value = cost[r] + reshard[r // 2, q, op]
-                                if f and r % 2 and not edge[last]:
-                                    value -= price * held * kept[r // 2, last]
+                                value = cost[r] + reshard[r // 2, q, op] + price * held * moved[r // 2, q, op]
+                                if f and r % 2 and not edge[r // 2, q, op]:
+                                    value += forward[r // 2, last] - ending[r // 2, last] - price * held * kept[r // 2, last]
                                 least = min(least, value)
-                        own = compute[q, op] + f * forward[q, op] + price * ((state + 1) * weights[q, op] + held * kept[q, op])
+                        own = compute[q, op] + f * ending[q, op] + price * ((state + floor) * weights[q, op] + held * kept[q, op])
                         fresh[s] = least + own
                     cost, fresh = fresh, cost
 
 
 @njit(cache=True, nogil=True)
 def best_chain(  # type: ignore[no-untyped-def]
-    first, last, held, limit, buckets, state, compute, forward, kept, forward_reserve, backward_reserve, weights, entering, enter, leave,
-    reshard, edge, allowed, chosen,
+    first, last, held, limit, buckets, state, floor, compute, forward, ending, kept, forward_reserve, backward_reserve, weights, entering,
+    enter, leave, reshard, moved, edge, allowed, chosen,
 ):  # fmt: skip
     """Fast states of ops first..last that fit; returns their time, infinite if none was found. `chosen` receives the state of each op.
 
-    Labels are kept for each state and bucket of memory, the fastest of each, with all their memory exactly; a slower one in the same
-    bucket that would have had the smaller peak in the end is lost.
+    Labels are kept for each state and bucket of memory, the fastest of each, with all their memory exactly; of those in a bucket one
+    that would have had the smaller peak in the end may be lost.
     """
     states, n = 2 * compute.shape[0], last - first
     # Of a label: time, weights, held by one micro-batch, open segment, largest segment, largest reserves.
@@ -72,9 +75,10 @@ def best_chain(  # type: ignore[no-untyped-def]
     for s in range(states):
         q, f = s // 2, s % 2
         if allowed[q, first]:
-            time = compute[q, first] + f * forward[q, first] + enter[q, first]
+            time = compute[q, first] + f * ending[q, first] + enter[q, first]
             mine = entering[q, first] + kept[q, first]
-            _keep(now, back, 0, s, time, weights[q, first], mine, 0.0, 0.0, 0.0, 0.0, state, held, limit, -1, -1, held * kept[q, first])
+            _keep(now, back, 0, s, time, weights[q, first], mine, 0.0, 0.0, 0.0, 0.0, state, floor, held, limit, -1, -1,
+                  f * held * kept[q, first])  # fmt: skip
     for step in range(1, n):
         op, before = first + step, first + step - 1
         new[:] = np.inf
@@ -89,18 +93,19 @@ def best_chain(  # type: ignore[no-untyped-def]
                     q, f = s // 2, s % 2
                     if not allowed[q, op]:
                         continue
-                    time = label[0] + reshard[p, q, op] + compute[q, op] + f * forward[q, op]
-                    mine, segment, peak = label[2] + kept[q, op], 0.0, label[4]
+                    time = label[0] + reshard[p, q, op] + compute[q, op] + f * ending[q, op]
+                    mine, segment, peak = label[2] + kept[q, op] + moved[p, q, op], 0.0, label[4]
                     if f and again:
                         segment = label[3] + kept[p, before]
                         peak = max(peak, segment)
-                        if edge[before]:
+                        if edge[p, q, op]:
                             segment = 0.0
                         else:
                             mine -= kept[p, before]
-                    weight, hope = label[1] + weights[q, op], held * kept[q, op]
-                    _keep(new, back, step, s, time, weight, mine, segment, peak, most_forward, most_backward, state, held, limit, r, bucket,
-                          hope)  # fmt: skip
+                            time += forward[p, before] - ending[p, before]
+                    weight, hope = label[1] + weights[q, op], f * held * kept[q, op]
+                    _keep(new, back, step, s, time, weight, mine, segment, peak, most_forward, most_backward, state, floor, held, limit, r,
+                          bucket, hope)  # fmt: skip
         now, new = new, now
     best, at, slot = np.inf, -1, -1
     for s in range(states):
@@ -108,7 +113,7 @@ def best_chain(  # type: ignore[no-untyped-def]
             label = now[s, bucket]
             if label[0] == np.inf:
                 continue
-            memory = state * label[1] + held * label[2] + label[4] + max(label[5] + label[6], label[1])
+            memory = state * label[1] + held * label[2] + label[4] + max(label[5] + label[6], floor * label[1])
             if memory <= limit and label[0] + leave[s // 2, last - 1] < best:
                 best, at, slot = label[0] + leave[s // 2, last - 1], s, bucket
     if at < 0:
@@ -116,18 +121,45 @@ def best_chain(  # type: ignore[no-untyped-def]
     for step in range(n - 1, -1, -1):
         chosen[step] = at
         at, slot = back[step, at, slot]
+    for step in range(n):  # alone, a recomputed op saves nothing
+        before, after = step > 0 and chosen[step - 1] % 2, step + 1 < n and chosen[step + 1] % 2
+        if chosen[step] % 2 and not before and not after:
+            chosen[step] -= 1
+            best -= ending[chosen[step] // 2, first + step]
     return best
 
 
 @njit(cache=True, nogil=True, inline="always")
 def _keep(  # type: ignore[no-untyped-def]
-    table, back, step, s, time, weight, mine, segment, peak, most_forward, most_backward, state, held, limit, r, bucket, hope
+    table, back, step, s, time, weight, mine, segment, peak, most_forward, most_backward, state, floor, held, limit, r, bucket, hope
 ):
-    """Enters a label unless it cannot fit any more (`hope` may still be saved) or a faster one has its bucket."""
-    memory = state * weight + held * mine + peak + max(most_forward + most_backward, weight)
+    """Enters a label unless it cannot fit any more (`hope` may still be saved) or faster ones have its buckets.
+
+    Buckets go by all memory. Where one micro-batch is held, only half of them do, and a label that is not the fastest there has another
+    chance in the other half, which goes by memory without the peak: there the first segment that is recomputed saves no more than its
+    own peak, but the next one does.
+    """
+    reserve = max(most_forward + most_backward, floor * weight)
+    memory = state * weight + held * mine + peak + reserve
     if memory - hope > limit:
         return
-    into = min(int(memory / limit * (table.shape[1] - 1)), table.shape[1] - 1)
+    half = table.shape[1] // 2 if held < 2 else table.shape[1]
+    into = int((memory - hope) / limit * (half - 1))
+    if time < table[s, into, 0]:
+        label = table[s, into]
+        if label[0] < np.inf and held < 2:
+            base = state * label[1] + held * label[2] + max(label[5] + label[6], floor * label[1])
+            second = half + int(max(base - hope, 0.0) / limit * (half - 1))
+            if label[0] < table[s, second, 0]:
+                table[s, second] = label
+                back[step, s, second] = back[step, s, into]
+        label[0], label[1], label[2], label[3] = time, weight, mine, segment
+        label[4], label[5], label[6] = peak, most_forward, most_backward
+        back[step, s, into, 0], back[step, s, into, 1] = r, bucket
+        return
+    if held >= 2:
+        return
+    into = half + int(max(memory - peak - hope, 0.0) / limit * (half - 1))
     if time < table[s, into, 0]:
         label = table[s, into]
         label[0], label[1], label[2], label[3] = time, weight, mine, segment
@@ -135,10 +167,35 @@ def _keep(  # type: ignore[no-untyped-def]
         back[step, s, into, 0], back[step, s, into, 1] = r, bucket
 
 
+@njit(cache=True, nogil=True)
+def mixing_gain(time, reshard, plain, firsts):  # type: ignore[no-untyped-def]
+    """The largest share of its time that a run of ops from one of `firsts` saves if each op may have a configuration of its own instead
+    of all the same of the `plain` ones."""
+    num, num_ops = time.shape
+    path, fresh, alone, gain = np.empty(num), np.empty(num), np.empty(num), 0.0
+    for first in firsts:
+        path[:], alone[:] = time[:, first], time[:, first]
+        for op in range(first + 1, num_ops):
+            best = np.inf
+            for q in range(num):
+                least = path[q]
+                for r in range(num):
+                    least = min(least, path[r] + reshard[r, q, op])
+                fresh[q] = least + time[q, op]
+                alone[q] += time[q, op]
+                if plain[q]:
+                    best = min(best, alone[q])
+            path, fresh = fresh, path
+            if best < np.inf:
+                gain = max(gain, 1 - path.min() / best)
+    return gain
+
+
 def warm() -> None:
     """Compiles the kernels for the types they are called with."""
     ones, free = np.ones((1, 3)), np.ones((1, 3), np.bool_)
-    edge, reshard = np.zeros(3, np.bool_), np.zeros((1, 1, 3))
+    edge, reshard = np.zeros((1, 1, 3), np.bool_), np.zeros((1, 1, 3))
     offset, width = np.array([0, 3, 5]), np.array([3, 2, 1])
-    bound_table(np.array([0.0, 1.0]), 99.0, 4.0, *[ones] * 7, reshard, edge, free, offset, width, np.zeros((1, 6)))
-    best_chain(0, 3, 1.0, 99.0, 8, 4.0, *[ones] * 9, reshard, edge, free, np.zeros(3, np.int64))
+    bound_table(np.array([0.0, 1.0]), 99.0, 4.0, 1.0, *[ones] * 8, reshard, reshard, edge, free, offset, width, np.zeros((1, 6)))
+    best_chain(0, 3, 1.0, 99.0, 8, 4.0, 1.0, *[ones] * 10, reshard, reshard, edge, free, np.zeros(3, np.int64))
+    mixing_gain(ones, reshard, np.ones(1, np.bool_), np.array([0, 1]))

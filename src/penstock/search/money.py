@@ -14,10 +14,8 @@ from itertools import product
 
 from penstock.clusters import Cluster
 from penstock.errors import InfeasibleError, InputError
-from penstock.search.bounds import family_bound
 from penstock.search.choice import Choice
 from penstock.search.engine import search
-from penstock.search.families import families
 from penstock.search.request import Request
 
 __all__ = ["Objective", "Offer", "chosen", "clusters_of", "num_steps", "offers"]
@@ -112,13 +110,15 @@ def offers(
     for done, cluster in enumerate(clusters):
         watch(cluster.name, done, len(clusters))
         price = cluster.price_usd_per_h or 0.0
-        here = request.on(cluster)
-        bound_s = min((family_bound(family).time_s for family in families(here)), default=math.inf)
-        least_hours = bound_s * steps / 3600
-        if bound_s == math.inf or (prune and any(offer.beats(least_hours, least_hours * price, cluster.num_devices) for offer in found)):
-            continue
+
+        def worth(bound_s: float, price: float = price, devices: int = cluster.num_devices) -> bool:
+            hours = bound_s * steps / 3600
+            return math.isfinite(hours) and not (prune and any(offer.beats(hours, hours * price, devices) for offer in found))
+
         try:
-            outcome = search(here, top=1, prove=False)
+            # With more nodes the same plan is as fast, and dearer.
+            known_s = min((offer.hours * 3600 / steps for offer in found if prune and _is_part(offer.cluster, cluster)), default=math.inf)
+            outcome = search(request.on(cluster), top=1, prove=False, known_s=known_s, worth=worth)
         except InfeasibleError:
             continue
         hours = outcome.choices[0].estimate.time_s * steps / 3600
@@ -129,6 +129,12 @@ def offers(
             f"{request.frame.global_batch}. Use more or larger nodes, or smaller micro-batches."
         )
     return [replace(offer, dominated_by=_dominator(offer, found)) for offer in found]
+
+
+def _is_part(some: Cluster, more: Cluster) -> bool:
+    """Whether a choice of nodes of a pool holds no others than another does."""
+    counts = {run.node: run.count for run in more.runs}
+    return all(run.count <= counts.get(run.node, 0) for run in some.runs)
 
 
 def _dominator(offer: Offer, found: list[Offer]) -> str:

@@ -124,24 +124,24 @@ class _FreeCuts:
         return tuple(found)
 
 
-def best_partition(space: StageSpace, num_micro_batches: int, known: float = np.inf) -> Partition:
-    """The best stages; `known` is the time of a plan at hand, below which alone an answer is of use."""
-    return _sweep(_FreeStages(space), num_micro_batches, known)
+def best_partition(space: StageSpace, num_micro_batches: int, known: float = np.inf, tolerance: float = TOLERANCE) -> Partition:
+    """The best stages, to a share of `tolerance`; `known` is the time of a plan at hand, below which alone an answer is of use."""
+    return _sweep(_FreeStages(space), num_micro_batches, known, tolerance)
 
 
 def best_cuts(space: StageSpace, given: Sequence[StageChoice], num_micro_batches: int) -> Partition:
     """The best cuts for stages whose options and devices stay as given."""
-    return _sweep(_FreeCuts(space, given), num_micro_batches, np.inf)
+    return _sweep(_FreeCuts(space, given), num_micro_batches, np.inf, TOLERANCE)
 
 
-def _sweep(programme: _Programme, num_micro_batches: int, known: float) -> Partition:
+def _sweep(programme: _Programme, num_micro_batches: int, known: float, tolerance: float) -> Partition:
     more = num_micro_batches - 1
     best = Partition((), known, np.inf)
 
     def improve(tau: float) -> float:
         nonlocal best
         sums = programme.solve(tau)
-        for depth in np.flatnonzero(np.isfinite(sums)):
+        for depth in np.flatnonzero(more * fastest + sums < best.time):
             stages = programme.stages(int(depth)) if depth else ()
             if stages:
                 time = more * max(s.time for s in stages) + sum(s.time - s.relief for s in stages)
@@ -157,7 +157,7 @@ def _sweep(programme: _Programme, num_micro_batches: int, known: float) -> Parti
     while intervals:
         low, high = intervals.pop()
         least = more * low + improve(high)
-        if least >= best.time * (1 - TOLERANCE) or high - low < 1e-6 * fastest:
+        if least >= best.time * (1 - tolerance) or high - low < 1e-6 * fastest:
             bound = min(bound, least)
         else:
             middle = (low + high) / 2

@@ -7,8 +7,7 @@ devices first between blocks, then between any two ops near those cuts.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ from penstock.plans.build import BESIDE, join_ranges
 from penstock.plans.plan import Degrees, Plan, Stage
 from penstock.search.bounds import pass_bound
 from penstock.search.families import Family, Pass
-from penstock.search.partition import best_cuts, best_partition
+from penstock.search.partition import TOLERANCE, best_cuts, best_partition
 from penstock.search.priced import Priced
 from penstock.search.recompute import recompute_flags
 from penstock.search.stages import Blocks, Machine, OptionCosts, Recompute, StageChoice, StageOption, StageSpace, build_space
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["best_pipeline", "blocks_of", "bound_of_pass", "equal_pipeline"]
 
-COARSE_CUTS = 128
-"""Cuts that the first pass over a long chain looks at."""
+COARSE_CUTS, COARSE_TOLERANCE = 128, 1e-3
+"""Cuts that the first pass over a long chain looks at, and how near to the best of them it comes."""
 LONG_CHAIN, BOUND_CUTS = 2000, 512
 """Chains of more ops than this are bounded with at most so many cuts."""
 _SHARES = (1.0, 0.97, 0.93, 0.88)
@@ -44,32 +43,49 @@ def best_pipeline(family: Family, blocks: Blocks, known_s: float) -> tuple[Plan,
     schedules = [name for name in ("zero-bubble", "1f1b") if name == "1f1b" or name in family.request.schedules]
     for part in family.passes:
         for schedule in schedules if part.max_stages > 1 else ("1f1b",):
-            if pass_bound(family, part, known_s).time_s >= known_s:
-                break
-            for depth in _depths(part, schedule):
-                found = _best_of_pass(family, blocks, replace(part, max_stages=depth), schedule, known_s)
+            for depth, fewer in pairwise(_depths(part, schedule)):
+                shallow, in_flight = replace(part, max_stages=depth), _in_flight(family, schedule, fewer)
+                if pass_bound(family, shallow, known_s, schedule, in_flight).time_s >= known_s:
+                    continue
+                found = _best_of_pass(family, blocks, shallow, schedule, known_s)
                 if found is not None and found[1].time_s < known_s:
                     best, known_s = found, found[1].time_s
     return best
 
 
+def _in_flight(family: Family, schedule: str, fewer: int) -> int:
+    """Micro-batches that every stage of a pipeline of more than so many stages holds at least."""
+    return min(fewer + 1, family.count) if schedule == "zero-bubble" else 1
+
+
 def _depths(part: Pass, schedule: str) -> list[int]:
-    """The most stages to solve for; under a zero-bubble schedule every stage holds as many micro-batches, so less may be more."""
-    if schedule == "1f1b" or part.equal:
-        return [part.max_stages]
-    return sorted({min(2**k, part.max_stages) for k in range(1, part.max_stages.bit_length() + 1)}, reverse=True)
+    """The most stages to solve for, down to the number that is too few; under a zero-bubble schedule every stage holds as many
+    micro-batches, so less may be more."""
+    if part.equal:
+        return [part.max_stages, part.max_stages - 1]
+    if schedule == "1f1b":
+        return [part.max_stages, 0]
+    return sorted({0, *(min(2**k, part.max_stages) for k in range(1, part.max_stages.bit_length() + 1))}, reverse=True)
 
 
 def _best_of_pass(family: Family, blocks: Blocks, part: Pass, schedule: str, known_s: float) -> tuple[Plan, Estimate] | None:
-    """The fastest plan of a pass under one schedule that fits."""
+    """The fastest plan of a pass under one schedule that fits, if its pipeline leaves enough of `known_s` for what follows it."""
+    left_s = known_s - family.least_after_s(part)
     for share in _SHARES:
-        stages = _stages(family, blocks, part, schedule, share, known_s)
-        if stages is None:
+        stages = _stages(family, blocks, part, schedule, share, left_s)
+        if stages is None or _least_s(family, *stages) >= known_s:
             return None
         found = _estimated(family, schedule, *stages)
         if found[1].fits:
             return found
     return None
+
+
+def _least_s(family: Family, space: StageSpace, chosen: Sequence[StageChoice]) -> float:
+    """What a plan of these stages takes at least, with what follows its last micro-batch."""
+    pipeline_s = (family.count - 1) * max(stage.time for stage in chosen) + sum(stage.time - stage.relief for stage in chosen)
+    after = [family.after_s(space.costs[stage.option].option)[stage.first : stage.last] for stage in chosen]
+    return pipeline_s + max(float(times.sum()) for times in after)
 
 
 def _stages(
@@ -88,10 +104,13 @@ def _stages(
             in_flight=min(part.max_stages, family.count) if zero_bubble else 0,
         )  # fmt: skip
 
-    costs = option_costs(family, part, schedule)
+    costs = option_costs(family, part, schedule, family.costs)
     stride = -(-(len(blocks.start) - 1) // COARSE_CUTS)
-    space = space_of(costs, None if part.fine else np.append(blocks.start[:-1:stride], blocks.start[-1]))
-    found = best_partition(space, family.count, known_s if part.fine else math.inf)
+    cuts = np.append(blocks.start[:-1:stride], blocks.start[-1])
+    space = space_of(costs, cuts[[0, -1]] if part.max_stages == 1 else None if part.fine else cuts)
+    # Cuts between ops make a stage shorter by less than the blocks between two coarse cuts.
+    slack_s = 0.0 if part.fine else (family.count - 1 + part.max_stages) * min(_longest_step_s(c, space.cuts) for c in costs)
+    found = best_partition(space, family.count, known_s + slack_s, TOLERANCE if part.fine else COARSE_TOLERANCE)
     if not found.stages or part.fine:
         return (space, found.stages) if found.stages else None
     stages = found.stages
@@ -103,6 +122,10 @@ def _stages(
             return None
         stages = found.stages
     return (space, stages) if found.time < known_s else None
+
+
+def _longest_step_s(costs: OptionCosts, cuts: np.ndarray) -> float:
+    return float(np.add.reduceat(costs.compute, cuts[:-1]).max())
 
 
 def equal_pipeline(family: Family, blocks: Blocks, option: StageOption, known_s: float) -> tuple[Plan, Estimate] | None:
@@ -117,11 +140,11 @@ def equal_pipeline(family: Family, blocks: Blocks, option: StageOption, known_s:
     return plan if plan is not None and plan[1].fits and plan[1].time_s < known_s else None
 
 
-def option_costs(family: Family, part: Pass, schedule: str) -> list[OptionCosts]:
+def option_costs(family: Family, part: Pass, schedule: str, of: Callable[[StageOption], OptionCosts]) -> list[OptionCosts]:
     """The costs of a pass's options; under a zero-bubble schedule with what of them does not count when the pipeline fills."""
-    costs = [family.costs(option) for option in part.options]
+    costs = [of(option) for option in part.options]
     if schedule == "zero-bubble":
-        costs = [replace(c, relief=c.compute - family.filling(c.option)) for c in costs]
+        costs = [replace(c, relief=np.maximum(c.compute - family.filling(c.option), 0.0)) for c in costs]
     return costs
 
 
@@ -132,12 +155,9 @@ def bound_of_pass(
 
     Zero-bubble schedules recompute nothing, and every stage holds as many micro-batches as there are stages.
     """
-    depths = [*_depths(part, schedule), 0]
-    if part.equal:
-        depths[1] = part.max_stages - 1
     found = [
-        _bound(family, blocks, replace(part, max_stages=most), schedule, min(fewer + 1, family.count), known_s, least_s, good_s)
-        for most, fewer in pairwise(depths)
+        _bound(family, blocks, replace(part, max_stages=most), schedule, _in_flight(family, schedule, fewer), known_s, least_s, good_s)
+        for most, fewer in pairwise(_depths(part, schedule))
     ]
     return min(bound for bound, _ in found), [plan for _, plans in found for plan in plans]
 
@@ -149,16 +169,20 @@ def _bound(
 
     A very long chain is cut between blocks alone, and each stage but the first is let off its first blocks.
     """
+    least_s = max(least_s, pass_bound(family, part, known_s, schedule, in_flight).time_s)
+    if least_s >= good_s:
+        return min(least_s, known_s), []
     zero_bubble, long_chain = schedule == "zero-bubble", int(blocks.start[-1]) > LONG_CHAIN
     stride = -(-(len(blocks.start) - 1) // BOUND_CUTS)
+    cuts = np.append(blocks.start[:-1:stride], blocks.start[-1])
     space = build_space(
-        option_costs(family, part, schedule), blocks, Machine(family.pools, 1.0, 0.0), max_stages=part.max_stages,
+        option_costs(family, part, schedule, family.least_costs), blocks, Machine(family.pools, 1.0, 0.0), max_stages=part.max_stages,
         longest=known_s / family.count, recompute="never" if zero_bubble else "bounded",
-        cuts=np.append(blocks.start[:-1:stride], blocks.start[-1]) if long_chain else None,
+        cuts=blocks.start[[0, -1]] if part.max_stages == 1 else cuts if long_chain else None,
         levels=None if zero_bubble else [family.levels(option, blocks) for option in part.options],
         in_flight=in_flight if zero_bubble else 0,
     )  # fmt: skip
-    answer = Priced(family, part, space.inner() if long_chain else space, known_s).solve(least_s, good_s)
+    answer = Priced(family, part, space.inner() if long_chain and part.max_stages > 1 else space, known_s).solve(least_s, good_s)
     if not answer.stages or answer.time_s >= known_s:
         return answer.bound_s, []
     found = _estimated(family, schedule, space, answer.stages)
@@ -201,7 +225,8 @@ def _plan(family: Family, space: StageSpace, chosen: Sequence[StageChoice], toge
         pattern = join_ranges((int(op), int(op) + 1) for op in again)
         stages.append(Stage(
             stage.first, stage.last, devices=family.ranks(option, stage.start, together), degrees=Degrees(option.tp, option.dp),
-            recompute=(pattern,) if pattern else (), zero=1 if option.dp * family.replicas > 1 else 0,
+            recompute=(pattern,) if pattern else (), zero=option.zero if option.dp * family.replicas > 1 else 0,
+            sequence_parallel=option.sequence,
         ))  # fmt: skip
     frame = family.request.frame
     batching = replace(frame.micro_batching, samples=family.samples)

@@ -44,8 +44,9 @@ class Priced:
     """The programme for one pass of a family over one space of stages."""
 
     def __init__(self, family: Family, part: Pass, space: StageSpace, known_s: float) -> None:
-        weights = np.array(pass_bound(family, part, known_s).weights[:-1])
-        direction = weights / weights.max() if weights.max(initial=0.0) > 0 else np.ones(len(family.pools))
+        direction = np.ones(len(family.pools))
+        if len(family.pools) > 1 and (weights := np.array(pass_bound(family, part, known_s).weights[:-1])).max(initial=0.0) > 0:
+            direction = weights / weights.max()
         taken = np.array([option.num_devices for option in part.options], float)
         after = np.stack([family.after_s(option) for option in part.options]) * (taken / family.num_devices)[:, None]
         prefix = np.concatenate([np.zeros((len(taken), 1)), np.cumsum(after, axis=1)], axis=1)[:, space.cuts]

@@ -33,7 +33,7 @@ def recompute_flags(space: StageSpace, stage: StageChoice, margin: float = 0.0) 
     def put(start: int, stop: int, at: int, free: bool) -> None:
         from penstock.search.kernels import cheapest_flags
 
-        cheapest_flags(costs.forward, costs.kept, start, stop, free, levels.prices[at], flags[start - first : stop - first])
+        cheapest_flags(costs.forward, costs.ending, costs.kept, start, stop, free, levels.prices[at], flags[start - first : stop - first])
 
     free_head = bool(blocks.first_free[block_a]) or first > blocks.start[block_a]
     put(first, int(blocks.start[block_a + 1]), level if head_up else level - 1, free_head)
@@ -47,7 +47,7 @@ def recompute_flags(space: StageSpace, stage: StageChoice, margin: float = 0.0) 
         if of < 0:
             continue
         start, stop, free = int(blocks.start[block]), int(blocks.start[block + 1]), bool(blocks.first_free[block])
-        if up[of] > 0:
+        if up.get(of, 0) > 0:  # the programme counts on two types of blocks in a stage, and on others as little
             up[of] -= 1
             put(start, stop, level, free)
         elif units >= 0 and of == single:
@@ -65,7 +65,7 @@ def _excess(space: StageSpace, stage: StageChoice) -> float:
     weights = float(c.weights[ops].sum())
     reserves = float(c.forward_reserve[but_last].max(initial=0.0) + c.backward_reserve[but_last].max(initial=0.0))
     reserve = max(reserves, machine.least_reserve * weights)
-    held = float(c.entering[stage.first] + c.kept[ops].sum())
+    held = float(c.entering[stage.first] + c.kept[ops].sum() - c.not_kept[stage.last - 1])
     return machine.state_factor * weights + reserve + held * (stage.behind + 1) - machine.pools[c.option.pool].memory_limit
 
 
@@ -75,7 +75,7 @@ def _flags_saving(space: StageSpace, option: int, start: int, stop: int, free: b
 
     costs, levels = space.costs[option], space.levels[option]
     least, parents = np.full(UNITS, np.inf), np.zeros((stop - start, 2, UNITS), np.int8)
-    least_times(costs.forward, costs.kept, start, stop, free, levels.unit[kind], least, parents)
+    least_times(costs.forward, costs.ending, costs.kept, start, stop, free, levels.unit[kind], least, parents)
     while units + 1 < UNITS and least[units + 1] == least[units]:
         units += 1
     flags = np.zeros(stop - start, np.int8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from penstock.costs.estimate import Estimator
@@ -14,6 +15,7 @@ from penstock.plans.capabilities import SEARCHED_SCHEDULES as SCHEDULES
 from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.plans.references import cluster_reference, model_reference
 from penstock.plans.validity import require_valid
+from penstock.search.recovery import Recovery
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -53,6 +55,11 @@ class Request:
         shapes = {share_shape(frame, samples) for samples in micro_batch_sizes(global_batch, 1, micro_batches)}
         estimator = Estimator(model, cluster, source, memory_limit_bytes, shapes)
         return cls(model, cluster, frame, estimator, tuple(micro_batches), memory_limit_bytes, tuple(schedules))
+
+    @cached_property
+    def recovery(self) -> tuple[Recovery, Recovery]:
+        """What the model's distinct ops keep, and what would bring it back; without and with sequence parallelism."""
+        return Recovery.of(self.model), Recovery.of(self.estimator.model_under(self.estimator.divides_tokens))
 
     def on(self, cluster: Cluster) -> Request:
         """The same on another cluster."""

@@ -41,6 +41,10 @@ class StageOption:
     dp: int
     pool: int = 0
     """Which of the machine's pools the devices are of."""
+    sequence: bool = False
+    """Whether the tokens are divided between products, with tp above 1."""
+    zero: int = 1
+    """What ranks that hold the same weights divide, where there are several; above 1 it is the only stage."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,20 @@ class OptionCosts:
     """The split of each op, where it is not 0 for all."""
     relief: Floats | None = None
     """What of each op's time does not count in the sum of stages, as under zero-bubble schedules."""
+    passed: Floats | None = None
+    """What of `kept` the next stage keeps instead, if the op is the last of its stage."""
+    light: NDArray[np.bool_] | None = None
+    """Ops that need not run again where they end a recomputed run, since they keep no more than their input; none unless told."""
+
+    @property
+    def not_kept(self) -> Floats:
+        """`passed`, or nothing."""
+        return np.zeros_like(self.kept) if self.passed is None else self.passed
+
+    @cached_property
+    def ending(self) -> Floats:
+        """Forward time of each op as the last one of a recomputed run."""
+        return self.forward if self.light is None else np.where(self.light, 0.0, self.forward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +152,14 @@ class Blocks:
         """[T, B + 1] blocks of each type before a block."""
         ones = np.stack([self.kind == kind for kind in range(max(self.num_types, 1))]).astype(np.int64)
         return np.concatenate([np.zeros((len(ones), 1), np.int64), np.cumsum(ones, axis=1)], axis=1)
+
+    @cached_property
+    def alike(self) -> Ints:
+        """[N] for each op the same op of the first block of its type; itself where its block does not repeat."""
+        first = np.arange(len(self.kind))
+        for kind in range(self.num_types):
+            first[self.kind == kind] = np.argmax(self.kind == kind)
+        return np.asarray(np.arange(self.start[-1]) - (self.start[:-1] - self.start[first])[self.of_op])
 
     def example(self, kind: int) -> tuple[int, int]:
         """First and last + 1 op of a block of this type."""
@@ -245,7 +271,7 @@ def build_space(
     levels = tuple(levels_of(c, blocks) if recompute != "never" else _NO_LEVELS for c in costs) if levels is None else tuple(levels)
     for c, level, at, wide in zip(costs, levels, offset, width, strict=True):
         stage_times(
-            c.compute, c.kept, c.weights, c.forward_reserve, c.backward_reserve, c.entering, level.head, level.tail, level.full,
+            c.compute, c.kept, c.not_kept, c.weights, c.forward_reserve, c.backward_reserve, c.entering, level.head, level.tail, level.full,
             level.least, level.unit, level.prices, blocks.of_op, blocks.start, blocks.count, machine.state_factor, machine.least_reserve,
             machine.pools[c.option.pool].memory_limit, longest, places, _MODES.index(recompute), in_flight, at, wide, times,
         )  # fmt: skip
@@ -274,20 +300,17 @@ def levels_of(costs: OptionCosts, blocks: Blocks) -> Levels:
     from penstock.search.kernels import least_times, piece_levels
 
     num_ops, num_types = len(costs.compute), max(blocks.num_types, 1)
-    ratios = costs.forward[costs.kept > 1e-3 * costs.kept.max()] / costs.kept[costs.kept > 1e-3 * costs.kept.max()]
+    counted = (costs.kept > 1e-3 * costs.kept.max()) & (costs.forward > 0)
+    ratios = costs.forward[counted] / costs.kept[counted]
     prices = np.concatenate([[0.0], np.geomspace(0.3 * ratios.min(), 4 * ratios.max(), PRICES)])
     head, tail = np.zeros((len(prices), num_ops, 3)), np.zeros((len(prices), num_ops + 1, 3))
     for kind in range(blocks.num_types):
         start, stop = blocks.example(kind)
         edges, free = np.array([start, stop]), np.array([blocks.first_free[blocks.of_op[start]]])
-        piece_levels(costs.forward, costs.kept, edges, free, prices, head, tail)
-        for block in np.flatnonzero(blocks.kind == kind):
-            at = int(blocks.start[block])
-            head[:, at : at + stop - start] = head[:, start:stop]
-            tail[:, at + 1 : at + stop - start] = tail[:, start + 1 : stop]
+        piece_levels(costs.forward, costs.ending, costs.kept, edges, free, prices, head, tail)
     changed = [(head[level] != head[level - 1]).any() or (tail[level] != tail[level - 1]).any() for level in range(1, len(prices))]
     new = np.flatnonzero([True, *changed])
-    prices, head, tail = prices[new], np.ascontiguousarray(head[new]), np.ascontiguousarray(tail[new])
+    prices, head, tail = prices[new], np.take(head[new], blocks.alike, axis=1), np.take(tail[new], np.append(blocks.alike, num_ops), axis=1)
     full = np.zeros((len(prices), num_types, 3))
     least, unit = np.full((num_types, UNITS), np.inf), np.ones(num_types)
     for kind in range(blocks.num_types):
@@ -295,5 +318,8 @@ def levels_of(costs: OptionCosts, blocks: Blocks) -> Levels:
         full[:, kind] = head[:, start]
         unit[kind] = max(float(costs.kept[start:stop].sum()), 1e-9) / (UNITS - 1)
         parents = np.zeros((stop - start, 2, UNITS), np.int8)
-        least_times(costs.forward, costs.kept, start, stop, bool(blocks.first_free[blocks.of_op[start]]), unit[kind], least[kind], parents)
+        least_times(
+            costs.forward, costs.ending, costs.kept, start, stop, bool(blocks.first_free[blocks.of_op[start]]), unit[kind], least[kind],
+            parents,
+        )  # fmt: skip
     return Levels(prices, head, tail, full, least, unit)

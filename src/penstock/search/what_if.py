@@ -22,6 +22,7 @@ from penstock.search.choice import Choice
 from penstock.search.engine import search
 from penstock.search.grid import plans_of_grid
 from penstock.search.request import Request, micro_batch_sizes
+from penstock.search.shares import rebalanced
 
 if TYPE_CHECKING:
     from penstock.costs.source import CostSource
@@ -151,13 +152,14 @@ def _relaxed(change: str, there: Request, known: Sequence[Choice], before: Choic
 
 
 def _again(there: Request, known: Sequence[Choice]) -> Iterator[Choice]:
-    """Known plans that are valid and fit after the change."""
+    """Known plans that are valid and fit after the change, with shares that suit their replicas' speeds then."""
     for choice in known:
         plan = replace(choice.plan, cluster=there.frame.cluster, predicted=None)
         if not check_plan(plan, there.model, there.cluster):
-            estimate = there.estimator.estimate(plan)
-            if estimate.fits:
-                yield Choice.of(plan, estimate, choice.kind)
+            for one in dict.fromkeys((plan.micro_batching, rebalanced(there.estimator, plan).micro_batching)):
+                estimate = there.estimator.estimate(again := replace(plan, micro_batching=one))
+                if estimate.fits:
+                    yield Choice.of(again, estimate, choice.kind)
 
 
 def relaxations(request: Request) -> Iterator[tuple[str, Request]]:

@@ -43,9 +43,9 @@ def job_from_environment(num_ranks: int, *, capacity: int = 4, first: int = 0) -
     return address, Job(name, key, num_ranks, capacity, first)
 
 
-def open_store(address: str, job: Job, *, wait_s: float = 1800.0, reconnect_s: float = 60.0) -> Store:
+def open_store(address: str, job: Job, *, wait_s: float = 1800.0) -> Store:
     """Connects to the store at an address; threads of one process share `memory` values through `connect` instead."""
-    return Ring(connect(address), job, wait_s=wait_s, reconnect_s=reconnect_s)
+    return Ring(connect(address), job, wait_s=wait_s)
 
 
 def connect(address: str) -> KeyValues:

@@ -35,6 +35,8 @@ class Job:
     """Iterations in store at most: a publisher that is further ahead blocks."""
     first: int = 0
     """The first iteration of this run; those before it count as done."""
+    away_s: float = 60.0
+    """How long the server may be away before those who wait for it give up."""
 
     def __post_init__(self) -> None:
         if not _JOB_ID.fullmatch(self.id):
@@ -44,6 +46,8 @@ class Job:
         for name, value, least in (("num_ranks", self.num_ranks, 1), ("capacity", self.capacity, 1), ("first", self.first, 0)):
             if value < least:
                 raise InputError(f"{name} of job '{self.id}' is {value}; it must be at least {least}.")
+        if not 0 <= self.away_s < float("inf"):
+            raise InputError(f"the store of job '{self.id}' may be away for {self.away_s} s; a number of seconds was expected.")
 
     @classmethod
     def new(cls, num_ranks: int, *, capacity: int = 4, first: int = 0) -> Job:

@@ -30,11 +30,10 @@ _FIRST_DELAY_S, _LAST_DELAY_S = 0.01, 1.0
 class Ring:
     """A `Store` over a server; see the protocol for what its methods promise."""
 
-    def __init__(self, values: KeyValues, job: Job, *, wait_s: float = 1800.0, reconnect_s: float = 60.0) -> None:
+    def __init__(self, values: KeyValues, job: Job, *, wait_s: float = 1800.0) -> None:
         self.job = job
         self._values = values
         self._wait_s = wait_s
-        self._reconnect_s = reconnect_s
         self._prefix = f"penstock/{job.id}/"
         self._kept: dict[int, dict[str, bytes]] = {}
         """Sealed entries published here and not known to be freed."""
@@ -160,8 +159,8 @@ class Ring:
                 return self._restore()
             except ConnectionLost as again:
                 lost = again
-            if (left_s := start + self._reconnect_s - time.monotonic()) <= 0:
-                raise StoreError(f"{self._values.where} has not answered for {self._reconnect_s:g} s: {lost}")
+            if (left_s := start + self.job.away_s - time.monotonic()) <= 0:
+                raise StoreError(f"{self._values.where} has not answered for {self.job.away_s:g} s: {lost}")
             time.sleep(min(delay_s, left_s))
             delay_s = min(2 * delay_s, _LAST_DELAY_S)
 

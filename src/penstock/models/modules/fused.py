@@ -107,7 +107,7 @@ def _tell(parameter: nn.Parameter) -> None:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x · weightᵀ + bias; for a trained weight that no other op uses."""
-    in_place = torch.is_grad_enabled() and x.dim() == 2 and not _is_watched() and _is_kept(weight) and (bias is None or _is_kept(bias))
+    in_place = torch.is_grad_enabled() and not _is_watched() and _is_kept(weight) and (bias is None or _is_kept(bias))
     return _Linear.apply(x, weight, bias) if in_place else F.linear(x, weight, bias)
 
 
@@ -117,5 +117,6 @@ def _is_kept(parameter: torch.Tensor) -> bool:
 
 
 def _is_watched() -> bool:
-    """Whether products are somebody else's: a mode that puts their weight gradients aside wants to see them."""
-    return torch._C._len_torch_function_stack() > 0
+    """Whether somebody wants to see torch's own product: a mode that puts weight gradients aside, or a recomputed segment, which is run
+    again only until all that its ops save is there: torch's product saves its input before it runs, a function of ours after."""
+    return torch._C._len_torch_function_stack() > 0 or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -1,0 +1,135 @@
+"""What plans beside training: planner processes, and the store through which ranks get their programs.
+
+The launcher starts them for its own workers. Under torchrun rank 0 serves the store, the ranks agree on it through their process group, and
+the first rank of each node starts the planners of that node.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from ipaddress import ip_address
+from typing import Any
+
+from penstock.data.planners import BatchSource, PlannerPool
+from penstock.data.planning import ProgramPlanner
+from penstock.errors import InputError
+from penstock.stores import Job, StoreError, open_store
+from penstock.stores.addresses import ADDRESS_VARIABLE
+
+__all__ = ["Handover", "PlanningSettings", "planners_here", "planners_of_nodes"]
+
+Handover = tuple[str, Job | None]
+"""The store's address, and the job in it; no job: every rank plans for itself."""
+
+_LOOPBACK, _EVERYWHERE = "127.0.0.1", "0.0.0.0"
+_ID_BYTES, _KEY_BYTES, _PORT_BYTES = 8, 32, 4
+
+
+@dataclass(frozen=True)
+class PlanningSettings:
+    """How a run is planned while it runs."""
+
+    planners: int = 1
+    """Planner processes on each node; 0: every rank plans for itself, in step with training."""
+    store: str = ""
+    """Address of the store between planners and ranks; empty: what the environment names, or one that this job serves."""
+    away_s: float = 60.0
+    """How long the store may be away before the run ends, with a checkpoint."""
+    hang_s: float = 300.0
+    """A planner that is at one iteration, or shows no life, for longer is replaced."""
+    search_steps: int = 0
+    """Steps of search for each batch of dynamic micro-batches, after the plan found at once."""
+
+    def __post_init__(self) -> None:
+        if self.planners < 0:
+            raise InputError(f"{self.planners} planners were asked for; 1 or more were expected, or 0 to plan in step with training.")
+        if not self.away_s >= 0:
+            raise InputError(f"the store may be away for {self.away_s} s; a number of seconds was expected.")
+
+    @property
+    def address(self) -> str:
+        """Of a store that others serve; empty if the job serves its own."""
+        return self.store or os.environ.get(ADDRESS_VARIABLE, "")
+
+
+@contextmanager
+def planners_here(settings: PlanningSettings, source: BatchSource, planner: ProgramPlanner, first_step: int) -> Iterator[Handover]:
+    """All planners of a run on one machine, beside the launcher."""
+    if not settings.planners:
+        yield "", None
+        return
+    address, server = settings.address, None
+    if not address:
+        server = _serve(_LOOPBACK)
+        address = f"tcp://{_LOOPBACK}:{server.port}"
+    key = secrets.token_bytes(_KEY_BYTES)
+    job = Job(f"train-{secrets.token_hex(_ID_BYTES)}", key, len(planner.plan.ranks), first=first_step, away_s=settings.away_s)
+    with _left_clean(address, job), _pool(settings, source, planner, address, job):
+        yield address, job
+
+
+@contextmanager
+def planners_of_nodes(settings: PlanningSettings, source: BatchSource, planner: ProgramPlanner, first_step: int) -> Iterator[Handover]:
+    """The planners of this node, if this process is the first of it, in a job that torchrun started."""
+    import torch
+    import torch.distributed as dist
+
+    if not settings.planners:
+        yield "", None
+        return
+    first, node, num_nodes = dist.get_rank() == 0, int(os.environ.get("GROUP_RANK", "0")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    host = os.environ.get("MASTER_ADDR", _LOOPBACK) if num_nodes > 1 else _LOOPBACK
+    server = _serve(_reachable(host)) if first and not settings.address else None
+    facts = secrets.token_bytes(_ID_BYTES + _KEY_BYTES) + (server.port if server is not None else 0).to_bytes(_PORT_BYTES, "big")
+    agreed = torch.frombuffer(bytearray(facts), dtype=torch.uint8)
+    dist.broadcast(agreed, 0)
+    told = agreed.numpy().tobytes()
+    identity, key, port = told[:_ID_BYTES], told[_ID_BYTES:-_PORT_BYTES], int.from_bytes(told[-_PORT_BYTES:], "big")
+    address = settings.address or f"tcp://{host}:{port}"
+    job = Job(f"train-{identity.hex()}", key, len(planner.plan.ranks), first=first_step, away_s=settings.away_s)
+    with ExitStack() as stack:
+        if first:
+            stack.enter_context(_left_clean(address, job))
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            stack.enter_context(_pool(settings, source, planner, address, job, node, num_nodes))
+        yield address, job
+
+
+def _reachable(name: str) -> str:
+    """Where to listen so that other nodes reach this one by `name`: some systems say that their own name means loopback, which is true
+    for themselves alone."""
+    try:
+        local = ip_address(socket.gethostbyname(name)).is_loopback
+    except OSError as error:
+        raise InputError(f"MASTER_ADDR is '{name}', which this node cannot resolve: {error}.") from None
+    meant = name == "localhost" or name.startswith("127.")
+    return _EVERYWHERE if local and not meant else name
+
+
+def _serve(host: str) -> Any:
+    from penstock.stores.tcp import serve_tcp
+
+    return serve_tcp(host)
+
+
+def _pool(
+    settings: PlanningSettings, source: BatchSource, planner: ProgramPlanner, address: str, job: Job, node: int = 0, num_nodes: int = 1
+) -> PlannerPool:
+    own = settings.planners
+    return PlannerPool(source, planner, address, job, first=node * own, own=own, count=num_nodes * own, hang_s=settings.hang_s)
+
+
+@contextmanager
+def _left_clean(address: str, job: Job) -> Iterator[None]:
+    """Connects, so that a wrong address is told before anything starts, and deletes the job's keys at the end."""
+    with closing(open_store(address, replace(job, away_s=0.0))) as store:
+        try:
+            yield
+        finally:
+            with suppress(StoreError):  # a store that is gone keeps nothing
+                store.purge()

@@ -1,0 +1,56 @@
+"""Asynchronous 1F1B by plain torch in one process: each stage as old as it would be, one update after every micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from penstock.models.modules import build_chain
+from penstock.models.ops import Model
+from penstock.plans.plan import Stage
+from penstock.programs.instructions import Program
+from penstock.runtime.source import RandomSource, load_share
+from penstock.runtime.update import TrainingSettings
+
+
+def emulate(
+    model: Model, stages: Sequence[Stage], programs: Sequence[Program], settings: TrainingSettings
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of the iterations (each the mean over its labels) and the final weights.
+
+    With d stages from stage s to the end, micro-batch m passes stage s after the update of micro-batch m - d of the same iteration.
+    """
+    chain: Any = build_chain(model, seed=settings.seed)
+    source, depths = RandomSource(model), [len(stages) - index for index in range(len(stages))]
+    owned = [[p for module in chain.ops[stage.first : stage.last] for p in module.parameters()] for stage in stages]
+    optimizers = [settings.optimizer.make(parameters, settings.rate.peak) for parameters in owned]
+    losses = []
+    for program in programs:
+        total = 0.0
+        versions = [[[p.detach().clone() for p in parameters]] for parameters in owned]
+        for m, micro in enumerate(program.micro_batches):
+            for parameters, kept, depth in zip(owned, versions, depths, strict=True):
+                _set(parameters, kept[max(0, m - depth + 1)])
+            chain.zero_grad()
+            needs, device = ("inputs", "dec_inputs", "labels"), torch.device("cpu")
+            batch = load_share(source, program, micro, (0, len(micro.samples)), needs, device, settings.seed)
+            batch.weights = (batch.weights > 0).float() / micro.loss_tokens()  # of the micro-batch, not of the global batch
+            loss = chain(batch)["loss"]
+            total += loss.item() * micro.loss_tokens() / program.loss_tokens
+            loss.backward()
+            for parameters, kept, optimizer in zip(owned, versions, optimizers, strict=True):
+                _set(parameters, kept[m])
+                optimizer.param_groups[0]["lr"] = settings.rate.at(program.iteration)
+                optimizer.step()
+                kept.append([p.detach().clone() for p in parameters])
+        losses.append(total)
+    named = {f"{place.index}.{name}": p for place, op in zip(model.ops, chain.ops, strict=True) for name, p in op.named_parameters()}
+    return losses, {name: p.detach() for name, p in named.items()}
+
+
+def _set(parameters: Sequence[torch.nn.Parameter], values: Sequence[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)

@@ -1,0 +1,125 @@
+"""ZeRO-2 and 3: equal to one process, with less memory on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from runtime_cases import Case, Choice, largest_difference, make_case, reference
+from sharding_jobs import count_bytes
+
+from penstock.plans.references import model_of
+from penstock.programs.check import check_programs
+from penstock.programs.lower import lower
+from penstock.programs.work import ReplicaWork
+from penstock.runtime.learning_rate import LearningRate
+from penstock.runtime.optimizer import OptimizerSettings
+from penstock.runtime.session import train_programs
+from penstock.runtime.update import TrainingSettings
+from penstock.runtime.workers import Pool
+from penstock.schedules.actions import FORWARD
+from penstock.schedules.orders import gpipe
+
+pytestmark = pytest.mark.timeout(200)
+
+TOLERANCE = 1e-5
+ADAMW = TrainingSettings(LearningRate(3e-3, warmup_steps=2), OptimizerSettings("adamw", eps=1e-3), clip_norm=0.5)
+PLAIN: Choice = {"family": "gpt", "pp": 1, "tp": 1, "dp": 2, "replicas": 1, "schedule": "1f1b", "layout": "packed", "recompute": "some",
+                 "cuts": "even", "degrees": "equal", "zero": 3, "sequence_parallel": False}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(4, timeout_s=60) as workers:
+        yield workers
+
+
+def differences(pool: Pool, case: Case, settings: TrainingSettings) -> float:
+    working = [outcome for outcome in pool.run(train_programs, case.plan, case.programs(), settings) if outcome.losses]
+    losses, weights = reference(case, settings)
+    assert len(working) == len(case.plan.ranks)
+    of_losses = max(abs(mine - other) / abs(other) for mine, other in zip(working[0].losses, losses, strict=True))
+    return max(of_losses, largest_difference(case, working, weights)[0])
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("family", ["gpt", "llama", "bert", "t5", "vgg"])
+def test_two_ranks_equal_one_process(pool: Pool, family: str, zero: int) -> None:
+    layout = "padded" if family in ("t5", "vgg") else "packed"
+    assert differences(pool, make_case(PLAIN | {"family": family, "layout": layout, "zero": zero}, 3, 4), ADAMW) <= TOLERANCE
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"replicas": 2, "schedule": "gpipe", "recompute": "all"},
+        {"tp": 2, "sequence_parallel": True},
+        {"tp": 2, "degrees": "per op", "family": "bert"},
+        {"family": "resnet", "layout": "padded"},
+    ],
+    ids=["replicas of unequal work", "sequence parallel", "degrees of each op", "batch statistics"],
+)
+def test_other_splits(pool: Pool, zero: int, more: dict[str, Any]) -> None:
+    settings = ADAMW if more.get("family") != "resnet" else TrainingSettings(LearningRate(0.05), OptimizerSettings("sgd"))
+    case = make_case(PLAIN | {"zero": zero} | more, 5)
+    if more.get("replicas") == 2:
+        assert any(len({len(one.micro_batches) for one in work}) == 2 for work in case.works)
+    assert differences(pool, case, settings) <= TOLERANCE
+
+
+def test_both_levels_give_the_same_bits(pool: Pool) -> None:
+    cases = [make_case(PLAIN | {"zero": zero}, 3) for zero in (2, 3)]
+    two, three = (pool.run(train_programs, case.plan, case.programs(), ADAMW) for case in cases)
+    assert two[0].losses == three[0].losses and two[0].norms == three[0].norms
+    for mine, its in zip(two[0].weights, three[1].weights, strict=True):
+        assert torch.equal(mine.values, its.values)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_learns_like_without(pool: Pool, precision: str) -> None:
+    cases = []
+    for zero in (0, 2, 3):
+        made = make_case(PLAIN | {"zero": zero}, 9, 8)
+        plan = replace(made.plan, precision=precision)
+        cases.append(replace(made, plan=plan, model=model_of(plan)))
+    plain, *others = (pool.run(train_programs, case.plan, case.programs(), ADAMW)[0] for case in cases)
+    for other in others:
+        assert other.losses == pytest.approx(plain.losses, rel=3e-3)
+        assert {weight.values.dtype for weight in other.weights} == {torch.bfloat16 if precision == "bf16" else torch.float16}
+    assert plain.losses[-1] < plain.losses[0]
+
+
+def test_memory_falls_level_by_level(pool: Pool) -> None:
+    """Without: weights, gradients and two moments, 4 units of fp32. Two ranks halve the moments (1), gradients (2) and weights (3)."""
+    found, weights = {}, 0
+    for zero in (0, 1, 2, 3):
+        case = make_case(PLAIN | {"zero": zero, "recompute": "none"}, 3, 2, hidden=128, layers=6, heads=4, vocab=64)
+        weights = 4 * case.model.num_parameters
+        found[zero] = max(pool.run(count_bytes, case.plan, case.programs(), ADAMW)[:2])
+    units = {zero: at_rest / weights for zero, (at_rest, _) in found.items()}
+    assert units == pytest.approx({0: 4.0, 1: 3.0, 2: 2.5, 3: 2.0}, abs=0.15)
+    # While it runs, two blocks of six and their gradients come on top of what lasts, and a bit for the micro-batches.
+    assert found[3][1] < 2.9 * weights < found[1][1]
+
+
+def test_evaluation_with_unequal_work(pool: Pool) -> None:
+    found = []
+    for zero in (0, 3):
+        case = make_case(PLAIN | {"zero": zero, "replicas": 2}, 5, iterations=1)
+        forward = tuple(_forwards(replace(work, patterns=())) for work in case.works[0])
+        assert len({len(work.micro_batches) for work in forward}) == 2
+        programs = lower(case.plan, case.model, forward, 0, training=False)
+        assert check_programs(programs, case.plan, case.model) == []
+        outcomes = pool.run(train_programs, case.plan, [programs], ADAMW)
+        assert len({outcome.evaluated for outcome in outcomes}) == 1
+        found.append(outcomes[0].evaluated[0])
+    assert found[0] == found[1]
+
+
+def _forwards(work: ReplicaWork) -> ReplicaWork:
+    full = gpipe(1, len(work.micro_batches))
+    return replace(work, schedule=tuple(tuple(action for action in actions if action.kind == FORWARD) for actions in full))

@@ -1,0 +1,41 @@
+"""A plan with degrees of each op, as the search finds it, trains like one process."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from runtime_cases import Case, largest_difference, make_works, reference
+
+from penstock.programs.check import check_programs
+from penstock.runtime.learning_rate import LearningRate
+from penstock.runtime.optimizer import OptimizerSettings
+from penstock.runtime.session import train_programs
+from penstock.runtime.update import TrainingSettings
+from penstock.runtime.workers import Pool
+from penstock.search.engine import search
+from penstock.search.request import Request
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_a_found_plan_equals_one_process(tmp_path: Path) -> None:
+    fields = {"family": "vgg", "convs": [1, 1], "widths": [8, 16], "classifier_width": 2048, "num_classes": 8, "image_size": 32}
+    (tmp_path / "model.yaml").write_text(json.dumps(fields))
+    request = Request.of(str(tmp_path / "model.yaml"), "4xt4", 32, "roofline", None, (), math.inf)
+    best = search(request, top=1).choices[0]
+    assert best.kind == "mixed" and {run.tp for run in best.plan.stages[0].runs} == {4}
+    plan = replace(best.plan, cluster="4xcpu")
+    case = Case(plan, request.model, tuple(make_works(plan, request.model, random.Random(seed)) for seed in range(3)))
+    assert all(check_programs(programs, plan, request.model) == [] for programs in case.programs())
+    # Without clipping: the norm of a million gradients in fp32 depends on how they are divided, by more than the tolerance.
+    settings = TrainingSettings(LearningRate(0.05), OptimizerSettings("sgd"), clip_norm=None)
+    with Pool(4, timeout_s=60) as pool:
+        outcomes = pool.run(train_programs, plan, case.programs(), settings)
+    losses, weights = reference(case, settings)
+    assert outcomes[0].losses == pytest.approx(losses, rel=1e-5)
+    assert largest_difference(case, outcomes, weights)[0] <= 1e-5

@@ -1,0 +1,41 @@
+"""A job for worker processes: train, and count what really lies in memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import torch
+
+from penstock.plans.plan import Plan
+from penstock.programs.instructions import Program
+from penstock.runtime.session import open_rank
+from penstock.runtime.update import TrainingSettings
+from penstock.runtime.workers import Worker
+
+__all__ = ["count_bytes"]
+
+
+def count_bytes(worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], settings: TrainingSettings) -> tuple[int, int]:
+    """Bytes of all tensors of this process between two steps, and the most before any block of the second step."""
+    gc.collect()
+    before = _alive_bytes()
+    rank = open_rank(worker, plan, settings)
+    if rank is None:
+        return 0, 0
+    place = rank.world.process[rank.world.rank]
+    seen: list[int] = []
+    rank.train(programs[0][place])
+    gc.collect()
+    at_rest = _alive_bytes() - before
+    for stage in rank.stages.values():
+        for piece in stage.pieces:
+            piece.chain.register_forward_pre_hook(lambda *_: seen.append(_alive_bytes() - before))
+    rank.train(programs[1][place])
+    return at_rest, max(seen)
+
+
+def _alive_bytes() -> int:
+    # The type, not the class: lazy objects among them would come alive if asked for the latter.
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
