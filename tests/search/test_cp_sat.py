@@ -82,7 +82,7 @@ def test_degrees_and_recomputation_of_a_chain() -> None:
         costs, machine = random_costs(numbers, 2, 0, num_ops), Machine((Pool(2, 2, limit),), 2.0, 0.0)
         expected = best_mixed_time([costs], machine, 1, 1)
         found = best_chain(
-            0, num_ops, 1.0, limit, 2 * int(limit) + 2, 2.0, 0.0, costs.compute, costs.forward, costs.ending, costs.kept,
+            0, num_ops, np.inf, 1.0, limit, 2 * int(limit) + 2, 2.0, 0.0, costs.compute, costs.forward, costs.ending, costs.kept,
             costs.forward_reserve, costs.backward_reserve, costs.weights, costs.entering, costs.enter[0], costs.leave[0], *costs.changes,
             np.zeros(num_ops, np.int64),
         )  # fmt: skip

@@ -70,12 +70,12 @@ class Costs:
         return min((time for time, memory in tried if memory <= limit), default=np.inf)
 
 
-def chain_is_the_fastest(seed: int, ops: int, behind: int, limit: float) -> bool:
+def chain_is_the_fastest(seed: int, ops: int, behind: int, limit: float, most: float = np.inf) -> bool:
     """Whether the chain found is the best; that it fits and takes what it says holds in any case."""
     costs, held, chosen = Costs(seed, 2, ops), behind + 1.0, np.zeros(ops, np.int64)
     expected = costs.best_by_trying(held, limit)
     found = best_chain(
-        0, ops, held, limit, 3000, STATE, FLOOR, costs.compute, costs.forward, costs.ending, costs.kept, costs.forward_reserve,
+        0, ops, most, held, limit, 3000, STATE, FLOOR, costs.compute, costs.forward, costs.ending, costs.kept, costs.forward_reserve,
         costs.backward_reserve, costs.weights, costs.entering, costs.enter, costs.leave, costs.reshard, costs.moved,
         costs.edge, costs.allowed, chosen,
     )  # fmt: skip
@@ -90,6 +90,15 @@ def test_chain_fits_and_is_nearly_always_the_fastest() -> None:
     """Of two labels in a bucket the faster one stays, also where the other would have had the smaller peak in the end."""
     cases = [(seed, 2 + seed % 4, seed % 3, 2.0 + seed % 9) for seed in range(300)]
     assert sum(chain_is_the_fastest(*case) for case in cases) >= 0.95 * len(cases)
+
+
+def test_a_limit_on_time_loses_no_chain_that_keeps_it() -> None:
+    for seed in range(100):
+        costs, ops = Costs(seed, 2, 4), 4
+        expected = costs.best_by_trying(2.0, 8.0)
+        if np.isfinite(expected) and chain_is_the_fastest(seed, ops, 1, 8.0):
+            assert chain_is_the_fastest(seed, ops, 1, 8.0, most=expected * (1 + 1e-9))
+            assert not chain_is_the_fastest(seed, ops, 1, 8.0, most=expected * 0.5)
 
 
 @given(seed=st.integers(0, 2**32 - 1), ops=st.integers(1, 5), behind=st.integers(0, 3), limit=st.floats(1.0, 12.0))

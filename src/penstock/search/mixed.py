@@ -7,6 +7,7 @@ place, until an answer consists of solved stages alone; the first answer is a bo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -96,6 +97,7 @@ class LazyStages:
 
         self.costs, self.machine, self.count, self._buckets = list(costs), machine, count, buckets
         self.solved: dict[tuple[int, ...], tuple[float, Ints]] = {}
+        self._most = np.inf
         if not self.costs:
             return
         fastest = [np.where(c.allowed, c.compute, np.inf).min(axis=0) for c in self.costs]
@@ -132,6 +134,7 @@ class LazyStages:
 
     def solve(self, known: float) -> tuple[tuple[SolvedStage, ...], float]:
         """Solves stages until the programme's answer is made of them; no stages where nothing is faster than `known`."""
+        self._most = known / self.count * (1 + 1e-9)  # a stage that takes longer makes every iteration longer than `known`
         while self.costs:
             found = best_partition(self.space, self.count, known)
             if not found.stages or not self._solve_stages(found):
@@ -139,25 +142,28 @@ class LazyStages:
         return (), np.inf
 
     def _solve_stages(self, found: Partition) -> bool:
-        """Solves the answer's new stages; false if there were none."""
+        """Solves the answer's new stages, as many at once as there are processors; false if there were none."""
+        new = [key for key in dict.fromkeys(self._keys(found)) if key not in self.solved]
+        with ThreadPoolExecutor() as pool:
+            for key, (time, states) in zip(new, pool.map(self._solve_stage, new), strict=True):
+                option, first, last, behind, arrives, departs = key
+                self.solved[key] = time, states
+                extra = self.space.enter[option, arrives, first] + self.space.leave[option, departs, last]
+                self.times[behind, self.space.pair(option, first, last)] = time - extra
+        return bool(new)
+
+    def _solve_stage(self, key: tuple[int, ...]) -> tuple[float, Ints]:
+        """Time and the state of each op of one stage."""
         from penstock.search.mixed_kernels import best_chain
 
-        new = False
-        for key in self._keys(found):
-            if key in self.solved:
-                continue
-            option, first, last, behind, arrives, departs = key
-            c, states = self.costs[option], np.zeros(last - first, np.int64)
-            time = best_chain(
-                first, last, behind + 1.0, self.machine.pools[c.pool].memory_limit, self._buckets, self.machine.state_factor,
-                self.machine.least_reserve, c.compute, c.forward, c.ending, c.kept, c.forward_reserve, c.backward_reserve, c.weights,
-                c.entering, c.enter[arrives], c.leave[departs], *c.changes, states,
-            )  # fmt: skip
-            self.solved[key] = float(time), states
-            extra = self.space.enter[option, arrives, first] + self.space.leave[option, departs, last]
-            self.times[behind, self.space.pair(option, first, last)] = time - extra
-            new = True
-        return new
+        option, first, last, behind, arrives, departs = key
+        c, states = self.costs[option], np.zeros(last - first, np.int64)
+        time = best_chain(
+            first, last, self._most, behind + 1.0, self.machine.pools[c.pool].memory_limit, self._buckets, self.machine.state_factor,
+            self.machine.least_reserve, c.compute, c.forward, c.ending, c.kept, c.forward_reserve, c.backward_reserve, c.weights,
+            c.entering, c.enter[arrives], c.leave[departs], *c.changes, states,
+        )  # fmt: skip
+        return float(time), states
 
     def _keys(self, found: Partition) -> list[tuple[int, ...]]:
         """(option, first, last, stages behind, arrives across nodes, departs across nodes) of each stage."""

@@ -60,10 +60,11 @@ def bound_table(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def best_chain(  # type: ignore[no-untyped-def]
-    first, last, held, limit, buckets, state, floor, compute, forward, ending, kept, forward_reserve, backward_reserve, weights, entering,
-    enter, leave, reshard, moved, edge, allowed, chosen,
+    first, last, most, held, limit, buckets, state, floor, compute, forward, ending, kept, forward_reserve, backward_reserve, weights,
+    entering, enter, leave, reshard, moved, edge, allowed, chosen,
 ):  # fmt: skip
-    """Fast states of ops first..last that fit; returns their time, infinite if none was found. `chosen` receives the state of each op.
+    """Fast states of ops first..last that fit, if they take at most `most`; returns their time, infinite if none was found. `chosen`
+    receives the state of each op.
 
     Labels are kept for each state and bucket of memory, the fastest of each, with all their memory exactly; of those in a bucket one
     that would have had the smaller peak in the end may be lost.
@@ -72,6 +73,7 @@ def best_chain(  # type: ignore[no-untyped-def]
     # Of a label: time, weights, held by one micro-batch, open segment, largest segment, largest reserves.
     now, new = np.full((states, buckets, 7), np.inf), np.full((states, buckets, 7), np.inf)
     back = np.full((n, states, buckets, 2), -1, np.int16)
+    left = _time_left(first, last, compute, leave, reshard, allowed)
     for s in range(states):
         q, f = s // 2, s % 2
         if allowed[q, first]:
@@ -103,6 +105,8 @@ def best_chain(  # type: ignore[no-untyped-def]
                         else:
                             mine -= kept[p, before]
                             time += forward[p, before] - ending[p, before]
+                    if time + left[step, q] > most:
+                        continue
                     weight, hope = label[1] + weights[q, op], f * held * kept[q, op]
                     _keep(new, back, step, s, time, weight, mine, segment, peak, most_forward, most_backward, state, floor, held, limit, r,
                           bucket, hope)  # fmt: skip
@@ -127,6 +131,21 @@ def best_chain(  # type: ignore[no-untyped-def]
             chosen[step] -= 1
             best -= ending[chosen[step] // 2, first + step]
     return best
+
+
+@njit(cache=True, nogil=True)
+def _time_left(first, last, compute, leave, reshard, allowed):  # type: ignore[no-untyped-def]
+    """[ops, Q] the least time of all that comes after an op in a configuration, whatever memory it takes."""
+    num, n = compute.shape[0], last - first
+    left = np.full((n, num), np.inf)
+    left[n - 1] = leave[:, last - 1]
+    for step in range(n - 2, -1, -1):
+        op = first + step + 1
+        for p in range(num):
+            for q in range(num):
+                if allowed[q, op]:
+                    left[step, p] = min(left[step, p], reshard[p, q, op] + compute[q, op] + left[step + 1, q])
+    return left
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -197,5 +216,5 @@ def warm() -> None:
     edge, reshard = np.zeros((1, 1, 3), np.bool_), np.zeros((1, 1, 3))
     offset, width = np.array([0, 3, 5]), np.array([3, 2, 1])
     bound_table(np.array([0.0, 1.0]), 99.0, 4.0, 1.0, *[ones] * 8, reshard, reshard, edge, free, offset, width, np.zeros((1, 6)))
-    best_chain(0, 3, 1.0, 99.0, 8, 4.0, 1.0, *[ones] * 10, reshard, reshard, edge, free, np.zeros(3, np.int64))
+    best_chain(0, 3, 99.0, 1.0, 99.0, 8, 4.0, 1.0, *[ones] * 10, reshard, reshard, edge, free, np.zeros(3, np.int64))
     mixing_gain(ones, reshard, np.ones(1, np.bool_), np.array([0, 1]))
