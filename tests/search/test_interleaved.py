@@ -21,6 +21,8 @@ from penstock.search.engine import Outcome, search
 from penstock.search.families import families
 from penstock.search.interleaved import (
     Interleaving,
+    _least_s,
+    _plan,
     _windows,
     balanced_cuts,
     best_interleaved,
@@ -28,6 +30,8 @@ from penstock.search.interleaved import (
     sharper_bound_s,
     simulated_pipeline_s,
 )
+from penstock.search.interleaved_bound import cuts_bound_s
+from penstock.search.interleaved_links import Links
 from penstock.search.pipelines import blocks_of
 from penstock.search.request import Request
 
@@ -50,15 +54,18 @@ def test_cuts_are_nearly_as_good_as_all_that_are_allowed(seed: int, groups: int,
     time = numbers.random(groups * chunks * 2 + 1) + 0.2
     enter, leave = 0.1 * numbers.random((2, groups, len(time) + 1))
     enter[:, 0], leave[:, -1] = 0.0, 0.0
-    cuts, found = balanced_cuts(time, enter, leave, np.array([0, len(time)]), count, chunks)
+    weights, after, tied = np.cumsum([0.0, *numbers.random(len(time))]), *0.1 * numbers.random((2, groups))
+    links = Links(enter, leave, weights, after, tied)
+    cuts, found = balanced_cuts(time, links, np.array([0, len(time)]), count, chunks)
     low, high = _windows(np.concatenate([[0.0], np.cumsum(time)]), groups * chunks)
 
     def time_of(edges: tuple[int, ...]) -> float:
-        sums = [0.0] * groups
+        sums, ends = [0.0] * groups, links.tied_s.tolist()
         for number, (first, last) in enumerate(itertools.pairwise(edges)):
             group = number % groups
             sums[group] += float(time[first:last].sum() + enter[group, first] + leave[group, last])
-        return pipeline_s("interleaved", sums, count, chunks)
+            ends[group] += float(links.after_s[group] * (links.weights[last] - links.weights[first]))
+        return pipeline_s("interleaved", sums, count, chunks) + max(ends)
 
     assert (cuts >= low).all() and (cuts <= high).all() and (np.diff(cuts) > 0).all()
     assert time_of(tuple(cuts.tolist())) == pytest.approx(found)
@@ -66,6 +73,11 @@ def test_cuts_are_nearly_as_good_as_all_that_are_allowed(seed: int, groups: int,
     every = ((0, *edges, len(time)) for edges in inner)
     least = min(time_of(edges) for edges in every if all(a < b for a, b in itertools.pairwise(edges)))
     assert least - 1e-9 <= found <= 1.02 * least
+    before, average_s = np.concatenate([[0.0], np.cumsum(time)]), float(time.sum()) / groups
+    assert cuts_bound_s(before, links, low, high, count, chunks) <= least * (1 + 1e-9)
+    free = replace(links, after_s=np.zeros(groups), tied_s=np.zeros(groups))
+    bound_s = cuts_bound_s(before, free, low, high, count, chunks)
+    assert bound_s >= pipeline_s("interleaved", [average_s] * groups, count, chunks) * (1 - 1e-9)
 
 
 def test_interleaved_plans_are_found() -> None:
@@ -135,6 +147,28 @@ def test_no_cuts_of_a_small_chain_are_below_the_bound(tmp_path: Path, share: flo
             checked += estimate.fits
             assert not estimate.fits or estimate.time_s >= bound_s * (1 - 1e-9)
     assert checked >= 20
+
+
+def test_every_order_of_ranks_is_above_the_bound_and_some_cuts_are_near_it(tmp_path: Path) -> None:
+    """Replicas on several nodes, with tied weights: all cuts of both orders, and what is known of each before it is estimated."""
+    path = tmp_path / "model.yaml"
+    path.write_text(json.dumps({"base": "gpt-350m", "layers": 4, "hidden": 256, "heads": 4, "vocab": 2048, "seq_length": 512}))
+    request = Request.of(str(path), "2xg5.12xlarge", 256, "roofline", None, (16,), math.inf)
+    (way,) = [w for w in ways_of(request, math.inf) if w.chunks == 2 and w.groups == 2 and w.family.replicas == 4]
+    assert len(way.orders) == 2
+    low, high = way.windows
+    times = []
+    for inner in itertools.product(*(range(int(low[k]), int(high[k]) + 1) for k in (1, 2, 3))):
+        cuts = np.array([0, *inner, request.model.num_ops])
+        for together, links in way.orders if (np.diff(cuts) > 0).all() else ():
+            time_s = request.estimator.estimate(_plan(way, cuts, together)).time_s
+            assert 0.98 * time_s <= _least_s(way, links, cuts) <= time_s * (1 + 1e-9)
+            times.append(time_s)
+    assert len(times) >= 50
+    assert way.bound_s <= sharper_bound_s(way) <= min(times)
+    assert sharper_bound_s(way) >= 0.95 * min(times)
+    found = best_interleaved(way, blocks_of(request.model), math.inf)
+    assert found is not None and found[1].time_s <= 1.02 * min(times)
 
 
 def test_found_plans_take_what_the_formula_says_under_the_simulator() -> None:

@@ -5,26 +5,27 @@ chunks of about equal time alone, so cuts stay within a tenth of a chunk, or an 
 moved until the groups' sums are nearly equal. Ways whose ops do not divide so evenly that the simulator agrees with the formula are left
 out, and so are plans that it finds slower. Nothing is recomputed: where only some blocks are, chunks are no longer equal.
 
-The bound: the sum over all groups is that of all ops and of v · G - 1 messages, and the slowest takes at least the average. All
-devices together hold the state of every op, and what it keeps as often as the chunk it may be in at least.
+The first bound: the sum over all groups is that of all ops and of v · G - 1 messages, and the slowest takes at least the average. All
+devices together hold the state of every op, and what it keeps as often as the chunk it may be in at least. A sharper one looks at every
+place of every cut (`interleaved_bound`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.costs.collectives import sync_gradients_s
-from penstock.costs.memory import bytes_per_parameter, rank_parameters
-from penstock.costs.messages import cut_times_s, gradient_sharing
 from penstock.costs.table import Floats
 from penstock.plans.inflight import in_flight_by_chunk
 from penstock.plans.plan import Degrees, Plan, Stage
 from penstock.search.families import CHUNKS, MAX_DEPTH, Family
+from penstock.search.interleaved_bound import cuts_bound_s
+from penstock.search.interleaved_links import Links, links_of
 from penstock.search.stages import Blocks, Ints, StageOption
 
 if TYPE_CHECKING:
@@ -40,15 +41,17 @@ __all__ = [
     "simulated_pipeline_s",
 ]
 
-_MOVES, _LEAST_MOVES = 2000, 60_000
+_MOVES, _LEAST_MOVES = 20_000, 60_000
 """That are tried for each cut, and for all of them."""
+_DRAWS, _EVENLY = 6, (0.0, 0.5)
+"""How often, and with how much regard to equal chunks: cuts that the formula takes for equally good are not so under the simulator."""
+_ESTIMATED = 2
+"""Cuts of each order of ranks that are estimated whole."""
 _WINDOW = 0.1
 """Of a chunk, by which a cut may be off."""
 _HONEST, _EVEN = 1.03, 1.05
 """The simulator may find a plan this much slower than the formula, and chunks that are as equal as ops allow this much slower than equal
 ones."""
-_SEEN = 8
-"""Replicas whose messages are taken to share a network."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,26 @@ class Interleaving:
     chunks: int
     bound_s: float
     """What no such plan can be below."""
+
+    @cached_property
+    def orders(self) -> tuple[tuple[bool, Links], ...]:
+        """The orders of ranks and their links; one where it makes no difference."""
+        family, (low, high) = self.family, self.windows
+        found = tuple(
+            (together, links_of(family, self.option, self.groups, together, int(low[1]), int(high[-2])))
+            for together in ((False, True) if family.replicas > 1 else (False,))
+        )
+        return found[:1] if found[0][1].like(found[-1][1]) else found
+
+    @cached_property
+    def windows(self) -> tuple[Ints, Ints]:
+        """[chunks + 1] the first and the last op at which each cut may be."""
+        return _windows(_before(self.family, self.option), self.groups * self.chunks)
+
+    def order_bound_s(self, links: Links) -> float:
+        """What no plan in this order can be below."""
+        before = _before(self.family, self.option)
+        return cuts_bound_s(before, links, *self.windows, self.family.count, self.chunks)
 
 
 def interleavings(family: Family) -> Iterator[Interleaving]:
@@ -97,59 +120,10 @@ def _work_bound_s(family: Family, option: StageOption, groups: int, chunks: int)
 
 
 def sharper_bound_s(way: Interleaving) -> float:
-    """The same where messages and gradients meet the links between the devices that they go between."""
-    family, option = way.family, way.option
-    work_s = _work_bound_s(family, option, way.groups, way.chunks)
-    orders = (False, True) if family.replicas > 1 else (False,)
-    return work_s + min(_sent_bound_s(way, [family.ranks(option, g * option.num_devices, t) for g in range(way.groups)]) for t in orders)
-
-
-def _sent_bound_s(way: Interleaving, places: Sequence[tuple[tuple[int, ...], ...]]) -> float:
-    """What messages, gradient sync and optimizer step add at least, with these ranks of each group.
-
-    Each cut has the smallest carry of the ops where it may be.
-    """
-    family, cluster = way.family, way.family.request.estimator.cluster
-    model, option = family.request.estimator.model_under(way.option.sequence), way.option
-    sizes = np.array([model.boundary_bytes(op).at(family.table(option)[1], option.tp) for op in range(1, model.num_ops)])
-    small, large = 1 + int(sizes.argmin()), 1 + int(sizes.argmax())
-    stages = [Stage(0, 1, devices, Degrees(option.tp, option.dp)) for devices in places]
-
-    def hops_s(cut: int) -> Floats:
-        """[G] of the first replica's messages there and back between each group and the next, if they are cut here."""
-        times = []
-        for sender, receiver in zip(stages, [*stages[1:], stages[0]], strict=True):
-            ends = (sender.devices[:_SEEN], receiver.devices[:_SEEN])
-            pair = (replace(sender, last=cut, devices=ends[0]), replace(receiver, first=cut, last=model.num_ops, devices=ends[1]))
-            plan = replace(family.request.frame, stages=pair)
-            times.append(sum(cut_times_s(lambda *_: model, cluster, plan, family.samples, 0)[0]))
-        return np.array(times)
-
-    least, most = hops_s(small), hops_s(large)
-    slopes = (most - least) / max(float(sizes.max() - sizes.min()), 1.0)
-    every = np.tile(np.arange(way.groups), way.chunks)[:-1]  # after the last chunk nothing is sent
-    low, high = _windows(_before(family, option), way.groups * way.chunks)
-    carried = np.array([sizes[int(a) - 1 : int(b)].min() for a, b in zip(low[1:-1], high[1:-1], strict=True)])
-    messages_s = float(least[every].sum() + slopes[every] @ (carried - sizes.min()))
-    return messages_s * _pipeline_s(1.0, 1.0 / way.groups, family.count, way.chunks) + _after_bound_s(way, stages)
-
-
-def _after_bound_s(way: Interleaving, stages: Sequence[Stage]) -> float:
-    """Gradient sync and optimizer step of a group with an average share of the weights, on the best of the groups."""
-    family, option, frame = way.family, way.option, way.family.request.frame
-    estimator, holders = family.request.estimator, family.replicas * option.dp
-    weights = sum(count for op, count in rank_parameters(family.request.model.ops, option.tp) if op.trainable) / way.groups
-    device = family.kinds[option.pool].device.name
-    step_s = estimator.source.optimizer_s(weights / (holders if option.zero else 1), device, frame.precision, frame.optimizer)
-    if holders == 1:
-        return step_s
-    size = weights * bytes_per_parameter(frame.precision, frame.optimizer)[1]
-    sharing = gradient_sharing(estimator.cluster, replace(frame, stages=tuple(stages)))
-    lanes = [[ranks[at] for ranks in stage.devices for at in range(0, len(ranks), option.tp)] for stage in stages]
-    return step_s + min(
-        sync_gradients_s(size, estimator.cluster, ranks, zero=option.zero, sharing=together)
-        for ranks, together in zip(lanes, sharing, strict=True)
-    )
+    """The same with whole ops, and where messages and gradients meet the links between the devices that they go between."""
+    if not np.isfinite(_work_bound_s(way.family, way.option, way.groups, way.chunks)):
+        return np.inf
+    return min(way.order_bound_s(links) for _, links in way.orders)
 
 
 def _before(family: Family, option: StageOption) -> Floats:
@@ -193,20 +167,53 @@ def _pipeline_s(sum_s: float, slowest_s: float, count: int, chunks: int) -> floa
 def best_interleaved(way: Interleaving, blocks: Blocks, known_s: float) -> tuple[Plan, Estimate] | None:
     """The plan with balanced groups, or with chunks as equal as ops allow where the simulator does not agree with the formula about the
     first; none where it does not fit or is not faster than `known_s`."""
-    family, (enter, leave) = way.family, _messages(way.family, way.option, way.groups)
-    before = _before(family, way.option)
-    balanced, time_s = balanced_cuts(family.costs(way.option).compute, enter, leave, blocks.start, family.count, way.chunks)
-    equal = _near_equal(before, *_windows(before, way.groups * way.chunks))
-    for cuts in (balanced, equal) if time_s < known_s else ():
-        plans = (
-            [_plan(way, cuts, together) for together in ((False, True) if family.replicas > 1 else (False,))] if cuts is not None else []
-        )
-        estimates = [(plan, family.request.estimator.estimate(plan)) for plan in plans]
-        fitting = [pair for pair in estimates if pair[1].fits and pair[1].time_s < known_s]
-        found = min(fitting, key=lambda pair: pair[1].time_s, default=None)
-        if found is not None and simulated_pipeline_s(*found) <= _HONEST * found[1].pipeline_s:
-            return found
-    return None
+    family, equal = way.family, _near_equal(_before(way.family, way.option), *way.windows)
+    tried = []
+    for together, links in way.orders:
+        if way.order_bound_s(links) >= known_s:
+            continue
+        compute = family.costs(way.option).compute
+        drawn = [
+            balanced_cuts(compute, links, blocks.start, family.count, way.chunks, draw, even)[0]
+            for draw in range(_DRAWS)
+            for even in _EVENLY
+        ]
+        distinct = {cuts.tobytes(): cuts for cuts in (*drawn, *([equal] if equal is not None else []))}
+        timed = sorted(((_least_s(way, links, cuts), cuts) for cuts in distinct.values()), key=lambda entry: entry[0])
+        honest = ((time_s, together, cuts) for time_s, cuts in timed if time_s < known_s and _is_honest(way, links, cuts))
+        tried += list(islice(honest, _ESTIMATED))
+    best = None
+    for time_s, together, cuts in sorted(tried, key=lambda entry: entry[0]):
+        if time_s >= known_s:
+            break
+        plan = _plan(way, cuts, together)
+        estimate = family.request.estimator.estimate(plan)
+        if estimate.fits and estimate.time_s < known_s and simulated_pipeline_s(plan, estimate) <= _HONEST * estimate.pipeline_s:
+            best, known_s = (plan, estimate), estimate.time_s
+    return best
+
+
+def _least_s(way: Interleaving, links: Links, cuts: Ints) -> float:
+    """What a plan with these cuts takes at least."""
+    return _formula_s(way, links, cuts) + links.least_after_s(cuts)
+
+
+def _formula_s(way: Interleaving, links: Links, cuts: Ints) -> float:
+    sums = np.bincount(np.arange(len(cuts) - 1) % way.groups, _chunks_s(way, links, cuts).sum(axis=0))
+    return _pipeline_s(float(sums.sum()), float(sums.max()), way.family.count, way.chunks)
+
+
+def _chunks_s(way: Interleaving, links: Links, cuts: Ints) -> Floats:
+    """[2, chunks] forward and backward passes, messages included."""
+    costs, (there, back) = way.family.costs(way.option), links.messages_s(cuts)
+    forward, both = (np.add.reduceat(times, cuts[:-1]) for times in (costs.forward, costs.compute))
+    return np.stack([forward + there, both - forward + back])
+
+
+def _is_honest(way: Interleaving, links: Links, cuts: Ints) -> bool:
+    """Whether the simulator agrees with the formula."""
+    simulated_s = _simulated_s(_chunks_s(way, links, cuts), way.family.count, way.chunks)
+    return simulated_s <= _HONEST * _formula_s(way, links, cuts)
 
 
 def simulated_pipeline_s(plan: Plan, estimate: Estimate) -> float:
@@ -231,7 +238,7 @@ def _simulated_s(passes: Floats, count: int, chunks: int) -> float:
 def divides_evenly(way: Interleaving) -> bool:
     """Whether under the simulator the most equal chunks that ops allow take about as long as the formula says of equal groups."""
     costs, before = way.family.costs(way.option), _before(way.family, way.option)
-    cuts = _near_equal(before, *_windows(before, way.groups * way.chunks))
+    cuts = _near_equal(before, *way.windows)
     if cuts is None:
         return False
     enter, leave = _messages(way.family, way.option, way.groups)
@@ -256,21 +263,26 @@ def _messages(family: Family, option: StageOption, groups: int) -> tuple[Floats,
     return costs.enter[arrives], costs.leave[departs]
 
 
-def balanced_cuts(time: Floats, enter: Floats, leave: Floats, starts: Ints, count: int, chunks: int) -> tuple[Ints, float]:
-    """[v · G + 1] cuts near equal chunks, moved so that the pipeline of the groups' sums is short, and its time.
+def balanced_cuts(
+    time: Floats, links: Links, starts: Ints, count: int, chunks: int, draw: int = 0, even: float = 0.0
+) -> tuple[Ints, float]:
+    """[v · G + 1] cuts near equal chunks, moved so that the pipeline of the groups' sums and what follows it are short, and their time.
 
-    They begin between any two ops, and between blocks (`starts`), whose messages are often smaller, where there are enough of them.
+    They begin between any two ops, and between blocks (`starts`), whose messages are often smaller, where there are enough of them. Each
+    `draw` moves other cuts. With `even`, chunks are kept more equal, and have a price if they are not, as part of the time.
     """
     from penstock.search.interleaved_kernels import balance
 
-    num_chunks = len(enter) * chunks
+    num_chunks = len(links.enter) * chunks
     before, every = np.concatenate([[0.0], np.cumsum(time)]), np.arange(len(time) + 1)
     windows = _windows(before, num_chunks)
+    steps = max(_MOVES * num_chunks, _LEAST_MOVES)
 
     def moved(places: Ints, low: Ints, high: Ints, cuts: Ints) -> tuple[Ints, float]:
         found = cuts.copy()
-        tables = before[places], enter[:, places], leave[:, places]
-        time_s = balance(*tables, low, high, count - 1 / chunks, 1 / chunks, max(_MOVES * num_chunks, _LEAST_MOVES), found)
+        messages = links.enter.take(places, axis=1), links.leave.take(places, axis=1)  # in the order that the kernel is compiled for
+        tables = before[places], *messages, links.weights[places], links.after_s, links.tied_s
+        time_s = balance(*tables, low, high, count - 1 / chunks, 1 / chunks, steps, draw, even, found)
         return places[found], float(time_s)
 
     tried: list[tuple[Ints, float]] = []
