@@ -101,7 +101,7 @@ class Ticker:
 
 @contextmanager
 def progress(description: str, total: float | None = None, *, quiet: bool = False) -> Iterator[Ticker]:
-    """A progress bar on stderr with the time left; `total` None means unknown.
+    """A progress bar on stderr with the time left; with `total` None nobody knows how much there is, and it shows the time so far.
 
     Without a terminal only the finished bar is printed, and nothing at all if `quiet` (what `--json` commands pass).
 
@@ -110,16 +110,9 @@ def progress(description: str, total: float | None = None, *, quiet: bool = Fals
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    label = TextColumn("{task.description}", markup=False)
-    columns = (
-        label,
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("so far,"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
+    columns = [TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()]
+    if total is not None:
+        columns[2:] = [MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("so far,"), TimeRemainingColumn(), TextColumn("left")]
     with Progress(*columns, console=err(), disable=quiet and not err().is_terminal) as bar:
         yield Ticker(bar, description, total)
 
