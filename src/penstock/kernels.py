@@ -16,6 +16,7 @@ __all__ = ["KERNEL_MODULES", "compile_all", "compile_in_parallel"]
 KERNEL_MODULES: tuple[str, ...] = (
     "penstock.batching.anneal_kernels",
     "penstock.search.fasop_kernels",
+    "penstock.search.fasop_bound_kernels",
     "penstock.search.kernels",
     "penstock.batching.kernels",
     "penstock.schedules.event_kernels",

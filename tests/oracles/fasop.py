@@ -107,7 +107,12 @@ def last_backwards(compute: list[float], hops: list[float], count: int) -> list[
 
 def best_by_trying(problem: FasopProblem) -> float:
     """The least time of all cuts, options and placements."""
-    return min(step_s(problem, samples, stages) for samples in micro_batches_of(problem) for stages in _plans(problem, samples))
+    return min(best_of_size(problem, samples) for samples in micro_batches_of(problem))
+
+
+def best_of_size(problem: FasopProblem, samples: int) -> float:
+    """The least time with so many samples per micro-batch."""
+    return min((step_s(problem, samples, stages) for stages in _plans(problem, samples)), default=float("inf"))
 
 
 def _plans(problem: FasopProblem, samples: int) -> Iterator[list[Stage]]:

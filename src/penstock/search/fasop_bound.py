@@ -1,99 +1,97 @@
 """A step time below which no plan is, under FASOP's costs.
 
-Placement is relaxed: each hop takes the best link that its two stages could share, each stage's gradients the best ring. What is left is
-a dynamic programme over (stages behind, layers, GPUs used) that keeps every plan whose longest known paths through 1F1B are below a
-time in question; the largest time for which none is left is the bound.
+Placement is relaxed: GPUs of each kind are counted, and stages that send each other messages inside nodes must be able to stand on the
+same ones (`fasop_forms`). What is left is a dynamic programme over (stages behind, layers, GPUs used, form of the stage), which is run for
+boxes: an interval of the time of the longest path beside the sum, and some last stages. The box with the least bound is split until
+it is narrow.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.search.fasop_model import INTER_OVERHEAD, INTRA_OVERHEAD, Case, FasopProblem, Option
+from penstock.search.fasop_forms import Relaxed, relax
+from penstock.search.fasop_model import Case, FasopProblem, Option
 
 __all__ = ["lower_bound_s"]
 
 MOST_STATES = 400
 """Counts of GPUs by kind are told apart up to here; beyond, kinds are added up by their speed."""
-_RESOLUTION = 0.004
-_THETA_RESOLUTION = 0.012
+MOST_WORK = 21_000_000
+"""Steps of the programme, over all boxes, after which the bound is taken as it is: the same everywhere, unlike seconds."""
+_START, _LEAP = 0.88, 0.4
+"""Boxes are first asked for so much of the known time, and then for so much of what is missing: the less is asked, the less work it is."""
+_LABELS = 2
+"""Ways to a form and a state that are told apart; more of them make the bound hardly larger."""
+_RESOLUTION = 0.003
+_THETA_RESOLUTION = 0.006
+_TIED_RESOLUTION = 0.002
 
 
 @dataclass(frozen=True, eq=False)
-class _Relaxed:
-    """The arrays of one micro-batch size."""
+class _Box:
+    """Plans of one micro-batch size by the longest path beside their sum, and by their last stage."""
 
-    case: Case
-    shift: np.ndarray
-    room: np.ndarray
-    half: np.ndarray
-    first: np.ndarray
-    ring: np.ndarray
-    tied_s: float
-    best: np.ndarray
+    relaxed: Relaxed
+    low_s: float
+    high_s: float
+    last: np.ndarray
+    """Last stages, those with a cheap tied embedding first."""
+    space: tuple[np.ndarray, np.ndarray, np.ndarray]
+    """For the programme to work in, shared by all boxes of the size: new memory for each would take longer than the work in it."""
 
-    def may_beat(self, time_s: float) -> bool:
-        """Whether some plan of the relaxation is below a time."""
-        from penstock.search import fasop_kernels as kernels
+    @classmethod
+    def of(cls, relaxed: Relaxed, known_s: float) -> _Box:
+        """All plans below a known time."""
+        rows = 2 * len(relaxed.case.gradient_bits) * relaxed.steps.room.shape[1] * len(relaxed.steps.base)
+        space = np.empty((rows, _LABELS)), np.empty((rows, _LABELS)), np.empty(rows, np.int64)
+        return cls(relaxed, 0.0, known_s, np.argsort(relaxed.tied_s.mean(axis=0), kind="stable"), space)
 
-        intervals = [(0.0, time_s)]
-        while intervals:
-            low, high = intervals.pop()
-            least = kernels.bound(
-                self.case, self.shift, self.room, self.half, self.first, self.ring, self.tied_s, high, low, time_s, self.best
-            )
-            if least + low >= time_s:
-                continue
-            if high - low < _THETA_RESOLUTION * time_s:
-                return True
-            middle = (low + high) / 2
-            intervals += [(low, middle), (middle, high)]
-        return False
+    def least_s(self, known_s: float) -> tuple[float, int]:
+        """A time that no plan of the box is below, at most `known_s`; and the work it took."""
+        from penstock.search import fasop_bound_kernels as kernels
+
+        relaxed, allowed = self.relaxed, np.zeros(len(self.relaxed.steps.option), np.bool_)
+        allowed[self.last] = True
+        after, tied = relaxed.after_s(self.last), float(relaxed.tied_s[:, self.last].min())
+        least_s, work = kernels.bound(relaxed.case, relaxed.steps, allowed, after, tied, self.high_s, self.low_s, known_s, *self.space)
+        return float(least_s), int(work)
+
+    def halves(self, known_s: float) -> list[_Box]:
+        """Two boxes that cover this one, or none if it is narrow."""
+        if self.high_s - self.low_s > _THETA_RESOLUTION * known_s:
+            middle = (self.low_s + self.high_s) / 2
+            return [replace(self, high_s=middle), replace(self, low_s=middle)]
+        tied = np.minimum(self.relaxed.tied_s[:, self.last], known_s)
+        if len(self.last) > 1 and (tied.max(axis=1) - tied.min(axis=1)).max() > _TIED_RESOLUTION * known_s:
+            middle = len(self.last) // 2
+            return [replace(self, last=self.last[:middle]), replace(self, last=self.last[middle:])]
+        return []
 
 
 def lower_bound_s(problem: FasopProblem, sizes: Sequence[tuple[list[Option], Case]], known_s: float) -> float:
-    """The bound over all micro-batch sizes; at most `known_s`, the time of a plan at hand."""
-    least = known_s
-    for options, case in sizes:
-        relaxed = _relaxed(problem, options, case)
-        if not relaxed.may_beat(least):
-            continue
-        low, high = 0.0, least
-        step = 0.02 * known_s
-        while high - step > 0 and relaxed.may_beat(high - step):
-            high -= step
-            step *= 2
-        low = max(0.0, high - step)
-        while high - low > _RESOLUTION * known_s:
-            middle = (low + high) / 2
-            low, high = (low, middle) if relaxed.may_beat(middle) else (middle, high)
-        least = low
-    return least
-
-
-def _relaxed(problem: FasopProblem, options: list[Option], case: Case) -> _Relaxed:
-    kinds, num_layers = list(problem.kinds.values()), len(case.gradient_bits) - 1
-    units, limit = _budget(problem, options, case)
-    stride = np.concatenate([[1], np.cumprod(limit + 1)[:-1]]).astype(np.int64)
-    num_states = int(np.prod(limit + 1))
-    digits = np.arange(num_states)[:, None] // stride % (limit + 1)
-    room = np.array([(digits + units[c] <= limit).all(axis=1) for c in range(len(options))])
-    half = np.array([min(_hop_s(problem, case, a, b) for b in options) for a in options])
-    intra = np.array([max(kinds[k].intra_bits_per_s for k in option.kinds) for option in options])
-    inter = np.array([max(kinds[k].inter_bits_per_s for k in option.kinds) for option in options])
-    in_node = np.array([option.num_devices <= max(kinds[k].gpus_per_node for k in option.kinds) for option in options])
-    ring = np.where(in_node, np.maximum(intra, inter), inter)
-    dp, tp = case.dp.astype(float), case.tp.astype(float)
-    tied = case.tied_bits / tp * np.minimum(dp, case.per_node) / np.maximum(intra, inter)
-    first = (2 * (dp - 1) / dp / ring)[:, None] * case.gradient_bits
-    first[:, :num_layers] += tied[:, None]
-    depth = min(problem.num_devices, num_layers)
-    best = np.empty((depth + 1, num_layers + 1, num_states))
-    return _Relaxed(case, units @ stride, room, half, first, ring, float(tied.min()), best)
+    """The bound over all micro-batch sizes; at most `known_s`, the time of a plan at hand, above which nothing is looked at."""
+    parts = [_Box.of(relax(problem, options, case, *_budget(problem, options, case)), known_s) for options, case in sizes]
+    heap: list[tuple[float, int, bool, _Box]] = []
+    floor_s, limit_s, step_s = 0.0, _START * known_s, _RESOLUTION * known_s
+    number, work, narrow = 0, 0, False
+    while True:
+        for part in parts:
+            found_s, done = part.least_s(limit_s)
+            number, work = number + 1, work + done
+            heapq.heappush(heap, (max(found_s, floor_s), number, narrow and found_s < floor_s + step_s / 2, part))
+        floor_s, _, final, box = heapq.heappop(heap)
+        if final or floor_s >= known_s or work > MOST_WORK:
+            return min(floor_s, known_s)
+        parts = box.halves(known_s)
+        narrow = not parts
+        limit_s = min(known_s, floor_s + max(step_s, 0.0 if narrow else (known_s - floor_s) * _LEAP))
+        parts = parts or [box]
 
 
 def _budget(problem: FasopProblem, options: list[Option], case: Case) -> tuple[np.ndarray, np.ndarray]:
@@ -114,16 +112,3 @@ def _budget(problem: FasopProblem, options: list[Option], case: Case) -> tuple[n
     grain = -(-total // MOST_STATES)  # counts are rounded down, which only lets more plans through
     weighed = [[option.num_devices * min(weight[k] for k in option.kinds) // grain] for option in options]
     return np.array(weighed, np.int64), np.array([total // grain], np.int64)
-
-
-def _hop_s(problem: FasopProblem, case: Case, a: Option, b: Option) -> float:
-    """The least that a hop between two stages can take: over the network, or inside nodes that have room for both."""
-    kinds, shares = list(problem.kinds.values()), (case.samples // a.dp, case.samples // b.dp)
-    network = min(max(kinds[k].inter_bits_per_s for k in option.kinds) for option in (a, b))
-    flows = max(a.dp, b.dp) * max(a.tp, b.tp)
-    least = math.gcd(*shares) * flows * case.sample_bits * INTER_OVERHEAD / network
-    for k in set(a.kinds) & set(b.kinds):
-        nodes = min(a.dp, b.dp, sum(problem.counts))
-        if a.num_devices + b.num_devices <= max(kind.gpus_per_node for kind in kinds) * nodes:
-            least = min(least, min(shares) * case.sample_bits * INTRA_OVERHEAD / kinds[k].intra_bits_per_s)
-    return least

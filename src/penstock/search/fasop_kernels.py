@@ -1,4 +1,4 @@
-"""The compiled loops of the search over FASOP's costs: placement, 1F1B, moves of a plan, and two dynamic programmes.
+"""The compiled loops of the search over FASOP's costs: placement, 1F1B, moves of a plan, and a dynamic programme for rough ones.
 
 A plan of D stages is five things: layers [D], option [D], spread [D], how many of the last stages share the nodes of the first one, and
 how nodes are picked (the fullest or the emptiest that fit). A spread w deals a stage's replicas to w nodes, the same number to each,
@@ -12,7 +12,7 @@ from numba import njit
 
 from penstock.search.fasop_model import INTER_OVERHEAD, INTRA_OVERHEAD, Case
 
-__all__ = ["bound", "climb", "deal", "finish", "improve", "judge", "messages", "narrowest", "sketch", "start", "warm"]
+__all__ = ["climb", "deal", "finish", "improve", "judge", "messages", "narrowest", "sketch", "start", "warm"]
 
 _PASSES = 6
 """Over all pairs of stages, when layers are moved."""
@@ -548,97 +548,9 @@ def sketch(case, kind, units, limit, node, intra_s, inter_s, tied_s, ring, tau, 
                             back[k, i, state] = ((behind * num_states + u) * (num_layers + 1) + j) * len(kind) + c
 
 
-@njit(cache=True, nogil=True)
-def ahead(case, shift, room, half, first, longest, value, after):  # type: ignore[no-untyped-def]
-    """Fills value [layers + 1, states]: least time and hops of the first i layers with at most so many units, stages up to `longest`.
-
-    `after` is the same with what comes after the first stage's last backward.
-    """
-    num_layers, num_states = value.shape[0] - 1, value.shape[1]
-    value[:] = np.inf
-    after[:] = np.inf
-    for j in range(1, num_layers + 1):
-        for c in range(len(half)):
-            for i in range(j - 1, -1, -1):
-                time = case.times[c, j] - case.times[c, i]
-                if time > longest or case.inside[j] > case.inside[i + 1]:
-                    break
-                time += 2 * half[c] if i > 0 else half[c]
-                for u in range(num_states - shift[c]):
-                    if not room[c, u]:
-                        continue
-                    v = u + shift[c]
-                    if i == 0:
-                        value[j, v] = min(value[j, v], time)
-                        after[j, v] = min(after[j, v], time + first[c, j])
-                    else:
-                        value[j, v] = min(value[j, v], time + value[i, u])
-                        after[j, v] = min(after[j, v], time + after[i, u])
-
-
-@njit(cache=True, nogil=True)
-def bound(case, shift, room, half, first, ring, tied, theta, start_at, known, best):  # type: ignore[no-untyped-def]
-    """A sum of times, hops, first gradients and tied embedding that no plan is below whose paths beside that sum take at most `theta`.
-
-    best [stages, layers + 1, states] is the least time and hops of layers i.. in k stages; a state counts the GPUs used, an option adds
-    shift [C] to it where room [C, states] says so. After micro-batch 0 has been through all stages (the sum), the last backwards still
-    wait for (1) all that a stage with k behind has left, and (2) turns around the stages from it to the last, each of which serves
-    k + 1 micro-batches. `half` [C] is the least a hop beside a stage takes, `ring` [C] the best bandwidth of its gradients, `tied` the
-    least time of the tied embedding, `first` [C, layers + 1] what comes after the first stage's last backward. Plans that cannot be
-    below `known`, given paths of `start_at` at least, are left out.
-    """
-    num_layers, m, num_states = len(case.gradient_bits) - 1, case.num_micro_batches, best.shape[2]
-    longest = min(known / m, 3 * theta / (2 * (m - 1)) if m > 1 else np.inf)
-    front, front_after = np.empty((num_layers + 1, num_states)), np.empty((num_layers + 1, num_states))
-    ahead(case, shift, room, half, first, longest, front, front_after)
-    answer = np.inf
-    best[:] = np.inf
-    best[0, num_layers, 0] = 0.0
-    for k in range(best.shape[0] - 1):
-        turns = max(0, (m - k - 1) // (k + 1))
-        after = (2 * (m - 1) + max(0, m - 1 - k)) / 3
-        rest_of_turn = (2 * (m - 1 - turns * (k + 1)) + max(0, m - 1 - k - turns * (k + 1))) / 3
-        held = min(k + 1, m)
-        for j in range(num_layers, 0, -1):
-            for u in range(num_states):
-                behind = best[k, j, u]
-                if behind == np.inf:
-                    continue
-                for c in range(len(half)):
-                    if not room[c, u]:
-                        continue
-                    state = u + shift[c]
-                    left = num_states - 1 - state
-                    hop = half[c] if k > 0 else 0.0
-                    reduce = 2 * (case.dp[c] - 1) / case.dp[c] / ring[c]
-                    for i in range(j - 1, -1, -1):
-                        time = case.times[c, j] - case.times[c, i]
-                        total = behind + hop + time
-                        tail = max(after * time, turns * total + rest_of_turn * time)
-                        if tail > theta or total + start_at >= known or m * time >= known:
-                            break
-                        if case.fixed[c, j] - case.fixed[c, i] + held * (case.flight[c, j] - case.flight[c, i]) > case.capacity[c]:
-                            break
-                        if case.inside[j] > case.inside[i + 1] and not (k == 0 and j == num_layers):
-                            break
-                        if i == 0:
-                            if total + first[c, j] + start_at < known and m * time + first[c, j] < known:
-                                answer = min(answer, total + first[c, j])
-                            continue
-                        if case.inside[j] > case.inside[i + 1] or total + half[c] >= best[k + 1, i, state]:
-                            continue
-                        front_time = half[c] + front_after[i, left]
-                        if front_time + max(total + start_at, m * time) >= known:
-                            continue
-                        gradients = reduce * (case.gradient_bits[j] - case.gradient_bits[i]) + tied
-                        if front[i, left] / 3 + gradients + max(m * time, total + tail) < known:
-                            best[k + 1, i, state] = total + half[c]
-    return answer
-
-
 def warm() -> None:
     """Compiles every kernel for the types it is called with, on two layers and two GPUs."""
-    one, ones = np.ones(1, np.int64), np.ones((1, 3))
+    one = np.ones(1, np.int64)
     prefix = np.arange(3.0)
     case = Case(
         one - 1, one, one, prefix[None], prefix[None], prefix[None], np.array([9.0]), prefix, np.zeros(3, np.int64),
@@ -653,4 +565,3 @@ def warm() -> None:
     shape = (2, 3, 3)
     tables = np.zeros(shape), np.zeros(shape, np.int32), np.zeros(shape, np.int64)
     sketch(case, one - 1, one, np.array([2]), np.array([2]), np.ones(1), np.ones(1), np.ones(1), np.ones(1), 9.0, *tables)
-    bound(case, one, np.array([[True, True, False]]), np.ones(1), ones, np.ones(1), 0.0, 9.0, 0.0, 99.0, np.zeros((3, 3, 3)))
