@@ -1,6 +1,6 @@
 """How fast the runtime is: tokens/s of a two-stage pipeline on CPU beside another library's, and what the executor's loop costs.
 
-  python benchmarks/runtime.py [--peer SCRIPT] [--split 4,4] [--peer-split 4,4] [--lengths] [--steps 6] [--rounds 2]
+  python benchmarks/runtime.py [--peer SCRIPT] [--split 4,4|search] [--peer-split 4,4] [--lengths] [--steps 6] [--rounds 2]
   python benchmarks/runtime.py --timed 16
 
 Both sides run a GPT of 8 layers, hidden 256, 8 micro-batches of 2 rows of 256 tokens, 1F1B, plain SGD, one thread per process, one after
@@ -61,6 +61,34 @@ def plan_of(split: list[int]) -> Plan:
     stages = (Stage(0, cut, ((0,),)), Stage(cut, model.num_ops, ((1,),)))
     return Plan(SIZES, "2xcpu", ROWS * MICRO_BATCHES, stages, MicroBatching("padded", "fixed", ROWS), seq_length=LENGTH, precision="fp32",
                 optimizer="sgd")  # fmt: skip
+
+
+def searched_split() -> list[int]:
+    """Layers of the two stages that the search chooses, from ops measured here with one thread."""
+    import tempfile
+    from pathlib import Path
+
+    import torch
+
+    from penstock.profiling.run import Profiler
+    from penstock.search.families import families
+    from penstock.search.pipelines import blocks_of, equal_pipeline
+    from penstock.search.request import Request
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        path, sizes = Path(folder) / "profile.json", Path(folder) / "model.yaml"
+        sizes.write_text(json.dumps(SIZES))
+        profiler = Profiler.open(path, "cpu")
+        profiler.run(profiler.units([model_from_mapping(SIZES, "benchmark", "gpt")], [1]), progress=lambda name: None)
+        request = Request.of(str(sizes), "2xcpu", ROWS * MICRO_BATCHES, f"profile:{path}", None, [ROWS], math.inf)
+    family = next(one for one in families(request) if one.replicas == 1)
+    option = next(one for one in family.options if one.num_devices == 1)
+    found = equal_pipeline(family, blocks_of(request.model), option, math.inf)
+    assert found is not None
+    cut = found[0].stages[0].last
+    first = sum(start < cut for name, (start, _) in block_ranges(request.model) if name == "layers")
+    return [first, LAYERS - first]
 
 
 def programs_of(plan: Plan, steps: int, lengths: list[int]) -> list[tuple[Program, ...]]:
@@ -191,7 +219,7 @@ def timed(ranks: int, micro_batches: int = 32, unit_s: float = 0.02) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", help="script of the other side")
-    parser.add_argument("--split", default="4,4", help="layers of each stage")
+    parser.add_argument("--split", default="4,4", help="layers of each stage; `search`: as the search chooses")
     parser.add_argument("--peer-split", help="those of the other side, if not the same")
     parser.add_argument("--lengths", action="store_true", help="our side: packed samples of log-normal lengths")
     parser.add_argument("--steps", type=int, default=6)
@@ -201,7 +229,8 @@ def main() -> None:
     if given.timed:
         timed(given.timed)
         return
-    split, peer_split = ([int(part) for part in text.split(",")] for text in (given.split, given.peer_split or given.split))
+    split = searched_split() if given.split == "search" else [int(part) for part in given.split.split(",")]
+    peer_split = [int(part) for part in given.peer_split.split(",")] if given.peer_split else split
     lengths = drawn_lengths() if given.lengths else []
     useful = sum(lengths) / (len(lengths) * LENGTH) if lengths else 1.0  # of the other side's positions
     print(f"executor loop, telemetry on: {loop_s() * 1e6:.2f} µs an instruction (limit 10)")
