@@ -22,7 +22,7 @@ __all__ = ["lower_bound_s"]
 
 MOST_STATES = 400
 """Counts of GPUs by kind are told apart up to here; beyond, kinds are added up by their speed."""
-MOST_WORK = 21_000_000
+MOST_WORK = 19_000_000
 """Steps of the programme, over all boxes, after which the bound is taken as it is: the same everywhere, unlike seconds."""
 _START, _LEAP = 0.88, 0.4
 """Boxes are first asked for so much of the known time, and then for so much of what is missing: the less is asked, the less work it is."""
