@@ -31,7 +31,8 @@ from penstock.programs.work import ReplicaWork
 from penstock.schedules.orders import schedule_of
 
 LAYERS, ROWS, LENGTH, MICRO_BATCHES = 8, 2, 256, 8
-SIZES = {"family": "gpt", "layers": LAYERS, "hidden": 256, "heads": 8, "seq_length": LENGTH, "vocab": 8192, "tied": False, "dtype": "fp32"}
+SIZES = {"family": "gpt", "layers": LAYERS, "hidden": 256, "heads": 8, "seq_length": LENGTH, "vocab": 8192, "tied": False, "dtype": "fp32",
+         "activation": "gelu"}  # fmt: skip
 
 
 def drawn_lengths(count: int = 8 * ROWS * MICRO_BATCHES) -> list[int]:

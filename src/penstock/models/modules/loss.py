@@ -47,13 +47,14 @@ class _CrossEntropy(torch.autograd.Function):
         whole = log_sum
         if tp.size > 1 and not tp.lone:
             whole, picked = _combine(log_sum, picked, tp)
-        ctx.save_for_backward(logits, whole, index, mine, weights)
+        kept = whole if has_kernels(logits) else (log_sum - whole).exp_()
+        ctx.save_for_backward(logits, kept, index, mine, weights)
         return ((whole - picked) * weights).sum()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        logits, whole, index, mine, weights = ctx.saved_tensors
-        return _gradient(logits, whole, index, mine, weights * grads[0]), None, None, None, None
+        logits, kept, index, mine, weights = ctx.saved_tensors
+        return _gradient(logits, kept, index, mine, weights * grads[0]), None, None, None, None
 
 
 def _log_sums(logits: torch.Tensor, index: torch.Tensor, mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,16 +71,16 @@ def _log_sums(logits: torch.Tensor, index: torch.Tensor, mine: torch.Tensor) -> 
     return log_sum, logits.gather(1, index)[:, 0].float() * mine
 
 
-def _gradient(logits: torch.Tensor, whole: torch.Tensor, index: torch.Tensor, mine: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """scale × (exp(logit - whole log-sum) - 1 at the label)."""
+def _gradient(logits: torch.Tensor, kept: torch.Tensor, index: torch.Tensor, mine: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """scale × (chance - 1 at the label); `kept` are log-sums over the whole vocabulary for own kernels, else this rank's share of them."""
     if has_kernels(logits):
         from penstock.models.modules import triton_kernels
 
-        return triton_kernels.cross_entropy_gradient(logits.contiguous(), torch.where(mine, index[:, 0], -1), whole, scale)
-    grad = torch.empty_like(logits)
+        return triton_kernels.cross_entropy_gradient(logits.contiguous(), torch.where(mine, index[:, 0], -1), kept, scale)
+    grad, factor = torch.empty_like(logits), (scale * kept)[:, None]
     for rows in _chunks(logits):
-        torch.exp_(chance := logits[rows].float().sub_(whole[rows, None]))
-        torch.mul(chance, scale[rows, None], out=grad[rows])
+        chance = torch.softmax(logits[rows], -1, dtype=torch.float32)
+        torch.mul(chance, factor[rows], out=grad[rows])
         del chance
     grad.scatter_add_(1, index, -(scale * mine)[:, None].to(grad.dtype))
     return grad
