@@ -321,9 +321,11 @@ def test_planners_give_what_planning_inline_gives(folder: Path, server: Any, tmp
     assert found == {rank: programs[2:] for rank, programs in inline(folder, planner).items()} and replaced == 0
     logs = "".join(path.read_text() for path in sorted((tmp_path / "logs").iterdir()))
     assert [logs.count(f"iteration {step} planned in") for step in range(6)] == [0, 0, 1, 1, 1, 1]  # each once
-    dumps = [json.loads(path.read_text()) for path in sorted((tmp_path / "dump").iterdir())]
+    dumps = [json.loads(path.read_text()) for path in sorted((tmp_path / "dump").glob("*.json"))]
     assert [dump["step"] for dump in dumps] == [2, 3, 4, 5] and len(dumps[0]["lengths"]) == dumps[0]["samples"] == 24
     assert sum(len(micro["samples"]) for replica in dumps[0]["plan"]["replicas"] for micro in replica["micro_batches"]) == 24
+    written = {path.name for path in (tmp_path / "dump" / "iteration-000002").iterdir()}
+    assert written >= {"lengths.csv", "shapes.csv", "memory.csv", "schedule.txt", "trace.json"} and any("rank" in name for name in written)
 
 
 def test_a_planner_that_hangs_is_replaced(folder: Path, server: Any, tmp_path: Path) -> None:

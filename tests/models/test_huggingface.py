@@ -245,13 +245,21 @@ def test_old_checkpoints_of_the_body_alone(tmp_path: Path) -> None:
     pair = _pair("gpt2", tmp_path)
     state = {name.removeprefix("transformer."): tensor for name, tensor in pair.theirs.state_dict().items() if name != "lm_head.weight"}
     state["h.0.attn.bias"] = torch.ones(1, 1, 40, 40)
-    load_hf_weights(build_chain(pair.model), pair.model, state)
+    _loads_all(pair, state)
     pair = _pair("bert", tmp_path)
     renames = (("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta"))
     state = dict(pair.theirs.state_dict())
     for new, old in renames:
         state = {name.replace(new, old): tensor for name, tensor in state.items()}
-    load_hf_weights(build_chain(pair.model), pair.model, state)
+    _loads_all(pair, state)
+
+
+def _loads_all(pair: Pair, state: dict[str, torch.Tensor]) -> None:
+    """Weights from such a checkpoint are those of the usual one."""
+    chain = build_chain(pair.model, seed=1)
+    load_hf_weights(chain, pair.model, state)
+    for mine, wanted in zip(chain.parameters(), pair.ours.parameters(), strict=True):
+        assert torch.equal(mine, wanted)
 
 
 def test_wrong_weights_are_named(tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from penstock.batching.plan import BatchPlan
 
 __all__ = [
-    "DUMP_VARIABLE",
     "LOG_FOLDER_VARIABLE",
     "LOG_LEVEL_VARIABLE",
     "BatchSource",
@@ -44,7 +43,6 @@ __all__ = [
 
 LOG_LEVEL_VARIABLE = "PENSTOCK_LOG_LEVEL"
 LOG_FOLDER_VARIABLE = "PENSTOCK_LOG_DIR"
-DUMP_VARIABLE = "PENSTOCK_DUMP"
 
 _PROGRAM, _FAILURE = b"P", b"F"
 _STEP, _BUSY, _ALIVE = range(3)
@@ -140,7 +138,7 @@ def _plan_all(source: BatchSource, planner: ProgramPlanner, address: str, job: J
         watch[_BUSY] = 0.0
         size = sum(map(len, entries.values()))
         log.debug("iteration %d planned in %.3f s (%.3f s of processor time), %d bytes", step, *times_s, size)
-        _dump(planned, batches, step, times_s, size)
+        _dump(planner, entries, planned, batches, step, times_s)
         store.publish(step, entries)
         step += count
     store.drain()
@@ -175,18 +173,48 @@ def _logger(index: int) -> logging.Logger:
     return log
 
 
-def _dump(planned: BatchPlan | str, batches: GlobalBatches, step: int, times_s: tuple[float, float], size_bytes: int) -> None:
+def _dump(
+    planner: ProgramPlanner, entries: Mapping[int, bytes], planned: BatchPlan | str, batches: GlobalBatches, step: int,
+    times_s: tuple[float, float],
+) -> None:  # fmt: skip
     """Writes the plan of an iteration, or why there is none, and what it took, where a folder for that is named."""
-    folder = os.environ.get(DUMP_VARIABLE)
+    from penstock.programs.dump import VARIABLE, dump_iteration
+
+    folder = os.environ.get(VARIABLE)
     if not folder:
         return
     from penstock.files import write_json
 
     batch = batches[step]
     statistics = {"step": step, "samples": len(batch.samples), "tokens": batch.num_tokens, "planning_s": times_s[0],
-                  "planning_cpu_s": times_s[1], "programs_bytes": size_bytes}  # fmt: skip
+                  "planning_cpu_s": times_s[1], "programs_bytes": sum(map(len, entries.values()))}  # fmt: skip
     plan = {"error": planned} if isinstance(planned, str) else planned.to_dict()
     write_json(Path(folder) / f"iteration-{step:06d}.json", {**statistics, "lengths": batch.lengths.tolist(), "plan": plan})
+    if not isinstance(planned, str):
+        programs = [open_entry(entry, f"the program of rank {rank}") for rank, entry in entries.items()]
+        dump_iteration(programs, _memory_bytes(planned), _trace(planner, planned), folder)
+
+
+def _memory_bytes(planned: BatchPlan) -> dict[tuple[int, int], tuple[float, float]] | None:
+    """(peak, limit) of each replica and stage; None where the plan has fixed micro-batches, which predict none."""
+    found = {
+        (r, s): limits
+        for r, replica in enumerate(planned.replicas)
+        for s, limits in enumerate(zip(replica.peak_bytes, planned.limit_bytes[r] if planned.limit_bytes else (), strict=False))
+    }
+    return found or None
+
+
+def _trace(planner: ProgramPlanner, planned: BatchPlan) -> Any:
+    """The simulated timeline of the slowest replica; None without costs."""
+    if planner.costs is None or planned.method == "fixed":
+        return None
+    from penstock.schedules.batched import batch_workload
+    from penstock.schedules.execution import execute
+    from penstock.schedules.traces import trace_of
+
+    index, replica = max(enumerate(planned.replicas), key=lambda pair: pair[1].predicted_s)
+    return trace_of(execute(replica.schedule, batch_workload(planner.costs, replica.micro_batches, index)))
 
 
 class PlannerPool:
