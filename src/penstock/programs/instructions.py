@@ -45,7 +45,7 @@ from penstock.models.shapes import Shape
 __all__ = [
     "INSTRUCTIONS", "Backward", "BackwardInput", "BackwardWeight", "Dtype", "Forward", "Free", "Instruction", "Load", "MicroBatch",
     "Need", "Part", "Place", "Program", "ReceiveStart", "ReceiveWait", "ReduceGroup", "ReduceStart", "ReduceWait", "SendStart",
-    "SendWait", "Step", "StepStage", "SyncTied", "Tensor", "TiedRows", "Transferred", "num_buffers",
+    "SendWait", "Step", "StepStage", "SyncTied", "Tensor", "TiedRows", "Transferred",
 ]  # fmt: skip
 
 _MOST = 2**63 - 1
@@ -380,14 +380,3 @@ class Program(msgspec.Struct, frozen=True, array_like=True):
     def place(self, stage: int) -> Place:
         """This rank's part of a stage."""
         return next(place for place in self.places if place.stage == stage)
-
-
-def num_buffers(program: Program) -> int:
-    """One more than the highest buffer number in use: the size of a table of buffers."""
-    highest = -1
-    for step in program.instructions:
-        if isinstance(step, Load | SendStart | ReceiveStart):
-            highest = max(highest, step.buffer)
-        elif isinstance(step, Forward | Backward | BackwardInput):
-            highest = max(highest, -1 if step.source is None else step.source, -1 if step.result is None else step.result)
-    return highest + 1
