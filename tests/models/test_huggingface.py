@@ -16,7 +16,7 @@ from penstock.models.catalog import resolve_model
 from penstock.models.gpt import GptConfig, gpt
 from penstock.models.huggingface import model_from_hf
 from penstock.models.modules import Batch, Chain, Sequences, TensorParallel, build_chain
-from penstock.models.modules.hf_weights import export_hf_weights, hf_names, load_hf_folder, load_hf_weights, read_safetensors
+from penstock.models.modules.hf_weights import export_hf_weights, hf_names, load_hf_weights, read_safetensors
 from penstock.models.ops import Model
 
 transformers = pytest.importorskip("transformers")
@@ -204,7 +204,7 @@ def test_folders_of_safetensors(case: str, shard: str, tmp_path: Path) -> None:
     model = model_from_hf(str(tmp_path))
     assert model.dtype == "fp32"
     chain = build_chain(model)
-    load_hf_folder(chain, model, tmp_path)
+    load_hf_weights(chain, model, read_safetensors(tmp_path))
     got = export_hf_weights(chain, model)
     assert all(torch.equal(got[name], tensor) for name, tensor in theirs.state_dict().items())
 

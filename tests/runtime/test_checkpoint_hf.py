@@ -12,7 +12,7 @@ import torch
 from penstock.errors import InputError
 from penstock.models.catalog import resolve_model
 from penstock.models.modules import TensorParallel, build_chain
-from penstock.models.modules.hf_weights import load_hf_folder
+from penstock.models.modules.hf_weights import load_hf_weights, read_safetensors
 from penstock.models.ops import Model
 from penstock.runtime.checkpoint_hf import export_hf_checkpoint
 from penstock.runtime.checkpoint_layout import chain_pieces
@@ -44,7 +44,7 @@ def saved(model: Model, source: Path, folder: Path) -> Checkpoint:
     for rank, writer in enumerate(writers):
         first, last = ((0, 5), (5, model.num_ops))[rank // 2]
         chain = build_chain(model, first, last, tp=TensorParallel(rank % 2, 2), seed=1)
-        load_hf_folder(chain, model, source)
+        load_hf_weights(chain, model, read_safetensors(source))
         writer.save(1, chain_pieces(chain, owned=True), {})
     for writer in writers:
         writer.wait()

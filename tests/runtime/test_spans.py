@@ -9,12 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_struct
 
 from penstock.errors import InputError
 from penstock.programs.instructions import (
@@ -218,12 +220,34 @@ def test_without_barriers_clocks_stay(tmp_path: Path) -> None:
     assert aligned([first, lone])[1] is lone
 
 
+def test_ranks_of_one_machine_share_a_clock() -> None:
+    """Nothing is moved by what a barrier is off by."""
+    first, second, _ = ranks_with_clocks(5000, 0.0)
+    same = [replace(one, clock="a boot") for one in (first, second)]
+    assert aligned(same)[1] is same[1]
+    assert aligned([same[0], replace(second, clock="another")])[1].spans["start_ns"][0] != second.spans["start_ns"][0]
+
+
+def test_evaluations_belong_to_no_iteration(tmp_path: Path) -> None:
+    """Their programs are numbered from 0 again, and run between two iterations."""
+    recorder = SpanRecorder(tmp_path / "a.spans")
+    for training, iteration in ((True, 0), (False, 0), (False, 1), (True, 1)):
+        recorder.begin(replace_struct(program(iteration=iteration), training=training))
+        now = time.perf_counter_ns()
+        recorder.record(F, COMPUTE, 0, iteration if training else 70, now, now + 1)
+    recorder.close()
+    found = read_spans(tmp_path / "a.spans")
+    assert [found.of_iteration(number)["micro_batch"].tolist() for number in (0, 1)] == [[0], [1]]
+    assert len(found.evaluations) == 2 and found.clock
+    assert found.only([1]).spans["micro_batch"].tolist() == [1] and list(found.only([1, 9]).iterations) == [1]
+
+
 def recorded(folder: Path) -> list[RankSpans]:
     for rank in range(2):
         recorder = SpanRecorder(folder / f"rank-{rank}.spans", rank)
         recorder.mark_sync(0)
         for iteration in range(2):
-            recorder.mark_iteration(iteration)
+            recorder.begin(program(iteration=iteration))
             begin = time.perf_counter_ns()
             recorder.record(F, COMPUTE, rank, 0, begin, begin + 6000)
             recorder.record(KINDS["ReceiveWait"], WAIT, rank, 1, begin + 6000, begin + 8000)
@@ -243,7 +267,8 @@ def test_iterations_and_their_shares(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 def test_a_trace_shows_both(name: str, tmp_path: Path) -> None:
     ranks = recorded(tmp_path)
-    write_trace(tmp_path / name, ranks, {1: [PredictedSpan("F0", 0.0, 5e-6), PredictedSpan("send 0", 5e-6, 6e-6, "transfer")]})
+    guesses = {1: [PredictedSpan("F0", 0.0, 5e-6), PredictedSpan("send 0", 5e-6, 6e-6, "transfer")]}
+    write_trace(tmp_path / name, ranks, {0: guesses, 1: guesses})
     data = (tmp_path / name).read_bytes()
     trace = json.loads(gzip.decompress(data) if name.endswith(".gz") else data)["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in trace if event["name"] == "process_name"}
@@ -253,9 +278,20 @@ def test_a_trace_shows_both(name: str, tmp_path: Path) -> None:
     assert sum(event["ph"] == "i" for event in trace) == 4
     first = next(event for event in spans if event["pid"] == 2)
     assert first["name"] == "F0" and first["dur"] == 6.0 and first["args"] == {"kind": "Forward", "stage": 1, "micro_batch": 0}
-    begins = [event["ts"] for event in trace if event["ph"] == "i" and event["pid"] == 2]
+    begins = [event["ts"] for event in trace if event["ph"] == "i" and event["pid"] == 0]  # rank 0 was the first to begin
     assert [event["ts"] for event in spans if event["pid"] == 3 and event["name"] == "F0"] == begins
     assert list(trace_events([])) == []
+
+
+def test_predictions_that_overlap_get_lanes(tmp_path: Path) -> None:
+    """Two transfers at once, and iterations of a millisecond that were expected to take a second."""
+    guesses = {1: [PredictedSpan("F0", 0.0, 1.0), PredictedSpan("a", 0.0, 0.5, "transfer"), PredictedSpan("b", 0.25, 0.75, "transfer")]}
+    trace = [event for event in trace_events(recorded(tmp_path), {0: guesses, 1: guesses}) if event["pid"] == 3]
+    tracks = {event["tid"]: event["args"]["name"] for event in trace if event["name"] == "thread_name"}
+    assert list(tracks.values()) == ["compute", "compute", *["transfer"] * 4]
+    assert {(event["name"], tracks[event["tid"]]) for event in trace if event["ph"] == "X"} == {
+        ("F0", "compute"), ("a", "transfer"), ("b", "transfer")}  # fmt: skip
+    assert len({event["tid"] for event in trace if event["ph"] == "X"}) == 6
 
 
 def test_the_simulated_schedule_as_spans() -> None:

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from standins import pynvml
 
 from penstock.errors import InputError
-from penstock.runtime.nvml import DeviceSample, Nvml, NvmlSampler, open_nvml
-from penstock.runtime.telemetry import LineLog, StepRecord, mfu, read_lines, read_steps
+from penstock.runtime.nvml import DeviceLog, DeviceSample, Nvml, NvmlMissing, open_nvml
+from penstock.runtime.telemetry import LineLog, StepRecord, read_lines, read_steps
 from penstock.runtime.telemetry_tensorboard import tensorboard_sink
 
 
@@ -82,17 +83,19 @@ def test_writing_never_waits(tmp_path: Path) -> None:
         LineLog("/proc/none/x")
 
 
-def test_mfu() -> None:
-    assert mfu(6 * 1e9 * 1000, 2.0, 4 * 1e13) == pytest.approx(0.075)
-
-
 WITHOUT = """
 import sys
 sys.modules["tensorboard"] = None
 sys.modules["pynvml"] = None
-from penstock.runtime.nvml import open_nvml
+from penstock.runtime.nvml import NvmlMissing, open_nvml
 from penstock.runtime.telemetry_tensorboard import tensorboard_sink
-assert open_nvml() is None and tensorboard_sink(sys.argv[1]) is None
+assert tensorboard_sink(sys.argv[1]) is None
+try:
+    open_nvml("GPU-a")
+except NvmlMissing as missing:
+    assert "penstock[gpu]" in str(missing)
+else:
+    raise AssertionError
 """
 
 
@@ -116,56 +119,50 @@ def test_tensorboard(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-class Refused(Exception):
-    """NVML's error."""
-
-
 def library(**changes: Any) -> Any:
-    """What the bindings offer, for two devices, of which the second reports neither clocks nor power."""
-
-    def only_first(value: float) -> Any:
-        def ask(handle: int, *_: Any) -> float:
-            if handle:
-                raise Refused("not supported")
-            return value
-
-        return ask
-
-    functions = dict(
-        NVMLError=Refused, NVML_CLOCK_SM=1, NVML_CLOCK_MEM=2, NVML_TEMPERATURE_GPU=0,
-        nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: 2, nvmlDeviceGetHandleByIndex=lambda index: index,
-        nvmlDeviceGetHandleByUUID=lambda uuid: ["GPU-a", "GPU-b"].index(uuid), nvmlDeviceGetUUID=lambda h: (b"GPU-a", "GPU-b")[h],
-        nvmlDeviceGetMemoryInfo=lambda h: SimpleNamespace(used=10**9), nvmlDeviceGetUtilizationRates=lambda h: SimpleNamespace(gpu=75),
-        nvmlDeviceGetClockInfo=only_first(1980), nvmlDeviceGetPowerUsage=only_first(412_500), nvmlDeviceGetTemperature=only_first(61),
-    )  # fmt: skip
-    return SimpleNamespace(**{**functions, **changes})
+    """What the bindings offer, some of it replaced."""
+    return SimpleNamespace(**{**vars(pynvml), **changes})
 
 
 def test_samples_have_their_units() -> None:
-    first, second = Nvml(library()).sample()
+    first, second = Nvml(library(), "GPU-a").sample(), Nvml(library(), "GPU-b").sample()
     assert (first.device, first.utilisation, first.memory_used_bytes) == ("GPU-a", 0.75, 10**9)
     assert (first.sm_clock_hz, first.power_w, first.temperature_c) == (1.98e9, 412.5, 61.0)
     assert (second.device, second.utilisation, second.sm_clock_hz, second.power_w) == ("GPU-b", 0.75, None, None)
-    assert [sample.device for sample in Nvml(library(), ["GPU-b"]).sample()] == ["GPU-b"]
 
 
 def refuse(*_: Any) -> None:
-    raise Refused("driver not loaded")
+    raise pynvml.NVMLError("not loaded")
 
 
-@pytest.mark.parametrize("broken", ["nvmlInit", "nvmlDeviceGetCount"])
-def test_without_a_driver_there_is_nothing(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", library(**{broken: refuse}))
-    assert open_nvml() is None
+def test_why_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", library(nvmlInit=refuse))
+    with pytest.raises(NvmlMissing, match=r"no driver \(not loaded\)"):
+        open_nvml("GPU-a")
+    left: list[bool] = []
+    monkeypatch.setitem(sys.modules, "pynvml", library(nvmlShutdown=lambda: left.append(True)))
+    with pytest.raises(NvmlMissing, match="does not know device GPU-c"):
+        open_nvml("GPU-c")
+    assert left == [True]
+
+
+def test_samples_reach_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", library())
-    assert open_nvml() is not None
-
-
-def test_samples_reach_the_log(tmp_path: Path) -> None:
-    log = LineLog(tmp_path / "devices.jsonl")
-    sampler = NvmlSampler(Nvml(library()), log.write, interval_s=0.01)
+    log = DeviceLog("GPU-b", tmp_path / "devices.jsonl", interval_s=0.01)
     time.sleep(0.3)
-    sampler.close()
     log.close()
     found = list(read_lines(tmp_path / "devices.jsonl", DeviceSample))
-    assert len(found) >= 4 and {sample.device for sample in found} == {"GPU-a", "GPU-b"}  # type: ignore[attr-defined]
+    assert len(found) >= 4 and found[-1] == log.latest and log.latest.device == "GPU-b"  # type: ignore[union-attr]
+
+
+def test_a_driver_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, left = threading.Event(), []
+    hangs = {"nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(used=gate.wait(30)), "nvmlShutdown": lambda: left.append(True)}
+    monkeypatch.setitem(sys.modules, "pynvml", library(**hangs))
+    monkeypatch.setattr("penstock.runtime.nvml._LEAVE_S", 0.1)
+    begin = time.monotonic()
+    log = DeviceLog("GPU-a", tmp_path / "devices.jsonl")
+    assert log.latest is None
+    log.close()
+    assert time.monotonic() - begin < 10 and not left
+    gate.set()

@@ -14,6 +14,7 @@ import pytest
 from penstock.cli.main import run
 from penstock.data.bundled import bundled_files
 from penstock.data.prepare import TextRequest, prepare_text
+from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import write_plan
@@ -56,6 +57,28 @@ def test_a_run_goes_on_under_another_plan(data: str, tmp_path: Path) -> None:
     other = replace(first, plan=plan_of(tp=2, replicas=2), out=str(tmp_path / "second"), resume=str(saved), eval_every=0)
     again = Trainer(other).train()
     assert again.first_step == 3 and again.losses == pytest.approx(straight.losses[3:], rel=1e-5)
+    with pytest.raises(InputError, match="has 6 steps behind it, which --steps 6 counts too"):
+        Trainer(replace(first, resume=str(tmp_path / "first")))
+
+
+def test_a_folder_that_is_used_again(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run from the start replaces the steps of the one before; one that goes on adds to them, and counts what is left."""
+    write_plan(tmp_path / "plan.json", plan_of())
+    command = ["train", str(tmp_path / "plan.json"), "--data", data, "--out", str(tmp_path / "run")]
+    for options, steps in ((("--steps", "3"), 3), (("--steps", "2"), 2), (("--steps", "4", "--resume", str(tmp_path / "run")), 4)):
+        assert run([*command, *options]) == 0
+        assert [record.step for record in read_steps(tmp_path / "run" / "steps.jsonl")] == list(range(steps))
+    assert "trained 2 steps" in (told := capsys.readouterr()).out and told.err.splitlines()[-1].split("so far")[0].count("2/2") == 1
+
+
+def test_a_full_disk_is_told_once_and_training_goes_on(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "steps.jsonl").symlink_to("/dev/full")
+    write_plan(tmp_path / "plan.json", plan_of())
+    assert run(["train", str(tmp_path / "plan.json"), "--data", data, "--steps", "8", "--out", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().err.count("note: steps are no longer recorded: [Errno 28] No space left on device.") == 1
 
 
 def num_forwards(one: RankSpans) -> int:
@@ -80,10 +103,12 @@ def test_torchrun_starts_the_same_training(data: str, tmp_path: Path) -> None:
     write_plan(tmp_path / "plan.json", plan_of(pp=2))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock.cli.main", "train"]
     options = [str(tmp_path / "plan.json"), "--data", data, "--steps", "2", "--out", str(tmp_path / "run"), "--json", "--lr", "2e-3"]
+    options.append("--compare")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=100, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)  # one of the two ranks prints
+    assert [stage["stage"] for stage in found["stages"]] == [0, 1] and all(stage["forward_measured_s"] > 0 for stage in found["stages"])
     alone = Trainer(TrainRequest(plan_of(), data, 2, str(tmp_path / "alone"), SETTINGS)).train()
     assert found["losses"] == pytest.approx(alone.losses, rel=1e-5)
 
@@ -115,6 +140,7 @@ def test_a_failure_is_told_in_one_message(data: str, tmp_path: Path, monkeypatch
         ({}, ("--device", "abacus"), "cpu or cuda was expected"),
         ({}, ("--lr", "-1"), "the learning rate is -1"),
         ({}, ("--torch-profile", "x"), "--torch-profile is 'x'"),
+        ({}, ("--torch-profile", "2,3"), "step 3 is to be profiled, but this run has steps 0 to 2"),
         ({}, ("--data", "nowhere"), "folder 'nowhere' holds no prepared data"),
     ],
 )

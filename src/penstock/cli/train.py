@@ -38,7 +38,10 @@ def train(
     clip: Annotated[float, typer.Option(help="Largest norm of the gradients; 0: any, as asynchronous schedules need.")] = 1.0,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations on the held-out split; 0: never.")] = 0,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: only at the end.")] = 0,
-    resume: Annotated[str, typer.Option(help="Checkpoint, or folder of them, to go on from.")] = "",
+    resume: Annotated[str, typer.Option(metavar="CHECKPOINT", help="Go on from this checkpoint, or the latest of a folder.")] = "",
+    weights: Annotated[
+        str, typer.Option(metavar="SOURCE", help="Begin with the weights of hf:FOLDER (safetensors of Hugging Face) or of a checkpoint.")
+    ] = "",
     planners: Annotated[int, typer.Option(help="Planner processes on each node; 0: every rank plans for itself (for debugging).")] = 1,
     budget_steps: Annotated[int, typer.Option(help="Steps of search for each batch of dynamic micro-batches; 0: plan at once.")] = 0,
     store: Annotated[
@@ -64,17 +67,20 @@ def train(
 
     trainer = Trainer(TrainRequest(
         given, data, steps, str(path), _settings(given, steps, lr, warmup, clip, seed), device, eval_every,
-        checkpoint_every=checkpoint_every, resume=resume, profile_steps=_steps(torch_profile), share_gpus=share_gpus,
+        checkpoint_every=checkpoint_every, resume=resume, weights=weights, profile_steps=_steps(torch_profile), share_gpus=share_gpus,
         reserve_memory=reserve_memory, planning=PlanningSettings(planners, store, store_timeout, search_steps=budget_steps),
     ))  # fmt: skip
     unit = "tokens" if given.seq_length else "images"
     under_torchrun = "WORLD_SIZE" in os.environ and "RANK" in os.environ
     first = not under_torchrun or os.environ["RANK"] == "0"
-    with progress("training", steps, quiet=json or not first) as bar:
+    with progress("training", steps - trainer.first_step, quiet=json or not first) as bar:
 
         def told(step: Progress) -> None:
-            bar.describe(f"loss {step.loss:.4f}, {format_count(step.tokens_per_s)} {unit}/s")
+            busy = "" if step.gpu_utilisation is None else f", GPU {step.gpu_utilisation:.0%} busy"
+            bar.describe(f"loss {step.loss:.4f}, {format_count(step.tokens_per_s)} {unit}/s{busy}")
             bar.advance()
+            for note in step.notes:
+                err().print(f"note: {note}", markup=False, soft_wrap=True)
             if step.evaluated is not None and not json:
                 found = step.evaluated
                 err().print(f"step {found.step}: held-out loss {found.loss:.4f}, accuracy {found.accuracy:.1%}", markup=False)
@@ -86,8 +92,9 @@ def train(
     if json:
         print_json(_summary(result, predicted))
         return
+    done = "1 step" if len(result.losses) == 1 else f"{len(result.losses)} steps"
     out().print(
-        f"trained {len(result.losses)} steps: loss {result.losses[0]:.4f} → {result.losses[-1]:.4f}, {format_time(result.time_s)} a step, "
+        f"trained {done}: loss {result.losses[0]:.4f} → {result.losses[-1]:.4f}, {format_time(result.time_s)} a step, "
         f"{format_count(result.tokens_per_s)} {unit}/s; checkpoint in {result.checkpoint}",
         markup=False, soft_wrap=True,
     )  # fmt: skip

@@ -73,7 +73,10 @@ def form_of(model: Model, data: DataSet, *, prompt_loss: bool = False) -> Sample
         raise InputError(f"model '{model.name}' needs pairs of input and target, but '{data.folder}' holds plain text.")
     vocab = model.config.get("vocab", 0)
     if kind != "images" and vocab and data.manifest.vocab_size > vocab:
-        raise InputError(f"data '{data.folder}' has a vocabulary of {data.manifest.vocab_size}, model '{model.name}' of {vocab} only.")
+        raise InputError(
+            f"data '{data.folder}' has a vocabulary of {data.manifest.vocab_size}, model '{model.name}' of {vocab} only. Use a model with "
+            f"`vocab: {data.manifest.vocab_size}`, or prepare the data with a smaller tokenizer."
+        )
     return SampleForm(kind, paired, prompt_loss)
 
 

@@ -50,11 +50,11 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint at `path`: itself, or the latest of a folder of them."""
+    """The checkpoint at `path`: itself, or the latest of a folder of them, or of a run's folder."""
     path = Path(path)
     if (path / MANIFEST).is_file():
         return path
-    found = latest_checkpoint(path)
+    found = latest_checkpoint(path) or latest_checkpoint(path / "checkpoints")
     if found is None:
         raise InputError(f"'{path}' holds no checkpoint: neither {MANIFEST} nor folders save-NUMBER-step-STEP that have one.")
     return found

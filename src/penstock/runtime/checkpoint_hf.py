@@ -1,27 +1,82 @@
-"""Weights of a checkpoint as a Hugging Face folder: their names, their files, ready for `from_pretrained` beside a config.json."""
+"""Weights of a Hugging Face folder for the ranks of any plan, and those of a checkpoint as such a folder, ready for `from_pretrained`."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 
 from penstock.errors import InputError, near_misses
 from penstock.files import write_json
+from penstock.models.huggingface import model_from_hf
 from penstock.models.modules import TORCH_DTYPES
-from penstock.models.modules.hf_weights import HfWeight, hf_names
+from penstock.models.modules.hf_weights import HfState, HfWeight, hf_names, read_safetensors
 from penstock.models.ops import Model
 from penstock.runtime.checkpoint_files import sync_folder, write_safetensors
-from penstock.runtime.checkpoint_layout import WEIGHTS, stored_shapes
+from penstock.runtime.checkpoint_layout import WEIGHTS, Piece, stored_shapes
 from penstock.runtime.checkpoint_reader import Checkpoint
 
-__all__ = ["export_hf_checkpoint"]
+__all__ = ["HfFolder", "export_hf_checkpoint"]
 
 _FILE_BYTES = 5 * 10**9
+_SILENT = ("heads", "kv_heads", "rope_theta", "rope_scaling", "window", "eps", "activation", "max_distance")
+"""Fields of a model's config that can differ although all weights have the same shapes."""
+
+
+class HfFolder:
+    """The weights of a Hugging Face folder, each read when a rank asks for pieces of it."""
+
+    def __init__(self, folder: str | Path, model: Model) -> None:
+        self._tensors = read_safetensors(folder)
+        _check_config(Path(folder), model)
+        self._state = HfState(model, self._tensors)
+        self._read: tuple[str, torch.Tensor] | None = None
+        """The weight that was asked for last: pieces of one come one after the other."""
+
+    def check(self) -> None:
+        """Refuses weights that are not the model's: names that are missing, shapes or copies that differ.
+
+        Tensors are not read, but for those that the files hold more than once.
+        """
+        state = self._state
+        state.require_all(state.weights)
+        for key in state.weights:
+            for name, expected in state.sources(key):
+                if self._tensors.shape(name) != expected:
+                    raise InputError(f"weight '{name}' has shape {self._tensors.shape(name)}; {expected} is expected for '{key}'.")
+            state.compare_copies(key)
+
+    def load(self, pieces: Iterable[Piece]) -> None:
+        """Fills the pieces' tensors, whatever their dtype and device."""
+        for piece in pieces:
+            key = piece.name.removeprefix(f"{WEIGHTS}/")
+            if self._read is None or self._read[0] != key:
+                self._read = key, self._state.tensor(key)
+            piece.tensor.copy_(self._read[1][tuple(slice(start, stop) for start, stop in piece.box)])
+
+
+def _check_config(folder: Path, ours: Model) -> None:
+    """Compares with the config.json beside the weights, if there is one, what no shape tells."""
+    if not (folder / "config.json").is_file():
+        return
+    theirs = model_from_hf(str(folder))
+    both = [name for name in _SILENT if name in ours.config and name in theirs.config]
+    differ = [
+        f"{name} is {theirs.config[name]} there, {ours.config[name]} in the plan"
+        for name in both
+        if theirs.config[name] != ours.config[name]
+    ]
+    if theirs.family != ours.family:
+        differ = [f"it is of family {theirs.family}, the plan's of {ours.family}"]
+    if differ:
+        raise InputError(
+            f"'{folder / 'config.json'}' describes another model than '{ours.name}': {'; '.join(differ)}. "
+            f"Make the plan with --model hf:{folder}."
+        )
 
 
 def export_hf_checkpoint(

@@ -6,9 +6,9 @@ the same share the work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -22,9 +22,16 @@ if TYPE_CHECKING:
     from penstock.runtime.rank import Rank
     from penstock.runtime.stage import Held, StageModule
 
-__all__ = ["load_rank", "rank_pieces", "rank_state"]
+__all__ = ["PieceSource", "load_rank", "load_weights", "rank_pieces", "rank_state"]
 
 _OWN = (WEIGHTS, BUFFERS)
+
+
+class PieceSource(Protocol):
+    """What weights are read from."""
+
+    def load(self, pieces: Iterable[Piece]) -> None:
+        """Fills the pieces' tensors."""
 
 
 def rank_pieces(rank: Rank) -> Iterator[Piece]:
@@ -93,11 +100,25 @@ def rank_state(rank: Rank) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_rank(checkpoint: Checkpoint, rank: Rank, *, weights_only: bool = False) -> None:
-    """Sets this rank's weights, statistics and optimizer state; with `weights_only` the optimizer starts anew from the weights."""
-    kinds = () if weights_only else tuple(kind for kind in checkpoint.kinds if kind not in _OWN)
+def load_rank(checkpoint: Checkpoint, rank: Rank) -> None:
+    """Sets this rank's weights, statistics and optimizer state."""
+    kinds = tuple(kind for kind in checkpoint.kinds if kind not in _OWN)
     scalars = {kind for kind in kinds if checkpoint.is_scalar(kind)}
     _check(checkpoint, rank, kinds, scalars)
+    _load(checkpoint, rank, kinds, scalars)
+    scale = checkpoint.state.get("loss_scale")
+    if rank.update.scale is not None and scale is not None:
+        for name, value in scale.items():
+            setattr(rank.update.scale, name, value)
+
+
+@torch.no_grad()
+def load_weights(source: PieceSource, rank: Rank) -> None:
+    """Sets this rank's weights and statistics from anything that can fill pieces of them; the optimizer starts anew."""
+    _load(source, rank, (), set())
+
+
+def _load(source: PieceSource, rank: Rank, kinds: tuple[str, ...], scalars: set[str]) -> None:
     known: dict[Any, Any] = {}
     for number, stage in rank.stages.items():
         own = rank.gradients[number]
@@ -105,16 +126,12 @@ def load_rank(checkpoint: Checkpoint, rank: Rank, *, weights_only: bool = False)
         for held in own.kept():
             layout = parameter_layout(held.module, held.name, known=known)
             if id(held.parameter) in updated:
-                rank.update.optimizer.load_state(held.parameter, _state(checkpoint, held, layout, kinds, scalars))
+                rank.update.optimizer.load_state(held.parameter, _state(source, held, layout, kinds, scalars))
             else:
-                checkpoint.load(_pieces(layout, held, held.parameter.detach()))
+                source.load(_pieces(layout, held, held.parameter.detach()))
         own.share_loaded()
         for _, module in _modules(stage):
-            checkpoint.load(_buffers(module))
-    scale = checkpoint.state.get("loss_scale")
-    if rank.update.scale is not None and scale is not None and not weights_only:
-        for name, value in scale.items():
-            setattr(rank.update.scale, name, value)
+            source.load(_buffers(module))
 
 
 def _check(checkpoint: Checkpoint, rank: Rank, kinds: tuple[str, ...], scalars: set[str]) -> None:
@@ -122,20 +139,20 @@ def _check(checkpoint: Checkpoint, rank: Rank, kinds: tuple[str, ...], scalars: 
     if kinds and before != now:
         raise InputError(
             f"checkpoint '{checkpoint.path}' has the optimizer state of {before}, but {now} is asked for. "
-            f"Train with {before}, or take the weights alone."
+            f"Train with {before}, or take the weights alone with --weights in place of --resume."
         )
     expected = stored_shapes(rank.model, (WEIGHTS, *(kind for kind in kinds if kind not in scalars)), sorted(scalars))
     checkpoint.check(expected, kinds=(*_OWN, *kinds))
 
 
-def _state(checkpoint: Checkpoint, held: Held, layout: Layout, kinds: tuple[str, ...], scalars: set[str]) -> dict[str, torch.Tensor]:
+def _state(source: PieceSource, held: Held, layout: Layout, kinds: tuple[str, ...], scalars: set[str]) -> dict[str, torch.Tensor]:
     """What the optimizer keeps for one weight, read as this rank needs it."""
     device = held.parameter.device
     shape = held.parameter.shape
     state = {"master": torch.empty(shape, device=device)}
-    checkpoint.load(_pieces(layout, held, state["master"]))
+    source.load(_pieces(layout, held, state["master"]))
     for kind in kinds:
         state[kind] = torch.empty(() if kind in scalars else shape, device=device)
         one = whole_layout(layout.name, ()).pieces(state[kind], kind) if kind in scalars else _pieces(layout, held, state[kind], kind)
-        checkpoint.load(one)
+        source.load(one)
     return state

@@ -1,15 +1,28 @@
-"""Utilisation, clocks, power and temperature of NVIDIA devices through NVML, where its library and a driver are there."""
+"""Utilisation, clocks, power and temperature of an NVIDIA device through NVML, where its library and a driver are there."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-__all__ = ["DeviceSample", "Nvml", "NvmlSampler", "open_nvml"]
+from penstock.runtime.telemetry import LineLog
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DeviceLog", "DeviceSample", "Nvml", "NvmlMissing", "gpu_uuid", "open_nvml"]
+
+_LEAVE_S = 2.0
+"""A driver that hangs is not waited for longer when a run ends."""
+
+
+class NvmlMissing(Exception):
+    """There is nothing to read the device with; the message says why."""
 
 
 class DeviceSample(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -28,22 +41,15 @@ class DeviceSample(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Nvml:
-    """Reads some devices; all of them, or those of the given UUIDs."""
+    """Reads one device."""
 
-    def __init__(self, library: Any, uuids: Sequence[str] = ()) -> None:
-        self._library = library
-        if uuids:
-            handles = [library.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
-        else:
-            handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
-        self._handles = [(handle, _text(library.nvmlDeviceGetUUID(handle))) for handle in handles]
+    def __init__(self, library: Any, uuid: str) -> None:
+        self._library, self._uuid = library, uuid
+        self._handle = library.nvmlDeviceGetHandleByUUID(uuid)
 
-    def sample(self) -> list[DeviceSample]:
-        """Every device now."""
-        return [self._sample(handle, uuid) for handle, uuid in self._handles]
-
-    def _sample(self, handle: Any, uuid: str) -> DeviceSample:
-        library = self._library
+    def sample(self) -> DeviceSample:
+        """The device now."""
+        library, handle = self._library, self._handle
 
         def ask(question: Callable[[], float], scale: float = 1.0) -> float | None:
             try:
@@ -54,7 +60,7 @@ class Nvml:
         used = ask(lambda: library.nvmlDeviceGetMemoryInfo(handle).used)
         return DeviceSample(
             time.time(),
-            uuid,
+            self._uuid,
             utilisation=ask(lambda: library.nvmlDeviceGetUtilizationRates(handle).gpu, 0.01),
             memory_used_bytes=None if used is None else int(used),
             sm_clock_hz=ask(lambda: library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM), 1e6),
@@ -68,46 +74,53 @@ class Nvml:
         self._library.nvmlShutdown()
 
 
-def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value  # older bindings return bytes
+def gpu_uuid(device: torch.device) -> str | None:
+    """A device's UUID as NVML writes it; None for one that is no GPU."""
+    if device.type != "cuda":
+        return None
+    import torch
+
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-def open_nvml(uuids: Sequence[str] = ()) -> Nvml | None:
-    """NVML, or None without `penstock[gpu]`, without a driver or without such a device.
-
-    `uuids` as NVML writes them: `"GPU-" + str(torch.cuda.get_device_properties(device).uuid)`.
-    """
+def open_nvml(uuid: str) -> Nvml:
+    """NVML for one device, or `NvmlMissing` without `penstock[gpu]`, without a driver or without such a device."""
     try:
         import pynvml
     except ImportError:
-        return None
+        raise NvmlMissing("NVML's Python package is missing; pip install 'penstock[gpu]'") from None
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
+    except pynvml.NVMLError as error:
+        raise NvmlMissing(f"NVML finds no driver ({error})") from None
     try:
-        return Nvml(pynvml, uuids)
-    except pynvml.NVMLError:
+        return Nvml(pynvml, uuid)
+    except pynvml.NVMLError as error:
         pynvml.nvmlShutdown()
-        return None
+        raise NvmlMissing(f"NVML does not know device {uuid} ({error})") from None
 
 
-class NvmlSampler:
-    """Hands samples to `write` at an interval, in a thread of its own."""
+class DeviceLog:
+    """Samples a device into a file of JSON lines at an interval, in a thread of its own."""
 
-    def __init__(self, nvml: Nvml, write: Callable[[DeviceSample], None], interval_s: float = 1.0) -> None:
-        self._nvml, self._write, self._interval_s = nvml, write, interval_s
+    def __init__(self, uuid: str, path: str | Path, interval_s: float = 1.0) -> None:
+        self._nvml, self._interval_s = open_nvml(uuid), interval_s
+        self._log = LineLog(path, anew=True)
+        self.latest: DeviceSample | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="nvml")
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._stop.wait(self._interval_s):
-            for sample in self._nvml.sample():
-                self._write(sample)
+        while not self._stop.is_set():
+            self.latest = self._nvml.sample()
+            self._log.write(self.latest)
+            self._stop.wait(self._interval_s)
 
     def close(self) -> None:
         """Stops, and lets the library go."""
         self._stop.set()
-        self._thread.join()
-        self._nvml.close()
+        self._thread.join(_LEAVE_S)
+        if not self._thread.is_alive():
+            self._nvml.close()
+        self._log.close()

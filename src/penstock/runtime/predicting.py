@@ -14,15 +14,18 @@ import numpy as np
 
 from penstock.schedules.actions import BACKWARD, FORWARD
 from penstock.schedules.batched import batch_workload
-from penstock.schedules.execution import execute
+from penstock.schedules.execution import Execution, execute
 from penstock.schedules.workload import Floats
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from penstock.batching.costs import PipelineCosts
     from penstock.data.planners import BatchSource
     from penstock.data.planning import ProgramPlanner
     from penstock.plans.plan import Plan
 
-__all__ = ["Predicted", "predict_steps"]
+__all__ = ["Predicted", "predict_steps", "predict_timelines"]
 
 
 @dataclass(frozen=True)
@@ -42,25 +45,54 @@ class Predicted:
 def predict_steps(source: BatchSource, planner: ProgramPlanner, steps: range) -> Predicted:
     """What these steps of a run should take."""
     plan = planner.plan
-    if not planner.model.seq_length or plan.num_groups != plan.num_stages or plan.schedule not in ("1f1b", "gpipe"):
+    if not _is_priced(planner):
         return _of_plan(plan)
-    costs = planner.costs
-    if costs is None:
-        from penstock.batching.planner import costs_for
-
-        costs = costs_for(plan, plan.seq_length, plan.dec_length)
-    data, batches = source.open()
+    costs = _costs(planner)
     times_s: list[float] = []
     passes: list[list[Floats]] = [[] for _ in range(plan.num_replicas)]
-    for step in steps:
-        slowest_s = 0.0
-        for replica, own in enumerate(planner.batch_plan(data, batches[step]).replicas):
-            work = batch_workload(costs, own.micro_batches, replica)
-            slowest_s = max(slowest_s, execute(own.schedule, work).makespan_s)
-            passes[replica].append(work.durations_s)
-        times_s.append(slowest_s)
+    for replicas in _of_batches(source, planner, costs, steps):
+        times_s.append(max(one.makespan_s for one in replicas))
+        for own, one in zip(passes, replicas, strict=True):
+            own.append(one.workload.durations_s)
     means = np.stack([np.concatenate(own, axis=2).mean(axis=2) for own in passes]).max(axis=0)  # [kinds, stages]
     return Predicted(statistics.median(times_s), tuple(means[FORWARD].tolist()), tuple(means[BACKWARD].tolist()), costs.name)
+
+
+def predict_timelines(source: BatchSource, planner: ProgramPlanner, steps: Iterable[int]) -> Iterator[list[Execution]]:
+    """The timeline of each replica in each of these steps."""
+    plan = planner.plan
+    if _is_priced(planner):
+        yield from _of_batches(source, planner, _costs(planner), steps)
+        return
+    from penstock.costs.sources import open_costs
+    from penstock.plans.references import cluster_of
+    from penstock.schedules.planned import planned_pipeline
+
+    cluster = cluster_of(plan)
+    found = planned_pipeline(plan, planner.model, cluster, open_costs(plan.costs, cluster))
+    one = execute(found.schedule, found.workload)
+    for _ in steps:
+        yield [one] * plan.num_replicas
+
+
+def _is_priced(planner: ProgramPlanner) -> bool:
+    """Whether there are costs of single micro-batches."""
+    plan = planner.plan
+    return bool(planner.model.seq_length) and plan.num_groups == plan.num_stages and plan.schedule in ("1f1b", "gpipe")
+
+
+def _costs(planner: ProgramPlanner) -> PipelineCosts:
+    from penstock.batching.planner import costs_for
+
+    return planner.costs or costs_for(planner.plan, planner.plan.seq_length, planner.plan.dec_length)
+
+
+def _of_batches(source: BatchSource, planner: ProgramPlanner, costs: PipelineCosts, steps: Iterable[int]) -> Iterator[list[Execution]]:
+    """With the micro-batches that these steps have."""
+    data, batches = source.open()
+    for step in steps:
+        replicas = planner.batch_plan(data, batches[step]).replicas
+        yield [execute(own.schedule, batch_workload(costs, own.micro_batches, number)) for number, own in enumerate(replicas)]
 
 
 def _of_plan(plan: Plan) -> Predicted:

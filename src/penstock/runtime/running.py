@@ -15,16 +15,19 @@ from penstock.data.loader import DynamicLoader
 from penstock.data.planning import PlanningError
 from penstock.data.samples import Samples
 from penstock.errors import PenstockError
-from penstock.plans.references import model_of
+from penstock.plans.references import cluster_of, model_of
 from penstock.programs.check import require_safe
 from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.runtime.allocator import reserve
-from penstock.runtime.checkpoint_rank import load_rank, rank_pieces, rank_state
+from penstock.runtime.checkpoint_rank import load_rank, load_weights, rank_pieces, rank_state
 from penstock.runtime.checkpoint_reader import Checkpoint
 from penstock.runtime.checkpoint_writer import CheckpointWriter
-from penstock.runtime.observing import Observers, StageTimes
+from penstock.runtime.first_weights import open_weights
+from penstock.runtime.flops import PeakTimes
+from penstock.runtime.nvml import DeviceLog, NvmlMissing, gpu_uuid
+from penstock.runtime.observing import Observers, StageTime, StageTimes
 from penstock.runtime.profiled_steps import ProfiledSteps
 from penstock.runtime.rank import Rank
 from penstock.runtime.spans import COMPUTE, SpanRecorder
@@ -42,6 +45,9 @@ if TYPE_CHECKING:
     from penstock.runtime.source import Sample
 
 __all__ = ["Run"]
+
+_SYNC_STEPS = 100
+"""Clocks of several machines drift apart; so often they are compared again."""
 
 
 class _Switching:
@@ -87,10 +93,17 @@ class Run:
         self.log: LineLog | None = None
         if self.is_first:
             sink = tensorboard_sink(out / "tensorboard")
-            self.log = LineLog(out / "steps.jsonl", *([] if sink is None else [sink]))
+            self.log = LineLog(out / "steps.jsonl", *([] if sink is None else [sink]), anew=not self.first_step)
+        self._notes: list[str] = []
+        """What is still to be said."""
+        self._given_up: set[str] = set()
+        self.gpu = self._gpu_log(out)
+        self._peaks = self._peak_times()
         self.checkpoints = CheckpointWriter(out / "checkpoints", rank=process, world_size=len(self.world.ranks), token=token)
         if request.resume:
             load_rank(Checkpoint(request.resume), self.rank)
+        elif request.weights:
+            load_weights(open_weights(request.weights, self.model), self.rank)
         self._evaluations = list(self._evaluation_programs(planner)) if request.eval_every else []
         self.evaluated: list[EvalRecord] = []
 
@@ -100,14 +113,15 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self.loader.close()
         self.spans.close()
+        if self.gpu is not None:
+            self.gpu.close()
         if self.log is not None:
             self.log.close()
 
     def train(self) -> TrainResult:
         """All steps that are left."""
         losses, times, tokens = [], [], []
-        self.world.barrier()
-        self.spans.mark_sync(0)
+        self._compare_clocks(self.first_step)
         start = time.perf_counter()
         for program in self._programs():
             wait_s, position = self.loader.wait_s, self.spans.position
@@ -119,25 +133,41 @@ class Run:
             tokens.append(int(result.tokens.item()))
             step = program.iteration
             record = StepRecord(
-                step, losses[-1], times[-1], tokens[-1], tokens[-1] / times[-1], learning_rate=result.rate,
+                step, losses[-1], times[-1], tokens[-1], tokens[-1] / times[-1], self._mfu(program, tokens[-1], times[-1]), result.rate,
                 gradient_norm=None if result.norm is None else result.norm.item(),
                 bubble_share=max(0.0, 1.0 - float(self.spans.busy_ns(position)[COMPUTE]) * 1e-9 / times[-1]), planning_wait_s=wait_s,
-                **self._memory(),
+                **self._memory(), **self._sampled(),
             )  # fmt: skip
             if self.log is not None:
                 self.log.write(record)
-            self._after(step, Progress(step, losses[-1], tokens[-1] / times[-1]))
+            self._after(step, Progress(step, losses[-1], tokens[-1] / times[-1], record.gpu_utilisation))
             if step + 1 < self.request.steps and self._ends_early():
                 raise self._ended(self._lost or StoreError(f"a rank has had no answer from the store for {self._job.away_s:g} s."))
+            if (step + 1) % _SYNC_STEPS == 0:
+                self._compare_clocks(step + 1)
             self.loader.wait_s = 0.0
             start = time.perf_counter()
         self.checkpoints.wait()
         usual = statistics.median(times[WARM_UP:] or times)
         mean_tokens = statistics.fmean(tokens)
         return TrainResult(
-            self.first_step, tuple(losses), tuple(self.evaluated), usual, mean_tokens / usual, self.times.stages,
+            self.first_step, tuple(losses), tuple(self.evaluated), usual, mean_tokens / usual, self._stage_times(),
             str(Path(self.request.out) / "checkpoints"),
         )  # fmt: skip
+
+    def _stage_times(self) -> dict[int, StageTime]:
+        """Of each stage on the rank that took longest for it, the same on every rank."""
+        own = torch.zeros(self.request.plan.num_stages, 4, dtype=torch.float64)
+        for stage, times in self.times.stages.items():
+            own[stage] = torch.tensor([times.forward_s, times.backward_s, times.wait_s, times.num_passes])
+        ranks = self.world.gather(own)
+        slowest = ranks[:, :, :2].sum(2).argmax(0)
+        found = [ranks[rank, stage].tolist() for stage, rank in enumerate(slowest.tolist())]
+        return {stage: StageTime(forward, backward, wait, int(passes)) for stage, (forward, backward, wait, passes) in enumerate(found)}
+
+    def _compare_clocks(self, number: int) -> None:
+        self.world.barrier()
+        self.spans.mark_sync(number)
 
     def _programs(self) -> Iterator[Program]:
         """Of the steps that are left. A rank that loses the store plans one more step itself: others may have their programs of it, and
@@ -182,7 +212,43 @@ class Run:
         if done == request.steps or (request.checkpoint_every and done % request.checkpoint_every == 0):
             self._save(done)
         if self.is_first:
-            self.worker.tell(told)
+            self._notes += self._gone_silent()
+            self.worker.tell(replace(told, notes=tuple(self._notes)))
+            self._notes.clear()
+
+    def _gone_silent(self) -> Iterator[str]:
+        """What is no longer recorded, told once."""
+        for what, error in (("steps", self.log and self.log.error), ("spans", self.spans.error)):
+            if error is not None and what not in self._given_up:
+                self._given_up.add(what)
+                yield f"{what} are no longer recorded: {error}."
+
+    def _gpu_log(self, out: Path) -> DeviceLog | None:
+        """What samples this rank's GPU, if it has one that no rank before it samples."""
+        uuid = gpu_uuid(self.world.device)
+        if uuid is None or (self.worker.shared_gpu and self.worker.rank >= torch.cuda.device_count()):
+            return None
+        try:
+            return DeviceLog(uuid, out / f"rank-{self.world.rank:05d}.devices.jsonl")
+        except NvmlMissing as error:
+            self._notes.append(f"no GPU utilisation, clocks and power are recorded: {error}.")
+            return None
+
+    def _peak_times(self) -> PeakTimes | None:
+        """Nothing where the plan's devices are not those that it runs on."""
+        cluster, kind = cluster_of(self.request.plan), self.world.device.type
+        meant = {"cpu" if cluster.device(rank).name == "cpu" else "cuda" for rank in self.world.ranks} == {kind}
+        return PeakTimes(self.request.plan, self.model, cluster) if meant and not self.worker.shared_gpu else None
+
+    def _mfu(self, program: Program, tokens: int, time_s: float) -> float | None:
+        """Other replicas' samples are taken to cost as much for each token as this one's."""
+        return None if self._peaks is None else self._peaks.time_s(program.micro_batches, tokens) / time_s
+
+    def _sampled(self) -> dict[str, float | None]:
+        now = None if self.gpu is None else self.gpu.latest
+        if now is None:
+            return {}
+        return {"gpu_utilisation": now.utilisation, "gpu_sm_clock_hz": now.sm_clock_hz, "gpu_power_w": now.power_w}
 
     def _memory(self) -> dict[str, int]:
         if self.world.device.type != "cuda":

@@ -3,8 +3,8 @@
     training thread   record() ─ 24 bytes into the ring ─► head         never waits: a full ring drops the span and counts it
     writer thread                              tail ─► file             every quarter of a second; the file only grows
 
-A file is a header line of JSON and then records. Besides spans there are *marks*: where an iteration begins, where a barrier
-let go (by which the clocks of several machines are compared), and how many spans were lost.
+A file is a header line of JSON and then records. Besides spans there are *marks*: where an iteration or an evaluation begins, where
+a barrier let go (by which the clocks of several machines are compared), and how many spans were lost.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from penstock.programs.instructions import (
 )
 
 __all__ = [
-    "COMPUTE", "FORMAT", "ITERATION", "KINDS", "LOST", "NO_STAGE", "NUM_CATEGORIES", "RECORD", "SYNC", "TRANSFER", "VERSION", "WAIT",
-    "SpanRecorder",
+    "COMPUTE", "EVALUATION", "FIRST_MARK", "FORMAT", "ITERATION", "KINDS", "LOST", "NO_STAGE", "NUM_CATEGORIES", "RECORD", "SYNC",
+    "TRANSFER", "VERSION", "WAIT", "SpanRecorder",
 ]  # fmt: skip
 
 COMPUTE, WAIT, TRANSFER = range(3)
@@ -46,8 +46,9 @@ COMPUTE, WAIT, TRANSFER = range(3)
 NUM_CATEGORIES = 3
 KINDS: dict[str, int] = {kind.__name__: kind.__struct_config__.tag for kind in INSTRUCTIONS}
 """Number of each kind of instruction, as in its binary form."""
-ITERATION, SYNC, LOST = 253, 254, 255
+EVALUATION, ITERATION, SYNC, LOST = range(252, 256)
 """Kinds of marks; their number (which iteration, which barrier, how many) is in `micro_batch`."""
+FIRST_MARK = EVALUATION
 
 FORMAT, VERSION = "penstock spans", 1
 RECORD = np.dtype([("kind", "u1"), ("category", "u1"), ("stage", "<u2"), ("micro_batch", "<i4"), ("start_ns", "<i8"), ("end_ns", "<i8")])
@@ -76,6 +77,14 @@ def _place(kind: type[Instruction]) -> Callable[[Any], tuple[int, int | None]]:
 _HEADS = {kind: (kind.__struct_config__.tag, _CATEGORIES.get(kind, COMPUTE), _place(kind)) for kind in INSTRUCTIONS}
 
 
+def _clock() -> str:
+    """Which clock `time.perf_counter_ns` reads: processes of one machine since its last start share one."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
 class SpanRecorder:
     """Records the spans of one rank: an executor's observer. Only one thread may record; times are `time.perf_counter_ns`."""
 
@@ -90,8 +99,7 @@ class SpanRecorder:
         self._stop = threading.Event()
         self.error: OSError | None = None
         """Why nothing is written any more (a full disk); recording goes on without it."""
-        header = {"format": FORMAT, "version": VERSION, "rank": rank, "pid": os.getpid(), "kinds": KINDS, "unix_ns": time.time_ns(),
-                  "clock_ns": time.perf_counter_ns()}  # fmt: skip
+        header = {"format": FORMAT, "version": VERSION, "rank": rank, "pid": os.getpid(), "kinds": KINDS, "clock": _clock()}  # fmt: skip
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "wb", buffering=0)  # noqa: SIM115 — it stays open as long as the recorder
@@ -116,7 +124,7 @@ class SpanRecorder:
     def begin(self, program: Program) -> None:
         """A program is about to run."""
         self._instructions = program.instructions
-        self.mark_iteration(program.iteration)
+        self._mark(ITERATION if program.training else EVALUATION, program.iteration)
 
     def at(self, index: int) -> None:
         """An instruction is about to run."""
@@ -128,15 +136,13 @@ class SpanRecorder:
         stage, micro_batch = place(step)
         self.record(kind, category, stage, -1 if micro_batch is None else micro_batch, start_ns, end_ns)
 
-    def mark_iteration(self, iteration: int) -> None:
-        """An iteration begins now."""
-        now = time.perf_counter_ns()
-        self.record(ITERATION, 0, NO_STAGE, iteration, now, now)
-
     def mark_sync(self, number: int) -> None:
         """To be called right after a barrier of all ranks; several times with the same number make the comparison finer."""
+        self._mark(SYNC, number)
+
+    def _mark(self, kind: int, number: int) -> None:
         now = time.perf_counter_ns()
-        self.record(SYNC, 0, NO_STAGE, number, now, now)
+        self.record(kind, 0, NO_STAGE, number, now, now)
 
     @property
     def position(self) -> int:
@@ -147,7 +153,7 @@ class SpanRecorder:
         """Nanoseconds of each category recorded since a `position`, for the record of a step; what the ring no longer has is left out."""
         first, head = max(since, self._head - self.capacity), self._head
         records = self._records[np.arange(first, head) % self.capacity]
-        spans = records[records["kind"] < ITERATION]
+        spans = records[records["kind"] < FIRST_MARK]
         lengths = (spans["end_ns"] - spans["start_ns"]).astype(np.float64)
         return np.bincount(spans["category"], lengths, NUM_CATEGORIES).astype(np.int64)
 

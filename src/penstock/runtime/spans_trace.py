@@ -6,6 +6,7 @@ import gzip
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from penstock.schedules.actions import KINDS
 from penstock.schedules.execution import Execution
 from penstock.schedules.simulator import Timeline
 
-__all__ = ["PredictedSpan", "predicted_spans", "trace_events", "write_trace"]
+__all__ = ["PredictedSpan", "Predictions", "predicted_spans", "trace_events", "write_trace"]
 
 _TRACKS = ("compute", "wait", "transfer")
 _SHORT = {"Forward": "F", "Backward": "B", "BackwardInput": "I", "BackwardWeight": "W"}
@@ -33,6 +34,10 @@ class PredictedSpan:
     end_s: float
     track: Literal["compute", "wait", "transfer"] = "compute"
     stage: int | None = None
+
+
+Predictions = Mapping[int, Mapping[int, Sequence[PredictedSpan]]]
+"""What was expected of each rank in each iteration: iteration, then rank."""
 
 
 def predicted_spans(timeline: Timeline, device: int) -> list[PredictedSpan]:
@@ -57,38 +62,68 @@ def predicted_spans(timeline: Timeline, device: int) -> list[PredictedSpan]:
     return found
 
 
-def trace_events(ranks: Iterable[RankSpans], predicted: Mapping[int, Sequence[PredictedSpan]] | None = None) -> Iterator[dict[str, Any]]:
-    """Trace events: a process for each rank, with a track for each category. The prediction is repeated in every iteration.
+def trace_events(ranks: Iterable[RankSpans], predicted: Predictions | None = None) -> Iterator[dict[str, Any]]:
+    """Trace events: a process for each rank, with a track for each category, and one for what was expected of it.
 
-    Times are microseconds since the earliest span.
+    Times are microseconds since the first iteration, or span, of any rank. A prediction begins when the first rank begins its iteration.
     """
     ranks = list(ranks)
-    origin = min((int(one.spans["start_ns"].min()) for one in ranks if len(one.spans)), default=0)
-    origin = min([origin, *(begin for one in ranks for begin in one.iterations.values())]) if origin else origin
+    begins = _begins(ranks)
+    origin = min([*begins.values(), *(int(one.spans["start_ns"].min()) for one in ranks if len(one.spans))], default=0)
     for one in ranks:
         measured, expected = 2 * one.rank, 2 * one.rank + 1
         lost = f" ({one.num_lost} spans lost)" if one.num_lost else ""
-        yield from _process(measured, f"rank {one.rank}{lost}")
+        yield from _process(measured, f"rank {one.rank}{lost}", dict(enumerate(_TRACKS)))
         for span in one.spans:
             yield _measured(one, span, measured, origin)
         for iteration, begin in one.iterations.items():
             yield {"ph": "i", "name": f"iteration {iteration}", "pid": measured, "tid": 0, "ts": (begin - origin) / 1e3, "s": "p"}
-        spans = (predicted or {}).get(one.rank, ())
-        if spans:
-            yield from _process(expected, f"rank {one.rank} predicted")
-        for begin in one.iterations.values():
-            for guess in spans:
-                yield {
-                    "ph": "X", "name": guess.name, "cat": f"predicted {guess.track}", "pid": expected, "tid": _TRACKS.index(guess.track),
-                    "ts": (begin - origin) / 1e3 + guess.start_s * 1e6, "dur": (guess.end_s - guess.start_s) * 1e6,
-                    "args": {} if guess.stage is None else {"stage": guess.stage},
-                }  # fmt: skip
+        guesses = [
+            (begin - origin, guess)
+            for iteration, begin in begins.items()
+            for guess in (predicted or {}).get(iteration, {}).get(one.rank, ())
+        ]
+        if guesses:
+            yield from _expected(guesses, expected, f"rank {one.rank} predicted")
 
 
-def _process(pid: int, name: str) -> Iterator[dict[str, Any]]:
+def _begins(ranks: Sequence[RankSpans]) -> dict[int, int]:
+    """When the first rank began each iteration."""
+    found: dict[int, int] = {}
+    for one in ranks:
+        for iteration, begin in one.iterations.items():
+            found[iteration] = min(begin, found.get(iteration, begin))
+    return found
+
+
+def _expected(guesses: list[tuple[int, PredictedSpan]], pid: int, name: str) -> Iterator[dict[str, Any]]:
+    """The events of predicted spans, given with the nanosecond at which their iteration begins.
+
+    A track has as many lanes as spans of it overlap, which slices of one lane must not: transfers do, and iterations that took less
+    than was expected.
+    """
+    ends: dict[str, list[float]] = {track: [] for track in _TRACKS}
+    rows = []
+    for start_us, end_us, guess in sorted(
+        ((b / 1e3 + g.start_s * 1e6, b / 1e3 + g.end_s * 1e6, g) for b, g in guesses), key=lambda row: row[:2]
+    ):
+        lanes = ends[guess.track]
+        lane = next((number for number, end in enumerate(lanes) if end <= start_us), len(lanes))
+        lanes[lane : lane + 1] = [end_us]
+        rows.append((start_us, end_us, guess, lane))
+    first = dict(zip(_TRACKS, accumulate((len(ends[track]) for track in _TRACKS), initial=0), strict=False))
+    yield from _process(pid, name, {first[track] + lane: track for track in _TRACKS for lane in range(len(ends[track]))})
+    for start_us, end_us, guess, lane in rows:
+        yield {
+            "ph": "X", "name": guess.name, "cat": f"predicted {guess.track}", "pid": pid, "tid": first[guess.track] + lane,
+            "ts": start_us, "dur": end_us - start_us, "args": {} if guess.stage is None else {"stage": guess.stage},
+        }  # fmt: skip
+
+
+def _process(pid: int, name: str, tracks: Mapping[int, str]) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
-    for tid, track in enumerate(_TRACKS):
+    for tid, track in tracks.items():
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": track}}
 
 
@@ -105,8 +140,8 @@ def _measured(one: RankSpans, span: Any, pid: int, origin: int) -> dict[str, Any
     }  # fmt: skip
 
 
-def write_trace(path: str | Path, ranks: Iterable[RankSpans], predicted: Mapping[int, Sequence[PredictedSpan]] | None = None) -> None:
+def write_trace(path: str | Path, ranks: Iterable[RankSpans], predicted: Predictions | None = None) -> None:
     """Writes a trace file; compressed if its name ends in .gz, which Perfetto opens as well."""
     body = ",\n".join(json.dumps(event, separators=(",", ":")) for event in trace_events(ranks, predicted))
     data = f'{{"displayTimeUnit":"ms","traceEvents":[\n{body}\n]}}\n'.encode()
-    write_bytes(path, gzip.compress(data, 6) if str(path).endswith(".gz") else data)
+    write_bytes(path, gzip.compress(data, 6, mtime=0) if str(path).endswith(".gz") else data)

@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.errors import InputError
 
-__all__ = ["LineLog", "StepRecord", "mfu", "read_lines", "read_steps"]
+__all__ = ["LineLog", "StepRecord", "read_lines", "read_steps"]
 
 
 class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -25,7 +25,7 @@ class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Useful ones: no padding."""
     tokens_per_s: float | None = None
     mfu: float | None = None
-    """Model flops over what the devices could do at their peak."""
+    """Model flops, without padding and recomputation, over what the devices could do at their peak."""
     learning_rate: float | None = None
     gradient_norm: float | None = None
     allocated_bytes: int | None = None
@@ -35,21 +35,21 @@ class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Share of the step in which this rank's device did not compute."""
     planning_wait_s: float | None = None
     """How long the step waited for its program."""
-
-
-def mfu(flops: float, time_s: float, peak_flops_per_s: float) -> float:
-    """Share of the peak that the model's own flops (no recomputation) amount to; `peak_flops_per_s` is that of all devices."""
-    return flops / (time_s * peak_flops_per_s)
+    gpu_utilisation: float | None = None
+    """Of this rank's device, as NVML last had it; so are clock and power."""
+    gpu_sm_clock_hz: float | None = None
+    gpu_power_w: float | None = None
 
 
 class LineLog:
     """Appends records to a file as JSON lines. `write` only queues: it never waits, and never fails."""
 
-    def __init__(self, path: str | Path, *more: Callable[[msgspec.Struct], None]) -> None:
-        """`more` are told of every record as well, in the writer's thread: a TensorBoard writer, a display."""
+    def __init__(self, path: str | Path, *more: Callable[[msgspec.Struct], None], anew: bool = False) -> None:
+        """`more` are told of every record as well, in the writer's thread: a TensorBoard writer, a display. `anew` empties the file."""
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "ab")  # noqa: SIM115 — it stays open as long as the log
+            # Nothing is buffered: what a full disk refuses would come up again when the file is closed.
+            self._file = open(path, "wb" if anew else "ab", buffering=0)  # noqa: SIM115 — it stays open as long as the log
         except OSError as error:
             raise InputError(f"'{path}' cannot be written: {error.strerror}.") from None
         self._more = more
@@ -73,8 +73,9 @@ class LineLog:
         while (record := self._queue.get()) is not None:
             if self.error is None:
                 try:
-                    self._file.write(msgspec.json.encode(_finite(record)) + b"\n")
-                    self._file.flush()
+                    line = msgspec.json.encode(_finite(record)) + b"\n"
+                    while line:
+                        line = line[self._file.write(line) :]
                     for tell in self._more:
                         tell(record)
                 except Exception as error:

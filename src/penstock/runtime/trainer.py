@@ -6,7 +6,6 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.data.dataset import DataSet, open_data
@@ -16,9 +15,9 @@ from penstock.data.planning import ProgramPlanner
 from penstock.errors import InputError
 from penstock.plans.capabilities import SCHEDULES, unsupported
 from penstock.plans.references import cluster_of, model_of
-from penstock.plans.schema import write_plan
 from penstock.plans.validity import require_valid
 from penstock.runtime.beside import Handover, PlanningSettings, planners_here, planners_of_nodes
+from penstock.runtime.run_folder import write_run
 from penstock.runtime.update import TrainingSettings
 from penstock.runtime.workers import Pool, Worker, joined
 
@@ -55,6 +54,8 @@ class TrainRequest:
     """Steps between checkpoints; 0: only at the end."""
     resume: str = ""
     """A checkpoint, or a folder of them, to go on from."""
+    weights: str = ""
+    """What to begin with in place of random weights: `hf:FOLDER`, or a checkpoint, or a folder of them."""
     prompt_loss: bool = False
     """Whether the tokens of inputs count in a decoder's loss."""
     profile_steps: tuple[int, ...] = ()
@@ -82,7 +83,11 @@ class Progress:
     step: int
     loss: float
     tokens_per_s: float
+    gpu_utilisation: float | None = None
+    """Of rank 0's device, where it is known."""
     evaluated: EvalRecord | None = None
+    notes: tuple[str, ...] = ()
+    """What to say once, such as what cannot be recorded."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,8 @@ class Trainer:
     def __init__(self, request: TrainRequest) -> None:
         self.request = _checked(request)
         self.model = model_of(request.plan)
+        self.first_step = _first_step(self.request)
+        """How many steps a checkpoint has behind it."""
 
     def join(self, progress: Callable[[Progress], None] | None = None) -> TrainResult:
         """Trains as one of the processes that torchrun started."""
@@ -117,13 +124,12 @@ class Trainer:
         import torch.distributed as dist
 
         request = self.request
-        _make_folder(Path(request.out))
         with (
             joined(request.device) as worker,
-            planners_of_nodes(request.planning, *planning_of(request, self.model), _first_step(request)) as handover,
+            planners_of_nodes(request.planning, *planning_of(request, self.model), self.first_step) as handover,
         ):
             if worker.rank == 0:
-                write_plan(Path(request.out) / "plan.json", request.plan)
+                write_run(request)
             token = torch.tensor([secrets.randbits(62)])
             dist.broadcast(token, 0)
             worker = replace(worker, tell=lambda told: progress(told) if progress else None)
@@ -132,25 +138,17 @@ class Trainer:
     def train(self, progress: Callable[[Progress], None] | None = None) -> TrainResult:
         """Starts the plan's processes, trains, and ends them; `progress` hears of every step."""
         request = self.request
-        out = Path(request.out)
-        _make_folder(out)
-        write_plan(out / "plan.json", request.plan)
+        write_run(request)
         threads = max(1, len(os.sched_getaffinity(0)) // len(request.plan.ranks))
         with (
-            planners_here(request.planning, *planning_of(request, self.model), _first_step(request)) as handover,
+            planners_here(request.planning, *planning_of(request, self.model), self.first_step) as handover,
             Pool(len(request.plan.ranks), device=request.device, threads=threads, timeout_s=_OPERATION_S) as pool,
         ):
-            results = pool.run(
+            first: TrainResult = pool.run(
                 train_rank, request, handover, secrets.token_hex(8), timeout_s=_RUN_S,
                 listen=lambda rank, told: progress(told) if progress else None,
-            )  # fmt: skip
-        stages: dict[int, StageTime] = {}
-        for result in results:
-            for stage, time_ in result.stages.items():
-                if stage not in stages or time_.forward_s + time_.backward_s > stages[stage].forward_s + stages[stage].backward_s:
-                    stages[stage] = time_
-        first: TrainResult = results[0]
-        return replace(first, stages=stages)
+            )[0]  # fmt: skip
+        return first
 
     def predicted(self, result: TrainResult) -> Predicted:
         """What the plan's costs say of the steps of a run, those left out that warm up."""
@@ -165,13 +163,6 @@ _OPERATION_S = 1800.0
 """The longest that one transfer or collective may take."""
 _RUN_S = 365 * 24 * 3600.0
 """A run may take as long as it takes; a rank that dies is noticed at once all the same."""
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"'{path}' cannot hold a run: {error.strerror}.") from None
 
 
 def _checked(request: TrainRequest) -> TrainRequest:
@@ -203,7 +194,27 @@ def _checked(request: TrainRequest) -> TrainRequest:
         from penstock.runtime.checkpoint_folder import find_checkpoint
 
         request = replace(request, resume=str(find_checkpoint(request.resume)))
+    if request.weights:
+        from penstock.runtime.first_weights import check_weights
+
+        if request.resume:
+            raise InputError(
+                f"a run that goes on from '{request.resume}' has its weights from there; --weights '{request.weights}' is for one that "
+                "begins. Give one of the two."
+            )
+        check_weights(request.weights, model)
+    _require_steps(request)
     return replace(request, device=device)
+
+
+def _require_steps(request: TrainRequest) -> None:
+    """Refuses a run with nothing left to do, and steps to profile that it does not have."""
+    first, steps = _first_step(request), request.steps
+    if first >= steps:
+        raise InputError(f"checkpoint '{request.resume}' has {first} steps behind it, which --steps {steps} counts too. Ask for more.")
+    for step in request.profile_steps:
+        if not first <= step < steps:
+            raise InputError(f"step {step} is to be profiled, but this run has steps {first} to {steps - 1}. Choose among those.")
 
 
 def _require_devices(plan: Plan, device: str, share_gpus: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,10 @@ from penstock.models.modules.base import OpModule
 from penstock.models.modules.build import Chain, build_op
 from penstock.models.ops import Model, PlacedOp
 
-__all__ = ["HfWeight", "export_hf_weights", "hf_names", "load_hf_folder", "load_hf_weights", "read_safetensors"]
+__all__ = ["HF_FILES", "HfState", "HfWeight", "Safetensors", "export_hf_weights", "hf_names", "load_hf_weights", "read_safetensors"]
+
+HF_FILES = ("model.safetensors", "model.safetensors.index.json")
+"""What a folder of weights has one of."""
 
 
 @dataclass(frozen=True)
@@ -181,11 +184,11 @@ def _weight(
     return HfWeight(names, shapes, transposed, _COPIES.get(names[0], ()))
 
 
-class _State:
+class HfState:
     """A Hugging Face state under the names of this model, whatever variant of them it uses."""
 
     def __init__(self, model: Model, state: Mapping[str, torch.Tensor]) -> None:
-        self.weights, self.state = hf_names(model), state
+        self.model, self.weights, self.state = model, hf_names(model), state
         known = {name for weight in self.weights.values() for name in (*weight.names, *weight.copies)}
         prefix = _PREFIXES.get(model.family, "")
         self.given: dict[str, str] = {}
@@ -204,27 +207,41 @@ class _State:
         """Names without which parameter `key` cannot be loaded."""
         return [name for name in self.weights[key].names if self._source(name, self.weights[key]) is None]
 
+    def require_all(self, keys: Iterable[str]) -> None:
+        """Refuses a state that lacks something of these parameters."""
+        missing = list(dict.fromkeys(name for key in keys for name in self.missing(key)))
+        if missing:
+            raise InputError(f"the weights lack {_listed(missing)}, which model '{self.model.name}' needs.")
+
+    def sources(self, key: str) -> list[tuple[str, tuple[int, ...]]]:
+        """What parameter `key` is made of: names as the state has them, each with the shape that is expected of it."""
+        weight = self.weights[key]
+        found = [self._source(name, weight) for name in weight.names]
+        return [(name, shape) for name, shape in zip(found, weight.shapes, strict=True) if name is not None]
+
     def _source(self, name: str, weight: HfWeight) -> str | None:
         return next((self.given[other] for other in (name, *weight.copies) if other in self.given), None)
 
     def tensor(self, key: str) -> torch.Tensor:
         """Parameter `key`, its shape and its copies checked."""
-        weight = self.weights[key]
         tensors = []
-        for name, shape in zip(weight.names, weight.shapes, strict=True):
-            source = self._source(name, weight)
-            assert source is not None
+        for source, shape in self.sources(key):
             tensors.append(self.state[source])
             if tuple(tensors[-1].shape) != shape:
                 raise InputError(f"weight '{source}' has shape {tuple(tensors[-1].shape)}; {shape} is expected for '{key}'.")
-        for copy in weight.copies:
-            source = self.given.get(copy)
-            if source is not None and not torch.equal(self.state[source], tensors[0]):
+        self.compare_copies(key)
+        return self.weights[key].combine(tensors)
+
+    def compare_copies(self, key: str) -> None:
+        """Refuses names of one and the same weight whose values differ."""
+        weight = self.weights[key]
+        given = [self.given[name] for name in (weight.names[0], *weight.copies) if name in self.given]
+        for other in given[1:]:
+            if not torch.equal(self.state[other], self.state[given[0]]):
                 raise InputError(
-                    f"weights '{source}' and '{weight.names[0]}' differ, but the model shares them. "
+                    f"weights '{other}' and '{given[0]}' differ, but the model shares them. "
                     "If they are meant to differ, set tie_word_embeddings to false in config.json."
                 )
-        return weight.combine(tensors)
 
 
 def _is_ignored(model: Model, name: str) -> bool:
@@ -239,11 +256,9 @@ def _listed(names: list[str]) -> str:
 
 def load_hf_weights(chain: Chain, model: Model, state: Mapping[str, torch.Tensor]) -> None:
     """Sets every parameter of `chain` (the model or a slice of it, divided under tp or not) from a Hugging Face state."""
-    source = _State(model, state)
+    source = HfState(model, state)
     keys = [(module, name, f"{module.name}.{name}") for module, name in _parameters(chain)]
-    missing = [name for _, _, key in keys for name in source.missing(key)]
-    if missing:
-        raise InputError(f"the weights lack {_listed(list(dict.fromkeys(missing)))}, which model '{model.name}' needs.")
+    source.require_all(key for _, _, key in keys)
     for module, name, key in keys:
         module.load(name, source.tensor(key))
 
@@ -276,7 +291,7 @@ def export_hf_weights(chain: Chain, model: Model, *, copies: bool = True) -> dic
     return state
 
 
-class _Safetensors(Mapping[str, torch.Tensor]):
+class Safetensors(Mapping[str, torch.Tensor]):
     """Tensors by name, each read from its file only when it is asked for."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
@@ -284,11 +299,18 @@ class _Safetensors(Mapping[str, torch.Tensor]):
         self._open: dict[Path, Any] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        return self._ask(name, lambda file: file.get_tensor(name))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+        return tuple(self._ask(name, lambda file: file.get_slice(name).get_shape()))
+
+    def _ask(self, name: str, question: Callable[[Any], Any]) -> Any:
         path = self._files[name]
         if path not in self._open:
             self._open[path] = _open_safetensors(path)
         try:
-            return self._open[path].get_tensor(name)
+            return question(self._open[path])
         except Exception as error:
             raise InputError(f"weight '{name}' cannot be read from '{path}': {error}.") from None
 
@@ -308,24 +330,19 @@ def _open_safetensors(path: Path) -> Any:
         raise InputError(f"weight file '{path}' cannot be read: {error}.") from None
 
 
-def read_safetensors(folder: str | Path) -> Mapping[str, torch.Tensor]:
+def read_safetensors(folder: str | Path) -> Safetensors:
     """The weights of a Hugging Face folder: `model.safetensors`, or the files that `model.safetensors.index.json` names."""
     folder = Path(folder)
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single, index = (folder / name for name in HF_FILES)
     if single.is_file():
-        return _Safetensors(dict.fromkeys(_open_safetensors(single).keys(), single))
+        return Safetensors(dict.fromkeys(_open_safetensors(single).keys(), single))
     if not index.is_file():
         raise InputError(
-            f"folder '{folder}' holds neither model.safetensors nor model.safetensors.index.json. "
+            f"folder '{folder}' holds neither {' nor '.join(HF_FILES)}. "
             "Pickled weights (pytorch_model.bin) are never read; save them with transformers' save_pretrained first."
         )
     entries = read_json(index, "weight index")
     places = entries.get("weight_map") if isinstance(entries, dict) else None
     if not isinstance(places, dict) or not all(isinstance(file, str) and file == Path(file).name for file in places.values()):
         raise InputError(f"weight index '{index}' has no field 'weight_map' of tensor names and file names in its own folder.")
-    return _Safetensors({name: folder / file for name, file in places.items()})
-
-
-def load_hf_folder(chain: Chain, model: Model, folder: str | Path) -> None:
-    """Sets every parameter of `chain` from the safetensors files of a Hugging Face folder, reading only those it needs."""
-    load_hf_weights(chain, model, read_safetensors(folder))
+    return Safetensors({name: folder / file for name, file in places.items()})

@@ -1,0 +1,115 @@
+"""`penstock trace`: what every rank of a run did and when, beside what was predicted of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli.console import JsonFlag, err, out, print_json, table
+from penstock.errors import InputError, PenstockError
+
+if TYPE_CHECKING:
+    from penstock.plans.plan import Plan
+    from penstock.runtime.spans_reader import RankSpans
+    from penstock.runtime.spans_trace import Predictions
+
+__all__ = ["trace"]
+
+_LAST = 10
+"""Steps that are shown unless others are asked for: a viewer holds no whole run."""
+
+
+def trace(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `penstock train --out` was given.")],
+    path: Annotated[Path, typer.Option("--out", metavar="TRACE", help="Trace to write for ui.perfetto.dev (t.json, or t.json.gz).")],
+    steps: Annotated[str, typer.Option(help=f"A step (3) or a range of them (10-19); if not given, the last {_LAST}.")] = "",
+    measured_only: Annotated[bool, typer.Option("--measured-only", help="Leave out what the plan's costs predict.")] = False,
+    json: JsonFlag = False,
+) -> None:
+    """Write one trace of all ranks of a run: compute, waits and transfers, with the predicted ones of each rank right below.
+
+    Works while a run goes on, and after one that was killed.
+
+    Example: penstock trace run --steps 20-24 --out trace.json
+    """
+    from penstock.runtime.run_folder import plan_of_run
+    from penstock.runtime.spans_reader import read_run
+    from penstock.runtime.spans_trace import write_trace
+
+    plan = plan_of_run(run)
+    ranks = read_run(run, plan.ranks)
+    known = sorted({step for one in ranks for step in one.iterations})
+    chosen = _chosen(steps, known, run)
+    ranks = [one.only(chosen) for one in ranks]
+    predicted = None if measured_only else _predicted(run, plan, chosen)
+    write_trace(path, ranks, predicted)
+    rows = [_row(one) for one in ranks]
+    if json:
+        print_json({"run": run, "trace": path, "steps": chosen, "predicted": predicted is not None, "ranks": rows})
+        return
+    shown = f"step {chosen[0]}" if len(chosen) == 1 else f"steps {chosen[0]} to {chosen[-1]}"
+    columns = ("rank", "steps", "spans", "lost", "computes", "waits", "transfers", "idle")
+    cells = [[f"{value:.1%}" if isinstance(value, float) else value for value in row.values()] for row in rows]
+    out().print(table(f"{run}: {shown} of {known[0]} to {known[-1]}", columns, cells))
+    beside = "" if predicted is None else ", predicted beside measured"
+    out().print(f"trace written to {path}{beside}; open it in https://ui.perfetto.dev", markup=False, soft_wrap=True)
+
+
+def _chosen(text: str, known: list[int], run: Path) -> list[int]:
+    """The steps that are asked for, of those that some rank has begun."""
+    if not known:
+        raise InputError(f"run '{run}' has not begun its first step: its span files hold no iteration.")
+    if not text:
+        return known[-_LAST:]
+    first, dash, last = (part.strip() for part in text.partition("-"))
+    if not first.isdecimal() or (dash and not last.isdecimal()):
+        raise InputError(f"--steps is '{text}'; a step such as 3, or a range such as 10-19, was expected.")
+    wanted = range(int(first), int(last or first) + 1)
+    there = f"Run '{run}' has steps {known[0]} to {known[-1]}."
+    if not wanted:
+        raise InputError(f"--steps is '{text}', which ends before it begins. {there}")
+    for end in (wanted[0], wanted[-1]):
+        if end not in known:
+            raise InputError(f"--steps is '{text}', but step {end} was not run. {there}")
+    return [step for step in known if step in wanted]
+
+
+def _predicted(run: Path, plan: Plan, steps: list[int]) -> Predictions | None:
+    """What the plan's costs expect of every rank, with the micro-batches that the steps had; None, with a note, where nobody can say."""
+    from penstock.plans.references import model_of
+    from penstock.runtime.predicting import predict_timelines
+    from penstock.runtime.run_folder import read_request
+    from penstock.runtime.spans_trace import predicted_spans
+    from penstock.runtime.trainer import planning_of
+
+    places = {
+        rank: (replica, group)
+        for group, stage in enumerate(plan.stages[: plan.num_groups])
+        for replica, ranks in enumerate(stage.devices)
+        for rank in ranks
+    }
+    try:
+        timelines = list(predict_timelines(*planning_of(read_request(run), model_of(plan)), steps))
+    except PenstockError as error:
+        err().print(f"note: without a prediction: {error}", markup=False, soft_wrap=True)
+        return None
+    return {
+        step: {rank: predicted_spans(replicas[replica], group) for rank, (replica, group) in places.items()}
+        for step, replicas in zip(steps, timelines, strict=True)
+    }
+
+
+def _row(one: RankSpans) -> dict[str, float]:
+    """Mean shares of a rank's time in its steps."""
+    import numpy as np
+
+    from penstock.runtime.spans_reader import iteration_shares
+
+    shares = [iteration_shares(one, step) for step in one.iterations] or [np.zeros(3)]
+    compute, wait, transfer = np.mean(shares, axis=0).tolist()
+    return {
+        "rank": one.rank, "steps": len(one.iterations), "spans": len(one.spans), "lost": one.num_lost,
+        "compute": compute, "wait": wait, "transfer": transfer, "idle": max(0.0, 1 - compute - wait - transfer),
+    }  # fmt: skip

@@ -1,0 +1,41 @@
+"""How well a step used its devices: the model's own arithmetic, at their peak, over the time that the step took (MFU)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.costs.efficiency import arithmetic_dtype, op_class
+from penstock.models.shapes import FEATURES, Shape, feature_matrix
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.clusters import Cluster
+    from penstock.models.ops import Model
+    from penstock.plans.plan import Plan
+    from penstock.programs.instructions import MicroBatch
+
+__all__ = ["PeakTimes"]
+
+
+class PeakTimes:
+    """What samples would take if all devices of a plan computed nothing else at their peak: no padding, nothing twice."""
+
+    def __init__(self, plan: Plan, model: Model, cluster: Cluster) -> None:
+        devices = [cluster.device(rank) for rank in plan.ranks]
+        self._coefficients = np.zeros(len(FEATURES))
+        for block, copies in model.runs:
+            for op in block.ops:
+                dtype = arithmetic_dtype(op_class(op.kind, op.config), model.dtype)
+                peak_flops_per_s = sum(device.peak_flops_per_s(dtype) for device in devices)
+                self._coefficients += copies * np.array((op.flops.form(1) + op.backward_flops.form(1)).coefficients) / peak_flops_per_s
+
+    def time_s(self, micro_batches: Sequence[MicroBatch], tokens: int) -> float:
+        """Of a batch of so many tokens (images, where there are none) that cost on average what those of the micro-batches do."""
+        shapes = [
+            Shape.packed(micro.lengths, micro.dec_lengths) if micro.lengths else Shape.images(len(micro.samples)) for micro in micro_batches
+        ]
+        own = sum(shape.tokens + shape.dec_tokens or shape.samples for shape in shapes)
+        return float((feature_matrix(shapes) @ self._coefficients).sum()) * tokens / max(1, own)
