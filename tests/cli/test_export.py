@@ -40,6 +40,21 @@ def test_every_target(gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [row.partition for row in read_fasop_rows(tmp_path / "new" / "fasop")] == [(13, 13)]
 
 
+def test_dynpipe_gets_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = written(tmp_path, uniform_plan("vgg16", "3xv100-16gb", pp=3, global_batch=96, micro_batch=8, schedule="pipedream"))
+    assert run(["export", str(plan), "--to", f"dynpipe:{tmp_path / 'new' / 'plan'}"]) == 0
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'new' / 'plan'}\n"
+    assert sorted(path.name for path in (tmp_path / "new" / "plan").iterdir()) == ["partition.json", "topology.json"]
+    assert json.loads((tmp_path / "new" / "plan" / "topology.json").read_text()) == {
+        "module_to_stage_map": [0, 1, 2, 2],
+        "stage_to_rank_map": {"0": [0], "1": [1], "2": [2]},
+        "stage_to_depth_map": {"0": 2, "1": 1, "2": 0},
+    }
+    assert run(["export", str(plan), "--to", f"dynpipe:{plan}"]) == 2  # a file
+    assert "is not a directory" in capsys.readouterr().err
+    assert read_plan(plan).num_stages == 3
+
+
 def test_launch_files_name_the_plan(gpt: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for target in LAUNCHERS:
         assert run(["export", str(gpt), "--to", f"{target}:{tmp_path / 'new' / target}"]) == 0
@@ -97,12 +112,14 @@ def test_what_cannot_be_expressed_leaves_no_file(target: str, tmp_path: Path, ca
     ("to", "told"),
     [
         ("megatrom:x", "there is no export to 'megatrom'. Did you mean 'megatron'?"),
-        ("pbs:x", "there is no export to 'pbs'. Known: aceso, deepspeed, fasop, huggingface, kubernetes, megatron, "),
+        ("pbs:x", "there is no export to 'pbs'. Known: aceso, deepspeed, dynpipe, fasop, huggingface, kubernetes, megatron, "),
         ("slurm", "slurm:PATH was expected, as in slurm:train.sbatch"),
         ("megatron", "megatron:PATH was expected, as in megatron:flags.txt"),
         ("fasop:", "fasop:PATH was expected, as in fasop:rows.csv"),
         ("", "there is no export to ''"),
         ("deepspeed:/", "is a directory, a file was expected"),
+        ("dynpip:x", "Did you mean 'dynpipe'?"),
+        ("dynpipe:", "dynpipe:PATH was expected, as in dynpipe:folder"),
     ],
 )
 def test_wrong_targets(to: str, told: str, gpt: Path, capsys: pytest.CaptureFixture[str]) -> None:

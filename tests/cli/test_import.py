@@ -1,4 +1,4 @@
-"""`penstock import`: a user's own module becomes a model that can be planned for."""
+"""`penstock import`: a user's own module becomes a model that can be planned for, DynPipe's files become a plan."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ def test_it_says_what_comes_next(net: Path, tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("source", "more", "message"),
     [
-        ("modul:net.py:maker", [], "'modul' cannot be imported. Write module:PATH.py:FUNCTION"),
+        ("modul:net.py:maker", [], "'modul' cannot be imported. Did you mean 'module'? Write module:PATH.py:FUNCTION"),
+        ("onnx:net.onnx", [], "'onnx' cannot be imported. Known: dynpipe, module."),
+        ("module:{net}:maker", ["--model", "vgg16"], "--model belongs to dynpipe:PATH"),
         ("module:net.py", [], "module:PATH.py:FUNCTION was expected"),
         ("module:net.py:", [], "module:PATH.py:FUNCTION was expected"),
         ("module:none.py:maker", [], "file 'none.py' does not exist"),
@@ -119,3 +121,76 @@ def test_a_file_that_fails_is_told(tmp_path: Path, capsys: pytest.CaptureFixture
     path.write_text("def (:\n", encoding="utf-8")
     assert run(["import", f"module:{path}:maker", "--out", str(tmp_path / "out.json")]) == 2
     assert "cannot be imported: SyntaxError" in capsys.readouterr().err
+
+
+TOPOLOGY = {"module_to_stage_map": [0, 1, 1], "stage_to_rank_map": {"0": [0, 1, 2], "1": [3]}, "stage_to_depth_map": {"0": 1, "1": 0}}
+PARTITION = {"partition": [15, 23], "recompute_ratio": [0, 0.5], "batch_size_all": [72], "batch_size": [24, 72]}
+FOR = ["--model", "vgg16", "--cluster", "4xv100-16gb", "--global-batch", "7200"]
+
+
+@pytest.fixture
+def dynpipe(tmp_path: Path) -> Path:
+    """A folder with both of DynPipe's files."""
+    folder = tmp_path / "dynpipe"
+    folder.mkdir()
+    (folder / "topology.json").write_text(json.dumps(TOPOLOGY), encoding="utf-8")
+    (folder / "partition.json").write_text(json.dumps(PARTITION), encoding="utf-8")
+    return folder
+
+
+def test_files_of_dynpipe_become_a_plan_and_files_again(dynpipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    assert run(["import", f"dynpipe:{dynpipe}", "--out", str(path), *FOR]) == 0
+    shown = capsys.readouterr().out
+    assert "vgg16: 2 stages (15 ops on 3, 21 ops on 1), schedule pipedream" in shown and f"wrote {path}; next: penstock check" in shown
+    assert "note: cannot be trained yet: schedule 'pipedream' updates each stage by itself, but stages.0 has dp above 1" in shown
+    assert run(["check", str(path)]) == 0
+    assert "global batch 7200 = 1 × 100 micro-batches of 72" in capsys.readouterr().out
+    assert run(["export", str(path), "--to", f"dynpipe:{tmp_path / 'again'}"]) == 0
+    assert json.loads((tmp_path / "again" / "topology.json").read_text()) == TOPOLOGY
+    assert json.loads((tmp_path / "again" / "partition.json").read_text()) == PARTITION
+
+
+def test_files_of_dynpipe_under_other_names(dynpipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    apart = [f"dynpipe:{dynpipe / 'topology.json'}", "--partition", str(dynpipe / "partition.json")]
+    for number, source in enumerate((apart, [f"dynpipe:{dynpipe}"])):
+        assert run(["import", *source, "--out", str(tmp_path / f"{number}.json"), *FOR, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["num_stages"] == 2 and told["num_devices"] == 4 and told["num_micro_batches"] == 100 and len(told["notes"]) == 1
+    assert (tmp_path / "0.json").read_text() == (tmp_path / "1.json").read_text()
+
+
+def test_a_topology_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    topology = tmp_path / "dp_conf.json"
+    topology.write_text(json.dumps({"module_to_stage_map": [0, 0, 0], "stage_to_rank_map": {"0": [0, 1, 2, 3]}}), encoding="utf-8")
+    assert run(["import", f"dynpipe:{topology}", "--mini-batch", "72", "--out", str(tmp_path / "plan.json"), *FOR]) == 0
+    assert run(["check", str(tmp_path / "plan.json")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "message"),
+    [
+        ("dynpipe:", FOR, "dynpipe:PATH was expected, as in dynpipe:hybrid_conf.json"),
+        ("dynpip:{folder}", FOR, "'dynpip' cannot be imported. Did you mean 'dynpipe'?"),
+        ("dynpipe:{folder}", FOR[:4], "--global-batch is missing"),
+        ("dynpipe:{folder}", FOR[2:], "--model is missing"),
+        ("dynpipe:{folder}", [*FOR[:2], *FOR[4:]], "--cluster is missing"),
+        ("dynpipe:{folder}", [*FOR, "--dtype", "bf16"], "--dtype belongs to module:PATH.py:FUNCTION"),
+        ("dynpipe:{folder}", [*FOR, "--model", "vgg15"], "Did you mean"),
+        ("dynpipe:{folder}", [*FOR, "--model", "vgg19"], "38 blocks, but model 'vgg19' has 44 there"),
+        ("dynpipe:{folder}", [*FOR, "--cluster", "2xv100-16gb"], "has rank 2, but the cluster"),
+        ("dynpipe:{folder}", [*FOR, "--global-batch", "100"], "not a multiple of"),
+        ("dynpipe:{folder}", [*FOR, "--mini-batch", "24"], "the mini-batch is given as 24"),
+        ("dynpipe:{folder}/none", FOR, "none' does not exist"),
+        ("dynpipe:{folder}/partition.json", FOR, "module_to_stage_map"),
+        ("dynpipe:{folder}/topology.json", FOR, "has no batch size"),
+        ("dynpipe:{folder}/topology.json", [*FOR, "--mini-batch", "72"], "it does not say where the 2 stages are cut"),
+    ],
+)
+def test_wrong_files_of_dynpipe(
+    source: str, more: list[str], message: str, dynpipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["import", source.format(folder=dynpipe), "--out", str(tmp_path / "plan.json"), *more]) == 2
+    told = capsys.readouterr()
+    assert message in " ".join(told.err.split()) and "Traceback" not in told.err and told.out == ""
+    assert not (tmp_path / "plan.json").exists()

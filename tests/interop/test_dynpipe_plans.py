@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from penstock.errors import InputError
 from penstock.interop.dynpipe_plans import (
     Partition,
     Topology,
+    read_files,
     read_partition,
     read_topology,
     require_match,
+    write_files,
     write_partition,
     write_topology,
 )
@@ -125,4 +128,27 @@ def test_nothing_wrong_is_written(tmp_path: Path) -> None:
         write_topology(tmp_path / "t.json", Topology((0, 1), ((0,), (1,))))
     with pytest.raises(InputError, match="recompute_ratio has 0 entries"):
         write_partition(tmp_path / "p.json", Partition((3,), (), (8,), (8,)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_both_files(tmp_path: Path) -> None:
+    topology, partition = read_topology(written(tmp_path, TOPOLOGY)), read_partition(written(tmp_path, PARTITION))
+    write_files(tmp_path / "new", topology, partition)
+    folder, other = tmp_path / "new", replace(partition, recompute_ratio=(0, 0, 0))
+    write_partition(tmp_path / "other.json", other)
+    assert read_files(folder) == read_files(folder / "topology.json", folder / "partition.json") == (topology, partition)
+    assert read_files(folder / "topology.json") == (topology, None)
+    assert read_files(folder, tmp_path / "other.json") == (topology, other)
+    (folder / "partition.json").unlink()
+    assert read_files(folder) == (topology, None)
+    (folder / "topology.json").unlink()
+    with pytest.raises(InputError, match=r"topology.json' does not exist"):
+        read_files(folder)
+
+
+def test_files_that_do_not_belong_together_are_not_written(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has 1 stages, the partition 2"):
+        write_files(tmp_path / "new", Topology((0, 0), ((0,),)), Partition((15, 23), (0, 0), (72,), (72, 72)))
+    with pytest.raises(InputError, match="the criterion shares"):
+        write_files(tmp_path / "new", Topology((0, 1), ((0,), (1,))), Partition((15, 23), (0, 0), (72,), (72, 72)))
     assert list(tmp_path.iterdir()) == []

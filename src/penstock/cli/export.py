@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LAUNCHERS", "TARGETS", "WEIGHTS", "export", "export_plan", "export_weights", "parse_target"]
 
-TARGETS = ("megatron", "torchtitan", "deepspeed", "aceso", "fasop")
+TARGETS = ("megatron", "torchtitan", "deepspeed", "aceso", "fasop", "dynpipe")
 LAUNCHERS = ("slurm", "kubernetes", "torchrun")
 """Not other planners: what starts the plan's processes."""
 WEIGHTS = "huggingface"
@@ -25,7 +25,7 @@ WEIGHTS = "huggingface"
 
 
 class Target(NamedTuple):
-    """A system and the file to write for it."""
+    """A system and the file, or the folder, to write for it."""
 
     system: str
     path: Path
@@ -41,6 +41,8 @@ def export(
     """Write a plan for another system, or the file that starts its training: a batch script, a manifest, a script for a list of hosts.
 
     Of a checkpoint, write the weights under Hugging Face's names: penstock export RUN/checkpoints --to huggingface:FOLDER
+
+    DynPipe takes two files; PATH is then a folder, which gets topology.json and partition.json.
 
     What the system cannot express is refused, with the reason: status 2.
 
@@ -75,6 +77,7 @@ _EXAMPLES = {
     "deepspeed": "config.json",
     "aceso": "plan.json",
     "fasop": "rows.csv",
+    "dynpipe": "folder",
     "slurm": "train.sbatch",
     "kubernetes": "train.yaml",
     "torchrun": "train.sh",
@@ -83,9 +86,15 @@ _EXAMPLES = {
 
 
 def export_plan(plan: Plan, target: Target, source: Path) -> None:
-    """Writes a plan for another system, in one step or not at all; launch files name the plan's own file `source`."""
+    """Writes a plan for another system, each file in one step or not at all; launch files name the plan's own file `source`."""
     from penstock.files import write_text
 
+    if target.system == "dynpipe":
+        from penstock.interop.dynpipe_exchange import from_plan
+        from penstock.interop.dynpipe_plans import write_files
+
+        write_files(target.path, *from_plan(plan, _model(plan)))
+        return
     if target.path.is_dir():
         raise InputError(f"--to: '{target.path}' is a directory, a file was expected.")
     launched = target.system in LAUNCHERS

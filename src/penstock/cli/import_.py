@@ -1,4 +1,4 @@
-"""`penstock import`: a user's own torch module, traced into a model description that plans can be made for."""
+"""`penstock import`: a user's own torch module as a model description that plans can be made for, or DynPipe's files as a plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -20,41 +20,118 @@ if TYPE_CHECKING:
 __all__ = ["import_"]
 
 
+SOURCES = {"module": ("module:PATH.py:FUNCTION", "module:net.py:make"), "dynpipe": ("dynpipe:PATH", "dynpipe:hybrid_conf.json")}
+"""What can be imported: how it is written, and an example."""
+
+
 def import_(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="module:PATH.py:FUNCTION; the function takes nothing and returns "
-                                          "(module, example inputs), or (module, function of samples and length).")],
-    path: Annotated[Path, typer.Option("--out", help="Description to write (.json).")],
-    name: Annotated[str, typer.Option(help="Name of the model; the function's if not given.")] = "",
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32: what the model trains in.")] = "fp32",
-    length: Annotated[int, typer.Option(help="The longest samples an example function is asked for.")] = 128,
+                                          "(module, example inputs), or (module, function of samples and length). Or dynpipe:PATH: a "
+                                          "topology file, or a folder with topology.json and perhaps partition.json.")],
+    path: Annotated[Path, typer.Option("--out", help="Description or plan to write (.json).")],
+    name: Annotated[str, typer.Option(help="module: name of the model; the function's if not given.")] = "",
+    dtype: Annotated[str, typer.Option(help="module: bf16, fp16 or fp32, what the model trains in.")] = "fp32",
+    length: Annotated[int, typer.Option(help="module: the longest samples an example function is asked for.")] = 128,
+    model: Annotated[str, typer.Option(help="dynpipe: the model that the files are for, as for `search`.")] = "",
+    cluster: Annotated[str, typer.Option(help="dynpipe: the cluster whose devices are the ranks, as for `search`.")] = "",
+    global_batch: Annotated[int | None, typer.Option(help="dynpipe: samples of an iteration, a stream of mini-batches.")] = None,
+    partition: Annotated[Path | None, typer.Option(help="dynpipe: the partition file, if PATH is a topology file.")] = None,
+    mini_batch: Annotated[int | None, typer.Option(help="dynpipe: samples of a mini-batch, for a topology alone.")] = None,
     json: JsonFlag = False,
 ) -> None:  # fmt: skip
     """Trace your own torch module into a description that `search` and the other verbs take as a model. Runs the file's code.
 
+    Of DynPipe's files, make the plan that they mean: asynchronous 1F1B (schedule pipedream), stages replicated by samples.
+
     Example: penstock import module:net.py:make --out net.json
+
+    Example: penstock import dynpipe:hybrid_conf.json --partition vgg16_8.json --model vgg16 --cluster 8xv100-16gb --global-batch 7200
+    --out plan.json
     """
     if path.suffix != ".json":
         raise InputError(f"--out is '{path}'; a name that ends in .json was expected, by which models are told from other files.")
+    kind, _, rest = source.partition(":")
+    if kind not in SOURCES:
+        forms = " or ".join(form for form, _ in SOURCES.values())
+        raise InputError(f"SOURCE is '{source}': '{kind}' cannot be imported. {near_misses(kind, SOURCES)} Write {forms}.")
+    if kind == "dynpipe":
+        _require_unused(source, "module", name=name, dtype=dtype != "fp32", length=length != 128)
+        _import_plan(DynPipeFiles(rest, partition, model, cluster, global_batch, mini_batch), path, json)
+        return
+    _require_unused(source, "dynpipe", model=model, cluster=cluster, global_batch=global_batch, partition=partition, mini_batch=mini_batch)
     if length < 1:
         raise InputError(f"--length is {length}; 1 or more was expected.")
     file, function = _parse(source)
     module, example = _call(_load(file, function), source)
-    model = _trace(module, example, name or function, dtype, length)
+    traced = _trace(module, example, name or function, dtype, length)
     from penstock.files import write_json
     from penstock.models.description import model_to_description
 
-    write_json(path, model_to_description(model))
-    _tell(model, path, json)
+    write_json(path, model_to_description(traced))
+    _tell(traced, path, json)
+
+
+def _require_unused(source: str, other: str, **options: object) -> None:
+    """Refuses options that only the other kind of source would read."""
+    for name, given in options.items():
+        if given:
+            raise InputError(f"SOURCE is '{source}', but --{name.replace('_', '-')} belongs to {SOURCES[other][0]}. Drop it.")
+
+
+def _unreadable(source: str, kind: str) -> InputError:
+    form, example = SOURCES[kind]
+    return InputError(f"SOURCE is '{source}'; {form} was expected, as in {example}.")
+
+
+class DynPipeFiles(NamedTuple):
+    """What the command line says of DynPipe's files."""
+
+    path: str
+    partition: Path | None
+    model: str
+    cluster: str
+    global_batch: int | None
+    mini_batch: int | None
+
+
+def _import_plan(files: DynPipeFiles, path: Path, json: bool) -> None:
+    """Writes the plan that the files mean."""
+    if not files.path or "\0" in files.path:
+        raise _unreadable(f"dynpipe:{files.path}", "dynpipe")
+    for option in ("model", "cluster", "global_batch"):
+        if getattr(files, option) in (None, ""):
+            raise InputError(f"--{option.replace('_', '-')} is missing: DynPipe's files do not name it. Give it as for `penstock search`.")
+    from penstock.clusters import resolve_cluster
+    from penstock.interop.dynpipe_exchange import to_plan
+    from penstock.interop.dynpipe_plans import read_files
+    from penstock.models.catalog import resolve_model
+    from penstock.plans.capabilities import unsupported
+    from penstock.plans.references import cluster_reference, model_of, model_reference
+    from penstock.plans.schema import write_plan
+
+    topology, partition = read_files(files.path, files.partition)
+    plan = to_plan(
+        topology, partition, resolve_model(files.model), resolve_cluster(files.cluster), model_ref=model_reference(files.model),
+        cluster_ref=cluster_reference(files.cluster), global_batch=files.global_batch or 0, mini_batch=files.mini_batch,
+    )  # fmt: skip
+    write_plan(path, plan)
+    notes = [*plan.notes, *(f"cannot be trained yet: {problem}" for problem in unsupported(plan, model_of(plan)))]
+    facts = {"num_stages": plan.num_stages, "num_devices": len(plan.ranks), "num_micro_batches": plan.num_micro_batches}
+    if json:
+        print_json({"out": path, "model": files.model, **facts, "schedule": plan.schedule, "notes": notes})
+        return
+    told = ", ".join(f"{stage.last - stage.first} ops on {len(stage.devices[0])}" for stage in plan.stages)
+    out().print(f"{files.model}: {plan.num_stages} stages ({told}), schedule {plan.schedule}", markup=False, soft_wrap=True)
+    for note in notes:
+        out().print(f"note: {note}", markup=False, soft_wrap=True)
+    out().print(f"wrote {path}; next: penstock check {path}", markup=False, soft_wrap=True)
 
 
 def _parse(source: str) -> tuple[Path, str]:
     """The file and the function of `module:PATH.py:FUNCTION`."""
-    kind, _, rest = source.partition(":")
-    if kind != "module":
-        raise InputError(f"SOURCE is '{source}': '{kind}' cannot be imported. Write module:PATH.py:FUNCTION, as in module:net.py:make.")
-    file, _, function = rest.rpartition(":")
+    file, _, function = source.partition(":")[2].rpartition(":")
     if not file or not function.isidentifier():
-        raise InputError(f"SOURCE is '{source}'; module:PATH.py:FUNCTION was expected, as in module:net.py:make.")
+        raise _unreadable(source, "module")
     path = Path(file)
     if "\0" in file or not path.is_file():
         raise InputError(f"SOURCE is '{source}': file '{file}' does not exist.")

@@ -14,7 +14,13 @@ from penstock.errors import InputError
 from penstock.files import read_json, write_text
 from penstock.interop.aceso_plans import Count, validated
 
-__all__ = ["Partition", "Topology", "read_partition", "read_topology", "require_match", "write_partition", "write_topology"]
+__all__ = [
+    "PARTITION_FILE", "TOPOLOGY_FILE", "Partition", "Topology", "read_files", "read_partition", "read_topology", "require_match",
+    "write_files", "write_partition", "write_topology",
+]  # fmt: skip
+
+TOPOLOGY_FILE, PARTITION_FILE = "topology.json", "partition.json"
+"""Their names in a folder of ours; DynPipe itself names them by model and number of GPUs."""
 
 Index = Annotated[int, Field(strict=True, ge=0, le=10_000_000)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -155,3 +161,20 @@ def _require(problems: Iterator[str], where: str) -> None:
     found = list(problems)
     if found:
         raise InputError(f"{where} is not valid:\n" + "\n".join(f"  {problem}" for problem in found[:10]))
+
+
+def read_files(path: str | Path, partition: str | Path | None = None) -> tuple[Topology, Partition | None]:
+    """A folder with both files or a topology alone, or a topology file; a partition that is given counts before the folder's."""
+    path = Path(path)
+    if path.is_dir():
+        own = path / PARTITION_FILE
+        path, partition = path / TOPOLOGY_FILE, partition or (own if own.exists() else None)
+    return read_topology(path), None if partition is None else read_partition(partition)
+
+
+def write_files(folder: str | Path, topology: Topology, partition: Partition) -> None:
+    """Writes both files into a folder from which `read_files` gives them back."""
+    require_match(topology, partition)
+    _require(_topology_problems(topology), f"the DynPipe topology to write to '{folder}'")
+    write_partition(Path(folder) / PARTITION_FILE, partition)
+    write_topology(Path(folder) / TOPOLOGY_FILE, topology)
