@@ -68,6 +68,8 @@ class Rank:
     ) -> None:  # fmt: skip
         self.plan, self.model, self.source, self.world = plan, model, source, world
         self.settings = settings or TrainingSettings()
+        if plan.micro_batching.policy == "dynamic":
+            torch.backends.cuda.enable_cudnn_sdp(False)  # its attention is planned anew for 50 ms at each new shape
         self.transport = make_transport(world)
         self.stages: dict[int, StageModule] = {}
         for number, stage in enumerate(plan.stages):
@@ -128,6 +130,7 @@ class Rank:
     def _begin(self, program: Program) -> None:
         if program.rank != self.world.rank:
             raise ValueError(f"a program of rank {program.rank} was given to rank {self.world.rank}")
+        self.transport.begin(program)
         self._loss, self._correct = torch.zeros_like(self._loss), torch.zeros_like(self._correct)
         self._split = {step.stage for step in program.instructions if isinstance(step, BackwardInput)}
         if any(stage.weights is not None for stage in self.stages.values()):
@@ -142,6 +145,7 @@ class Rank:
                 f"rank {program.rank} ended iteration {program.iteration} with buffers {left}, micro-batches of stages {running} and "
                 f"{len(self._sends) + len(self._receives)} transfers that nobody waited for; the program was not complete"
             )
+        self.transport.end()
 
     def _join(self) -> None:
         """Takes part in what other ranks do until this one's next pass."""

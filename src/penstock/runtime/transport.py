@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from penstock.programs.instructions import Program
 from penstock.runtime.world import World, pairs_of
 
 __all__ = ["PIPELINE", "RESHARD", "TIED", "Pending", "ProcessGroupTransport", "Transport", "make_transport"]
@@ -28,6 +29,12 @@ class Pending(Protocol):
 
 class Transport(Protocol):
     """Sends and receives without waiting. Both ends know all shapes, so that nothing but the tensors travels."""
+
+    def begin(self, program: Program) -> None:
+        """Makes ready for what a program is about to send and receive; every rank calls it before it runs one."""
+
+    def end(self) -> None:
+        """A program has run: all that was sent is received."""
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, purpose: int = PIPELINE) -> Pending:
         """Begins to send to rank `peer`."""
@@ -66,6 +73,12 @@ class ProcessGroupTransport:
     def __init__(self, world: World) -> None:
         self.world = world
         self._batched = world.device.type == "cuda"
+
+    def begin(self, program: Program) -> None:
+        pass  # the process group makes room for itself
+
+    def end(self) -> None:
+        pass  # and knows when its sends are done
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, purpose: int = PIPELINE) -> Pending:
         process = self.world.process[peer]
