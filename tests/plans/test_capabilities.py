@@ -94,7 +94,8 @@ def test_zero_levels(zero: int, pp: int) -> None:
         ({}, []),
         ({"model": "gpt-tiny"}, ["'embedding' and 'head.logits' share a weight on two stages"]),
         ({"replicas": 2}, ["there are 2 replicas"]),
-        ({"dp": 2}, ["stages.0 has dp above 1", "stages.1 has dp above 1"]),
+        ({"dp": 2}, []),
+        ({"dp": 2, "zero": 1}, ["stages.0 has zero 1", "stages.1 has zero 1"]),
         ({"precision": "fp16"}, ["fp16's loss scale"]),
     ],
 )

@@ -24,6 +24,7 @@ kinds = st.sampled_from(["activation", "gradient"])
 buffers = st.none() | counts
 tied = some(st.builds(i.TiedRows, counts, counts, counts, st.none() | ranges))
 needs = some(st.sampled_from(["inputs", "dec_inputs", "labels"]))
+groups = some(st.builds(i.ReduceGroup, counts, counts, some(counts, 1)))
 
 instructions = st.one_of(
     st.builds(i.Load, counts, counts, counts, needs),
@@ -36,11 +37,11 @@ instructions = st.one_of(
     st.builds(i.ReceiveStart, kinds, counts, counts, counts, counts, parts),
     st.builds(i.ReceiveWait, kinds, counts, counts, counts),
     st.builds(i.Free, some(counts)),
-    st.builds(i.ReduceStart, counts, some(st.builds(i.ReduceGroup, counts, counts, some(counts, 1))), buffers),
+    st.builds(i.ReduceStart, counts, groups, buffers),
     st.builds(i.ReduceWait, counts),
     st.builds(i.SyncTied, words.filter(lambda word: word not in ("send", "receive")), tied, tied),
     st.just(i.Step()),
-    st.builds(i.StepStage, counts, counts),
+    st.builds(i.StepStage, counts, counts, groups),
 )
 
 degrees = st.integers(1, 2**63 - 1)

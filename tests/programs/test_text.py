@@ -28,6 +28,7 @@ LINES = [
      i.SyncTied("embedding", (i.TiedRows(0, 3, 6, (0, 64)),), (i.TiedRows(0, 3, 6),))),
     ("step", i.Step()),
     ("step-stage s1 m3", i.StepStage(1, 3)),
+    ("step-stage s1 m3 4:9@2,3", i.StepStage(1, 3, (i.ReduceGroup(4, 9, (2, 3)),))),
 ]  # fmt: skip
 
 PROGRAM = """penstock-program 1

@@ -43,7 +43,7 @@ PLAIN: Choice = {"family": "llama", "pp": 3, "tp": 1, "dp": 1, "replicas": 1, "s
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with Pool(4, timeout_s=60) as workers:
+    with Pool(5, timeout_s=60) as workers:
         yield workers
 
 
@@ -61,10 +61,12 @@ def asynchronous(choice: Choice, seed: int, iterations: int = 2, count: int = 20
         ({"pp": 3}, ADAMW),
         ({"pp": 4, "recompute": "all"}, SGD),
         ({"pp": 2, "tp": 2}, ADAMW),
+        ({"pp": 2, "dp": 2}, SGD),
+        ({"pp": 3, "degrees": "per stage"}, ADAMW),
         ({"pp": 3, "family": "vgg", "layout": "padded"}, SGD),
         ({"pp": 1}, ADAMW),
     ],
-    ids=["two stages", "three, AdamW", "four, recomputed", "tp", "convolutions", "one stage"],
+    ids=["two stages", "three, AdamW", "four, recomputed", "tp", "dp", "degrees of each stage", "convolutions", "one stage"],
 )
 def test_equals_an_emulation_of_the_delays(pool: Pool, more: dict[str, Any], settings: TrainingSettings) -> None:
     case = asynchronous(PLAIN | more, 3)
@@ -74,7 +76,7 @@ def test_equals_an_emulation_of_the_delays(pool: Pool, more: dict[str, Any], set
     working = [outcome for outcome in pool.run(train_programs, case.plan, programs, settings) if outcome.losses]
     losses, weights = emulate(case.model, case.plan.stages, [one[0] for one in programs], settings)
     assert working[0].losses == pytest.approx(losses, rel=1e-6)
-    assert largest_difference(case, working, weights)[0] <= 1e-6
+    assert largest_difference(case, working, weights)[0] <= 1e-5
 
 
 def test_the_delay_is_seen(pool: Pool) -> None:
@@ -151,6 +153,16 @@ def test_time_has_an_update_for_every_micro_batch() -> None:
     update = max(stage.optimizer_s for stage in found["1f1b"].stages)
     assert update > 0 and all(stage.optimizer_s == 0 for stage in found["pipedream"].stages)
     assert found["pipedream"].time_s > found["1f1b"].time_s + 14 * min(stage.optimizer_s for stage in found["1f1b"].stages)
+
+
+def test_time_has_a_sum_of_gradients_for_every_micro_batch() -> None:
+    found = {}
+    for schedule in ("1f1b", "pipedream"):
+        plan = uniform_plan("llama-tiny", "4xa100-40gb", schedule=schedule, pp=2, dp=2, global_batch=32, micro_batch=2)
+        found[schedule] = estimated(plan)
+    least = min(stage.sync_s + stage.optimizer_s for stage in found["1f1b"].stages)
+    assert least > 0 and all(stage.sync_s == stage.optimizer_s == 0 for stage in found["pipedream"].stages)
+    assert found["pipedream"].time_s > found["1f1b"].time_s + 14 * least
 
 
 def broken(program: i.Program, change: Any) -> i.Program:

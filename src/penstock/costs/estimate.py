@@ -241,7 +241,7 @@ class Estimator:
             found = [self._stage_work(plan, stage, samples, replica) for stage in plan.stages]
             work = [own for own, _ in found]
             if SCHEDULES[plan.schedule].asynchronous:
-                steps_s = [self._optimizer_s(plan, stage) for stage in plan.stages]
+                steps_s = list(map(sum, self._updates_s(plan)))
                 work = [dataclasses.replace(own, backward_s=own.backward_s + step_s) for own, step_s in zip(work, steps_s, strict=True)]
             for cut, times in enumerate(cuts):
                 there, back = times[replica]
@@ -322,22 +322,32 @@ class Estimator:
     ) -> list[StageEstimate]:
         """Adds to each stage's work what comes once per iteration, and memory."""
         groups = plan.num_groups
-        sharing, tied = gradient_sharing(self.cluster, plan), tied_s(self.model, self.cluster, plan)
+        tied = tied_s(self.model, self.cluster, plan)
+        updates = [(0.0, 0.0)] * plan.num_stages if SCHEDULES[plan.schedule].asynchronous else self._updates_s(plan)
         memory = [self._group_memory(plan, group, samples, counts) for group in range(groups)]
         stages = []
         for index, stage in enumerate(plan.stages):
             group = index % groups
             used, limit = memory[group]
-            sync = tied[index] + sum(
-                sync_s(self.cluster, plan, stage, part, self._trained(part), sharing[index]) for part in parts_of(stage)
-            )
+            sync, optimizer = updates[index]
             slowest = min(self._kinds(stage.devices[replica]), key=lambda device: device.peak_flops_per_s(self.model.dtype))
             stages.append(StageEstimate(
-                index, group, stage.last - stage.first, slowest.name, stage.degrees, work[index], bubbles_s[group], sync,
-                0.0 if SCHEDULES[plan.schedule].asynchronous else self._optimizer_s(plan, stage), used, limit, used.total_bytes <= limit,
-                self.by_rows(stage, stage.degrees.tp), stage.zero if stage.degrees.dp * plan.num_replicas > 1 else 0,
+                index, group, stage.last - stage.first, slowest.name, stage.degrees, work[index], bubbles_s[group], tied[index] + sync,
+                optimizer, used, limit, used.total_bytes <= limit, self.by_rows(stage, stage.degrees.tp),
+                stage.zero if stage.degrees.dp * plan.num_replicas > 1 else 0,
             ))  # fmt: skip
         return stages
+
+    def _updates_s(self, plan: Plan) -> list[tuple[float, float]]:
+        """For each stage, the time of one update: to sum gradients over ranks with the same weights, and of the optimizer."""
+        sharing = gradient_sharing(self.cluster, plan)
+        return [
+            (
+                sum(sync_s(self.cluster, plan, stage, part, self._trained(part), sharing[index]) for part in parts_of(stage)),
+                self._optimizer_s(plan, stage),
+            )
+            for index, stage in enumerate(plan.stages)
+        ]
 
     def _tp_group(self, ranks: tuple[int, ...], tp: int) -> Group:
         """The slowest tensor-parallel group of a stage's devices."""

@@ -1,8 +1,8 @@
 """What a plan may choose and the runtime can run: one table for whoever makes, checks or runs plans.
 
 choice                 valid                                        the runtime runs
-schedule               those of `SCHEDULES`, by their rules         all; asynchronous ones with one replica, dp 1, fixed micro-batches,
-                                                                    bf16 or fp32, and no weight that two stages share
+schedule               those of `SCHEDULES`, by their rules         all; asynchronous ones with one replica, fixed micro-batches,
+                                                                    bf16 or fp32, no ZeRO, and no weight that two stages share
 recompute              any ops, `MAX_PATTERNS` patterns a stage     all, but none under zero-bubble
 tp, dp                 any per stage and per run of ops             all; ops that share a weight within a stage need the same tp
 sequence_parallel      any stage                                    all
@@ -68,15 +68,15 @@ def _model_problems(model: Model) -> Iterator[str]:
 
 
 def _asynchronous_problems(plan: Plan, model: Model) -> Iterator[str]:
-    """Stages that update by themselves have nobody to agree with."""
+    """Stages that update by themselves agree with no other stage."""
     if not SCHEDULES[plan.schedule].asynchronous:
         return
     start = f"schedule '{plan.schedule}' updates each stage by itself, but"
     if plan.num_replicas > 1:
         yield f"{start} there are {plan.num_replicas} replicas. Use one, or '1f1b'."
     for index, stage in enumerate(plan.stages):
-        if stage.degrees.dp > 1 or any(run.dp > 1 for run in stage.runs):
-            yield f"{start} stages.{index} has dp above 1. Use tp, or '1f1b'."
+        if stage.zero and max(stage.degrees.dp, *(run.dp for run in stage.runs), 1) > 1:
+            yield f"{start} stages.{index} has zero {stage.zero}. Use 0, or '1f1b'."
     if plan.micro_batching.policy != "fixed":
         yield f"{start} micro-batches are {plan.micro_batching.policy}, in an order that fits their lengths. Use fixed ones, or '1f1b'."
     if plan.precision == "fp16":

@@ -185,13 +185,18 @@ class _Content:
                 yield from self._tied_problems(program, tied.get(program.rank, []))
 
     def _reduction_problems(self, program: i.Program) -> Iterator[Problem]:
-        starts = {step.stage: (at, step) for at, step in enumerate(program.instructions) if isinstance(step, i.ReduceStart)}
+        """Each stage is reduced once, or, where it updates by itself, with every update."""
+        kind: type[i.ReduceStart | i.StepStage] = i.StepStage if SCHEDULES[self.plan.schedule].asynchronous else i.ReduceStart
+        starts: dict[int, list[tuple[int, i.ReduceStart | i.StepStage]]] = defaultdict(list)
+        for at, step in enumerate(program.instructions):
+            if isinstance(step, kind):
+                starts[step.stage].append((at, step))
         for place in program.places:
             wanted = _as_sets(reduce_groups(self.plan.stages[place.stage], place.index))
-            at, start = starts.get(place.stage, (-1, None))
-            if _as_sets(start.groups if start else ()) != wanted:
-                groups = [sorted(ranks) for _, _, ranks in wanted]
-                yield Problem(program.rank, at, f"stage {place.stage} must be reduced in groups {groups}")
+            for at, groups in [(at, step.groups) for at, step in starts[place.stage]] or [(-1, ())]:
+                if _as_sets(groups) != wanted:
+                    told = [sorted(ranks) for _, _, ranks in wanted]
+                    yield Problem(program.rank, at, f"stage {place.stage} must be reduced in groups {told}")
 
     def _tied_problems(self, program: i.Program, expected: Sequence[i.SyncTied]) -> Iterator[Problem]:
         found = {step.op: (at, step) for at, step in enumerate(program.instructions) if isinstance(step, i.SyncTied)}

@@ -8,7 +8,7 @@ rendezvous   The transfers of a pair of ranks take place one after the other, in
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from penstock.programs import instructions as i
@@ -76,10 +76,12 @@ class _Run:
             self._tell(("reduce", rank, step.stage))
         elif isinstance(step, i.ReduceWait):
             return self._missing_reduction(rank, step.stage)
+        elif isinstance(step, i.StepStage):
+            self._tell(("update", rank, step.stage, step.micro_batch))
+            return self._missing(("update", other, step.stage, step.micro_batch) for group in step.groups for other in group.ranks)
         elif isinstance(step, i.SyncTied):
             self._tell(("tied", rank, step.op))
-            events = (("tied", end.peer, step.op) for end in (*step.receives, *(step.sends if self.rendezvous else ())))
-            return next((event for event in events if event not in self.happened), None)
+            return self._missing(("tied", end.peer, step.op) for end in (*step.receives, *(step.sends if self.rendezvous else ())))
         return None
 
     def _post(self, rank: int, step: i.SendStart | i.ReceiveStart) -> None:
@@ -99,9 +101,12 @@ class _Run:
     def _missing_reduction(self, rank: int, stage: int) -> _Event | None:
         for step in self.programs[rank][: self.at[rank]]:
             if isinstance(step, i.ReduceStart) and step.stage == stage:
-                events = (("reduce", other, stage) for group in step.groups for other in group.ranks)
-                return next((event for event in events if event not in self.happened), None)
+                return self._missing(("reduce", other, stage) for group in step.groups for other in group.ranks)
         return None
+
+    def _missing(self, events: Iterable[_Event]) -> _Event | None:
+        """The first that has not happened."""
+        return next((event for event in events if event not in self.happened), None)
 
     def _tell(self, event: _Event) -> None:
         self.happened.add(event)

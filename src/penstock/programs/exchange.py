@@ -104,7 +104,8 @@ def _reduction_problems(programs: Sequence[i.Program], mixed_stages: Collection[
     for program in programs:
         for place in program.places:
             holders[place.stage].append((program, place))
-    starts = {(p.rank, s.stage): (at, s) for p in programs for at, s in enumerate(p.instructions) if isinstance(s, i.ReduceStart)}
+    sums = i.ReduceStart | i.StepStage
+    starts = {(p.rank, s.stage): (at, s) for p in programs for at, s in enumerate(p.instructions) if isinstance(s, sums)}
     for stage, members in holders.items():
         for program, place in members:
             at, step = starts.get((program.rank, stage), (-1, None))
@@ -112,9 +113,9 @@ def _reduction_problems(programs: Sequence[i.Program], mixed_stages: Collection[
                 yield from _group_problems(program.rank, at, stage, group, starts)
             same = {other.rank for other, its in members if its.index % its.entry_tp == place.index % place.entry_tp}
             alike = stage not in mixed_stages and (place.entry_tp, place.entry_dp) == (place.exit_tp, place.exit_dp)
-            if alike and (step is None or len(step.groups) == 1):
-                found = set(step.groups[0].ranks) if step else {program.rank}
-                covers = step is None or (step.groups[0].first, step.groups[0].last) == (place.first, place.last)
+            if alike and (step is None or len(step.groups) <= 1):
+                found = set(step.groups[0].ranks) if step and step.groups else {program.rank}
+                covers = step is None or not step.groups or (step.groups[0].first, step.groups[0].last) == (place.first, place.last)
                 if found != same or not covers:
                     text = f"stage {stage}: ranks {sorted(same)} hold the same weights of ops {place.first}:{place.last}, "
                     yield Problem(program.rank, at, text + (f"but {sorted(found)} reduce them" if step else "but do not reduce them"))
@@ -123,7 +124,7 @@ def _reduction_problems(programs: Sequence[i.Program], mixed_stages: Collection[
 
 
 def _group_problems(
-    rank: int, at: int, stage: int, group: i.ReduceGroup, starts: dict[tuple[int, int], tuple[int, i.ReduceStart]]
+    rank: int, at: int, stage: int, group: i.ReduceGroup, starts: dict[tuple[int, int], tuple[int, i.ReduceStart | i.StepStage]]
 ) -> Iterator[Problem]:
     if rank not in group.ranks or len(set(group.ranks)) < len(group.ranks):
         yield Problem(rank, at, f"a group of ranks {list(group.ranks)} must have rank {rank}, and each rank once")

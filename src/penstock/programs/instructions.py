@@ -269,6 +269,8 @@ class StepStage(msgspec.Struct, frozen=True, array_like=True, tag=15):
 
     stage: Count
     micro_batch: Count
+    groups: tuple[ReduceGroup, ...] = ()
+    """Ranks with the same weights, over which the gradients are summed first."""
 
 
 Instruction: TypeAlias = (

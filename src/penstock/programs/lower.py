@@ -309,8 +309,9 @@ class _Rank:
             self.steps += reductions.get(position, ())
             if live[position]:
                 self._run(action)
-                if replica.common.asynchronous and action.kind == BACKWARD:
-                    update = [StepStage(action.stage, action.micro_batch)]
+            if replica.common.asynchronous and action.kind == BACKWARD:  # with samples or not: those with the same weights wait for it
+                groups = reduce_groups(replica.common.plan.stages[action.stage], self.indices[action.stage])
+                update = [StepStage(action.stage, action.micro_batch, groups)]
         self._between(len(actions), waits.get(len(actions), ()), last=True)
         self.steps += update
         self.steps += reductions.get(len(actions), ())
@@ -331,7 +332,7 @@ class _Rank:
 
     def _reductions(self, actions: Sequence[Action], live: Sequence[bool]) -> dict[int, list[ReduceStart]]:
         """Before which action each stage begins to reduce: its last one, but stages in falling order, the same on every rank."""
-        if not self.replica.common.training:
+        if not self.replica.common.training or self.replica.common.asynchronous:
             return {}
         last: dict[int, int] = {}
         for position, action in enumerate(actions):

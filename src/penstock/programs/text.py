@@ -113,7 +113,7 @@ def _parse_backward_input(words: Words) -> i.BackwardInput:
     return i.BackwardInput(words.number("s"), words.number("m"), *_parse_buffers(words))
 
 
-def _format_backward_weight(step: i.BackwardWeight | i.StepStage) -> str:
+def _format_backward_weight(step: i.BackwardWeight) -> str:
     return f"s{step.stage} m{step.micro_batch}"
 
 
@@ -154,16 +154,32 @@ def _parse_free(words: Words) -> i.Free:
 
 def _format_reduce_start(step: i.ReduceStart) -> str:
     last = "" if step.micro_batch is None else f" during m{step.micro_batch}"
-    return f"s{step.stage}{last}" + "".join(f" {group.first}:{group.last}@{_numbers(group.ranks)}" for group in step.groups)
+    return f"s{step.stage}{last}{_groups(step)}"
+
+
+def _groups(step: i.ReduceStart | i.StepStage) -> str:
+    return "".join(f" {group.first}:{group.last}@{_numbers(group.ranks)}" for group in step.groups)
 
 
 def _parse_reduce_start(words: Words) -> i.ReduceStart:
     stage, last = words.number("s"), words.optional("during", "m")
+    return i.ReduceStart(stage, _parse_groups(words), last)
+
+
+def _parse_groups(words: Words) -> tuple[i.ReduceGroup, ...]:
     groups = []
     for word in words.rest():
         ops, at, ranks = word.partition("@")
         groups.append(i.ReduceGroup(*to_range(ops), to_numbers(ranks) if at else ()))
-    return i.ReduceStart(stage, tuple(groups), last)
+    return tuple(groups)
+
+
+def _format_step_stage(step: i.StepStage) -> str:
+    return f"s{step.stage} m{step.micro_batch}{_groups(step)}"
+
+
+def _parse_step_stage(words: Words) -> i.StepStage:
+    return i.StepStage(words.number("s"), words.number("m"), _parse_groups(words))
 
 
 def _format_reduce_wait(step: i.ReduceWait) -> str:
@@ -215,7 +231,7 @@ _KINDS: dict[str, tuple[type[i.Instruction], Callable[[Any], str], Callable[[Wor
     "reduce-wait": (i.ReduceWait, _format_reduce_wait, _parse_reduce_wait),
     "sync-tied": (i.SyncTied, _format_sync_tied, _parse_sync_tied),
     "step": (i.Step, lambda step: "", lambda words: i.Step()),
-    "step-stage": (i.StepStage, _format_backward_weight, lambda words: i.StepStage(words.number("s"), words.number("m"))),
+    "step-stage": (i.StepStage, _format_step_stage, _parse_step_stage),
 }
 _NAMES = {kind: name for name, (kind, _, _) in _KINDS.items()}
 

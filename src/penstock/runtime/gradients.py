@@ -60,6 +60,10 @@ class Gradients:
     def passed(self, micro_batch: int) -> None:
         """A backward pass of this stage is over."""
 
+    def sum_now(self) -> None:
+        """Sums what there is, with the passes of one micro-batch behind it."""
+        raise TypeError(f"{type(self).__name__} are summed with every pass")
+
     def wait(self) -> None:
         """Returns when all sums are there."""
         for work in self._works:
@@ -146,6 +150,11 @@ class BucketedGradients(Gradients):
                 for held in bucket.held
                 if id(held.parameter) not in self._late
             ]
+
+    def sum_now(self) -> None:
+        self._next = 0
+        self._finish()
+        self.wait()
 
     def completed(self, parameter: nn.Parameter) -> None:
         """The gradient of a weight got its last share."""

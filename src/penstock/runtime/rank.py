@@ -266,6 +266,7 @@ class Rank:
 
     def step_stage(self, step: StepStage) -> None:
         """Updates the weights of one stage from one micro-batch."""
+        self.gradients[step.stage].sum_now()
         with self.stashes[step.stage].updating():
             self.update.step_alone(self._program.iteration)
 
