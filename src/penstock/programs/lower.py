@@ -25,29 +25,8 @@ from penstock.errors import InputError
 from penstock.models.ops import Model
 from penstock.plans.capabilities import SCHEDULES
 from penstock.plans.plan import Plan
+from penstock.programs import instructions as i
 from penstock.programs.durations import durations_of, stage_weights
-from penstock.programs.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Free,
-    Instruction,
-    Load,
-    Part,
-    Place,
-    Program,
-    ReceiveStart,
-    ReceiveWait,
-    ReduceStart,
-    ReduceWait,
-    SendStart,
-    SendWait,
-    Step,
-    StepStage,
-    Tensor,
-    Transferred,
-)  # fmt: skip
 from penstock.programs.needs import needs_of
 from penstock.programs.routing import Cut, Layout, Message, Side, carried, cut_of, entry_side, exit_side
 from penstock.programs.sharing import reduce_groups, sync_tied
@@ -57,13 +36,13 @@ from penstock.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRA
 
 __all__ = ["lower"]
 
-_Key = tuple[Transferred, int, int]
+_Key = tuple[i.Transferred, int, int]
 """What, cut, micro-batch."""
 
 
 def lower(
     plan: Plan, model: Model, work: Sequence[ReplicaWork], iteration: int = 0, *, training: bool = True, depth: int = 2
-) -> tuple[Program, ...]:
+) -> tuple[i.Program, ...]:
     """The programs of one iteration, in the order of ranks, for a valid plan.
 
     `depth` is how many buffers a stage has for each kind of transfer (activations in, out, gradients in, out): with more, transfers
@@ -115,7 +94,7 @@ class _Transfer:
     """When all that it needs is there."""
     early: float
     """When a receiver may begin."""
-    what: Transferred
+    what: i.Transferred
     cut: int
     micro_batch: int
     sender: int
@@ -177,14 +156,14 @@ class _Replica:
                         "stage whose ops have different degrees. Give each rank a sample, or the stage one dp."
                     )
 
-    def programs(self, iteration: int, loss_tokens: int, num_samples: int) -> list[Program]:
+    def programs(self, iteration: int, loss_tokens: int, num_samples: int) -> list[i.Program]:
         """One for each rank."""
         last: dict[tuple[int, int], int] = defaultdict(int)
         for transfer in self._transfers():
             self._begin(transfer, last)
         plan = self.common.plan
         return [
-            Program(
+            i.Program(
                 rank, iteration, self.replica, plan.num_replicas, plan.num_stages, loss_tokens, num_samples, own.places(),
                 self.work.micro_batches, tuple(own.emit()), self.common.training,
             )
@@ -205,7 +184,7 @@ class _Replica:
     def _transfers_over(self, index: int, cut: Cut, gradient: bool) -> list[_Transfer]:
         timeline, depth = self.timeline, self.common.depth
         sender, receiver = (index + 1, index) if gradient else (index, index + 1)
-        what: Transferred = "gradient" if gradient else "activation"
+        what: i.Transferred = "gradient" if gradient else "activation"
         count = range(len(self.work.micro_batches))
         made = [timeline.backward[sender, m] if gradient else Action(sender, FORWARD, m) for m in count]
         used = [timeline.backward[receiver, m] if gradient else Action(receiver, FORWARD, m) for m in count]
@@ -234,7 +213,7 @@ class _Replica:
             found = self._layouts[side, m] = Layout(side, self.work.micro_batches[m])
         return found
 
-    def tensors(self, stage: int, m: int, index: int, forward: bool) -> tuple[Tensor, ...]:
+    def tensors(self, stage: int, m: int, index: int, forward: bool) -> tuple[i.Tensor, ...]:
         """What a pass of a stage hands on: the carry that leaves it, or the gradient of the one that entered."""
         common = self.common
         if forward:
@@ -269,27 +248,27 @@ class _Rank:
         self.replica, self.rank, self.device = replica, rank, device
         self.indices: dict[int, int] = {}
         """Position among the ranks of each of its stages."""
-        self.starts: dict[int, list[tuple[bool, _Key, int, tuple[Part, ...]]]] = defaultdict(list)
+        self.starts: dict[int, list[tuple[bool, _Key, int, tuple[i.Part, ...]]]] = defaultdict(list)
         """Before each action: (receives, transfer, peer, parts)."""
         self.sends: dict[_Key, list[int]] = defaultdict(list)
         """The peers of each transfer."""
         self.receives: dict[_Key, list[int]] = defaultdict(list)
         self.wait_at: dict[_Key, int] = {}
         """The action before which the sends of a transfer are waited for."""
-        self.steps: list[Instruction] = []
+        self.steps: list[i.Instruction] = []
         self._free: list[int] = []
         self._used = 0
         self._buffers: dict[tuple[object, ...], int] = {}
 
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[i.Place, ...]:
         """The stages of this rank."""
         common, found = self.replica.common, []
         for stage, index in sorted(self.indices.items()):
             own, entry, leaving = common.plan.stages[stage], common.entries[stage], common.exits[stage]
-            found.append(Place(stage, own.first, own.last, index, entry.tp, entry.dp, leaving.tp, leaving.dp))
+            found.append(i.Place(stage, own.first, own.last, index, entry.tp, entry.dp, leaving.tp, leaving.dp))
         return tuple(found)
 
-    def emit(self) -> list[Instruction]:
+    def emit(self) -> list[i.Instruction]:
         """All instructions in order."""
         replica, timeline = self.replica, self.replica.timeline
         actions = () if self.device is None else timeline.schedule[self.device]
@@ -298,7 +277,7 @@ class _Rank:
             waits[position].append(key)
         live = [self._is_live(action) for action in actions]
         reductions = self._reductions(actions, live)
-        update: list[StepStage] = []
+        update: list[i.StepStage] = []
         for position, action in enumerate(actions):
             self._between(position, waits.get(position, ()))
             self.steps += update  # after the gradient is on its way, before the next pass
@@ -311,14 +290,14 @@ class _Rank:
                 self._run(action)
             if replica.common.asynchronous and action.kind == BACKWARD:  # with samples or not: those with the same weights wait for it
                 groups = reduce_groups(replica.common.plan.stages[action.stage], self.indices[action.stage])
-                update = [StepStage(action.stage, action.micro_batch, groups)]
+                update = [i.StepStage(action.stage, action.micro_batch, groups)]
         self._between(len(actions), waits.get(len(actions), ()), last=True)
         self.steps += update
         self.steps += reductions.get(len(actions), ())
-        self.steps += [ReduceWait(step.stage) for step in self.steps if isinstance(step, ReduceStart)]
+        self.steps += [i.ReduceWait(step.stage) for step in self.steps if isinstance(step, i.ReduceStart)]
         self.steps += replica.common.tied.get(self.rank, ())
         if replica.common.training:
-            self.steps.append(Step())
+            self.steps.append(i.Step())
         return self.steps
 
     def _is_live(self, action: Action) -> bool:
@@ -330,7 +309,7 @@ class _Rank:
         first, last = self.replica.work.micro_batches[action.micro_batch].share(entry.dp, self.indices[action.stage] // entry.tp)
         return first < last
 
-    def _reductions(self, actions: Sequence[Action], live: Sequence[bool]) -> dict[int, list[ReduceStart]]:
+    def _reductions(self, actions: Sequence[Action], live: Sequence[bool]) -> dict[int, list[i.ReduceStart]]:
         """Before which action each stage begins to reduce: its last one, but stages in falling order, the same on every rank."""
         if not self.replica.common.training or self.replica.common.asynchronous:
             return {}
@@ -338,7 +317,7 @@ class _Rank:
         for position, action in enumerate(actions):
             if live[position] and action.kind in (BACKWARD, WEIGHT_GRAD):
                 last[action.stage] = position
-        found: dict[int, list[ReduceStart]] = defaultdict(list)
+        found: dict[int, list[i.ReduceStart]] = defaultdict(list)
         reached = 0
         for stage in sorted(self.indices, reverse=True):
             groups = reduce_groups(self.replica.common.plan.stages[stage], self.indices[stage])
@@ -347,7 +326,7 @@ class _Rank:
             own = last.get(stage, -1)
             during = actions[own].micro_batch if own >= reached else None
             reached = max(reached, own)
-            found[reached].append(ReduceStart(stage, groups, during))
+            found[reached].append(i.ReduceStart(stage, groups, during))
         return found
 
     def _between(self, position: int, waits: Sequence[_Key], last: bool = False) -> None:
@@ -360,43 +339,43 @@ class _Rank:
         for receives, key, peer, parts in self.starts.get(position, ()):
             if receives:
                 buffer = self._buffers.get(("in", *key))
-                self.steps.append(ReceiveStart(*key, peer, self._take(("in", *key)) if buffer is None else buffer, parts))
+                self.steps.append(i.ReceiveStart(*key, peer, self._take(("in", *key)) if buffer is None else buffer, parts))
             else:
-                self.steps.append(SendStart(*key, peer, self._buffers["out", *key], parts))
+                self.steps.append(i.SendStart(*key, peer, self._buffers["out", *key], parts))
         for key in later:
             self._wait_sent(key)
 
     def _wait_sent(self, key: _Key) -> None:
-        self.steps += [SendWait(*key, peer) for peer in self.sends[key]]
+        self.steps += [i.SendWait(*key, peer) for peer in self.sends[key]]
         self._empty(self._buffers.pop(("out", *key)))
 
     def _load(self, action: Action) -> None:
         stage, _, m = action
-        self.steps.append(Load(stage, m, self._take(("batch", stage, m)), self.replica.common.needs[stage]))
+        self.steps.append(i.Load(stage, m, self._take(("batch", stage, m)), self.replica.common.needs[stage]))
 
     def _run(self, action: Action) -> None:
         stage, kind, m = action
         if kind == WEIGHT_GRAD:
-            self.steps.append(BackwardWeight(stage, m))
+            self.steps.append(i.BackwardWeight(stage, m))
             return
         cuts = self.replica.common.cuts
         forward = kind == FORWARD
         entering, leaving = (stage - 1, stage) if forward else (stage, stage - 1)
-        what: Transferred = "activation" if forward else "gradient"
+        what: i.Transferred = "activation" if forward else "gradient"
         inside, outside = (what, entering, m), (what, leaving, m)
-        self.steps += [ReceiveWait(*inside, peer) for peer in self.receives.get(inside, ())]
+        self.steps += [i.ReceiveWait(*inside, peer) for peer in self.receives.get(inside, ())]
         source, result = self._buffers.pop(("in", *inside), None), None
-        tensors: tuple[Tensor, ...] = ()
+        tensors: tuple[i.Tensor, ...] = ()
         handed_over = 0 <= leaving < len(cuts) and cuts[leaving] is None
         if 0 <= leaving < len(cuts):
             result = self._take(("in" if handed_over else "out", *outside))
             tensors = self.replica.tensors(stage, m, self.indices[stage], forward)
         if forward:
             batch = self._buffers.pop(("batch", stage, m))
-            self.steps.append(Forward(stage, m, self.replica.work.pattern(m, stage), batch, source, result, tensors))
+            self.steps.append(i.Forward(stage, m, self.replica.work.pattern(m, stage), batch, source, result, tensors))
             self._empty(batch, source)
         else:
-            self.steps.append((Backward if kind == BACKWARD else BackwardInput)(stage, m, source, result, tensors))
+            self.steps.append((i.Backward if kind == BACKWARD else i.BackwardInput)(stage, m, source, result, tensors))
             self._empty(source)
         if result is not None and not handed_over and outside not in self.sends:  # no rank takes this lane's copy
             self._empty(self._buffers.pop(("out", *outside)))
@@ -414,6 +393,6 @@ class _Rank:
         """Frees those that are given."""
         numbers = tuple(buffer for buffer in buffers if buffer is not None)
         if numbers:
-            self.steps.append(Free(numbers))
+            self.steps.append(i.Free(numbers))
         for number in numbers:
             heapq.heappush(self._free, number)

@@ -13,27 +13,15 @@ from typing import Any
 
 import torch
 
-from penstock.programs.instructions import (
-    Instruction,
-    Program,
-    ReceiveStart,
-    ReceiveWait,
-    ReduceStart,
-    ReduceWait,
-    SendStart,
-    SendWait,
-    Step,
-    StepStage,
-    SyncTied,
-)  # fmt: skip
+from penstock.programs import instructions as i
 from penstock.runtime.executor import describe
 
 __all__ = ["ProfiledSteps"]
 
 _PURPOSES = {
-    **dict.fromkeys((SendStart, SendWait, ReceiveStart, ReceiveWait), "pipeline"),
-    **dict.fromkeys((ReduceStart, ReduceWait, SyncTied), "data parallel"),
-    **dict.fromkeys((Step, StepStage), "update"),
+    **dict.fromkeys((i.SendStart, i.SendWait, i.ReceiveStart, i.ReceiveWait), "pipeline"),
+    **dict.fromkeys((i.ReduceStart, i.ReduceWait, i.SyncTied), "data parallel"),
+    **dict.fromkeys((i.Step, i.StepStage), "update"),
 }
 
 
@@ -42,7 +30,7 @@ class ProfiledSteps:
 
     def __init__(self, steps: Collection[int], folder: Path, rank: int) -> None:
         self._steps, self._folder, self._rank = frozenset(steps), folder, rank
-        self._instructions: tuple[Instruction, ...] = ()
+        self._instructions: tuple[i.Instruction, ...] = ()
         self._range: Any = None
         self._on = False
 
@@ -61,7 +49,7 @@ class ProfiledSteps:
         self._on = False
         trace.export_chrome_trace(str(self._folder / f"profile-rank-{self._rank:05d}-step-{step}.json"))
 
-    def begin(self, program: Program) -> None:
+    def begin(self, program: i.Program) -> None:
         """A program is about to run."""
         self._instructions = program.instructions
 

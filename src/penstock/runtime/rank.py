@@ -13,24 +13,7 @@ from penstock.models.modules.batch import Batch
 from penstock.models.ops import Model
 from penstock.plans.capabilities import SCHEDULES
 from penstock.plans.plan import Plan
-from penstock.programs.instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
-    Free,
-    Load,
-    Program,
-    ReceiveStart,
-    ReceiveWait,
-    ReduceStart,
-    ReduceWait,
-    SendStart,
-    SendWait,
-    Step,
-    StepStage,
-    SyncTied,
-)  # fmt: skip
+from penstock.programs import instructions as i
 from penstock.runtime.accuracy import count_correct
 from penstock.runtime.executor import Executor, Observer
 from penstock.runtime.gradients import gradients_of
@@ -100,18 +83,18 @@ class Rank:
 
     def _executor(self, observer: Observer | None) -> Executor:
         handlers = {
-            Load: self.load, Forward: self.forward, Backward: self.backward, BackwardInput: self.backward_input,
-            BackwardWeight: self.backward_weight, SendStart: self.send_start, SendWait: self.send_wait,
-            ReceiveStart: self.receive_start, ReceiveWait: self.receive_wait, Free: self.free, ReduceStart: self.reduce_start,
-            ReduceWait: self.reduce_wait, SyncTied: self.sync_tied, Step: self.step,
-            StepStage: self.step_stage,
+            i.Load: self.load, i.Forward: self.forward, i.Backward: self.backward, i.BackwardInput: self.backward_input,
+            i.BackwardWeight: self.backward_weight, i.SendStart: self.send_start, i.SendWait: self.send_wait,
+            i.ReceiveStart: self.receive_start, i.ReceiveWait: self.receive_wait, i.Free: self.free, i.ReduceStart: self.reduce_start,
+            i.ReduceWait: self.reduce_wait, i.SyncTied: self.sync_tied, i.Step: self.step,
+            i.StepStage: self.step_stage,
         }  # fmt: skip
         executor = Executor(observer)
         for kind, handler in handlers.items():
             executor.register(kind, handler)
         return executor
 
-    def train(self, program: Program) -> StepResult:
+    def train(self, program: i.Program) -> StepResult:
         """Runs one iteration."""
         self._begin(program)
         self.executor.run(program)
@@ -119,7 +102,7 @@ class Rank:
         assert self.result is not None
         return self.result
 
-    def evaluate(self, program: Program) -> Evaluated:
+    def evaluate(self, program: i.Program) -> Evaluated:
         """Runs forward passes alone."""
         self._begin(program)
         self.executor.run(program)
@@ -127,17 +110,17 @@ class Rank:
         loss, correct, counted = self.world.gather(torch.cat([self._loss[None], self._correct])).sum(0).tolist()
         return Evaluated(loss, correct / max(1.0, counted))
 
-    def _begin(self, program: Program) -> None:
+    def _begin(self, program: i.Program) -> None:
         if program.rank != self.world.rank:
             raise ValueError(f"a program of rank {program.rank} was given to rank {self.world.rank}")
         self.transport.begin(program)
         self._loss, self._correct = torch.zeros_like(self._loss), torch.zeros_like(self._correct)
-        self._split = {step.stage for step in program.instructions if isinstance(step, BackwardInput)}
+        self._split = {step.stage for step in program.instructions if isinstance(step, i.BackwardInput)}
         if any(stage.weights is not None for stage in self.stages.values()):
             self._joins = rounds_of(program, self.world)[::-1]
             self._join()
 
-    def _end(self, program: Program) -> None:
+    def _end(self, program: i.Program) -> None:
         left = [number for number, value in self._buffers.items() if value is not None]
         running = [stage.number for stage in self.stages.values() if stage.num_running]
         if left or running or self._sends or self._receives:
@@ -156,7 +139,7 @@ class Rank:
 
     # Micro-batches and passes --------------------------------------------------------------------------------------------------
 
-    def load(self, step: Load) -> None:
+    def load(self, step: i.Load) -> None:
         """Brings a micro-batch."""
         program = self._program
         micro, stage = program.micro_batches[step.micro_batch], self.stages[step.stage]
@@ -168,7 +151,7 @@ class Rank:
             for dp in stage.dp_degrees
         }  # fmt: skip
 
-    def forward(self, step: Forward) -> None:
+    def forward(self, step: i.Forward) -> None:
         """Runs a stage."""
         program, stage = self._program, self.stages[step.stage]
         micro = program.micro_batches[step.micro_batch]
@@ -187,13 +170,13 @@ class Rank:
             self.stashes[step.stage].use(step.micro_batch)
         self._join()
 
-    def backward(self, step: Backward) -> None:
+    def backward(self, step: i.Backward) -> None:
         """Runs a stage's backward pass."""
         self.backward_input(step)
         self.gradients[step.stage].passed(step.micro_batch)
         self._join()
 
-    def backward_input(self, step: Backward | BackwardInput) -> None:
+    def backward_input(self, step: i.Backward | i.BackwardInput) -> None:
         """Runs the first half of a split backward pass, or all of one that is not split."""
         if step.source is not None:
             gradients: Carry = self._buffers[step.source]
@@ -206,7 +189,7 @@ class Rank:
         if step.result is not None:
             self._buffers[step.result] = result
 
-    def backward_weight(self, step: BackwardWeight) -> None:
+    def backward_weight(self, step: i.BackwardWeight) -> None:
         """Runs the second half."""
         own = self.gradients[step.stage]
         self.stages[step.stage].backward_weights(step.micro_batch, own.completed)
@@ -214,16 +197,16 @@ class Rank:
 
     # Transfers -----------------------------------------------------------------------------------------------------------------
 
-    def send_start(self, step: SendStart) -> None:
+    def send_start(self, step: i.SendStart) -> None:
         """Begins to send."""
         tensors = outgoing(self._buffers[step.buffer], step.parts)
         self._sends[step.what, step.cut, step.micro_batch, step.peer] = self.transport.send(tensors, step.peer)
 
-    def send_wait(self, step: SendWait) -> None:
+    def send_wait(self, step: i.SendWait) -> None:
         """Waits for a send."""
         self._sends.pop((step.what, step.cut, step.micro_batch, step.peer)).wait()
 
-    def receive_start(self, step: ReceiveStart) -> None:
+    def receive_start(self, step: i.ReceiveStart) -> None:
         """Begins to receive."""
         buffer = self._buffers.get(step.buffer)
         if buffer is None:
@@ -232,51 +215,51 @@ class Rank:
         pending = self.transport.receive([landing.arrives for landing in landings], step.peer)
         self._receives[step.what, step.cut, step.micro_batch, step.peer] = (pending, landings)
 
-    def receive_wait(self, step: ReceiveWait) -> None:
+    def receive_wait(self, step: i.ReceiveWait) -> None:
         """Waits for what arrives, and puts it in place."""
         pending, landings = self._receives.pop((step.what, step.cut, step.micro_batch, step.peer))
         pending.wait()
         for landing in landings:
             landing.finish()
 
-    def free(self, step: Free) -> None:
+    def free(self, step: i.Free) -> None:
         """Empties buffers."""
         for number in step.buffers:
             self._buffers.pop(number, None)
 
     # The end of an iteration ---------------------------------------------------------------------------------------------------
 
-    def reduce_start(self, step: ReduceStart) -> None:
+    def reduce_start(self, step: i.ReduceStart) -> None:
         """Begins to sum gradients."""
         self.gradients[step.stage].start(step)
 
-    def reduce_wait(self, step: ReduceWait) -> None:
+    def reduce_wait(self, step: i.ReduceWait) -> None:
         """Waits for the sums."""
         self.gradients[step.stage].wait()
 
-    def sync_tied(self, step: SyncTied) -> None:
+    def sync_tied(self, step: i.SyncTied) -> None:
         """Sums a shared weight's gradients, for all stages of this rank that hold it."""
         sync_tied(step, self.stages, self.world.rank, self.transport)
 
-    def step(self, step: Step) -> None:
+    def step(self, step: i.Step) -> None:
         """Updates the weights."""
         first = 0 in self.stages and self.stages[0].index == 0
         tokens = _useful_tokens(self._program) if first else 0
         self.result = self.update.step(self._program.iteration, self._loss, tokens, updates=not self.asynchronous)
 
-    def step_stage(self, step: StepStage) -> None:
+    def step_stage(self, step: i.StepStage) -> None:
         """Updates the weights of one stage from one micro-batch."""
         self.gradients[step.stage].sum_now()
         with self.stashes[step.stage].updating():
             self.update.step_alone(self._program.iteration)
 
     @property
-    def _program(self) -> Program:
+    def _program(self) -> i.Program:
         assert self.executor.program is not None
         return self.executor.program
 
 
-def _useful_tokens(program: Program) -> int:
+def _useful_tokens(program: i.Program) -> int:
     """Tokens of a replica's micro-batches, padding left out; images count as one each."""
     return sum(sum(micro.lengths) + sum(micro.dec_lengths) or len(micro.samples) for micro in program.micro_batches)
 
