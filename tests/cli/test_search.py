@@ -105,3 +105,33 @@ def test_baselines_and_proof_are_told(capsys: pytest.CaptureFixture[str]) -> Non
 def test_objectives_are_checked(objective: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*REQUEST, "--objective", objective]) == 2
     assert "--objective" in capsys.readouterr().err
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.csv"
+    path.write_text("length\n" + "\n".join(str(8 + number * 37 % 240) for number in range(200)) + "\n", encoding="utf-8")
+    return path
+
+
+def test_lengths_give_plans_of_dynamic_micro_batches(lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    asked = ["search", "--model", "gpt-small", "--cluster", "2xa100-40gb", "--global-batch", "64", "--lengths", str(lengths), "--top", "2"]
+    assert run([*asked, "--out", str(path), "--tokens", "1e6"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "200 lengths up to 244, global batch 64" in shown and "iterations take" in shown and f"wrote {path}" in shown
+    plan = read_plan(path)
+    assert plan.micro_batching.policy == "dynamic" and plan.predicted is not None
+    assert run([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["plans"][0]["time_s"] == plan.predicted.time_s and told["num_samples"] == 200
+    assert run(["batch", "--lengths", str(lengths), "--plan", str(path)]) == 0
+
+
+@pytest.mark.parametrize(
+    "more", [["--proof"], ["--baselines"], ["--seq-length", "128"], ["--micro-batches", "1,2"], ["--objective", "cost"]]
+)
+def test_lengths_go_with_no_option_for_one_length(lengths: Path, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["search", "--model", "gpt-small", "--cluster", "2xa100-40gb", "--global-batch", "64", "--lengths", str(lengths)]
+    assert run([*asked, *more]) == 2
+    assert f"{more[0]} does not go with --lengths" in capsys.readouterr().err

@@ -13,9 +13,10 @@ from penstock.cli.console import JsonFlag, format_bytes, format_count, format_ti
 from penstock.errors import InputError, near_misses
 
 if TYPE_CHECKING:
+    from penstock.plans.plan import Plan
     from penstock.search import Choice, Outcome
 
-__all__ = ["choice_row", "choices_table", "parse_sizes", "search"]
+__all__ = ["choice_row", "choices_table", "parse_sizes", "search", "write_plans"]
 
 _COLUMNS = (
     "kind", "schedule", "pp", "tp", "dp", "replicas", "micro-batch", "recompute", "zero", "time", "tokens/s", "MFU", "peak memory", "price",
@@ -31,6 +32,9 @@ def search(
         str, typer.Option(help="time, cost, time@cost<=USD or cost@time<=HOURS; all but time may leave nodes out.")
     ] = "time",
     seq_length: Annotated[int | None, typer.Option(help="Tokens of a sample; the model's usual length if not given.")] = None,
+    lengths: Annotated[
+        Path | None, typer.Option(help="CSV of sample lengths: plan for micro-batches that are cut batch by batch, see `penstock batch`.")
+    ] = None,
     micro_batches: Annotated[str, typer.Option(help="Micro-batch sizes to try, such as 1,2,4; powers of two if not given.")] = "",
     schedules: Annotated[str, typer.Option(help="Schedules to choose from, besides 1f1b.")] = "1f1b,interleaved,zero-bubble",
     memory_limit: Annotated[float | None, typer.Option(help="Use at most this many GB (10⁹ bytes) of each device.")] = None,
@@ -63,6 +67,14 @@ def search(
     request = Request.of(
         model, cluster, global_batch, costs, seq_length, parse_sizes(micro_batches), _limit_bytes(memory_limit), names
     )  # fmt: skip
+    if lengths is not None:
+        from penstock.cli.search_lengths import search_lengths
+
+        _check_lengths(seq_length=seq_length, micro_batches=micro_batches, objective=not goal.is_time, baselines=baselines, proof=proof)
+        plans = search_lengths(request, lengths, top, time_budget, steps, tokens, json, path)
+        if export:
+            _export(plans[0], export, path)
+        return
     count = num_steps(request, steps, tokens)
     notes: list[str] = []
     with progress("searching", quiet=json) as bar:
@@ -79,11 +91,9 @@ def search(
             request = request.on(offer.cluster)
             notes.append(f"of {cluster}, {offer.cluster.name} is best for {objective}")
         outcome = find(request, top=top, time_budget_s=time_budget or math.inf, watch=tell, max_hops=max_hops)
-    paths = _write(path, outcome.choices)
+    paths = write_plans(path, [choice.plan for choice in outcome.choices])
     if export:
-        from penstock.cli.export import export_plan, parse_target
-
-        export_plan(outcome.choices[0].plan, parse_target(export), path or Path("plan.json"))
+        _export(outcome.choices[0].plan, export, path)
     rows = baseline_rows(request, outcome) if baselines else []
     if json:
         print_json({
@@ -119,14 +129,29 @@ def _check(
             raise InputError(f"{name} is {amount}; more than 0 was expected.")
 
 
-def _write(path: Path | None, choices: Sequence[Choice]) -> list[Path]:
+def _check_lengths(**given: object) -> None:
+    for name, value in given.items():
+        if value:
+            raise InputError(
+                f"--{name.replace('_', '-')} does not go with --lengths, whose batches are planned one by one, for time. Drop one of them."
+            )
+
+
+def _export(plan: Plan, text: str, path: Path | None) -> None:
+    from penstock.cli.export import export_plan, parse_target
+
+    export_plan(plan, parse_target(text), path or Path("plan.json"))
+
+
+def write_plans(path: Path | None, plans: Sequence[Plan]) -> list[Path]:
+    """Writes the best plan to `path` and the next ones beside it; the files written."""
     from penstock.plans.schema import write_plan
 
     if path is None:
         return []
-    paths = [path, *(path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(2, len(choices) + 1))]
-    for target, choice in zip(paths, choices, strict=True):
-        write_plan(target, choice.plan)
+    paths = [path, *(path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(2, len(plans) + 1))]
+    for target, plan in zip(paths, plans, strict=True):
+        write_plan(target, plan)
     return paths
 
 

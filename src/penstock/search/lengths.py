@@ -1,0 +1,157 @@
+"""Plans for samples of many lengths: pipelines found for samples of one length that weigh the same, each judged by planning real batches.
+
+    lengths ─► samples of one length a, as many tokens ─► search ─► pipelines ─► batches of the real lengths ─► the fastest
+
+A token costs by how far it attends, so a is the mean of that over the tokens, Σ L² / Σ L. What micro-batches hold, their token budget
+and what they recompute is then decided batch by batch; a pipeline counts by the mean time of some batches drawn from the lengths.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from penstock.batching.plan import BatchPlan, Sample
+from penstock.errors import InfeasibleError, InputError
+from penstock.models.shapes import Layout
+from penstock.plans.plan import MicroBatching, Plan, Predicted
+from penstock.search.engine import Watch, search
+from penstock.search.request import Request
+
+__all__ = ["LengthsChoice", "search_for_lengths"]
+
+NUM_BATCHES = 4
+"""Batches that a pipeline is judged by."""
+_TRIED = 64
+"""Plans that the search is asked for; most differ in micro-batches or recomputation alone."""
+_JUDGED = 12
+"""Different pipelines of them, the most promising ones, that are judged."""
+
+
+@dataclass(frozen=True)
+class LengthsChoice:
+    """A plan with dynamic micro-batches, and the batches that it was judged by."""
+
+    plan: Plan
+    batches: tuple[BatchPlan, ...]
+
+    @property
+    def time_s(self) -> float:
+        """Of an iteration, on average."""
+        return fmean(batch.predicted_s for batch in self.batches)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that count, padding left out."""
+        return self.num_tokens / self.time_s
+
+    @property
+    def num_tokens(self) -> float:
+        """The same in an iteration, on average."""
+        return fmean(batch.num_tokens for batch in self.batches)
+
+    @property
+    def num_micro_batches(self) -> float:
+        """Of an iteration, on average."""
+        return fmean(batch.num_micro_batches for batch in self.batches)
+
+    @property
+    def padding_share(self) -> float:
+        """Of the computed token positions."""
+        return fmean(batch.padding_share for batch in self.batches)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the fullest device, in the worst of the batches."""
+        return max(batch.peak_bytes for batch in self.batches)
+
+    @property
+    def bound_s(self) -> float:
+        """No micro-batching of the same batches on the same pipeline is faster on average."""
+        return fmean(batch.bound_s for batch in self.batches)
+
+
+def search_for_lengths(
+    request: Request, samples: Sequence[Sample], *, top: int = 5, time_budget_s: float = math.inf,
+    watch: Watch = lambda text, best_s, bound_s: None, judging: Callable[[int, int], None] = lambda done, all_: None,
+) -> list[LengthsChoice]:  # fmt: skip
+    """The fastest plans for batches of `request.frame.global_batch` such samples, best first."""
+    if not request.model.seq_length:
+        raise InputError(f"model '{request.model.name}' takes images, which have no lengths to plan by.")
+    batches = list(_drawn(samples, request.frame.global_batch))
+    found = search(_of_one_length(request, samples), top=_TRIED, time_budget_s=time_budget_s, watch=watch)
+    pipelines = list(_pipelines(request, [choice.plan for choice in found.choices], samples))[:_JUDGED]
+    judged: list[LengthsChoice] = []
+    reasons: list[InfeasibleError] = []
+    for done, plan in enumerate(pipelines):
+        judging(done, len(pipelines))
+        try:
+            judged.append(_judged(plan, batches, request, samples))
+        except InfeasibleError as reason:
+            reasons.append(reason)
+    if not judged:
+        raise InfeasibleError(f"none of the {len(pipelines)} pipelines tried can train on these lengths. Of the first: {reasons[0]}")
+    judged.sort(key=lambda choice: (choice.time_s, choice.peak_bytes))
+    return judged[:top]
+
+
+def _drawn(samples: Sequence[Sample], count: int) -> Iterator[list[Sample]]:
+    """Batches of the samples in some order, again from the start where they do not suffice; the same every time."""
+    order = list(samples)
+    random.Random(0).shuffle(order)
+    for number in range(1 if len(order) == count else NUM_BATCHES):
+        taken = (order[(number * count + place) % len(order)] for place in range(count))
+        yield [replace(sample, id=place) for place, sample in enumerate(taken)]
+
+
+def _of_one_length(request: Request, samples: Sequence[Sample]) -> Request:
+    """The same number of tokens in samples of one length, in a number that many devices can divide."""
+    own, decoder = [sample.length for sample in samples], [sample.dec_length for sample in samples]
+    length = _attended(own)
+    wanted = request.frame.global_batch * fmean(own) / length
+    devices = request.cluster.num_devices
+    count = devices * max(1, round(wanted / devices))
+    frame = replace(request.frame, global_batch=count, seq_length=length, dec_length=_attended(decoder) if any(decoder) else 0)
+    return replace(request, frame=frame)
+
+
+def _attended(lengths: Sequence[int]) -> int:
+    """Σ L² / Σ L, as a multiple of 8."""
+    return max(8, 8 * round(sum(length * length for length in lengths) / sum(lengths) / 8))
+
+
+def _pipelines(request: Request, plans: Sequence[Plan], samples: Sequence[Sample]) -> Iterator[Plan]:
+    """The different ways to lay stages on devices, with dynamic micro-batches of the real lengths."""
+    from penstock.batching.planned import with_recompute_choices
+
+    seen = set()
+    longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
+    layout: Layout = "packed" if "packed" in request.model.layouts else "padded"
+    for plan in plans:
+        stages = tuple(replace(stage, recompute=()) for stage in plan.stages)
+        if plan.num_groups != plan.num_stages or stages in seen:
+            continue  # batches need one stage a device group
+        seen.add(stages)
+        yield with_recompute_choices(
+            replace(plan, stages=stages, global_batch=request.frame.global_batch, seq_length=longest, dec_length=longest_dec,
+                    micro_batching=MicroBatching(layout, "dynamic"), schedule="1f1b", predicted=None, notes=()),
+            request.model,
+        )  # fmt: skip
+
+
+def _judged(plan: Plan, batches: Sequence[Sequence[Sample]], request: Request, samples: Sequence[Sample]) -> LengthsChoice:
+    """What batches of a pipeline take; a sample that fits nowhere is an error."""
+    from penstock.batching.planned import planned_costs
+    from penstock.batching.planner import plan_batch
+
+    longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
+    source = request.estimator.source
+    costs = planned_costs(plan, request.model, request.cluster, source, longest, longest_dec, memory_limit_bytes=request.memory_limit_bytes)
+    choice = LengthsChoice(plan, tuple(plan_batch(batch, costs, bound=True) for batch in batches))
+    price_per_h = request.cluster.price_usd_per_h
+    price = None if price_per_h is None else price_per_h * choice.time_s / 3600
+    predicted = Predicted(choice.time_s, source.name, choice.tokens_per_s, price, price_per_h)
+    return replace(choice, plan=replace(plan, costs=source.name, predicted=predicted))

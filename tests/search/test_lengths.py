@@ -1,0 +1,96 @@
+"""Plans for samples of many lengths: feasible, reproducible, and never slower than judging the same pipelines one by one."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from penstock.batching.plan import Sample
+from penstock.batching.planner import costs_for, plan_batch
+from penstock.errors import InfeasibleError, InputError
+from penstock.plans.build import uniform_plan
+from penstock.plans.plan import MicroBatching
+from penstock.plans.validity import check_plan
+from penstock.search.lengths import LengthsChoice, _attended, _drawn, _of_one_length, search_for_lengths
+from penstock.search.request import Request
+
+
+def lengths(count: int, longest: int, median: int = 60, decoder: bool = False) -> list[Sample]:
+    draw = random.Random(3)
+    drawn = lambda: max(8, min(longest, round(math.exp(draw.gauss(math.log(median), 1.0)))))  # noqa: E731
+    return [Sample(number, drawn(), drawn() if decoder else 0) for number in range(count)]
+
+
+def request(model: str = "gpt-small", cluster: str = "4xa100-40gb", global_batch: int = 64, limit: float = math.inf) -> Request:
+    return Request.of(model, cluster, global_batch, "roofline", None, [], limit)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[LengthsChoice]:
+    return search_for_lengths(request(), lengths(300, 256), top=3)
+
+
+def test_plans_are_valid_and_dynamic_and_say_what_to_expect(found: list[LengthsChoice]) -> None:
+    assert [choice.time_s for choice in found] == sorted(choice.time_s for choice in found)
+    for choice in found:
+        assert check_plan(choice.plan) == []
+        assert choice.plan.micro_batching == MicroBatching("packed", "dynamic") and choice.plan.global_batch == 64
+        assert choice.plan.predicted is not None and choice.plan.predicted.time_s == choice.time_s
+        assert 0 < choice.bound_s <= choice.time_s * (1 + 1e-9)
+    layouts = [(choice.plan.num_replicas, tuple(replace(stage, recompute=()) for stage in choice.plan.stages)) for choice in found]
+    assert len(set(layouts)) == len(layouts)
+
+
+def test_the_same_question_has_the_same_answer(found: list[LengthsChoice]) -> None:
+    again = search_for_lengths(request(), lengths(300, 256), top=3)
+    assert [choice.plan for choice in again] == [choice.plan for choice in found]
+
+
+def test_no_uniform_pipeline_is_faster_on_the_same_batches(found: list[LengthsChoice]) -> None:
+    """The oracle: all uniform pipelines of the cluster, each with the same batches planned for it."""
+    from penstock.batching.planned import with_recompute_choices
+    from penstock.plans.references import model_of
+
+    samples = lengths(300, 256)
+    batches = list(_drawn(samples, 64))
+    times = []
+    for pp, tp in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)):
+        plan = uniform_plan("gpt-small", "4xa100-40gb", pp=pp, tp=tp, replicas=4 // (pp * tp), global_batch=64, micro_batch=1)
+        plan = replace(plan, micro_batching=MicroBatching("packed", "dynamic"), seq_length=max(sample.length for sample in samples))
+        prices = costs_for(with_recompute_choices(plan, model_of(plan)), plan.seq_length, costs="roofline")
+        times.append(sum(plan_batch(batch, prices).predicted_s for batch in batches) / len(batches))
+    assert found[0].time_s <= min(times) * (1 + 1e-9)
+
+
+def test_samples_of_one_length_weigh_the_same() -> None:
+    samples = lengths(300, 256)
+    frame = _of_one_length(request(), samples).frame
+    mean = sum(sample.length for sample in samples) / len(samples)
+    assert frame.seq_length == _attended([sample.length for sample in samples]) and frame.global_batch % 4 == 0
+    assert frame.global_batch * frame.seq_length == pytest.approx(64 * mean, rel=0.1)
+
+
+@pytest.mark.parametrize(("held", "count", "batches"), [(300, 64, 4), (64, 64, 1), (10, 64, 4)])
+def test_batches_are_drawn_from_what_there_is(held: int, count: int, batches: int) -> None:
+    samples = lengths(held, 256)
+    found = list(_drawn(samples, count))
+    assert len(found) == batches and all([sample.id for sample in batch] == list(range(count)) for batch in found)
+    known = {sample.length for sample in samples}
+    assert all(sample.length in known for batch in found for sample in batch)
+
+
+def test_encoders_with_decoders_are_padded() -> None:
+    [best] = search_for_lengths(request("t5-small", "2xa100-40gb", 32), lengths(64, 256, decoder=True), top=1)
+    assert best.plan.micro_batching.layout == "padded" and best.plan.dec_length > 0 and check_plan(best.plan) == []
+
+
+def test_what_fits_nowhere_is_said() -> None:
+    with pytest.raises(InfeasibleError, match="The model takes 256 positions"):
+        search_for_lengths(request(), [*lengths(60, 256), Sample(60, 300)])
+    with pytest.raises(InfeasibleError, match="--memory-limit allows 1.0 GB"):
+        search_for_lengths(request("gpt-1.3b", limit=1e9), lengths(60, 256))
+    with pytest.raises(InputError, match="takes images"):
+        search_for_lengths(request("vgg16"), lengths(60, 256))
