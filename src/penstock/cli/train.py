@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ from penstock.errors import InputError
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
+    from penstock.runtime.interrupts import Interrupted
     from penstock.runtime.predicting import Predicted
     from penstock.runtime.trainer import Progress, TrainResult
     from penstock.runtime.update import TrainingSettings
@@ -21,12 +23,18 @@ __all__ = ["show_comparison", "train"]
 
 
 def train(
+    context: typer.Context,
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file, as `penstock search --out` writes it.")],
     data: Annotated[str, typer.Option(help="Folder that `penstock prepare-data` wrote.")],
     steps: Annotated[int, typer.Option(help="Iterations in all, those before a checkpoint included.")],
     path: Annotated[Path, typer.Option("--out", metavar="RUN", help="Folder for checkpoints, steps and spans.")],
     compare: Annotated[bool, typer.Option("--compare", help="Print predicted against measured times of each stage.")] = False,
-    device: Annotated[str, typer.Option(help="cpu or cuda; what the plan's cluster has if not given.")] = "",
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda; what the plan's cluster has if not given. timed: rehearse it, ops being waits.")
+    ] = "",
+    slow: Annotated[
+        list[str] | None, typer.Option(metavar="RANK=FACTOR", help="With timed devices: this rank takes so many times as long; repeatable.")
+    ] = None,
     share_gpus: Annotated[
         bool, typer.Option("--share-gpus", help="Let several ranks run on one GPU, each with its part under MPS.")
     ] = False,
@@ -62,6 +70,8 @@ def train(
     counts = {"--steps": steps - 1, "--warmup": warmup, "--eval-every": eval_every, "--checkpoint-every": checkpoint_every,
               "--budget-steps": budget_steps}  # fmt: skip
     _check(counts, reserve_memory)
+    if device == "timed":
+        _refuse_learning(context)
     from penstock.runtime.beside import PlanningSettings
     from penstock.runtime.trainer import Trainer, TrainRequest
 
@@ -69,15 +79,17 @@ def train(
         given, data, steps, str(path), _settings(given, steps, lr, warmup, clip, seed), device, eval_every,
         checkpoint_every=checkpoint_every, resume=resume, weights=weights, profile_steps=_steps(torch_profile), share_gpus=share_gpus,
         reserve_memory=reserve_memory, planning=PlanningSettings(planners, store, store_timeout, search_steps=budget_steps),
+        slower=_slower(slow or []),
     ))  # fmt: skip
     unit = "tokens" if given.seq_length else "images"
     under_torchrun = "WORLD_SIZE" in os.environ and "RANK" in os.environ
     first = not under_torchrun or os.environ["RANK"] == "0"
-    with progress("training", steps - trainer.first_step, quiet=json or not first) as bar:
+    with progress("rehearsing" if device == "timed" else "training", steps - trainer.first_step, quiet=json or not first) as bar:
 
         def told(step: Progress) -> None:
             busy = "" if step.gpu_utilisation is None else f", GPU {step.gpu_utilisation:.0%} busy"
-            bar.describe(f"loss {step.loss:.4f}, {format_count(step.tokens_per_s)} {unit}/s{busy}")
+            loss = "" if step.loss is None else f"loss {step.loss:.4f}, "
+            bar.describe(f"{loss}{format_count(step.tokens_per_s)} {unit}/s{busy}")
             bar.advance()
             for note in step.notes:
                 err().print(f"note: {note}", markup=False, soft_wrap=True)
@@ -86,20 +98,61 @@ def train(
                 err().print(f"step {found.step}: held-out loss {found.loss:.4f}, accuracy {found.accuracy:.1%}", markup=False)
 
         result = trainer.join(told) if under_torchrun else trainer.train(told)
-    if not first:
-        return
+    if not first:  # the first tells
+        raise typer.Exit(128 + result.ended_by if result.ended_by else 0)
     predicted = trainer.predicted(result) if compare else None
     if json:
         print_json(_summary(result, predicted))
-        return
-    done = "1 step" if len(result.losses) == 1 else f"{len(result.losses)} steps"
-    out().print(
-        f"trained {done}: loss {result.losses[0]:.4f} → {result.losses[-1]:.4f}, {format_time(result.time_s)} a step, "
-        f"{format_count(result.tokens_per_s)} {unit}/s; checkpoint in {result.checkpoint}",
-        markup=False, soft_wrap=True,
-    )  # fmt: skip
+    else:
+        _show(result, predicted, unit)
+    if result.ended_by:
+        raise _interrupted(result, steps, path)
+
+
+def _show(result: TrainResult, predicted: Predicted | None, unit: str) -> None:
+    done = "1 step" if result.num_steps == 1 else f"{result.num_steps} steps"
+    speed = f"{format_time(result.time_s)} a step, {format_count(result.tokens_per_s)} {unit}/s"
+    if result.losses:
+        told = f"trained {done}: loss {result.losses[0]:.4f} → {result.losses[-1]:.4f}, {speed}; checkpoint in {result.checkpoint}"
+    else:
+        told = f"rehearsed {done} on timed devices: {speed}. Nothing was computed: there are no losses and no checkpoint."
+    out().print(told, markup=False, soft_wrap=True)
     if predicted is not None:
         show_comparison(result, predicted)
+
+
+def _interrupted(result: TrainResult, steps: int, path: Path) -> Interrupted:
+    from penstock.runtime.interrupts import Interrupted
+
+    name, done = signal.Signals(result.ended_by).name, result.first_step + result.num_steps
+    where = f"Its checkpoint is in {result.checkpoint}; go on from there with --resume '{path}'."
+    return Interrupted(result.ended_by, f"{name} ended the run after {done} of {steps} steps. {where}")
+
+
+_LEARNING = ("share_gpus", "reserve_memory", "lr", "warmup", "clip", "eval_every", "checkpoint_every", "resume", "weights", "torch_profile")
+"""Options that ask for what only devices that compute can give."""
+
+
+def _refuse_learning(context: typer.Context) -> None:
+    given = [
+        "--" + name.replace("_", "-") for name in _LEARNING if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        raise InputError(
+            f"{', '.join(given)}: a timed device computes nothing, so there is nothing to learn, evaluate, save or go on from, and no "
+            "memory to take. Leave out what is named, or use --device cpu or cuda."
+        )
+
+
+def _slower(given: list[str]) -> dict[int, float]:
+    found = {}
+    for text in given:
+        rank, _, factor = text.partition("=")
+        try:
+            found[int(rank)] = float(factor)
+        except ValueError:
+            raise InputError(f"--slow is '{text}'; a rank and a factor such as 3=1.5 were expected.") from None
+    return found
 
 
 def _steps(text: str) -> tuple[int, ...]:
@@ -152,6 +205,7 @@ def _summary(result: TrainResult, predicted: Predicted | None) -> dict[str, Any]
         "time_s": result.time_s,
         "tokens_per_s": result.tokens_per_s,
         "checkpoint": result.checkpoint,
+        "ended_by": signal.Signals(result.ended_by).name if result.ended_by else None,
     }
     if predicted is not None:
         found |= {"predicted_time_s": predicted.time_s, "stages": _rows(result, predicted)}

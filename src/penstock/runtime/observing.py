@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.programs.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction, Program, ReceiveWait
 from penstock.runtime.executor import Observer
 
-__all__ = ["Observers", "StageTime", "StageTimes"]
+if TYPE_CHECKING:
+    from penstock.runtime.world import World
+
+__all__ = ["Observers", "StageTime", "StageTimes", "slowest_stages"]
 
 
 class Observers:
@@ -74,3 +78,16 @@ class StageTimes:
         elif isinstance(step, ReceiveWait):
             stage = step.cut + 1 if step.what == "activation" else step.cut
             self.stages.setdefault(stage, StageTime()).wait_s += time_s
+
+
+def slowest_stages(world: World, times: StageTimes) -> dict[int, StageTime]:
+    """Each stage on the rank that took longest for it, the same on every rank."""
+    import torch
+
+    own = torch.zeros(world.plan.num_stages, 4, dtype=torch.float64)
+    for stage, one in times.stages.items():
+        own[stage] = torch.tensor([one.forward_s, one.backward_s, one.wait_s, one.num_passes])
+    ranks = world.gather(own)
+    slowest = ranks[:, :, :2].sum(2).argmax(0)
+    found = [ranks[rank, stage].tolist() for stage, rank in enumerate(slowest.tolist())]
+    return {stage: StageTime(forward, backward, wait, int(passes)) for stage, (forward, backward, wait, passes) in enumerate(found)}

@@ -7,7 +7,7 @@ micro-batch. Pipelines that micro-batches are not priced for (images, interleave
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from penstock.schedules.actions import BACKWARD, FORWARD
 from penstock.schedules.batched import batch_workload
 from penstock.schedules.execution import Execution, execute
-from penstock.schedules.workload import Floats
+from penstock.schedules.workload import Floats, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from penstock.data.planners import BatchSource
     from penstock.data.planning import ProgramPlanner
     from penstock.plans.plan import Plan
+    from penstock.programs.instructions import Program
+    from penstock.schedules.planned import PlannedPipeline
 
-__all__ = ["Predicted", "predict_steps", "predict_timelines"]
+__all__ = ["Predicted", "ProgramTimes", "predict_steps", "predict_timelines"]
 
 
 @dataclass(frozen=True)
@@ -64,15 +66,50 @@ def predict_timelines(source: BatchSource, planner: ProgramPlanner, steps: Itera
     if _is_priced(planner):
         yield from _of_batches(source, planner, _costs(planner), steps)
         return
+    found = _pipeline(planner)
+    one = execute(found.schedule, found.workload)
+    for _ in steps:
+        yield [one] * plan.num_replicas
+
+
+class ProgramTimes:
+    """What the passes and transfers of programs should take: the same figures as predictions are made from."""
+
+    def __init__(self, planner: ProgramPlanner) -> None:
+        self._costs = _costs(planner) if _is_priced(planner) else None
+        self._alike = None if self._costs is not None else _pipeline(planner).workload
+
+    def workload(self, program: Program) -> Workload:
+        """Of the program's replica; only the stages of the program's own rank have their recomputation."""
+        if self._alike is not None:
+            count = len(program.micro_batches)
+            same = {name: np.repeat(getattr(self._alike, name)[..., :1], count, axis=2) for name in ("durations_s", "transfers_s")}
+            return replace(self._alike, **same)
+        from penstock.batching.plan import MicroBatch
+        from penstock.programs.instructions import Forward
+
+        assert self._costs is not None
+        patterns = {one.index: [0] * program.num_stages for one in program.micro_batches}
+        for step in program.instructions:
+            if isinstance(step, Forward):
+                patterns[step.micro_batch][step.stage] = step.pattern
+        micro_batches = [
+            MicroBatch(
+                one.samples, one.layout, one.lengths, one.row_length, one.dec_lengths, one.dec_row_length, tuple(patterns[one.index]),
+                one.row_sizes,
+            )
+            for one in program.micro_batches
+        ]  # fmt: skip
+        return batch_workload(self._costs, micro_batches, program.replica)
+
+
+def _pipeline(planner: ProgramPlanner) -> PlannedPipeline:
     from penstock.costs.sources import open_costs
     from penstock.plans.references import cluster_of
     from penstock.schedules.planned import planned_pipeline
 
-    cluster = cluster_of(plan)
-    found = planned_pipeline(plan, planner.model, cluster, open_costs(plan.costs, cluster))
-    one = execute(found.schedule, found.workload)
-    for _ in steps:
-        yield [one] * plan.num_replicas
+    cluster = cluster_of(planner.plan)
+    return planned_pipeline(planner.plan, planner.model, cluster, open_costs(planner.plan.costs, cluster))
 
 
 def _is_priced(planner: ProgramPlanner) -> bool:

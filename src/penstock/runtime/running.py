@@ -27,7 +27,7 @@ from penstock.runtime.checkpoint_writer import CheckpointWriter
 from penstock.runtime.first_weights import open_weights
 from penstock.runtime.flops import PeakTimes
 from penstock.runtime.nvml import DeviceLog, NvmlMissing, gpu_uuid
-from penstock.runtime.observing import Observers, StageTime, StageTimes
+from penstock.runtime.observing import Observers, StageTimes, slowest_stages
 from penstock.runtime.profiled_steps import ProfiledSteps
 from penstock.runtime.rank import Rank
 from penstock.runtime.spans import COMPUTE, SpanRecorder
@@ -120,7 +120,7 @@ class Run:
 
     def train(self) -> TrainResult:
         """All steps that are left."""
-        losses, times, tokens = [], [], []
+        losses, times, tokens, ended_by = [], [], [], 0
         self._compare_clocks(self.first_step)
         start = time.perf_counter()
         for program in self._programs():
@@ -141,29 +141,23 @@ class Run:
             if self.log is not None:
                 self.log.write(record)
             self._after(step, Progress(step, losses[-1], tokens[-1] / times[-1], record.gpu_utilisation))
-            if step + 1 < self.request.steps and self._ends_early():
-                raise self._ended(self._lost or StoreError(f"a rank has had no answer from the store for {self._job.away_s:g} s."))
+            if step + 1 < self.request.steps:
+                ended_by = self._ends_early()
+                if ended_by:
+                    break
             if (step + 1) % _SYNC_STEPS == 0:
                 self._compare_clocks(step + 1)
             self.loader.wait_s = 0.0
             start = time.perf_counter()
+        if self.loader.step > self._saved:
+            self._save(self.loader.step)
         self.checkpoints.wait()
         usual = statistics.median(times[WARM_UP:] or times)
         mean_tokens = statistics.fmean(tokens)
         return TrainResult(
-            self.first_step, tuple(losses), tuple(self.evaluated), usual, mean_tokens / usual, self._stage_times(),
-            str(Path(self.request.out) / "checkpoints"),
+            self.first_step, len(losses), tuple(losses), tuple(self.evaluated), usual, mean_tokens / usual,
+            slowest_stages(self.world, self.times), str(Path(self.request.out) / "checkpoints"), ended_by,
         )  # fmt: skip
-
-    def _stage_times(self) -> dict[int, StageTime]:
-        """Of each stage on the rank that took longest for it, the same on every rank."""
-        own = torch.zeros(self.request.plan.num_stages, 4, dtype=torch.float64)
-        for stage, times in self.times.stages.items():
-            own[stage] = torch.tensor([times.forward_s, times.backward_s, times.wait_s, times.num_passes])
-        ranks = self.world.gather(own)
-        slowest = ranks[:, :, :2].sum(2).argmax(0)
-        found = [ranks[rank, stage].tolist() for stage, rank in enumerate(slowest.tolist())]
-        return {stage: StageTime(forward, backward, wait, int(passes)) for stage, (forward, backward, wait, passes) in enumerate(found)}
 
     def _compare_clocks(self, number: int) -> None:
         self.world.barrier()
@@ -181,11 +175,13 @@ class Run:
         except PlanningError as error:  # which every rank was told
             raise self._ended(error) from None
 
-    def _ends_early(self) -> bool:
-        """Whether any rank has lost the store; asked of all after each step that a store gave."""
-        if self._job is None:
-            return False
-        return bool(self.world.gather(torch.tensor([self._lost is not None])).any())
+    def _ends_early(self) -> int:
+        """The signal that asks any of the ranks to end; asked of all after each step, so that they end after the same one. Raises on all of
+        them where one has lost the store."""
+        lost, number = self.world.gather(torch.tensor([int(self._lost is not None), self.worker.asked_to_end()])).amax(0).tolist()
+        if lost and self._job is not None:
+            raise self._ended(self._lost or StoreError(f"a rank has had no answer from the store for {self._job.away_s:g} s."))
+        return int(number)
 
     def _ended(self, error: PenstockError) -> PenstockError:
         """Saves what was trained, on all ranks, before the run ends; the error, with where to go on from."""
@@ -209,7 +205,7 @@ class Run:
         if request.eval_every and (done % request.eval_every == 0 or done == request.steps):
             self.evaluated.append(self._evaluate(done))
             told = replace(told, evaluated=self.evaluated[-1])
-        if done == request.steps or (request.checkpoint_every and done % request.checkpoint_every == 0):
+        if request.checkpoint_every and done % request.checkpoint_every == 0:
             self._save(done)
         if self.is_first:
             self._notes += self._gone_silent()

@@ -15,6 +15,8 @@ _NAMES = {kind: number for number, kind in enumerate(INSTRUCTIONS)}
 _SLOT = struct.Struct("qqqqqq")
 """Iteration, instruction, how many, kind, stage, micro-batch; -1 where there is none."""
 _SIZE = 64
+_ASKED = struct.Struct("q")
+"""After the ranks: the signal that asks them to end."""
 
 
 class StatusBoard:
@@ -22,7 +24,13 @@ class StatusBoard:
 
     def __init__(self, path: Path, num_ranks: int) -> None:
         self.path, self.num_ranks = path, num_ranks
-        path.write_bytes(_SLOT.pack(-1, -1, 0, -1, -1, -1).ljust(_SIZE, b"\0") * num_ranks)
+        path.write_bytes(_SLOT.pack(-1, -1, 0, -1, -1, -1).ljust(_SIZE, b"\0") * num_ranks + _ASKED.pack(0))
+
+    def ask_to_end(self, number: int) -> None:
+        """Tells all ranks of a signal after which they are to end."""
+        with self.path.open("r+b") as file:
+            file.seek(self.num_ranks * _SIZE)
+            file.write(_ASKED.pack(number))
 
     def where(self, rank: int) -> str:
         """`at Forward of stage 1, micro-batch 2 (iteration 3, instruction 17 of 40)`."""
@@ -46,6 +54,11 @@ class Status:
             self._map = mmap.mmap(file.fileno(), 0)
         self._offset = rank * _SIZE
         self._program: Program | None = None
+
+    def asked_to_end(self) -> int:
+        """The signal after which the launcher wants the run to end; 0: none."""
+        number: int = _ASKED.unpack_from(self._map, len(self._map) - _ASKED.size)[0]
+        return number
 
     def begin(self, program: Program) -> None:
         """A program is about to run."""

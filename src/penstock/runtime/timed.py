@@ -48,11 +48,11 @@ from penstock.runtime.world import World
 from penstock.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from penstock.schedules.workload import Workload
 
-__all__ = ["MOST_PAYLOAD_BYTES", "TimedRank", "TimedSettings", "run_timed"]
+__all__ = ["LEAD_S", "MOST_PAYLOAD_BYTES", "TimedRank", "TimedSettings", "run_timed"]
 
 MOST_PAYLOAD_BYTES = 64 * 1024
 _STAMP_BYTES = 8
-_LEAD_S = 0.05
+LEAD_S = 0.05
 """From the moment at which all ranks are there to the start of an iteration."""
 
 
@@ -112,9 +112,10 @@ class TimedRank:
         on the wall."""
         self._start()
         here = torch.tensor([time.monotonic()], dtype=torch.float64)
-        begin = self.world.gather(here).max().item() + _LEAD_S
+        begin = self.world.gather(here).max().item() + LEAD_S
         self._now = begin
         self._work = work
+        sleep_until(begin)
         self.executor.run(program)
         sleep_until(self._now)
         return self.world.gather(torch.tensor([time.monotonic()], dtype=torch.float64)).max().item() - begin

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ from penstock.plans.capabilities import SCHEDULES, unsupported
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import require_valid
 from penstock.runtime.beside import Handover, PlanningSettings, planners_here, planners_of_nodes
+from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.run_folder import write_run
 from penstock.runtime.update import TrainingSettings
 from penstock.runtime.workers import Pool, Worker, joined
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["EvalRecord", "Progress", "TrainRequest", "TrainResult", "Trainer", "train_rank"]
 
 PROCESSES_PER_CORE = 8
+TIMED = "timed"
 WARM_UP = 2
 """Iterations that measured times leave out."""
 _EVAL_SPLIT = "validation"
@@ -46,7 +50,7 @@ class TrainRequest:
     out: str
     settings: TrainingSettings = field(default_factory=TrainingSettings)
     device: str = ""
-    """`cpu` or `cuda`; empty: what the plan's cluster has."""
+    """`cpu` or `cuda`; empty: what the plan's cluster has. `timed`: stand-ins for devices that are not here, which compute nothing."""
     eval_every: int = 0
     """Steps between evaluations on the held-out split; 0: never."""
     eval_batches: int = 4
@@ -65,6 +69,8 @@ class TrainRequest:
     reserve_memory: float = 0.0
     """Share of each GPU's memory that is taken at the start, so that no step waits for more; 0: none."""
     planning: PlanningSettings = field(default_factory=PlanningSettings)
+    slower: Mapping[int, float] = field(default_factory=dict)
+    """Ranks whose timed devices take so many times as long as the costs say."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,8 @@ class Progress:
     """What rank 0 tells the launcher after each step."""
 
     step: int
-    loss: float
+    loss: float | None
+    """None on timed devices."""
     tokens_per_s: float
     gpu_utilisation: float | None = None
     """Of rank 0's device, where it is known."""
@@ -95,7 +102,10 @@ class TrainResult:
     """What a run achieved."""
 
     first_step: int
+    num_steps: int
+    """Those before it in a checkpoint not counted."""
     losses: tuple[float, ...]
+    """One for each step; none on timed devices."""
     evaluated: tuple[EvalRecord, ...]
     time_s: float
     """Median of one iteration, the first ones left out."""
@@ -103,7 +113,10 @@ class TrainResult:
     """Useful tokens of one iteration over its median time."""
     stages: dict[int, StageTime]
     """Measured, on the slowest rank of each."""
-    checkpoint: str
+    checkpoint: str | None
+    """The folder of checkpoints; None on timed devices, which have nothing to keep."""
+    ended_by: int = 0
+    """The signal that ended it before its last step; 0: none."""
 
 
 class Trainer:
@@ -127,35 +140,38 @@ class Trainer:
         with (
             joined(request.device) as worker,
             planners_of_nodes(request.planning, *planning_of(request, self.model), self.first_step) as handover,
+            Interrupts(quiet=worker.rank != 0) as interrupts,
         ):
             if worker.rank == 0:
                 write_run(request)
             token = torch.tensor([secrets.randbits(62)])
             dist.broadcast(token, 0)
-            worker = replace(worker, tell=lambda told: progress(told) if progress else None)
+            worker = replace(worker, tell=lambda told: progress(told) if progress else None, asked_to_end=lambda: interrupts.number)
             return train_rank(worker, request, handover, f"{int(token):x}")
 
     def train(self, progress: Callable[[Progress], None] | None = None) -> TrainResult:
-        """Starts the plan's processes, trains, and ends them; `progress` hears of every step."""
-        request = self.request
+        """Starts the plan's processes, trains, and ends them; `progress` hears of every step. Ctrl-C and SIGTERM end it after the step that
+        runs, with a checkpoint."""
+        request, rehearses = self.request, self.request.device == TIMED
         write_run(request)
         threads = max(1, len(os.sched_getaffinity(0)) // len(request.plan.ranks))
         with (
             planners_here(request.planning, *planning_of(request, self.model), self.first_step) as handover,
-            Pool(len(request.plan.ranks), device=request.device, threads=threads, timeout_s=_OPERATION_S) as pool,
+            Pool(len(request.plan.ranks), device="cpu" if rehearses else request.device, threads=threads, timeout_s=_OPERATION_S) as pool,
+            nullcontext() if rehearses else Interrupts(pool.board.ask_to_end),
         ):
-            first: TrainResult = pool.run(
-                train_rank, request, handover, secrets.token_hex(8), timeout_s=_RUN_S,
-                listen=lambda rank, told: progress(told) if progress else None,
-            )[0]  # fmt: skip
-        return first
+            job = (_rehearse_rank, request, handover) if rehearses else (train_rank, request, handover, secrets.token_hex(8))
+            found: list[TrainResult] = pool.run(
+                *job, timeout_s=_RUN_S, listen=lambda rank, told: progress(told) if progress else None
+            )  # fmt: skip
+        return found[0]
 
     def predicted(self, result: TrainResult) -> Predicted:
         """What the plan's costs say of the steps of a run, those left out that warm up."""
         from penstock.runtime.predicting import predict_steps
 
-        last = result.first_step + len(result.losses)
-        first = result.first_step + WARM_UP if len(result.losses) > WARM_UP else result.first_step
+        last = result.first_step + result.num_steps
+        first = result.first_step + WARM_UP if result.num_steps > WARM_UP else result.first_step
         return predict_steps(*planning_of(self.request, self.model), range(first, last))
 
 
@@ -174,13 +190,14 @@ def _checked(request: TrainRequest) -> TrainRequest:
         raise InputError(f"{request.steps} steps were asked for; 1 or more was expected.")
     if refused := unsupported(plan, model):
         raise InputError("the plan cannot be run:\n" + "\n".join(f"  {problem}" for problem in refused))
-    if SCHEDULES[plan.schedule].asynchronous and request.settings.clip_norm is not None:
+    if SCHEDULES[plan.schedule].asynchronous and request.device != TIMED and request.settings.clip_norm is not None:
         raise InputError(
             f"gradients are to be clipped to a norm of {request.settings.clip_norm:g}, but under schedule '{plan.schedule}' no rank knows "
             "those of all stages. Use --clip 0."
         )
     device = request.device or ("cpu" if {cluster.device(rank).name for rank in plan.ranks} == {"cpu"} else "cuda")
     _require_devices(plan, device, request.share_gpus)
+    _require_slower(request)
     data = open_data(request.data)
     form_of(model, data, prompt_loss=request.prompt_loss)
     if len(data) < plan.global_batch:
@@ -219,14 +236,16 @@ def _require_steps(request: TrainRequest) -> None:
 
 def _require_devices(plan: Plan, device: str, share_gpus: bool) -> None:
     count = len(plan.ranks)
-    if device not in ("cpu", "cuda"):
-        raise InputError(f"device is '{device}'; cpu or cuda was expected.")
+    if device not in ("cpu", "cuda", TIMED):
+        raise InputError(f"device is '{device}'; cpu or cuda was expected, or {TIMED} to rehearse a plan.")
     if "WORLD_SIZE" in os.environ:
+        if device == TIMED:
+            raise InputError("timed devices keep one clock, that of one machine. Run them without torchrun.")
         started = int(os.environ["WORLD_SIZE"])
         if started != count:
             raise InputError(f"the plan has {count} ranks, but {started} processes were started. Start one for each rank.")
         return
-    if device == "cpu":
+    if device != "cuda":
         cores = len(os.sched_getaffinity(0))
         if count > cores * PROCESSES_PER_CORE:
             raise InputError(
@@ -240,8 +259,18 @@ def _require_devices(plan: Plan, device: str, share_gpus: bool) -> None:
     if count > found and not (share_gpus and found):
         raise InputError(
             f"the plan has {count} ranks, but this machine has {found} CUDA devices. Use a plan for at most {found}, run it on more "
-            "machines with torchrun, or try it out with --device cpu."
+            f"machines with torchrun, try it out with --device cpu, or rehearse it with --device {TIMED}."
         )
+
+
+def _require_slower(request: TrainRequest) -> None:
+    for rank, factor in request.slower.items():
+        if request.device != TIMED:
+            raise InputError(f"rank {rank} is to be {factor:g} times as slow, which only timed devices can be. Use --device {TIMED}.")
+        if rank not in request.plan.ranks:
+            raise InputError(f"rank {rank} is to be slower, but the plan has ranks {min(request.plan.ranks)} to {max(request.plan.ranks)}.")
+        if not 0 < factor < math.inf:
+            raise InputError(f"rank {rank} is to take {factor:g} times as long; a number above 0, such as 1.5, was expected.")
 
 
 def _first_step(request: TrainRequest) -> int:
@@ -294,6 +323,12 @@ def train_rank(worker: Worker, request: TrainRequest, handover: Handover, token:
 
     with Run(worker, request, handover, token) as run:
         return run.train()
+
+
+def _rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> TrainResult:
+    from penstock.runtime.rehearsing import rehearse_rank
+
+    return rehearse_rank(worker, request, handover)
 
 
 def planning_of(request: TrainRequest, model: Model, split: str = "train") -> tuple[BatchSource, ProgramPlanner]:

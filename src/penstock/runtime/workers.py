@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Any
 
 from penstock.errors import InputError, PenstockError
+from penstock.runtime.interrupts import SIGNALS, unheard
 from penstock.runtime.status import Status, StatusBoard
 
 __all__ = ["Pool", "Worker", "WorkerError", "joined", "launch"]
@@ -55,6 +56,8 @@ class Worker:
     """Several workers use this one's GPU."""
     tell: Callable[[Any], None] = lambda word: None
     """Says something to the launcher while the job runs."""
+    asked_to_end: Callable[[], int] = lambda: 0
+    """The signal that asks for an end of the job when it next can; 0: none came."""
 
 
 Job = Callable[..., Any]
@@ -108,7 +111,8 @@ class Pool:
                 dict(environment(rank)) if environment else {},
             )
             process = context.Process(target=_serve, args=(start, pairs[rank][1], lives[rank][0]), daemon=True)
-            process.start()
+            with unheard():  # the server that forks them, which the first start starts, would die of either signal
+                process.start()
             self._processes.append(process)
         for rank in range(size):
             pairs[rank][1].close()
@@ -305,7 +309,8 @@ class _Start:
 def _serve(start: _Start, pipe: Any, life: Any) -> None:
     """A worker's whole life."""
     threading.Thread(target=_follow, args=(life,), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher hears it, and ends its workers
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # the launcher hears it, and ends its workers
     status = 0
     try:
         worker = _open(start, lambda word: pipe.send((None, word)))
@@ -351,7 +356,8 @@ def _open(start: _Start, tell: Callable[[Any], None]) -> Worker:
         use_expandable_segments()
     backend = "gloo" if device == "cpu" or shared else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=start.rank, world_size=start.size, timeout=limit)
-    return Worker(start.rank, start.size, device, Status(Path(start.status_path), start.rank), shared, tell)
+    status = Status(Path(start.status_path), start.rank)
+    return Worker(start.rank, start.size, device, status, shared, tell, status.asked_to_end)
 
 
 def _told(rank: int, error: BaseException) -> str:

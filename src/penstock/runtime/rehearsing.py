@@ -1,0 +1,59 @@
+"""One rank's run on a timed device: planning, programs, transfers and telemetry are real, nothing is computed, learned or saved."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.data.loader import DynamicLoader
+from penstock.plans.references import model_of
+from penstock.runtime.observing import Observers, StageTimes, slowest_stages
+from penstock.runtime.predicting import ProgramTimes
+from penstock.runtime.spans import COMPUTE, SpanRecorder
+from penstock.runtime.telemetry import LineLog, StepRecord
+from penstock.runtime.timed import LEAD_S, TimedRank, TimedSettings
+from penstock.runtime.trainer import WARM_UP, Progress, TrainRequest, TrainResult, planning_of
+from penstock.runtime.world import World
+
+if TYPE_CHECKING:
+    from penstock.runtime.beside import Handover
+    from penstock.runtime.workers import Worker
+
+__all__ = ["rehearse_rank"]
+
+
+def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> TrainResult:
+    """A job for workers: all steps of a run, by the times that the plan's costs say."""
+    plan, out, (address, job) = request.plan, Path(request.out), handover
+    batches, planner = planning_of(request, model_of(plan))
+    times, world = ProgramTimes(planner), World(plan)
+    stages = StageTimes(WARM_UP if request.steps > WARM_UP else 0)
+    steps_s, tokens = [], []
+    with ExitStack() as stack:
+        loader = stack.enter_context(
+            DynamicLoader(batches, planner, world.rank, address=address, job=job, planners=1 if job else 0, starts_planners=False)
+        )
+        spans = stack.enter_context(closing(SpanRecorder(out / f"rank-{world.rank:05d}.spans", world.rank)))
+        log = stack.enter_context(closing(LineLog(out / "steps.jsonl", anew=True))) if worker.rank == 0 else None
+        rank = TimedRank(world, TimedSettings(slower=request.slower), Observers(worker.status, spans, stages))
+        world.barrier()
+        spans.mark_sync(0)
+        start_s = time.perf_counter()
+        for _, program in loader:
+            position, lengths = spans.position, planner.form.positions(loader.batches[program.iteration].lengths)
+            rank.run(program, times.workload(program))
+            steps_s.append(time.perf_counter() - start_s - LEAD_S)
+            tokens.append(sum(int(side.sum()) for side in lengths) if plan.seq_length else program.num_samples)
+            if log is not None:
+                speed = tokens[-1] / steps_s[-1]
+                idle = max(0.0, 1.0 - float(spans.busy_ns(position)[COMPUTE]) * 1e-9 / steps_s[-1])
+                log.write(
+                    StepRecord(program.iteration, None, steps_s[-1], tokens[-1], speed, bubble_share=idle, planning_wait_s=loader.wait_s)
+                )
+                worker.tell(Progress(program.iteration, None, speed))
+            loader.wait_s, start_s = 0.0, time.perf_counter()
+        usual_s = statistics.median(steps_s[WARM_UP:] or steps_s)
+        return TrainResult(0, len(steps_s), (), (), usual_s, statistics.fmean(tokens) / usual_s, slowest_stages(world, stages), None)

@@ -1,0 +1,133 @@
+"""Real signals to real `penstock train` processes: the step that runs ends, a checkpoint is written, and the curve goes on from there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.data.bundled import bundled_files
+from penstock.data.prepare import TextRequest, prepare_text
+from penstock.plans.build import uniform_plan
+from penstock.plans.schema import write_plan
+from penstock.runtime.checkpoint_folder import find_checkpoint
+from penstock.runtime.checkpoint_reader import Checkpoint
+from penstock.runtime.telemetry import read_steps
+
+pytestmark = pytest.mark.timeout(110)
+
+ENDLESS = 100_000
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("signals")
+    prepare_text(TextRequest(tuple(bundled_files()), folder / "data", train_tokenizer=384, workers=1))
+    write_plan(folder / "plan.json", uniform_plan("gpt-tiny", "4xcpu", global_batch=16, micro_batch=4, pp=2, layout="packed"))
+    return folder
+
+
+def command(folder: Path, run: Path, steps: int, *options: str, launcher: tuple[str, ...] = ()) -> list[str]:
+    given = [str(folder / "plan.json"), "--data", str(folder / "data"), "--steps", str(steps), "--out", str(run)]
+    return [sys.executable, *launcher, "-m", "penstock.cli.main", "train", *given, *options]
+
+
+def processes_of(session: int) -> dict[int, int]:
+    """Parent of each living process of a session."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent, _, own = path.read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(own) == session and state != "Z":
+            found[int(path.parent.name)] = int(parent)
+    return found
+
+
+def eventually(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@contextmanager
+def begun(arguments: list[str], run: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run in a session of its own that has done some steps; nothing of the session is left behind."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment
+    )
+    try:
+        lines = run / "steps.jsonl"
+        eventually(lambda: process.poll() is not None or (lines.exists() and lines.read_bytes().count(b"\n") >= 3))
+        assert process.poll() is None, process.communicate()[1]
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def losses_of(run: Path) -> list[float | None]:
+    return [record.loss for record in read_steps(run / "steps.jsonl")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_process_group(folder: Path, tmp_path: Path, number: signal.Signals) -> None:
+    run = tmp_path / "run"
+    with begun(command(folder, run, ENDLESS), run) as process:
+        os.killpg(process.pid, number)
+        told, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    done = len(losses_of(run))
+    assert f"{number.name} ended the run after {done} of {ENDLESS} steps" in err and f"go on from there with --resume '{run}'" in err
+    assert "Traceback" not in err and f"trained {done} steps" in told
+    eventually(lambda: not processes_of(process.pid), 10)
+    assert Checkpoint(find_checkpoint(run)).step == done
+    if number == signal.SIGINT:
+        for out, options in ((run, ("--resume", str(run))), (tmp_path / "straight", ())):
+            subprocess.run(command(folder, out, done + 2, *options), check=True, timeout=60, capture_output=True)
+        assert len(losses_of(run)) == done + 2 and losses_of(run) == pytest.approx(losses_of(tmp_path / "straight"), rel=1e-5)
+
+
+def test_a_second_one_ends_at_once(folder: Path, tmp_path: Path) -> None:
+    """Also while a step never ends, here because its processes are stopped."""
+    run = tmp_path / "run"
+    with begun(command(folder, run, ENDLESS), run) as process:
+        workers = [pid for pid, parent in processes_of(process.pid).items() if parent != process.pid and pid != process.pid]
+        assert len(workers) == 2
+        for pid in workers:
+            os.kill(pid, signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        time.sleep(1.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and "SIGINT: the run ends at once" in err and "Traceback" not in err
+    eventually(lambda: not processes_of(process.pid), 10)
+    assert not list((run / "checkpoints").glob("save-*"))
+
+
+def test_sigterm_under_torchrun(folder: Path, tmp_path: Path) -> None:
+    """As a batch system sends it, to torchrun and to its processes, who then get it from torchrun too."""
+    run = tmp_path / "run"
+    with begun(command(folder, run, ENDLESS, launcher=TORCHRUN), run) as process:
+        ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        assert len(ranks) == 2
+        for pid in (*ranks, process.pid):
+            os.kill(pid, signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    done = len(losses_of(run))
+    assert err.count(f"SIGTERM ended the run after {done} of {ENDLESS} steps") == 1, err
+    eventually(lambda: not any(processes_of(pid) for pid in ranks), 10)
+    assert Checkpoint(find_checkpoint(run)).step == done
