@@ -166,14 +166,19 @@ def published() -> FasopTables:
 
 
 @pytest.fixture(scope="module")
-def judge() -> Any:
+def judges() -> Any:
     spec = importlib.util.spec_from_file_location("fasop_judge", JUDGE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["fasop_judge"] = module
     spec.loader.exec_module(module)
-    data = module.Data(str(DATA))
-    return lambda plan: module.evaluate(plan, data)
+    return module
+
+
+@pytest.fixture(scope="module")
+def judge(judges: Any) -> Any:
+    data = judges.Data(str(DATA))
+    return lambda plan: judges.evaluate(plan, data)
 
 
 @needs_tables
@@ -231,3 +236,22 @@ def test_random_plans_equal_the_judge(published: FasopTables, judge: Any, settin
     if score.ok:
         assert time == pytest.approx(score.step_s, rel=1e-9)
     assert twin_time(problem, plan) == pytest.approx(time, rel=1e-9)
+
+
+@needs_tables
+def test_slow_networks_do_not_lose_to_equal_stages(tmp_path: Path, judges: Any) -> None:
+    """With links of a tenth, rough plans that count on fast ones were once slower than equal stages."""
+    for file in DATA.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    nodes = json.loads((DATA / "node_types.json").read_text())
+    for kind, share in (("A", 0.25), ("B", 0.1)):
+        nodes["default"][kind]["inter_bits_per_s"] *= share
+    (tmp_path / "node_types.json").write_text(json.dumps(nodes))
+    setting = {"model": "gpt2XL", "node_table": "default", "nodes": "AAAABBBBBB", "total_steps": 1}
+    (tmp_path / "settings.json").write_text(json.dumps({"slow": setting}))
+    answer, data = search_fasop(FasopTables.open(tmp_path), "slow"), judges.Data(str(tmp_path))
+    score = judges.evaluate(answer.plan, data)
+    assert score.ok and score.step_s == pytest.approx(answer.time_s, rel=1e-9)
+    partition = [3] * 10 + [2] * 10
+    equal = {"setting": "slow", "placement": "BBBBBBAAAA", "tp": 1, "dp": 2, "pp": 20, "mbs": 1, "partition": partition}
+    assert 1.3 * answer.time_s < judges.evaluate(equal, data).step_s

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.search.mixed_kernels import best_chain, bound_table
+from penstock.search.mixed_kernels import best_chain, bound_table, reached_table
 
 STATE, FLOOR = 4.0, 0.7
 
@@ -109,7 +109,27 @@ def test_bound_is_below_the_fastest(seed: int, ops: int, behind: int, limit: flo
     offset = np.cumsum(width) - width
     low = np.zeros((behind + 1, int(width.sum())))
     bound_table(
-        np.array([0.0, 0.1, 0.5, 2.0, 10.0]), limit, STATE, FLOOR, costs.compute, costs.forward, costs.ending, costs.kept, costs.weights,
-        costs.entering, costs.enter, costs.leave, costs.reshard, costs.moved, costs.edge, costs.allowed, offset, width, low,
+        np.array([0.0, 0.1, 0.5, 2.0, 10.0]), limit, STATE, FLOOR, costs.compute, costs.forward, costs.ending, costs.kept,
+        costs.forward_reserve, costs.backward_reserve, costs.weights, costs.entering, costs.enter, costs.leave, costs.reshard, costs.moved,
+        costs.edge, costs.allowed, offset, width, low,
     )  # fmt: skip
     assert low[behind, ops - 1] <= costs.best_by_trying(behind + 1.0, limit) + 1e-9
+
+
+def test_chains_that_are_reached_fit_and_are_not_too_fast() -> None:
+    found = 0
+    for seed in range(200):
+        costs, ops, behind, limit = Costs(seed, 2, 4), 4, seed % 3, 3.0 + seed % 9
+        width = np.arange(ops, 0, -1)
+        offset = np.cumsum(width) - width
+        high = np.full((behind + 1, int(width.sum())), np.inf)
+        is_cut = np.array([True, seed % 2 == 0, seed % 2 == 0, True, True])
+        reached_table(
+            np.array([0.0, 0.1, 0.5, 2.0, 1e6]), limit, STATE, FLOOR, costs.compute, costs.forward, costs.ending, costs.kept,
+            costs.forward_reserve, costs.backward_reserve, costs.weights, costs.entering, costs.enter, costs.leave, costs.reshard,
+            costs.moved, costs.edge, costs.allowed, is_cut, offset, width, high,
+        )  # fmt: skip
+        assert high[behind, ops - 1] >= costs.best_by_trying(behind + 1.0, limit) - 1e-9
+        assert np.isinf(high[:, offset[1] : offset[2]]).all() or is_cut[1]
+        found += np.isfinite(high[behind, ops - 1])
+    assert found > 80

@@ -55,6 +55,25 @@ def test_equals_trying_everything(seed: int, devices: int, tight: float, m: int)
         assert found.stages[0].first == 0 and found.stages[-1].last == space.cuts[-1]
 
 
+@given(seed=st.integers(0, 2**32 - 1), devices=st.integers(1, 4), tight=st.floats(0.2, 1.2), m=st.integers(1, 20))
+@settings(max_examples=100, deadline=None)
+def test_a_time_at_hand_loses_nothing_that_is_faster(seed: int, devices: int, tight: float, m: int) -> None:
+    """Neither in the programme, which leaves out what cannot be finished, nor in the table of stages."""
+    space = random_space(seed, 2, 3, devices, 2 if devices == 4 else devices, tight, min(devices, 3))
+    expected = best_by_trying(space, m)
+    if np.isinf(expected):
+        return
+    for known in (expected * (1 + 1e-6), 1.3 * expected):
+        fewer = build_space(space.costs, space.repeats, space.machine, max_stages=min(devices, 3), longest=known / m, count=m)
+        assert fewer.times.size <= space.times.size
+        for table in (space, fewer):
+            found = best_partition(table, m, known)
+            assert found.time == pytest.approx(expected, rel=1.01 * TOLERANCE)
+            assert found.bound <= expected * (1 + 1e-12)
+    below = best_partition(space, m, expected * (1 - 1e-6))
+    assert not below.stages and below.bound <= expected * (1 + 1e-12)
+
+
 def mixed_space(seed: int, pools: tuple[Pool, ...], idle: bool, cuts: np.ndarray | None = None) -> StageSpace:
     """Random costs on several kinds of devices, each kind with a memory of its own."""
     numbers = np.random.default_rng(seed)
@@ -97,12 +116,14 @@ def test_recomputation_fits_and_is_bounded(seed: int, behind: int, tight: float)
     """The time reckoned is never below the best flags', the relaxed one never above, and its flags fit by the plain rule."""
     space = random_space(seed, 3, 3, 1, 1, tight, behind + 1)
     relaxed = build_space(space.costs, space.blocks, space.machine, max_stages=behind + 1, recompute="bounded")
+    peaks = build_space(space.costs, space.blocks, space.machine, max_stages=behind + 1, recompute="bounded", peaks=4)
+    assert (peaks.times >= relaxed.times - 1e-9).all()
     for first, last in ((0, space.cuts[-1]), (1, space.cuts[-1] - 1), (2, 9)):
         pair = space.pair(0, first, last)
         compute = float(space.costs[0].compute[first:last].sum())
         best = compute + least_recompute_by_trying(space, first, last, behind)
         found, below = float(space.times[behind, pair]), float(relaxed.times[behind, pair])
-        assert below <= best + 1e-9
+        assert below <= best + 1e-9 and float(peaks.times[behind, pair]) <= best + 1e-9
         assert found >= best - 1e-9
         if np.isfinite(found):
             stage = StageChoice(0, first, last, behind, found)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,19 @@ import numpy as np
 from penstock.errors import InfeasibleError, InputError
 from penstock.search.aceso_mixed import MixedAnswer, best_mixed
 from penstock.search.aceso_model import AcesoProblem, kept_mb, shares_storage, starts_segment
-from penstock.search.partition import Partition, best_partition, rough_bound
+from penstock.search.partition import TOLERANCE, Partition, best_partition, rough_bound
 from penstock.search.recompute import Flags, recompute_flags
-from penstock.search.stages import Blocks, OptionCosts, Recompute, StageChoice, StageOption, StageSpace, build_space
+from penstock.search.stages import Blocks, OptionCosts, StageChoice, StageOption, StageSpace, build_space
 
 __all__ = ["AcesoAnswer", "AcesoProblem", "search_aceso"]
 
 MAX_STAGES = 16
+GOOD_GAP = 0.028
+"""Bounds further away count the peak of recomputation as well, which takes longer,"""
+PEAKS = 8
+"""in so many ranges,"""
+MOST_PEAKS = 6e7
+"""where ops² × stages × options are no more than this."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,15 @@ def _costs(problem: AcesoProblem, option: StageOption, rows: np.ndarray, algos: 
     return OptionCosts(option, columns[0], compute, kept, columns[4], columns[6], columns[7], columns[2], enter, leave, algos)
 
 
+def _loose(problem: AcesoProblem, blocks: Blocks, costs: OptionCosts) -> OptionCosts:
+    """Costs for bounds: what only flags that are not looked for would save, at the ends of some blocks, is not held at all."""
+    names, first = problem.names, np.zeros(len(problem.names), bool)
+    first[blocks.start[:-1]] = True
+    looked_for = (blocks.kind >= 0)[blocks.of_op] & ~np.append(first[1:], True) & (~first | blocks.first_free[blocks.of_op])
+    stays = np.array([*(starts_segment(after) and not shares_storage(name) for name, after in pairwise(names)), True])
+    return replace(costs, kept=np.where(looked_for | stays, costs.kept, 0.0))
+
+
 def search_aceso(problem: AcesoProblem, progress: Callable[[str], None] = lambda text: None) -> AcesoAnswer:
     """First cuts between blocks only, for a plan at hand; then all cuts, for the micro-batch sizes in order of promise."""
     blocks = Blocks.of(problem.model, [starts_segment(name) for name in problem.names])
@@ -76,37 +92,50 @@ def search_aceso(problem: AcesoProblem, progress: Callable[[str], None] = lambda
         sizes = ", ".join(map(str, problem.micro_batches))
         raise InputError(f"none of the micro-batch sizes {sizes} has tables and divides the global batch {problem.global_batch}.")
 
-    def solve(b: int, known: float, cuts: np.ndarray | None = None, recompute: Recompute = "needed") -> tuple[StageSpace, Partition]:
+    def solve(b: int, known: float, cuts: np.ndarray | None = None) -> tuple[StageSpace, Partition]:
         count, machine = problem.global_batch // b, problem.machine()
         depth, longest = min(machine.num_devices, MAX_STAGES), known / count
-        space = build_space(costs[b], blocks, machine, max_stages=depth, longest=longest, cuts=cuts, recompute=recompute)
+        space = build_space(costs[b], blocks, machine, max_stages=depth, longest=longest, count=count, cuts=cuts)
         return space, best_partition(space, count, known)
+
+    def bound_of(b: int, known: float, cuts: np.ndarray | None = None, peaks: int = 0) -> float:
+        count, machine = problem.global_batch // b, problem.machine()
+        space = build_space(
+            [_loose(problem, blocks, c) for c in costs[b]], blocks, machine, max_stages=min(machine.num_devices, MAX_STAGES),
+            longest=known / count, count=count, cuts=cuts, recompute="bounded", peaks=peaks,
+        )  # fmt: skip
+        return rough_bound(space, count) if cuts is not None else best_partition(space, count, known).bound
 
     with ThreadPoolExecutor(2) as pool:
         rough = dict(zip(costs, pool.map(lambda b: solve(b, np.inf, blocks.start), costs), strict=True))
         known = min(partition.time for _, partition in rough.values()) * (1 + 1e-9)
         progress(f"cuts between blocks: {known / 1e6:.3f} s")
-        bounds = {b: rough_bound(space, problem.global_batch // b) for b, (space, _) in rough.items()}
+        bounds = dict(zip(costs, pool.map(lambda b: bound_of(b, np.inf, blocks.start), costs), strict=True))
         order = sorted(costs, key=lambda b: rough[b][1].time)
         solved = {order[0]: solve(order[0], known)}
         known = min(known, solved[order[0]][1].time)
         progress(f"micro-batch {order[0]}: {known / 1e6:.3f} s")
         doubtful = [b for b in order if bounds[b] < known]
-        for b, (_, relaxed) in zip(doubtful, pool.map(lambda b: solve(b, known * (1 + 1e-9), recompute="bounded"), doubtful), strict=True):
-            bounds[b] = max(bounds[b], relaxed.bound)
-        for b in [b for b in doubtful[1:] if bounds[b] < known]:
+        for b, least in zip(doubtful, pool.map(lambda b: bound_of(b, known * (1 + 1e-9)), doubtful), strict=True):
+            bounds[b] = max(bounds[b], least)
+        for b in [b for b in doubtful[1:] if bounds[b] < known * (1 - TOLERANCE)]:
             solved[b] = solve(b, known)
             known = min(known, solved[b][1].time)
+        size = len(problem.names) ** 2 * min(problem.machine().num_devices, MAX_STAGES)
+        loose = [b for b in costs if bounds[b] < known * (1 - GOOD_GAP) and size * len(costs[b]) <= MOST_PEAKS]
+        loose = [] if problem.family == "resnet" else loose
+        for b, least in zip(loose, pool.map(lambda b: bound_of(b, known * (1 + 1e-9), peaks=PEAKS), loose), strict=True):
+            bounds[b] = max(bounds[b], least)
     winner = min(solved, key=lambda b: solved[b][1].time)
-    space, partition = solved[winner]
+    answer = _realised(problem, winner, *solved[winner], min(bounds.values()))
     if problem.family == "resnet":
-        mixed, bound = best_mixed(problem, partition.time * (1 + 1e-9))
+        mixed, bound = best_mixed(problem, answer.time_s * 1e6 * (1 + 1e-9) if answer else np.inf)
         if mixed is not None:
             return _mixed_answer(problem, mixed, bound)
-        bounds[winner] = min(bound, bounds[winner])
-    if not partition.stages:
+        answer = replace(answer, bound_s=min(bound / 1e6, answer.bound_s)) if answer else None
+    if answer is None:
         raise InfeasibleError(_why_not(problem))
-    return _answer(problem, winner, space, partition, min(bounds.values()))
+    return answer
 
 
 def _mixed_answer(problem: AcesoProblem, found: MixedAnswer, bound: float) -> AcesoAnswer:
@@ -126,8 +155,23 @@ def _why_not(problem: AcesoProblem) -> str:
     )
 
 
-def _answer(problem: AcesoProblem, b: int, space: StageSpace, partition: Partition, bound: float) -> AcesoAnswer:
-    flags = [_fitting_flags(problem, space, stage) for stage in partition.stages]
+def _realised(problem: AcesoProblem, b: int, space: StageSpace, partition: Partition, bound: float) -> AcesoAnswer | None:
+    """The answer whose flags keep to Aceso's own rule; stages for which none do are left out and the rest is cut anew."""
+    while partition.stages:
+        flags = [_fitting_flags(problem, space, stage) for stage in partition.stages]
+        fitting = [chosen for chosen in flags if chosen is not None]
+        if len(fitting) == len(flags):
+            return _answer(problem, b, space, partition, fitting, bound)
+        for stage, chosen in zip(partition.stages, flags, strict=True):
+            if chosen is None:
+                space.times[stage.behind :, space.pair(stage.option, stage.first, stage.last)] = np.inf
+        partition = best_partition(space, problem.global_batch // b)
+    return None
+
+
+def _answer(
+    problem: AcesoProblem, b: int, space: StageSpace, partition: Partition, flags: Sequence[Sequence[int]], bound: float
+) -> AcesoAnswer:
     times = []
     for stage, chosen in zip(partition.stages, flags, strict=True):
         costs = space.costs[stage.option]
@@ -162,16 +206,27 @@ def _sizes(problem: AcesoProblem) -> dict[str, Any]:
     return {"num_layers": problem.model.config["num_layers"]} if problem.family != "resnet" else {"num_layers": [3, 4, 6, 3]}
 
 
-def _fitting_flags(problem: AcesoProblem, space: StageSpace, stage: StageChoice) -> Sequence[int]:
-    """The flags of a stage, with a little more memory set free until Aceso's own rule says that they fit."""
-    margin = 0.0
-    for _ in range(20):
-        flags = recompute_flags(space, stage, margin)
-        over = stage_memory_mb(problem, space.costs[stage.option], stage, flags) - problem.memory_mb
-        if over <= 0:
-            return _without_useless(flags)
-        margin += over + 0.01
-    raise InfeasibleError(f"ops {stage.first} to {stage.last} do not fit after all; lower the memory limit by 1 % and search again.")
+_MARGINS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+"""What more is set free where flags do not fit, as multiples of what was missing."""
+
+
+def _fitting_flags(problem: AcesoProblem, space: StageSpace, stage: StageChoice) -> Sequence[int] | None:
+    """The fastest flags of a stage that fit by Aceso's own rule, in which the peak of a block that is filled singly counts as well."""
+    costs = space.costs[stage.option]
+    forward = costs.forward[stage.first : stage.last]
+
+    def missing(flags: Flags) -> float:
+        return stage_memory_mb(problem, costs, stage, flags) - problem.memory_mb
+
+    flags = recompute_flags(space, stage)
+    over = missing(flags)
+    if over > 0:
+        tried = [recompute_flags(space, stage, share * over) for share in _MARGINS]
+        fitting = [more for more in tried if missing(more) <= 0]
+        if not fitting:
+            return None
+        flags = min(fitting, key=lambda more: float(forward @ more))
+    return _without_useless(flags)
 
 
 def _without_useless(flags: Flags | Sequence[int]) -> Sequence[int]:

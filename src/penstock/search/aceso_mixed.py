@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.costs.table import Floats
+from penstock.interop.aceso_links import SENTINELS
 from penstock.search.aceso_model import AcesoProblem, kept_mb, shares_storage, starts_segment
 from penstock.search.mixed import LazyStages, MixedCosts, OpChoice, SolvedStage
 
@@ -22,12 +23,11 @@ BUCKETS = 2000
 
 @dataclass(frozen=True)
 class MixedAnswer:
-    """The best stages (none if nothing beats what was known), and a bound for this micro-batch size."""
+    """The stages of the best plan, and its time."""
 
     micro_batch: int
     stages: tuple[SolvedStage, ...]
     time: float
-    bound: float
 
 
 def _lazy(problem: AcesoProblem, micro_batch: int, known: float) -> LazyStages:
@@ -40,16 +40,24 @@ def _lazy(problem: AcesoProblem, micro_batch: int, known: float) -> LazyStages:
 def best_mixed(problem: AcesoProblem, known: float) -> tuple[MixedAnswer | None, float]:
     """The best plan faster than `known` microseconds, if there is one, and the bound over all micro-batch sizes."""
     sizes = [b for b in problem.micro_batches if problem.global_batch % b == 0]
+    best: MixedAnswer | None = None
     with ThreadPoolExecutor(2) as pool:
         lazies = dict(zip(sizes, pool.map(lambda b: _lazy(problem, b, known), sizes), strict=True))
-        bounds = list(pool.map(lambda lazy: lazy.bound, lazies.values()))
-    best: MixedAnswer | None = None
-    for micro_batch, lazy in sorted(lazies.items(), key=lambda pair: pair[1].bound):
-        if lazy.bound < known:
-            stages, time = lazy.solve(known)
+        for everywhere in (False, True):
+            promises = dict(zip(sizes, pool.map(lambda lazy: lazy.promise(everywhere), lazies.values()), strict=True))  # noqa: B023
+            if min(known, *promises.values()) < np.inf:
+                break
+        first = min(sizes, key=lambda b: promises[b])
+        stages, time = lazies[first].reach(known)
+        if stages:
+            best, known = MixedAnswer(first, stages, time), time
+        bounds = dict(zip(sizes, pool.map(lambda lazy: lazy.bound(known), lazies.values()), strict=True))
+    for micro_batch in sorted(sizes, key=lambda b: bounds[b]):
+        if bounds[micro_batch] < known:
+            stages, time = lazies[micro_batch].solve(known)
             if stages and time < known:
-                best, known = MixedAnswer(micro_batch, stages, time, lazy.bound), time
-    return best, min(bounds)
+                best, known = MixedAnswer(micro_batch, stages, time), time
+    return best, min(bounds.values())
 
 
 def _costs(problem: AcesoProblem, micro_batch: int, devices: int) -> MixedCosts | None:
@@ -93,11 +101,12 @@ def _reshard(problem: AcesoProblem, choices: Sequence[OpChoice], entering: Float
             group = max(have.tp, want.tp) // min(have.tp, want.tp)
             for op in range(1, entering.shape[1]):
                 time_ms = problem.tables.exact_collective_ms("all_gather", group, float(entering[b, op]), problem.model)
-                table[a, b, op] = 1e8 if time_ms is None else 1000 * time_ms
+                table[a, b, op] = np.inf if time_ms is None or time_ms >= min(SENTINELS) else 1000 * time_ms
     return table
 
 
 def _prices(costs: Sequence[MixedCosts]) -> Floats:
-    """No price, and a range around what recomputation saves per microsecond."""
+    """No price, a range around what recomputation saves per microsecond, and one at which only memory counts."""
     ratios = np.concatenate([(c.forward[c.kept > 1] / c.kept[c.kept > 1]) for c in costs])
-    return np.concatenate([[0.0], np.geomspace(0.3 * np.quantile(ratios, 0.05), 30 * np.quantile(ratios, 0.95), PRICES)])
+    prices = np.geomspace(0.3 * np.quantile(ratios, 0.05), 30 * np.quantile(ratios, 0.95), PRICES)
+    return np.concatenate([[0.0], prices, [1e6 * prices[-1]]])

@@ -7,11 +7,11 @@ steps, not seconds: the same input gives the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby, product
+from itertools import groupby, permutations, product
 from typing import Any
 
 import numpy as np
@@ -191,6 +191,10 @@ def _search(problem: FasopProblem, sizes: Mapping[int, _Size], effort: Effort, c
     for hope_s, samples in hopes:
         if hope_s < min((draft.time_s for draft in drafts), default=np.inf):
             drafts += _sketches(problem, samples, sizes[samples], effort)
+    best_s = min((draft.time_s for draft in drafts), default=np.inf)
+    hopeful = [samples for hope_s, samples in hopes if hope_s < best_s]
+    uniform = (_placed(sizes[b].case, b, chosen) for b in hopeful for chosen in _uniform(problem, sizes[b].options))
+    drafts += [draft for draft in uniform if draft.time_s < best_s]
     distinct: dict[tuple[int, bytes], _Draft] = {}
     for draft in sorted(drafts, key=lambda draft: draft.time_s):
         if np.isfinite(draft.time_s):
@@ -248,6 +252,21 @@ def _sketches(problem: FasopProblem, samples: int, size: _Size, effort: Effort) 
                 seen.add(chosen.tobytes())
                 found.append(_placed(case, samples, chosen))
     return found + [_placed(case, samples, np.array([c])) for c in range(len(options))]
+
+
+def _uniform(problem: FasopProblem, options: list[Option]) -> Iterator[np.ndarray]:
+    """Equal stages on one kind of GPUs after the other: where links are slow, rough plans that count on faster ones are worse."""
+    most = len(problem.model.layer_types)
+    index = {(option.kinds[0], option.tp, option.dp): c for c, option in enumerate(options) if len(option.kinds) == 1}
+    for tp, dp in sorted({(tp, dp) for _, tp, dp in index}):
+        stages = [
+            [index[k, tp, dp]] * (kind.gpus_per_node // tp * tp * count // (tp * dp)) if (k, tp, dp) in index else []
+            for k, (kind, count) in enumerate(zip(problem.kinds.values(), problem.counts, strict=True))
+        ]
+        for order in permutations(part for part in stages if part):
+            chosen = [c for part in order for c in part]
+            if 1 < len(chosen) <= most:
+                yield np.array(chosen)
 
 
 def _counting(problem: FasopProblem, most_states: int) -> tuple[list[int], np.ndarray]:

@@ -24,6 +24,13 @@ MOST_STATES = 400
 """Counts of GPUs by kind are told apart up to here; beyond, kinds are added up by their speed."""
 MOST_WORK = 19_000_000
 """Steps of the programme, over all boxes, after which the bound is taken as it is: the same everywhere, unlike seconds."""
+_ANY_WORK = 2**62
+_GOOD = 0.99
+"""Where so much of the known time is certain, half the work is enough."""
+_WORK_OF_A_BOX = 4_000
+"""What it takes to set up a box, in the same steps."""
+_FLOORS = (0.3, 0.5, 0.7)
+"""Shares of the known time that are asked for before: where much less than it is certain, this is."""
 _START, _LEAP = 0.88, 0.4
 """Boxes are first asked for so much of the known time, and then for so much of what is missing: the less is asked, the less work it is."""
 _LABELS = 2
@@ -52,15 +59,17 @@ class _Box:
         space = np.empty((rows, _LABELS)), np.empty((rows, _LABELS)), np.empty(rows, np.int64)
         return cls(relaxed, 0.0, known_s, np.argsort(relaxed.tied_s.mean(axis=0), kind="stable"), space)
 
-    def least_s(self, known_s: float) -> tuple[float, int]:
-        """A time that no plan of the box is below, at most `known_s`; and the work it took."""
+    def least_s(self, known_s: float, most_work: int) -> tuple[float, int]:
+        """A time that no plan of the box is below, at most `known_s`, or zero if it would be too much work; and the work it took."""
         from penstock.search import fasop_bound_kernels as kernels
 
         relaxed, allowed = self.relaxed, np.zeros(len(self.relaxed.steps.option), np.bool_)
         allowed[self.last] = True
         after, tied = relaxed.after_s(self.last), float(relaxed.tied_s[:, self.last].min())
-        least_s, work = kernels.bound(relaxed.case, relaxed.steps, allowed, after, tied, self.high_s, self.low_s, known_s, *self.space)
-        return float(least_s), int(work)
+        least_s, work = kernels.bound(
+            relaxed.case, relaxed.steps, allowed, after, tied, self.high_s, self.low_s, known_s, most_work, *self.space
+        )
+        return float(least_s), int(work) + _WORK_OF_A_BOX
 
     def halves(self, known_s: float) -> list[_Box]:
         """Two boxes that cover this one, or none if it is narrow."""
@@ -78,15 +87,22 @@ def lower_bound_s(problem: FasopProblem, sizes: Sequence[tuple[list[Option], Cas
     """The bound over all micro-batch sizes; at most `known_s`, the time of a plan at hand, above which nothing is looked at."""
     parts = [_Box.of(relax(problem, options, case, *_budget(problem, options, case)), known_s) for options, case in sizes]
     heap: list[tuple[float, int, bool, _Box]] = []
-    floor_s, limit_s, step_s = 0.0, _START * known_s, _RESOLUTION * known_s
     number, work, narrow = 0, 0, False
+    floor_s, limit_s, step_s = 0.0, _START * known_s, _RESOLUTION * known_s
+    for share in _FLOORS:
+        found = [part.least_s(share * known_s, MOST_WORK if floor_s else _ANY_WORK) for part in parts]
+        work += sum(done for _, done in found)
+        floor_s = max(floor_s, min(found_s for found_s, _ in found))
+        if floor_s < share * known_s:
+            limit_s = share * known_s
+            break
     while True:
         for part in parts:
-            found_s, done = part.least_s(limit_s)
+            found_s, done = part.least_s(limit_s, MOST_WORK)
             number, work = number + 1, work + done
             heapq.heappush(heap, (max(found_s, floor_s), number, narrow and found_s < floor_s + step_s / 2, part))
         floor_s, _, final, box = heapq.heappop(heap)
-        if final or floor_s >= known_s or work > MOST_WORK:
+        if final or floor_s >= known_s or work > (MOST_WORK // 2 if floor_s >= _GOOD * known_s else MOST_WORK):
             return min(floor_s, known_s)
         parts = box.halves(known_s)
         narrow = not parts

@@ -67,8 +67,10 @@ def _keep(totals, pairs, row, num, total, pair):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def bound(case, steps, last, first, tied, theta, start_at, known, totals, pairs, count):  # type: ignore[no-untyped-def]
+def bound(case, steps, last, first, tied, theta, start_at, known, most_work, totals, pairs, count):  # type: ignore[no-untyped-def]
     """(Time no plan is below whose paths beside its sum take from `start_at` to `theta`, or `known` if that is less; work done.)
+
+    The time is zero where that would be more than `most_work`.
 
     The sum is that of all stages and hops there and back, which micro-batch 0 goes through before its last backward. The step takes
     that, what comes after the first stage's last backward (`first` [B, layers + 1]), and the longest path between: with k stages behind
@@ -174,6 +176,8 @@ def bound(case, steps, last, first, tied, theta, start_at, known, totals, pairs,
                                 going = True
         if not going:
             break
+        if work > most_work:
+            return 0.0, work
     return answer, work
 
 
@@ -186,4 +190,4 @@ def warm() -> None:
     )  # fmt: skip
     room = np.array([[True, True, False]])
     steps = Steps(one - 1, one, room, np.ones(1), np.ones(1), np.ones((1, 1)), one - 1, np.array([0, 1]), one - 1, np.ones(1))
-    bound(case, steps, room[:, 0], np.ones((1, 3)), 0.0, 9.0, 0.0, 99.0, np.ones((18, 2)), np.ones((18, 2)), np.zeros(18, np.int64))
+    bound(case, steps, room[:, 0], np.ones((1, 3)), 0.0, 9.0, 0.0, 99.0, 99, np.ones((18, 2)), np.ones((18, 2)), np.zeros(18, np.int64))

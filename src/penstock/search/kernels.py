@@ -9,8 +9,8 @@ import numpy as np
 from numba import njit
 
 __all__ = [
-    "bound_stage", "cheapest_flags", "cheapest_path", "count_blocks", "fit_stage", "least_times", "partition", "piece_levels", "priced",
-    "sequence", "stage_times", "warm",
+    "bound_stage", "cheapest_flags", "cheapest_path", "count_blocks", "fit_stage", "least_times", "limited_levels", "partition",
+    "piece_levels", "priced", "sequence", "stage_times", "warm",
 ]  # fmt: skip
 
 
@@ -74,6 +74,37 @@ def piece_levels(forward, ending, kept, block_start, first_free, prices, head, t
 
 
 @njit(cache=True, nogil=True)
+def _cheapest_runs(forward, ending, kept, start, stop, first_free, price, most):  # type: ignore[no-untyped-def]
+    """(saved, time, 0) of the flags of `cheapest_flags` if no run may save more than `most`."""
+    n = stop - start
+    # Of the first p ops: the value, what is saved and its time where the last of them is not recomputed, and where it may be.
+    plain, free = np.zeros((n + 1, 3)), np.zeros((n + 1, 3))
+    for p in range(1, n + 1):
+        plain[p] = free[p - 1]
+        free[p] = plain[p]
+        saved = time = 0.0
+        for a in range(p - 2, -1, -1):
+            saved += kept[start + a]
+            time += forward[start + a]
+            if saved > most or (a == 0 and not first_free):
+                break
+            value = plain[a, 0] + time + ending[start + p - 1] - price * saved
+            if value < free[p, 0]:
+                free[p, 0], free[p, 1], free[p, 2] = value, plain[a, 1] + saved, plain[a, 2] + time + ending[start + p - 1]
+    return free[n, 1], free[n, 2], 0.0
+
+
+@njit(cache=True, nogil=True)
+def limited_levels(forward, ending, kept, start, stop, first_free, most, prices, head, tail):  # type: ignore[no-untyped-def]
+    """`piece_levels` of one block if no run may save more than `most`; peaks are left out."""
+    for level in range(len(prices)):
+        for i in range(start, stop):
+            head[level, i] = _cheapest_runs(forward, ending, kept, i, stop, first_free or i > start, prices[level], most)
+        for j in range(start + 1, stop):
+            tail[level, j] = _cheapest_runs(forward, ending, kept, start, j, first_free, prices[level], most)
+
+
+@njit(cache=True, nogil=True)
 def least_times(forward, ending, kept, start, stop, first_free, unit, least, parents):  # type: ignore[no-untyped-def]
     """least[s]: least time to save at least s units in ops start..stop; `parents` [ops, 2, units] lets flags be read back."""
     n, size = stop - start, len(least)
@@ -118,7 +149,7 @@ def fit_stage(held, excess, low, head, tail, full, n0, n1, t0, t1, least, unit, 
             continue
         below = level - 1
         best = head[level, 1] + tail[level, 1] + n0 * full[level, t0, 1] + n1 * full[level, t1, 1]
-        choice[:] = np.array([level, 1, 1, 0, n0, n1, -1, 0])
+        _note(choice, level, 1, 1, 0, n0, n1, -1, 0)
         for ends in range(4):
             h, t = ends // 2, ends % 2
             at_head, at_tail = (level if h else below), (level if t else below)
@@ -152,16 +183,24 @@ def fit_stage(held, excess, low, head, tail, full, n0, n1, t0, t1, least, unit, 
                     enough = left <= 1e-9
                 if enough and total < best:
                     best = total
-                    choice[:] = np.array([level, h, t, order, up0, up1, units, kind])
+                    _note(choice, level, h, t, order, up0, up1, units, kind)
         return best, level
     return np.inf, levels
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _note(choice, level, head_up, tail_up, order, up0, up1, units, kind):  # type: ignore[no-untyped-def]
+    """Fills `choice`; an array made for it would cost more than all else."""
+    choice[0], choice[1], choice[2], choice[3] = level, head_up, tail_up, order
+    choice[4], choice[5], choice[6], choice[7] = up0, up1, units, kind
 
 
 @njit(cache=True, nogil=True)
 def bound_stage(held, excess, low, head, tail, full, n0, n1, t0, t1, prices):  # type: ignore[no-untyped-def]
     """A time below which no flags make the stage fit; returns (time, level): the best price's least time less price × saved.
 
-    Peaks are left out. The value rises and then falls with the price, and its peak only moves up as `excess` grows.
+    Peaks are left out. The value rises and then falls with the price, and its peak only moves up as `excess` grows. The last price is one
+    at which only memory counts; what it does not save cannot be saved.
     """
     need, best = excess / held, 0.0
     for level in range(low, len(prices)):
@@ -171,7 +210,9 @@ def bound_stage(held, excess, low, head, tail, full, n0, n1, t0, t1, prices):  #
         if value < best:
             return best, max(level - 1, 1)
         best = value
-    return best, max(len(prices) - 1, 1)
+    most = len(prices) - 1
+    saved = head[most, 0] + tail[most, 0] + n0 * full[most, t0, 0] + n1 * full[most, t1, 0]
+    return best if saved >= need * (1 - 1e-9) else np.inf, max(most, 1)
 
 
 @njit(cache=True, nogil=True)
@@ -242,7 +283,8 @@ def stage_times(  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def partition(  # type: ignore[no-untyped-def]
-    tau, minimax, counts, per_node, pool_of, devices_of, offset, width, times, enter, leave, relief, best, option, cut
+    tau, most, minimax, counts, per_node, pool_of, devices_of, left, need, ahead, offset, width, times, enter, leave, relief, best,
+    option, cut,
 ):  # fmt: skip
     """best[k, u, a]: least sum (or, `minimax`, least maximum) of times of the stages from cut a on in k stages on the devices of u.
 
@@ -250,6 +292,9 @@ def partition(  # type: ignore[no-untyped-def]
     the last stage, since what a stage holds in flight depends on the stages behind it. A stage lies inside one node or on whole
     nodes of one pool; `enter` and `leave` [options, 2, cuts] are its messages inside a node and across nodes. `relief` [options, cuts]
     are prefix sums of what of its time does not count in the sum.
+
+    Ways that cannot be finished are left out: the ops before a cut take at least `need` [cuts] of device time, for which left[u] devices
+    have `tau` each, and add at least `ahead` [cuts] to a sum that has to stay below `most`.
     """
     num_cuts = enter.shape[2] - 1
     stride = np.ones(len(counts), np.int64)
@@ -272,11 +317,12 @@ def partition(  # type: ignore[no-untyped-def]
                 departs = 1 if free % node == 0 else 0
                 v = u + wanted * stride[pool]
                 low = 0
-                for i in range(ends[-1]):
+                reach = np.searchsorted(need, left[v] * tau, side="right") if left[v] > 0 else 1
+                for i in range(min(ends[-1], reach)):
                     while ends[low] <= i:
                         low += 1
                     arrives = 1 if first % node == 0 and i > 0 else 0
-                    least, furthest = best[k + 1, v, i], i + width[c, i]
+                    least, furthest = min(best[k + 1, v, i], most - ahead[i]), i + width[c, i]
                     for e in range(low, len(ends)):
                         j = ends[e]
                         if j > furthest:
@@ -396,6 +442,7 @@ def warm() -> None:
     least, parents = np.full((1, 8), np.inf), np.zeros((3, 2, 8), np.int8)
     cheapest_flags(ones, ones, ones, 0, 3, True, 9.0, np.zeros(3, np.int8))
     piece_levels(ones, ones, ones, starts, np.array([True, True]), prices, head, tail)
+    limited_levels(ones, ones, ones, 0, 3, True, 1.0, prices, head, tail)
     least_times(ones, ones, ones, 0, 3, True, 0.5, least[0], parents)
     full, count, blocks = np.ascontiguousarray(head[:, :1]), np.array([[0, 1, 2]]), np.array([0, 0, 0, 1, 1, 1])
     offset, width, times = np.arange(6) * 6, np.arange(6, 0, -1), np.full((2, 36), np.inf)
@@ -411,7 +458,8 @@ def warm() -> None:
            np.zeros(3), np.zeros(3))  # fmt: skip
     cheapest_path(np.ones((1, 2)), np.array([0, 1]), np.ones(1), np.ones(1), np.zeros((1, 2), np.int64))
     one, messages = np.array([1]), np.zeros((1, 2, 7))
-    partition(np.inf, True, 2 * one, 2 * one, 0 * one, one, offset[None], width[None], times, messages, messages, messages[0, :1], *table)
+    partition(np.inf, np.inf, True, 2 * one, 2 * one, 0 * one, one, np.array([2.0, 1.0, 0.0]), np.zeros(7), np.zeros(7), offset[None],
+              width[None], times, messages, messages, messages[0, :1], *table)  # fmt: skip
     sequence(
         np.inf, True, 0 * one, one, one, offset[None], width[None], times, messages, messages, messages[0, :1], table[0][0], table[1][0]
     )

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,13 @@ from numpy.typing import NDArray
 
 from penstock.costs.table import Floats
 from penstock.search.partition import Partition, best_partition
-from penstock.search.stages import Ints, Machine, OptionCosts, StageOption, StageSpace, stage_widths
+from penstock.search.stages import Ints, Machine, OptionCosts, StageOption, StageSpace, stage_widths, sums_before
 
 __all__ = ["LazyStages", "MixedCosts", "OpChoice", "SolvedStage"]
+
+ROUNDS, FEW_ROUNDS = 40, 10
+"""How often the stages of an answer are solved at most; where memory is short, most of them turn out not to fit. Fewer times where no plan
+is known and none was met on the way: there may be none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,32 +88,32 @@ class SolvedStage:
     """Its first device, as a position in the pool."""
 
 
+def _slowest(costs: MixedCosts) -> float:
+    """A time that no chain takes which moves nothing that cannot be moved."""
+    moving = np.where(np.isfinite(costs.reshard), costs.reshard, 0.0).max(axis=0)
+    return float((costs.compute + costs.forward + moving).max(axis=0).sum() + costs.enter.max() + costs.leave.max())
+
+
 class LazyStages:
     """The programme for one micro-batch size, with the stages solved so far."""
 
     def __init__(
         self, costs: Sequence[MixedCosts], machine: Machine, count: int, known: float, max_stages: int, prices: Floats, buckets: int
     ) -> None:
-        """For `count` micro-batches; `prices` of memory at which stages are bounded, `buckets` of memory of which the fastest chain is
-        kept when one is solved."""
-        from penstock.search.mixed_kernels import bound_table
-
-        self.costs, self.machine, self.count, self._buckets = list(costs), machine, count, buckets
+        """For `count` micro-batches and plans faster than `known`; `prices` of memory at which stages are bounded, `buckets` of memory of
+        which the fastest chain is kept when one is solved."""
+        self.costs, self.machine, self.count, self._known, self._prices, self._buckets = list(costs), machine, count, known, prices, buckets
         self.solved: dict[tuple[int, ...], tuple[float, Ints]] = {}
-        self._most = np.inf
+        self._is_bounded = False
         if not self.costs:
             return
-        fastest = [np.where(c.allowed, c.compute, np.inf).min(axis=0) for c in self.costs]
-        offset, width = stage_widths(fastest, known / count)
-        self.times = np.zeros((max_stages, int(width.sum())))
-        for c, at, wide in zip(self.costs, offset, width, strict=True):
-            bound_table(
-                prices, machine.pools[c.pool].memory_limit, machine.state_factor, machine.least_reserve, c.compute, c.forward,
-                c.ending, c.kept, c.weights, c.entering, c.enter[0], c.leave[0], *c.changes, at, wide, self.times,
-            )  # fmt: skip
+        self._fastest = np.stack([np.where(c.allowed, c.compute, np.inf).min(axis=0) for c in self.costs])
+        self._slowest = max(_slowest(c) for c in self.costs)
+        offset, width = stage_widths(self._fastest, known / count, count)
+        self.times, self.reached = (np.full((max_stages, int(width.sum())), np.inf) for _ in range(2))
         self.space = StageSpace(
             tuple(c.option() for c in self.costs), (), None, machine, np.arange(width.shape[1] + 1), offset, width, self.times,
-            self._extra("enter"), self._extra("leave"), np.zeros((len(self.costs), width.shape[1] + 1)),
+            self._extra("enter"), self._extra("leave"), np.zeros((len(self.costs), width.shape[1] + 1)), sums_before(list(self._fastest)),
         )  # fmt: skip
 
     def _extra(self, name: str) -> Floats:
@@ -124,21 +127,61 @@ class LazyStages:
                 extra[c, 1] = np.roll(extra[c, 1], 1)
         return extra
 
-    @cached_property
-    def bound(self) -> float:
-        """What no plan of this size can be below; asked for before any stage is solved."""
+    def bound(self, known: float) -> float:
+        """What no plan of this size that is faster than `known` can be below; asked for before any stage is solved."""
+        from penstock.search.mixed_kernels import bound_table
+
         if not self.costs:
             return np.inf
-        found = best_partition(self.space, self.count)
+        self._known, self._is_bounded = min(self._known, known), True
+        _, width = stage_widths(self._fastest, self._known / self.count, self.count)
+        for c, at, wide in zip(self.costs, self.space.offset, width, strict=True):
+            bound_table(
+                self._prices, self.machine.pools[c.pool].memory_limit, self.machine.state_factor, self.machine.least_reserve, c.compute,
+                c.forward, c.ending, c.kept, c.forward_reserve, c.backward_reserve, c.weights, c.entering, c.enter[0], c.leave[0],
+                *c.changes, at, wide, self.times,
+            )  # fmt: skip
+        self.times[self.times > self._slowest] = np.inf  # only the price of memory that is not there makes a stage as slow
+        found = best_partition(self.space, self.count, self._known)
+        for key, (time, _) in self.solved.items():
+            self._put(key, time)
         return min(found.bound, found.time)
 
+    def promise(self, everywhere: bool = False) -> float:
+        """About what the best plan takes with cuts where recomputed segments end, or everywhere; infinite where no such plan was met."""
+        from penstock.search.mixed_kernels import reached_table
+
+        for c, at, wide in zip(self.costs, self.space.offset, self.space.width, strict=True) if self.costs else ():
+            is_cut = np.append(c.edge[0, 0] | everywhere, True)
+            is_cut[0] = True
+            reached_table(
+                self._prices, self.machine.pools[c.pool].memory_limit, self.machine.state_factor, self.machine.least_reserve, c.compute,
+                c.forward, c.ending, c.kept, c.forward_reserve, c.backward_reserve, c.weights, c.entering, c.enter[0], c.leave[0],
+                *c.changes, is_cut, at, wide, self.reached,
+            )  # fmt: skip
+        return best_partition(replace(self.space, times=self.reached), self.count, self._known).time if self.costs else np.inf
+
+    def reach(self, known: float) -> tuple[tuple[SolvedStage, ...], float]:
+        """The best plan of stages that are solved or were met on the way; no stages where none is faster than `known`."""
+        return self._solve(replace(self.space, times=self.reached), known)
+
     def solve(self, known: float) -> tuple[tuple[SolvedStage, ...], float]:
-        """Solves stages until the programme's answer is made of them; no stages where nothing is faster than `known`."""
-        self._most = known / self.count * (1 + 1e-9)  # a stage that takes longer makes every iteration longer than `known`
+        """The best plan; no stages where nothing is faster than `known`."""
+        if not self._is_bounded:
+            self.bound(known)
+        stages, time = self._solve(self.space, known, ROUNDS if known < np.inf else FEW_ROUNDS)
+        return (stages, time) if time < np.inf else self.reach(known)
+
+    def _solve(self, space: StageSpace, known: float, rounds: int = 0) -> tuple[tuple[SolvedStage, ...], float]:
+        """Solves stages until the programme's answer is made of them, or so many times."""
+        self._known = min(self._known, known)
         while self.costs:
-            found = best_partition(self.space, self.count, known)
-            if not found.stages or not self._solve_stages(found):
+            found = best_partition(space, self.count, known)
+            if not self._solve_stages(found):
                 return self._stages(found), found.time
+            rounds -= 1
+            if not rounds:
+                break
         return (), np.inf
 
     def _solve_stages(self, found: Partition) -> bool:
@@ -146,11 +189,16 @@ class LazyStages:
         new = [key for key in dict.fromkeys(self._keys(found)) if key not in self.solved]
         with ThreadPoolExecutor() as pool:
             for key, (time, states) in zip(new, pool.map(self._solve_stage, new), strict=True):
-                option, first, last, behind, arrives, departs = key
                 self.solved[key] = time, states
-                extra = self.space.enter[option, arrives, first] + self.space.leave[option, departs, last]
-                self.times[behind, self.space.pair(option, first, last)] = time - extra
+                self._put(key, time)
         return bool(new)
+
+    def _put(self, key: tuple[int, ...], time: float) -> None:
+        """The true time of a stage in place of what is promised and of what it cannot be below."""
+        option, first, last, behind, arrives, departs = key
+        extra = self.space.enter[option, arrives, first] + self.space.leave[option, departs, last]
+        pair = self.space.pair(option, first, last)
+        self.times[behind, pair] = self.reached[behind, pair] = time - extra
 
     def _solve_stage(self, key: tuple[int, ...]) -> tuple[float, Ints]:
         """Time and the state of each op of one stage."""
@@ -159,9 +207,9 @@ class LazyStages:
         option, first, last, behind, arrives, departs = key
         c, states = self.costs[option], np.zeros(last - first, np.int64)
         time = best_chain(
-            first, last, self._most, behind + 1.0, self.machine.pools[c.pool].memory_limit, self._buckets, self.machine.state_factor,
-            self.machine.least_reserve, c.compute, c.forward, c.ending, c.kept, c.forward_reserve, c.backward_reserve, c.weights,
-            c.entering, c.enter[arrives], c.leave[departs], *c.changes, states,
+            first, last, self._known / self.count * (1 + 1e-9), behind + 1.0, self.machine.pools[c.pool].memory_limit, self._buckets,
+            self.machine.state_factor, self.machine.least_reserve, c.compute, c.forward, c.ending, c.kept, c.forward_reserve,
+            c.backward_reserve, c.weights, c.entering, c.enter[arrives], c.leave[departs], *c.changes, states,
         )  # fmt: skip
         return float(time), states
 

@@ -12,50 +12,145 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-__all__ = ["best_chain", "bound_table", "mixing_gain", "warm"]
+__all__ = ["best_chain", "bound_table", "mixing_gain", "reached_table", "warm"]
 
 
 @njit(cache=True, nogil=True)
 def bound_table(  # type: ignore[no-untyped-def]
-    prices, limit, state, floor, compute, forward, ending, kept, weights, entering, enter, leave, reshard, moved, edge, allowed, offset,
-    width, low,
+    prices, limit, state, floor, compute, forward, ending, kept, forward_reserve, backward_reserve, weights, entering, enter, leave,
+    reshard, moved, edge, allowed, offset, width, low,
 ):  # fmt: skip
     """low[k, pair]: a time that ops i..j with k stages behind cannot be below, the largest over some prices of memory.
 
-    At a price, every choice is paid by its time and its memory (weights with the least reserve, and what all micro-batches hold); the
-    cheapest chain less the price of the whole limit bounds all chains that fit.
+    At a price, every choice is paid by its time and its memory (weights, and what all micro-batches hold); the cheapest chain less the
+    price of the whole limit bounds all chains that fit. The reserve counts once by the weights, and once by the least that the ops keep for
+    themselves, where that may be more.
+    """
+    num_ops, cost, fresh = compute.shape[1], np.empty(2 * compute.shape[0]), np.empty(2 * compute.shape[0])
+    for i in range(num_ops):
+        low[:, offset[i] : offset[i] + width[i]] = 0.0
+        weight = by_weights = reserve = own_forward = own_backward = 0.0
+        for op in range(i, i + width[i]):
+            weight += weights[:, op].min()
+            if op == i:
+                by_weights = floor * weight
+            own_forward, own_backward = max(own_forward, forward_reserve[:, op].min()), max(own_backward, backward_reserve[:, op].min())
+            if op == i + width[i] // 2:
+                reserve = own_forward + own_backward
+        more_by_ops = own_forward + own_backward > by_weights
+        for by_ops in range(2):
+            if (by_ops and not more_by_ops) or (not by_ops and more_by_ops and floor * weight <= reserve):
+                continue
+            per_weight = state if by_ops else state + floor
+            for k in range(low.shape[0]):
+                for level in range(len(prices)):
+                    _bound_from(
+                        i, k, prices[level] / (k + 1.0), k + 1.0, limit, per_weight, by_ops, compute, forward, ending, kept,
+                        forward_reserve, backward_reserve, weights, entering, enter, leave, reshard, moved, edge, allowed, offset, width,
+                        low, cost, fresh,
+                    )  # fmt: skip
+
+
+@njit(cache=True, nogil=True)
+def _bound_from(  # type: ignore[no-untyped-def]
+    i, k, price, held, limit, per_weight, by_ops, compute, forward, ending, kept, forward_reserve, backward_reserve, weights, entering,
+    enter, leave, reshard, moved, edge, allowed, offset, width, low, cost, fresh,
+):  # fmt: skip
+    """`bound_table` of the stages from one op on, at one price."""
+    states, own_forward, own_backward = len(cost), 0.0, 0.0
+    for s in range(states):
+        q, f = s // 2, s % 2
+        memory = per_weight * weights[q, i] + held * (entering[q, i] + kept[q, i])
+        cost[s] = compute[q, i] + f * ending[q, i] + enter[q, i] + price * memory if allowed[q, i] else np.inf
+    for last in range(i, i + width[i]):
+        best = np.inf
+        for s in range(states):
+            best = min(best, cost[s] + leave[s // 2, last])
+        pair = offset[i] + last - i
+        low[k, pair] = max(low[k, pair], best - price * (limit - by_ops * (own_forward + own_backward)))
+        op = last + 1
+        if op == i + width[i]:
+            break
+        if by_ops:
+            own_forward = max(own_forward, forward_reserve[:, last].min())
+            own_backward = max(own_backward, backward_reserve[:, last].min())
+        for s in range(states):
+            q, f, least = s // 2, s % 2, np.inf
+            if allowed[q, op]:
+                for r in range(states):
+                    value = cost[r] + reshard[r // 2, q, op] + price * held * moved[r // 2, q, op]
+                    if f and r % 2 and not edge[r // 2, q, op]:
+                        value += forward[r // 2, last] - ending[r // 2, last] - price * held * kept[r // 2, last]
+                    least = min(least, value)
+            own = compute[q, op] + f * ending[q, op] + price * (per_weight * weights[q, op] + held * kept[q, op])
+            fresh[s] = least + own
+        cost, fresh = fresh, cost
+
+
+@njit(cache=True, nogil=True)
+def reached_table(  # type: ignore[no-untyped-def]
+    prices, limit, state, floor, compute, forward, ending, kept, forward_reserve, backward_reserve, weights, entering, enter, leave,
+    reshard, moved, edge, allowed, is_cut, offset, width, high,
+):  # fmt: skip
+    """high[k, pair]: the time of some states of ops i..j between two cuts that fit with k stages behind; unchanged where none was met.
+
+    They are the cheapest chains at some prices of memory, as in `bound_table`, with all their memory exactly.
     """
     num_ops, states = compute.shape[1], 2 * compute.shape[0]
     cost, fresh = np.empty(states), np.empty(states)
-    for k in range(low.shape[0]):
+    # Of a chain: time, weights, held by one micro-batch, open segment, largest segment, largest reserves.
+    now, new = np.zeros((states, 7)), np.zeros((states, 7))
+    for k in range(high.shape[0]):
         held = k + 1.0
         for level in range(len(prices)):
             price = prices[level] / held
             for i in range(num_ops):
+                if not is_cut[i]:
+                    continue
                 for s in range(states):
                     q, f = s // 2, s % 2
-                    memory = (state + floor) * weights[q, i] + held * (entering[q, i] + kept[q, i])
-                    cost[s] = compute[q, i] + f * ending[q, i] + enter[q, i] + price * memory if allowed[q, i] else np.inf
+                    now[s] = 0.0
+                    now[s, 0] = compute[q, i] + f * ending[q, i] + enter[q, i]
+                    now[s, 1], now[s, 2] = weights[q, i], entering[q, i] + kept[q, i]
+                    memory = (state + floor) * weights[q, i] + held * now[s, 2]
+                    cost[s] = now[s, 0] + price * memory if allowed[q, i] else np.inf
                 for last in range(i, i + width[i]):
-                    best = np.inf
-                    for s in range(states):
-                        best = min(best, cost[s] + leave[s // 2, last])
-                    pair = offset[i] + last - i
-                    low[k, pair] = max(low[k, pair], best - price * limit)
+                    if is_cut[last + 1]:
+                        pair = offset[i] + last - i
+                        for s in range(states):
+                            reserve = max(now[s, 5] + now[s, 6], floor * now[s, 1])
+                            if cost[s] < np.inf and state * now[s, 1] + held * now[s, 2] + now[s, 4] + reserve <= limit:
+                                high[k, pair] = min(high[k, pair], now[s, 0] + leave[s // 2, last])
                     op = last + 1
                     if op == i + width[i]:
                         break
                     for s in range(states):
-                        q, f, least = s // 2, s % 2, np.inf
+                        q, f, least, came = s // 2, s % 2, np.inf, 0
                         if allowed[q, op]:
                             for r in range(states):
                                 value = cost[r] + reshard[r // 2, q, op] + price * held * moved[r // 2, q, op]
                                 if f and r % 2 and not edge[r // 2, q, op]:
                                     value += forward[r // 2, last] - ending[r // 2, last] - price * held * kept[r // 2, last]
-                                least = min(least, value)
-                        own = compute[q, op] + f * ending[q, op] + price * ((state + floor) * weights[q, op] + held * kept[q, op])
-                        fresh[s] = least + own
+                                if value < least:
+                                    least, came = value, r
+                        own = compute[q, op] + f * ending[q, op]
+                        fresh[s] = least + own + price * ((state + floor) * weights[q, op] + held * kept[q, op])
+                        p = came // 2
+                        new[s] = now[came]
+                        new[s, 0] += own + reshard[p, q, op]
+                        new[s, 1] += weights[q, op]
+                        new[s, 2] += kept[q, op] + moved[p, q, op]
+                        new[s, 3] = 0.0
+                        new[s, 5], new[s, 6] = max(new[s, 5], forward_reserve[p, last]), max(new[s, 6], backward_reserve[p, last])
+                        if f and came % 2:
+                            segment = now[came, 3] + kept[p, last]
+                            new[s, 4] = max(new[s, 4], segment)
+                            if not edge[p, q, op]:
+                                new[s, 3] = segment
+                                new[s, 2] -= kept[p, last]
+                                new[s, 0] += forward[p, last] - ending[p, last]
                     cost, fresh = fresh, cost
+                    now, new = new, now
 
 
 @njit(cache=True, nogil=True)
@@ -85,10 +180,18 @@ def best_chain(  # type: ignore[no-untyped-def]
         op, before = first + step, first + step - 1
         new[:] = np.inf
         for r in range(states):
+            best, best_segment, best_kept, best_base, best_memory = np.inf, np.inf, np.inf, np.inf, np.inf
             for bucket in range(buckets):
                 if now[r, bucket, 0] == np.inf:
                     continue
                 label = now[r, bucket]
+                own = state * label[1] + held * label[2]
+                base = own + max(label[5] + label[6], floor * label[1])
+                worse = label[0] >= best and label[3] >= best_segment
+                if worse and own >= best_kept and base >= best_base and base + label[4] >= best_memory:
+                    continue  # one that takes no more memory, with and without its peak and reserve, is as fast
+                if label[0] < best:
+                    best, best_segment, best_kept, best_base, best_memory = label[0], label[3], own, base, base + label[4]
                 p, again = r // 2, r % 2
                 most_forward, most_backward = max(label[5], forward_reserve[p, before]), max(label[6], backward_reserve[p, before])
                 for s in range(states):
@@ -215,6 +318,8 @@ def warm() -> None:
     ones, free = np.ones((1, 3)), np.ones((1, 3), np.bool_)
     edge, reshard = np.zeros((1, 1, 3), np.bool_), np.zeros((1, 1, 3))
     offset, width = np.array([0, 3, 5]), np.array([3, 2, 1])
-    bound_table(np.array([0.0, 1.0]), 99.0, 4.0, 1.0, *[ones] * 8, reshard, reshard, edge, free, offset, width, np.zeros((1, 6)))
+    bound_table(np.array([0.0, 1.0]), 99.0, 4.0, 1.0, *[ones] * 10, reshard, reshard, edge, free, offset, width, np.zeros((1, 6)))
+    reached_table(np.array([0.0, 1.0]), 99.0, 4.0, 1.0, *[ones] * 10, reshard, reshard, edge, free, np.ones(4, np.bool_), offset, width,
+                  np.zeros((1, 6)))  # fmt: skip
     best_chain(0, 3, 99.0, 1.0, 99.0, 8, 4.0, 1.0, *[ones] * 10, reshard, reshard, edge, free, np.zeros(3, np.int64))
     mixing_gain(ones, reshard, np.ones(1, np.bool_), np.array([0, 1]))

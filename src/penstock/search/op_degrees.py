@@ -51,7 +51,7 @@ class MixedPlans:
     def __init__(self, family: Family, costs: Sequence[MixedCosts], max_stages: int, known_s: float) -> None:
         self.family, self.max_stages, self._costs, self._known_s = family, max_stages, list(costs), known_s
         self._lazy = self._stages_of(1.0)
-        self.bound_s: float = self._lazy.bound
+        self.bound_s: float = self._lazy.bound(known_s)
         """What none of them that is faster than the known one can be below."""
 
     def _stages_of(self, share: float) -> LazyStages:

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from penstock.costs.table import Floats
-from penstock.search.stages import Ints, StageChoice, StageSpace
+from penstock.search.stages import Ints, StageChoice, StageSpace, sums_before
 
 __all__ = ["Partition", "best_cuts", "best_partition", "rough_bound"]
 
@@ -34,8 +34,8 @@ class Partition:
 class _Programme(Protocol):
     """Finds the least sum of stage times under a limit on each."""
 
-    def solve(self, tau: float, minimax: bool = False) -> Floats:
-        """[K + 1] least sum (or maximum) for each number of stages."""
+    def solve(self, tau: float, most: float = np.inf, minimax: bool = False) -> Floats:
+        """[K + 1] least sum (or maximum) for each number of stages; sums of `most` and more need not be found."""
 
     def stages(self, depth: int) -> tuple[StageChoice, ...]:
         """The stages behind the last answer for this depth."""
@@ -56,14 +56,21 @@ class _FreeStages:
         shape = (space.times.shape[0] + 1, int(self._stride[-1]), len(space.cuts))
         self._best = np.zeros(shape)
         self._option, self._cut = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        states, sizes = np.arange(self._stride[-1]), zip(self._stride, self._counts, unit, strict=False)
+        self._left = np.sum([(count - states // stride % (count + 1)) * size for stride, count, size in sizes], axis=0).astype(float)
+        nothing = np.zeros((len(options), len(space.cuts) - 1))
+        work = nothing if space.work is None else np.diff(space.work)
+        relief = nothing if space.work is None else np.diff(space.relief)
+        devices = np.array([[o.num_devices] for o in options])
+        self._need, self._ahead = (sums_before([part.min(axis=0) * (1 - 1e-9)])[0] for part in (devices * work, work - relief))
 
-    def solve(self, tau: float, minimax: bool = False) -> Floats:
+    def solve(self, tau: float, most: float = np.inf, minimax: bool = False) -> Floats:
         from penstock.search.kernels import partition
 
         s = self.space
         partition(
-            tau, minimax, self._counts, self._nodes, self._pool, self._devices, s.offset, s.width, s.times, s.enter, s.leave,
-            s.relief, self._best, self._option, self._cut,
+            tau, most, minimax, self._counts, self._nodes, self._pool, self._devices, self._left, self._need, self._ahead, s.offset,
+            s.width, s.times, s.enter, s.leave, s.relief, self._best, self._option, self._cut,
         )  # fmt: skip
         return np.asarray(self._best[:, :, 0].min(axis=1) if s.machine.idle else self._best[:, -1, 0])
 
@@ -102,7 +109,7 @@ class _FreeCuts:
         shape = (len(given) + 1, len(space.cuts))
         self._best, self._cut = np.zeros(shape), np.zeros(shape, np.int32)
 
-    def solve(self, tau: float, minimax: bool = False) -> Floats:
+    def solve(self, tau: float, most: float = np.inf, minimax: bool = False) -> Floats:
         from penstock.search.kernels import sequence
 
         s = self.space
@@ -138,25 +145,27 @@ def _sweep(programme: _Programme, num_micro_batches: int, known: float, toleranc
     more = num_micro_batches - 1
     best = Partition((), known, np.inf)
 
-    def improve(tau: float) -> float:
+    def improve(low: float, high: float) -> float:
+        """The least sum of plans whose slowest stage is in an interval, as far as they can be better than the best."""
         nonlocal best
-        sums = programme.solve(tau)
+        most = best.time - more * low
+        sums = programme.solve(high, most)
         for depth in np.flatnonzero(more * fastest + sums < best.time):
             stages = programme.stages(int(depth)) if depth else ()
             if stages:
                 time = more * max(s.time for s in stages) + sum(s.time - s.relief for s in stages)
                 if time < best.time:
                     best = Partition(stages, time, np.inf)
-        return float(sums.min())
+        return min(float(sums.min()), most)
 
-    fastest = float(programme.solve(np.inf, minimax=True).min())
+    fastest = float(programme.solve(known / (more + 1), minimax=True).min())
     if (more + 1) * fastest >= known:
-        return Partition((), np.inf, (more + 1) * fastest)
-    improve(fastest * (1 + 1e-9))
-    bound, intervals = np.inf, [(fastest, max(best.time / max(more, 1), fastest))]
+        return Partition((), np.inf, (more + 1) * fastest if fastest < np.inf else known)
+    improve(fastest, fastest * (1 + 1e-9))
+    bound, intervals = np.inf, [(fastest, max(best.time / (more + 1), fastest))]
     while intervals:
         low, high = intervals.pop()
-        least = more * low + improve(high)
+        least = more * low + improve(low, high)
         if least >= best.time * (1 - tolerance) or high - low < 1e-6 * fastest:
             bound = min(bound, least)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ from penstock.models.ops import Model
 
 __all__ = [
     "Blocks", "Levels", "Machine", "OptionCosts", "Pool", "StageChoice", "StageOption", "StageSpace", "build_space",
-    "levels_of", "stage_widths",
+    "levels_of", "stage_widths", "sums_before",
 ]  # fmt: skip
 
 PRICES = 60
@@ -222,6 +223,8 @@ class StageSpace:
     leave: Floats
     relief: Floats
     """[C, cuts] prefix sums."""
+    work: Floats | None = None
+    """[C, cuts] prefix sums of what no stage's time is below; None where that is not known."""
 
     @property
     def repeats(self) -> Blocks:
@@ -249,42 +252,88 @@ class StageSpace:
             full = ends > begins
             kept = self.offset[c, begins[full]] + ends[full] - begins[full] - 1
             times[:, self.offset[c, 0] + np.flatnonzero(full)] = self.times[:, kept]
-        return replace(self, times=times, enter=np.zeros_like(self.enter), leave=np.zeros_like(self.leave))
+        return replace(self, times=times, enter=np.zeros_like(self.enter), leave=np.zeros_like(self.leave), work=None)
 
 
 def build_space(
     costs: Sequence[OptionCosts], blocks: Blocks, machine: Machine, *, max_stages: int, longest: float = np.inf,
-    cuts: Ints | None = None, recompute: Recompute = "needed", levels: Sequence[Levels] | None = None,
-    in_flight: int = 0,
+    count: int = 0, cuts: Ints | None = None, recompute: Recompute = "needed", levels: Sequence[Levels] | None = None,
+    in_flight: int = 0, peaks: int = 0,
 ) -> StageSpace:  # fmt: skip
     """Solves recomputation and tabulates the stages of at most `longest` compute; `cuts` are the ops where one may begin, and the end.
 
+    With a `count` of micro-batches, stages that no plan of at most count × `longest` can have are left out as well.
     A space with recomputation `bounded` holds times that no stage can be below; with `never`, only stages that fit without.
     `levels` are those of `levels_of`, where they are at hand; `in_flight` are the micro-batches that every stage holds at least, which only
-    a space without recomputation counts right.
+    a space without recomputation counts right; `peaks` in how many ranges a `bounded` space divides the largest segment that is brought
+    back at once, so that it counts (with its least size in the range); none if it does not.
     """
     from penstock.search.kernels import stage_times
 
     places = np.arange(len(costs[0].compute) + 1) if cuts is None else cuts
-    offset, width = stage_widths([np.add.reduceat(c.compute, places[:-1]) for c in costs], longest)
+    work = sums_before([c.compute for c in costs])[:, places]
+    relief = sums_before([np.zeros_like(c.compute) if c.relief is None else c.relief for c in costs])[:, places]
+    offset, width = stage_widths(np.diff(work), longest, count, np.diff(relief))
     times = np.full((max_stages, int(width.sum())), np.inf)
     levels = tuple(levels_of(c, blocks) if recompute != "never" else _NO_LEVELS for c in costs) if levels is None else tuple(levels)
-    for c, level, at, wide in zip(costs, levels, offset, width, strict=True):
+
+    def fill(c: OptionCosts, level: Levels, mode: Recompute, spare: float, at: Ints, wide: Ints, into: Floats) -> None:
         stage_times(
             c.compute, c.kept, c.not_kept, c.weights, c.forward_reserve, c.backward_reserve, c.entering, level.head, level.tail, level.full,
             level.least, level.unit, level.prices, blocks.of_op, blocks.start, blocks.count, machine.state_factor, machine.least_reserve,
-            machine.pools[c.option.pool].memory_limit, longest, places, _MODES.index(recompute), in_flight, at, wide, times,
+            machine.pools[c.option.pool].memory_limit - spare, longest, places, _MODES.index(mode), in_flight, at, wide, into,
         )  # fmt: skip
+
+    for c, level, at, wide in zip(costs, levels, offset, width, strict=True):
+        if not peaks:
+            fill(c, level, recompute, 0.0, at, wide, times)
+            continue
+        fill(c, level, "never", 0.0, at, wide, times)
+        own = times[:, at[0] : at[-1] + wide[-1]]
+        for least, most in _ranges(c, blocks, peaks):
+            found = np.full(own.shape, np.inf)
+            fill(c, _limited(c, blocks, level, most), recompute, least, at - at[0], wide, found)
+            np.minimum(own, found, out=own)
     enter, leave = (np.ascontiguousarray(np.stack([getattr(c, name) for c in costs])[:, :, places]) for name in ("enter", "leave"))
-    relief = np.stack(
-        [np.concatenate([[0.0], np.cumsum(np.zeros_like(c.compute) if c.relief is None else c.relief)])[places] for c in costs]
-    )
-    return StageSpace(tuple(costs), levels, blocks, machine, places, offset, width, times, enter, leave, relief)
+    return StageSpace(tuple(costs), levels, blocks, machine, places, offset, width, times, enter, leave, relief, work)
 
 
-def stage_widths(computes: Sequence[Floats], longest: float) -> tuple[Ints, Ints]:
-    """`offset` and `width` of a table of all stages of at most `longest` compute, option by option."""
-    width = np.stack([_widths(compute, longest) for compute in computes])
+def _ranges(costs: OptionCosts, blocks: Blocks, number: int) -> list[tuple[float, float]]:
+    """Ranges of what the largest recomputed segment holds, up to all of the largest block."""
+    whole = max((float(costs.kept[slice(*blocks.example(kind))].sum()) for kind in range(blocks.num_types)), default=0.0)
+    edges = [0.0, *(whole * 0.75 ** np.arange(number - 1, 0, -1)), np.inf]
+    return list(pairwise(edges))
+
+
+def _limited(costs: OptionCosts, blocks: Blocks, levels: Levels, most: float) -> Levels:
+    """The levels if no segment may hold more than `most`; only what a bound asks for."""
+    from penstock.search.kernels import limited_levels
+
+    head, tail, full = (np.zeros_like(x) for x in (levels.head, levels.tail, levels.full))
+    for kind in range(blocks.num_types):
+        start, stop = blocks.example(kind)
+        free = bool(blocks.first_free[blocks.of_op[start]])
+        limited_levels(costs.forward, costs.ending, costs.kept, start, stop, free, most, levels.prices, head, tail)
+        full[:, kind] = head[:, start]
+    alike = blocks.alike
+    return replace(levels, head=np.take(head, alike, axis=1), tail=np.take(tail, np.append(alike, len(alike)), axis=1), full=full)
+
+
+def sums_before(amounts: Sequence[Floats]) -> Floats:
+    """[C, N + 1] the sum of all ops before an op, option by option."""
+    return np.concatenate([np.zeros((len(amounts), 1)), np.cumsum(np.stack(amounts), axis=1)], axis=1)
+
+
+def stage_widths(compute: Floats, longest: float, count: int = 0, relief: Floats | float = 0.0) -> tuple[Ints, Ints]:
+    """`offset` and `width` of a table of all stages of at most `longest` compute [C, pieces], option by option.
+
+    In a plan of `count` micro-batches a stage counts so often, less its relief, and every piece outside it once at least.
+    """
+    least = (compute - relief).min(axis=0)
+    width = np.stack([_widths(own, longest) for own in compute])
+    if count:
+        limit = count * longest - float(least.sum())
+        width = np.minimum(width, np.stack([_widths(own, limit) for own in count * compute - relief - least]))
     return (np.cumsum(width.ravel()) - width.ravel()).reshape(width.shape), width
 
 
@@ -302,7 +351,7 @@ def levels_of(costs: OptionCosts, blocks: Blocks) -> Levels:
     num_ops, num_types = len(costs.compute), max(blocks.num_types, 1)
     counted = (costs.kept > 1e-3 * costs.kept.max()) & (costs.forward > 0)
     ratios = costs.forward[counted] / costs.kept[counted]
-    prices = np.concatenate([[0.0], np.geomspace(0.3 * ratios.min(), 4 * ratios.max(), PRICES)])
+    prices = np.concatenate([[0.0], np.geomspace(0.3 * ratios.min(), 4 * ratios.max(), PRICES), [1e6 * ratios.max()]])
     head, tail = np.zeros((len(prices), num_ops, 3)), np.zeros((len(prices), num_ops + 1, 3))
     for kind in range(blocks.num_types):
         start, stop = blocks.example(kind)
