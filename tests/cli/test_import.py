@@ -1,14 +1,17 @@
-"""`penstock import`: a user's own module becomes a model that can be planned for, DynPipe's files become a plan."""
+"""`penstock import`: a user's own module becomes a model that can be planned for, files of other planners become plans."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.cli.main import run
+from penstock.interop.aceso_plans import FAMILY_FIELDS, SIZES
 from penstock.models import resolve_model
+from penstock.plans.schema import read_plan
 
 NET = """
 import torch
@@ -88,8 +91,8 @@ def test_it_says_what_comes_next(net: Path, tmp_path: Path, capsys: pytest.Captu
     ("source", "more", "message"),
     [
         ("modul:net.py:maker", [], "'modul' cannot be imported. Did you mean 'module'? Write module:PATH.py:FUNCTION"),
-        ("onnx:net.onnx", [], "'onnx' cannot be imported. Known: dynpipe, module."),
-        ("module:{net}:maker", ["--model", "vgg16"], "--model belongs to dynpipe:PATH"),
+        ("onnx:net.onnx", [], "'onnx' cannot be imported. Known: aceso, dynpipe, fasop, module."),
+        ("module:{net}:maker", ["--model", "vgg16"], "--model belongs to dynpipe:PATH or aceso:PATH or fasop:PATH"),
         ("module:net.py", [], "module:PATH.py:FUNCTION was expected"),
         ("module:net.py:", [], "module:PATH.py:FUNCTION was expected"),
         ("module:none.py:maker", [], "file 'none.py' does not exist"),
@@ -191,6 +194,145 @@ def test_wrong_files_of_dynpipe(
     source: str, more: list[str], message: str, dynpipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["import", source.format(folder=dynpipe), "--out", str(tmp_path / "plan.json"), *more]) == 2
+    told = capsys.readouterr()
+    assert message in " ".join(told.err.split()) and "Traceback" not in told.err and told.out == ""
+    assert not (tmp_path / "plan.json").exists()
+
+
+def aceso_plan(family: str, size: str, counts: tuple[int, ...], **changes: Any) -> dict[str, Any]:
+    """A plan as Aceso writes it: two GPUs for each stage, tp 2, nothing recomputed."""
+    layers, fields = SIZES[family][size]
+    same = {"num_stages": len(counts), "num_gpus": [2] * len(counts), "checkpoint_activations": [False] * len(counts),
+            "resharding_stages": [False] * len(counts), "num_ops_in_each_stage": list(counts)}  # fmt: skip
+    columns = {"model_parallel_size_of_each_op": 2, "data_parallel_size_of_each_op": 1, "recompute_ops": 0, "algo_of_each_op": 0}
+    return {
+        "model_name": family, "model_size": size, "num_layers": layers, **dict(zip(FAMILY_FIELDS[family], fields, strict=True)),
+        "global_batch_size": 64, "micro_batch_size": 4, **same,
+        **{name: [[value] * count for count in counts] for name, value in columns.items()}, **changes,
+    }  # fmt: skip
+
+
+ACESO_FOR = ["--model", "gpt-350m", "--cluster", "4xv100-32gb"]
+
+
+def test_a_plan_of_aceso_becomes_a_plan_and_the_same_file_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs, ours = tmp_path / "aceso.json", tmp_path / "plan.json"
+    counts = (1 + 13 * 12, 13 * 12 + 2)
+    again = [[0] + [1] * 13 * 12, [0] * counts[1]]
+    theirs.write_text(json.dumps(aceso_plan("gpt", "350M", counts, recompute_ops=again, checkpoint_activations=[True, False]), indent=4))
+    assert run(["import", f"aceso:{theirs}", "--out", str(ours), *ACESO_FOR]) == 0
+    assert "gpt-350m: 2 stages (97 ops on 2, 99 ops on 2), schedule 1f1b" in capsys.readouterr().out
+    assert read_plan(ours).precision == "fp16" and read_plan(ours).stages[0].recompute == (((1, 97),),)
+    assert run(["check", str(ours)]) == 0
+    assert "global batch 64 = 1 × 16 micro-batches of 4" in capsys.readouterr().out
+    assert run(["export", str(ours), "--to", f"aceso:{tmp_path / 'again.json'}"]) == 0
+    assert (tmp_path / "again.json").read_text() == theirs.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [("gpt_350M_mbs8_recomp", "gpt-350m"), ("t5_770M_mbs2_recomp", "t5-770m"), ("resnet_500M_mbs64_recomp", "wide-resnet-500m")],
+)
+def test_the_published_plans(published: Path, name: str, model: str, tmp_path: Path) -> None:
+    theirs, ours = published / "aceso" / "single_gpu_configs" / f"{name}.json", tmp_path / "plan.json"
+    assert run(["import", f"aceso:{theirs}", "--model", model, "--cluster", "1xv100-32gb", "--out", str(ours)]) == 0
+    assert run(["check", str(ours)]) == 0
+    assert run(["export", str(ours), "--to", f"aceso:{tmp_path / 'again.json'}"]) == 0
+    assert (tmp_path / "again.json").read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "message"),
+    [
+        ("aceso:", ACESO_FOR, "aceso:PATH was expected, as in aceso:gpt_1_3B.json"),
+        ("aceso:{folder}/none.json", ACESO_FOR, "none.json' does not exist"),
+        ("aceso:{folder}/broken.json", ACESO_FOR, "num_gpus has 1 entries, num_stages is 2"),
+        ("aceso:{folder}/plan.json", ACESO_FOR[2:], "--model is missing: Aceso's plan does not name it"),
+        ("aceso:{folder}/plan.json", ACESO_FOR[:2], "--cluster is missing"),
+        ("aceso:{folder}/plan.json", [*ACESO_FOR, "--global-batch", "64"], "--global-batch belongs to dynpipe:PATH or fasop:PATH"),
+        ("aceso:{folder}/plan.json", [*ACESO_FOR, "--row", "0"], "--row belongs to fasop:PATH"),
+        ("aceso:{folder}/plan.json", [*ACESO_FOR, "--model", "gpt-1.3b"], "is for gpt 350M of 24 layers; model 'gpt-1.3b' is gpt 1_3B"),
+        ("aceso:{folder}/plan.json", [*ACESO_FOR, "--model", "t5-770m"], "is for gpt 350M of 24 layers; model 't5-770m' is t5 770M"),
+        ("aceso:{folder}/plan.json", [*ACESO_FOR, "--model", "llama-tiny"], "Aceso has no model like 'llama-tiny'"),
+        ("aceso:{folder}/plan.json", [*ACESO_FOR, "--cluster", "2xv100-32gb"], "has 2 devices"),
+        ("aceso:{folder}/torn.json", ACESO_FOR, "a stage starts at Aceso's op 'layers.12.enc-attention-softmax'"),
+    ],
+)
+def test_wrong_plans_of_aceso(source: str, more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = (1 + 13 * 12, 13 * 12 + 2)
+    torn = (counts[0] + 3, counts[1] - 3)
+    for name, plan in {
+        "plan": aceso_plan("gpt", "350M", counts),
+        "torn": aceso_plan("gpt", "350M", torn),
+        "broken": aceso_plan("gpt", "350M", counts, num_gpus=[2]),
+    }.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(plan))
+    assert run(["import", source.format(folder=tmp_path), "--out", str(tmp_path / "out.json"), *more]) == 2
+    told = capsys.readouterr()
+    assert message in " ".join(told.err.split()) and "Traceback" not in told.err and told.out == ""
+    assert not (tmp_path / "out.json").exists()
+
+
+NODES = "['p4d.24xlarge', 'g5.24xlarge', 'g5.24xlarge']"
+TURNED = "['g5.24xlarge', 'p4d.24xlarge', 'g5.24xlarge']"
+ROWS = f"""\
+mbs,tp,dp,pp,node placement,partition,estimated time (s/step),is_oom
+1,1,2,8,"{NODES}","[1, 1, 1, 1, 1, 1, 0, 0]",0.5,True
+2,2,2,4,"{TURNED}","[1, 2, 2, 1]",0.75,False
+2,2,2,4,"{NODES}","[2, 1, 1, 2]",1.25,False
+4,1,4,4,"{NODES}","[3, 1, 1, 1]",0.9,False
+"""
+FASOP_FOR = ["--model", "gpt-tiny", "--cluster", "1xp4d.24xlarge+2xg5.24xlarge", "--global-batch", "32"]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.csv"
+    path.write_text(ROWS, encoding="utf-8")
+    return path
+
+
+def test_the_best_row_of_fasop_becomes_a_plan_and_a_row_again(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    assert run(["import", f"fasop:{rows}", "--out", str(path), *FASOP_FOR]) == 0
+    shown = capsys.readouterr().out
+    assert "gpt-tiny: 4 stages (17 ops on 4, 8 ops on 4, 8 ops on 4, 3 ops on 4), schedule 1f1b" in shown
+    assert "note: this is row 4 of 4, 900 ms a step by FASOP's estimate" in shown
+    assert "note: row 2 is faster, on nodes in the order 1xg5.24xlarge+1xp4d.24xlarge+1xg5.24xlarge" in shown
+    plan = read_plan(path)
+    assert plan.num_replicas == 4 and plan.micro_batching.samples == 4 and plan.stages[1].devices == ((4,), (5,), (6,), (7,))
+    assert run(["check", str(path)]) == 0
+    assert run(["export", str(path), "--to", f"fasop:{tmp_path / 'again.csv'}"]) == 0
+    header, again = (tmp_path / "again.csv").read_text().splitlines()
+    assert header.startswith("mbs,tp,dp,pp,node placement") and again.startswith(f'4,1,4,4,"{NODES}",1,2,"[3, 1, 1, 1]"')
+
+
+def test_a_row_by_its_number(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["import", f"fasop:{rows}", "--row", "3", "--out", str(tmp_path / "plan.json"), *FASOP_FOR, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["num_stages"] == 4 and told["num_devices"] == 16 and told["num_micro_batches"] == 8
+    assert told["notes"] == ["this is row 3 of 4, 1.25 s a step by FASOP's estimate"]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (FASOP_FOR[:4], "--global-batch is missing: FASOP's rows do not name it"),
+        (FASOP_FOR[2:], "--model is missing"),
+        ([*FASOP_FOR, "--partition", "p.json"], "--partition belongs to dynpipe:PATH. Drop it"),
+        ([*FASOP_FOR, "--row", "0"], "row 0 was asked for; the file has rows 1 to 4 below its header"),
+        ([*FASOP_FOR, "--row", "5"], "row 5 was asked for"),
+        ([*FASOP_FOR, "--row", "1"], "partition [1, 1, 1, 1, 1, 1, 0, 0]; 1 layer or more"),
+        ([*FASOP_FOR, "--row", "2"], "FASOP's row is placed on 1xg5.24xlarge+1xp4d.24xlarge+1xg5.24xlarge; the cluster is 1xp4d"),
+        ([*FASOP_FOR, "--cluster", "16xa100-40gb"], "the cluster is 2x"),
+        ([*FASOP_FOR, "--model", "gpt-350m"], "6 layers, embedding and head included; model 'gpt-350m' has 26"),
+        ([*FASOP_FOR, "--global-batch", "24"], "global_batch"),
+    ],
+)
+def test_rows_of_fasop_that_do_not_match(
+    more: list[str], message: str, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["import", f"fasop:{rows}", "--out", str(tmp_path / "plan.json"), *more]) == 2
     told = capsys.readouterr()
     assert message in " ".join(told.err.split()) and "Traceback" not in told.err and told.out == ""
     assert not (tmp_path / "plan.json").exists()

@@ -161,18 +161,32 @@ def test_cuts_inside_attention_are_refused() -> None:
         own_plan(plan_for("gpt", "350M", [cut], 315))
 
 
-@pytest.mark.parametrize("field", ["recompute_ops", "algo_of_each_op"])
-def test_settings_that_change_inside_a_group_are_refused(field: str) -> None:
+def test_recomputation_of_half_a_group_is_refused() -> None:
     flags = (*(0,) * 5, 1, *(0,) * 309)
-    plan = plan_for("gpt", "350M", [], 315, **{field: (flags,)}, resharding_stages=(True,))
-    plan = replace(plan, checkpoint_activations=(field == "recompute_ops",))
-    with pytest.raises(InputError, match=r"changes at Aceso's op 'layers.0.enc-attention-dropout'"):
+    plan = plan_for("gpt", "350M", [], 315, recompute_ops=(flags,), checkpoint_activations=(True,))
+    with pytest.raises(InputError, match=r"recomputation changes at Aceso's op 'layers.0.enc-attention-dropout'"):
         own_plan(plan)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_splits_count_where_ops_are_multiplied_and_divided(tp: int) -> None:
+    """Aceso measures both splits of every op; of norms, dropout and ops on one GPU they are the same calculation."""
+    swapped = tuple(int(op % 3 == 0) for op in range(315))
+    degrees = {"model_parallel_size_of_each_op": ((tp,) * 315,), "data_parallel_size_of_each_op": ((2 // tp,) * 315,)}
+    aceso = plan_for("gpt", "350M", [], 315, algo_of_each_op=(swapped,), num_gpus=(2,), resharding_stages=(True,), **degrees)
+    plan = own_plan(aceso)
+    chosen = {op for run in plan.stages[0].runs for op in range(run.first, run.last)}
+    first_names = {piece.first: sum(len(before.names) for before in groups(GPT)[:index]) for index, piece in enumerate(groups(GPT))}
+    linear = {op for op, at in first_names.items() if GPT.ops[op].op.kind == "linear" and swapped[at]}
+    assert chosen == (linear if tp > 1 else set()) and (tp == 1 or len(linear) > 20)
+    assert own_plan(from_plan(plan)) == plan
 
 
 def test_another_model_is_refused() -> None:
     with pytest.raises(InputError, match="is for gpt 1_3B of 24 layers; model 'gpt-350m' is gpt 350M"):
         own_plan(plan_for("gpt", "1_3B", [], 315))
+    with pytest.raises(InputError, match="hidden_size of the Aceso plan is 2048, of model 'gpt-350m' 1024"):
+        own_plan(plan_for("gpt", "350M", [], 315, hidden_size=2048))
     with pytest.raises(InputError, match="num_ops_in_each_stage: 300 ops, but model 'gpt-350m' has 315"):
         own_plan(plan_for("gpt", "350M", [], 300))
     with pytest.raises(InputError, match="has the sizes of none of Aceso's gpt models"):

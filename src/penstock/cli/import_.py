@@ -1,4 +1,4 @@
-"""`penstock import`: a user's own torch module as a model description that plans can be made for, or DynPipe's files as a plan."""
+"""`penstock import`: a user's own torch module as a model description that plans can be made for, or another planner's plan as one here."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from penstock.cli.console import JsonFlag, format_count, out, print_json
+from penstock.cli.import_plans import PlanSource, import_plan
 from penstock.errors import InputError, PenstockError, near_misses
 
 if TYPE_CHECKING:
@@ -20,45 +21,68 @@ if TYPE_CHECKING:
 __all__ = ["import_"]
 
 
-SOURCES = {"module": ("module:PATH.py:FUNCTION", "module:net.py:make"), "dynpipe": ("dynpipe:PATH", "dynpipe:hybrid_conf.json")}
-"""What can be imported: how it is written, and an example."""
+class Source(NamedTuple):
+    """What can be imported: how it is written, an example, and the options that it reads."""
+
+    form: str
+    example: str
+    options: tuple[str, ...]
+
+
+SOURCES = {
+    "module": Source("module:PATH.py:FUNCTION", "module:net.py:make", ("name", "dtype", "length")),
+    "dynpipe": Source("dynpipe:PATH", "dynpipe:hybrid_conf.json", ("model", "cluster", "global_batch", "partition", "mini_batch")),
+    "aceso": Source("aceso:PATH", "aceso:gpt_1_3B.json", ("model", "cluster")),
+    "fasop": Source("fasop:PATH", "fasop:gpt2XL.csv", ("model", "cluster", "global_batch", "row")),
+}
 
 
 def import_(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="module:PATH.py:FUNCTION; the function takes nothing and returns "
-                                          "(module, example inputs), or (module, function of samples and length). Or dynpipe:PATH: a "
-                                          "topology file, or a folder with topology.json and perhaps partition.json.")],
+                                          "(module, example inputs), or (module, function of samples and length). Or plans: dynpipe:PATH, "
+                                          "a topology file, or a folder with topology.json and perhaps partition.json; aceso:PATH, the "
+                                          "JSON of a plan; fasop:PATH, a CSV of results.")],
     path: Annotated[Path, typer.Option("--out", help="Description or plan to write (.json).")],
     name: Annotated[str, typer.Option(help="module: name of the model; the function's if not given.")] = "",
     dtype: Annotated[str, typer.Option(help="module: bf16, fp16 or fp32, what the model trains in.")] = "fp32",
     length: Annotated[int, typer.Option(help="module: the longest samples an example function is asked for.")] = 128,
-    model: Annotated[str, typer.Option(help="dynpipe: the model that the files are for, as for `search`.")] = "",
-    cluster: Annotated[str, typer.Option(help="dynpipe: the cluster whose devices are the ranks, as for `search`.")] = "",
-    global_batch: Annotated[int | None, typer.Option(help="dynpipe: samples of an iteration, a stream of mini-batches.")] = None,
+    model: Annotated[str, typer.Option(help="Plans: the model that they are for, as for `search`.")] = "",
+    cluster: Annotated[str, typer.Option(help="Plans: the cluster whose devices are the ranks, as for `search`.")] = "",
+    global_batch: Annotated[int | None, typer.Option(help="dynpipe, fasop: samples of an iteration; DynPipe's is a stream of "
+                                                     "mini-batches.")] = None,
     partition: Annotated[Path | None, typer.Option(help="dynpipe: the partition file, if PATH is a topology file.")] = None,
     mini_batch: Annotated[int | None, typer.Option(help="dynpipe: samples of a mini-batch, for a topology alone.")] = None,
+    row: Annotated[int | None, typer.Option(help="fasop: which row, 1 is the first below the header; the fastest that fits and is placed "
+                                            "on the cluster's nodes if not given.")] = None,
     json: JsonFlag = False,
 ) -> None:  # fmt: skip
     """Trace your own torch module into a description that `search` and the other verbs take as a model. Runs the file's code.
 
-    Of DynPipe's files, make the plan that they mean: asynchronous 1F1B (schedule pipedream), stages replicated by samples.
+    Of another planner's files, make the plan that they mean: DynPipe's (asynchronous 1F1B, schedule pipedream, stages replicated by
+    samples), Aceso's (degrees and recomputation of each op), a row of FASOP's results (equal degrees, nodes of several kinds).
 
     Example: penstock import module:net.py:make --out net.json
 
     Example: penstock import dynpipe:hybrid_conf.json --partition vgg16_8.json --model vgg16 --cluster 8xv100-16gb --global-batch 7200
     --out plan.json
+
+    Example: penstock import aceso:gpt_1_3B.json --model gpt-1.3b --cluster 4xv100-32gb --out plan.json
     """
     if path.suffix != ".json":
         raise InputError(f"--out is '{path}'; a name that ends in .json was expected, by which models are told from other files.")
     kind, _, rest = source.partition(":")
     if kind not in SOURCES:
-        forms = " or ".join(form for form, _ in SOURCES.values())
+        forms = " or ".join(known.form for known in SOURCES.values())
         raise InputError(f"SOURCE is '{source}': '{kind}' cannot be imported. {near_misses(kind, SOURCES)} Write {forms}.")
-    if kind == "dynpipe":
-        _require_unused(source, "module", name=name, dtype=dtype != "fp32", length=length != 128)
-        _import_plan(DynPipeFiles(rest, partition, model, cluster, global_batch, mini_batch), path, json)
+    _require_unused(
+        source, kind, name=name, dtype=dtype != "fp32", length=length != 128, model=model, cluster=cluster, global_batch=global_batch,
+        partition=partition, mini_batch=mini_batch, row=row,
+    )  # fmt: skip
+    if kind != "module":
+        if not rest or "\0" in rest:
+            raise _unreadable(source, kind)
+        import_plan(PlanSource(kind, rest, model, cluster, global_batch, partition, mini_batch, row), path, json)
         return
-    _require_unused(source, "dynpipe", model=model, cluster=cluster, global_batch=global_batch, partition=partition, mini_batch=mini_batch)
     if length < 1:
         raise InputError(f"--length is {length}; 1 or more was expected.")
     file, function = _parse(source)
@@ -71,60 +95,16 @@ def import_(
     _tell(traced, path, json)
 
 
-def _require_unused(source: str, other: str, **options: object) -> None:
-    """Refuses options that only the other kind of source would read."""
+def _require_unused(source: str, kind: str, **options: object) -> None:
+    """Refuses options that only other kinds of sources would read."""
     for name, given in options.items():
-        if given:
-            raise InputError(f"SOURCE is '{source}', but --{name.replace('_', '-')} belongs to {SOURCES[other][0]}. Drop it.")
+        if not (given is None or given is False or given == "") and name not in SOURCES[kind].options:
+            owners = " or ".join(known.form for known in SOURCES.values() if name in known.options)
+            raise InputError(f"SOURCE is '{source}', but --{name.replace('_', '-')} belongs to {owners}. Drop it.")
 
 
 def _unreadable(source: str, kind: str) -> InputError:
-    form, example = SOURCES[kind]
-    return InputError(f"SOURCE is '{source}'; {form} was expected, as in {example}.")
-
-
-class DynPipeFiles(NamedTuple):
-    """What the command line says of DynPipe's files."""
-
-    path: str
-    partition: Path | None
-    model: str
-    cluster: str
-    global_batch: int | None
-    mini_batch: int | None
-
-
-def _import_plan(files: DynPipeFiles, path: Path, json: bool) -> None:
-    """Writes the plan that the files mean."""
-    if not files.path or "\0" in files.path:
-        raise _unreadable(f"dynpipe:{files.path}", "dynpipe")
-    for option in ("model", "cluster", "global_batch"):
-        if getattr(files, option) in (None, ""):
-            raise InputError(f"--{option.replace('_', '-')} is missing: DynPipe's files do not name it. Give it as for `penstock search`.")
-    from penstock.clusters import resolve_cluster
-    from penstock.interop.dynpipe_exchange import to_plan
-    from penstock.interop.dynpipe_plans import read_files
-    from penstock.models.catalog import resolve_model
-    from penstock.plans.capabilities import unsupported
-    from penstock.plans.references import cluster_reference, model_of, model_reference
-    from penstock.plans.schema import write_plan
-
-    topology, partition = read_files(files.path, files.partition)
-    plan = to_plan(
-        topology, partition, resolve_model(files.model), resolve_cluster(files.cluster), model_ref=model_reference(files.model),
-        cluster_ref=cluster_reference(files.cluster), global_batch=files.global_batch or 0, mini_batch=files.mini_batch,
-    )  # fmt: skip
-    write_plan(path, plan)
-    notes = [*plan.notes, *(f"cannot be trained yet: {problem}" for problem in unsupported(plan, model_of(plan)))]
-    facts = {"num_stages": plan.num_stages, "num_devices": len(plan.ranks), "num_micro_batches": plan.num_micro_batches}
-    if json:
-        print_json({"out": path, "model": files.model, **facts, "schedule": plan.schedule, "notes": notes})
-        return
-    told = ", ".join(f"{stage.last - stage.first} ops on {len(stage.devices[0])}" for stage in plan.stages)
-    out().print(f"{files.model}: {plan.num_stages} stages ({told}), schedule {plan.schedule}", markup=False, soft_wrap=True)
-    for note in notes:
-        out().print(f"note: {note}", markup=False, soft_wrap=True)
-    out().print(f"wrote {path}; next: penstock check {path}", markup=False, soft_wrap=True)
+    return InputError(f"SOURCE is '{source}'; {SOURCES[kind].form} was expected, as in {SOURCES[kind].example}.")
 
 
 def _parse(source: str) -> tuple[Path, str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, format_usd, out, print_json, progress, table
+from penstock.cli.search_tables import TABLES, TableRequest, search_tables
 from penstock.errors import InputError, near_misses
 
 if TYPE_CHECKING:
@@ -21,13 +22,33 @@ __all__ = ["choice_row", "choices_table", "parse_sizes", "search", "write_plans"
 _COLUMNS = (
     "kind", "schedule", "pp", "tp", "dp", "replicas", "micro-batch", "recompute", "zero", "time", "tokens/s", "MFU", "peak memory", "price",
 )  # fmt: skip
+_SCHEDULES, _MAX_HOPS, _TOP = "1f1b,interleaved,zero-bubble", 7, 5
+"""What is searched unless told."""
 
 
 def search(
-    model: Annotated[str, typer.Option(help="Model name, YAML file, traced description (.json) or hf:PATH.")],
-    cluster: Annotated[str, typer.Option(help="Cluster file, `local`, or a shorthand such as 4xa100-40gb.")],
-    global_batch: Annotated[int, typer.Option(help="Samples of one iteration.")],
-    costs: Annotated[str, typer.Option(help="roofline, profile:FILE (or the name of a shipped profile).")] = "roofline",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Model name, YAML file, traced description (.json) or hf:PATH. With aceso:DIR one of its models, such as gpt_1_3B, with "
+            "fasop:DIR one of its settings."
+        ),
+    ],
+    cluster: Annotated[
+        str,
+        typer.Option(
+            help="Cluster file, `local`, or a shorthand such as 4xa100-40gb. With aceso:DIR nodes x GPUs, such as 2x8; "
+            "fasop:DIR's settings have their own."
+        ),
+    ] = "",
+    global_batch: Annotated[int | None, typer.Option(help="Samples of one iteration; fasop:DIR's settings have their own.")] = None,
+    costs: Annotated[
+        str,
+        typer.Option(
+            help="roofline, profile:FILE (or the name of a shipped profile); aceso:DIR or fasop:DIR: search that planner's own tables by "
+            "its own rules."
+        ),
+    ] = "roofline",
     objective: Annotated[
         str, typer.Option(help="time, cost, time@cost<=USD or cost@time<=HOURS; all but time may leave nodes out.")
     ] = "time",
@@ -36,13 +57,15 @@ def search(
         Path | None, typer.Option(help="CSV of sample lengths: plan for micro-batches that are cut batch by batch, see `penstock batch`.")
     ] = None,
     micro_batches: Annotated[str, typer.Option(help="Micro-batch sizes to try, such as 1,2,4; powers of two if not given.")] = "",
-    schedules: Annotated[str, typer.Option(help="Schedules to choose from, besides 1f1b.")] = "1f1b,interleaved,zero-bubble",
-    memory_limit: Annotated[float | None, typer.Option(help="Use at most this many GB (10⁹ bytes) of each device.")] = None,
+    schedules: Annotated[str, typer.Option(help="Schedules to choose from, besides 1f1b.")] = _SCHEDULES,
+    memory_limit: Annotated[
+        float | None, typer.Option(help="Use at most this many GB (10⁹ bytes; with aceso:DIR 1000 of its MB) of each device.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Iterations to train for, for hours and money.")] = None,
     tokens: Annotated[float | None, typer.Option(help="Tokens to train for, instead of --steps.")] = None,
     time_budget: Annotated[float | None, typer.Option(help="Stop after this many seconds with the best plan so far.")] = None,
-    max_hops: Annotated[int, typer.Option(help="Changes in a row by which the best plan is refined under the simulator.")] = 7,
-    top: Annotated[int, typer.Option(help="How many plans to show.")] = 5,
+    max_hops: Annotated[int, typer.Option(help="Changes in a row by which the best plan is refined under the simulator.")] = _MAX_HOPS,
+    top: Annotated[int, typer.Option(help="How many plans to show.")] = _TOP,
     path: Annotated[
         Path | None, typer.Option("--out", help="Write the plans here: the best to this file, the next to NAME.2.json, …")
     ] = None,
@@ -57,12 +80,26 @@ def search(
     Ctrl-C, or the end of the time budget, gives the best plan so far. Status 3 if no plan fits.
 
     Example: penstock search --model gpt-1.3b --cluster 4xa100-40gb --global-batch 64 --out plan.json
+
+    Example: penstock search --costs aceso:DIR --model gpt_1_3B --cluster 1x4 --global-batch 1024 --memory-limit 28 --out aceso.json
     """
     from penstock.search.engine import search as find
     from penstock.search.money import Objective, num_steps
     from penstock.search.request import Request
 
     _check(global_batch, seq_length, top, steps, max_hops, time_budget, tokens)
+    if costs.partition(":")[0] in TABLES:
+        _limit_bytes(memory_limit)
+        search_tables(
+            TableRequest(costs, model, cluster, global_batch, parse_sizes(micro_batches), memory_limit, steps, path, json),
+            {"objective": objective != "time", "seq_length": seq_length, "lengths": lengths, "schedules": schedules != _SCHEDULES,
+             "tokens": tokens, "time_budget": time_budget, "max_hops": max_hops != _MAX_HOPS, "top": top != _TOP, "baselines": baselines,
+             "proof": proof, "export": export},
+        )  # fmt: skip
+        return
+    if not cluster or global_batch is None:
+        missing, hint = ("--cluster", "4xa100-40gb") if not cluster else ("--global-batch", "64")
+        raise InputError(f"{missing} is missing. Give it, as in `{missing} {hint}`.")
     goal, names = Objective.parse(objective), _schedules(schedules)
     request = Request.of(
         model, cluster, global_batch, costs, seq_length, parse_sizes(micro_batches), _limit_bytes(memory_limit), names
@@ -117,7 +154,13 @@ def search(
 
 
 def _check(
-    global_batch: int, seq_length: int | None, top: int, steps: int | None, max_hops: int, time_budget: float | None, tokens: float | None
+    global_batch: int | None,
+    seq_length: int | None,
+    top: int,
+    steps: int | None,
+    max_hops: int,
+    time_budget: float | None,
+    tokens: float | None,
 ) -> None:
     for name, value in (("--global-batch", global_batch), ("--seq-length", seq_length), ("--top", top), ("--steps", steps)):
         if value is not None and value < 1:

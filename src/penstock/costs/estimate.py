@@ -195,7 +195,7 @@ class Estimator:
         if is_imported(source):
             raise InputError(
                 f"costs '{source.name}' hold the tables of another planner, which know its own models and not '{model.name}'. "
-                "A search over such a table's own models will use them; here use roofline or profile:FILE."
+                "`penstock search` takes Aceso's and FASOP's own models over such tables; here use roofline or profile:FILE."
             )
         self.model, self.cluster, self.source = model, with_links_of(source, cluster), source
         self._limit_bytes = memory_limit_bytes

@@ -5,6 +5,8 @@ that only what treats each group alike converts; the rest is refused with the na
 
     here    norm1  qkv  attention                         out             norm2 …  logits loss
     Aceso   norm   qkv  score softmax dropout context     dense dropout   norm  …  post-process
+
+A split (`algo`) says something of multiplications and convolutions that are divided; on other ops of our own chains it is dropped.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import json
 import reprlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
@@ -23,19 +25,32 @@ from pydantic import Field, TypeAdapter, ValidationError
 from penstock.errors import InputError, near_misses
 from penstock.files import describe_validation_error, read_json, write_text
 from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
-from penstock.plans.references import cluster_of, model_of
+from penstock.plans.references import cluster_of, model_of, with_precision
 from penstock.plans.validity import require_valid
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
     from penstock.models.ops import Model
 
-__all__ = ["AcesoPlan", "Group", "aceso_text", "from_plan", "groups", "read_aceso_plan", "to_plan", "validated", "write_aceso_plan"]
+__all__ = [
+    "AcesoPlan",
+    "Group",
+    "aceso_text",
+    "from_plan",
+    "groups",
+    "read_aceso_plan",
+    "searched_text",
+    "to_plan",
+    "validated",
+    "write_aceso_plan",
+]
 
 Kind = TypeVar("Kind")
 Count = Annotated[int, Field(strict=True, ge=1, le=10_000_000)]
 Flag = Annotated[bool, Field(strict=True)]
 Bit = Annotated[int, Field(strict=True, ge=0, le=1)]
+Setting = tuple[int, tuple[int, int, int, int]]
+"""Of an op the stage, and its tp, dp, split (algo) and recompute flag."""
 
 FAMILY_FIELDS = {
     "gpt": ("seq_length", "max_position_embeddings", "num_attention_heads", "hidden_size"),
@@ -80,6 +95,8 @@ _PAIRS = {
     "resnet": {"head": "avgpool=avgpool fc+loss=fc"},
 }  # fmt: skip
 """Ops here = ops there, block by block; a ResNet's other blocks hold the same ops on both sides."""
+PRECISIONS = {"gpt": "fp16", "t5": "fp16", "resnet": "fp32"}
+"""What Aceso trains each family in."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +187,18 @@ def aceso_text(plan: AcesoPlan) -> str:
     """The file's text as Aceso itself writes it, byte for byte; only a consistent plan has one."""
     _require_consistent(plan, "the Aceso plan")
     return json.dumps(plan.to_dict(), indent=4)
+
+
+def searched_text(found: Mapping[str, Any], model: Model) -> str:
+    """The file of what a search over the tables of `model` found; the model's sizes are in it where Aceso has names for them."""
+    lists = (found["model_parallel_size_of_each_op"], found["data_parallel_size_of_each_op"], found["algo_of_each_op"])
+    differ = [len(set(zip(*stage, strict=True))) > 1 for stage in zip(*lists, strict=True)]
+    whole = {**found, "resharding_stages": differ}
+    if str(model.config["size"]) not in SIZES[model.family]:
+        return json.dumps(whole, indent=4)
+    _, layers, fields = _size_of(model)
+    whole |= {"num_layers": layers, **dict(zip(FAMILY_FIELDS[model.family], fields, strict=True))}
+    return aceso_text(validated(AcesoPlan, whole, "the plan found"))
 
 
 def write_aceso_plan(path: str | Path, plan: AcesoPlan) -> None:
@@ -283,14 +312,13 @@ def _size_of(model: Model) -> tuple[str, int | tuple[int, ...], tuple[int, ...]]
 
 
 def to_plan(
-    aceso: AcesoPlan, model: Model, *, model_ref: str, cluster_ref: str, cluster: Cluster | None = None, costs: str = "roofline"
-) -> Plan:
+    aceso: AcesoPlan, model: Model, *, model_ref: str | Mapping[str, Any], cluster_ref: str | Mapping[str, Any],
+    cluster: Cluster | None = None, costs: str = "roofline",
+) -> Plan:  # fmt: skip
     """The plan that an Aceso plan means for `model`, which `model_ref` names in it; refused where a group of ops is torn."""
     _require_consistent(aceso, "the Aceso plan")
-    size, layers, _ = _size_of(model)
-    if (aceso.model_name, aceso.model_size, aceso.num_layers) != (model.family, size, layers):
-        given = f"{aceso.model_name} {aceso.model_size} of {aceso.num_layers} layers"
-        raise InputError(f"the Aceso plan is for {given}; model '{model.name}' is {model.family} {size} of {layers} layers.")
+    _require_same_sizes(aceso, model)
+    model = with_precision(model, PRECISIONS[model.family])
     pieces = groups(model)
     total = sum(len(piece.names) for piece in pieces)
     if sum(aceso.num_ops_in_each_stage) != total:
@@ -299,9 +327,11 @@ def to_plan(
     settings, at = [], 0
     for piece in pieces:
         own = owners[at : at + len(piece.names)]
+        if not _is_table_chain(model):
+            own = _with_one_split(own, model, piece)
         torn = [name for name, (before, now) in zip(piece.names[1:], pairwise(own), strict=True) if before != now]
         if torn:
-            what = "a stage starts at" if own[0][0] != own[-1][0] else "tp, dp, algo or recomputation changes at"
+            what = "a stage starts at" if own[0][0] != own[-1][0] else "tp, dp or recomputation changes at"
             raise InputError(
                 f"{what} Aceso's op '{torn[0]}', inside what is one op '{model.ops[piece.first].name}' here ({', '.join(piece.names)}). "
                 "Move it to the start of the group."
@@ -320,6 +350,24 @@ def to_plan(
     )  # fmt: skip
     require_valid(plan, model, cluster)
     return plan
+
+
+def _require_same_sizes(aceso: AcesoPlan, model: Model) -> None:
+    """Refuses a plan that was made for another model, or for one of the same name with other sizes."""
+    size, layers, fields = _size_of(model)
+    if (aceso.model_name, aceso.model_size, aceso.num_layers) != (model.family, size, layers):
+        given = f"{aceso.model_name} {aceso.model_size} of {aceso.num_layers} layers"
+        raise InputError(f"the Aceso plan is for {given}; model '{model.name}' is {model.family} {size} of {layers} layers.")
+    for name, expected in zip(FAMILY_FIELDS[model.family], fields, strict=True):
+        if getattr(aceso, name) != expected:
+            raise InputError(f"{name} of the Aceso plan is {getattr(aceso, name)}, of model '{model.name}' {expected}.")
+
+
+def _with_one_split(own: Sequence[Setting], model: Model, piece: Group) -> list[Setting]:
+    """The settings of a group with the split of its first op, which is what is multiplied; 0 where there is nothing to choose."""
+    splits = min(len(placed.op.splits) for placed in model.ops[piece.first : piece.last])
+    algo = own[0][1][2] if splits > 1 else 0
+    return [(stage, (tp, dp, algo if tp > 1 else 0, again)) for stage, (tp, dp, _, again) in own]
 
 
 def _stage(first: int, ranks: tuple[int, ...], ops: Sequence[tuple[int, int, int, int]]) -> Stage:
@@ -368,8 +416,8 @@ def from_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None = 
     )  # fmt: skip
 
 
-def _settings(plan: Plan) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
-    """Of each op the stage, and its tp, dp, algo and recompute flag."""
+def _settings(plan: Plan) -> Iterator[Setting]:
+    """Those of each op of a plan."""
     for index, stage in enumerate(plan.stages):
         again = stage.recomputed()
         for op in range(stage.first, stage.last):
@@ -379,7 +427,7 @@ def _settings(plan: Plan) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
 
 def _require_known_to_aceso(plan: Plan, model: Model, cluster: Cluster) -> None:
     """Refuses schedules, layouts, sharding, placement and devices that Aceso's runtime has no word for."""
-    usual = "fp32" if model.family == "resnet" else "fp16"
+    usual = PRECISIONS[model.family]
     for wrong, reason in (
         (plan.schedule != "1f1b", f"schedule '{plan.schedule}'; it has '1f1b'"),
         (plan.micro_batching.layout != "padded", "packed micro-batches; it has padded ones"),

@@ -27,7 +27,16 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
-__all__ = ["COLUMNS", "FasopRow", "fasop_text", "read_fasop_rows", "row_of_plan", "write_fasop_rows"]
+__all__ = [
+    "COLUMNS",
+    "FasopRow",
+    "fasop_text",
+    "layer_starts",
+    "read_fasop_rows",
+    "require_sides_apart",
+    "row_of_plan",
+    "write_fasop_rows",
+]
 
 TARGET = "FASOP"
 COLUMNS = {
@@ -179,14 +188,20 @@ def row_of_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None 
         if grid.zero or (stage.sequence_parallel and grid.tp > 1):
             what = f"zero is {grid.zero}" if grid.zero else "it has sequence parallelism"
             raise refusal(TARGET, index, f"{what}, for which a row has no column", "Plan without it.")
-    _require_sides_apart(plan, model)
+    require_sides_apart(plan, model)
+    starts = layer_starts(model)
+    for index, stage in enumerate(plan.stages):
+        if stage.first not in starts:
+            what = f"it starts at op {stage.first} '{model.ops[stage.first].name}', which belongs to the layer before it there"
+            raise refusal(TARGET, index, what, f"Cut at op {max(start for start in starts if start < stage.first)}, or drop the cut.")
     idle = cluster.num_devices - len(plan.ranks)
     if idle:
         raise InputError(f"{TARGET} cannot express {idle} idle devices: it always uses all {cluster.num_devices}. Give a smaller cluster.")
     nodes, memory = list(cluster.nodes), plan.predicted.memory if plan.predicted else ()
     smallest = [min(cluster.device(rank).memory_bytes for ranks in stage.devices for rank in ranks) for stage in plan.stages]
     return FasopRow(
-        grid.micro_batch, grid.tp, grid.dp, grid.pp, tuple(node.name for node in nodes), tuple(len(part) for part in grid.parts),
+        grid.micro_batch, grid.tp, grid.dp, grid.pp, tuple(node.name for node in nodes),
+        tuple(sum(stage.first <= start < stage.last for start in starts) for stage in plan.stages),
         num_a100=sum(node.device.name.startswith("a100") for node in nodes),
         num_a10=sum(node.device.name.startswith("a10") and not node.device.name.startswith("a100") for node in nodes),
         time_s=plan.predicted.time_s if plan.predicted else None,
@@ -196,7 +211,14 @@ def row_of_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None 
     )  # fmt: skip
 
 
-def _require_sides_apart(plan: Plan, model: Model) -> None:
+def layer_starts(model: Model) -> list[int]:
+    """The first op of each layer that FASOP counts: of each block; beside a decoder the head goes with the layer before it."""
+    blocks = block_ranges(model)
+    decoder = any(name == "bridge" for name, _ in blocks)
+    return [first for name, (first, _) in blocks if not (decoder and name == "head")]
+
+
+def require_sides_apart(plan: Plan, model: Model) -> None:
     """A pipeline of T5 is cut between encoder and decoder, as FASOP's and Megatron-LM's is."""
     needed = model.config.get("required_cuts") or [first for name, (first, _) in block_ranges(model) if name == "bridge"]
     for index, stage in enumerate(plan.stages):
