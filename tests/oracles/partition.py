@@ -45,11 +45,11 @@ def _times(space: StageSpace, edges: tuple[int, ...], chosen: tuple[int, ...]) -
     return times
 
 
-def least_recompute_by_trying(space: StageSpace, first: int, last: int, behind: int) -> float:
-    """Least time of recomputed ops that makes a stage fit, over all flags; infinite if none does."""
+def least_recompute_by_trying(space: StageSpace, first: int, last: int, behind: int, spare: float = 0.0) -> float:
+    """Least time of recomputed ops that makes a stage fit, with memory to spare beside the limit, over all flags; infinite if none does."""
     best = np.inf
     for flags in itertools.product((0, 1), repeat=last - first):
-        if stage_memory(space, first, last, behind, flags) <= space.machine.pools[0].memory_limit + 1e-9:
+        if stage_memory(space, first, last, behind, flags) <= space.machine.pools[0].memory_limit + spare + 1e-9:
             best = min(best, recompute_time(space, first, last, flags))
     return best
 
