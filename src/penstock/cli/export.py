@@ -167,7 +167,10 @@ def _model(plan: Plan) -> Model:
 
     if kind == "fasop":
         return FasopTables.open(folder).model(plan.model)
-    family, _, size = plan.model.partition("_")
-    size, _, layers = size.rpartition("_") if size.endswith("layers") else (size, "", "")
-    number = layers.removesuffix("layers")
-    return AcesoTables.open(folder).model(family, size, int(number) if number.isdecimal() else 0)
+    tables = AcesoTables.open(folder)
+    found = tables.split_name(plan.model)
+    if found is None:
+        raise InputError(
+            f"the plan is of model '{plan.model}', which {tables.name} does not hold. It has {', '.join(sorted(tables.names()))}."
+        )
+    return tables.model(*found)

@@ -49,25 +49,23 @@ def search_lengths(
     longest = max(sample.length for sample in samples)
     title = f"best plans of {request.model.name} for {len(samples):,} lengths up to {longest}, global batch {request.frame.global_batch}"
     out().print(table(title, _COLUMNS, [_cells(_row(choice)) for choice in choices]))
-    for line in _facts(best, count, paths):
+    for line in _facts(best, count, path, paths):
         out().print(line, markup=False, soft_wrap=True)
     return plans
 
 
 def _row(choice: LengthsChoice) -> dict[str, Any]:
+    from penstock.search.choice import degree_range
+
     plan, predicted = choice.plan, choice.plan.predicted
     assert predicted is not None
     return {
-        "pp": plan.num_groups, "tp": _range([stage.degrees.tp for stage in plan.stages]),
-        "dp": _range([stage.degrees.dp for stage in plan.stages]), "replicas": plan.num_replicas, "zero": plan.stages[0].zero,
+        "pp": plan.num_groups, "tp": degree_range([stage.degrees.tp for stage in plan.stages]),
+        "dp": degree_range([stage.degrees.dp for stage in plan.stages]), "replicas": plan.num_replicas, "zero": plan.stages[0].zero,
         "num_micro_batches": choice.num_micro_batches, "tokens_per_micro_batch": choice.num_tokens / choice.num_micro_batches,
         "padding_share": choice.padding_share, "time_s": choice.time_s, "tokens_per_s": choice.tokens_per_s, "bound_s": choice.bound_s,
         "peak_bytes": choice.peak_bytes, "price_usd": predicted.price_usd,
     }  # fmt: skip
-
-
-def _range(values: Sequence[int]) -> str:
-    return str(values[0]) if min(values) == max(values) else f"{min(values)}-{max(values)}"
 
 
 def _cells(row: dict[str, Any]) -> list[Any]:
@@ -80,12 +78,12 @@ def _cells(row: dict[str, Any]) -> list[Any]:
     ]  # fmt: skip
 
 
-def _facts(best: LengthsChoice, count: int, paths: Sequence[Path]) -> list[str]:
+def _facts(best: LengthsChoice, count: int, lengths: Path, paths: Sequence[Path]) -> list[str]:
     facts = [f"judged by {len(best.batches)} batches; `to its bound`: how much slower than any micro-batching of the same pipeline can be"]
     if count > 1:
         price = best.plan.predicted.price_usd if best.plan.predicted else None
         usd = "" if price is None else f" and {format_usd(price * count)}"
         facts.append(f"{count:,} iterations take {best.time_s * count / 3600:,.2f} hours{usd}")
     if paths:
-        facts.append(f"wrote {', '.join(map(str, paths))}; `penstock batch --plan {paths[0]}` shows the micro-batches of one batch.")
+        facts.append(f"wrote {', '.join(map(str, paths))}; `penstock batch --lengths {lengths} --plan {paths[0]}` shows micro-batches.")
     return facts

@@ -100,16 +100,10 @@ def _folder(costs: str) -> str:
 
 
 def _chain(tables: AcesoTables, name: str) -> Model:
-    """The chain of `gpt_1_3B`, or, of another depth, `gpt_1_3B_48layers`."""
-    from penstock.interop.aceso_models import SAME_TABLE
-
-    alike = [(family, size) for (family, size), own in SAME_TABLE.items() if (family, own) in tables.models]
-    names = {f"{family}_{size}": (family, size) for family, size in (*tables.models, *alike)}
-    match = re.fullmatch(r"(.+)_([1-9][0-9]{0,4})layers", name)
-    base, layers = (match[1], int(match[2])) if match and match[1] in names else (name, 0)
-    if base not in names:
-        raise _unknown(tables.name, "model", name, names)
-    return tables.model(*names[base], layers)
+    found = tables.split_name(name)
+    if found is None:
+        raise _unknown(tables.name, "model", name, tables.names())
+    return tables.model(*found)
 
 
 def _unknown(where: str, what: str, name: str, known: Iterable[str]) -> InputError:

@@ -101,6 +101,18 @@ class AcesoTables:
         """(family, size) of every model that the folder has tables for."""
         return tuple((table.split("_", 1)[0], table.split("_", 1)[1]) for table in sorted(self.files))
 
+    def names(self) -> dict[str, tuple[str, str]]:
+        """Family and size of every model that the tables hold, by its name."""
+        alike = [(family, size) for (family, size), own in SAME_TABLE.items() if (family, own) in self.models]
+        return {f"{family}_{size}": (family, size) for family, size in (*self.models, *alike)}
+
+    def split_name(self, name: str) -> tuple[str, str, int] | None:
+        """What `model` takes, from the name that it gives: `gpt_1_3B`, or, of another depth, `gpt_1_3B_48layers`; None if unknown."""
+        names = self.names()
+        match = re.fullmatch(r"(.+)_([1-9][0-9]{0,4})layers", name)
+        base, layers = (match[1], int(match[2])) if match and match[1] in names else (name, 0)
+        return (*names[base], layers) if base in names else None
+
     def model(self, family: str, size: str, num_layers: int = 0) -> Model:
         """Aceso's chain of ops, with the size's own number of layers unless another is given."""
         table = self._table_name(family, size)

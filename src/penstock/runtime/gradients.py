@@ -20,7 +20,7 @@ from torch import nn
 
 from penstock.programs.instructions import ReduceStart
 from penstock.programs.sharing import ranks_with
-from penstock.runtime.sharding import ShardedWeights
+from penstock.runtime.sharding import Done, ShardedWeights
 from penstock.runtime.stage import Held, StageModule
 from penstock.runtime.world import World
 
@@ -112,7 +112,10 @@ class Gradients:
     def _sum(self, tensor: torch.Tensor, ranks: Iterable[int], owner: int | None) -> Any:
         group = self.world.group(ranks)
         if self.world.staged:
-            return _Staged(tensor, group)
+            host = tensor.cpu()
+            dist.all_reduce(host, group=group)
+            tensor.copy_(host)
+            return Done()
         if owner is None:
             return dist.all_reduce(tensor, group=group, async_op=True)
         return dist.reduce(tensor, self.world.process[owner], group=group, async_op=True)
@@ -265,18 +268,6 @@ class ShardedGradients(Gradients):
 def gradients_of(stage: StageModule, world: World) -> Gradients:
     """As the stage's ZeRO level wants them."""
     return BucketedGradients(stage, world) if stage.weights is None else ShardedGradients(stage, stage.weights, world)
-
-
-class _Staged:
-    """A sum through host memory, done when it is begun."""
-
-    def __init__(self, tensor: torch.Tensor, group: Any) -> None:
-        host = tensor.cpu()
-        dist.all_reduce(host, group=group)
-        tensor.copy_(host)
-
-    def wait(self) -> None:
-        """Nothing is left to wait for."""
 
 
 def holders_of(stage: StageModule, piece: int) -> tuple[int, ...]:

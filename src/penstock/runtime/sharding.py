@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.runtime.stage import Held
     from penstock.runtime.world import World
 
-__all__ = ["Shard", "ShardedWeights"]
+__all__ = ["Done", "Shard", "ShardedWeights"]
 
 # torch 2.13 renames these; older ones have the old names alone.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -218,17 +218,17 @@ class ShardedWeights:
         given = own.cpu() if staged else own
         result = given.new_empty(len(ranks) * own.numel())
         work = _all_gather(result, given, group=group, async_op=not staged)
-        return _Pending(work, result, given) if not staged else _Pending(_Done(), result.to(own.device), own)
+        return _Pending(work, result, given) if not staged else _Pending(Done(), result.to(own.device), own)
 
     def _scatter(self, table: torch.Tensor, ranks: tuple[int, ...]) -> _Pending:
         group, staged = self.world.group(ranks), self.world.staged
         given = table.cpu() if staged else table
         result = given.new_empty(table.shape[1])
         work = _reduce_scatter(result, given.view(-1), group=group, async_op=not staged)
-        return _Pending(work, result, given) if not staged else _Pending(_Done(), result.to(table.device), table)
+        return _Pending(work, result, given) if not staged else _Pending(Done(), result.to(table.device), table)
 
 
-class _Done:
+class Done:
     """A collective through host memory, done when it was begun."""
 
     def wait(self) -> None:

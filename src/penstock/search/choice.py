@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from penstock.costs.estimate import Estimate
     from penstock.plans.plan import Plan
 
-__all__ = ["Choice"]
+__all__ = ["Choice", "degree_range"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class Choice:
     @property
     def tp(self) -> int | str:
         """The tensor-parallel degree, or the range of degrees where stages differ."""
-        return _range([tp for stage in self.plan.stages for tp in (stage.degrees.tp, *(run.tp for run in stage.runs))])
+        return degree_range([tp for stage in self.plan.stages for tp in (stage.degrees.tp, *(run.tp for run in stage.runs))])
 
     @property
     def dp(self) -> int | str:
         """The same for the degree that divides a micro-batch."""
-        return _range([dp for stage in self.plan.stages for dp in (stage.degrees.dp, *(run.dp for run in stage.runs))])
+        return degree_range([dp for stage in self.plan.stages for dp in (stage.degrees.dp, *(run.dp for run in stage.runs))])
 
     @property
     def recompute(self) -> str:
@@ -48,5 +48,6 @@ class Choice:
         return f"{again} ops" if again else "none"
 
 
-def _range(values: Sequence[int]) -> int | str:
+def degree_range(values: Sequence[int]) -> int | str:
+    """The value, or the range of values where they differ."""
     return values[0] if min(values) == max(values) else f"{min(values)}-{max(values)}"

@@ -89,7 +89,7 @@ def search_for_lengths(
     for done, plan in enumerate(pipelines):
         judging(done, len(pipelines))
         try:
-            judged.append(_judged(plan, batches, request, samples))
+            judged.append(_judged(plan, batches, request))
         except InfeasibleError as reason:
             reasons.append(reason)
     if not judged:
@@ -142,14 +142,15 @@ def _pipelines(request: Request, plans: Sequence[Plan], samples: Sequence[Sample
         )  # fmt: skip
 
 
-def _judged(plan: Plan, batches: Sequence[Sequence[Sample]], request: Request, samples: Sequence[Sample]) -> LengthsChoice:
+def _judged(plan: Plan, batches: Sequence[Sequence[Sample]], request: Request) -> LengthsChoice:
     """What batches of a pipeline take; a sample that fits nowhere is an error."""
     from penstock.batching.planned import planned_costs
     from penstock.batching.planner import plan_batch
 
-    longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
-    source = request.estimator.source
-    costs = planned_costs(plan, request.model, request.cluster, source, longest, longest_dec, memory_limit_bytes=request.memory_limit_bytes)
+    source, limit_bytes = request.estimator.source, request.memory_limit_bytes
+    costs = planned_costs(
+        plan, request.model, request.cluster, source, plan.seq_length, plan.dec_length, memory_limit_bytes=limit_bytes
+    )  # fmt: skip
     choice = LengthsChoice(plan, tuple(plan_batch(batch, costs, bound=True) for batch in batches))
     price_per_h = request.cluster.price_usd_per_h
     price = None if price_per_h is None else price_per_h * choice.time_s / 3600
