@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import os
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("build", derandomize=True, deadline=None)
 settings.register_profile("here", deadline=None)
 settings.load_profile("build" if os.environ.get("CI") else "here")
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The bundled texts, prepared for training; nobody changes them."""
+    from penstock.data.bundled import bundled_files
+    from penstock.data.prepare import TextRequest, prepare_text
+
+    folder = tmp_path_factory.mktemp("prepared") / "data"
+    prepare_text(TextRequest(tuple(bundled_files()), folder, train_tokenizer=384, workers=1))
+    return str(folder)

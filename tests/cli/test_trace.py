@@ -18,8 +18,6 @@ from typing import Any
 import pytest
 
 from penstock.cli.main import run
-from penstock.data.bundled import bundled_files
-from penstock.data.prepare import TextRequest, prepare_text
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import write_plan
@@ -30,13 +28,6 @@ from penstock.runtime.trainer import Trainer, TrainRequest
 pytestmark = pytest.mark.timeout(120)
 
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("prepared") / "data"
-    prepare_text(TextRequest(tuple(bundled_files()), folder, train_tokenizer=384, workers=1))
-    return str(folder)
 
 
 def plan_of(**degrees: int) -> Plan:

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import standins
 
-from penstock.data.bundled import bundled_files
-from penstock.data.prepare import TextRequest, prepare_text
 from penstock.plans.build import uniform_plan
 from penstock.plans.schema import write_plan
 from penstock.runtime.nvml import DeviceSample
@@ -27,13 +25,6 @@ import penstock.runtime.nvml as nvml
 nvml.gpu_uuid = lambda device: "GPU-a" if __import__("torch").distributed.get_rank() == 0 else "GPU-b"
 """
 ABSENT = 'sys.modules["pynvml"] = None\n'
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("prepared") / "data"
-    prepare_text(TextRequest(tuple(bundled_files()), folder, train_tokenizer=384, workers=1))
-    return str(folder)
 
 
 def trained(data: str, tmp_path: Path, site: str) -> subprocess.CompletedProcess[str]:

@@ -11,9 +11,7 @@ import pytest
 from penstock.batching.planner import costs_for
 from penstock.costs.estimate import Estimator
 from penstock.costs.sources import open_costs
-from penstock.data.bundled import bundled_files
 from penstock.data.images import prepare_images
-from penstock.data.prepare import TextRequest, prepare_text
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.references import cluster_of, model_of
@@ -21,13 +19,6 @@ from penstock.runtime.predicting import predict_steps
 from penstock.runtime.trainer import TrainRequest, planning_of
 
 STEPS = range(2, 5)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("prepared") / "data"
-    prepare_text(TextRequest(tuple(bundled_files()), folder, train_tokenizer=384, workers=1))
-    return str(folder)
 
 
 def plan_of(layout: str = "packed", **degrees: int) -> Plan:

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import run
-from penstock.data.bundled import bundled_files
-from penstock.data.prepare import TextRequest, prepare_text
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
@@ -28,13 +26,6 @@ from penstock.runtime.workers import WorkerError
 pytestmark = pytest.mark.timeout(110)
 
 SETTINGS = TrainingSettings(LearningRate(2e-3))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("prepared") / "data"
-    prepare_text(TextRequest(tuple(bundled_files()), folder, train_tokenizer=384, workers=1))
-    return str(folder)
 
 
 def plan_of(**degrees: int) -> Plan:
