@@ -30,7 +30,6 @@ import numpy as np
 
 from penstock.batching.baselines import packed_rows, run_baseline
 from penstock.batching.costs import LayoutCosts, PipelineCosts
-from penstock.batching.dynapipe import best_layers, dynapipe_costs, dynapipe_plan
 from penstock.batching.example import small_costs
 from penstock.batching.fitting import positions
 from penstock.batching.lengths import read_lengths
@@ -44,12 +43,13 @@ from penstock.clusters import resolve_cluster
 from penstock.costs.sources import open_costs
 from penstock.errors import InfeasibleError, near_misses
 from penstock.files import read_json, write_json
-from penstock.interop.dynapipe import DynaPipeTables
-from penstock.interop.dynapipe_model import PlannerConfig
-from penstock.interop.tables import read_checked
 from penstock.models import resolve_model
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
+from penstock.systems.dynapipe.batching import best_layers, dynapipe_costs, dynapipe_plan
+from penstock.systems.dynapipe.models import PlannerConfig
+from penstock.systems.dynapipe.tables import DynaPipeTables
+from penstock.systems.tables import read_checked
 
 KNOWN = (
     ("gpt_tok65536_max2048", "gptA"), ("gpt_tok65536_max4096", "gptA"), ("gpt_n512_max2048", "gptA"), ("gpt_n2048_max2048", "gptA"),

@@ -35,10 +35,10 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
 from penstock.plans.references import model_of
 from penstock.programs.instructions import Program
-from penstock.schedules.workload import Workload
 from penstock.stores import Job
 from penstock.stores.server import start_redis
 from penstock.stores.tcp import serve_tcp
+from penstock.timing.workload import Workload
 
 STAGES, REPLICAS, WARM_UP = 4, 2, 4
 LONGEST = 1600, 448
@@ -56,7 +56,7 @@ def work_of(program: Program, planner: ProgramPlanner) -> Workload:
     """What a program's ops and transfers take, by the costs it was planned with."""
     from penstock.batching.plan import MicroBatch
     from penstock.programs.instructions import Forward
-    from penstock.schedules.batched import batch_workload
+    from penstock.timing.batched import batch_workload
 
     patterns = {step.micro_batch: (step.pattern,) * STAGES for step in program.instructions if isinstance(step, Forward)}
     micro_batches = [
@@ -70,8 +70,8 @@ def train_rank(worker: Any, source: BatchSource, planner: ProgramPlanner, addres
     """A job for workers: all iterations of one timed rank, and what it waited for programs once warm."""
     from penstock.data.loader import DynamicLoader
     from penstock.programs.binary import encode
+    from penstock.runtime.parallel.world import World
     from penstock.runtime.timed import TimedRank
-    from penstock.runtime.world import World
 
     world = World(planner.plan)
     rank = TimedRank(world, observer=worker.status)

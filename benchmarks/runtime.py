@@ -72,9 +72,9 @@ def searched_split() -> list[int]:
     import torch
 
     from penstock.profiling.run import Profiler
-    from penstock.search.families import families
-    from penstock.search.pipelines import blocks_of, equal_pipeline
+    from penstock.search.partition.pipelines import blocks_of, equal_pipeline
     from penstock.search.request import Request
+    from penstock.search.space.families import families
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -166,9 +166,9 @@ def loop_s(count: int = 200_000) -> float:
     from pathlib import Path
 
     from penstock.runtime.executor import Executor
-    from penstock.runtime.observing import Observers, StageTimes
-    from penstock.runtime.spans import SpanRecorder
-    from penstock.runtime.status import Status, StatusBoard
+    from penstock.runtime.telemetry.observing import Observers, StageTimes
+    from penstock.runtime.telemetry.spans import SpanRecorder
+    from penstock.runtime.telemetry.status import Status, StatusBoard
 
     steps = Program(0, 0, 0, 1, 1, 1, 1, (), (), (Free((0,)),) * count)
     with tempfile.TemporaryDirectory() as folder:
@@ -197,8 +197,8 @@ def timed(ranks: int, micro_batches: int = 32, unit_s: float = 0.02) -> None:
     from penstock.plans.references import model_of
     from penstock.runtime.timed import TimedSettings, run_timed
     from penstock.runtime.workers import Pool
-    from penstock.schedules.execution import execute
-    from penstock.schedules.workload import workload_of
+    from penstock.timing.execution import execute
+    from penstock.timing.workload import workload_of
 
     print(f"{ranks} ranks, {micro_batches} unequal micro-batches; transfers ordered by equal times, or by the times of each micro-batch")
     print(f"{'schedule':12} {'ordered by':>10} {'simulated':>10} {'best off by':>12} {'worst off by':>13}")

@@ -29,19 +29,19 @@ from pathlib import Path
 from typing import Any
 
 from penstock.files import write_json
-from penstock.interop.aceso import AcesoTables
-from penstock.interop.fasop import FasopTables
 from penstock.kernels import compile_all
 from penstock.plans.schema import write_plan
 from penstock.plans.texts import format_counts
 from penstock.search import search_plans
-from penstock.search.aceso import AcesoProblem, search_aceso
 from penstock.search.engine import search
-from penstock.search.families import families
-from penstock.search.fasop import FasopAnswer, pareto_fasop, search_fasop
-from penstock.search.grid import uniform_choices
-from penstock.search.pipelines import best_pipeline, blocks_of
+from penstock.search.partition.pipelines import best_pipeline, blocks_of
 from penstock.search.request import Request
+from penstock.search.space.families import families
+from penstock.search.uniform import uniform_choices
+from penstock.systems.aceso.search import AcesoProblem, search_aceso
+from penstock.systems.aceso.tables import AcesoTables
+from penstock.systems.fasop.search import FasopAnswer, pareto_fasop, search_fasop
+from penstock.systems.fasop.tables import FasopTables
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
+from penstock.ordering.adaptive import adaptive
+from penstock.ordering.annealing import best_schedule
+from penstock.ordering.greedy import best_greedy
 from penstock.schedules.actions import Schedule
-from penstock.schedules.adaptive import adaptive
-from penstock.schedules.greedy import best_greedy
 from penstock.schedules.inflight import in_flight, order_peak_bytes
 from penstock.schedules.orders import one_forward_one_backward, schedule_of
-from penstock.schedules.search import best_schedule
-from penstock.schedules.simulator import as_arrays, simulate
-from penstock.schedules.workload import Workload, split_backward, workload_of
+from penstock.timing.simulator import as_arrays, simulate
+from penstock.timing.workload import Workload, split_backward, workload_of
 
 _PIPELINES = ((4, 8), (4, 32), (8, 8), (8, 32))
 _RUNS = 15
@@ -56,7 +56,7 @@ def _measure(run: Callable[[], Callable[[], object]], num_actions: int) -> dict[
 
 
 def _fast(work: Workload, actions: Any, bounds: Any) -> Callable[[], Callable[[], object]]:
-    from penstock.schedules.kernels import run_orders
+    from penstock.timing.order_kernels import run_orders
 
     def prepare() -> Callable[[], object]:
         start, end = (np.full(work.durations_s.shape, np.inf) for _ in range(2))
@@ -66,7 +66,7 @@ def _fast(work: Workload, actions: Any, bounds: Any) -> Callable[[], Callable[[]
 
 
 def _whole(work: Workload, actions: Any, bounds: Any) -> Callable[[], Callable[[], object]]:
-    from penstock.schedules.event_kernels import run_events
+    from penstock.timing.event_kernels import run_events
 
     def prepare() -> Callable[[], object]:
         shapes = [work.durations_s.shape] * 2 + [work.transfers_s.shape] * 2 + [(work.num_stages,)] * 2

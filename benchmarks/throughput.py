@@ -151,10 +151,10 @@ def our_steps(plan: Plan, batches: list[list[int]], costs_name: str, device: str
     from penstock.plans.references import model_of
     from penstock.programs.lower import lower
     from penstock.programs.work import work_of
+    from penstock.runtime.parallel.world import World
     from penstock.runtime.rank import Rank
     from penstock.runtime.source import RandomSource
     from penstock.runtime.update import TrainingSettings
-    from penstock.runtime.world import World
 
     model = model_of(plan)
     plan = with_recompute_choices(plan, model)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from penstock.plans.plan import Plan
 from penstock.programs.instructions import Program
-from penstock.runtime.checkpoint_rank import load_rank, rank_pieces, rank_state
-from penstock.runtime.checkpoint_reader import Checkpoint
-from penstock.runtime.checkpoint_writer import CheckpointWriter
+from penstock.runtime.checkpoints.rank_state import load_rank, rank_pieces, rank_state
+from penstock.runtime.checkpoints.reader import Checkpoint
+from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.session import Outcome, collected, open_rank
 from penstock.runtime.update import TrainingSettings
 from penstock.runtime.workers import Worker

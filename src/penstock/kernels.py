@@ -15,17 +15,17 @@ __all__ = ["KERNEL_MODULES", "compile_all", "compile_in_parallel"]
 # the types used in earnest; `cache=True` keeps the result on disk. Nothing but the function that needs a kernel imports these.
 KERNEL_MODULES: tuple[str, ...] = (
     "penstock.batching.anneal_kernels",
-    "penstock.search.fasop_kernels",
-    "penstock.search.fasop_bound_kernels",
-    "penstock.search.kernels",
+    "penstock.systems.fasop.kernels",
+    "penstock.systems.fasop.bound_kernels",
+    "penstock.search.partition.kernels",
     "penstock.batching.kernels",
-    "penstock.schedules.event_kernels",
-    "penstock.schedules.search_kernels",
-    "penstock.schedules.greedy_kernels",
-    "penstock.search.mixed_kernels",
-    "penstock.search.interleaved_kernels",
-    "penstock.search.common_kernels",
-    "penstock.schedules.kernels",
+    "penstock.timing.event_kernels",
+    "penstock.ordering.annealing_kernels",
+    "penstock.ordering.greedy_kernels",
+    "penstock.search.op_degrees.mixed_kernels",
+    "penstock.search.interleaved.balance_kernels",
+    "penstock.search.replicas.common_kernels",
+    "penstock.timing.order_kernels",
 )
 
 

@@ -20,7 +20,7 @@ from penstock.batching.plan import BatchPlan, Sample
 from penstock.batching.planner import plan_batch
 from penstock.errors import InfeasibleError, InputError
 from penstock.models.shapes import Layout
-from penstock.schedules.simulator import simulate
+from penstock.timing.simulator import simulate
 
 LAYOUTS: tuple[tuple[Layout, ...], ...] = (("padded",), ("packed",), ("padded", "packed"))
 

@@ -10,11 +10,11 @@ import yaml
 
 from penstock.cli.export import LAUNCHERS, TARGETS
 from penstock.cli.main import run
-from penstock.interop.aceso_plans import from_plan, read_aceso_plan
-from penstock.interop.fasop_rows import read_fasop_rows
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.schema import plan_from_dict, read_plan, write_plan
+from penstock.systems.aceso.plans import from_plan, read_aceso_plan
+from penstock.systems.fasop.rows import read_fasop_rows
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plans"
 
@@ -71,8 +71,8 @@ def test_weights_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     from penstock.models.modules import build_chain
     from penstock.models.modules.hf_weights import export_hf_weights, read_safetensors
-    from penstock.runtime.checkpoint_layout import chain_pieces
-    from penstock.runtime.checkpoint_writer import CheckpointWriter
+    from penstock.runtime.checkpoints.layout import chain_pieces
+    from penstock.runtime.checkpoints.writer import CheckpointWriter
 
     model = small_model("llama")
     chain = build_chain(model)
@@ -139,7 +139,7 @@ def test_a_plan_over_imported_tables(tmp_path: Path, capsys: pytest.CaptureFixtu
     if not tables.is_dir():
         pytest.skip("the published tables are not on this machine")
     from penstock.interop import AcesoTables
-    from penstock.interop.aceso_plans import to_plan
+    from penstock.systems.aceso.plans import to_plan
 
     own = from_plan(uniform_plan("gpt-350m", "2xv100-32gb", pp=2, global_batch=64, micro_batch=4, precision="fp16"))
     model = AcesoTables.open(tables).model("gpt", "350M")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from penstock.cli.main import run
-from penstock.interop.aceso_plans import FAMILY_FIELDS, SIZES
 from penstock.models import resolve_model
 from penstock.plans.schema import read_plan
+from penstock.systems.aceso.plans import FAMILY_FIELDS, SIZES
 
 NET = """
 import torch

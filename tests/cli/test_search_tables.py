@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.cli.main import run
-from penstock.interop.aceso_plans import read_aceso_plan
 from penstock.plans.schema import read_plan
+from penstock.systems.aceso.plans import read_aceso_plan
 
 LAYER = ["enc-1st-layernorm", "enc-attention-qkv", "enc-attention-score", "enc-attention-softmax", "enc-attention-dropout",
          "enc-attention-context", "enc-attention-dense", "enc-post-attention-dropout", "enc-2nd-layernorm", "enc-MLP-GEMM-1",

@@ -21,8 +21,8 @@ from penstock.cli.main import run
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import write_plan
-from penstock.runtime.spans_reader import read_spans
-from penstock.runtime.telemetry import read_steps
+from penstock.runtime.telemetry.spans_reader import read_spans
+from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import Trainer, TrainRequest
 
 pytestmark = pytest.mark.timeout(120)

@@ -13,15 +13,15 @@ import standins
 
 from penstock.plans.build import uniform_plan
 from penstock.plans.schema import write_plan
-from penstock.runtime.nvml import DeviceSample
-from penstock.runtime.telemetry import read_lines, read_steps
+from penstock.runtime.telemetry.nvml import DeviceSample
+from penstock.runtime.telemetry.steps import read_lines, read_steps
 
 pytestmark = pytest.mark.timeout(120)
 
 # Runs at the start of every process, workers included.
 GPUS = """
 import sys
-import penstock.runtime.nvml as nvml
+import penstock.runtime.telemetry.nvml as nvml
 nvml.gpu_uuid = lambda device: "GPU-a" if __import__("torch").distributed.get_rank() == 0 else "GPU-b"
 """
 ABSENT = 'sys.modules["pynvml"] = None\n'

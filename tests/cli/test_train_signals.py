@@ -17,9 +17,9 @@ from penstock.data.bundled import bundled_files
 from penstock.data.prepare import TextRequest, prepare_text
 from penstock.plans.build import uniform_plan
 from penstock.plans.schema import write_plan
-from penstock.runtime.checkpoint_folder import find_checkpoint
-from penstock.runtime.checkpoint_reader import Checkpoint
-from penstock.runtime.telemetry import read_steps
+from penstock.runtime.checkpoints.folder import find_checkpoint
+from penstock.runtime.checkpoints.reader import Checkpoint
+from penstock.runtime.telemetry.steps import read_steps
 
 pytestmark = pytest.mark.timeout(110)
 

@@ -13,7 +13,7 @@ from penstock.cli.main import run
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import write_plan
-from penstock.runtime.telemetry import read_steps
+from penstock.runtime.telemetry.steps import read_steps
 
 pytestmark = pytest.mark.timeout(110)
 

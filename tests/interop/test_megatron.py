@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InputError
-from penstock.interop.aceso_plans import groups
 from penstock.interop.megatron import megatron_flags, megatron_text
 from penstock.models.catalog import resolve_model
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Degrees, OpRun, Plan, Stage
+from penstock.systems.aceso.plans import groups
 
 GPT = uniform_plan("gpt-tiny", "4xa100-40gb", pp=4, global_batch=16, micro_batch=2)
 """Stages of one layer each: ops 0:9, 9:17, 17:25, 25:36."""

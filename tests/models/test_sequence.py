@@ -18,7 +18,7 @@ from penstock.models.modules import TORCH_DTYPES, TensorParallel
 from penstock.models.ops import Model, Op
 from penstock.models.sequence import by_rows, divides_tokens, with_sequence_parallelism
 from penstock.models.shapes import Shape
-from penstock.runtime.sequence import SequenceChain
+from penstock.runtime.parallel.sequence import SequenceChain
 
 FAMILIES = ("gpt", "llama", "bert", "t5")
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from ortools.sat.python import cp_model
 
-from penstock.search.mixed import MixedCosts
-from penstock.search.stages import Machine, StageSpace
+from penstock.search.op_degrees.lazy_stages import MixedCosts
+from penstock.search.partition.stages import Machine, StageSpace
 
 
 def _solved(model: cp_model.CpModel, objective: Any) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from penstock.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Schedule
-from penstock.schedules.workload import Workload
+from penstock.timing.workload import Workload
 
 
 @dataclass

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.search.fasop_model import FasopProblem, Option, micro_batches_of, options_of
+from penstock.systems.fasop.rules import FasopProblem, Option, micro_batches_of, options_of
 
 Stage = tuple[int, Option, tuple[int, ...]]
 """Layers, option, and the node of each replica."""

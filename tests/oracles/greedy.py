@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.ordering.greedy import Greed
 from penstock.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Schedule
-from penstock.schedules.greedy import Greed
-from penstock.schedules.workload import Workload
+from penstock.timing.workload import Workload
 
 
 class SlowGreedy:

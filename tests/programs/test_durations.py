@@ -21,8 +21,8 @@ from penstock.programs.durations import StageWeights, durations_of, priced_weigh
 from penstock.programs.instructions import MicroBatch
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
-from penstock.schedules.batched import batch_durations_s, batch_workload
 from penstock.schedules.orders import schedule_of
+from penstock.timing.batched import batch_durations_s, batch_workload
 
 MIXED = "1xa100-40gb+1xv100-32gb+1xt4+1xa100-40gb"
 

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.runtime import interrupts
 from penstock.runtime.interrupts import Interrupts, unheard
-from penstock.runtime.status import Status, StatusBoard
+from penstock.runtime.telemetry.status import Status, StatusBoard
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

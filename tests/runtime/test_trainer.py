@@ -17,8 +17,8 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import write_plan
 from penstock.runtime.learning_rate import LearningRate
-from penstock.runtime.spans_reader import RankSpans, read_run
-from penstock.runtime.telemetry import read_steps
+from penstock.runtime.telemetry.spans_reader import RankSpans, read_run
+from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import Progress, Trainer, TrainRequest
 from penstock.runtime.update import TrainingSettings
 from penstock.runtime.workers import WorkerError

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import InputError
+from penstock.ordering.injection import pyramid, reordered
 from penstock.plans import inflight as planned
 from penstock.schedules.actions import FORWARD, Action, Schedule, format_schedule, parse_schedule
 from penstock.schedules.inflight import in_flight, order_peak_bytes
-from penstock.schedules.injection import pyramid, reordered
 from penstock.schedules.orders import SCHEDULE_NAMES, gpipe, one_forward_one_backward, schedule_of, with_depths
-from penstock.schedules.simulator import simulate
-from penstock.schedules.workload import workload_of
+from penstock.timing.simulator import simulate
+from penstock.timing.workload import workload_of
 
 names = st.sampled_from(SCHEDULE_NAMES)
 

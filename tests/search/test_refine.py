@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from penstock.plans.validity import check_plan
 from penstock.search.choice import Choice
-from penstock.search.grid import plans_of_grid
 from penstock.search.refine import refined, simulated_s
 from penstock.search.request import Request
+from penstock.search.uniform import plans_of_grid
 
 
 def pipeline(shift: int) -> tuple[Request, Choice]:

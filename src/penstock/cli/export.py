@@ -90,8 +90,8 @@ def export_plan(plan: Plan, target: Target, source: Path) -> None:
     from penstock.files import write_text
 
     if target.system == "dynpipe":
-        from penstock.interop.dynpipe_exchange import from_plan
-        from penstock.interop.dynpipe_plans import write_files
+        from penstock.systems.dynpipe.files import write_files
+        from penstock.systems.dynpipe.plans import from_plan
 
         write_files(target.path, *from_plan(plan, _model(plan)))
         return
@@ -104,8 +104,8 @@ def export_plan(plan: Plan, target: Target, source: Path) -> None:
 def export_weights(checkpoint: Path, folder: Path) -> None:
     """Writes the weights of a checkpoint, or of the latest in a folder, as safetensors under Hugging Face's names."""
     from penstock.models.catalog import model_from_mapping, resolve_model
-    from penstock.runtime.checkpoint_hf import export_hf_checkpoint
-    from penstock.runtime.checkpoint_reader import Checkpoint
+    from penstock.runtime.checkpoints.huggingface import export_hf_checkpoint
+    from penstock.runtime.checkpoints.reader import Checkpoint
 
     opened = Checkpoint(checkpoint)
     trained = opened.state.get("model")
@@ -147,10 +147,10 @@ def _text(plan: Plan, system: str, model: Model) -> str:
 
         return json_module.dumps(deepspeed_config(plan, model), indent=2) + "\n"
     if system == "aceso":
-        from penstock.interop.aceso_plans import aceso_text, from_plan
+        from penstock.systems.aceso.plans import aceso_text, from_plan
 
         return aceso_text(from_plan(plan, model))
-    from penstock.interop.fasop_rows import fasop_text, row_of_plan
+    from penstock.systems.fasop.rows import fasop_text, row_of_plan
 
     return fasop_text([row_of_plan(plan, model)])
 

@@ -67,9 +67,9 @@ def import_plan(source: PlanSource, path: Path, json: bool) -> None:
 
 
 def _from_dynpipe(source: PlanSource, model: Model, cluster: Cluster) -> tuple[Plan, list[str]]:
-    from penstock.interop.dynpipe_exchange import to_plan
-    from penstock.interop.dynpipe_plans import read_files
     from penstock.plans.references import cluster_reference, model_reference
+    from penstock.systems.dynpipe.files import read_files
+    from penstock.systems.dynpipe.plans import to_plan
 
     topology, partition = read_files(source.path, source.partition)
     plan = to_plan(
@@ -80,8 +80,8 @@ def _from_dynpipe(source: PlanSource, model: Model, cluster: Cluster) -> tuple[P
 
 
 def _from_aceso(source: PlanSource, model: Model, cluster: Cluster) -> tuple[Plan, list[str]]:
-    from penstock.interop.aceso_plans import read_aceso_plan, to_plan
     from penstock.plans.references import cluster_reference, model_reference
+    from penstock.systems.aceso.plans import read_aceso_plan, to_plan
 
     plan = to_plan(
         read_aceso_plan(source.path), model, model_ref=model_reference(source.model), cluster_ref=cluster_reference(source.cluster),
@@ -91,9 +91,9 @@ def _from_aceso(source: PlanSource, model: Model, cluster: Cluster) -> tuple[Pla
 
 
 def _from_fasop(source: PlanSource, model: Model, cluster: Cluster) -> tuple[Plan, list[str]]:
-    from penstock.interop.fasop_plans import chosen_row, to_plan
-    from penstock.interop.fasop_rows import read_fasop_rows
     from penstock.plans.references import cluster_reference, model_reference
+    from penstock.systems.fasop.plans import chosen_row, to_plan
+    from penstock.systems.fasop.rows import read_fasop_rows
 
     rows = read_fasop_rows(source.path)
     number, remarks = chosen_row(rows, cluster, source.row)

@@ -12,8 +12,8 @@ from penstock.cli.console import format_time, format_usd, out, print_json, progr
 from penstock.errors import InputError, near_misses
 
 if TYPE_CHECKING:
-    from penstock.interop.aceso import AcesoTables
     from penstock.models.ops import Model
+    from penstock.systems.aceso.tables import AcesoTables
 
 __all__ = ["TABLES", "TableRequest", "search_tables"]
 
@@ -63,8 +63,8 @@ def search_tables(request: TableRequest, others: Mapping[str, object]) -> None:
 def _search_aceso(request: TableRequest) -> None:
     from penstock.files import write_text
     from penstock.interop import AcesoTables
-    from penstock.interop.aceso_plans import searched_text
-    from penstock.search.aceso import AcesoProblem, search_aceso
+    from penstock.systems.aceso.plans import searched_text
+    from penstock.systems.aceso.search import AcesoProblem, search_aceso
 
     tables = AcesoTables.open(_folder(request.costs))
     model = _chain(tables, request.model)
@@ -116,7 +116,7 @@ def _unknown(where: str, what: str, name: str, known: Iterable[str]) -> InputErr
 
 def _nodes(text: str) -> tuple[int, int]:
     """Nodes and GPUs of each: `2x8`."""
-    from penstock.search.aceso import MAX_STAGES
+    from penstock.systems.aceso.search import MAX_STAGES
 
     match = re.fullmatch(r"\s*([1-9][0-9]{0,5})\s*[x×]\s*([1-9][0-9]{0,5})\s*", text)
     if match is None:
@@ -133,7 +133,7 @@ def _nodes(text: str) -> tuple[int, int]:
 def _search_fasop(request: TableRequest) -> None:
     from penstock.files import write_json
     from penstock.interop import FasopTables
-    from penstock.search.fasop import search_fasop
+    from penstock.systems.fasop.search import search_fasop
 
     tables = FasopTables.open(_folder(request.costs))
     settings = tables.settings()

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
     from penstock.schedules.actions import Schedule
-    from penstock.schedules.execution import Execution
-    from penstock.schedules.workload import Workload
+    from penstock.timing.execution import Execution
+    from penstock.timing.workload import Workload
 
 __all__ = ["simulate"]
 
@@ -55,9 +55,9 @@ def simulate(
 
     Example: penstock simulate plan.json --trace t.json
     """
-    from penstock.schedules.execution import execute
-    from penstock.schedules.figure import check_figure_path, write_figure
-    from penstock.schedules.traces import write_trace
+    from penstock.reports.figure import check_figure_path, write_figure
+    from penstock.reports.traces import write_trace
+    from penstock.timing.execution import execute
 
     if figure is not None:
         check_figure_path(figure)
@@ -91,7 +91,7 @@ def _subject(path: Path, lengths: Path | None, costs: str | None) -> _Subject:
 
 def _planned(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> _Subject:
     """Equal micro-batches, as the plan has them."""
-    from penstock.schedules.planned import planned_pipeline
+    from penstock.timing.planned import planned_pipeline
 
     found = planned_pipeline(plan, model, cluster, source)
     where = "by the formulas of `penstock explain`, where no message is hidden behind compute"
@@ -107,7 +107,7 @@ def _batched(lengths: Path, plan: Plan, model: Model, cluster: Cluster, source: 
     from penstock.batching.lengths import read_lengths
     from penstock.batching.planned import planned_costs
     from penstock.batching.planner import plan_batch
-    from penstock.schedules.batched import batch_workload
+    from penstock.timing.batched import batch_workload
 
     samples = read_lengths(lengths)
     longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
@@ -180,7 +180,7 @@ def _drawing(run: Execution, width: int) -> str:
     """The timeline as text; of a long one the beginning, so that most actions have room for their names."""
     import numpy as np
 
-    from penstock.schedules.drawing import draw_text
+    from penstock.reports.drawing import draw_text
 
     ran = np.isfinite(run.end_s)
     usual_s = float(np.median(run.end_s[ran] - run.start_s[ran]))

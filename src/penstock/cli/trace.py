@@ -12,8 +12,8 @@ from penstock.errors import InputError, PenstockError
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
-    from penstock.runtime.spans_reader import RankSpans
-    from penstock.runtime.spans_trace import Predictions
+    from penstock.runtime.telemetry.spans_reader import RankSpans
+    from penstock.runtime.telemetry.spans_trace import Predictions
 
 __all__ = ["trace"]
 
@@ -35,8 +35,8 @@ def trace(
     Example: penstock trace run --steps 20-24 --out trace.json
     """
     from penstock.runtime.run_folder import plan_of_run
-    from penstock.runtime.spans_reader import read_run
-    from penstock.runtime.spans_trace import write_trace
+    from penstock.runtime.telemetry.spans_reader import read_run
+    from penstock.runtime.telemetry.spans_trace import write_trace
 
     plan = plan_of_run(run)
     ranks = read_run(run, plan.ranks)
@@ -79,9 +79,9 @@ def _chosen(text: str, known: list[int], run: Path) -> list[int]:
 def _predicted(run: Path, plan: Plan, steps: list[int]) -> Predictions | None:
     """What the plan's costs expect of every rank, with the micro-batches that the steps had; None, with a note, where nobody can say."""
     from penstock.plans.references import model_of
-    from penstock.runtime.predicting import predict_timelines
     from penstock.runtime.run_folder import read_request
-    from penstock.runtime.spans_trace import predicted_spans
+    from penstock.runtime.telemetry.predicting import predict_timelines
+    from penstock.runtime.telemetry.spans_trace import predicted_spans
     from penstock.runtime.trainer import planning_of
 
     places = {
@@ -105,7 +105,7 @@ def _row(one: RankSpans) -> dict[str, float]:
     """Mean shares of a rank's time in its steps."""
     import numpy as np
 
-    from penstock.runtime.spans_reader import iteration_shares
+    from penstock.runtime.telemetry.spans_reader import iteration_shares
 
     shares = [iteration_shares(one, step) for step in one.iterations] or [np.zeros(3)]
     compute, wait, transfer = np.mean(shares, axis=0).tolist()

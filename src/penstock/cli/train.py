@@ -15,7 +15,7 @@ from penstock.errors import InputError
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.runtime.interrupts import Interrupted
-    from penstock.runtime.predicting import Predicted
+    from penstock.runtime.telemetry.predicting import Predicted
     from penstock.runtime.trainer import Progress, TrainResult
     from penstock.runtime.update import TrainingSettings
 
@@ -72,7 +72,7 @@ def train(
     _check(counts, reserve_memory)
     if device == "timed":
         _refuse_learning(context)
-    from penstock.runtime.beside import PlanningSettings
+    from penstock.runtime.planner_processes import PlanningSettings
     from penstock.runtime.trainer import Trainer, TrainRequest
 
     trainer = Trainer(TrainRequest(

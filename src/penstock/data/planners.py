@@ -209,9 +209,9 @@ def _trace(planner: ProgramPlanner, planned: BatchPlan) -> Any:
     """The simulated timeline of the slowest replica; None without costs."""
     if planner.costs is None or planned.method == "fixed":
         return None
-    from penstock.schedules.batched import batch_workload
-    from penstock.schedules.execution import execute
-    from penstock.schedules.traces import trace_of
+    from penstock.reports.traces import trace_of
+    from penstock.timing.batched import batch_workload
+    from penstock.timing.execution import execute
 
     index, replica = max(enumerate(planned.replicas), key=lambda pair: pair[1].predicted_s)
     return trace_of(execute(replica.schedule, batch_workload(planner.costs, replica.micro_batches, index)))

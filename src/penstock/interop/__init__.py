@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from penstock.errors import InputError, near_misses
-from penstock.interop.aceso import AcesoTables
-from penstock.interop.dynapipe import DynaPipeTables
-from penstock.interop.fasop import FasopTables
+from penstock.systems.aceso.tables import AcesoTables
+from penstock.systems.dynapipe.tables import DynaPipeTables
+from penstock.systems.fasop.tables import FasopTables
 
 __all__ = ["AcesoTables", "DynaPipeTables", "FasopTables", "open_tables"]
 

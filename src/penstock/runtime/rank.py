@@ -16,16 +16,16 @@ from penstock.plans.plan import Plan
 from penstock.programs import instructions as i
 from penstock.runtime.accuracy import count_correct
 from penstock.runtime.executor import Executor, Observer
-from penstock.runtime.gradients import gradients_of
-from penstock.runtime.rounds import rounds_of
-from penstock.runtime.slices import Landing, outgoing, prepare
+from penstock.runtime.parallel.gradients import gradients_of
+from penstock.runtime.parallel.rounds import rounds_of
+from penstock.runtime.parallel.stashing import WeightStash
+from penstock.runtime.parallel.tied import sync_tied
+from penstock.runtime.parallel.world import World
 from penstock.runtime.source import Source, load_share
 from penstock.runtime.stage import StageModule
-from penstock.runtime.stashing import WeightStash
-from penstock.runtime.tied import sync_tied
-from penstock.runtime.transport import Pending, make_transport
+from penstock.runtime.transport.slices import Landing, outgoing, prepare
+from penstock.runtime.transport.transport import Pending, make_transport
 from penstock.runtime.update import StepResult, TrainingSettings, Update
-from penstock.runtime.world import World
 
 __all__ = ["Evaluated", "Rank"]
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 from penstock.data.loader import DynamicLoader
 from penstock.plans.references import model_of
-from penstock.runtime.observing import Observers, StageTimes, slowest_stages
-from penstock.runtime.predicting import ProgramTimes
-from penstock.runtime.spans import COMPUTE, SpanRecorder
-from penstock.runtime.telemetry import LineLog, StepRecord
+from penstock.runtime.parallel.world import World
+from penstock.runtime.telemetry.observing import Observers, StageTimes, slowest_stages
+from penstock.runtime.telemetry.predicting import ProgramTimes
+from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
+from penstock.runtime.telemetry.steps import LineLog, StepRecord
 from penstock.runtime.timed import LEAD_S, TimedRank, TimedSettings
 from penstock.runtime.trainer import WARM_UP, Progress, TrainRequest, TrainResult, planning_of
-from penstock.runtime.world import World
 
 if TYPE_CHECKING:
-    from penstock.runtime.beside import Handover
+    from penstock.runtime.planner_processes import Handover
     from penstock.runtime.workers import Worker
 
 __all__ = ["rehearse_rank"]

@@ -55,7 +55,7 @@ def plan_of_run(folder: str | Path) -> Plan:
 
 def read_request(folder: str | Path) -> TrainRequest:
     """A request for the same batches as the run had; how it was updated and where it ran is not in it."""
-    from penstock.runtime.beside import PlanningSettings
+    from penstock.runtime.planner_processes import PlanningSettings
     from penstock.runtime.trainer import TrainRequest
     from penstock.runtime.update import TrainingSettings
 

@@ -12,11 +12,11 @@ from penstock.models.ops import Model
 from penstock.plans.plan import Plan
 from penstock.plans.references import model_of
 from penstock.programs.instructions import Program
+from penstock.runtime.parallel.world import World
 from penstock.runtime.rank import Evaluated, Rank
 from penstock.runtime.source import RandomSource, Source
 from penstock.runtime.update import TrainingSettings
 from penstock.runtime.workers import Worker
-from penstock.runtime.world import World
 
 __all__ = ["Outcome", "Weight", "collected", "open_rank", "train_programs"]
 

@@ -32,12 +32,12 @@ from penstock.plans.plan import Stage
 from penstock.programs.instructions import MicroBatch
 from penstock.programs.routing import Side
 from penstock.programs.sharing import ranks_with
-from penstock.runtime.deferred import DeferWeights
-from penstock.runtime.resharding import Reshard
-from penstock.runtime.sequence import SequenceChain
-from penstock.runtime.sharding import ShardedWeights
-from penstock.runtime.transport import Transport
-from penstock.runtime.world import World
+from penstock.runtime.parallel.deferred import DeferWeights
+from penstock.runtime.parallel.resharding import Reshard
+from penstock.runtime.parallel.sequence import SequenceChain
+from penstock.runtime.parallel.sharding import ShardedWeights
+from penstock.runtime.parallel.world import World
+from penstock.runtime.transport.transport import Transport
 
 __all__ = ["Held", "Piece", "StageModule"]
 

@@ -41,12 +41,12 @@ from penstock.programs.instructions import (
     SyncTied,
 )  # fmt: skip
 from penstock.runtime.executor import Executor, Observer
-from penstock.runtime.slices import DTYPES
-from penstock.runtime.transport import Pending, make_transport
+from penstock.runtime.parallel.world import World
+from penstock.runtime.transport.slices import DTYPES
+from penstock.runtime.transport.transport import Pending, make_transport
 from penstock.runtime.workers import Worker
-from penstock.runtime.world import World
 from penstock.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
-from penstock.schedules.workload import Workload
+from penstock.timing.workload import Workload
 
 __all__ = ["LEAD_S", "MOST_PAYLOAD_BYTES", "TimedRank", "TimedSettings", "run_timed"]
 

@@ -18,8 +18,8 @@ from penstock.errors import InputError
 from penstock.plans.capabilities import SCHEDULES, unsupported
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import require_valid
-from penstock.runtime.beside import Handover, PlanningSettings, planners_here, planners_of_nodes
 from penstock.runtime.interrupts import Interrupts
+from penstock.runtime.planner_processes import Handover, PlanningSettings, planners_here, planners_of_nodes
 from penstock.runtime.run_folder import write_run
 from penstock.runtime.update import TrainingSettings
 from penstock.runtime.workers import Pool, Worker, joined
@@ -27,8 +27,8 @@ from penstock.runtime.workers import Pool, Worker, joined
 if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
-    from penstock.runtime.observing import StageTime
-    from penstock.runtime.predicting import Predicted
+    from penstock.runtime.telemetry.observing import StageTime
+    from penstock.runtime.telemetry.predicting import Predicted
 
 __all__ = ["EvalRecord", "Progress", "TrainRequest", "TrainResult", "Trainer", "train_rank"]
 
@@ -168,7 +168,7 @@ class Trainer:
 
     def predicted(self, result: TrainResult) -> Predicted:
         """What the plan's costs say of the steps of a run, those left out that warm up."""
-        from penstock.runtime.predicting import predict_steps
+        from penstock.runtime.telemetry.predicting import predict_steps
 
         last = result.first_step + result.num_steps
         first = result.first_step + WARM_UP if result.num_steps > WARM_UP else result.first_step
@@ -208,11 +208,11 @@ def _checked(request: TrainRequest) -> TrainRequest:
     if request.eval_every and _EVAL_SPLIT not in data.manifest.splits:
         raise InputError(f"evaluation was asked for, but data '{request.data}' has no split '{_EVAL_SPLIT}'. Prepare it with one.")
     if request.resume:
-        from penstock.runtime.checkpoint_folder import find_checkpoint
+        from penstock.runtime.checkpoints.folder import find_checkpoint
 
         request = replace(request, resume=str(find_checkpoint(request.resume)))
     if request.weights:
-        from penstock.runtime.first_weights import check_weights
+        from penstock.runtime.checkpoints.first_weights import check_weights
 
         if request.resume:
             raise InputError(
@@ -276,7 +276,7 @@ def _require_slower(request: TrainRequest) -> None:
 def _first_step(request: TrainRequest) -> int:
     if not request.resume:
         return 0
-    from penstock.runtime.checkpoint_reader import Checkpoint
+    from penstock.runtime.checkpoints.reader import Checkpoint
 
     return Checkpoint(request.resume).step
 
@@ -319,7 +319,7 @@ def _planner(request: TrainRequest, model: Model) -> ProgramPlanner:
 
 def train_rank(worker: Worker, request: TrainRequest, handover: Handover, token: str) -> TrainResult:
     """One rank's whole run: a job for workers, and what a process under torchrun calls."""
-    from penstock.runtime.running import Run
+    from penstock.runtime.run import Run
 
     with Run(worker, request, handover, token) as run:
         return run.train()

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.errors import InputError
-from penstock.runtime.gradients import Gradients
 from penstock.runtime.learning_rate import LearningRate
 from penstock.runtime.optimizer import OptimizerSettings, make_optimizer
-from penstock.runtime.world import World
+from penstock.runtime.parallel.gradients import Gradients
+from penstock.runtime.parallel.world import World
 
 __all__ = ["LossScale", "StepResult", "TrainingSettings", "Update"]
 

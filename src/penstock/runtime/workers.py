@@ -29,7 +29,7 @@ from typing import Any
 
 from penstock.errors import InputError, PenstockError
 from penstock.runtime.interrupts import SIGNALS, unheard
-from penstock.runtime.status import Status, StatusBoard
+from penstock.runtime.telemetry.status import Status, StatusBoard
 
 __all__ = ["Pool", "Worker", "WorkerError", "joined", "launch"]
 

@@ -13,8 +13,8 @@ from itertools import accumulate
 import numpy as np
 
 from penstock.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Schedule
-from penstock.schedules.simulator import as_arrays
-from penstock.schedules.workload import Floats, Workload
+from penstock.timing.simulator import as_arrays
+from penstock.timing.workload import Floats, Workload
 
 __all__ = ["InFlight", "in_flight", "order_peak_bytes"]
 
@@ -53,7 +53,7 @@ def _most(actions: Iterable[Action], changes: dict[int, int]) -> int:
 
 def order_peak_bytes(schedule: Schedule, workload: Workload) -> Floats:
     """The most bytes each device holds, messages that wait apart: [devices]."""
-    from penstock.schedules.kernels import peak_of_order
+    from penstock.timing.order_kernels import peak_of_order
 
     actions, bounds = as_arrays(schedule)
     none = np.arange(workload.num_micro_batches)

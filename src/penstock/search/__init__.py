@@ -5,6 +5,6 @@ Only the entry points are listed here; the modules behind them are internal.
 
 from penstock.search.choice import Choice
 from penstock.search.engine import Outcome, search_plans
-from penstock.search.grid import best_plans, uniform_plans
+from penstock.search.uniform import best_plans, uniform_plans
 
 __all__ = ["Choice", "Outcome", "best_plans", "search_plans", "uniform_plans"]

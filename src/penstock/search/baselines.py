@@ -17,10 +17,10 @@ from penstock.plans.build import uniform_stages
 from penstock.plans.plan import Plan
 from penstock.plans.validity import check_plan
 from penstock.search.choice import Choice
-from penstock.search.families import MAX_DEPTH, Family, families
-from penstock.search.grid import plans_of_grid
-from penstock.search.pipelines import best_pipeline, blocks_of, equal_pipeline
+from penstock.search.partition.pipelines import best_pipeline, blocks_of, equal_pipeline
 from penstock.search.request import Request, micro_batch_sizes
+from penstock.search.space.families import MAX_DEPTH, Family, families
+from penstock.search.uniform import plans_of_grid
 
 __all__ = ["BASELINES", "Baseline", "best_of"]
 

@@ -15,19 +15,19 @@ from penstock.costs.source import CostSource
 from penstock.errors import InfeasibleError, InputError
 from penstock.plans.plan import Plan
 from penstock.plans.validity import require_valid
-from penstock.search.bounds import Bound, family_bound, promise_s
+from penstock.search.bounds.by_ops import Bound, family_bound, promise_s
+from penstock.search.bounds.crossing import crossing_bound_s
 from penstock.search.choice import Choice
-from penstock.search.crossing import crossing_bound_s
-from penstock.search.families import Family, Pass, families
-from penstock.search.grid import uniform_choices
-from penstock.search.interleaved import Interleaving, best_interleaved, divides_evenly, interleavings, sharper_bound_s
-from penstock.search.op_degrees import free_bound_s, mixed_plans
-from penstock.search.pipelines import best_pipeline, blocks_of, bound_of_pass
+from penstock.search.interleaved.ways import Interleaving, best_interleaved, divides_evenly, interleavings, sharper_bound_s
+from penstock.search.op_degrees.mixed_plans import free_bound_s, mixed_plans
+from penstock.search.partition.pipelines import best_pipeline, blocks_of, bound_of_pass
 from penstock.search.refine import refined
-from penstock.search.replicas import ReplicaFamily, replica_families
+from penstock.search.replicas.replica_families import ReplicaFamily, replica_families
+from penstock.search.replicas.shares import rebalanced
 from penstock.search.request import SCHEDULES, Request
-from penstock.search.schedules import rescheduled
-from penstock.search.shares import rebalanced
+from penstock.search.reschedule import rescheduled
+from penstock.search.space.families import Family, Pass, families
+from penstock.search.uniform import uniform_choices
 
 __all__ = ["Outcome", "ProofLine", "Watch", "search", "search_plans"]
 

@@ -35,7 +35,7 @@ def simulated_s(request: Request, plan: Plan, estimate: Estimate) -> float:
     import numpy as np
 
     from penstock.schedules.orders import schedule_of
-    from penstock.schedules.simulator import simulate
+    from penstock.timing.simulator import simulate
 
     count = estimate.num_micro_batches
     passes = []

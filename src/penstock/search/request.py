@@ -15,7 +15,7 @@ from penstock.plans.capabilities import SEARCHED_SCHEDULES as SCHEDULES
 from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.plans.references import cluster_reference, model_reference
 from penstock.plans.validity import require_valid
-from penstock.search.recovery import Recovery
+from penstock.search.bounds.recovery import Recovery
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster

@@ -20,9 +20,9 @@ from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import check_plan
 from penstock.search.choice import Choice
 from penstock.search.engine import search
-from penstock.search.grid import plans_of_grid
+from penstock.search.replicas.shares import rebalanced
 from penstock.search.request import Request, micro_batch_sizes
-from penstock.search.shares import rebalanced
+from penstock.search.uniform import plans_of_grid
 
 if TYPE_CHECKING:
     from penstock.costs.source import CostSource

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from penstock.models.modules import fused
-from penstock.runtime.deferred import DeferWeights
+from penstock.runtime.parallel.deferred import DeferWeights
 
 
 def product(seed: int, bias: bool = True) -> tuple[torch.Tensor, nn.Parameter, nn.Parameter | None]:

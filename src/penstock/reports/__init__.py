@@ -1,0 +1,1 @@
+"""What people look at: timelines as text, figures and traces."""

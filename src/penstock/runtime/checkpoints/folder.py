@@ -1,0 +1,101 @@
+"""The folder of a run's checkpoints: names, which is the latest, how a finished one appears and old ones go.
+
+    checkpoints/
+      latest                        name of the newest one, for people and scripts; written last
+      save-000007-step-1400/        whole: it has been given this name after everything in it was on disk
+        manifest.json  rank-00000.safetensors  rank-00001.safetensors …
+      .partial-1600-TOKEN/          being written
+      .trash-save-000006-…/         being deleted
+
+Checkpoints are numbered in the order of writing, so that going back to an earlier step never meets a name that exists.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.errors import InputError
+from penstock.files import write_text
+from penstock.runtime.checkpoints.files import sync_folder
+from penstock.runtime.checkpoints.manifest import MANIFEST
+
+__all__ = ["LATEST", "commit", "drop_leftovers", "find_checkpoint", "latest_checkpoint", "partial_folder", "prune", "whole_checkpoints"]
+
+LATEST = "latest"
+_NAME = re.compile(r"save-(\d{6,18})-step-(\d{1,18})")
+_PARTIAL, _TRASH = ".partial-", ".trash-"
+
+
+def whole_checkpoints(folder: str | Path) -> list[Path]:
+    """Every whole checkpoint, in the order of writing."""
+    return [path for _, path in sorted(_numbered(Path(folder))) if (path / MANIFEST).is_file()]
+
+
+def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match:
+            yield int(match[1]), path
+
+
+def latest_checkpoint(folder: str | Path) -> Path | None:
+    """The whole checkpoint written last, whether or not its run lived to say so in `latest`; None if there is none."""
+    return next(reversed(whole_checkpoints(folder)), None)
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint at `path`: itself, or the latest of a folder of them, or of a run's folder."""
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        return path
+    found = latest_checkpoint(path) or latest_checkpoint(path / "checkpoints")
+    if found is None:
+        raise InputError(f"'{path}' holds no checkpoint: neither {MANIFEST} nor folders save-NUMBER-step-STEP that have one.")
+    return found
+
+
+def partial_folder(folder: Path, step: int, token: str) -> Path:
+    """Where the ranks of one run write the checkpoint of one step, until it is whole."""
+    return folder / f"{_PARTIAL}{step}-{token}"
+
+
+def commit(folder: Path, partial: Path, step: int) -> Path:
+    """Makes a partial checkpoint, all on disk, a whole one, and then the latest."""
+    sync_folder(partial)
+    number = 1 + max((number for number, _ in _numbered(folder)), default=0)
+    whole = folder / f"save-{number:06}-step-{step}"
+    os.rename(partial, whole)
+    sync_folder(folder)
+    write_text(folder / LATEST, whole.name + "\n")
+    sync_folder(folder)
+    return whole
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Deletes all but the `keep` checkpoints written last."""
+    for path in whole_checkpoints(folder)[:-keep]:
+        _delete(folder, path)
+
+
+def _delete(folder: Path, path: Path) -> None:
+    """Renamed first, so that a half deleted checkpoint is never taken for a whole one."""
+    trash = folder / f"{_TRASH}{path.name.lstrip('.')}"
+    os.rename(path, trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def drop_leftovers(folder: Path, token: str) -> None:
+    """Deletes what killed runs left behind; the parts that the ranks of this run (`token`) write stay."""
+    for path in folder.iterdir():
+        if path.name.startswith(_TRASH):
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name.startswith(_PARTIAL) and not path.name.endswith(f"-{token}"):
+            _delete(folder, path)
+        elif path.name.startswith(f".{LATEST}.") and path.is_file():
+            path.unlink(missing_ok=True)

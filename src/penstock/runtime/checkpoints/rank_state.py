@@ -1,0 +1,158 @@
+"""A rank of a plan into a checkpoint and out of one: weights, optimizer state and running statistics, whatever the plan.
+
+Weights are saved in fp32 where the optimizer has masters of them. Over all ranks every part of every tensor is saved once; those that hold
+the same share the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from penstock.errors import InputError
+from penstock.runtime.checkpoints.layout import BUFFERS, WEIGHTS, Layout, Piece, own_share, parameter_layout, stored_shapes, whole_layout
+from penstock.runtime.checkpoints.reader import Checkpoint
+from penstock.runtime.parallel.gradients import holders_of
+
+if TYPE_CHECKING:
+    from penstock.models.modules import OpModule
+    from penstock.runtime.rank import Rank
+    from penstock.runtime.stage import Held, StageModule
+
+__all__ = ["PieceSource", "load_rank", "load_weights", "rank_pieces", "rank_state"]
+
+_OWN = (WEIGHTS, BUFFERS)
+
+
+class PieceSource(Protocol):
+    """What weights are read from."""
+
+    def load(self, pieces: Iterable[Piece]) -> None:
+        """Fills the pieces' tensors."""
+
+
+def rank_pieces(rank: Rank) -> Iterator[Piece]:
+    """What this rank saves, to be read before its next step."""
+    known: dict[Any, Any] = {}
+    optimizer = rank.update.optimizer
+    for number, stage in rank.stages.items():
+        for held in _saved_here(rank, stage, number):
+            layout = parameter_layout(held.module, held.name, known=known)
+            state = optimizer.state(held.parameter) if held.parameter.requires_grad else {}
+            yield from _pieces(layout, held, state.pop("master", held.parameter.detach()))
+            for kind, value in state.items():
+                if value.dim():
+                    yield from _pieces(layout, held, value, kind)
+                elif not held.start:  # a number that is kept for a weight as a whole (the count of its steps) is no part of it
+                    yield from whole_layout(layout.name, ()).pieces(value, kind)
+        for piece, module in _modules(stage):
+            if module.tp.rank == 0 and holders_of(stage, piece)[0] == rank.world.rank:
+                yield from _buffers(module)
+
+
+def _pieces(layout: Layout, held: Held, tensor: torch.Tensor, kind: str = "") -> Iterator[Piece]:
+    """Where a weight, or something of its shape, lies: the whole of it, or a flat part."""
+    return layout.pieces(tensor, kind) if held.start is None else layout.flat_pieces(tensor, held.start, kind)
+
+
+def _saved_here(rank: Rank, stage: StageModule, number: int) -> Iterator[Held]:
+    """The weights that this rank saves: its own of ZeRO-1, and its share of what several ranks hold alike."""
+    own = rank.gradients[number]
+    groups = own.saved_with()
+    for piece in range(len(stage.pieces)):
+        frozen = [held for held in own.kept() if held.piece == piece and not held.parameter.requires_grad]
+        groups.append((frozen, holders_of(stage, piece) if stage.weights is None else (rank.world.rank,)))
+    here = {place.name for place in stage.model.ops[stage.stage.first : stage.stage.last]}
+    for group, ranks in groups:
+        if rank.world.rank in ranks:
+            for index in own_share([held.parameter.nbytes for held in group], ranks.index(rank.world.rank), len(ranks)):
+                held = group[index]
+                borrowed = held.name == "weight" and held.place.op.tied_to and held.place.op.tied_to not in here
+                repeated = not held.divided and held.module.tp.rank > 0
+                if not borrowed and not repeated:
+                    yield held
+
+
+def _modules(stage: StageModule) -> Iterator[tuple[int, OpModule]]:
+    for number, piece in enumerate(stage.pieces):
+        for module in piece.chain.ops:
+            yield number, module
+
+
+def _buffers(module: OpModule) -> Iterator[Piece]:
+    for name, buffer in module.named_buffers(recurse=False):
+        yield from whole_layout(f"{module.name}.{name}", buffer.shape, BUFFERS).pieces(buffer)
+
+
+def rank_state(rank: Rank) -> dict[str, Any]:
+    """What a rank knows besides tensors; a run adds its data position and more."""
+    scale = rank.update.scale
+    return {
+        "model": rank.plan.model if isinstance(rank.plan.model, str) else dict(rank.plan.model),
+        "seed": rank.settings.seed,
+        "optimizer": rank.settings.optimizer.kind,
+        "precision": rank.plan.precision,
+        "loss_scale": None if scale is None else asdict(scale),
+    }
+
+
+@torch.no_grad()
+def load_rank(checkpoint: Checkpoint, rank: Rank) -> None:
+    """Sets this rank's weights, statistics and optimizer state."""
+    kinds = tuple(kind for kind in checkpoint.kinds if kind not in _OWN)
+    scalars = {kind for kind in kinds if checkpoint.is_scalar(kind)}
+    _check(checkpoint, rank, kinds, scalars)
+    _load(checkpoint, rank, kinds, scalars)
+    scale = checkpoint.state.get("loss_scale")
+    if rank.update.scale is not None and scale is not None:
+        for name, value in scale.items():
+            setattr(rank.update.scale, name, value)
+
+
+@torch.no_grad()
+def load_weights(source: PieceSource, rank: Rank) -> None:
+    """Sets this rank's weights and statistics from anything that can fill pieces of them; the optimizer starts anew."""
+    _load(source, rank, (), set())
+
+
+def _load(source: PieceSource, rank: Rank, kinds: tuple[str, ...], scalars: set[str]) -> None:
+    known: dict[Any, Any] = {}
+    for number, stage in rank.stages.items():
+        own = rank.gradients[number]
+        updated = {id(held.parameter) for held in own.updated_here()}
+        for held in own.kept():
+            layout = parameter_layout(held.module, held.name, known=known)
+            if id(held.parameter) in updated:
+                rank.update.optimizer.load_state(held.parameter, _state(source, held, layout, kinds, scalars))
+            else:
+                source.load(_pieces(layout, held, held.parameter.detach()))
+        own.share_loaded()
+        for _, module in _modules(stage):
+            source.load(_buffers(module))
+
+
+def _check(checkpoint: Checkpoint, rank: Rank, kinds: tuple[str, ...], scalars: set[str]) -> None:
+    before, now = checkpoint.state.get("optimizer"), rank.settings.optimizer.kind
+    if kinds and before != now:
+        raise InputError(
+            f"checkpoint '{checkpoint.path}' has the optimizer state of {before}, but {now} is asked for. "
+            f"Train with {before}, or take the weights alone with --weights in place of --resume."
+        )
+    expected = stored_shapes(rank.model, (WEIGHTS, *(kind for kind in kinds if kind not in scalars)), sorted(scalars))
+    checkpoint.check(expected, kinds=(*_OWN, *kinds))
+
+
+def _state(source: PieceSource, held: Held, layout: Layout, kinds: tuple[str, ...], scalars: set[str]) -> dict[str, torch.Tensor]:
+    """What the optimizer keeps for one weight, read as this rank needs it."""
+    device = held.parameter.device
+    shape = held.parameter.shape
+    state = {"master": torch.empty(shape, device=device)}
+    source.load(_pieces(layout, held, state["master"]))
+    for kind in kinds:
+        state[kind] = torch.empty(() if kind in scalars else shape, device=device)
+        one = whole_layout(layout.name, ()).pieces(state[kind], kind) if kind in scalars else _pieces(layout, held, state[kind], kind)
+        source.load(one)
+    return state

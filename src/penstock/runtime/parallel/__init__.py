@@ -1,0 +1,1 @@
+"""What ranks do together: process groups, tensor and sequence parallelism, ZeRO, tied weights, gradient sums."""

@@ -1,0 +1,290 @@
+"""One rank's run: programs in, steps done, records, evaluations and checkpoints out."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.data.loader import DynamicLoader
+from penstock.data.planning import PlanningError
+from penstock.data.samples import Samples
+from penstock.errors import PenstockError
+from penstock.plans.references import cluster_of, model_of
+from penstock.programs.check import require_safe
+from penstock.programs.instructions import Program
+from penstock.programs.lower import lower
+from penstock.programs.work import ReplicaWork
+from penstock.runtime.allocator import reserve
+from penstock.runtime.checkpoints.first_weights import open_weights
+from penstock.runtime.checkpoints.rank_state import load_rank, load_weights, rank_pieces, rank_state
+from penstock.runtime.checkpoints.reader import Checkpoint
+from penstock.runtime.checkpoints.writer import CheckpointWriter
+from penstock.runtime.parallel.world import World
+from penstock.runtime.rank import Rank
+from penstock.runtime.telemetry.flops import PeakTimes
+from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
+from penstock.runtime.telemetry.observing import Observers, StageTimes, slowest_stages
+from penstock.runtime.telemetry.profiled_steps import ProfiledSteps
+from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
+from penstock.runtime.telemetry.steps import LineLog, StepRecord
+from penstock.runtime.telemetry.tensorboard import tensorboard_sink
+from penstock.runtime.trainer import WARM_UP, EvalRecord, Progress, TrainRequest, TrainResult, planning_of
+from penstock.runtime.workers import Worker
+from penstock.schedules.actions import FORWARD
+from penstock.schedules.orders import gpipe
+from penstock.stores import StoreError
+
+if TYPE_CHECKING:
+    from penstock.runtime.planner_processes import Handover
+    from penstock.runtime.source import Sample
+
+__all__ = ["Run"]
+
+_SYNC_STEPS = 100
+"""Clocks of several machines drift apart; so often they are compared again."""
+
+
+class _Switching:
+    """The samples of whatever runs now: training's loader, or the held-out split."""
+
+    def __init__(self, source: Any) -> None:
+        self.now = source
+
+    def sample(self, iteration: int, sample: int, length: int, dec_length: int) -> Sample:
+        """Asks the one that is switched on."""
+        found: Sample = self.now.sample(iteration, sample, length, dec_length)
+        return found
+
+
+class Run:
+    """Trains one rank; a context, so that files and planners are closed."""
+
+    def __init__(self, worker: Worker, request: TrainRequest, handover: Handover, token: str) -> None:
+        self.worker, self.request = worker, request
+        self.world = World(request.plan, worker.device, staged=worker.shared_gpu)
+        self.model = model_of(request.plan)
+        self.first_step = Checkpoint(request.resume).step if request.resume else 0
+        batches, planner = planning_of(request, self.model)
+        address, self._job = handover
+        self.loader = DynamicLoader(
+            batches, planner, self.world.rank, address=address, job=self._job, planners=1 if self._job else 0, starts_planners=False,
+            first_step=self.first_step,
+        )  # fmt: skip
+        self._lost: StoreError | None = None
+        """Why this rank gets no more programs."""
+        self._saved = self.first_step
+        """Steps that the last checkpoint of this run has behind it."""
+        self.samples = _Switching(self.loader)
+        out, process = Path(request.out), self.world.process[self.world.rank]
+        self.spans = SpanRecorder(out / f"rank-{self.world.rank:05d}.spans", self.world.rank)
+        self.times = StageTimes(self.first_step + WARM_UP if request.steps - self.first_step > WARM_UP else 0)
+        self.profiled = ProfiledSteps(request.profile_steps, out, self.world.rank)
+        observer = Observers(worker.status, self.spans, self.times, *([self.profiled] if request.profile_steps else []))
+        self.rank = Rank(request.plan, self.model, self.samples, self.world, request.settings, observer)
+        if request.reserve_memory and self.world.device.type == "cuda":
+            reserve(self.world.device, request.reserve_memory, len(self.world.ranks) if worker.shared_gpu else 1)
+        self.is_first = process == 0
+        self.log: LineLog | None = None
+        if self.is_first:
+            sink = tensorboard_sink(out / "tensorboard")
+            self.log = LineLog(out / "steps.jsonl", *([] if sink is None else [sink]), anew=not self.first_step)
+        self._notes: list[str] = []
+        """What is still to be said."""
+        self._given_up: set[str] = set()
+        self.gpu = self._gpu_log(out)
+        self._peaks = self._peak_times()
+        self.checkpoints = CheckpointWriter(out / "checkpoints", rank=process, world_size=len(self.world.ranks), token=token)
+        if request.resume:
+            load_rank(Checkpoint(request.resume), self.rank)
+        elif request.weights:
+            load_weights(open_weights(request.weights, self.model), self.rank)
+        self._evaluations = list(self._evaluation_programs(planner)) if request.eval_every else []
+        self.evaluated: list[EvalRecord] = []
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loader.close()
+        self.spans.close()
+        if self.gpu is not None:
+            self.gpu.close()
+        if self.log is not None:
+            self.log.close()
+
+    def train(self) -> TrainResult:
+        """All steps that are left."""
+        losses, times, tokens, ended_by = [], [], [], 0
+        self._compare_clocks(self.first_step)
+        start = time.perf_counter()
+        for program in self._programs():
+            wait_s, position = self.loader.wait_s, self.spans.position
+            with self.profiled.around(program.iteration):
+                result = self.rank.train(program)
+            losses.append(result.loss.item())
+            end = time.perf_counter()
+            times.append(end - start)
+            tokens.append(int(result.tokens.item()))
+            step = program.iteration
+            record = StepRecord(
+                step, losses[-1], times[-1], tokens[-1], tokens[-1] / times[-1], self._mfu(program, tokens[-1], times[-1]), result.rate,
+                gradient_norm=None if result.norm is None else result.norm.item(),
+                bubble_share=max(0.0, 1.0 - float(self.spans.busy_ns(position)[COMPUTE]) * 1e-9 / times[-1]), planning_wait_s=wait_s,
+                **self._memory(), **self._sampled(),
+            )  # fmt: skip
+            if self.log is not None:
+                self.log.write(record)
+            self._after(step, Progress(step, losses[-1], tokens[-1] / times[-1], record.gpu_utilisation))
+            if step + 1 < self.request.steps:
+                ended_by = self._ends_early()
+                if ended_by:
+                    break
+            if (step + 1) % _SYNC_STEPS == 0:
+                self._compare_clocks(step + 1)
+            self.loader.wait_s = 0.0
+            start = time.perf_counter()
+        if self.loader.step > self._saved:
+            self._save(self.loader.step)
+        self.checkpoints.wait()
+        usual = statistics.median(times[WARM_UP:] or times)
+        mean_tokens = statistics.fmean(tokens)
+        return TrainResult(
+            self.first_step, len(losses), tuple(losses), tuple(self.evaluated), usual, mean_tokens / usual,
+            slowest_stages(self.world, self.times), str(Path(self.request.out) / "checkpoints"), ended_by,
+        )  # fmt: skip
+
+    def _compare_clocks(self, number: int) -> None:
+        self.world.barrier()
+        self.spans.mark_sync(number)
+
+    def _programs(self) -> Iterator[Program]:
+        """Of the steps that are left. A rank that loses the store plans one more step itself: others may have their programs of it, and
+        learn after it that it is the last."""
+        try:
+            for _, program in self.loader:
+                yield program
+        except StoreError as error:
+            self._lost = error
+            yield self.loader.next_planned_here()[1]
+        except PlanningError as error:  # which every rank was told
+            raise self._ended(error) from None
+
+    def _ends_early(self) -> int:
+        """The signal that asks any of the ranks to end; asked of all after each step, so that they end after the same one. Raises on all of
+        them where one has lost the store."""
+        lost, number = self.world.gather(torch.tensor([int(self._lost is not None), self.worker.asked_to_end()])).amax(0).tolist()
+        if lost and self._job is not None:
+            raise self._ended(self._lost or StoreError(f"a rank has had no answer from the store for {self._job.away_s:g} s."))
+        return int(number)
+
+    def _ended(self, error: PenstockError) -> PenstockError:
+        """Saves what was trained, on all ranks, before the run ends; the error, with where to go on from."""
+        done, folder = self.loader.step, self.checkpoints.folder
+        if not done:
+            return error
+        if done > self._saved:
+            self._save(done)
+        self.checkpoints.wait()
+        self.world.barrier()  # the first rank to fail ends the others, rank 0 included, which completes the checkpoint
+        where = folder if self._saved > self.first_step else self.request.resume
+        return type(error)(f"{str(error).rstrip('.')}. The run ended after {done} steps; go on from there with --resume '{where}'.")
+
+    def _save(self, done: int) -> None:
+        self._saved = done
+        self.checkpoints.save(done, rank_pieces(self.rank), {**rank_state(self.rank), "data": self.loader.state_dict()})
+
+    def _after(self, step: int, told: Progress) -> None:
+        """Evaluation, checkpoint, a word to the launcher."""
+        request, done = self.request, step + 1
+        if request.eval_every and (done % request.eval_every == 0 or done == request.steps):
+            self.evaluated.append(self._evaluate(done))
+            told = replace(told, evaluated=self.evaluated[-1])
+        if request.checkpoint_every and done % request.checkpoint_every == 0:
+            self._save(done)
+        if self.is_first:
+            self._notes += self._gone_silent()
+            self.worker.tell(replace(told, notes=tuple(self._notes)))
+            self._notes.clear()
+
+    def _gone_silent(self) -> Iterator[str]:
+        """What is no longer recorded, told once."""
+        for what, error in (("steps", self.log and self.log.error), ("spans", self.spans.error)):
+            if error is not None and what not in self._given_up:
+                self._given_up.add(what)
+                yield f"{what} are no longer recorded: {error}."
+
+    def _gpu_log(self, out: Path) -> DeviceLog | None:
+        """What samples this rank's GPU, if it has one that no rank before it samples."""
+        uuid = gpu_uuid(self.world.device)
+        if uuid is None or (self.worker.shared_gpu and self.worker.rank >= torch.cuda.device_count()):
+            return None
+        try:
+            return DeviceLog(uuid, out / f"rank-{self.world.rank:05d}.devices.jsonl")
+        except NvmlMissing as error:
+            self._notes.append(f"no GPU utilisation, clocks and power are recorded: {error}.")
+            return None
+
+    def _peak_times(self) -> PeakTimes | None:
+        """Nothing where the plan's devices are not those that it runs on."""
+        cluster, kind = cluster_of(self.request.plan), self.world.device.type
+        meant = {"cpu" if cluster.device(rank).name == "cpu" else "cuda" for rank in self.world.ranks} == {kind}
+        return PeakTimes(self.request.plan, self.model, cluster) if meant and not self.worker.shared_gpu else None
+
+    def _mfu(self, program: Program, tokens: int, time_s: float) -> float | None:
+        """Other replicas' samples are taken to cost as much for each token as this one's."""
+        return None if self._peaks is None else self._peaks.time_s(program.micro_batches, tokens) / time_s
+
+    def _sampled(self) -> dict[str, float | None]:
+        now = None if self.gpu is None else self.gpu.latest
+        if now is None:
+            return {}
+        return {"gpu_utilisation": now.utilisation, "gpu_sm_clock_hz": now.sm_clock_hz, "gpu_power_w": now.power_w}
+
+    def _memory(self) -> dict[str, int]:
+        if self.world.device.type != "cuda":
+            return {}
+        device = self.world.device
+        return {"allocated_bytes": torch.cuda.max_memory_allocated(device), "reserved_bytes": torch.cuda.max_memory_reserved(device)}
+
+    def _evaluate(self, done: int) -> EvalRecord:
+        """The mean over the held-out batches."""
+        self.samples.now = self._held_out
+        found = [self.rank.evaluate(program) for program in self._evaluations]
+        self.samples.now = self.loader
+        return EvalRecord(done, statistics.fmean(one.loss for one in found), statistics.fmean(one.accuracy for one in found))
+
+    def _evaluation_programs(self, planner: Any) -> Any:
+        """This rank's forward passes over some batches of the held-out split, planned like training's."""
+        source, _ = planning_of(self.request, self.model, "validation")
+        data, batches = source.open()
+        self._held_out = Samples(data, planner.form, source.limits)
+        for number in range(self.request.eval_batches):
+            planned = planner.programs(data, batches[number])
+            work = [_forwards(program) for _, program in sorted({program.replica: program for program in planned}.items())]
+            programs = lower(self.request.plan, self.model, work, number, training=False)
+            require_safe(programs, self.request.plan, self.model)
+            yield next(program for program in programs if program.rank == self.world.rank)
+
+
+def _forwards(program: Program) -> ReplicaWork:
+    """The micro-batches of a program's replica, passed forward one after the other; the stages of a device in turn."""
+    stages = [place.stage for place in program.places]
+    full = gpipe(program.num_stages, len(program.micro_batches))
+    forward = [tuple(action for action in actions if action.kind == FORWARD) for actions in full]
+    chunks = len(stages)
+    groups = program.num_stages // chunks
+    merged = tuple(
+        tuple(
+            sorted(
+                (action for chunk in range(chunks) for action in forward[chunk * groups + group]), key=lambda a: (a.micro_batch, a.stage)
+            )
+        )
+        for group in range(groups)
+    )
+    return ReplicaWork(program.micro_batches, merged)

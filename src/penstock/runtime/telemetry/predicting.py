@@ -1,0 +1,145 @@
+"""What the plan's costs say of the steps that a run did, with the micro-batches that it really had: to compare with what was measured.
+
+A plan is predicted for samples of its full length; real ones are shorter, and so are rows that are padded to the longest of each
+micro-batch. Pipelines that micro-batches are not priced for (images, interleaved, split backward passes) are predicted as the plan is.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.schedules.actions import BACKWARD, FORWARD
+from penstock.timing.batched import batch_workload
+from penstock.timing.execution import Execution, execute
+from penstock.timing.workload import Floats, Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from penstock.batching.costs import PipelineCosts
+    from penstock.data.planners import BatchSource
+    from penstock.data.planning import ProgramPlanner
+    from penstock.plans.plan import Plan
+    from penstock.programs.instructions import Program
+    from penstock.timing.planned import PlannedPipeline
+
+__all__ = ["Predicted", "ProgramTimes", "predict_steps", "predict_timelines"]
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Seconds of a step, and of one micro-batch on each stage."""
+
+    time_s: float
+    """Median of the steps."""
+    forward_s: tuple[float, ...]
+    """Mean over the micro-batches of the replica that takes longest."""
+    backward_s: tuple[float, ...]
+    """The same, recomputation included."""
+    source: str
+    """Where the costs come from."""
+
+
+def predict_steps(source: BatchSource, planner: ProgramPlanner, steps: range) -> Predicted:
+    """What these steps of a run should take."""
+    plan = planner.plan
+    if not _is_priced(planner):
+        return _of_plan(plan)
+    costs = _costs(planner)
+    times_s: list[float] = []
+    passes: list[list[Floats]] = [[] for _ in range(plan.num_replicas)]
+    for replicas in _of_batches(source, planner, costs, steps):
+        times_s.append(max(one.makespan_s for one in replicas))
+        for own, one in zip(passes, replicas, strict=True):
+            own.append(one.workload.durations_s)
+    means = np.stack([np.concatenate(own, axis=2).mean(axis=2) for own in passes]).max(axis=0)  # [kinds, stages]
+    return Predicted(statistics.median(times_s), tuple(means[FORWARD].tolist()), tuple(means[BACKWARD].tolist()), costs.name)
+
+
+def predict_timelines(source: BatchSource, planner: ProgramPlanner, steps: Iterable[int]) -> Iterator[list[Execution]]:
+    """The timeline of each replica in each of these steps."""
+    plan = planner.plan
+    if _is_priced(planner):
+        yield from _of_batches(source, planner, _costs(planner), steps)
+        return
+    found = _pipeline(planner)
+    one = execute(found.schedule, found.workload)
+    for _ in steps:
+        yield [one] * plan.num_replicas
+
+
+class ProgramTimes:
+    """What the passes and transfers of programs should take: the same figures as predictions are made from."""
+
+    def __init__(self, planner: ProgramPlanner) -> None:
+        self._costs = _costs(planner) if _is_priced(planner) else None
+        self._alike = None if self._costs is not None else _pipeline(planner).workload
+
+    def workload(self, program: Program) -> Workload:
+        """Of the program's replica; only the stages of the program's own rank have their recomputation."""
+        if self._alike is not None:
+            count = len(program.micro_batches)
+            same = {name: np.repeat(getattr(self._alike, name)[..., :1], count, axis=2) for name in ("durations_s", "transfers_s")}
+            return replace(self._alike, **same)
+        from penstock.batching.plan import MicroBatch
+        from penstock.programs.instructions import Forward
+
+        assert self._costs is not None
+        patterns = {one.index: [0] * program.num_stages for one in program.micro_batches}
+        for step in program.instructions:
+            if isinstance(step, Forward):
+                patterns[step.micro_batch][step.stage] = step.pattern
+        micro_batches = [
+            MicroBatch(
+                one.samples, one.layout, one.lengths, one.row_length, one.dec_lengths, one.dec_row_length, tuple(patterns[one.index]),
+                one.row_sizes,
+            )
+            for one in program.micro_batches
+        ]  # fmt: skip
+        return batch_workload(self._costs, micro_batches, program.replica)
+
+
+def _pipeline(planner: ProgramPlanner) -> PlannedPipeline:
+    from penstock.costs.sources import open_costs
+    from penstock.plans.references import cluster_of
+    from penstock.timing.planned import planned_pipeline
+
+    cluster = cluster_of(planner.plan)
+    return planned_pipeline(planner.plan, planner.model, cluster, open_costs(planner.plan.costs, cluster))
+
+
+def _is_priced(planner: ProgramPlanner) -> bool:
+    """Whether there are costs of single micro-batches."""
+    plan = planner.plan
+    return bool(planner.model.seq_length) and plan.num_groups == plan.num_stages and plan.schedule in ("1f1b", "gpipe")
+
+
+def _costs(planner: ProgramPlanner) -> PipelineCosts:
+    from penstock.batching.planner import costs_for
+
+    return planner.costs or costs_for(planner.plan, planner.plan.seq_length, planner.plan.dec_length)
+
+
+def _of_batches(source: BatchSource, planner: ProgramPlanner, costs: PipelineCosts, steps: Iterable[int]) -> Iterator[list[Execution]]:
+    """With the micro-batches that these steps have."""
+    data, batches = source.open()
+    for step in steps:
+        replicas = planner.batch_plan(data, batches[step]).replicas
+        yield [execute(own.schedule, batch_workload(costs, own.micro_batches, number)) for number, own in enumerate(replicas)]
+
+
+def _of_plan(plan: Plan) -> Predicted:
+    """What a step should take by the plan alone."""
+    from penstock.costs.estimate import Estimator
+    from penstock.costs.sources import open_costs
+    from penstock.plans.references import cluster_of, model_of
+
+    cluster = cluster_of(plan)
+    found = Estimator(model_of(plan), cluster, open_costs(plan.costs, cluster)).estimate(plan)
+    works = [stage.work for stage in found.stages]
+    backward_s = tuple(work.backward_s + work.recompute_s for work in works)
+    return Predicted(found.time_s, tuple(work.forward_s for work in works), backward_s, found.source)

@@ -1,0 +1,1 @@
+"""How tensors travel between ranks."""

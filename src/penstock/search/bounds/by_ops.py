@@ -1,0 +1,232 @@
+"""What no plan of a family can be faster than, from its ops alone.
+
+A pipeline of m micro-batches takes (m - 1) · slowest stage + sum of stages; zero-bubble schedules fill and drain with less than whole
+passes, and there only that much of each stage is in the sum. The sum is at least that of its ops, each under the option
+of its stage; the slowest stage takes at least as long as a pool's devices need on average for the work given to them; and what
+follows the last micro-batch takes at least the average over devices. With a weight μ for each pool's devices, Σ μ · devices = m - 1,
+an op then costs at least
+
+    filling + time · μ · devices of the option  +  devices of the option / all devices · sync and step
+
+under its option, and a change of option between two ops, which is a cut, at least its messages. The cheapest way through the chain is a
+bound whatever the weights are; the best weights give the best bound. Stages number at most K, so the sum is also at most K
+times the slowest: that is one more pool, of K devices, of which every option takes one.
+
+Where a plan is known, the slowest stage of a better one takes at most its time / m, and a stage that must spend c of that on messages
+works only the rest of it: its ops count 1 / (1 - c · m / time) times. Where options may change, half of the messages are counted this
+way and half at the changes.
+
+Memory has a price as well. All devices together hold at least the state of every op and what it keeps of one micro-batch, unless
+that is made again, which takes time:
+
+    price · devices of the option · state  +  the lesser of price · devices of the option · kept  and  (1 + μ · devices) · making it again
+
+less price · all devices, with memory counted in what one device has. A family that cannot fit has no finite bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from penstock.costs.table import Floats
+from penstock.search.partition.stages import StageOption
+from penstock.search.space.families import Family, Pass
+
+__all__ = ["Bound", "family_bound", "pass_bound", "promise_s"]
+
+_STEPS, _GOOD = 40, 1e-3
+"""Rounds in which the weights of several pools are improved, and how near to the best they need to come."""
+
+_PRICES, _GOOD_PRICE = 24, 2e-3
+"""The same for prices of memory, which grow fourfold until memory is too dear for what does not fit."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A bound and how it came about."""
+
+    time_s: float
+    weights: tuple[float, ...] = ()
+    """μ of each pool's devices, and of stages."""
+    options: tuple[tuple[StageOption, int], ...] = ()
+    """The options that were cheapest, with how many ops took each."""
+    tight: bool = False
+    """Whether memory makes it larger."""
+
+
+def family_bound(family: Family, known_s: float = np.inf) -> Bound:
+    """The bound of one family on plans faster than `known_s`; infinite where there can be none."""
+    found = Bound(np.inf, tight=True)
+    for part in family.passes:
+        if found.tight or not part.divided:  # dividing weights helps memory alone
+            found = min(found, pass_bound(family, part, known_s), key=lambda bound: bound.time_s)
+    return found
+
+
+def pass_bound(
+    family: Family, part: Pass, known_s: float = np.inf, schedule: str = "", in_flight: int = 1, extra: Floats | None = None
+) -> Bound:
+    """The same for plans of one pass: the better of two, since the slowest stage is all of the time if nothing counts as filling.
+
+    With `schedule`, for plans under that one; zero-bubble makes nothing again, and all its stages hold `in_flight` micro-batches at least.
+    `extra` is work of a micro-batch besides its ops: device-seconds in each pool, and seconds in the sum of stages.
+    """
+    found = Bound(-np.inf)
+    for filled in (1.0, 0.0):
+        found = max(found, _bound(family, part, known_s, filled, schedule, in_flight, extra), key=lambda bound: bound.time_s)
+        if found.time_s >= known_s:
+            break
+    return found
+
+
+def _bound(family: Family, part: Pass, known_s: float, filled: float, schedule: str, in_flight: int, extra: Floats | None) -> Bound:
+    """(m - filled) · slowest stage + filled · sum of stages, at least."""
+    from penstock.search.partition.kernels import cheapest_path
+
+    messages = np.stack([family.least_messages_s(option) for option in part.options])
+    half = 0.5 if len(part.options) > 1 else 1.0
+    left = 1 - half * messages.sum(axis=1) * family.count / known_s
+    options = [option for option, share in zip(part.options, left, strict=True) if share > 0]
+    if not options:
+        return Bound(np.inf)
+    messages, left = messages[left > 0], left[left > 0]
+    time, filling, after = (
+        np.stack([found(option) for option in options]) for found in (family.least_times, family.least_filling, family.op_after_s)
+    )
+    filling = time if schedule == "1f1b" else filling
+    filling = filled * (filling + time * (1 / left[:, None] - 1))
+    time, chain = time / left[:, None], family.chain[0]
+    taken = np.array([option.num_devices for option in options], float)
+    devices = np.zeros((len(options), len(family.pools) + 1))
+    devices[np.arange(len(options)), [option.pool for option in options]] = taken
+    devices[:, -1] = 1
+    sizes = np.array([*(pool.num_devices for pool in family.pools), part.max_stages], float)
+    besides = np.zeros_like(sizes) if extra is None else extra
+    fixed = filling + taken[:, None] / family.num_devices * after
+    counts = np.zeros(time.shape, np.int64)
+    memory = _Memory.of(family, options, 1 / left, in_flight)
+    if schedule == "zero-bubble":
+        memory = replace(memory, again_s=np.full_like(memory.again_s, np.inf))
+
+    def value(weights: Floats, price: float = 0.0, priced: bool = True) -> tuple[float, Floats, float]:
+        """The bound at these weights and this price of memory, and how fast it grows with each of them, with the latter if `priced`."""
+        busy = devices @ weights
+        factor = filled + busy
+        costs, changes = fixed + time * busy[:, None], (1 - half) * messages * factor[:, None]
+        if price:
+            costs += memory.costs(price, factor)
+        found = cheapest_path(costs, chain, np.ascontiguousarray(changes[:, 0]), np.ascontiguousarray(changes[:, 1]), counts)
+        # The first stage gets no message and the last sends none, though the shares above count them.
+        ends = half * float(np.max(messages.sum(axis=1) * factor)) if np.isfinite(known_s) else 0.0
+        over = float((counts * memory.held(price, factor)).sum()) - family.num_devices if priced else 0.0
+        found += filled * float(besides[-1]) + float(besides @ weights)
+        return found - ends - price * family.num_devices, (counts * time).sum(axis=1) @ devices + besides, over
+
+    weights = _best_weights(lambda weights: value(weights, priced=False)[:2], sizes, family.count - filled, known_s)
+    free, _, over = value(weights)
+    chosen = tuple((option, int(number)) for option, number in zip(options, counts.sum(axis=1), strict=True) if number)
+    bound = _dearest(lambda price: value(weights, price)[::2], free, over, known_s)
+    return Bound(bound, tuple(map(float, weights)), chosen, tight=over > 0)
+
+
+def promise_s(family: Family) -> float:
+    """About what the best pipeline of equal stages takes, recomputation included; infinite where none fits. Never less than the bound."""
+    copies, found = family.copies, np.inf
+    for part in family.passes:
+        for option in part.options:
+            depth = min(part.max_stages, max(family.pools[option.pool].num_devices // option.num_devices, 1))
+            state, kept, again_s = family.op_memory(option)
+            held = min(depth, family.count)
+            missing = float(copies @ (state + held * kept.sum(axis=1)) - depth) / held
+            extra_s = _made_again_s(copies[:, None] * kept, copies[:, None] * again_s, missing)
+            work_s = float(copies @ family.op_times(option)[1]) + extra_s
+            found = min(found, (family.count - 1 + depth) * work_s / depth + float(copies @ family.op_after_s(option)) / depth)
+    return found
+
+
+def _made_again_s(kept: Floats, again_s: Floats, missing: float) -> float:
+    """Time to make again as much of what is kept as is missing, the cheapest first; infinite where that is too little."""
+    if missing <= 0:
+        return 0.0
+    able = np.isfinite(again_s) & (kept > 0)
+    order = np.argsort(again_s[able] / kept[able])
+    saved = np.cumsum(kept[able][order])
+    return float(np.interp(missing, np.append(0.0, saved), np.append(0.0, np.cumsum(again_s[able][order])), right=np.inf))
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """What ops hold under each option, over all devices of a stage, in what one device has."""
+
+    state: Floats
+    """[C, O]"""
+    kept: Floats
+    """[C, O, parts]"""
+    again_s: Floats
+    """[C, O, parts]"""
+
+    @classmethod
+    def of(cls, family: Family, options: Sequence[StageOption], slower: Floats, in_flight: int) -> _Memory:
+        """Of the options, whose work counts so many times slower, with so many micro-batches held."""
+        held = [family.op_memory(family.leanest(option)) for option in options]
+        state, kept, again_s = (np.stack(column) for column in zip(*held, strict=True))
+        taken = np.array([option.num_devices for option in options], float)
+        return cls(taken[:, None] * state, in_flight * taken[:, None, None] * kept, again_s * slower[:, None, None])
+
+    def costs(self, price: float, factor: Floats) -> Floats:
+        """[C, O] what ops cost at a price of memory, where time costs `factor` [C]."""
+        return np.asarray(price * self.state + np.minimum(price * self.kept, factor[:, None, None] * self.again_s).sum(axis=2))
+
+    def held(self, price: float, factor: Floats) -> Floats:
+        """[C, O] what they hold then."""
+        return np.asarray(self.state + np.where(price * self.kept <= factor[:, None, None] * self.again_s, self.kept, 0.0).sum(axis=2))
+
+
+def _dearest(value: Callable[[float], tuple[float, float]], found: float, slope: float, known_s: float) -> float:
+    """The most of a value that is concave in a price from 0 on, where it is `found` and rises by `slope`, or more than `known_s`, or nearly
+    the most."""
+    if slope <= 0 or found >= known_s:
+        return found
+    low, high, price = (0.0, found, slope), None, abs(found) / 4
+    for _ in range(_PRICES):
+        now, slope = value(price)
+        found = max(found, now)
+        if slope > 0:
+            low = (price, now, slope)
+        else:
+            high = (price, now, slope)
+        if found >= known_s or slope == 0:
+            return found
+        if high is None:
+            price *= 4
+            continue
+        price = (high[1] - low[1] + low[2] * low[0] - high[2] * high[0]) / (low[2] - high[2])
+        if low[1] + low[2] * (price - low[0]) <= found * (1 + _GOOD_PRICE):  # where both tangents meet
+            return found
+    return found if high is not None else np.inf
+
+
+def _best_weights(value: Callable[[Floats], tuple[float, Floats]], sizes: Floats, more: float, known_s: float) -> Floats:
+    """Weights with Σ weight · size = more that make a concave value large, or no less than `known_s`: a pool that is given more work is
+    made dearer."""
+    present = sizes > 0
+    shares = present / present.sum()
+
+    def weights_of(shares: Floats) -> Floats:
+        return np.asarray(np.divide(more * shares, sizes, out=np.zeros_like(sizes), where=present))
+
+    best, found = shares, -np.inf
+    for step in range(_STEPS if more > 0 else 1):
+        now, worked = value(weights_of(shares))
+        if now > found:
+            best, found = shares, now
+        load = np.divide(worked, sizes, out=np.zeros_like(sizes), where=present)
+        most = now + more * float(load.max() - shares @ load)  # a concave value is nowhere above its tangent
+        if found >= known_s or most <= found * (1 + _GOOD):
+            break
+        shares = shares * np.exp(3.0 / (1 + step / 4) * (load / max(load.max(), 1e-300) - 1))
+        shares = shares / shares.sum()
+    return weights_of(best)

@@ -1,0 +1,1 @@
+"""Stages whose ops have tensor- and data-parallel degrees of their own."""

@@ -1,0 +1,181 @@
+"""The best cut of a chain into stages: exact for its stage times, with a bound.
+
+A pipeline of m micro-batches takes (m - 1) × slowest stage + sum of stages. For a limit τ on the slowest stage a programme
+finds the least sum, for all depths at once; an interval (a, z] of τ can hold nothing better than (m - 1) × a + sum at z, so
+intervals are halved until none can beat the best plan by more than a tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from penstock.costs.table import Floats
+from penstock.search.partition.stages import Ints, StageChoice, StageSpace, sums_before
+
+__all__ = ["Partition", "best_cuts", "best_partition", "rough_bound"]
+
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Stages in pipeline order, the time they give, and what no partition of this space can be below."""
+
+    stages: tuple[StageChoice, ...]
+    time: float
+    bound: float
+
+
+class _Programme(Protocol):
+    """Finds the least sum of stage times under a limit on each."""
+
+    def solve(self, tau: float, most: float = np.inf, minimax: bool = False) -> Floats:
+        """[K + 1] least sum (or maximum) for each number of stages; sums of `most` and more need not be found."""
+
+    def stages(self, depth: int) -> tuple[StageChoice, ...]:
+        """The stages behind the last answer for this depth."""
+
+
+class _FreeStages:
+    """The programme over (stages behind, devices taken of each pool, cut)."""
+
+    def __init__(self, space: StageSpace) -> None:
+        machine, options = space.machine, [c.option for c in space.costs]
+        unit = [math.gcd(*(o.num_devices for o in options if o.pool == pool)) or 1 for pool in range(len(machine.pools))]
+        self.space, self._unit = space, unit
+        self._counts = np.array([pool.num_devices // size for pool, size in zip(machine.pools, unit, strict=True)])
+        self._nodes = np.array([max(1, pool.per_node // size) for pool, size in zip(machine.pools, unit, strict=True)])
+        self._pool = np.array([o.pool for o in options])
+        self._devices = np.array([o.num_devices // unit[o.pool] for o in options])
+        self._stride = np.concatenate([[1], np.cumprod(self._counts + 1)])
+        shape = (space.times.shape[0] + 1, int(self._stride[-1]), len(space.cuts))
+        self._best = np.zeros(shape)
+        self._option, self._cut = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        states, sizes = np.arange(self._stride[-1]), zip(self._stride, self._counts, unit, strict=False)
+        self._left = np.sum([(count - states // stride % (count + 1)) * size for stride, count, size in sizes], axis=0).astype(float)
+        nothing = np.zeros((len(options), len(space.cuts) - 1))
+        work = nothing if space.work is None else np.diff(space.work)
+        relief = nothing if space.work is None else np.diff(space.relief)
+        devices = np.array([[o.num_devices] for o in options])
+        self._need, self._ahead = (sums_before([part.min(axis=0) * (1 - 1e-9)])[0] for part in (devices * work, work - relief))
+
+    def solve(self, tau: float, most: float = np.inf, minimax: bool = False) -> Floats:
+        from penstock.search.partition.kernels import partition
+
+        s = self.space
+        partition(
+            tau, most, minimax, self._counts, self._nodes, self._pool, self._devices, self._left, self._need, self._ahead, s.offset,
+            s.width, s.times, s.enter, s.leave, s.relief, self._best, self._option, self._cut,
+        )  # fmt: skip
+        return np.asarray(self._best[:, :, 0].min(axis=1) if s.machine.idle else self._best[:, -1, 0])
+
+    def stages(self, depth: int) -> tuple[StageChoice, ...]:
+        s, a, found = self.space, 0, []
+        used = int(self._best[depth, :, 0].argmin()) if s.machine.idle else self._best.shape[1] - 1
+        for behind in range(depth - 1, -1, -1):
+            c, b = int(self._option[behind + 1, used, a]), int(self._cut[behind + 1, used, a])
+            pool = int(self._pool[c])
+            taken = used // self._stride[pool] % (self._counts[pool] + 1)
+            first, end = int(self._counts[pool] - taken), int(self._counts[pool] - taken + self._devices[c])
+            node = self._nodes[pool]
+            arrives, departs = int(first % node == 0 and a > 0), int(end % node == 0)
+            time = s.times[behind, s.offset[c, a] + b - a - 1] + s.enter[c, arrives, a] + s.leave[c, departs, b]
+            shift = s.machine.pools[pool].num_devices % self._unit[pool]
+            start = shift + first * self._unit[pool]
+            relief = float(s.relief[c, b] - s.relief[c, a])
+            found.append(StageChoice(c, int(s.cuts[a]), int(s.cuts[b]), behind, float(time), start, relief))
+            used, a = used - int(self._devices[c] * self._stride[pool]), b
+        return tuple(found)
+
+
+class _FreeCuts:
+    """The programme where each stage's option and devices are given, and only the cuts are free."""
+
+    def __init__(self, space: StageSpace, given: Sequence[StageChoice]) -> None:
+        self.space, self._given = space, given
+        backwards = list(reversed(given))
+        options = [space.costs[stage.option].option for stage in backwards]
+        nodes = [space.machine.pools[option.pool].per_node for option in options]
+        ends = [stage.start + option.num_devices for stage, option in zip(backwards, options, strict=True)]
+        arrives = [stage.start % node == 0 for stage, node in zip(backwards, nodes, strict=True)]
+        self._options = np.array([stage.option for stage in backwards])
+        self._arrives: Ints = np.array([*arrives[:-1], False], np.int64)
+        self._departs: Ints = np.array([end % node == 0 for end, node in zip(ends, nodes, strict=True)], np.int64)
+        shape = (len(given) + 1, len(space.cuts))
+        self._best, self._cut = np.zeros(shape), np.zeros(shape, np.int32)
+
+    def solve(self, tau: float, most: float = np.inf, minimax: bool = False) -> Floats:
+        from penstock.search.partition.kernels import sequence
+
+        s = self.space
+        sequence(
+            tau, minimax, self._options, self._arrives, self._departs, s.offset, s.width, s.times, s.enter, s.leave, s.relief,
+            self._best, self._cut,
+        )  # fmt: skip
+        return np.append(np.full(len(self._given), np.inf), self._best[-1, 0])
+
+    def stages(self, depth: int) -> tuple[StageChoice, ...]:
+        s, a, found = self.space, 0, []
+        for behind in range(depth - 1, -1, -1):
+            c, b = int(self._options[behind]), int(self._cut[behind + 1, a])
+            messages = s.enter[c, self._arrives[behind], a] + s.leave[c, self._departs[behind], b]
+            time = s.times[behind, s.offset[c, a] + b - a - 1] + messages
+            start, relief = self._given[depth - 1 - behind].start, float(s.relief[c, b] - s.relief[c, a])
+            found.append(StageChoice(c, int(s.cuts[a]), int(s.cuts[b]), behind, float(time), start, relief))
+            a = b
+        return tuple(found)
+
+
+def best_partition(space: StageSpace, num_micro_batches: int, known: float = np.inf, tolerance: float = TOLERANCE) -> Partition:
+    """The best stages, to a share of `tolerance`; `known` is the time of a plan at hand, below which alone an answer is of use."""
+    return _sweep(_FreeStages(space), num_micro_batches, known, tolerance)
+
+
+def best_cuts(space: StageSpace, given: Sequence[StageChoice], num_micro_batches: int) -> Partition:
+    """The best cuts for stages whose options and devices stay as given."""
+    return _sweep(_FreeCuts(space, given), num_micro_batches, np.inf, TOLERANCE)
+
+
+def _sweep(programme: _Programme, num_micro_batches: int, known: float, tolerance: float) -> Partition:
+    more = num_micro_batches - 1
+    best = Partition((), known, np.inf)
+
+    def improve(low: float, high: float) -> float:
+        """The least sum of plans whose slowest stage is in an interval, as far as they can be better than the best."""
+        nonlocal best
+        most = best.time - more * low
+        sums = programme.solve(high, most)
+        for depth in np.flatnonzero(more * fastest + sums < best.time):
+            stages = programme.stages(int(depth)) if depth else ()
+            if stages:
+                time = more * max(s.time for s in stages) + sum(s.time - s.relief for s in stages)
+                if time < best.time:
+                    best = Partition(stages, time, np.inf)
+        return min(float(sums.min()), most)
+
+    fastest = float(programme.solve(known / (more + 1), minimax=True).min())
+    if (more + 1) * fastest >= known:
+        return Partition((), np.inf, (more + 1) * fastest if fastest < np.inf else known)
+    improve(fastest, fastest * (1 + 1e-9))
+    bound, intervals = np.inf, [(fastest, max(best.time / (more + 1), fastest))]
+    while intervals:
+        low, high = intervals.pop()
+        least = more * low + improve(low, high)
+        if least >= best.time * (1 - tolerance) or high - low < 1e-6 * fastest:
+            bound = min(bound, least)
+        else:
+            middle = (low + high) / 2
+            intervals += [(middle, high), (low, middle)]
+    if not best.stages:
+        return Partition((), np.inf, bound)
+    return Partition(best.stages, best.time, min(bound, best.time))
+
+
+def rough_bound(space: StageSpace, num_micro_batches: int) -> float:
+    """From a space of cuts between blocks, a time that no plan with cuts anywhere can be below."""
+    return num_micro_batches * float(_FreeStages(space.inner()).solve(np.inf, minimax=True).min())

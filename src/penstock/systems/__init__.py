@@ -1,0 +1,1 @@
+"""Published planning systems: their cost tables, plan files, cost rules, and searches over their tables."""

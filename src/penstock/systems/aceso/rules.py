@@ -1,0 +1,54 @@
+"""Aceso's own rules: what a search over its tables must reproduce."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.models.ops import Model
+from penstock.search.partition.stages import Machine, Pool
+from penstock.systems.aceso.tables import AcesoTables
+
+__all__ = ["AcesoProblem", "kept_mb", "shares_storage", "starts_segment"]
+
+
+@dataclass(frozen=True)
+class AcesoProblem:
+    """A model of Aceso's tables on equal GPUs; memory in MB as the tables have it."""
+
+    tables: AcesoTables
+    model: Model
+    num_nodes: int
+    per_node: int
+    global_batch: int
+    micro_batches: tuple[int, ...]
+    memory_mb: float
+
+    @property
+    def names(self) -> list[str]:
+        """The table's name of each op of the chain."""
+        return [place.op.config["op"] for place in self.model.ops]
+
+    @property
+    def family(self) -> str:
+        """`gpt`, `t5` or `resnet`."""
+        return str(self.model.config["family"])
+
+    def machine(self) -> Machine:
+        """fp16 training keeps weights, fp32 masters, gradients and moments: 8 × the weights; fp32 training 4 ×."""
+        pool = Pool(self.num_nodes * self.per_node, self.per_node, float(self.memory_mb))
+        return Machine((pool,), 4.0 if self.family == "resnet" else 8.0)
+
+
+def shares_storage(op: str) -> bool:
+    """Whether an op's output lives in memory that another op counts."""
+    return op in ("enc-attention-softmax", "bn1") or "-bn3" in op or ("-downsample" in op and "0-0" not in op)
+
+
+def kept_mb(op: str, activation: float) -> float:
+    """What Aceso counts of an op's activation: some outputs live in memory that another op counts."""
+    return 1.5 * activation if op == "enc-attention-dropout" else 0.0 if shares_storage(op) else activation
+
+
+def starts_segment(op: str) -> bool:
+    """Whether a recomputed segment ends before this op."""
+    return op == "enc-1st-layernorm" or "-conv1" in op

@@ -1,0 +1,1 @@
+"""DynaPipe (EuroSys 2024): its cost models, and batches planned under them."""

@@ -1,0 +1,1 @@
+"""DynPipe: its topology and partition files, as plans and from plans."""

@@ -1,0 +1,1 @@
+"""FASOP: its layer times, node kinds and result rows, its cost rules, and the search over them."""

@@ -1,0 +1,1 @@
+"""From costs to time: what the passes of a stage take, and the clocks that run a schedule of them."""

@@ -1,0 +1,117 @@
+"""The whole simulation: beside the actions, transfers that share links, work after the last backward pass, memory over time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.errors import InputError
+from penstock.schedules.actions import Action, Schedule
+from penstock.timing.simulator import Timeline, as_arrays, check_shapes, deadlock_message
+from penstock.timing.workload import Floats, Integers, Workload
+
+__all__ = ["Execution", "Violation", "execute"]
+
+
+class Violation(NamedTuple):
+    """The first moment at which a device holds more than it may."""
+
+    device: int
+    time_s: float
+    memory_bytes: float
+    limit_bytes: float
+
+    def __str__(self) -> str:
+        return f"device {self.device} holds {self.memory_bytes:.4g} bytes at {self.time_s:.4g} s, its limit is {self.limit_bytes:.4g}"
+
+
+@dataclass(frozen=True)
+class Execution(Timeline):
+    """A timeline with everything else that happens; times are infinite where nothing does."""
+
+    workload: Workload = field(kw_only=True)
+    transfer_start_s: Floats = field(kw_only=True)
+    """[2, stages - 1, micro-batches], as `Workload.transfers_s`."""
+    transfer_end_s: Floats = field(kw_only=True)
+    after_start_s: Floats = field(kw_only=True)
+    """[stages]"""
+    after_end_s: Floats = field(kw_only=True)
+    peak_bytes: Floats = field(kw_only=True)
+    """[devices]"""
+    memory_device: Integers = field(kw_only=True)
+    """Each change of memory in the order of time: the device,"""
+    memory_time_s: Floats = field(kw_only=True)
+    """when,"""
+    memory_bytes: Floats = field(kw_only=True)
+    """and what it holds from then on."""
+    violation: Violation | None = field(kw_only=True)
+
+    @property
+    def makespan_s(self) -> float:
+        """When the last action, transfer and work after them have ended."""
+        ends = (self.end_s, self.transfer_end_s, self.after_end_s)
+        return max(float(np.max(end[np.isfinite(end)], initial=0.0)) for end in ends)
+
+    def device_busy_s(self) -> Floats:
+        """Time each device computes."""
+        busy = np.zeros(self.workload.num_devices)
+        np.add.at(busy, list(self.workload.devices), self.busy_s())
+        return busy
+
+    def sending_s(self) -> Floats:
+        """Time each device's transfers take, summed over what it sends to other devices."""
+        sent = np.zeros(self.workload.num_devices)
+        devices, ran = self.workload.devices, np.isfinite(self.transfer_end_s)
+        spans = np.subtract(self.transfer_end_s, self.transfer_start_s, out=np.zeros(ran.shape), where=ran).sum(axis=2)
+        for (direction, cut), time_s in np.ndenumerate(spans):
+            if devices[cut] != devices[cut + 1]:
+                sent[devices[cut + direction]] += time_s
+        return sent
+
+
+def execute(schedule: Schedule, workload: Workload) -> Execution:
+    """Runs the schedule; what exceeds a memory limit is told by `violation`, not stopped.
+
+    Transfers over one link take turns in the order in which they were asked for; they begin as soon as there is something to send.
+    """
+    from penstock.timing.event_kernels import run_events
+
+    actions, bounds = as_arrays(schedule)
+    check_shapes(actions, workload.durations_s, workload.transfers_s)
+    _check_placement(schedule, workload)
+    shape, cuts, num = workload.durations_s.shape, workload.transfers_s.shape, workload.num_devices
+    start, end, sent, arrived, after_start, after_end = (
+        np.full(dims, np.inf) for dims in (shape, shape, cuts, cuts, shape[1], shape[1])
+    )  # fmt: skip
+    peak, violation = np.zeros(num), np.full(3, -1.0)
+    memory = np.empty((num + 2 * len(actions) + workload.transfers_s.size, 3))
+    stuck, records = run_events(
+        actions, bounds, np.array(workload.devices), workload.durations_s, workload.transfers_s, workload.links, workload.overlap,
+        workload.after_s, workload.stored_bytes, workload.waiting_bytes, workload.workspace_bytes, workload.message_bytes,
+        workload.limit_bytes, start, end, sent, arrived, after_start, after_end, workload.base_bytes.copy(), peak, memory, violation,
+    )  # fmt: skip
+    if stuck >= 0:
+        raise InputError(deadlock_message(schedule, Action(*map(int, actions[stuck])), np.isfinite(end)))
+    device = int(violation[0])
+    first = None if device < 0 else Violation(device, float(violation[1]), float(violation[2]), float(workload.limit_bytes[device]))
+
+    return Execution(
+        start, end, schedule, workload=workload, transfer_start_s=sent, transfer_end_s=arrived, after_start_s=after_start,
+        after_end_s=after_end, peak_bytes=peak, memory_device=memory[:records, 0].astype(np.int64),
+        memory_time_s=memory[:records, 1].copy(), memory_bytes=memory[:records, 2].copy(), violation=first,
+    )  # fmt: skip
+
+
+def _check_placement(schedule: Schedule, workload: Workload) -> None:
+    """Refuses actions on another device than their stage's, and actions that come twice."""
+    if len(schedule) != workload.num_devices:
+        raise InputError(f"execute: the schedule is for {len(schedule)} devices, the workload for {workload.num_devices}.")
+    for device, actions in enumerate(schedule):
+        for action in actions:
+            if workload.devices[action.stage] != device:
+                raise InputError(f"execute: action {action} is on device {device}, its stage on {workload.devices[action.stage]}.")
+        if len(set(actions)) < len(actions):
+            twice = next(action for index, action in enumerate(actions) if action in actions[:index])
+            raise InputError(f"execute: action {twice} is twice on device {device}.")

@@ -1,0 +1,90 @@
+"""Checkpoints written under tensor and pipeline parallelism, exported: transformers loads them and computes what we compute."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import InputError
+from penstock.models.catalog import resolve_model
+from penstock.models.modules import TensorParallel, build_chain
+from penstock.models.modules.hf_weights import load_hf_weights, read_safetensors
+from penstock.models.ops import Model
+from penstock.runtime.checkpoints.huggingface import export_hf_checkpoint
+from penstock.runtime.checkpoints.layout import chain_pieces
+from penstock.runtime.checkpoints.reader import Checkpoint
+from penstock.runtime.checkpoints.writer import CheckpointWriter
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA: dict[str, Any] = dict(
+    vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=64,
+)  # fmt: skip
+T5: dict[str, Any] = dict(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, relative_attention_num_buckets=8)
+CASES = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**LLAMA, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**LLAMA, "head_dim": 12}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**LLAMA, "sliding_window": 5}),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", dict(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=40)),
+    "bert": ("BertForPreTraining", "BertConfig", dict(vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                                                      intermediate_size=48, max_position_embeddings=40)),
+    "t5": ("T5ForConditionalGeneration", "T5Config", T5),
+}  # fmt: skip
+
+
+def saved(model: Model, source: Path, folder: Path) -> Checkpoint:
+    """Weights of a Hugging Face folder, loaded by two stages of two tensor-parallel ranks each, and saved by them."""
+    writers = [CheckpointWriter(folder, rank=rank, world_size=4, token="x") for rank in range(4)]
+    for rank, writer in enumerate(writers):
+        first, last = ((0, 5), (5, model.num_ops))[rank // 2]
+        chain = build_chain(model, first, last, tp=TensorParallel(rank % 2, 2), seed=1)
+        load_hf_weights(chain, model, read_safetensors(source))
+        writer.save(1, chain_pieces(chain, owned=True), {})
+    for writer in writers:
+        writer.wait()
+    return Checkpoint(folder)
+
+
+@pytest.mark.parametrize("file_bytes", [10**9, 20_000])
+@pytest.mark.parametrize("case", CASES)
+def test_there_and_back(case: str, file_bytes: int, tmp_path: Path) -> None:
+    kind, config, sizes = CASES[case]
+    torch.manual_seed(0)
+    theirs = getattr(transformers, kind)(getattr(transformers, config)(**sizes)).eval()
+    theirs.save_pretrained(tmp_path / "source")
+    model = resolve_model(f"hf:{tmp_path / 'source' / 'config.json'}")
+    checkpoint = saved(model, tmp_path / "source", tmp_path / "saves")
+    export_hf_checkpoint(checkpoint, model, tmp_path / "export", file_bytes=file_bytes)
+    assert (tmp_path / "export" / "model.safetensors").is_file() == (file_bytes == 10**9)
+    theirs.config.save_pretrained(tmp_path / "export")
+    again, report = getattr(transformers, kind).from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    wanted = theirs.state_dict()
+    assert again.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in again.state_dict().items())
+
+
+def test_other_dtypes_and_wrong_targets(tmp_path: Path) -> None:
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    theirs.save_pretrained(tmp_path / "source")
+    model = resolve_model(f"hf:{tmp_path / 'source' / 'config.json'}")
+    checkpoint = saved(model, tmp_path / "source", tmp_path / "saves")
+    export_hf_checkpoint(checkpoint, model, tmp_path / "half", dtype="bf16", file_bytes=30_000)
+    index = json.loads((tmp_path / "half" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 2 * theirs.num_parameters()
+    assert max(path.stat().st_size for path in (tmp_path / "half").iterdir()) < 30_000 + 4000
+    with pytest.raises(InputError, match="is not an empty folder"):
+        export_hf_checkpoint(checkpoint, model, tmp_path / "half")
+    with pytest.raises(InputError, match="dtype is 'int4'"):
+        export_hf_checkpoint(checkpoint, model, tmp_path / "new", dtype="int4")
+    with pytest.raises(InputError, match="has no Hugging Face names"):
+        export_hf_checkpoint(checkpoint, resolve_model("vgg11"), tmp_path / "new")
+    with pytest.raises(InputError, match="lacks"):
+        export_hf_checkpoint(checkpoint, resolve_model("llama-tiny"), tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["half", "saves", "source"]

@@ -1,0 +1,211 @@
+"""Asynchronous 1F1B with weight stashing: equal to a plain emulation of the same delays, version by version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from oracles.pipedream import emulate
+from runtime_cases import Case, Choice, largest_difference, make_case, with_count
+from torch import nn
+
+from penstock.costs.estimate import Estimate, Estimator
+from penstock.costs.sources import open_costs
+from penstock.errors import InputError
+from penstock.plans.build import uniform_plan
+from penstock.plans.inflight import in_flight
+from penstock.plans.plan import Plan
+from penstock.plans.references import cluster_of, model_of
+from penstock.plans.validity import check_plan
+from penstock.programs import instructions as i
+from penstock.programs.check import check_programs
+from penstock.programs.lower import lower
+from penstock.runtime.learning_rate import LearningRate
+from penstock.runtime.optimizer import OptimizerSettings
+from penstock.runtime.parallel.stashing import WeightStash
+from penstock.runtime.session import train_programs
+from penstock.runtime.trainer import Trainer, TrainRequest
+from penstock.runtime.update import TrainingSettings
+from penstock.runtime.workers import Pool
+from penstock.schedules.orders import schedule_of
+
+pytestmark = pytest.mark.timeout(200)
+
+SGD = TrainingSettings(LearningRate(0.05), OptimizerSettings("sgd"), clip_norm=None)
+ADAMW = TrainingSettings(LearningRate(3e-3, warmup_steps=2), OptimizerSettings("adamw", eps=1e-3), clip_norm=None)
+PLAIN: Choice = {"family": "llama", "pp": 3, "tp": 1, "dp": 1, "replicas": 1, "schedule": "1f1b", "layout": "packed", "recompute": "some",
+                 "cuts": "uneven", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(5, timeout_s=60) as workers:
+        yield workers
+
+
+def asynchronous(choice: Choice, seed: int, iterations: int = 2, count: int = 20) -> Case:
+    """A case of so many micro-batches in each iteration, with updates after each."""
+    case = make_case(choice, seed, iterations)
+    plan = replace(case.plan, schedule="pipedream")
+    return with_count(replace(case, plan=plan), count)
+
+
+@pytest.mark.parametrize(
+    ("more", "settings"),
+    [
+        ({"pp": 2}, SGD),
+        ({"pp": 3}, ADAMW),
+        ({"pp": 4, "recompute": "all"}, SGD),
+        ({"pp": 2, "tp": 2}, ADAMW),
+        ({"pp": 2, "dp": 2}, SGD),
+        ({"pp": 3, "degrees": "per stage"}, ADAMW),
+        ({"pp": 3, "family": "vgg", "layout": "padded"}, SGD),
+        ({"pp": 1}, ADAMW),
+    ],
+    ids=["two stages", "three, AdamW", "four, recomputed", "tp", "dp", "degrees of each stage", "convolutions", "one stage"],
+)
+def test_equals_an_emulation_of_the_delays(pool: Pool, more: dict[str, Any], settings: TrainingSettings) -> None:
+    case = asynchronous(PLAIN | more, 3)
+    assert check_plan(replace(case.plan, micro_batching=replace(case.plan.micro_batching, policy="dynamic")), case.model) == []
+    programs = case.programs()
+    assert all(check_programs(one, case.plan, case.model) == [] for one in programs)
+    working = [outcome for outcome in pool.run(train_programs, case.plan, programs, settings) if outcome.losses]
+    losses, weights = emulate(case.model, case.plan.stages, [one[0] for one in programs], settings)
+    assert working[0].losses == pytest.approx(losses, rel=1e-6)
+    assert largest_difference(case, working, weights)[0] <= 1e-5
+
+
+def test_the_delay_is_seen(pool: Pool) -> None:
+    """An emulation with other delays, or none, is far away."""
+    case = asynchronous(PLAIN, 3)
+    outcomes = [outcome for outcome in pool.run(train_programs, case.plan, case.programs(), SGD) if outcome.losses]
+    for stages in (case.plan.stages[:1], case.plan.stages[:2]):
+        whole = (*stages[:-1], replace(stages[-1], last=case.model.num_ops))
+        _, weights = emulate(case.model, whole, [one[0] for one in case.programs()], SGD)
+        assert largest_difference(case, outcomes, weights)[0] > 1e-4
+
+
+def test_it_learns(pool: Pool) -> None:
+    """Twelve times the same twenty micro-batches: as good as with updates in step, within what the delay costs."""
+    case = asynchronous(PLAIN | {"recompute": "none"}, 5, iterations=1)
+    programs = case.programs() * 12
+    waiting = replace(case, plan=replace(case.plan, schedule="1f1b"))
+    fast = TrainingSettings(LearningRate(0.02), OptimizerSettings("sgd"), clip_norm=None)
+    found, slow = (pool.run(train_programs, one, many, fast)[0].losses
+                   for one, many in ((case.plan, programs), (waiting.plan, waiting.programs() * 12)))  # fmt: skip
+    assert found[-1] < 0.6 * found[0]
+    assert found[-1] < slow[-1]  # twenty times as many updates
+
+
+def test_versions_live_as_long_as_they_are_used() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    stash = WeightStash([weight])
+    seen = []
+    for micro_batch in range(3):
+        stash.use(micro_batch)
+    for micro_batch in range(4):
+        with stash.restored(micro_batch):
+            seen.append(weight[0].item())
+        with stash.updating():
+            weight.data += 1
+        seen.append(float(stash.num_versions))
+        stash.use(micro_batch + 3)
+    assert seen == [0.0, 2.0, 0.0, 3.0, 0.0, 3.0, 1.0, 3.0]
+    assert weight.tolist() == [4.0, 4.0]
+
+
+def test_the_last_stage_needs_no_copy() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    stash, place = WeightStash([weight]), weight.data_ptr()
+    for micro_batch in range(3):
+        stash.use(micro_batch)
+        with stash.restored(micro_batch):
+            pass
+        with stash.updating():
+            weight.data += 1
+    assert weight.data_ptr() == place and stash.num_versions == 1
+
+
+def estimated(plan: Plan) -> Estimate:
+    cluster = cluster_of(plan)
+    return Estimator(model_of(plan), cluster, open_costs("roofline", cluster)).estimate(plan)
+
+
+def test_memory_counts_the_versions() -> None:
+    fields = {"pp": 4, "global_batch": 32, "micro_batch": 2}
+    memory = {}
+    for schedule in ("1f1b", "pipedream"):
+        plan = uniform_plan("llama-tiny", "4xa100-40gb", schedule=schedule, **fields)
+        memory[schedule] = [stage.memory for stage in estimated(plan).stages]
+    for stage, (plain, stashed) in enumerate(zip(memory["1f1b"], memory["pipedream"], strict=True)):
+        assert stashed.weights_bytes == pytest.approx(plain.weights_bytes * in_flight("pipedream", 4, stage, 16))
+        assert stashed.activations_bytes == plain.activations_bytes and stashed.moments_bytes == plain.moments_bytes
+
+
+def test_time_has_an_update_for_every_micro_batch() -> None:
+    found = {}
+    for schedule in ("1f1b", "pipedream"):
+        found[schedule] = estimated(uniform_plan("llama-tiny", "2xa100-40gb", schedule=schedule, pp=2, global_batch=32, micro_batch=2))
+    update = max(stage.optimizer_s for stage in found["1f1b"].stages)
+    assert update > 0 and all(stage.optimizer_s == 0 for stage in found["pipedream"].stages)
+    assert found["pipedream"].time_s > found["1f1b"].time_s + 14 * min(stage.optimizer_s for stage in found["1f1b"].stages)
+
+
+def test_time_has_a_sum_of_gradients_for_every_micro_batch() -> None:
+    found = {}
+    for schedule in ("1f1b", "pipedream"):
+        plan = uniform_plan("llama-tiny", "4xa100-40gb", schedule=schedule, pp=2, dp=2, global_batch=32, micro_batch=2)
+        found[schedule] = estimated(plan)
+    least = min(stage.sync_s + stage.optimizer_s for stage in found["1f1b"].stages)
+    assert least > 0 and all(stage.sync_s == stage.optimizer_s == 0 for stage in found["pipedream"].stages)
+    assert found["pipedream"].time_s > found["1f1b"].time_s + 14 * least
+
+
+def broken(program: i.Program, change: Any) -> i.Program:
+    steps = list(program.instructions)
+    at = [index for index, step in enumerate(steps) if isinstance(step, i.StepStage)]
+    change(steps, at)
+    return msgspec.structs.replace(program, instructions=tuple(steps))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda steps, at: steps.pop(at[2]), "gradients of several micro-batches at once"),
+        (lambda steps, at: steps.pop(at[-1]), "but not after micro-batch 19"),
+        (lambda steps, at: steps.insert(at[0], steps[at[0]]), "updates its weights twice for micro-batch 0"),
+        (lambda steps, at: steps.insert(0, steps.pop(at[0])), "before the backward pass of micro-batch 0 is done"),
+        (lambda steps, at: [steps.pop(index) for index in reversed(at)], "does not update stages by themselves"),
+    ],
+)
+def test_the_checker_sees_wrong_updates(change: Any, text: str) -> None:
+    case = asynchronous(PLAIN, 3, iterations=1)
+    first, *others = case.programs()[0]
+    problems = check_programs([broken(first, change), *others], case.plan, case.model)
+    assert any(text in problem.text for problem in problems), problems
+
+
+def test_updates_are_refused_where_the_schedule_is_synchronous() -> None:
+    case = asynchronous(PLAIN, 3, iterations=1)
+    problems = check_programs(case.programs()[0], replace(case.plan, schedule="1f1b"), case.model)
+    assert problems and all("updates stages by themselves, but the schedule is '1f1b'" in problem.text for problem in problems)
+
+
+def test_clipping_is_refused() -> None:
+    plan = uniform_plan("llama-tiny", "2xcpu", pp=2, global_batch=8, micro_batch=2, schedule="pipedream", precision="fp32")
+    with pytest.raises(InputError, match=r"clipped to a norm of 1, but .* Use --clip 0"):
+        Trainer(TrainRequest(plan, "no-data", 1, "no-folder"))
+
+
+def test_evaluation_updates_nothing() -> None:
+    case = asynchronous(PLAIN, 3, iterations=1)
+    work = case.works[0][0]
+    forward = schedule_of("gpipe", case.plan.num_stages, len(work.micro_batches))
+    only = tuple(tuple(action for action in actions if action.kind == 0) for actions in forward)
+    programs = lower(case.plan, case.model, (replace(work, schedule=only, patterns=()),), 0, training=False)
+    assert not any(isinstance(step, i.StepStage | i.Step) for program in programs for step in program.instructions)
+    assert check_programs(programs, case.plan, case.model) == []

@@ -1,0 +1,58 @@
+"""What watches an executor: several at once, stage times that add up, and a board that outlives its rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.programs.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction, Program, ReceiveWait, Step
+from penstock.runtime.telemetry.observing import Observers, StageTimes
+from penstock.runtime.telemetry.status import Status, StatusBoard
+
+STEPS: tuple[Instruction, ...] = (
+    Forward(0, 0, 0, 0), Forward(2, 0, 0, 0), Forward(0, 1, 0, 0), ReceiveWait("activation", 1, 0, 3), ReceiveWait("gradient", 0, 0, 3),
+    Backward(2, 0), BackwardInput(0, 0), BackwardWeight(0, 0), Step(),
+)  # fmt: skip
+
+
+def program(iteration: int, training: bool = True) -> Program:
+    return Program(0, iteration, 0, 1, 3, 1, 1, (), (), STEPS, training)
+
+
+def test_times_of_each_stage_add_up() -> None:
+    times = StageTimes(first_iteration=1)
+    both = Observers(times, StageTimes())
+    for one in (program(0), program(1), program(2, training=False)):
+        both.begin(one)
+        for index in range(len(STEPS)):
+            both.at(index)
+            both.done(index, 0, (index + 1) * 1_000_000_000)
+    assert times.stages[0].forward_s == 1 + 3 and times.stages[0].num_passes == 2
+    assert times.stages[0].backward_s == 7 + 8 and times.stages[0].wait_s == 5
+    assert (times.stages[2].forward_s, times.stages[2].backward_s, times.stages[2].wait_s) == (2, 6, 4)
+
+
+def test_the_board_says_where_each_rank_is(tmp_path: Path) -> None:
+    board = StatusBoard(tmp_path / "status", 2)
+    ranks = [Status(board.path, rank) for rank in range(2)]
+    assert board.where(0) == board.where(1) == "before its first program"
+    ranks[1].begin(program(5))
+    expected = {
+        1: "at Forward of stage 2, micro-batch 0 (iteration 5, instruction 1 of 9)",
+        3: "at ReceiveWait of stage 2, micro-batch 0 (iteration 5, instruction 3 of 9)",
+        4: "at ReceiveWait of stage 0, micro-batch 0 (iteration 5, instruction 4 of 9)",
+        8: "at Step (iteration 5, instruction 8 of 9)",
+    }
+    for index, text in expected.items():
+        ranks[1].at(index)
+        assert board.where(1) == text
+    ranks[1].done(7, 0, 1)
+    assert board.where(1) == expected[8]
+    ranks[1].done(8, 0, 1)
+    assert board.where(1) == "after iteration 5" and board.where(0) == "before its first program"
+
+
+def test_a_rank_that_does_not_exist_has_no_place(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Status(tmp_path / "nothing", 0)

@@ -1,0 +1,119 @@
+"""Exact plans for own models: valid, fitting, at least as fast as the grid, and faster where uneven stages help."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+
+from penstock.errors import InfeasibleError
+from penstock.plans.references import cluster_of, model_of
+from penstock.plans.validity import check_plan
+from penstock.search.bounds.by_ops import family_bound
+from penstock.search.engine import Outcome, search_plans
+from penstock.search.partition.pipelines import best_pipeline, blocks_of
+from penstock.search.request import Request
+from penstock.search.space.families import families
+from penstock.search.uniform import best_plans
+
+
+def exact(model_ref: str, cluster_ref: str, batch: int, limit: float = math.inf, known: float = math.inf, schedules=("1f1b",)) -> list:
+    """Each family's best plan in order of the bounds, where it is better than those before."""
+    request = Request.of(model_ref, cluster_ref, batch, "roofline", None, (), limit, schedules)
+    found, blocks = [], blocks_of(request.model)
+    for family in sorted(families(request), key=lambda family: family_bound(family).time_s):
+        plan = best_pipeline(family, blocks, known)
+        if plan is not None:
+            found.append(plan)
+            known = plan[1].time_s
+    return found
+
+
+@cache
+def large() -> Outcome:
+    return search_plans("gpt-13b", "2xp4d.24xlarge", 128, top=4)
+
+
+def test_plans_are_valid_fit_and_get_faster() -> None:
+    found = exact("gpt-350m", "4xa100-40gb", 32)
+    assert found
+    for plan, estimate in found:
+        assert not check_plan(plan, model_of(plan), cluster_of(plan))
+        assert estimate.fits
+        assert plan.stages[0].first == 0 and plan.stages[-1].last == model_of(plan).num_ops
+    times = [estimate.time_s for _, estimate in found]
+    assert times == sorted(times, reverse=True)
+
+
+@pytest.mark.parametrize(("model", "cluster", "batch"), [("gpt-350m", "4xa100-40gb", 32), ("gpt-2.6b", "8xa100-40gb", 64)])
+def test_never_slower_than_the_grid(model: str, cluster: str, batch: int) -> None:
+    grid = best_plans(model, cluster, batch, top=1)[0].estimate.time_s
+    assert min((estimate.time_s for _, estimate in exact(model, cluster, batch)), default=math.inf) <= 1.001 * grid
+
+
+def test_uneven_stages_win_where_a_pipeline_is_needed() -> None:
+    grid = best_plans("gpt-13b", "2xp4d.24xlarge", 128, top=1)[0].estimate.time_s
+    assert exact("gpt-13b", "2xp4d.24xlarge", 128, known=grid)[-1][1].time_s < 0.99 * grid
+
+
+def test_little_memory_is_met_by_recomputing_some_ops() -> None:
+    roomy = exact("gpt-350m", "2xa100-40gb", 16)[-1][1]
+    tight = exact("gpt-350m", "2xa100-40gb", 16, limit=0.6 * roomy.peak_bytes)
+    assert tight
+    plan, estimate = tight[-1]
+    assert estimate.peak_bytes <= 0.6 * roomy.peak_bytes
+    assert estimate.time_s >= roomy.time_s
+    assert any(stage.recomputed() for stage in plan.stages) or plan.micro_batching.samples < 16
+
+
+def test_mixed_clusters_use_what_helps() -> None:
+    fast = exact("gpt-350m", "4xa100-40gb", 32)[-1][1].time_s
+    plan, estimate = exact("gpt-350m", "4xa100-40gb+4xa10g", 32)[-1]
+    assert estimate.time_s <= fast * 1.001
+    assert not check_plan(plan, model_of(plan), cluster_of(plan))
+
+
+def test_three_kinds_and_unequal_nodes() -> None:
+    outcome = search_plans("gpt-350m", "1xp4d.24xlarge+1xg5.24xlarge+2xg5.xlarge+1xp3.8xlarge", 64, top=2)
+    assert outcome.choices[0].estimate.fits and outcome.bound_s <= outcome.choices[0].estimate.time_s
+
+
+def test_the_search_shows_both_kinds_best_first() -> None:
+    found = large().choices
+    assert [choice.estimate.time_s for choice in found] == sorted(choice.estimate.time_s for choice in found)
+    assert found[0].kind == "exact" and {choice.kind for choice in found} == {"exact", "grid"}
+    assert all(choice.plan.predicted is not None and choice.plan.predicted.time_s == choice.estimate.time_s for choice in found)
+
+
+def test_the_bound_is_below_every_plan_and_near_the_best() -> None:
+    outcome = large()
+    assert outcome.bound_s <= outcome.choices[0].estimate.time_s and outcome.gap < 0.05
+    assert outcome.choices[0].plan.predicted.lower_bound_s == outcome.bound_s
+    assert all(line.bound_s >= outcome.bound_s for line in outcome.proof)
+
+
+def test_a_time_budget_ends_the_search_with_what_was_found() -> None:
+    outcome = search_plans("gpt-13b", "2xp4d.24xlarge", 128, time_budget_s=0.0)
+    assert outcome.stopped == "time budget" and outcome.choices[0].estimate.fits
+    assert outcome.bound_s <= outcome.choices[0].estimate.time_s
+
+
+def test_ctrl_c_returns_the_best_so_far() -> None:
+    def interrupt(text: str, best_s: float, bound_s: float) -> None:
+        if best_s < math.inf:
+            raise KeyboardInterrupt
+
+    outcome = search_plans("gpt-350m", "4xa100-40gb", 32, watch=interrupt)
+    assert outcome.stopped == "interrupted" and outcome.choices[0].estimate.fits
+
+
+def test_the_same_request_gives_the_same_plan() -> None:
+    first, second = (search_plans("gpt-350m", "4xa100-40gb", 32) for _ in range(2))
+    assert first == second
+
+
+def test_what_no_uniform_plan_can_do_may_still_be_possible() -> None:
+    """The grid needs every layer recomputed or none; the exact search recomputes what it must."""
+    with pytest.raises(InfeasibleError):
+        search_plans("gpt-175b", "8xa100-40gb", 64)

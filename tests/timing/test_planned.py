@@ -1,0 +1,100 @@
+"""Plans as workloads: times and bytes are those of the estimate, and the simulation agrees with its formulas where it should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.costs.estimate import StageWork
+from penstock.costs.roofline import Roofline
+from penstock.costs.sources import open_costs
+from penstock.plans.build import uniform_plan
+from penstock.plans.plan import Plan
+from penstock.plans.references import cluster_of, model_of
+from penstock.plans.schema import read_plan
+from penstock.schedules.inflight import in_flight
+from penstock.timing.execution import Execution, execute
+from penstock.timing.planned import PlannedPipeline, _passes, planned_pipeline
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "plans").glob("*.json"))
+
+
+def run(plan: Plan, costs: str = "roofline") -> tuple[PlannedPipeline, Execution]:
+    cluster = cluster_of(plan)
+    pipeline = planned_pipeline(plan, model_of(plan), cluster, open_costs(costs, cluster))
+    return pipeline, execute(pipeline.schedule, pipeline.workload)
+
+
+def gpt(**more: Any) -> Plan:
+    return uniform_plan("gpt-1.3b", "4xa100-80gb", **{"global_batch": 32, "micro_batch": 2, "pp": 4, **more})
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_take_no_longer_than_estimated(path: Path) -> None:
+    """The formulas hide no message behind compute; the simulation does."""
+    pipeline, found = run(read_plan(path))
+    slowest = max(stage.work.total_s - stage.work.transfer_in_s - stage.work.transfer_out_s for stage in pipeline.estimate.stages)
+    assert slowest * pipeline.workload.num_micro_batches <= found.makespan_s <= pipeline.estimate.time_s * (1 + 1e-9)
+    assert found.violation is None
+
+
+@pytest.mark.parametrize("more", [{}, {"recompute": "full"}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"schedule": "gpipe"}], ids=str)
+def test_times_and_memory_are_those_of_the_estimate(more: dict[str, Any]) -> None:
+    pipeline, found = run(gpt(**more))
+    for index, stage in enumerate(pipeline.estimate.stages):
+        compute_s = stage.work.total_s - stage.work.transfer_in_s - stage.work.transfer_out_s
+        assert pipeline.workload.durations_s[:, index].sum(axis=0) == pytest.approx(compute_s)
+        assert found.peak_bytes[index] == pytest.approx(stage.memory.total_bytes)
+
+
+def test_interleaved_chunks_share_devices_and_take_the_memory_of_their_schedule() -> None:
+    pipeline, found = run(gpt(schedule="interleaved", chunks=2))
+    assert pipeline.workload.devices == (0, 1, 2, 3, 0, 1, 2, 3) and len(pipeline.schedule) == 4
+    held, work = in_flight(pipeline.schedule).by_device, pipeline.workload
+    for device in range(3):  # whose two chunks are equal
+        activations = held[device] * work.stored_bytes[device, 0] + work.workspace_bytes[1, device, 0]
+        assert found.peak_bytes[device] == pytest.approx(work.base_bytes[device] + activations)
+    # chunks are fullest at different moments, so that the estimate, which adds their maxima, is more
+    assert all(found.peak_bytes <= [stage.memory.total_bytes for stage in pipeline.estimate.stages[:4]])
+
+
+def test_zero_bubble_splits_the_backward_pass_and_is_shorter() -> None:
+    pipeline, found = run(gpt(schedule="zero-bubble"))
+    plain, whole = run(gpt())
+    assert pipeline.workload.durations_s[:2] == pytest.approx(plain.workload.durations_s)
+    assert pipeline.workload.durations_s[2:].sum(axis=0) == pytest.approx(pipeline.workload.durations_s[1])
+    assert 0.2 < (pipeline.workload.durations_s[3] / pipeline.workload.durations_s[1]).mean() <= 0.5
+    assert found.makespan_s < whole.makespan_s
+    assert found.makespan_s == pytest.approx(pipeline.estimate.time_s, rel=0.05)
+
+
+def test_a_measured_profile_serves_as_well() -> None:
+    plan = uniform_plan("gpt-1.3b", "4xh200-141gb", global_batch=16, micro_batch=2, pp=4)
+    pipeline, found = run(plan, "profile:h200-141gb")
+    for index, stage in enumerate(pipeline.estimate.stages):
+        assert found.peak_bytes[index] == pytest.approx(stage.memory.total_bytes)
+
+
+def test_one_stage_is_busy_all_the_time() -> None:
+    pipeline, found = run(gpt(pp=1, replicas=4))
+    assert found.device_busy_s()[0] == pytest.approx(float(found.end_s.max())) and found.makespan_s == pytest.approx(
+        pipeline.estimate.time_s
+    )
+    assert found.makespan_s > float(found.end_s.max())  # gradients of four replicas, and the optimizer
+
+
+def test_passes_divide_what_an_estimate_has_in_one() -> None:
+    assert _passes(StageWork(1.0, 2.0, 0.0, 0.5)) == pytest.approx((1.25, 2.25))
+    assert _passes(StageWork(1.0, 2.0, 1.0, 0.6)) == pytest.approx((1.2, 3.4))  # collectives three times: forward, again, backward
+    assert _passes(StageWork(1.0, 3.0, waiting_s=1.0)) == pytest.approx((1.25, 3.75))
+    assert _passes(StageWork(0.0, 0.0, 0.0, 1.0)) == (0.5, 0.5)
+    assert np.isfinite(_passes(StageWork(0.0, 1.0))).all()
+
+
+def test_the_roofline_is_a_source_like_any() -> None:
+    plan = gpt()
+    same = planned_pipeline(plan, model_of(plan), cluster_of(plan), Roofline())
+    assert np.array_equal(same.workload.durations_s, run(plan)[0].workload.durations_s)
