@@ -20,9 +20,9 @@ from penstock.clusters import resolve_cluster
 from penstock.costs.memory import stage_memory
 from penstock.costs.profiled import Profiled
 from penstock.costs.sources import open_costs
-from penstock.costs.stage import stage_times
 from penstock.files import write_text
 from penstock.models import Model, Shape, resolve_model
+from penstock.timing.pass_times import stage_times
 
 POINTS = 32
 RECOMPUTE = ("none", "full", "half", "mlp")

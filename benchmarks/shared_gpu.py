@@ -25,7 +25,6 @@ from throughput import drawn_batches
 from penstock.batching.baselines import packed_rows, run_baseline
 from penstock.batching.plan import BatchPlan, Sample
 from penstock.batching.planner import costs_for, plan_batch
-from penstock.costs.estimate import Estimator
 from penstock.costs.sources import open_costs
 from penstock.models.catalog import model_from_mapping
 from penstock.plans.build import block_ranges
@@ -34,6 +33,7 @@ from penstock.plans.references import cluster_of, model_of
 from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import work_of
+from penstock.timing.estimate import Estimator
 
 STAGES, LONGEST = 4, 2048
 BUSY = 16 / (16 + STAGES - 1)

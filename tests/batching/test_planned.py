@@ -13,12 +13,12 @@ from penstock.batching.plan import Sample
 from penstock.batching.planned import planned_costs, with_recompute_choices
 from penstock.batching.planner import costs_for, plan_batch, plan_for
 from penstock.clusters import resolve_cluster
-from penstock.costs.estimate import Estimator
 from penstock.costs.sources import open_costs
 from penstock.errors import InputError
 from penstock.models import resolve_model
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
+from penstock.timing.estimate import Estimator
 
 
 def prepared(model: str, cluster: str, source: str, layout: str = "padded", **degrees: int) -> tuple[Plan, PipelineCosts]:

@@ -9,10 +9,10 @@ import pytest
 
 from penstock.cli.console import format_time
 from penstock.cli.main import run
-from penstock.costs.estimate import estimate
 from penstock.costs.roofline import Roofline
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.schema import read_plan
+from penstock.timing.estimate import estimate
 
 REQUEST = ("search", "--model", "gpt-350m", "--cluster", "4xa100-40gb", "--global-batch", "32", "--micro-batches", "1,2,4")
 

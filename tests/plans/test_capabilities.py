@@ -12,12 +12,12 @@ from runtime_cases import DIMENSIONS, is_possible, make_case
 from penstock.models.catalog import FAMILIES
 from penstock.plans.build import uniform_plan
 from penstock.plans.capabilities import MAX_PATTERNS, MAX_ZERO_IN_PIPELINE, SCHEDULES, SEARCHED_SCHEDULES, unsupported
-from penstock.plans.inflight import in_flight
 from penstock.plans.plan import Degrees, OpRun, Plan
 from penstock.plans.references import model_of
 from penstock.plans.spec import PlanSpec, StageSpec
 from penstock.plans.validity import check_plan
 from penstock.programs.lower import lower
+from penstock.schedules.in_flight import in_flight
 from penstock.schedules.orders import SCHEDULE_NAMES
 from penstock.search import search_plans
 from penstock.search.request import SCHEDULES as SEARCHED

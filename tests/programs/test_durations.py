@@ -10,7 +10,6 @@ from oracles.clock import makespan_s
 
 from penstock.batching.example import small_costs
 from penstock.batching.plan import MicroBatch as PlannedMicroBatch
-from penstock.costs.estimate import Estimator
 from penstock.costs.sources import open_costs
 from penstock.models.ops import Model
 from penstock.plans.build import uniform_plan
@@ -23,6 +22,7 @@ from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.schedules.orders import schedule_of
 from penstock.timing.batched import batch_durations_s, batch_workload
+from penstock.timing.estimate import Estimator
 
 MIXED = "1xa100-40gb+1xv100-32gb+1xt4+1xa100-40gb"
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from penstock.errors import InputError
 from penstock.ordering.injection import pyramid, reordered
-from penstock.plans import inflight as planned
+from penstock.schedules import in_flight as planned
 from penstock.schedules.actions import FORWARD, Action, Schedule, format_schedule, parse_schedule
-from penstock.schedules.inflight import in_flight, order_peak_bytes
 from penstock.schedules.orders import SCHEDULE_NAMES, gpipe, one_forward_one_backward, schedule_of, with_depths
+from penstock.timing.order_memory import in_flight, order_peak_bytes
 from penstock.timing.simulator import simulate
 from penstock.timing.workload import workload_of
 

@@ -8,7 +8,6 @@ import time
 import pytest
 
 from penstock.clusters import resolve_cluster
-from penstock.costs.estimate import estimate
 from penstock.costs.roofline import Roofline
 from penstock.errors import InfeasibleError, InputError
 from penstock.models import resolve_model
@@ -16,6 +15,7 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import check_plan
 from penstock.search import Choice, best_plans, uniform_plans
+from penstock.timing.estimate import estimate
 
 
 def kinds(choices: list[Choice]) -> list[tuple[int, int, int]]:

@@ -15,9 +15,9 @@ from oracles.events import SlowPipeline
 
 from penstock.errors import InputError
 from penstock.schedules.actions import Schedule, parse_schedule
-from penstock.schedules.inflight import order_peak_bytes
 from penstock.schedules.orders import gpipe, one_forward_one_backward, schedule_of
 from penstock.timing.execution import execute
+from penstock.timing.order_memory import order_peak_bytes
 from penstock.timing.simulator import as_arrays, simulate
 from penstock.timing.workload import Workload, links_of, workload_of
 

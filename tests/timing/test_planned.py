@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.costs.estimate import StageWork
 from penstock.costs.roofline import Roofline
 from penstock.costs.sources import open_costs
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.schema import read_plan
-from penstock.schedules.inflight import in_flight
+from penstock.timing.estimate import StageWork
 from penstock.timing.execution import Execution, execute
+from penstock.timing.order_memory import in_flight
 from penstock.timing.planned import PlannedPipeline, _passes, planned_pipeline
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "plans").glob("*.json"))

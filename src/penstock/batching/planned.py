@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.batching.costs import QUANTITIES, Floats, LayoutCosts, PipelineCosts
-from penstock.costs.estimate import Estimator
 from penstock.costs.memory import SLACK, OpBytesSource, activation_timeline, formula_bytes, stage_memory
-from penstock.costs.messages import Part, cut_times_s, parts_of, tp_group_of
 from penstock.costs.profiled import Profiled
 from penstock.costs.roofline import tp_group
 from penstock.costs.sources import with_links_of
-from penstock.costs.stage import rerun_positions
 from penstock.costs.table import CostTable
 from penstock.errors import InputError
 from penstock.models.shapes import Layout, Shape, feature_matrix
+from penstock.timing.estimate import Estimator
+from penstock.timing.messages import Part, cut_times_s, parts_of, tp_group_of
+from penstock.timing.pass_times import rerun_positions
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster, Device

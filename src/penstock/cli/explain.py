@@ -12,8 +12,8 @@ import typer
 from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, format_usd, out, print_json, progress, table
 
 if TYPE_CHECKING:
-    from penstock.costs.estimate import Estimate, StageEstimate
     from penstock.search.what_if import Relaxed, Rival
+    from penstock.timing.estimate import Estimate, StageEstimate
 
 __all__ = ["explain", "show_estimate"]
 
@@ -53,11 +53,11 @@ def explain(
 
 
 def _estimate(path: Path, costs: str | None) -> Estimate:
-    from penstock.costs.estimate import estimate
     from penstock.costs.sources import open_costs
     from penstock.plans.references import cluster_of, model_of
     from penstock.plans.schema import read_plan
     from penstock.plans.validity import require_valid
+    from penstock.timing.estimate import estimate
 
     plan = read_plan(path)
     require_valid(plan, where=f"plan '{path}'")

@@ -135,7 +135,7 @@ def _ranks(subject: _Subject) -> list[str]:
 
 def _devices(subject: _Subject, run: Execution) -> list[dict[str, Any]]:
     """What is told of each device."""
-    from penstock.schedules.inflight import in_flight
+    from penstock.timing.order_memory import in_flight
 
     held = in_flight(run.schedule)
     pipeline_s = float(run.end_s[run.end_s < float("inf")].max())

@@ -13,8 +13,8 @@ from penstock.ordering.adaptive import adaptive
 from penstock.ordering.greedy import best_greedy, does_not_fit
 from penstock.ordering.injection import pyramid, reordered
 from penstock.schedules.actions import Action, Schedule
-from penstock.schedules.inflight import order_peak_bytes
 from penstock.schedules.orders import schedule_of, with_depths
+from penstock.timing.order_memory import order_peak_bytes
 from penstock.timing.simulator import as_arrays, simulate
 from penstock.timing.workload import Workload
 

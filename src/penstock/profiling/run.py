@@ -15,7 +15,6 @@ import torch
 
 from penstock.costs.profile import DeviceProfile, OptimizerPoint, Profile, SeriesKey, WholeFactors, coordinates, read_profile, series_key
 from penstock.costs.profiled import DeviceCosts
-from penstock.costs.stage import rerun_positions
 from penstock.models.modules import TORCH_DTYPES, Batch, Chain, TensorParallel, build_chain, random_batch
 from penstock.models.ops import ITEM_BYTES, Model, PlacedOp, TensorSpec
 from penstock.profiling.grid import Lengths, Limits, attention_grid, mixed_lengths, refine, sweep_lengths, sweep_size
@@ -23,6 +22,7 @@ from penstock.profiling.local import device_facts
 from penstock.profiling.marks import times_for
 from penstock.profiling.measure import OpMeasure, measure_ops, shortened
 from penstock.runtime.optimizer import make_adamw
+from penstock.timing.pass_times import rerun_positions
 
 __all__ = ["Profiler", "Unit", "random_model_batch"]
 

@@ -32,8 +32,8 @@ def stage_weights(model: Model, plan: Plan) -> StageWeights:
 
 def priced_weights(model: Model, plan: Plan, cluster: Cluster, source: CostSource) -> list[StageWeights]:
     """The same in seconds, for each replica: a stage's passes take what the costs say of a micro-batch as the plan was made for."""
-    from penstock.costs.estimate import Estimator
-    from penstock.costs.pipeline import micro_batches, share_shape
+    from penstock.timing.estimate import Estimator
+    from penstock.timing.pipeline import micro_batches, share_shape
 
     weights = stage_weights(model, plan)
     samples, _ = micro_batches(plan)

@@ -6,11 +6,11 @@ from collections import defaultdict
 from itertools import permutations
 from typing import NamedTuple
 
-from penstock.costs.messages import parts_of
 from penstock.models.ops import Model
 from penstock.plans.plan import OpRun, Plan, Stage
 from penstock.programs.instructions import ReduceGroup, SyncTied, TiedRows
 from penstock.programs.routing import shard
+from penstock.timing.messages import parts_of
 
 __all__ = ["ranks_with", "reduce_groups", "sync_tied"]
 

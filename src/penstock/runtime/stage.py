@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from penstock.costs.messages import parts_of
 from penstock.errors import InputError
 from penstock.models.modules.base import Carry, OpModule
 from penstock.models.modules.batch import Batch
@@ -38,6 +37,7 @@ from penstock.runtime.parallel.sequence import SequenceChain
 from penstock.runtime.parallel.sharding import ShardedWeights
 from penstock.runtime.parallel.world import World
 from penstock.runtime.transport.transport import Transport
+from penstock.timing.messages import parts_of
 
 __all__ = ["Held", "Piece", "StageModule"]
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.plans.inflight import warm_up
 from penstock.schedules.actions import BACKWARD, FORWARD, Action, Schedule
+from penstock.schedules.in_flight import warm_up
 
 __all__ = ["interleaved"]
 

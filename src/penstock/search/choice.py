@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.costs.estimate import with_prediction
+from penstock.timing.estimate import with_prediction
 
 if TYPE_CHECKING:
-    from penstock.costs.estimate import Estimate
     from penstock.plans.plan import Plan
+    from penstock.timing.estimate import Estimate
 
 __all__ = ["Choice", "degree_range"]
 

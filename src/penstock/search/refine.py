@@ -18,7 +18,7 @@ from penstock.search.choice import Choice
 from penstock.search.request import Request
 
 if TYPE_CHECKING:
-    from penstock.costs.estimate import Estimate
+    from penstock.timing.estimate import Estimate
 
 __all__ = ["refined", "simulated_s"]
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from penstock.costs.estimate import Estimator
-from penstock.costs.pipeline import share_shape
 from penstock.costs.sources import open_costs
 from penstock.errors import InputError
 from penstock.plans.capabilities import SEARCHED_SCHEDULES as SCHEDULES
@@ -16,6 +14,8 @@ from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.plans.references import cluster_reference, model_reference
 from penstock.plans.validity import require_valid
 from penstock.search.bounds.recovery import Recovery
+from penstock.timing.estimate import Estimator
+from penstock.timing.pipeline import share_shape
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster

@@ -27,9 +27,9 @@ from penstock.search.request import Request, frame_of, micro_batch_sizes, resolv
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
-    from penstock.costs.estimate import StageEstimate
     from penstock.costs.source import CostSource
     from penstock.models.ops import Model
+    from penstock.timing.estimate import StageEstimate
 
 __all__ = ["best_plans", "plans_of_grid", "uniform_choices", "uniform_plans"]
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.clusters import DEVICES, Cluster, Device, Link, LinkOverride, Node, NodeRun
-from penstock.costs.estimate import Estimator
-from penstock.costs.pipeline import share_shape
 from penstock.errors import InfeasibleError, ProfileMissingError
 from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.plans.references import cluster_of, model_of
@@ -23,6 +21,8 @@ from penstock.search.engine import search
 from penstock.search.replicas.shares import rebalanced
 from penstock.search.request import Request, micro_batch_sizes
 from penstock.search.uniform import plans_of_grid
+from penstock.timing.estimate import Estimator
+from penstock.timing.pipeline import share_shape
 
 if TYPE_CHECKING:
     from penstock.costs.source import CostSource

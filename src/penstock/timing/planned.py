@@ -11,10 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.clusters import Cluster
-from penstock.costs.estimate import Estimate, Estimator, StageWork
 from penstock.costs.memory import OpBytesSource, activation_timeline, formula_bytes
-from penstock.costs.messages import Part, parts_of
-from penstock.costs.pipeline import share_shape
 from penstock.costs.profiled import Profiled
 from penstock.costs.source import CostSource
 from penstock.models.ops import Model
@@ -22,6 +19,9 @@ from penstock.models.shapes import NOTHING
 from penstock.plans.plan import Plan, Stage
 from penstock.schedules.actions import Schedule
 from penstock.schedules.orders import schedule_of
+from penstock.timing.estimate import Estimate, Estimator, StageWork
+from penstock.timing.messages import Part, parts_of
+from penstock.timing.pipeline import share_shape
 from penstock.timing.workload import Floats, Workload, split_backward, workload_of
 
 __all__ = ["PlannedPipeline", "planned_pipeline"]

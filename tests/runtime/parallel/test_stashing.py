@@ -13,11 +13,9 @@ from oracles.pipedream import emulate
 from runtime_cases import Case, Choice, largest_difference, make_case, with_count
 from torch import nn
 
-from penstock.costs.estimate import Estimate, Estimator
 from penstock.costs.sources import open_costs
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
-from penstock.plans.inflight import in_flight
 from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import check_plan
@@ -31,7 +29,9 @@ from penstock.runtime.session import train_programs
 from penstock.runtime.trainer import Trainer, TrainRequest
 from penstock.runtime.update import TrainingSettings
 from penstock.runtime.workers import Pool
+from penstock.schedules.in_flight import in_flight
 from penstock.schedules.orders import schedule_of
+from penstock.timing.estimate import Estimate, Estimator
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.costs.estimate import Estimator
 from penstock.costs.sources import open_costs
 from penstock.plans.build import uniform_plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.programs.instructions import MicroBatch
 from penstock.runtime.telemetry.flops import PeakTimes
+from penstock.timing.estimate import Estimator
 
 
 @pytest.mark.parametrize("name", ["gpt-tiny", "t5-tiny", "resnet-tiny"])

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from penstock.batching.planner import costs_for
-from penstock.costs.estimate import Estimator
 from penstock.costs.sources import open_costs
 from penstock.data.images import prepare_images
 from penstock.plans.build import uniform_plan
@@ -17,6 +16,7 @@ from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.runtime.telemetry.predicting import predict_steps
 from penstock.runtime.trainer import TrainRequest, planning_of
+from penstock.timing.estimate import Estimator
 
 STEPS = range(2, 5)
 

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.costs.pipeline import pipeline_s
 from penstock.plans.build import join_ranges
 from penstock.plans.validity import check_plan
 from penstock.search.engine import Outcome, search
@@ -34,6 +33,7 @@ from penstock.search.interleaved.ways import (
 from penstock.search.partition.pipelines import blocks_of
 from penstock.search.request import Request
 from penstock.search.space.families import families
+from penstock.timing.pipeline import pipeline_s
 
 
 def request_of(model: str, cluster: str, batch: int, limit: float = math.inf) -> Request:

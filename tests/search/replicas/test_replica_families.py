@@ -13,7 +13,6 @@ from functools import cache
 import pytest
 
 from penstock.clusters import DEVICES, Cluster, Link, Node, NodeRun, cluster_to_dict, resolve_cluster
-from penstock.costs.estimate import Estimator
 from penstock.costs.roofline import Roofline
 from penstock.errors import InfeasibleError
 from penstock.models.catalog import model_from_mapping
@@ -25,6 +24,7 @@ from penstock.search.replicas.replica_families import ReplicaFamily, packed_repl
 from penstock.search.replicas.shares import rebalanced
 from penstock.search.request import Request
 from penstock.search.space.families import families, kinds_of
+from penstock.timing.estimate import Estimator
 
 GIGABIT = 1.25e8
 

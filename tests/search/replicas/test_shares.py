@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clusters import resolve_cluster
-from penstock.costs.estimate import Estimator
 from penstock.costs.roofline import Roofline
 from penstock.models.catalog import resolve_model
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
 from penstock.plans.validity import check_plan
 from penstock.search.replicas.shares import best_shares, least_time_s, rebalanced
+from penstock.timing.estimate import Estimator
 
 Paces = list[tuple[float, float]]
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.costs.messages import parts_of
 from penstock.errors import InputError
 from penstock.models.modules.parallel import TensorParallel
 from penstock.plans.plan import Plan
 from penstock.programs.sharing import reduce_groups
+from penstock.timing.messages import parts_of
 
 __all__ = ["World", "groups_of", "pairs_of"]
 

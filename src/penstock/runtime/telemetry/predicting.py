@@ -134,9 +134,9 @@ def _of_batches(source: BatchSource, planner: ProgramPlanner, costs: PipelineCos
 
 def _of_plan(plan: Plan) -> Predicted:
     """What a step should take by the plan alone."""
-    from penstock.costs.estimate import Estimator
     from penstock.costs.sources import open_costs
     from penstock.plans.references import cluster_of, model_of
+    from penstock.timing.estimate import Estimator
 
     cluster = cluster_of(plan)
     found = Estimator(model_of(plan), cluster, open_costs(plan.costs, cluster)).estimate(plan)

@@ -10,12 +10,12 @@ import numpy as np
 
 from penstock.costs.collectives import BUCKET_BYTES, sync_gradients_s
 from penstock.costs.memory import bytes_per_parameter
-from penstock.costs.messages import cut_times_s, gradient_sharing, tied_s
 from penstock.costs.table import Floats
 from penstock.models.shapes import Quantity
 from penstock.plans.plan import Degrees, Stage
 from penstock.search.partition.stages import Ints, StageOption
 from penstock.search.space.families import Family
+from penstock.timing.messages import cut_times_s, gradient_sharing, tied_s
 
 __all__ = ["Links", "links_of"]
 

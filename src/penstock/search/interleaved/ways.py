@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.costs.table import Floats
-from penstock.plans.inflight import in_flight_by_chunk
 from penstock.plans.plan import Degrees, Plan, Stage
+from penstock.schedules.in_flight import in_flight_by_chunk
 from penstock.search.interleaved.cuts_bound import cuts_bound_s
 from penstock.search.interleaved.group_links import Links, links_of
 from penstock.search.partition.stages import Blocks, Ints, StageOption
 from penstock.search.space.families import CHUNKS, MAX_DEPTH, Family
 
 if TYPE_CHECKING:
-    from penstock.costs.estimate import Estimate
+    from penstock.timing.estimate import Estimate
 
 __all__ = [
     "Interleaving",

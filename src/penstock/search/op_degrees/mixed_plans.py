@@ -17,8 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.costs.collectives import collective_s
-from penstock.costs.pipeline import share_shape
-from penstock.costs.stage import rerun
 from penstock.costs.table import CostTable, Floats
 from penstock.models.shapes import Quantity
 from penstock.plans.build import join_ranges
@@ -28,10 +26,12 @@ from penstock.plans.validity import check_plan
 from penstock.search.op_degrees.lazy_stages import LazyStages, MixedCosts, OpChoice, SolvedStage
 from penstock.search.partition.stages import Machine, OptionCosts, StageOption
 from penstock.search.space.families import Family
+from penstock.timing.pass_times import rerun
+from penstock.timing.pipeline import share_shape
 
 if TYPE_CHECKING:
-    from penstock.costs.estimate import Estimate
     from penstock.models.ops import Model
+    from penstock.timing.estimate import Estimate
 
 __all__ = ["MixedPlans", "free_bound_s", "mixed_plans"]
 

@@ -24,8 +24,8 @@ from penstock.search.partition.stages import Blocks, Machine, OptionCosts, Recom
 from penstock.search.space.families import Family, Pass
 
 if TYPE_CHECKING:
-    from penstock.costs.estimate import Estimate
     from penstock.models.ops import Model
+    from penstock.timing.estimate import Estimate
 
 __all__ = ["best_pipeline", "blocks_of", "bound_of_pass", "equal_pipeline"]
 

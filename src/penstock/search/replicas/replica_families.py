@@ -24,7 +24,6 @@ import numpy as np
 
 from penstock.costs.collectives import BUCKET_BYTES, group_of
 from penstock.costs.memory import bytes_per_parameter, rank_parameters
-from penstock.costs.messages import gradient_sharing
 from penstock.costs.table import Floats
 from penstock.plans.build import join_ranges
 from penstock.plans.plan import Degrees, Plan, Stage
@@ -34,10 +33,11 @@ from penstock.search.replicas.common_cuts import TOLERANCE, Afterwards, CommonCu
 from penstock.search.replicas.shares import least_time_s, rebalanced
 from penstock.search.request import Request, micro_batch_sizes
 from penstock.search.space.families import FINE_OPS, MAX_STAGES, Family, Kind, Pass, kinds_of
+from penstock.timing.messages import gradient_sharing
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster, Device, Node
-    from penstock.costs.estimate import Estimate
+    from penstock.timing.estimate import Estimate
 
 __all__ = ["Layout", "Replica", "ReplicaFamily", "packed_replicas", "replica_families"]
 

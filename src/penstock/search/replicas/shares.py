@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.costs.pipeline import pipeline_s
+from penstock.timing.pipeline import pipeline_s
 
 if TYPE_CHECKING:
-    from penstock.costs.estimate import Estimator
     from penstock.plans.plan import Plan
+    from penstock.timing.estimate import Estimator
 
 __all__ = ["best_shares", "least_time_s", "rebalanced"]
 

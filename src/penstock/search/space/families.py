@@ -16,13 +16,13 @@ import numpy as np
 
 from penstock.costs.collectives import BUCKET_BYTES, group_of, point_to_point_s
 from penstock.costs.memory import CUDA_CONTEXT_BYTES, SLACK, bytes_per_parameter
-from penstock.costs.pipeline import share_shape
-from penstock.costs.stage import rerun
 from penstock.costs.table import CostTable, Floats
 from penstock.models.segments import pieces
 from penstock.models.shapes import NOTHING, Shape
 from penstock.search.partition.stages import Blocks, Ints, Levels, OptionCosts, Pool, StageOption, levels_of
 from penstock.search.request import Request, micro_batch_sizes
+from penstock.timing.pass_times import rerun
+from penstock.timing.pipeline import share_shape
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster, Device

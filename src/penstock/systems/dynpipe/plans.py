@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import InputError
 from penstock.interop.megatron import refusal
-from penstock.plans.inflight import in_flight
 from penstock.plans.plan import Degrees, MicroBatching, Pattern, Plan, Stage
 from penstock.plans.references import cluster_of, model_of, with_precision
 from penstock.plans.texts import format_ops, format_ranks
 from penstock.plans.validity import require_valid
+from penstock.schedules.in_flight import in_flight
 from penstock.systems.dynpipe.blocks import Piece, block_ends, num_module_ops, pieces
 from penstock.systems.dynpipe.files import Partition, Topology, require_match
 

@@ -23,22 +23,22 @@ import numpy as np
 from penstock.clusters import Cluster
 from penstock.costs.efficiency import arithmetic_dtype, op_class
 from penstock.costs.memory import MemoryBreakdown, rank_parameters, stage_memory
-from penstock.costs.messages import Part, cut_times_s, gradient_sharing, parts_of, reshard_s, sync_s, tied_s, tp_group_of
-from penstock.costs.pipeline import micro_batches, pipeline_s, share_shape
 from penstock.costs.profiled import Profiled
 from penstock.costs.replay import Replay, formula_bytes
 from penstock.costs.roofline import tp_group
 from penstock.costs.source import CostSource
 from penstock.costs.sources import is_imported, with_links_of
-from penstock.costs.stage import stage_times
 from penstock.costs.table import CostTable
 from penstock.errors import InputError, ProfileMissingError
 from penstock.models.ops import Model
 from penstock.models.sequence import divides_tokens, with_sequence_parallelism
 from penstock.models.shapes import NOTHING, Shape
 from penstock.plans.capabilities import SCHEDULES
-from penstock.plans.inflight import in_flight, in_flight_by_chunk
 from penstock.plans.plan import Degrees, Plan, Predicted, Stage, StageMemory
+from penstock.schedules.in_flight import in_flight, in_flight_by_chunk
+from penstock.timing.messages import Part, cut_times_s, gradient_sharing, parts_of, reshard_s, sync_s, tied_s, tp_group_of
+from penstock.timing.pass_times import stage_times
+from penstock.timing.pipeline import micro_batches, pipeline_s, share_shape
 
 if TYPE_CHECKING:
     from penstock.clusters import Device

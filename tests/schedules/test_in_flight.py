@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.plans.inflight import SCHEDULES, in_flight, in_flight_by_chunk, warm_up
+from penstock.schedules.in_flight import SCHEDULES, in_flight, in_flight_by_chunk, warm_up
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.clusters import resolve_cluster
 from penstock.costs.memory import OpBytes, OpPeaks, activation_timeline, formula_bytes
 from penstock.costs.roofline import Roofline
-from penstock.costs.stage import rerun, rerun_positions, stage_times, waiting_s
 from penstock.errors import ProfileMissingError
 from penstock.models import Model, Shape, resolve_model
 from penstock.models.kept import walk
@@ -27,6 +26,7 @@ from penstock.models.ops import Op
 from penstock.models.segments import segments
 from penstock.profiling.grid import sweep_lengths
 from penstock.profiling.run import random_model_batch
+from penstock.timing.pass_times import rerun, rerun_positions, stage_times, waiting_s
 
 GPT = resolve_model("gpt-1.3b")
 CLUSTER = resolve_cluster("8xh200")

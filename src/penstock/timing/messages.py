@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from penstock.clusters import Cluster
 from penstock.costs.collectives import Group, collective_s, group_of, point_to_point_s, sync_gradients_s
 from penstock.costs.memory import bytes_per_parameter
-from penstock.costs.pipeline import share_shape
 from penstock.models.ops import Model
 from penstock.models.shapes import Quantity, Shape
+from penstock.timing.pipeline import share_shape
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan, Stage

@@ -15,9 +15,7 @@ import pytest
 
 from penstock.clusters import DEVICES, Cluster, Link, Node, NodeRun, resolve_cluster
 from penstock.costs.collectives import collective_s
-from penstock.costs.estimate import Estimate, Estimator, estimate, with_prediction
 from penstock.costs.memory import stage_memory
-from penstock.costs.pipeline import micro_batches, pipeline_s, share_shape
 from penstock.costs.roofline import Roofline
 from penstock.costs.sources import open_costs
 from penstock.costs.table import CostTable
@@ -31,6 +29,8 @@ from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.schema import plan_from_dict, plan_to_dict, read_plan
 from penstock.search import uniform_plans
+from penstock.timing.estimate import Estimate, Estimator, estimate, with_prediction
+from penstock.timing.pipeline import micro_batches, pipeline_s, share_shape
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "plans").glob("*.json"))
 FORWARD_S, BACKWARD_S, STEP_S, BANDWIDTH = 1.0, 2.0, 0.5, 1000.0
