@@ -18,7 +18,7 @@ from penstock.models.ops import Model
 from penstock.models.shapes import NOTHING
 from penstock.plans.plan import Plan, Stage
 from penstock.schedules.actions import Schedule
-from penstock.schedules.orders import schedule_of
+from penstock.schedules.rules import SCHEDULES, schedule_of
 from penstock.timing.estimate import Estimate, Estimator, StageWork
 from penstock.timing.messages import Part, parts_of
 from penstock.timing.pipeline import share_shape
@@ -42,7 +42,7 @@ def planned_pipeline(plan: Plan, model: Model, cluster: Cluster, source: CostSou
     estimator = Estimator(model, cluster, source)
     found = estimator.estimate(plan)
     passes = np.array([_passes(stage.work) for stage in found.stages]).T
-    if plan.schedule == "zero-bubble":
+    if SCHEDULES[plan.schedule].splits_backward:
         weights = [
             _weight_s(estimator, plan, stage, found.samples, each.device) for stage, each in zip(plan.stages, found.stages, strict=True)
         ]

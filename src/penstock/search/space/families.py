@@ -19,6 +19,7 @@ from penstock.costs.memory import CUDA_CONTEXT_BYTES, SLACK, bytes_per_parameter
 from penstock.costs.table import CostTable, Floats
 from penstock.models.segments import pieces
 from penstock.models.shapes import NOTHING, Shape
+from penstock.schedules.rules import SCHEDULES
 from penstock.search.partition.stages import Blocks, Ints, Levels, OptionCosts, Pool, StageOption, levels_of
 from penstock.search.request import Request, micro_batch_sizes
 from penstock.timing.pass_times import rerun
@@ -267,7 +268,7 @@ class Family:
     def op_filling(self, option: StageOption) -> Floats:
         """[O] `filling` of the distinct ops."""
         time = self.op_times(option)[1]
-        if "zero-bubble" not in self.request.schedules:
+        if not any(SCHEDULES[name].fill_relief for name in self.request.schedules):
             return time
         table, shape = self.table(option)
         s, d = table.shape_index(shape), table.device_index(self.kinds[option.pool].device.name)
