@@ -29,7 +29,7 @@ run(["--help"])
 heavy = set(sys.argv[1:]) & set(sys.modules)
 assert not heavy, heavy
 """
-HEAVY = ("torch", "numba", "pydantic", "plotly", "transformers", "scipy")
+HEAVY = ("torch", "numba", "pydantic", "matplotlib", "transformers", "scipy")
 Register = Callable[..., None]
 
 
