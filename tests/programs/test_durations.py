@@ -68,10 +68,11 @@ def test_seconds_are_those_of_the_estimate() -> None:
     paces = Estimator(model_of(plan), cluster, open_costs("roofline", cluster)).paces(plan)
     assert len(paces) == 2
     for pace, weights in zip(paces, priced(plan), strict=True):
-        forward, backward, *halves = durations_of(weights, [usual])
-        assert [own for (own,) in forward] == pytest.approx([work.forward_s for work in pace.work])
-        assert [own for (own,) in backward] == pytest.approx([work.backward_s + work.recompute_s for work in pace.work])
-        assert all([2 * own for (own,) in half] == pytest.approx([own for (own,) in backward]) for half in halves)
+        forward, backward, inputs, weight = ([own for (own,) in kind] for kind in durations_of(weights, [usual]))
+        assert forward == pytest.approx([work.forward_pass_s for work in pace.work])
+        assert backward == pytest.approx([work.backward_pass_s for work in pace.work])
+        assert weight == pytest.approx([work.weight_s for work in pace.work]) and min(weight) > 0
+        assert inputs == pytest.approx([work.backward_pass_s - work.weight_s for work in pace.work])
 
 
 def test_a_planned_batch_has_the_durations_that_it_was_planned_with() -> None:

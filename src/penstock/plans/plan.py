@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from penstock.costs.memory import MemoryBreakdown
+from typing import Any, Literal
 
 __all__ = ["MAX_PATTERNS", "Degrees", "MicroBatching", "OpRange", "OpRun", "Pattern", "Plan", "Predicted", "Stage", "StageMemory"]
 
@@ -123,11 +120,6 @@ class StageMemory:
     buffers_bytes: int = 0
     slack_bytes: int = 0
     context_bytes: int = 0
-
-    @classmethod
-    def of(cls, breakdown: MemoryBreakdown) -> StageMemory:
-        """The breakdown in whole bytes."""
-        return cls(*(round(getattr(breakdown, field.name)) for field in fields(cls)))
 
     @property
     def total_bytes(self) -> int:

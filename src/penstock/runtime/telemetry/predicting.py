@@ -141,5 +141,5 @@ def _of_plan(plan: Plan) -> Predicted:
     cluster = cluster_of(plan)
     found = Estimator(model_of(plan), cluster, open_costs(plan.costs, cluster)).estimate(plan)
     works = [stage.work for stage in found.stages]
-    backward_s = tuple(work.backward_s + work.recompute_s for work in works)
-    return Predicted(found.time_s, tuple(work.forward_s for work in works), backward_s, found.source)
+    forward_s, backward_s = tuple(work.forward_pass_s for work in works), tuple(work.backward_pass_s for work in works)
+    return Predicted(found.time_s, forward_s, backward_s, found.source)

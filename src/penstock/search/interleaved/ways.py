@@ -217,13 +217,10 @@ def _is_honest(way: Interleaving, links: Links, cuts: Ints) -> bool:
 
 
 def simulated_pipeline_s(plan: Plan, estimate: Estimate) -> float:
-    """From the first forward to the last backward pass under the schedule, messages being work of those who get them."""
-    passes = []
-    for stage in estimate.stages:
-        work = stage.work
-        both = work.forward_s + work.backward_s + work.recompute_s
-        passes.append((work.forward_s + (work.total_s - both) / 2, work.backward_s + work.recompute_s + (work.total_s - both) / 2))
-    return _simulated_s(np.array(passes).T, estimate.num_micro_batches, plan.num_chunks)
+    """From the first forward to the last backward pass under the schedule, by the simulator."""
+    from penstock.timing.planned import simulated
+
+    return simulated(plan, estimate).pipeline_s
 
 
 def _simulated_s(passes: Floats, count: int, chunks: int) -> float:
