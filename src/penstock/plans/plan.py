@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from penstock.schedules.rules import DEFAULT_SCHEDULE
+
 __all__ = ["MAX_PATTERNS", "Degrees", "MicroBatching", "OpRange", "OpRun", "Pattern", "Plan", "Predicted", "Stage", "StageMemory"]
 
 OpRange = tuple[int, int]
@@ -157,7 +159,7 @@ class Plan:
     stages: tuple[Stage, ...]
     micro_batching: MicroBatching
     num_replicas: int = 1
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     seq_length: int = 0
     """Tokens of a sample the plan was made for (with `dynamic` the usual or the longest); 0 for images."""
     dec_length: int = 0

@@ -19,6 +19,7 @@ from penstock.costs.memory import CUDA_CONTEXT_BYTES, SLACK, bytes_per_parameter
 from penstock.costs.table import CostTable, Floats
 from penstock.models.segments import pieces
 from penstock.models.shapes import Shape
+from penstock.schedules.rules import SCHEDULES
 from penstock.search.partition.stages import Blocks, Ints, Levels, OptionCosts, Pool, StageOption, levels_of
 from penstock.search.request import Request, micro_batch_sizes
 from penstock.timing.pass_times import OpPasses, op_passes, rerun
@@ -270,7 +271,7 @@ class Family:
     def op_filling(self, option: StageOption) -> Floats:
         """[O] `filling` of the distinct ops."""
         time = self.op_times(option)[1]
-        if "zero-bubble" not in self.request.schedules:
+        if not any(SCHEDULES[name].fill_relief for name in self.request.schedules):
             return time
         return np.maximum(time - 2 * self.op_passes(option).weight_s, 0.0)  # weight gradients fill both ends
 
