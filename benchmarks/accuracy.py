@@ -184,7 +184,7 @@ def predict(points: list[Point], source: Profiled) -> list[tuple[float, float]]:
         device_s, host_s = (np.append(times_s, own_s) for times_s, own_s in zip((device_s, host_s), step or (0.0, 0.0), strict=True))
         memory = stage_memory(
             model, 0, model.num_ops, point.shape, recompute=flags, slack=0, context_bytes=0,
-            bytes_of=source.bytes_of(device, model.dtype), base_bytes=source.device(device).profile.base_bytes,
+            **source.memory_of(device, model.dtype)._asdict(),
         )  # fmt: skip
         predictions.append((float(device_s.sum()) + waiting_s(device_s, host_s), memory.total_bytes))
     return predictions

@@ -333,14 +333,6 @@ def test_a_profile_is_used_and_what_it_lacks_is_said() -> None:
     assert "modelled by the roofline" in estimate(other, model_of(other), cluster_of(other), source).notes[0]
 
 
-def test_another_planners_tables_are_refused() -> None:
-    class Tables(Plain):
-        name = "aceso:somewhere"
-
-    with pytest.raises(InputError, match=r"'aceso:somewhere' hold the tables of another planner.*not 'tiny'"):
-        estimate(plan_of(*TWO_STAGES), gpt(), cluster(), Tables())
-
-
 def test_an_invalid_plan_is_refused() -> None:
     with pytest.raises(InputError, match="9:10 are placed nowhere"):
         estimated(plan_of(TWO_STAGES[0], Stage(10, 20, ((1,),))))

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.batching.costs import QUANTITIES, Floats, LayoutCosts, PipelineCosts
-from penstock.costs.memory import SLACK, OpBytesSource, activation_timeline, formula_bytes, stage_memory
-from penstock.costs.profiled import Profiled
-from penstock.costs.sources import with_links_of
+from penstock.costs.memory import SLACK, activation_timeline, stage_memory
 from penstock.costs.table import CostTable
 from penstock.errors import InputError
 from penstock.models.shapes import Layout, Shape, feature_matrix
@@ -52,7 +50,7 @@ def planned_costs(
     chosen: list[Layout] = [layout for layout in wanted if layout in model.layouts]
     if not chosen:
         raise InputError(f"model '{model.name}' takes {', '.join(model.layouts)} batches, not {' or '.join(wanted)}.")
-    asked = _Source(plan, model, with_links_of(source, cluster), source)
+    asked = _Source(plan, model, source.links_of(cluster), source)
     return asked.costs(chosen, longest, longest_dec, memory_limit_bytes)
 
 
@@ -209,13 +207,11 @@ class _Source:
         return found
 
     def _replay(self, model: Model, part: DegreeRun, shape: Shape, algos: tuple[int, ...], again: frozenset[int], device: Device) -> Floats:
-        timeline = activation_timeline(model, part.first, part.last, shape, part.tp, algos, again, self._bytes_of(device.name))
+        bytes_of, _ = self.source.memory_of(device.name, self.model.dtype)
+        timeline = activation_timeline(model, part.first, part.last, shape, part.tp, algos, again, bytes_of)
         cuts = [cut for cut in (part.first, part.last) if 0 < cut < model.num_ops]
         messages = sum(2 * model.boundary_bytes(cut).at(shape, part.tp) for cut in cuts)
         return np.array([timeline.held_bytes, timeline.forward_peak_bytes + messages, timeline.backward_peak_bytes + messages])
-
-    def _bytes_of(self, device: str) -> OpBytesSource:
-        return self.source.bytes_of(device, self.model.dtype) if isinstance(self.source, Profiled) else formula_bytes
 
     def _state_bytes(self, stage: Stage, replica: int) -> float:
         """Weights, optimizer state and all else that is there before any micro-batch."""
@@ -229,7 +225,7 @@ class _Source:
                 )  # fmt: skip
                 total += memory.state_bytes + memory.buffers_bytes
                 context = memory.context_bytes
-            base = self.source.device(device.name).profile.base_bytes if isinstance(self.source, Profiled) else 0.0
+            base = self.source.memory_of(device.name, self.model.dtype).base_bytes
             totals.append((total + base) * (1 + SLACK) + context)
         return max(totals)
 

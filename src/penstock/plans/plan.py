@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from penstock.plans.degrees import Axis, Degrees
 from penstock.schedules.rules import DEFAULT_SCHEDULE
-
-if TYPE_CHECKING:
-    from penstock.costs.memory import MemoryBreakdown
 
 __all__ = ["MAX_PATTERNS", "Degrees", "MicroBatching", "OpRange", "OpRun", "Pattern", "Plan", "Predicted", "Stage", "StageMemory"]
 
@@ -112,11 +109,6 @@ class StageMemory:
     buffers_bytes: int = 0
     slack_bytes: int = 0
     context_bytes: int = 0
-
-    @classmethod
-    def of(cls, breakdown: MemoryBreakdown) -> StageMemory:
-        """The breakdown in whole bytes."""
-        return cls(*(round(getattr(breakdown, field.name)) for field in fields(cls)))
 
     @property
     def total_bytes(self) -> int:

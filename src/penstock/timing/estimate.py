@@ -21,12 +21,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from penstock.clusters import Cluster
 from penstock.costs.efficiency import arithmetic_dtype, op_class
 from penstock.costs.memory import MemoryBreakdown, rank_parameters, stage_memory
-from penstock.costs.profiled import Profiled
-from penstock.costs.replay import Replay, formula_bytes
+from penstock.costs.replay import OpBytesSource, Replay
 from penstock.costs.source import CostSource
-from penstock.costs.sources import is_imported, with_links_of
 from penstock.costs.table import CostTable
-from penstock.errors import InputError, ProfileMissingError
+from penstock.errors import ProfileMissingError
 from penstock.models.ops import Model
 from penstock.models.sequence import divides_tokens, with_sequence_parallelism
 from penstock.models.shapes import Shape
@@ -155,9 +153,14 @@ def with_prediction(plan: Plan, found: Estimate) -> Plan:
     """The plan with what was estimated for it."""
     predicted = Predicted(
         found.time_s, found.source, found.tokens_per_s, found.price_usd, found.price_usd_per_h,
-        memory=tuple(StageMemory.of(stage.memory) for stage in found.stages),
+        memory=tuple(_whole_bytes(stage.memory) for stage in found.stages),
     )  # fmt: skip
     return dataclasses.replace(plan, costs=found.source, predicted=predicted)
+
+
+def _whole_bytes(memory: MemoryBreakdown) -> StageMemory:
+    """As plans hold it, which have the same purposes."""
+    return StageMemory(*(round(getattr(memory, field.name)) for field in dataclasses.fields(StageMemory)))
 
 
 class Estimator:
@@ -167,19 +170,14 @@ class Estimator:
         self, model: Model, cluster: Cluster, source: CostSource, memory_limit_bytes: float = math.inf, shapes: Iterable[Shape] = ()
     ) -> None:
         """`memory_limit_bytes` is the most that may be used of any device; `shapes` that will be asked for share one table."""
-        if is_imported(source):
-            raise InputError(
-                f"costs '{source.name}' hold the tables of another planner, which know its own models and not '{model.name}'. "
-                "`penstock search` takes Aceso's and FASOP's own models over such tables; here use roofline or profile:FILE."
-            )
-        self.model, self.cluster, self.source = model, with_links_of(source, cluster), source
+        self.model, self.cluster, self.source = model, source.links_of(cluster), source
         self._limit_bytes = memory_limit_bytes
         self._shapes = set(shapes)
         self._tables: dict[tuple[Shape, int, bool], CostTable] = {}
         self._work: dict[tuple[object, ...], StagePasses] = {}
         self._memory: dict[tuple[object, ...], MemoryBreakdown] = {}
         self._parameters: dict[tuple[int, int, int], float] = {}
-        self._replays: dict[tuple[Shape, int, bool, str], Replay] = {}
+        self._replays: dict[tuple[Shape, int, bool, OpBytesSource], Replay] = {}
         self._tp_groups: dict[tuple[tuple[int, ...], int], Group] = {}
         self._kinds_of: dict[tuple[int, ...], list[Device]] = {}
 
@@ -360,20 +358,18 @@ class Estimator:
         versions = flight if SCHEDULES[plan.schedule].asynchronous else 1
         key = (part, shape, sequence, flight, versions, holders, stage.zero, algos, again, plan.precision, plan.optimizer, device.name)
         if key not in self._memory:
-            base = self.source.device(device.name).profile.base_bytes if isinstance(self.source, Profiled) else 0.0
+            bytes_of, base = self.source.memory_of(device.name, self.model.dtype)
             self._memory[key] = stage_memory(
                 self.model_under(sequence), part.first, part.last, shape, in_flight=flight, versions=versions, tp=part.tp, dp=holders,
                 zero=stage.zero, algos=algos, recompute=again, precision=plan.precision, optimizer=plan.optimizer, device=device.name,
-                base_bytes=base, replay=self._replay(shape, part.tp, sequence, device.name),
+                base_bytes=base, replay=self._replay(shape, part.tp, sequence, bytes_of),
             )  # fmt: skip
         return self._memory[key]
 
-    def _replay(self, shape: Shape, tp: int, sequence: bool, device: str) -> Replay:
-        """What replays slices at one shape and degree; formulas are the same for all devices."""
-        measured = isinstance(self.source, Profiled)
-        key = (shape, tp, sequence, device if measured else "")
+    def _replay(self, shape: Shape, tp: int, sequence: bool, bytes_of: OpBytesSource) -> Replay:
+        """What replays slices at one shape and degree; one for all devices that have the same bytes, as by formulas."""
+        key = (shape, tp, sequence, bytes_of)
         if key not in self._replays:
-            bytes_of = self.source.bytes_of(device, self.model.dtype) if isinstance(self.source, Profiled) else formula_bytes
             self._replays[key] = Replay(self.model_under(sequence), shape, tp, bytes_of)
         return self._replays[key]
 
@@ -389,11 +385,7 @@ class Estimator:
         return at_peak_s * plan.global_batch / time_s
 
     def _notes(self, plan: Plan) -> tuple[str, ...]:
-        notes = []
-        if isinstance(self.source, Profiled):
-            modelled = sorted(self.source.modelled & {op.name for op in self.model.distinct_ops})
-            if modelled:
-                notes.append(f"not in the profile at every degree or layout, so modelled by the roofline: {', '.join(modelled)}.")
+        notes = list(self.source.notes(self.model))
         if any(stage.sequence_parallel and stage.degrees.tp > 1 for stage in plan.stages) and not self.divides_tokens:
             notes.append(f"sequence_parallel is without effect: {self.model.name} has ops that do not work token by token.")
         if plan.micro_batching.policy == "dynamic":

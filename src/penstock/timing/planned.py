@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.clusters import Cluster
-from penstock.costs.memory import OpBytesSource, activation_timeline, formula_bytes
-from penstock.costs.profiled import Profiled
+from penstock.costs.memory import activation_timeline
 from penstock.costs.source import CostSource
 from penstock.models.ops import Model
 from penstock.plans.degrees import algos_of, parts_of, recomputed_in
@@ -83,10 +82,7 @@ def _repeated(values: Floats, count: int) -> Floats:
 
 def _held(estimator: Estimator, plan: Plan, stage: Stage, samples: int, device: str) -> tuple[float, float, float]:
     """Bytes of one micro-batch on one rank of a stage: held between the passes, and what each pass adds at its fullest moment."""
-    source, base = estimator.source, 0.0
-    bytes_of: OpBytesSource = formula_bytes
-    if isinstance(source, Profiled):
-        bytes_of, base = source.bytes_of(device, estimator.model.dtype), source.device(device).profile.base_bytes
+    bytes_of, base = estimator.source.memory_of(device, estimator.model.dtype)
     stored, forward, backward = 0.0, 0.0, 0.0
     for part in parts_of(stage):
         shape, model = share_shape(plan, samples, part.dp), estimator.described(stage, part.first)
