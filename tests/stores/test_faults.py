@@ -124,7 +124,7 @@ def test_a_server_that_stays_away_ends_the_wait_with_a_message(fragile: Fragile)
 
 def test_a_server_that_hangs_counts_as_gone(fragile: Fragile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.stores.redis._ANSWER_S", 0.3)
-    monkeypatch.setattr("penstock.stores.redis._SLICE_S", 0.1)
+    monkeypatch.setattr("penstock.stores.ring._LAST_SLICE_S", 0.1)
     reader = ring(fragile, Job.new(1), away_s=0.5)
     fragile.server.process.send_signal(signal.SIGSTOP)
     with pytest.raises(StoreError, match="has not answered"):
@@ -133,7 +133,7 @@ def test_a_server_that_hangs_counts_as_gone(fragile: Fragile, monkeypatch: pytes
 
 def test_a_server_that_hangs_and_goes_on_is_survived(fragile: Fragile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.stores.redis._ANSWER_S", 0.3)
-    monkeypatch.setattr("penstock.stores.redis._SLICE_S", 0.1)
+    monkeypatch.setattr("penstock.stores.ring._LAST_SLICE_S", 0.1)
     job = Job.new(1)
     writer, reader = ring(fragile, job), ring(fragile, job)
     fragile.server.process.send_signal(signal.SIGSTOP)
