@@ -189,8 +189,9 @@ def play(faults: Mapping[int, Fault], *, noticed: bool, seed: int = 0) -> int:
 @pytest.mark.parametrize("noticed", [False, True])
 @pytest.mark.parametrize("fault", [everything, half_way_back, a_little_back, every_other_key])
 def test_whatever_is_forgotten_after_any_call_every_rank_gets_every_program_once(fault: Fault, noticed: bool) -> None:
-    for call in range(1, play({}, noticed=noticed) + 1):
-        play({call: fault}, noticed=noticed)
+    for seed in range(3):
+        for call in range(1, play({}, noticed=noticed, seed=seed) + 1):
+            play({call: fault}, noticed=noticed, seed=seed)
 
 
 faults = st.dictionaries(st.integers(1, 300), st.sampled_from([everything, half_way_back, a_little_back, every_other_key]), max_size=8)

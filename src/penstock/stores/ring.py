@@ -67,8 +67,9 @@ class Ring:
         if self.done() >= iteration:
             return
         self._await_freed(iteration - self.job.capacity, f"to make room for iteration {iteration}")
-        self._kept[iteration] = {rank: seal(self.job.key, self._entry(iteration, rank), entry) for rank, entry in entries.items()}
-        self._persist(lambda: self._put_entries(iteration, entries))
+        sealed = {rank: seal(self.job.key, self._entry(iteration, rank), entry) for rank, entry in entries.items()}
+        self._kept[iteration] = sealed
+        self._persist(lambda: self._put_entries(iteration, sealed))
 
     def fetch(self, iteration: int, rank: int) -> bytes:
         """This rank's entry, as soon as it is published; who asks for it needs none before it any more."""
@@ -135,12 +136,12 @@ class Ring:
         """Learns how far all ranks are."""
         self._seen = list(map(max, self._seen, self._marks(range(self.job.num_ranks))))
 
-    def _put_entries(self, iteration: int, ranks: Collection[int]) -> None:
+    def _put_entries(self, iteration: int, sealed: Mapping[int, bytes]) -> None:
         """Puts entries of an iteration, then takes back those of ranks that are past it: a rank sets its mark before it deletes its entry,
         so whichever of the two comes last sees the other's work."""
-        self._values.put({self._entry(iteration, rank): self._kept[iteration][rank] for rank in ranks})
+        self._values.put({self._entry(iteration, rank): entry for rank, entry in sealed.items()})
         self._look()
-        if stale := [self._entry(iteration, rank) for rank in ranks if self._seen[rank] >= iteration]:
+        if stale := [self._entry(iteration, rank) for rank in sealed if self._seen[rank] >= iteration]:
             self._values.delete(stale)
 
     def _put_mark(self, rank: int, before: int) -> None:
@@ -189,7 +190,7 @@ class Ring:
         for iteration, entries in self._kept.items():
             names = {self._entry(iteration, rank): rank for rank in entries if self._seen[rank] < iteration}
             if missing := self._values.missing(list(names)):
-                self._put_entries(iteration, [names[name] for name in missing])
+                self._put_entries(iteration, {names[name]: entries[names[name]] for name in missing})
 
     def _persist(self, action: Callable[[], T]) -> T:
         """Does it, again after each lost connection."""
