@@ -103,7 +103,7 @@ def test_its_makespan_is_that_of_the_slow_twin(seed: int, split: bool) -> None:
 ])  # fmt: skip
 def test_starts_from_every_kind(split: bool, chunks: int, wanted: set[str]) -> None:
     found = {candidate.name for candidate in candidates(unequal(3, split=split, chunks=chunks))}
-    assert found == wanted | {f"{name}, pyramid" for name in wanted}
+    assert found >= wanted | {f"{name}, pyramid" for name in wanted} and ("zero-bubble" in found) == ("zero-bubble" in wanted)
 
 
 def test_placements_without_a_named_schedule_have_candidates() -> None:

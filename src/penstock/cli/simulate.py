@@ -193,8 +193,7 @@ def _devices(subject: _Subject, run: Execution) -> list[dict[str, Any]]:
     """What is told of each device."""
     from penstock.timing.order_memory import in_flight
 
-    held = in_flight(run.schedule)
-    pipeline_s = float(run.end_s[run.end_s < float("inf")].max())
+    held, pipeline_s = in_flight(run.schedule), run.pipeline_s
     rows = []
     for device, (ranks, busy_s, sending_s) in enumerate(zip(_ranks(subject), run.device_busy_s(), run.sending_s(), strict=True)):
         rows.append({
