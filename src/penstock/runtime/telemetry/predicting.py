@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.batching.workloads import batch_workload
 from penstock.schedules.actions import BACKWARD, FORWARD
-from penstock.timing.batched import batch_workload
 from penstock.timing.execution import Execution, execute
 from penstock.timing.workload import Floats, Workload
 

@@ -11,46 +11,12 @@ import numpy as np
 from numba import njit
 
 from penstock.systems.fasop.rules import INTER_OVERHEAD, INTRA_OVERHEAD, Case
+from penstock.timing.special_clocks import run_alike
 
-__all__ = ["climb", "deal", "finish", "improve", "judge", "messages", "narrowest", "sketch", "start", "warm"]
+__all__ = ["climb", "deal", "improve", "judge", "messages", "narrowest", "sketch", "start", "warm"]
 
 _PASSES = 6
 """Over all pairs of stages, when layers are moved."""
-
-
-@njit(cache=True, nogil=True)
-def finish(compute, hops, num_micro_batches, ends):  # type: ignore[no-untyped-def]
-    """Fills `ends` with the last backward of each stage under 1F1B; sends do not hold up the sender, a hop costs the same both ways.
-
-    In round r stage s runs the forward of micro-batch r + D - 1 - s, which it needs before its backward of r:
-
-        round    -2  -1   0      1
-        stage 0  F0  F1  F2 B0  F3 B1
-        stage 1      F0  F1 B0  F2 B1
-        stage 2          F0 B0  F1 B1
-    """
-    depth = len(compute)
-    arrival = np.zeros(depth)
-    ends[:] = 0.0
-    for r in range(1 - depth, num_micro_batches):
-        for s in range(depth - 1, -1, -1):
-            m = r + depth - 1 - s
-            if m < 0 or m >= num_micro_batches:
-                continue
-            begin = ends[s]
-            if s > 0 and arrival[s] > begin:
-                begin = arrival[s]
-            ends[s] = begin + compute[s] / 3
-            if s + 1 < depth:
-                arrival[s + 1] = ends[s] + hops[s]
-        if r < 0:
-            continue
-        back = 0.0
-        for s in range(depth - 1, -1, -1):
-            begin = ends[s] if ends[s] > back else back
-            ends[s] = begin + 2 * compute[s] / 3
-            if s > 0:
-                back = ends[s] + hops[s - 1]
 
 
 @njit(cache=True, nogil=True)
@@ -166,7 +132,7 @@ def judge(case, layers, option, hops, ring, tied, limit, compute, ends):  # type
         if before + m * compute[s] >= limit or after + total + (2 * (m - 1) + max(0, m - 1 - k)) * compute[s] / 3 >= limit:
             return np.inf
         before += compute[s] + 2 * hops[s] if s + 1 < depth else 0.0
-    finish(compute, hops, m, ends)
+    run_alike(compute, hops, m, ends)
     first, step = 0, 0.0
     for s in range(depth):
         dp = case.dp[option[s]]
