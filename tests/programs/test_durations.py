@@ -21,7 +21,7 @@ from penstock.programs.durations import StageWeights, durations_of, priced_weigh
 from penstock.programs.instructions import MicroBatch
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
-from penstock.schedules.orders import schedule_of
+from penstock.schedules.rules import schedule_of
 from penstock.timing.estimate import Estimator
 
 MIXED = "1xa100-40gb+1xv100-32gb+1xt4+1xa100-40gb"

@@ -92,8 +92,8 @@ def execute(schedule: Schedule, workload: Workload) -> Execution:
     stuck, count = run_events(orders, work, happened, held)
     if stuck >= 0:
         raise InputError(deadlock_message(schedule, Action(*map(int, orders.actions[stuck])), np.isfinite(happened.end)))
-    device, records = int(held.violation[0]), held.records[:count]
-    violation = None if device < 0 else Violation(device, *held.violation[1:].tolist(), float(workload.limit_bytes[device]))
+    records, (device, time_s, memory_bytes) = held.records[:count], held.violation.tolist()
+    violation = None if device < 0 else Violation(int(device), time_s, memory_bytes, float(workload.limit_bytes[int(device)]))
     return Execution(
         happened.start, happened.end, schedule, workload=workload, transfer_start_s=happened.sent, transfer_end_s=happened.arrived,
         after_start_s=happened.after_start, after_end_s=happened.after_end, peak_bytes=held.peak,
