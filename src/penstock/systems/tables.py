@@ -1,4 +1,4 @@
-"""What the readers share: tables whose errors name the cell, and cost arrays that start out infinite."""
+"""Reading tables of other planners: CSV rows whose errors name the cell, checked JSON, and ops that only a table describes."""
 
 from __future__ import annotations
 
@@ -8,30 +8,19 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TypeVar
 
-import numpy as np
-
-from penstock.costs.table import CostTable, Floats
 from penstock.errors import InputError, near_misses
 from penstock.files import describe_validation_error, read_json, read_text
-from penstock.models.ops import Model, Op, Split, TensorSpec
-from penstock.models.shapes import Form, Quantity, Shape
-
-if TYPE_CHECKING:
-    from penstock.clusters import Cluster
+from penstock.models.ops import Op, Split, TensorSpec
+from penstock.models.shapes import Form, Quantity
 
 __all__ = [
-    "Costs",
     "Row",
-    "device_names",
-    "distinct_chain",
     "existing_folder",
     "imported_op",
     "read_checked",
     "read_rows",
-    "ring_time_s",
-    "same_node",
     "split_quantity",
 ]
 
@@ -151,53 +140,3 @@ def imported_op(
         name, "imported", {"table": table, "op": row}, tuple(carry), parameters=parameters, workspace=workspace,
         backward_workspace=backward_workspace, splits=(Split(kept=kept),) * num_algos, tp_limit=tp_limit, tied_to=tied_to,
     )  # fmt: skip
-
-
-def distinct_chain(model: Model) -> tuple[tuple[str, ...], np.ndarray[Any, np.dtype[np.int32]]]:
-    """The rows of a model's distinct ops, and for each position of the chain which of them it is."""
-    index = {op.signature: number for number, op in enumerate(model.distinct_ops)}
-    return tuple(str(op.config["op"]) for op in model.distinct_ops), np.array([index[p.op.signature] for p in model.ops], dtype=np.int32)
-
-
-class Costs:
-    """The arrays of a cost table while it is filled: times infinite until given, everything else zero."""
-
-    def __init__(self, model: Model, shapes: Sequence[Shape], tps: Sequence[int], algos: Sequence[int], devices: Sequence[str]) -> None:
-        self.op_names, self.chain = distinct_chain(model)
-        self.shapes, self.tps, self.algos, self.devices = tuple(shapes), tuple(tps), tuple(algos), tuple(devices)
-        size = (len(self.op_names), len(self.shapes), len(self.tps), len(self.algos))
-        self.forward_s: Floats = np.full((*size, len(self.devices)), np.inf)
-        self.backward_s: Floats = np.full_like(self.forward_s, np.inf)
-        self.parameters: Floats = np.zeros((size[0], *size[2:]))
-        self.kept_bytes: Floats = np.zeros(size)
-        self.workspace_bytes: Floats = np.zeros(size)
-        self.backward_workspace_bytes: Floats = np.zeros(size)
-        self.input_bytes: Floats = np.zeros(size)
-        self.output_bytes: Floats = np.zeros(size)
-
-    def table(self) -> CostTable:
-        """The filled table; imported tables hold tensor-parallel collectives in the ops' own times."""
-        comm = np.zeros_like(self.forward_s)
-        return CostTable(forward_comm_s=comm, backward_comm_s=comm, **vars(self))
-
-
-def device_names(cluster: Cluster | None, usual: Sequence[str]) -> tuple[str, ...]:
-    """Names of the cluster's device kinds, or the `usual` ones without a cluster."""
-    return tuple(device.name for device, _ in cluster.kinds) if cluster is not None else tuple(usual)
-
-
-def same_node(cluster: Cluster, ranks: Sequence[int]) -> bool:
-    """Whether all ranks sit in one machine."""
-    return len({cluster.node_index(rank) for rank in ranks}) <= 1
-
-
-def ring_time_s(kind: str, size_bytes: float, num_ranks: int, bandwidth_bytes_per_s: float) -> float:
-    """A collective as a ring would run it, without latency: what planners assume where nothing was measured."""
-    if num_ranks <= 1:
-        return 0.0
-    rounds = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0 / num_ranks}
-    if kind == "broadcast":
-        return size_bytes / bandwidth_bytes_per_s
-    if kind not in rounds:
-        raise InputError(f"collective '{kind}' is not known. {near_misses(kind, [*rounds, 'broadcast'])}")
-    return rounds[kind] * (num_ranks - 1) / num_ranks * size_bytes / bandwidth_bytes_per_s

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AcesoPlan",
-    "Group",
+    "OpGroup",
     "aceso_text",
     "from_plan",
     "groups",
@@ -255,7 +255,7 @@ def _stage_problems(plan: AcesoPlan, stage: int, lists: Sequence[str]) -> Iterat
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class OpGroup:
     """Ops [first, last) of a chain here that are the ops `names` of Aceso's chain: the smallest piece both can cut out."""
 
     first: int
@@ -271,16 +271,16 @@ def _is_table_chain(model: Model) -> bool:
     return source == "aceso"
 
 
-def groups(model: Model) -> list[Group]:
+def groups(model: Model) -> list[OpGroup]:
     """The chain in groups, in order; one op each for a chain of `AcesoTables`."""
     if _is_table_chain(model):
-        return [Group(placed.index, placed.index + 1, (placed.name,)) for placed in model.ops]
+        return [OpGroup(placed.index, placed.index + 1, (placed.name,)) for placed in model.ops]
     found, first = [], 0
     for (block, copy), ops in groupby(model.ops, lambda placed: (placed.block, placed.copy)):
         names = [placed.op.name for placed in ops]
         pairs = _PAIRS[model.family].get(block, " ".join(f"{name}={name}" for name in names))
         for here, there in (pair.split("=") for pair in pairs.split()):
-            found.append(Group(first, first + len(here.split("+")), tuple(f"{block}.{copy}.{name}" for name in there.split("+"))))
+            found.append(OpGroup(first, first + len(here.split("+")), tuple(f"{block}.{copy}.{name}" for name in there.split("+"))))
             first = found[-1].last
     return found
 
@@ -363,7 +363,7 @@ def _require_same_sizes(aceso: AcesoPlan, model: Model) -> None:
             raise InputError(f"{name} of the Aceso plan is {getattr(aceso, name)}, of model '{model.name}' {expected}.")
 
 
-def _with_one_split(own: Sequence[Setting], model: Model, piece: Group) -> list[Setting]:
+def _with_one_split(own: Sequence[Setting], model: Model, piece: OpGroup) -> list[Setting]:
     """The settings of a group with the split of its first op, which is what is multiplied; 0 where there is nothing to choose."""
     splits = min(len(placed.op.splits) for placed in model.ops[piece.first : piece.last])
     algo = own[0][1][2] if splits > 1 else 0

@@ -15,7 +15,8 @@ import numpy as np
 
 from penstock.costs.table import Floats
 from penstock.errors import InfeasibleError, InputError, near_misses
-from penstock.systems.fasop.inputs import OUTER_LAYERS, FasopModel, NodeKind
+from penstock.models.shapes import Shape
+from penstock.systems.fasop.inputs import FasopModel, NodeKind
 from penstock.systems.fasop.tables import FasopTables
 
 __all__ = ["Case", "FasopProblem", "Option", "build_case", "micro_batches_of", "options_of"]
@@ -186,11 +187,9 @@ def _prefix(rows: Sequence[Floats]) -> Floats:
 
 def _kept_bytes(model: FasopModel, tp: int, mbs: int) -> tuple[Floats, Floats]:
     """Activations of each layer: those of one micro-batch at a time (the head's), and those of every one in flight."""
-    hidden, tokens = model.hidden_size, model.sequence_length * mbs
-    block = tokens * hidden * (10 + 24 / tp + 5 * model.num_attention_heads * model.sequence_length / (hidden * tp))
-    once = [4 * tokens * (hidden + model.vocab_size) / tp if layer == "post_process" else 0.0 for layer in model.layer_types]
-    outer = {"embedding_layer": tokens * hidden / tp, "post_process": 0.0}
-    return np.array(once), np.array([outer[layer] if layer in OUTER_LAYERS else block for layer in model.layer_types])
+    kept = np.array([model.kept_bytes(layer).at(Shape(mbs), tp) for layer in model.layer_types])
+    head = np.array([layer == "post_process" for layer in model.layer_types])
+    return np.where(head, kept, 0.0), np.where(head, 0.0, kept)
 
 
 def too_small(problem: FasopProblem) -> InfeasibleError:
