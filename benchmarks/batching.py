@@ -47,8 +47,7 @@ from penstock.models import resolve_model
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
 from penstock.systems.dynapipe.inputs import TABLES, PlannerConfig
-from penstock.systems.dynapipe.plans import dynapipe_plan
-from penstock.systems.dynapipe.rules import dynapipe_costs
+from penstock.systems.dynapipe.rules import dynapipe_costs, dynapipe_plan
 from penstock.systems.dynapipe.search import best_layers
 from penstock.systems.dynapipe.tables import DynaPipeTables, open_configuration
 from penstock.systems.tables import read_checked

@@ -14,6 +14,7 @@ from penstock.errors import InputError, near_misses
 
 if TYPE_CHECKING:
     from penstock.batching.costs import PipelineCosts
+    from penstock.batching.plan import Sample
     from penstock.clusters import Cluster
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
@@ -99,8 +100,8 @@ class System:
     """The best plan by the system's own tables and rules; the second argument is told how far the search is."""
     chain: Callable[[str, str], Model] | None = None
     """The model that the tables in a folder have under a name."""
-    batch_costs: Callable[[str], PipelineCosts] | None = None
-    """What micro-batches cost by the configuration at DIR/NAME."""
+    batch_costs: Callable[[str, Sequence[Sample], bool], PipelineCosts] | None = None
+    """What micro-batches cost by the configuration at DIR/NAME; True places its layers so that these samples are fastest."""
 
 
 def unknown_name(where: str, what: str, name: str, known: Sequence[str]) -> InputError:

@@ -18,8 +18,7 @@ from penstock.batching.plan import BatchPlan, Sample
 from penstock.batching.planner import plan_batch
 from penstock.errors import InputError
 from penstock.systems.dynapipe.inputs import PlannerConfig
-from penstock.systems.dynapipe.plans import dynapipe_plan
-from penstock.systems.dynapipe.rules import dynapipe_costs
+from penstock.systems.dynapipe.rules import dynapipe_costs, dynapipe_plan
 from penstock.systems.dynapipe.search import best_layers
 from penstock.systems.dynapipe.tables import open_configuration
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import accumulate, pairwise, product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,10 +12,11 @@ from penstock.batching.costs import QUANTITIES, Floats, LayoutCosts, PipelineCos
 from penstock.errors import InputError
 
 if TYPE_CHECKING:
+    from penstock.batching.plan import BatchPlan
     from penstock.systems.dynapipe.inputs import PlannerConfig
     from penstock.systems.dynapipe.tables import DynaPipeTables
 
-__all__ = ["dynapipe_costs"]
+__all__ = ["dynapipe_costs", "dynapipe_plan"]
 
 _MB, _MS, _ITEM_BYTES = 1e6, 1e-3, 2
 _Stage = tuple[int, int, bool]
@@ -44,6 +45,19 @@ def dynapipe_costs(tables: DynaPipeTables, config: PlannerConfig) -> PipelineCos
         dec_offset=tables.links.extra_decoder_tokens if dims.has_decoder else 0,
         has_decoder=dims.has_decoder,
     )
+
+
+def dynapipe_plan(batch: BatchPlan, modes: tuple[str, ...]) -> dict[str, Any]:
+    """The plan as plain data with DynaPipe's words: sample ids, recompute modes by name, and the order of passes of each device."""
+    replicas = []
+    for replica in batch.replicas:
+        orders = [[[action.micro_batch, "FB"[action.kind]] for action in device] for device in replica.schedule]
+        replicas.append({
+            "micro_batches": [list(one.samples) for one in replica.micro_batches],
+            "recompute": [[modes[mode] for mode in one.recompute] for one in replica.micro_batches],
+            "schedule": {"order": orders},
+        })  # fmt: skip
+    return {"replicas": replicas}
 
 
 def _stages(tables: DynaPipeTables, config: PlannerConfig) -> list[_Stage]:
