@@ -20,7 +20,7 @@ from penstock.programs.durations import StageWeights, durations_of, priced_weigh
 from penstock.programs.instructions import MicroBatch
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
-from penstock.schedules.orders import schedule_of
+from penstock.schedules.rules import schedule_of
 from penstock.timing.batched import batch_durations_s, batch_workload
 from penstock.timing.estimate import Estimator
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.plans.plan import OpRange, Plan, Stage
 from penstock.plans.validity import check_plan
+from penstock.schedules.rules import DEFAULT_SCHEDULE
 from penstock.search.choice import Choice
 from penstock.search.request import Request
 
@@ -40,7 +41,7 @@ def simulated_s(plan: Plan, estimate: Estimate) -> float:
 def refined(request: Request, choice: Choice, max_hops: int, out_of_time: Callable[[], bool] = lambda: False) -> Choice:
     """The best plan within so many hops of a 1F1B plan, by simulated time; the plan itself if none is better."""
     plan, estimate = choice.plan, choice.estimate
-    if plan.schedule != "1f1b" or plan.num_stages < 2 or 2 * plan.num_stages * estimate.num_micro_batches > MAX_ACTIONS:
+    if plan.schedule != DEFAULT_SCHEDULE or plan.num_stages < 2 or 2 * plan.num_stages * estimate.num_micro_batches > MAX_ACTIONS:
         return choice
     best, best_s = choice, simulated_s(plan, estimate)
     at, at_s, patience, seen = choice, best_s, PATIENCE, {plan.stages}

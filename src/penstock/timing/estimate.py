@@ -5,7 +5,7 @@
 A stage's time for one micro-batch is that of its ops, their tensor-parallel collectives, what the device waits for the host, and
 the messages it receives: activations from the stage before, gradients from the stage after. Each message is charged once, to its
 receiver, so that the sum over stages is the way through the pipeline and back, and each stage pays once at each side. Nothing
-is taken to be hidden behind compute; `pipeline` has the formulas of the schedules.
+is taken to be hidden behind compute; `schedules.rules` has the formula.
 """
 
 from __future__ import annotations
@@ -28,24 +28,12 @@ from penstock.errors import ProfileMissingError
 from penstock.models.ops import Model
 from penstock.models.sequence import divides_tokens, with_sequence_parallelism
 from penstock.models.shapes import Shape
-from penstock.plans.capabilities import SCHEDULES
+from penstock.plans.degrees import DegreeRun, algos_of, parts_of, recomputed_in
 from penstock.plans.plan import Degrees, Plan, Predicted, Stage, StageMemory
-from penstock.schedules.in_flight import in_flight, in_flight_by_chunk
-from penstock.timing.messages import (
-    DegreeRun,
-    algos_of,
-    cut_times_s,
-    gradient_sharing,
-    parts_of,
-    recomputed_in,
-    reshard_s,
-    slowdown,
-    sync_s,
-    tied_s,
-    tp_group_of,
-)  # fmt: skip
+from penstock.schedules.rules import SCHEDULES
+from penstock.timing.messages import cut_times_s, gradient_sharing, reshard_s, slowdown, sync_s, tied_s, tp_group_of
 from penstock.timing.pass_times import OpSlice, StagePasses, stage_passes
-from penstock.timing.pipeline import micro_batches, pipeline_s, share_shape
+from penstock.timing.pipeline import micro_batches, share_shape
 
 if TYPE_CHECKING:
     from penstock.clusters import Device
@@ -199,7 +187,8 @@ class Estimator:
         groups, chunks = plan.num_groups, plan.num_chunks
         paces = self.paces(plan)
         totals_s = [
-            pipeline_s(plan.schedule, pace.times_s, count, chunks, pace.weight_s) for pace, count in zip(paces, counts, strict=True)
+            SCHEDULES[plan.schedule].pipeline_s(pace.times_s, count, chunks, pace.weight_s)
+            for pace, count in zip(paces, counts, strict=True)
         ]
         replica = max(range(len(counts)), key=totals_s.__getitem__)
         pipeline, count, (work, times_s, _) = totals_s[replica], counts[replica], paces[replica]
@@ -354,11 +343,7 @@ class Estimator:
                 most[device.name] = max(count, most.get(device.name, 0))
         found = []
         for device in self._kinds(tuple(rank for ranks in stages[0].devices for rank in ranks)):
-            count = most[device.name]
-            if plan.schedule == "interleaved":
-                flights = in_flight_by_chunk(groups, group, count, chunks)
-            else:
-                flights = (in_flight(plan.schedule, groups, group, count),)
+            flights = SCHEDULES[plan.schedule].in_flight(groups, group, most[device.name], chunks)
             parts = [
                 self._part_memory(plan, stage, part, samples, flight, device)
                 for stage, flight in zip(stages, flights, strict=True)

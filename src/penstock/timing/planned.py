@@ -13,12 +13,12 @@ from penstock.clusters import Cluster
 from penstock.costs.memory import activation_timeline
 from penstock.costs.source import CostSource
 from penstock.models.ops import Model
+from penstock.plans.degrees import algos_of, parts_of, recomputed_in
 from penstock.plans.plan import Plan, Stage
 from penstock.schedules.actions import Schedule
-from penstock.schedules.orders import schedule_of
+from penstock.schedules.rules import SCHEDULES, schedule_of
 from penstock.timing.estimate import Estimate, Estimator
 from penstock.timing.execution import Execution, execute
-from penstock.timing.messages import algos_of, parts_of, recomputed_in
 from penstock.timing.pipeline import share_shape
 from penstock.timing.workload import Floats, Workload, split_backward, workload_of
 
@@ -58,7 +58,7 @@ def _workload(plan: Plan, found: Estimate, held: Floats) -> Workload:
     """All micro-batches alike; `held` is [stages, 3] as `_held` has it."""
     work = [stage.work for stage in found.stages]
     passes = np.array([[own.forward_pass_s, own.backward_pass_s] for own in work]).T
-    if plan.schedule == "zero-bubble":
+    if SCHEDULES[plan.schedule].splits_backward:
         passes = split_backward(passes, [own.weight_s for own in work])
     transfers = np.array([[own.transfer_in_s for own in work[1:]], [own.transfer_out_s for own in work[:-1]]])
     groups = found.stages[: plan.num_groups]

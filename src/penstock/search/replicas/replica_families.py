@@ -27,6 +27,8 @@ from penstock.costs.memory import bytes_per_parameter, rank_parameters
 from penstock.costs.table import Floats
 from penstock.plans.build import join_ranges
 from penstock.plans.plan import Degrees, Plan, Stage
+from penstock.plans.ranks import Replica, packed_replicas
+from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES, unchunked
 from penstock.search.partition.recompute import recompute_flags
 from penstock.search.partition.stages import Blocks, Ints, Machine, Recompute, StageChoice, StageOption, StageSpace, build_space
 from penstock.search.replicas.common_cuts import TOLERANCE, Afterwards, CommonCuts, ReplicaClass, best_common_cuts
@@ -36,13 +38,10 @@ from penstock.search.space.families import FINE_OPS, MAX_STAGES, Family, Kind, P
 from penstock.timing.messages import gradient_sharing
 
 if TYPE_CHECKING:
-    from penstock.clusters import Cluster, Device, Node
+    from penstock.clusters import Device, Node
     from penstock.timing.estimate import Estimate
 
-__all__ = ["Layout", "Replica", "ReplicaFamily", "packed_replicas", "replica_families"]
-
-Replica = tuple[tuple[int, ...], ...]
-"""The ranks of each stage."""
+__all__ = ["Layout", "ReplicaFamily", "replica_families"]
 
 MAX_DEVICES = 1024
 """Clusters up to this size are looked at in this way."""
@@ -100,36 +99,6 @@ def _choices(request: Request) -> list[tuple[tuple[int, ...], ...]]:
             by_kind[node.device] = (*by_kind.get(node.device, ()), *nodes[node])
         found.append(tuple(by_kind.values()))
     return found
-
-
-def packed_replicas(cluster: Cluster, kinds: Sequence[Sequence[int]], tp: int, depth: int) -> tuple[Replica, ...]:
-    """As many replicas of `depth` groups of `tp` ranks as there is room for: inside a node, else of one kind, else of several.
-
-    `kinds` are the ranks of each.
-
-    Two nodes of three with depth 2:    node 0   0 0 1
-                                        node 1   2 2 1     (replica 1 crosses)
-    """
-    found: list[Replica] = []
-    left: list[tuple[int, ...]] = []
-    for kind in kinds:
-        apart: list[tuple[int, ...]] = []
-        for ranks in _by_node(cluster, kind):
-            groups = [tuple(ranks[start : start + tp]) for start in range(0, len(ranks) - tp + 1, tp)]
-            whole = len(groups) // depth * depth
-            found += [tuple(groups[at : at + depth]) for at in range(0, whole, depth)]
-            apart += groups[whole:]
-        whole = len(apart) // depth * depth
-        found += [tuple(apart[at : at + depth]) for at in range(0, whole, depth)]
-        left += apart[whole:]
-    return (*found, *(tuple(left[at : at + depth]) for at in range(0, len(left) // depth * depth, depth)))
-
-
-def _by_node(cluster: Cluster, ranks: Sequence[int]) -> list[list[int]]:
-    nodes: dict[int, list[int]] = {}
-    for rank in ranks:
-        nodes.setdefault(cluster.node_index(rank), []).append(rank)
-    return list(nodes.values())
 
 
 @dataclass(frozen=True)
@@ -287,8 +256,7 @@ class ReplicaFamily:
     def best(self, blocks: Blocks, known_s: float) -> tuple[Plan, Estimate] | None:
         """The fastest plan that fits, if one is faster than `known_s`."""
         best: tuple[Plan, Estimate] | None = None
-        zero_bubble = self.depth > 1 and "zero-bubble" in self.family.request.schedules
-        for schedule in ("zero-bubble", "1f1b") if zero_bubble else ("1f1b",):
+        for schedule in unchunked({DEFAULT_SCHEDULE, *self.family.request.schedules}) if self.depth > 1 else (DEFAULT_SCHEDULE,):
             found = self._best_under(schedule, blocks, known_s)
             if found is not None and found[1].time_s < known_s:
                 best, known_s = found, found[1].time_s
@@ -305,7 +273,7 @@ class ReplicaFamily:
 
     def _plan(self, schedule: str, blocks: Blocks, share: float, known_s: float) -> Plan | None:
         """The programme's best plan with this share of the memory; long chains are cut between blocks, then at ops near those cuts."""
-        recompute: Recompute = "never" if schedule == "zero-bubble" else "needed"
+        recompute: Recompute = "needed" if SCHEDULES[schedule].recomputes else "never"
         if self.depth == 1:
             space, found = self._cut(np.array([0, blocks.start[-1]]), blocks, share, known_s, recompute)
         else:
