@@ -14,7 +14,7 @@ from itertools import accumulate, count, pairwise
 from typing import TYPE_CHECKING
 
 from penstock.errors import InputError
-from penstock.interop.megatron import refusal
+from penstock.plans.grid import refusal
 from penstock.plans.plan import Degrees, MicroBatching, Pattern, Plan, Stage
 from penstock.plans.references import cluster_of, model_of, with_precision
 from penstock.plans.texts import format_ops, format_ranks
