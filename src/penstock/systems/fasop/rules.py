@@ -19,7 +19,7 @@ from penstock.models.shapes import Shape
 from penstock.systems.fasop.inputs import FasopModel, NodeKind
 from penstock.systems.fasop.tables import FasopTables
 
-__all__ = ["Case", "FasopProblem", "Option", "build_case", "micro_batches_of", "options_of"]
+__all__ = ["Case", "Counted", "FasopProblem", "Option", "Sketches", "build_case", "micro_batches_of", "options_of"]
 
 INTER_OVERHEAD, INTRA_OVERHEAD = 1.05, 3.5
 """FASOP's fitted ratios of a link's bandwidth to what one message reaches."""
@@ -123,6 +123,52 @@ class Case(NamedTuple):
     sample_bits: float  # of what one sample sends to the next stage
     tied_bits: float
     per_node: int
+
+
+class Counted(NamedTuple):
+    """A case in which GPUs are counted by kind and not placed on nodes, for rough plans: C options, K kinds."""
+
+    kind: np.ndarray  # [C] the kind of an option's GPUs, -1 for several
+    units: np.ndarray  # [C] GPUs that a stage takes, in the units in which they are counted
+    limit: np.ndarray  # [K] units of a kind
+    node: np.ndarray  # [K] units of one node
+    intra_s: np.ndarray  # [C] a message to the next stage, inside a node
+    inter_s: np.ndarray  # [C] the same between nodes
+    tied_s: np.ndarray  # [C] the tied embedding, half of it for the first and half for the last stage
+    ring: np.ndarray  # [C] bits per second of the first stage's gradients
+
+
+class Sketches(NamedTuple):
+    """Rough plans as a programme's tables [kinds + 1, layers + 1, states]: the kind of the stage at hand (the last index for none), the
+    layer it begins with, and the mixed-radix number of GPUs used from it on."""
+
+    value: np.ndarray  # least seconds
+    depth: np.ndarray  # stages
+    back: np.ndarray  # (kind and state of the stage behind, first layer of it, option) in one number
+
+    @classmethod
+    def empty(cls, num_kinds: int, num_layers: int, num_states: int) -> Sketches:
+        """Room for the programme to work in."""
+        shape = (num_kinds + 1, num_layers + 1, num_states)
+        return cls(np.zeros(shape), np.zeros(shape, np.int32), np.zeros(shape, np.int64))
+
+    def options(self, num_options: int) -> list[np.ndarray]:
+        """The options of the best rough plan with each kind in front."""
+        num_layers, num_states = self.value.shape[1] - 1, self.value.shape[2]
+        found = []
+        for kind in range(self.value.shape[0] - 1):
+            state = int(np.argmin(self.value[kind, 0]))
+            if not np.isfinite(self.value[kind, 0, state]):
+                continue
+            chosen: list[int] = []
+            layer, at = 0, kind
+            while layer < num_layers:
+                behind, option = divmod(int(self.back[at, layer, state]), num_options)
+                behind, layer = divmod(behind, num_layers + 1)
+                at, state = divmod(behind, num_states)
+                chosen.append(option)
+            found.append(np.array(chosen))
+        return found
 
 
 def micro_batches_of(problem: FasopProblem) -> list[int]:
