@@ -5,10 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import math
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from penstock.errors import InputError, near_misses
 from penstock.files import describe_validation_error, read_json, read_text
@@ -16,15 +19,19 @@ from penstock.models.ops import Op, Split, TensorSpec
 from penstock.models.shapes import Form, Quantity
 
 __all__ = [
+    "Count",
     "Row",
     "existing_folder",
     "imported_op",
     "read_checked",
     "read_rows",
     "split_quantity",
+    "validated",
 ]
 
 Record = TypeVar("Record")
+Count = Annotated[int, Field(strict=True, ge=1, le=10_000_000)]
+"""A field of a plan file that counts something: no size of a model or a cluster is larger."""
 _NONE = Quantity()
 
 
@@ -99,18 +106,23 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
 
 
 def read_checked(path: Path, what: str, kind: type[Record], key: str = "") -> Record:
-    """The JSON value in `path`, or its entry `key`, as a value of one kind, checked field by field."""
-    from pydantic import TypeAdapter, ValidationError
-
+    """The JSON object in `path`, or its entry `key`, as a value of one kind, checked field by field."""
     value = read_json(path, what)
     if key:
         if not isinstance(value, dict) or key not in value:
             raise InputError(f"{what} '{path}': the entry '{key}' is missing.")
         value = value[key]
+    return validated(kind, value, f"{what} '{path}'")
+
+
+def validated(kind: type[Record], data: object, where: str) -> Record:
+    """`data` as a value of one kind, or an error that names the fields; `where` names their origin."""
+    if not isinstance(data, dict):
+        raise InputError(f"{where} holds {reprlib.repr(data)}; an object was expected.")
     try:
-        return TypeAdapter(kind).validate_python(value)
+        return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
-        raise InputError(describe_validation_error(error, f"{what} '{path}'")) from None
+        raise InputError(describe_validation_error(error, where)) from None
 
 
 def existing_folder(folder: str | Path, what: str) -> Path:

@@ -12,22 +12,22 @@ A split (`algo`) says something of multiplications and convolutions that are div
 from __future__ import annotations
 
 import json
-import reprlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from penstock.errors import InputError, near_misses
-from penstock.files import describe_validation_error, read_json, write_text
+from penstock.files import read_json, write_text
 from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
 from penstock.plans.references import cluster_of, model_of, with_precision
 from penstock.plans.validity import require_valid
 from penstock.schedules.rules import DEFAULT_SCHEDULE
+from penstock.systems.tables import Count, validated
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -42,12 +42,9 @@ __all__ = [
     "read_aceso_plan",
     "searched_text",
     "to_plan",
-    "validated",
     "write_aceso_plan",
 ]
 
-Kind = TypeVar("Kind")
-Count = Annotated[int, Field(strict=True, ge=1, le=10_000_000)]
 Flag = Annotated[bool, Field(strict=True)]
 Bit = Annotated[int, Field(strict=True, ge=0, le=1)]
 Setting = tuple[int, tuple[int, int, int, int]]
@@ -145,36 +142,6 @@ class AcesoPlan:
 
 def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
-@dataclass(frozen=True)
-class _Short:
-    """A value whose repr stays short."""
-
-    value: object
-
-    def __repr__(self) -> str:
-        return reprlib.repr(self.value)
-
-
-@dataclass(frozen=True)
-class _Few:
-    """The first problems pydantic found, their values shortened."""
-
-    error: ValidationError
-
-    def errors(self) -> list[dict[str, Any]]:
-        return [{**problem, "input": _Short(problem["input"])} for problem in self.error.errors()[:5]]
-
-
-def validated(kind: type[Kind], data: object, where: str) -> Kind:
-    """`data` as a value of one kind, or an error that names the fields; `where` names their origin."""
-    if not isinstance(data, dict):
-        raise InputError(f"{where} holds {reprlib.repr(data)}; an object was expected.")
-    try:
-        return TypeAdapter(kind).validate_python(data)
-    except ValidationError as error:
-        raise InputError(describe_validation_error(_Few(error), where)) from None
 
 
 def read_aceso_plan(path: str | Path) -> AcesoPlan:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from penstock.errors import InputError
 from penstock.files import read_json, write_text
-from penstock.systems.aceso.plans import Count, validated
+from penstock.systems.tables import Count, validated
 
 __all__ = [
     "PARTITION_FILE", "TOPOLOGY_FILE", "DynPipePartition", "Topology", "read_files", "read_partition", "read_topology", "require_match",
