@@ -55,8 +55,8 @@ def make_planner(folder: Path, search_steps: int) -> ProgramPlanner:
 def work_of(program: Program, planner: ProgramPlanner) -> Workload:
     """What a program's ops and transfers take, by the costs it was planned with."""
     from penstock.batching.plan import MicroBatch
+    from penstock.batching.workloads import batch_workload
     from penstock.programs.instructions import Forward
-    from penstock.timing.batched import batch_workload
 
     patterns = {step.micro_batch: (step.pattern,) * STAGES for step in program.instructions if isinstance(step, Forward)}
     micro_batches = [

@@ -209,8 +209,8 @@ def _trace(planner: ProgramPlanner, planned: BatchPlan) -> Any:
     """The simulated timeline of the slowest replica; None without costs."""
     if planner.costs is None or planned.method == "fixed":
         return None
+    from penstock.batching.workloads import batch_workload
     from penstock.reports.traces import trace_of
-    from penstock.timing.batched import batch_workload
     from penstock.timing.execution import execute
 
     index, replica = max(enumerate(planned.replicas), key=lambda pair: pair[1].predicted_s)
