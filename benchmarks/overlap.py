@@ -70,10 +70,10 @@ def train_rank(worker: Any, source: BatchSource, planner: ProgramPlanner, addres
     """A job for workers: all iterations of one timed rank, and what it waited for programs once warm."""
     from penstock.data.loader import DynamicLoader
     from penstock.programs.binary import encode
-    from penstock.runtime.parallel.world import World
     from penstock.runtime.timed import TimedRank
+    from penstock.runtime.transport.world import World
 
-    world = World(planner.plan)
+    world = World(planner.plan, worker.groups)
     rank = TimedRank(world, observer=worker.status)
     loader = DynamicLoader(source, planner, world.rank, address=address, job=job, starts_planners=False)
     times_s, sizes, start_s = [], [], 0.0
@@ -98,12 +98,12 @@ def cpu_s(pid: int) -> float:
 
 def measure(address: str, source: BatchSource, planner: ProgramPlanner) -> dict[str, Any]:
     """One run of all ranks beside one planner."""
-    from penstock.runtime.workers import Pool
+    from penstock.runtime.workers import WorkerPool
 
     ranks, steps = planner.plan.ranks, source.num_steps or 0
     job = Job.new(len(ranks))
     marks: list[tuple[float, float]] = []
-    with Pool(len(ranks)) as workers, PlannerPool(source, planner, address, job) as planners:
+    with WorkerPool(len(ranks)) as workers, PlannerPool(source, planner, address, job) as planners:
 
         def heard(rank: int, step: int) -> None:
             if step in (WARM_UP, steps - job.capacity - 4):  # later the planner has nothing left to plan

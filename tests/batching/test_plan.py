@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.batching.lengths import read_lengths
-from penstock.batching.plan import BatchPlan, MicroBatch, ReplicaBatch, Sample, read_batch_plan
+from penstock.batching.plan import BatchPlan, MicroBatch, ReplicaBatch, SampleLengths, read_batch_plan
 from penstock.errors import InputError
 from penstock.files import write_json
 from penstock.models.shapes import Shape
@@ -23,7 +23,7 @@ PACKED = MicroBatch((1, 2, 4, 5), "packed", (100, 50, 30, 20))
 
 def example() -> BatchPlan:
     replica = ReplicaBatch((PADDED, PACKED), one_forward_one_backward(2, 2), 1.5, (1e9, 2e9))
-    return BatchPlan((replica,), 1.75, 1.25, ((4e9, 4e9),), "roofline", 100, (Sample(8, 9999),), (Sample(9, 4000, 2),))
+    return BatchPlan((replica,), 1.75, 1.25, ((4e9, 4e9),), "roofline", 100, (SampleLengths(8, 9999),), (SampleLengths(9, 4000, 2),))
 
 
 def test_shapes_and_padding() -> None:
@@ -78,9 +78,9 @@ def test_rows_of_several_samples_are_shared_whole() -> None:
 def test_lengths_are_read_with_and_without_ids(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("sample_id, enc_len,dec_len\n4,10,0\n2,20,3\n")
-    assert read_lengths(path) == [Sample(4, 10), Sample(2, 20, 3)]
+    assert read_lengths(path) == [SampleLengths(4, 10), SampleLengths(2, 20, 3)]
     path.write_text("length\n7\n8\n")
-    assert read_lengths(path) == [Sample(0, 7), Sample(1, 8)]
+    assert read_lengths(path) == [SampleLengths(0, 7), SampleLengths(1, 8)]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from penstock.programs.binary import decode, encode
 from penstock.programs.check import check_programs
 from penstock.programs.instructions import MicroBatch
 from penstock.programs.lower import lower
-from penstock.programs.routing import Cut, Layout, Side, carried
+from penstock.programs.routing import Cut, Side, TensorLayout, carried
 from penstock.programs.text import format_instruction, format_program, parse_program
 from penstock.programs.work import ReplicaWork, work_of
 from penstock.schedules.actions import Action
@@ -106,7 +106,7 @@ def test_queries_keys_and_values_are_divided_one_by_one() -> None:
     qkv = next(place.index for place in model.ops if place.name == "layers.0.qkv")
     cut = Cut(Side(1, 1), Side(2, 1), carried(model, qkv + 1))
     micro = packed(1)[0]
-    messages = cut.messages(Layout(cut.before, micro), Layout(cut.after, micro))
+    messages = cut.messages(TensorLayout(cut.before, micro), TensorLayout(cut.after, micro))
     sent = {message.receiver: [part.columns for part in message.sent if part.name == "qkv"] for message in messages}
     assert sent == {0: [(0, 4), (8, 12), (16, 20)], 1: [(4, 8), (12, 16), (20, 24)]}
     got = {message.receiver: [part.columns for part in message.received if part.name == "qkv"] for message in messages}

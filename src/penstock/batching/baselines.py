@@ -15,7 +15,7 @@ import numpy as np
 from penstock.batching.costs import Floats, PipelineCosts
 from penstock.batching.fitting import positions
 from penstock.batching.ordering import by_length
-from penstock.batching.plan import BatchPlan, MicroBatch, ReplicaBatch, Sample
+from penstock.batching.plan import BatchPlan, MicroBatch, ReplicaBatch, SampleLengths
 from penstock.batching.result import peak_bytes
 from penstock.errors import InfeasibleError, InputError
 from penstock.models.shapes import Layout
@@ -26,14 +26,14 @@ __all__ = ["Attention", "fixed_batches", "packed_rows", "run_baseline", "token_b
 Attention = Literal["across", "inside"]
 
 
-def fixed_batches(samples: Sequence[Sample], costs: PipelineCosts, rows: int) -> list[MicroBatch]:
+def fixed_batches(samples: Sequence[SampleLengths], costs: PipelineCosts, rows: int) -> list[MicroBatch]:
     """`rows` samples at a time, every row as long as the longest sample of the batch."""
     enc, dec = positions(samples, costs)
     lengths = _padded(int(enc.max()), costs), _padded(int(dec.max()), costs)
     return [_padded_batch(samples, costs, list(range(at, min(at + rows, len(samples)))), lengths) for at in range(0, len(samples), rows)]
 
 
-def token_budget(samples: Sequence[Sample], costs: PipelineCosts, max_tokens: int) -> list[MicroBatch]:
+def token_budget(samples: Sequence[SampleLengths], costs: PipelineCosts, max_tokens: int) -> list[MicroBatch]:
     """Samples sorted by length, together as long as the padded micro-batch has at most `max_tokens` positions."""
     enc, dec = positions(samples, costs)
     groups: list[list[int]] = []
@@ -51,7 +51,7 @@ def token_budget(samples: Sequence[Sample], costs: PipelineCosts, max_tokens: in
 
 
 def packed_rows(
-    samples: Sequence[Sample], costs: PipelineCosts, rows: int, row_length: int = 0, attention: Attention = "inside"
+    samples: Sequence[SampleLengths], costs: PipelineCosts, rows: int, row_length: int = 0, attention: Attention = "inside"
 ) -> list[MicroBatch]:
     """Samples packed into rows of one length (the longest sample's, unless given), longest first into the first row that has room;
     `rows` rows make a micro-batch. Attention `across` the samples of a row pays for the whole row, `inside` for each sample."""
@@ -94,7 +94,7 @@ def _padded(length: int, costs: PipelineCosts) -> int:
     return -(-length // costs.round_to) * costs.round_to
 
 
-def _padded_batch(samples: Sequence[Sample], costs: PipelineCosts, members: list[int], lengths: tuple[int, int]) -> MicroBatch:
+def _padded_batch(samples: Sequence[SampleLengths], costs: PipelineCosts, members: list[int], lengths: tuple[int, int]) -> MicroBatch:
     chosen = [samples[i] for i in members]
     enc, dec = positions(chosen, costs)
     return MicroBatch(

@@ -16,13 +16,13 @@ from penstock.files import read_json
 from penstock.models.shapes import Layout, Shape
 from penstock.schedules.actions import Schedule, format_schedule, parse_schedule
 
-__all__ = ["VERSION", "BatchPlan", "MicroBatch", "ReplicaBatch", "Sample", "read_batch_plan"]
+__all__ = ["VERSION", "BatchPlan", "MicroBatch", "ReplicaBatch", "SampleLengths", "read_batch_plan"]
 
 VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampleLengths:
     """One sample of a global batch: its id and how many tokens it has (on the decoder's side too, where there is one)."""
 
     id: int
@@ -158,9 +158,9 @@ class BatchPlan:
     """The source of costs."""
     steps: int = 0
     """Steps of search that were spent."""
-    dropped: tuple[Sample, ...] = ()
+    dropped: tuple[SampleLengths, ...] = ()
     """Samples left out because they fit nowhere."""
-    truncated: tuple[Sample, ...] = ()
+    truncated: tuple[SampleLengths, ...] = ()
     """Samples cut to the length that fits, with the length they had."""
     method: str = "planned"
     """How the micro-batches were made: `planned`, or the name of a baseline."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from penstock.data.batches import GlobalBatches, Lengths
 from penstock.data.indexed import IndexedTokens
-from penstock.data.manifest import Manifest, read_manifest
+from penstock.data.manifest import DataManifest, read_manifest
 from penstock.data.mixture import Mixture, Task
 from penstock.errors import InputError, near_misses
 
@@ -29,7 +29,7 @@ class DataSet:
 
     folder: Path
     split: str
-    manifest: Manifest
+    manifest: DataManifest
     ragged: dict[str, IndexedTokens]
     """Parts of samples with lengths of their own: `input`, `target`, BERT's others."""
     fixed: dict[str, Array]
@@ -86,17 +86,17 @@ def open_data(folder: str | Path, split: str = "train") -> DataSet:
     return DataSet(folder, split, manifest, ragged, fixed)
 
 
-def _fixed_names(manifest: Manifest) -> tuple[str, ...]:
+def _fixed_names(manifest: DataManifest) -> tuple[str, ...]:
     return {"text": (), "bert": ("labels",), "images": ("images", "labels")}[manifest.kind]
 
 
 def _megatron(prefix: Path, split: str) -> DataSet:
     """A pair of files that Megatron-LM's own tools wrote, as one task of plain text."""
-    from penstock.data.manifest import Split, TaskRange
+    from penstock.data.manifest import DataSplit, TaskRange
 
     tokens = IndexedTokens.open(prefix)
-    whole = Split(len(tokens), {}, [TaskRange(prefix.name, 0, len(tokens))])
-    return DataSet(prefix, split, Manifest("text", ["input"], {split: whole}), {"input": tokens}, {})
+    whole = DataSplit(len(tokens), {}, [TaskRange(prefix.name, 0, len(tokens))])
+    return DataSet(prefix, split, DataManifest("text", ["input"], {split: whole}), {"input": tokens}, {})
 
 
 def _open_array(path: Path) -> Array:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from penstock.data.planners import BatchSource, PlannerPool, open_entry
 from penstock.data.planning import ProgramPlanner
-from penstock.data.samples import LoadedMicroBatch, Sample, Samples
+from penstock.data.samples import LoadedProgram, Samples
 from penstock.errors import InputError
 from penstock.stores import Job, open_store
 from penstock.stores.addresses import job_from_environment
@@ -23,7 +23,7 @@ __all__ = ["DynamicLoader"]
 
 
 class DynamicLoader:
-    """Iterating yields `(micro_batches, program)` of one iteration after the other, for one rank.
+    """Iterating yields one iteration after the other, for one rank: a `LoadedProgram`.
 
     Planners are processes that work ahead: of `planners` in all on each of `num_nodes` nodes, the loader of the node's first rank
     (`starts_planners`) starts those of node `node`. They hand programs over through the store at `address`, under `job`; without
@@ -55,19 +55,18 @@ class DynamicLoader:
         self._address, self._job, self._planners, self._ahead, self._timeout_s = address, job, planners, prefetch_factor, timeout
         self.data, self.batches = source.open()
         self._samples = Samples(self.data, planner.form, source.limits)
-        self._current: dict[int, Sample] = {}
         self.pool: PlannerPool | None = None
         starts = rank == min(planner.plan.ranks) if starts_planners is None else starts_planners
         if planners and starts and job is not None:
             own = {"first": node * planners, "own": planners, "count": planners * num_nodes}
             self.pool = PlannerPool(source, planner, address, job, **own, hang_s=hang_s)
 
-    def __iter__(self) -> Iterator[tuple[list[LoadedMicroBatch], Program]]:
+    def __iter__(self) -> Iterator[LoadedProgram]:
         """From the next iteration to the last; a thread fetches and reads ahead."""
         if not self._planners:
             yield from self._inline()
             return
-        ready: queue.Queue[tuple[list[LoadedMicroBatch], Program] | BaseException | None] = queue.Queue(self._ahead)
+        ready: queue.Queue[LoadedProgram | BaseException | None] = queue.Queue(self._ahead)
         stop = threading.Event()
         threading.Thread(target=self._fetch, args=(self.step, ready, stop), name="loader", daemon=True).start()
         try:
@@ -97,10 +96,6 @@ class DynamicLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def sample(self, iteration: int, sample: int, length: int, dec_length: int) -> Sample:
-        """A sample of the iteration that was yielded last, read ahead if it is this rank's: what a runtime asks for."""
-        return self._current.get(sample) or self._samples.sample(iteration, sample, length, dec_length)
-
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint keeps: the next iteration, and where its batch begins."""
         return self.batches.state(self.step)
@@ -110,7 +105,7 @@ class DynamicLoader:
             yield step
             step += 1
 
-    def next_planned_here(self) -> tuple[list[LoadedMicroBatch], Program]:
+    def next_planned_here(self) -> LoadedProgram:
         """The next iteration, planned by this rank: the same as planners give, for when the store is gone while others have theirs."""
         start = time.perf_counter()
         programs = self.planner.programs(self.data, self.batches[self.step])
@@ -118,18 +113,15 @@ class DynamicLoader:
         self.wait_s += time.perf_counter() - start
         return self._handed_over(found)
 
-    def _inline(self) -> Iterator[tuple[list[LoadedMicroBatch], Program]]:
+    def _inline(self) -> Iterator[LoadedProgram]:
         for _ in self._steps(self.step):
             yield self.next_planned_here()
 
-    def _handed_over(self, found: tuple[list[LoadedMicroBatch], Program]) -> tuple[list[LoadedMicroBatch], Program]:
-        self._current = {identity: sample for loaded in found[0] for identity, sample in loaded.samples.items()}
+    def _handed_over(self, found: LoadedProgram) -> LoadedProgram:
         self.step += 1
         return found
 
-    def _fetch(
-        self, first: int, ready: queue.Queue[tuple[list[LoadedMicroBatch], Program] | BaseException | None], stop: threading.Event
-    ) -> None:
+    def _fetch(self, first: int, ready: queue.Queue[LoadedProgram | BaseException | None], stop: threading.Event) -> None:
         try:
             assert self._job is not None
             with closing(open_store(self._address, self._job, wait_s=self._timeout_s)) as store:
@@ -144,5 +136,5 @@ class DynamicLoader:
         except BaseException as error:
             ready.put(error)
 
-    def _loaded(self, program: Program) -> tuple[list[LoadedMicroBatch], Program]:
-        return self._samples.load(program, self.planner.plan), program
+    def _loaded(self, program: Program) -> LoadedProgram:
+        return self._samples.load(program, self.planner.plan)

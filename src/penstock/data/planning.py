@@ -58,14 +58,14 @@ class ProgramPlanner:
         """Which samples run together, where and in which order: as the plan fixes it, or as suits the batch."""
         if self.plan.micro_batching.policy == "fixed":
             return self._fixed(data, batch)
-        from penstock.batching.plan import Sample
+        from penstock.batching.plan import SampleLengths
         from penstock.batching.planner import plan_batch
 
         assert self.costs is not None
         own, dec = self.form.positions(batch.lengths)
         offsets = self.costs.length_offset, self.costs.dec_offset if self.costs.has_decoder else 0
         samples = [
-            Sample(identity, int(n) - offsets[0], int(m) - offsets[1])
+            SampleLengths(identity, int(n) - offsets[0], int(m) - offsets[1])
             for identity, n, m in zip(sample_ids(batch, len(data)), own, dec, strict=True)
         ]
         return plan_batch(samples, self.costs, steps=self.search_steps, seed=self.seed + batch.step, too_long=self.too_long)

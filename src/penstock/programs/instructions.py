@@ -45,7 +45,7 @@ from penstock.models.shapes import Shape
 __all__ = [
     "INSTRUCTIONS", "Backward", "BackwardInput", "BackwardWeight", "Dtype", "Forward", "Free", "Instruction", "Load", "MicroBatch",
     "Need", "Part", "Place", "Program", "ReceiveStart", "ReceiveWait", "ReduceGroup", "ReduceStart", "ReduceWait", "SendStart",
-    "SendWait", "Step", "StepStage", "SyncTied", "Tensor", "TiedRows", "Transferred",
+    "SendWait", "Step", "StepStage", "SyncTied", "Tensor", "TiedRows", "Transferred", "stage_of",
 ]  # fmt: skip
 
 _MOST = 2**63 - 1
@@ -283,6 +283,18 @@ INSTRUCTIONS: tuple[type[Instruction], ...] = (
     SyncTied, Step, StepStage,
 )  # fmt: skip
 """Every kind; an executor must have a handler for each."""
+
+
+def stage_of(step: Instruction) -> int:
+    """The stage that an instruction belongs to, of a transfer the one at this end; -1: none."""
+    stage: int = getattr(step, "stage", -1)
+    if stage >= 0:
+        return stage
+    cut: int = getattr(step, "cut", -1)
+    if cut < 0:
+        return -1
+    receives, upwards = isinstance(step, ReceiveStart | ReceiveWait), getattr(step, "what", "") == "activation"
+    return cut + (receives == upwards)
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):

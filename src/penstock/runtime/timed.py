@@ -40,10 +40,12 @@ from penstock.programs.instructions import (
     StepStage,
     SyncTied,
 )  # fmt: skip
-from penstock.runtime.executor import Executor, Observer
-from penstock.runtime.parallel.world import World
+from penstock.runtime.executor import Executor
+from penstock.runtime.telemetry.observing import Observer
+from penstock.runtime.transport.process_groups import make_transport
 from penstock.runtime.transport.slices import DTYPES
-from penstock.runtime.transport.transport import Pending, make_transport
+from penstock.runtime.transport.transport import Pending
+from penstock.runtime.transport.world import World
 from penstock.runtime.workers import Worker
 from penstock.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from penstock.timing.workload import Workload
@@ -209,7 +211,7 @@ def run_timed(
     worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], workloads: Sequence[Workload], settings: TimedSettings
 ) -> list[float]:
     """A job for workers: the measured seconds of each iteration, whose programs are given for all ranks, `workloads` for the replicas."""
-    world = World(plan)
+    world = World(plan, worker.groups)
     if world.rank < 0:
         return []
     rank, place = TimedRank(world, settings, worker.status), world.process[world.rank]

@@ -20,9 +20,10 @@ from torch import nn
 
 from penstock.programs.instructions import ReduceStart
 from penstock.programs.sharing import ranks_with
+from penstock.runtime.parallel.held import Held
 from penstock.runtime.parallel.sharding import Done, ShardedWeights
-from penstock.runtime.parallel.world import World
-from penstock.runtime.stage import Held, StageModule
+from penstock.runtime.parallel.stage import StageModule
+from penstock.runtime.transport.world import World
 
 __all__ = ["Bucket", "BucketedGradients", "Gradients", "ShardedGradients", "gradients_of", "holders_of"]
 

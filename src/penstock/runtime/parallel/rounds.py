@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.programs.instructions import Backward, Forward, Program
-from penstock.runtime.parallel.world import World
+from penstock.runtime.transport.world import World
 
 __all__ = ["joined_passes", "rounds_of"]
 

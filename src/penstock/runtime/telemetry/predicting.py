@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from penstock.programs.instructions import Program
     from penstock.timing.planned import PlannedPipeline
 
-__all__ = ["Predicted", "ProgramTimes", "predict_steps", "predict_timelines"]
+__all__ = ["PredictedSteps", "ProgramTimes", "predict_steps", "predict_timelines"]
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PredictedSteps:
     """Seconds of a step, and of one micro-batch on each stage."""
 
     time_s: float
@@ -44,7 +44,7 @@ class Predicted:
     """Where the costs come from."""
 
 
-def predict_steps(source: BatchSource, planner: ProgramPlanner, steps: range) -> Predicted:
+def predict_steps(source: BatchSource, planner: ProgramPlanner, steps: range) -> PredictedSteps:
     """What these steps of a run should take."""
     plan = planner.plan
     if not _is_priced(planner):
@@ -57,7 +57,7 @@ def predict_steps(source: BatchSource, planner: ProgramPlanner, steps: range) ->
         for own, one in zip(passes, replicas, strict=True):
             own.append(one.workload.durations_s)
     means = np.stack([np.concatenate(own, axis=2).mean(axis=2) for own in passes]).max(axis=0)  # [kinds, stages]
-    return Predicted(statistics.median(times_s), tuple(means[FORWARD].tolist()), tuple(means[BACKWARD].tolist()), costs.name)
+    return PredictedSteps(statistics.median(times_s), tuple(means[FORWARD].tolist()), tuple(means[BACKWARD].tolist()), costs.name)
 
 
 def predict_timelines(source: BatchSource, planner: ProgramPlanner, steps: Iterable[int]) -> Iterator[list[Execution]]:
@@ -132,7 +132,7 @@ def _of_batches(source: BatchSource, planner: ProgramPlanner, costs: PipelineCos
         yield [execute(own.schedule, batch_workload(costs, own.micro_batches, number)) for number, own in enumerate(replicas)]
 
 
-def _of_plan(plan: Plan) -> Predicted:
+def _of_plan(plan: Plan) -> PredictedSteps:
     """What a step should take by the plan alone."""
     from penstock.costs.sources import open_costs
     from penstock.plans.references import cluster_of, model_of
@@ -142,4 +142,4 @@ def _of_plan(plan: Plan) -> Predicted:
     found = Estimator(model_of(plan), cluster, open_costs(plan.costs, cluster)).estimate(plan)
     works = [stage.work for stage in found.stages]
     backward_s = tuple(work.backward_s + work.recompute_s for work in works)
-    return Predicted(found.time_s, tuple(work.forward_s for work in works), backward_s, found.source)
+    return PredictedSteps(found.time_s, tuple(work.forward_s for work in works), backward_s, found.source)

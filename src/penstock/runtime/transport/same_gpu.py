@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 
 from penstock.programs.instructions import Program, ReceiveStart, SendStart
-from penstock.runtime.allocator import plain_segments
-from penstock.runtime.parallel.world import World, pairs_of
+from penstock.runtime.transport.allocator import plain_segments
 from penstock.runtime.transport.slices import DTYPES
 from penstock.runtime.transport.transport import PIPELINE, RESHARD, TIED, Addressed, Pending
+from penstock.runtime.transport.world import World, pairs_of
 
 __all__ = ["SameGpuTransport"]
 

@@ -14,7 +14,7 @@ from penstock.batching.costs import QUANTITIES, Floats, LayoutCosts, PipelineCos
 from penstock.errors import InfeasibleError, InputError
 
 if TYPE_CHECKING:
-    from penstock.batching.plan import BatchPlan, Sample
+    from penstock.batching.plan import BatchPlan, SampleLengths
     from penstock.systems.dynapipe.models import PlannerConfig
     from penstock.systems.dynapipe.tables import DynaPipeTables
 
@@ -146,7 +146,7 @@ def _hops(tables: DynaPipeTables, config: PlannerConfig, stages: list[_Stage]) -
     return hops
 
 
-def best_layers(tables: DynaPipeTables, config: PlannerConfig, samples: Sequence[Sample]) -> PlannerConfig:
+def best_layers(tables: DynaPipeTables, config: PlannerConfig, samples: Sequence[SampleLengths]) -> PlannerConfig:
     """The configuration with the layers per stage that suit this batch best, found by moving one layer at a time between stages.
 
     What a stage's layers cost depends on the lengths: short decoder sides leave decoder stages idle when layers are dealt evenly.

@@ -13,14 +13,24 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from penstock.errors import InputError
-from penstock.runtime.checkpoints.layout import BUFFERS, WEIGHTS, Layout, Piece, own_share, parameter_layout, stored_shapes, whole_layout
+from penstock.runtime.checkpoints.layout import (
+    BUFFERS,
+    WEIGHTS,
+    CheckpointLayout,
+    TensorPiece,
+    own_share,
+    parameter_layout,
+    stored_shapes,
+    whole_layout,
+)
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.parallel.gradients import holders_of
 
 if TYPE_CHECKING:
     from penstock.models.modules import OpModule
+    from penstock.runtime.parallel.held import Held
+    from penstock.runtime.parallel.stage import StageModule
     from penstock.runtime.rank import Rank
-    from penstock.runtime.stage import Held, StageModule
 
 __all__ = ["PieceSource", "load_rank", "load_weights", "rank_pieces", "rank_state"]
 
@@ -30,11 +40,11 @@ _OWN = (WEIGHTS, BUFFERS)
 class PieceSource(Protocol):
     """What weights are read from."""
 
-    def load(self, pieces: Iterable[Piece]) -> None:
+    def load(self, pieces: Iterable[TensorPiece]) -> None:
         """Fills the pieces' tensors."""
 
 
-def rank_pieces(rank: Rank) -> Iterator[Piece]:
+def rank_pieces(rank: Rank) -> Iterator[TensorPiece]:
     """What this rank saves, to be read before its next step."""
     known: dict[Any, Any] = {}
     optimizer = rank.update.optimizer
@@ -53,7 +63,7 @@ def rank_pieces(rank: Rank) -> Iterator[Piece]:
                 yield from _buffers(module)
 
 
-def _pieces(layout: Layout, held: Held, tensor: torch.Tensor, kind: str = "") -> Iterator[Piece]:
+def _pieces(layout: CheckpointLayout, held: Held, tensor: torch.Tensor, kind: str = "") -> Iterator[TensorPiece]:
     """Where a weight, or something of its shape, lies: the whole of it, or a flat part."""
     return layout.pieces(tensor, kind) if held.start is None else layout.flat_pieces(tensor, held.start, kind)
 
@@ -82,7 +92,7 @@ def _modules(stage: StageModule) -> Iterator[tuple[int, OpModule]]:
             yield number, module
 
 
-def _buffers(module: OpModule) -> Iterator[Piece]:
+def _buffers(module: OpModule) -> Iterator[TensorPiece]:
     for name, buffer in module.named_buffers(recurse=False):
         yield from whole_layout(f"{module.name}.{name}", buffer.shape, BUFFERS).pieces(buffer)
 
@@ -145,7 +155,7 @@ def _check(checkpoint: Checkpoint, rank: Rank, kinds: tuple[str, ...], scalars: 
     checkpoint.check(expected, kinds=(*_OWN, *kinds))
 
 
-def _state(source: PieceSource, held: Held, layout: Layout, kinds: tuple[str, ...], scalars: set[str]) -> dict[str, torch.Tensor]:
+def _state(source: PieceSource, held: Held, layout: CheckpointLayout, kinds: tuple[str, ...], scalars: set[str]) -> dict[str, torch.Tensor]:
     """What the optimizer keeps for one weight, read as this rank needs it."""
     device = held.parameter.device
     shape = held.parameter.shape
