@@ -29,7 +29,7 @@ from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.programs.instructions import INSTRUCTIONS, Free, MicroBatch, Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
-from penstock.schedules.orders import schedule_of
+from penstock.schedules.rules import schedule_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # for `training_jobs`
 

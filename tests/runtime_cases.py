@@ -25,7 +25,7 @@ from penstock.programs.work import ReplicaWork
 from penstock.runtime.optimizer import torch_optimizer
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.source import load_share
-from penstock.schedules.orders import schedule_of
+from penstock.schedules.rules import schedule_of
 
 MODELS: dict[str, dict[str, Any]] = {
     **{family: {"family": family, **SIZES[family]} for family in SIZES},

@@ -20,7 +20,8 @@ from penstock.programs.work import ReplicaWork
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.workers import WorkerPool
 from penstock.schedules.actions import FORWARD
-from penstock.schedules.orders import gpipe, schedule_of
+from penstock.schedules.orders import gpipe
+from penstock.schedules.rules import schedule_of
 
 pytestmark = pytest.mark.timeout(280)
 

@@ -10,6 +10,7 @@ from penstock.errors import InputError
 from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
 from penstock.plans.references import cluster_reference, model_reference, with_precision
 from penstock.plans.validity import require_valid
+from penstock.schedules.rules import DEFAULT_SCHEDULE
 
 if TYPE_CHECKING:
     from penstock.models.ops import Model
@@ -32,7 +33,7 @@ def uniform_plan(
     dp: int = 1,
     replicas: int = 1,
     chunks: int = 1,
-    schedule: str = "1f1b",
+    schedule: str = DEFAULT_SCHEDULE,
     recompute: Literal["none", "full"] = "none",
     layout: Literal["padded", "packed"] = "padded",
     zero: int = 0,

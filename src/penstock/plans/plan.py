@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from penstock.costs.memory import MemoryBreakdown
+from penstock.schedules.rules import DEFAULT_SCHEDULE
 
 __all__ = ["MAX_PATTERNS", "Degrees", "MicroBatching", "OpRange", "OpRun", "Pattern", "Plan", "Predicted", "Stage", "StageMemory"]
 
@@ -124,11 +123,6 @@ class StageMemory:
     slack_bytes: int = 0
     context_bytes: int = 0
 
-    @classmethod
-    def of(cls, breakdown: MemoryBreakdown) -> StageMemory:
-        """The breakdown in whole bytes."""
-        return cls(*(round(getattr(breakdown, field.name)) for field in fields(cls)))
-
     @property
     def total_bytes(self) -> int:
         """All of it."""
@@ -165,7 +159,7 @@ class Plan:
     stages: tuple[Stage, ...]
     micro_batching: MicroBatching
     num_replicas: int = 1
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     seq_length: int = 0
     """Tokens of a sample the plan was made for (with `dynamic` the usual or the longest); 0 for images."""
     dec_length: int = 0

@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.plans.capabilities import SCHEDULES
 from penstock.programs import instructions as i
 from penstock.programs.exchange import Transfer, matched
 from penstock.programs.needs import needs_of
 from penstock.programs.problems import Problem
 from penstock.programs.routing import Carried, Interval, Side, TensorLayout, carried, entry_side, exit_side, shard
 from penstock.programs.sharing import reduce_groups, sync_tied
+from penstock.schedules.rules import SCHEDULES
 
 if TYPE_CHECKING:
     from penstock.models.ops import Model

@@ -11,7 +11,6 @@ import torch
 from penstock.models.modules.base import Carry
 from penstock.models.modules.batch import Batch
 from penstock.models.ops import Model
-from penstock.plans.capabilities import SCHEDULES
 from penstock.plans.plan import Plan
 from penstock.programs import instructions as i
 from penstock.runtime.executor import Executor
@@ -29,6 +28,7 @@ from penstock.runtime.transport.slices import Landing, outgoing, prepare
 from penstock.runtime.transport.transport import Pending
 from penstock.runtime.transport.world import ProcessGroups, World
 from penstock.runtime.update import StepResult, Update
+from penstock.schedules.rules import SCHEDULES
 
 __all__ = ["Evaluated", "Rank"]
 

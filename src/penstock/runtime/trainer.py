@@ -12,7 +12,7 @@ from dataclasses import replace
 from penstock.data.dataset import open_data
 from penstock.data.forms import form_of
 from penstock.errors import InputError
-from penstock.plans.capabilities import SCHEDULES, unsupported
+from penstock.plans.capabilities import unsupported
 from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import require_valid
@@ -28,6 +28,7 @@ from penstock.runtime.run_folder import write_run
 from penstock.runtime.run_inputs import run_inputs
 from penstock.runtime.telemetry.predicting import PredictedSteps, predict_steps
 from penstock.runtime.workers import WorkerPool, joined
+from penstock.schedules.rules import SCHEDULES
 
 __all__ = ["Trainer"]
 

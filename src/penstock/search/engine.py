@@ -15,6 +15,7 @@ from penstock.costs.source import CostSource
 from penstock.errors import InfeasibleError, InputError
 from penstock.plans.plan import Plan
 from penstock.plans.validity import require_valid
+from penstock.schedules.rules import DEFAULT_SCHEDULE, SEARCHED_SCHEDULES, unchunked
 from penstock.search.bounds.by_ops import Bound, family_bound, promise_s
 from penstock.search.bounds.crossing import crossing_bound_s
 from penstock.search.choice import Choice
@@ -24,7 +25,7 @@ from penstock.search.partition.pipelines import best_pipeline, blocks_of, bound_
 from penstock.search.refine import refined
 from penstock.search.replicas.replica_families import ReplicaFamily, replica_families
 from penstock.search.replicas.shares import rebalanced
-from penstock.search.request import SCHEDULES, Request
+from penstock.search.request import Request
 from penstock.search.reschedule import rescheduled
 from penstock.search.space.families import Family, Pass, families
 from penstock.search.uniform import uniform_choices
@@ -124,7 +125,7 @@ class _State:
 
 def search_plans(
     model_ref: str, cluster_ref: str, global_batch: int, *, costs: str | CostSource = "roofline", seq_length: int | None = None,
-    micro_batches: Sequence[int] = (), memory_limit_bytes: float = math.inf, schedules: Sequence[str] = SCHEDULES, top: int = 5,
+    micro_batches: Sequence[int] = (), memory_limit_bytes: float = math.inf, schedules: Sequence[str] = SEARCHED_SCHEDULES, top: int = 5,
     time_budget_s: float = math.inf, watch: Watch = _unwatched, max_hops: int = MAX_HOPS,
 ) -> Outcome:  # fmt: skip
     """The fastest plans that fit, best first, with a bound on the time of all plans of the space.
@@ -304,7 +305,8 @@ def _prove_interleaved(state: _State, ways: list[Interleaving], weakest_s: float
 
 def _refine(request: Request, state: _State, max_hops: int) -> None:
     """The best 1F1B plans, which the formulas cannot tell apart, by the simulator."""
-    plain = sorted((choice for choice in state.choices if choice.plan.schedule == "1f1b"), key=lambda choice: choice.estimate.time_s)
+    default = [choice for choice in state.choices if choice.plan.schedule == DEFAULT_SCHEDULE]
+    plain = sorted(default, key=lambda choice: choice.estimate.time_s)
     for choice in [c for c in plain if c.estimate.time_s <= 1.01 * state.best_s][:2]:
         if not state.out_of_time() and max_hops and request.model.num_ops <= _GRID_OPS:
             state.tell("refining")
@@ -337,8 +339,7 @@ def _prove(request: Request, state: _State, ranked: list[tuple[Bound, Family]]) 
         sharper = None
         if bound < enough_s and not state.out_of_time():
             state.tell(f"bound: {family.replicas} replicas, micro-batches of {family.samples}")
-            schedules = [name for name in ("zero-bubble", "1f1b") if name in request.schedules]
-            found = [bound_of_pass(family, blocks, part, name, best_s, bound, enough_s) for name in schedules]
+            found = [bound_of_pass(family, blocks, part, name, best_s, bound, enough_s) for name in unchunked(request.schedules)]
             sharper = min(proven for proven, _ in found)
             state.choices += [Choice.of(*plan, "exact") for _, plans in found for plan in plans]
         lines.append(ProofLine(family.replicas, family.samples, part, bound, sharper))

@@ -1,4 +1,4 @@
-"""The same stages under another schedule: zero-bubble, as they are."""
+"""The same stages under another schedule: one that splits backward passes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.plans.plan import Plan
 from penstock.plans.validity import check_plan
+from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES, unchunked
 
 if TYPE_CHECKING:
     from penstock.search.request import Request
@@ -16,9 +17,10 @@ __all__ = ["rescheduled"]
 
 
 def rescheduled(request: Request, plan: Plan) -> Iterator[Plan]:
-    """The stages and micro-batches of a 1F1B plan under the zero-bubble schedule, where that is asked for and valid."""
+    """The stages and micro-batches of a 1F1B plan under schedules that split backward passes, where asked for and valid."""
     plain = not any(stage.runs or stage.recompute for stage in plan.stages)
-    if plan.num_stages > 1 and plan.schedule == "1f1b" and plain and "zero-bubble" in request.schedules:
-        candidate = replace(plan, schedule="zero-bubble")
+    split = [name for name in unchunked(request.schedules) if SCHEDULES[name].splits_backward]
+    for name in split if plan.num_stages > 1 and plan.schedule == DEFAULT_SCHEDULE and plain else ():
+        candidate = replace(plan, schedule=name)
         if not check_plan(candidate, request.model, request.cluster):
             yield candidate

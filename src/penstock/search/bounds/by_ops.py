@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.costs.table import Floats
+from penstock.schedules.rules import SCHEDULES
 from penstock.search.partition.stages import StageOption
 from penstock.search.space.families import Family, Pass
 
@@ -96,7 +97,7 @@ def _bound(family: Family, part: Pass, known_s: float, filled: float, schedule: 
     time, filling, after = (
         np.stack([found(option) for option in options]) for found in (family.least_times, family.least_filling, family.op_after_s)
     )
-    filling = time if schedule == "1f1b" else filling
+    filling = time if schedule and not SCHEDULES[schedule].fill_relief else filling
     filling = filled * (filling + time * (1 / left[:, None] - 1))
     time, chain = time / left[:, None], family.chain[0]
     taken = np.array([option.num_devices for option in options], float)
@@ -108,7 +109,7 @@ def _bound(family: Family, part: Pass, known_s: float, filled: float, schedule: 
     fixed = filling + taken[:, None] / family.num_devices * after
     counts = np.zeros(time.shape, np.int64)
     memory = _Memory.of(family, options, 1 / left, in_flight)
-    if schedule == "zero-bubble":
+    if schedule and not SCHEDULES[schedule].recomputes:
         memory = replace(memory, again_s=np.full_like(memory.again_s, np.inf))
 
     def value(weights: Floats, price: float = 0.0, priced: bool = True) -> tuple[float, Floats, float]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from penstock.costs.table import Floats
 from penstock.plans.plan import Degrees, Plan, Stage
-from penstock.schedules.in_flight import in_flight_by_chunk
+from penstock.schedules.rules import CHUNKED_SCHEDULE, SCHEDULES, schedule_of
 from penstock.search.interleaved.cuts_bound import cuts_bound_s
 from penstock.search.interleaved.group_links import Links, links_of
 from penstock.search.partition.stages import Blocks, Ints, StageOption
@@ -88,7 +88,7 @@ class Interleaving:
 
 def interleavings(family: Family) -> Iterator[Interleaving]:
     """All ways of a family on devices of one kind whose micro-batches come in whole rounds, as the schedule needs them to stay busy."""
-    if len(family.pools) > 1 or "interleaved" not in family.request.schedules:
+    if len(family.pools) > 1 or CHUNKED_SCHEDULE not in family.request.schedules:
         return
     for option in (variant for plain in family.options for variant in family.variants(plain)):
         groups, rest = divmod(family.num_devices, option.num_devices)
@@ -145,7 +145,7 @@ def _least_held(before: Floats, groups: int, chunks: int, count: int) -> Ints:
 @cache
 def _in_flight(groups: int, chunks: int, count: int) -> tuple[tuple[int, ...], ...]:
     """Of each group and chunk; no more than in two rounds, after which it is steady."""
-    return tuple(in_flight_by_chunk(groups, group, min(count, 2 * groups), chunks) for group in range(groups))
+    return tuple(SCHEDULES[CHUNKED_SCHEDULE].in_flight(groups, group, min(count, 2 * groups), chunks) for group in range(groups))
 
 
 def _windows(before: Floats, num_chunks: int) -> tuple[Ints, Ints]:
@@ -217,21 +217,17 @@ def _is_honest(way: Interleaving, links: Links, cuts: Ints) -> bool:
 
 
 def simulated_pipeline_s(plan: Plan, estimate: Estimate) -> float:
-    """From the first forward to the last backward pass under the schedule, messages being work of those who get them."""
-    passes = []
-    for stage in estimate.stages:
-        work = stage.work
-        both = work.forward_s + work.backward_s + work.recompute_s
-        passes.append((work.forward_s + (work.total_s - both) / 2, work.backward_s + work.recompute_s + (work.total_s - both) / 2))
-    return _simulated_s(np.array(passes).T, estimate.num_micro_batches, plan.num_chunks)
+    """From the first forward to the last backward pass under the schedule, by the simulator."""
+    from penstock.timing.planned import simulated
+
+    return simulated(plan, estimate).pipeline_s
 
 
 def _simulated_s(passes: Floats, count: int, chunks: int) -> float:
     """The same for [2, stages] forward and backward times."""
-    from penstock.schedules.orders import schedule_of
     from penstock.timing.simulator import simulate
 
-    order = schedule_of("interleaved", passes.shape[1], count, chunks)
+    order = schedule_of(CHUNKED_SCHEDULE, passes.shape[1], count, chunks)
     return float(simulate(order, np.repeat(passes[:, :, None], count, axis=2), np.zeros((2, passes.shape[1] - 1, count))).makespan_s)
 
 
@@ -318,5 +314,5 @@ def _plan(way: Interleaving, cuts: Ints, together: bool) -> Plan:
     frame = family.request.frame
     batching = replace(frame.micro_batching, samples=family.samples)
     return replace(
-        frame, stages=tuple(stages), num_replicas=family.replicas, micro_batching=batching, schedule="interleaved"
+        frame, stages=tuple(stages), num_replicas=family.replicas, micro_batching=batching, schedule=CHUNKED_SCHEDULE
     )  # fmt: skip

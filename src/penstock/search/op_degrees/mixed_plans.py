@@ -150,10 +150,8 @@ def _times(family: Family, option: StageOption, algo: int) -> tuple[Floats, Floa
     """[N] forward time and forward + backward time of every op under a split, collectives included; infinite where it has no such."""
     if not algo:
         return family.times(option)
-    table, at = _cells(family, option, algo)
-    device = table.device_index(family.kinds[option.pool].device.name)
-    forward = (table.forward_s + table.forward_comm_s)[(*at, device)]
-    return forward, forward + (table.backward_s + table.backward_comm_s)[(*at, device)]
+    passes = family.op_passes(option, algo)
+    return passes.forward_pass_s[family.chain[0]], passes.both_s[family.chain[0]]
 
 
 def _cells(family: Family, option: StageOption, algo: int) -> tuple[CostTable, tuple[Any, ...]]:

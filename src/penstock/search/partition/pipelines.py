@@ -16,6 +16,7 @@ import numpy as np
 
 from penstock.plans.build import BESIDE, join_ranges
 from penstock.plans.plan import Degrees, Plan, Stage
+from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES, unchunked
 from penstock.search.bounds.by_ops import pass_bound
 from penstock.search.partition.priced import Priced
 from penstock.search.partition.programme import TOLERANCE, best_cuts, best_partition
@@ -40,9 +41,9 @@ _SHARES = (1.0, 0.97, 0.93, 0.88)
 def best_pipeline(family: Family, blocks: Blocks, known_s: float) -> tuple[Plan, Estimate] | None:
     """The fastest plan of a family that fits, if it is faster than `known_s`."""
     best: tuple[Plan, Estimate] | None = None
-    schedules = [name for name in ("zero-bubble", "1f1b") if name == "1f1b" or name in family.request.schedules]
+    schedules = unchunked({DEFAULT_SCHEDULE, *family.request.schedules})
     for part in family.passes:
-        for schedule in schedules if part.max_stages > 1 else ("1f1b",):
+        for schedule in schedules if part.max_stages > 1 else (DEFAULT_SCHEDULE,):
             for depth, fewer in pairwise(_depths(part, schedule)):
                 shallow, in_flight = replace(part, max_stages=depth), _in_flight(family, schedule, fewer)
                 if pass_bound(family, shallow, known_s, schedule, in_flight).time_s >= known_s:
@@ -55,7 +56,7 @@ def best_pipeline(family: Family, blocks: Blocks, known_s: float) -> tuple[Plan,
 
 def _in_flight(family: Family, schedule: str, fewer: int) -> int:
     """Micro-batches that every stage of a pipeline of more than so many stages holds at least."""
-    return min(fewer + 1, family.count) if schedule == "zero-bubble" else 1
+    return min(fewer + 1, family.count) if SCHEDULES[schedule].splits_backward else 1
 
 
 def _depths(part: Pass, schedule: str) -> list[int]:
@@ -63,7 +64,7 @@ def _depths(part: Pass, schedule: str) -> list[int]:
     micro-batches, so less may be more."""
     if part.equal:
         return [part.max_stages, part.max_stages - 1]
-    if schedule == "1f1b":
+    if not SCHEDULES[schedule].splits_backward:
         return [part.max_stages, 0]
     return sorted({0, *(min(2**k, part.max_stages) for k in range(1, part.max_stages.bit_length() + 1))}, reverse=True)
 
@@ -94,7 +95,7 @@ def _stages(
     """The programme's best stages with this share of the memory; None where nothing can be faster than `known_s`."""
     pools = tuple(replace(pool, memory_limit=share * pool.memory_limit) for pool in family.pools)
     machine = Machine(pools, 1.0, 0.0, idle=len(pools) > 1)
-    longest, zero_bubble = known_s / family.count, schedule == "zero-bubble"
+    longest, zero_bubble = known_s / family.count, SCHEDULES[schedule].splits_backward
 
     def space_of(costs: Sequence[OptionCosts], cuts: np.ndarray | None) -> StageSpace:
         levels = None if zero_bubble else [family.levels(c.option, blocks) for c in costs]
@@ -136,14 +137,14 @@ def equal_pipeline(family: Family, blocks: Blocks, option: StageOption, known_s:
         cuts=blocks.start, recompute="never",
     )  # fmt: skip
     found = best_partition(space, family.count, known_s)
-    plan = _estimated(family, "1f1b", space, found.stages) if found.stages else None
+    plan = _estimated(family, DEFAULT_SCHEDULE, space, found.stages) if found.stages else None
     return plan if plan is not None and plan[1].fits and plan[1].time_s < known_s else None
 
 
 def option_costs(family: Family, part: Pass, schedule: str, of: Callable[[StageOption], OptionCosts]) -> list[OptionCosts]:
     """The costs of a pass's options; under a zero-bubble schedule with what of them does not count when the pipeline fills."""
     costs = [of(option) for option in part.options]
-    if schedule == "zero-bubble":
+    if SCHEDULES[schedule].fill_relief:
         costs = [replace(c, relief=np.maximum(c.compute - family.filling(c.option), 0.0)) for c in costs]
     return costs
 
@@ -172,7 +173,7 @@ def _bound(
     least_s = max(least_s, pass_bound(family, part, known_s, schedule, in_flight).time_s)
     if least_s >= good_s:
         return min(least_s, known_s), []
-    zero_bubble, long_chain = schedule == "zero-bubble", int(blocks.start[-1]) > LONG_CHAIN
+    zero_bubble, long_chain = SCHEDULES[schedule].splits_backward, int(blocks.start[-1]) > LONG_CHAIN
     stride = -(-(len(blocks.start) - 1) // BOUND_CUTS)
     cuts = np.append(blocks.start[:-1:stride], blocks.start[-1])
     space = build_space(
@@ -208,7 +209,7 @@ def _ops_near(stages: Sequence[StageChoice], blocks: Blocks, window: int) -> np.
 
 def _estimated(family: Family, schedule: str, space: StageSpace, chosen: Sequence[StageChoice]) -> tuple[Plan, Estimate]:
     """The plan of these stages in the better of two orders of ranks."""
-    schedule = schedule if len(chosen) > 1 else "1f1b"
+    schedule = schedule if len(chosen) > 1 else DEFAULT_SCHEDULE
     plans = [
         replace(_plan(family, space, chosen, together), schedule=schedule)
         for together in ((False, True) if family.replicas > 1 else (False,))

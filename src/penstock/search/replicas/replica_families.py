@@ -27,6 +27,7 @@ from penstock.costs.memory import bytes_per_parameter, rank_parameters
 from penstock.costs.table import Floats
 from penstock.plans.build import join_ranges
 from penstock.plans.plan import Degrees, Plan, Stage
+from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES, unchunked
 from penstock.search.partition.recompute import recompute_flags
 from penstock.search.partition.stages import Blocks, Ints, Machine, Recompute, StageChoice, StageOption, StageSpace, build_space
 from penstock.search.replicas.common_cuts import TOLERANCE, Afterwards, CommonCuts, ReplicaClass, best_common_cuts
@@ -287,8 +288,7 @@ class ReplicaFamily:
     def best(self, blocks: Blocks, known_s: float) -> tuple[Plan, Estimate] | None:
         """The fastest plan that fits, if one is faster than `known_s`."""
         best: tuple[Plan, Estimate] | None = None
-        zero_bubble = self.depth > 1 and "zero-bubble" in self.family.request.schedules
-        for schedule in ("zero-bubble", "1f1b") if zero_bubble else ("1f1b",):
+        for schedule in unchunked({DEFAULT_SCHEDULE, *self.family.request.schedules}) if self.depth > 1 else (DEFAULT_SCHEDULE,):
             found = self._best_under(schedule, blocks, known_s)
             if found is not None and found[1].time_s < known_s:
                 best, known_s = found, found[1].time_s
@@ -305,7 +305,7 @@ class ReplicaFamily:
 
     def _plan(self, schedule: str, blocks: Blocks, share: float, known_s: float) -> Plan | None:
         """The programme's best plan with this share of the memory; long chains are cut between blocks, then at ops near those cuts."""
-        recompute: Recompute = "never" if schedule == "zero-bubble" else "needed"
+        recompute: Recompute = "needed" if SCHEDULES[schedule].recomputes else "never"
         if self.depth == 1:
             space, found = self._cut(np.array([0, blocks.start[-1]]), blocks, share, known_s, recompute)
         else:

@@ -18,10 +18,11 @@ from penstock.costs.collectives import BUCKET_BYTES, group_of, point_to_point_s
 from penstock.costs.memory import CUDA_CONTEXT_BYTES, SLACK, bytes_per_parameter
 from penstock.costs.table import CostTable, Floats
 from penstock.models.segments import pieces
-from penstock.models.shapes import NOTHING, Shape
+from penstock.models.shapes import Shape
+from penstock.schedules.rules import SCHEDULES
 from penstock.search.partition.stages import Blocks, Ints, Levels, OptionCosts, Pool, StageOption, levels_of
 from penstock.search.request import Request, micro_batch_sizes
-from penstock.timing.pass_times import rerun
+from penstock.timing.pass_times import OpPasses, op_passes, rerun
 from penstock.timing.pipeline import share_shape
 
 if TYPE_CHECKING:
@@ -239,13 +240,16 @@ class Family:
         shape = share_shape(self.request.frame, self.samples, option.dp)
         return self.request.estimator.table(shape, option.tp, option.sequence), shape
 
+    def op_passes(self, option: StageOption, algo: int = 0) -> OpPasses:
+        """[O] passes of the distinct ops under one of their splits, ZeRO apart."""
+        (table, shape), device = self.table(option), self.kinds[option.pool].device.name
+        return op_passes(self.request.model, table, shape, device=device, tp=option.tp, algos=algo)
+
     @_remembered
     def op_times(self, option: StageOption) -> tuple[Floats, Floats]:
         """[O] `times` of the distinct ops; under ZeRO-2 and 3 with what every micro-batch sends of weights and gradients."""
-        table, shape = self.table(option)
-        s, d = table.shape_index(shape), table.device_index(self.kinds[option.pool].device.name)
-        forward = table.forward_s[:, s, 0, 0, d] + table.forward_comm_s[:, s, 0, 0, d]
-        both = forward + table.backward_s[:, s, 0, 0, d] + table.backward_comm_s[:, s, 0, 0, d]
+        passes = self.op_passes(option)
+        forward, both = passes.forward_pass_s, passes.both_s
         if option.zero > 1:
             summed, gathered = self._sent_s(option)
             once = {2: summed, 3: summed + 2 * gathered}[option.zero]
@@ -267,13 +271,9 @@ class Family:
     def op_filling(self, option: StageOption) -> Floats:
         """[O] `filling` of the distinct ops."""
         time = self.op_times(option)[1]
-        if "zero-bubble" not in self.request.schedules:
+        if not any(SCHEDULES[name].fill_relief for name in self.request.schedules):
             return time
-        table, shape = self.table(option)
-        s, d = table.shape_index(shape), table.device_index(self.kinds[option.pool].device.name)
-        trained = np.array([op.trainable and op.parameters != NOTHING for op in self.request.model.distinct_ops])
-        weights = np.where(trained, table.backward_s[:, s, 0, 0, d], 0.0)  # weight gradients, half of it, fill both ends
-        return np.asarray(np.maximum(time - weights, 0.0))
+        return np.maximum(time - 2 * self.op_passes(option).weight_s, 0.0)  # weight gradients fill both ends
 
     @_remembered
     def op_after_s(self, option: StageOption) -> Floats:
