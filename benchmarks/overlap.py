@@ -54,14 +54,13 @@ def make_planner(folder: Path, search_steps: int) -> ProgramPlanner:
 
 def work_of(program: Program, planner: ProgramPlanner) -> Workload:
     """What a program's ops and transfers take, by the costs it was planned with."""
-    from penstock.batching.plan import MicroBatch
+    from msgspec.structs import replace
+
     from penstock.programs.instructions import Forward
     from penstock.timing.batched import batch_workload
 
     patterns = {step.micro_batch: (step.pattern,) * STAGES for step in program.instructions if isinstance(step, Forward)}
-    micro_batches = [
-        MicroBatch(one.samples, one.layout, one.lengths, one.row_length, recompute=patterns[one.index]) for one in program.micro_batches
-    ]
+    micro_batches = [replace(one, recompute=patterns[one.index]) for one in program.micro_batches]
     assert planner.costs is not None
     return batch_workload(planner.costs, micro_batches, program.replica)
 

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.models.catalog import model_from_mapping
+from penstock.models.micro_batch import MicroBatch
 from penstock.plans.build import block_ranges
 from penstock.plans.plan import MicroBatching, Plan, Stage
-from penstock.programs.instructions import INSTRUCTIONS, Free, MicroBatch, Program
+from penstock.programs.instructions import INSTRUCTIONS, Free, Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.schedules.rules import schedule_of

@@ -13,13 +13,14 @@ import torch
 from small_models import SIZES
 from training_jobs import RandomSource
 
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.modules import build_chain
 from penstock.models.modules.build import build_op
 from penstock.models.modules.parallel import TensorParallel
 from penstock.models.ops import Model
 from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
 from penstock.plans.references import model_of
-from penstock.programs.instructions import MicroBatch, Program
+from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.runtime.optimizer import torch_optimizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from penstock.batching.baselines import Attention, fixed_batches, packed_rows, run_baseline, token_budget
 from penstock.batching.example import small_costs
 from penstock.batching.packing import equal_groups
-from penstock.batching.plan import MicroBatch, SampleLengths
+from penstock.batching.plan import SampleLengths
 from penstock.batching.planner import plan_batch
 from penstock.errors import InfeasibleError, InputError
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.shapes import Layout
 from penstock.timing.batched import batch_workload
 
@@ -73,7 +75,7 @@ def test_micro_batches_of_a_layout_without_a_price_are_refused() -> None:
     for held, other in (("packed", "padded"), ("padded", "packed")):
         layouts: tuple[Layout, ...] = (held,)  # type: ignore[assignment]
         costs = small_costs(layouts=layouts, has_decoder=False)
-        batches = [dataclasses.replace(one, layout=other) for one in fixed_batches(samples, costs, 4)]  # type: ignore[arg-type]
+        batches = [msgspec.structs.replace(one, layout=other) for one in fixed_batches(samples, costs, 4)]
         message = f"a {other} micro-batch has no price: costs 'example' are of {held} ones"
         with pytest.raises(InputError, match=message):
             run_baseline(batches, costs, "fixed")

@@ -36,12 +36,13 @@ from penstock.data.samples import Samples
 from penstock.data.text.prepare import TextRequest, prepare_text
 from penstock.errors import InputError
 from penstock.models.catalog import model_from_mapping
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.modules.batch import Batch
 from penstock.models.ops import Model
 from penstock.models.shapes import Layout
 from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
 from penstock.programs.binary import encode
-from penstock.programs.instructions import MicroBatch, Program
+from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.runtime.source import load_share

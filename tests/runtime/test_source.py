@@ -11,7 +11,8 @@ from small_models import small_model
 from training_jobs import RandomSource
 
 from penstock.data.samples import Sample
-from penstock.programs.instructions import MicroBatch, Program
+from penstock.models.micro_batch import MicroBatch
+from penstock.programs.instructions import Program
 from penstock.runtime.source import load_share
 
 CPU = torch.device("cpu")

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from worker_jobs import run_stalled
 
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.ops import Model
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.references import model_of
-from penstock.programs.instructions import MicroBatch, Program
+from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.runtime.timed import TimedSettings, run_timed

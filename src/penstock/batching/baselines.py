@@ -7,17 +7,18 @@ recomputation mode that is fastest of those that fit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
+from msgspec.structs import replace
 
 from penstock.batching.costs import Floats, PipelineCosts
 from penstock.batching.fitting import positions
 from penstock.batching.ordering import by_length
-from penstock.batching.plan import BatchPlan, MicroBatch, ReplicaBatch, SampleLengths
+from penstock.batching.plan import BatchPlan, ReplicaBatch, SampleLengths
 from penstock.batching.result import peak_bytes
 from penstock.errors import InfeasibleError, InputError
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.shapes import Layout
 from penstock.schedules.orders import with_depths
 
@@ -68,7 +69,7 @@ def packed_rows(
             whole = _padded_batch(samples, costs, members, room)
             batches.append(replace(whole, row_sizes=tuple(map(len, group))))
         else:
-            batches.append(MicroBatch(tuple(samples[i].id for i in members), "packed", tuple(enc[members].tolist())))
+            batches.append(MicroBatch(0, tuple(samples[i].id for i in members), "packed", tuple(enc[members].tolist())))
     return batches
 
 
@@ -98,8 +99,8 @@ def _padded_batch(samples: Sequence[SampleLengths], costs: PipelineCosts, member
     chosen = [samples[i] for i in members]
     enc, dec = positions(chosen, costs)
     return MicroBatch(
-        tuple(sample.id for sample in chosen), "padded", tuple(enc.tolist()), lengths[0],
-        tuple(dec.tolist()) if costs.has_decoder else (), lengths[1],
+        0, tuple(sample.id for sample in chosen), "padded", tuple(enc.tolist()), tuple(dec.tolist()) if costs.has_decoder else (),
+        *lengths,
     )  # fmt: skip
 
 
@@ -120,7 +121,7 @@ def _prices(batches: Sequence[MicroBatch], costs: PipelineCosts) -> Floats:
         where = [at for at, batch in enumerate(batches) if batch.layout == layout]
         if not where:
             continue
-        shapes = [batches[at].shape for at in where]
+        shapes = [batches[at].shape() for at in where]
         if layout == "padded":
             points = [(float(batches[at].num_rows), float(batches[at].row_length), batches[at].dec_row_length) for at in where]
         else:
@@ -143,11 +144,11 @@ def _run(batches: Sequence[MicroBatch], prices: Floats, costs: PipelineCosts, mo
         peaks = peak_bytes(schedule, chosen, costs.state_bytes[r])
         if not np.isfinite(chosen).all() or (np.array(peaks) > costs.limit_bytes[r]).any():
             return None
-        tokens = np.array([(batches[at].shape.tokens, batches[at].shape.dec_tokens) for at in own], dtype=np.float64).reshape(-1, 2)
+        tokens = np.array([(batches[at].shape().tokens, batches[at].shape().dec_tokens) for at in own], dtype=np.float64).reshape(-1, 2)
         hop = _hop_s(costs.hops[r], tokens)
         forward, backward = (np.ascontiguousarray(chosen[:, :, way].T) for way in (0, 1))
         time_s = float(simulate(len(own), ahead, forward, backward, hop, np.empty((len(own), 2, stages)))) if own else 0.0
-        mine = tuple(replace(batches[at], recompute=(mode,) * stages) for at in own)
+        mine = tuple(replace(batches[at], index=index, recompute=(mode,) * stages) for index, at in enumerate(own))
         done.append(ReplicaBatch(mine, schedule, time_s, peaks))
     limits = tuple(tuple(map(float, row)) for row in costs.limit_bytes)
     slowest = max(replica.predicted_s for replica in done)

@@ -11,7 +11,8 @@ from penstock.cli.console import JsonFlag, format_bytes, format_count, format_ti
 from penstock.errors import InputError
 
 if TYPE_CHECKING:
-    from penstock.batching.plan import BatchPlan, MicroBatch
+    from penstock.batching.plan import BatchPlan
+    from penstock.models.micro_batch import MicroBatch
 
 __all__ = ["batch"]
 

@@ -66,7 +66,7 @@ class _Output:
     """The files of one split."""
 
     def __init__(self, stack: ExitStack, folder: Path, split: str, vocab_size: int) -> None:
-        dtypes = (token_dtype(vocab_size), np.uint8, np.dtype("<u2"), token_dtype(vocab_size))
+        dtypes: tuple[np.dtype[Any], ...] = (token_dtype(vocab_size), np.dtype("u1"), np.dtype("<u2"), token_dtype(vocab_size))
         self._writers = [
             stack.enter_context(IndexedWriter(folder / f"{split}_{part}", dtype)) for part, dtype in zip(_PARTS, dtypes, strict=True)
         ]

@@ -42,7 +42,8 @@ class DataSet:
         """All parts of one sample, not truncated; views of the files, to be copied by whoever changes them."""
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
-        return {name: part[sample] for name, part in (*self.ragged.items(), *self.fixed.items())}
+        parts: dict[str, Any] = {**self.ragged, **self.fixed}
+        return {name: part[sample] for name, part in parts.items()}
 
     @property
     def lengths(self) -> Lengths:
@@ -80,9 +81,10 @@ def open_data(folder: str | Path, split: str = "train") -> DataSet:
     names = (*manifest.sides, *(BERT_PARTS if manifest.kind == "bert" else ())) if manifest.kind != "images" else ()
     ragged = {name: IndexedTokens.open(folder / f"{split}_{name}") for name in names}
     fixed = {name: _open_array(folder / f"{split}_{name}.npy") for name in _fixed_names(manifest)}
-    for name, part in (*ragged.items(), *fixed.items()):
-        if len(part) != manifest.splits[split].samples:
-            raise InputError(f"'{folder}/{split}_{name}' has {len(part)} samples, data.json says {manifest.splits[split].samples}.")
+    sizes = {name: len(part) for name, part in ragged.items()} | {name: len(part) for name, part in fixed.items()}
+    for name, size in sizes.items():
+        if size != manifest.splits[split].samples:
+            raise InputError(f"'{folder}/{split}_{name}' has {size} samples, data.json says {manifest.splits[split].samples}.")
     return DataSet(folder, split, manifest, ragged, fixed)
 
 

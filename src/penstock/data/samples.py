@@ -13,8 +13,9 @@ from penstock.data.dataset import DataSet
 from penstock.data.forms import Ints, SampleForm
 
 if TYPE_CHECKING:
+    from penstock.models.micro_batch import MicroBatch
     from penstock.plans.plan import Plan, Stage
-    from penstock.programs.instructions import MicroBatch, Place, Program
+    from penstock.programs.instructions import Place, Program
 
 __all__ = ["START_TOKEN", "LoadedMicroBatch", "LoadedProgram", "Sample", "Samples"]
 

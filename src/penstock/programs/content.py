@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from penstock.programs import instructions as i
 from penstock.programs.exchange import Transfer, matched
-from penstock.programs.needs import needs_of
 from penstock.programs.problems import Problem
-from penstock.programs.routing import Carried, Interval, Side, TensorLayout, carried, entry_side, exit_side, shard
+from penstock.programs.routing import Carried, Interval, Side, TensorLayout, carried, entry_side, exit_side, needs_of, shard
 from penstock.programs.sharing import reduce_groups, sync_tied
 from penstock.schedules.rules import SCHEDULES
 

@@ -26,8 +26,7 @@ from penstock.models.ops import Model
 from penstock.plans.plan import Plan
 from penstock.programs import instructions as i
 from penstock.programs.durations import durations_of, stage_weights
-from penstock.programs.needs import needs_of
-from penstock.programs.routing import Cut, Message, Side, TensorLayout, carried, cut_of, entry_side, exit_side
+from penstock.programs.routing import Cut, Message, Side, TensorLayout, carried, cut_of, entry_side, exit_side, needs_of
 from penstock.programs.sharing import reduce_groups, sync_tied
 from penstock.programs.timeline import Timeline
 from penstock.programs.work import ReplicaWork, dp_degrees

@@ -18,11 +18,25 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from penstock.errors import InputError
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.ops import Model, TensorSpec
 from penstock.plans.plan import Stage
-from penstock.programs.instructions import Dtype, MicroBatch, Part, Tensor
+from penstock.programs.instructions import Dtype, Need, Part, Tensor
 
-__all__ = ["Carried", "Cut", "Interval", "Message", "Side", "TensorLayout", "carried", "cut_of", "entry_side", "exit_side", "shard"]
+__all__ = [
+    "Carried",
+    "Cut",
+    "Interval",
+    "Message",
+    "Side",
+    "TensorLayout",
+    "carried",
+    "cut_of",
+    "entry_side",
+    "exit_side",
+    "needs_of",
+    "shard",
+]
 
 Interval = tuple[int, int]
 _SEQUENCE = ("tokens", "dec_tokens")
@@ -260,3 +274,14 @@ class TensorLayout:
         """All tensors on one rank of the side."""
         share, place = divmod(index, self.side.tp)
         return tuple(Tensor(tensor.name, tensor.dtype, self.shape(tensor, share, place)) for tensor in carry)
+
+
+def needs_of(model: Model, first: int, last: int) -> tuple[Need, ...]:
+    """What ops [first, last) read of a micro-batch besides the carry: embeddings ids, the model's first op its inputs, the last labels."""
+    needs: dict[Need, None] = {"inputs": None} if first == 0 else {}
+    for place in model.ops[first:last]:
+        if place.op.kind == "embedding":
+            needs["dec_inputs" if place.op.config.get("side") == "decoder" else "inputs"] = None
+    if last == model.num_ops:
+        needs["labels"] = None
+    return tuple(needs)

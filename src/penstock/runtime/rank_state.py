@@ -6,8 +6,10 @@ the same share the work.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,15 +26,17 @@ from penstock.runtime.checkpoints.layout import (
     whole_layout,
 )
 from penstock.runtime.checkpoints.reader import Checkpoint
+from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.parallel.gradients import holders_of
 
 if TYPE_CHECKING:
     from penstock.models.modules import OpModule
+    from penstock.plans.plan import Plan
     from penstock.runtime.parallel.held import Held
     from penstock.runtime.parallel.stage import StageModule
     from penstock.runtime.rank import Rank
 
-__all__ = ["PieceSource", "load_rank", "load_weights", "rank_pieces", "rank_state"]
+__all__ = ["PieceSource", "adopt_with_state", "load_rank", "load_weights", "rank_pieces", "rank_state"]
 
 _OWN = (WEIGHTS, BUFFERS)
 
@@ -120,6 +124,32 @@ def load_rank(checkpoint: Checkpoint, rank: Rank) -> None:
     if rank.update.scale is not None and scale is not None:
         for name, value in scale.items():
             setattr(rank.update.scale, name, value)
+
+
+def adopt_with_state(rank: Rank, plan: Plan, step: int, folder: str | Path) -> None:
+    """Puts `plan` in force before step `step` with all that training has reached: weights, optimizer state, statistics, loss scale.
+
+    Every process of the job calls it between the same two steps, also one to which either plan gives nothing. What differs travels through
+    a checkpoint in `folder`, which all processes share and which is empty again afterwards; the same plan moves nothing.
+    """
+    if plan == rank.plan:
+        return
+    if (plan.model, plan.precision) != (rank.plan.model, rank.plan.precision):
+        raise InputError(f"a plan of model '{plan.model}' in {plan.precision} cannot go on with what one of '{rank.plan.model}' in "
+                         f"{rank.plan.precision} has learned. Use plans of one model and precision.")  # fmt: skip
+    place, before = rank.groups.place[0], rank.world
+    if before.rank >= 0:
+        writer = CheckpointWriter(folder, rank=place, world_size=len(before.ranks), token=f"adopt_{step}")
+        writer.save(step, rank_pieces(rank), rank_state(rank))
+        writer.wait()
+    rank.groups.barrier()  # the first process completes the checkpoint
+    rank.adopt(plan)
+    if rank.world.rank >= 0:
+        load_rank(Checkpoint(folder), rank)
+    rank.groups.barrier()
+    if place == 0:
+        shutil.rmtree(folder)
+        Path(folder).mkdir()
 
 
 @torch.no_grad()

@@ -10,8 +10,9 @@ import numpy.typing as npt
 import torch
 
 from penstock.data.samples import Sample
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.modules.batch import Batch, Sequences
-from penstock.programs.instructions import MicroBatch, Program
+from penstock.programs.instructions import Program
 
 __all__ = ["Source", "load_share"]
 

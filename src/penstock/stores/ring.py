@@ -34,7 +34,7 @@ class Ring:
         self.job = job
         self._values = values
         self._wait_s = wait_s
-        self._prefix = f"penstock/{job.id}/"
+        self._prefix = f"penstock/{job.id}/" + (f"{job.generation}/" if job.generation else "")
         self._kept: dict[int, dict[str, bytes]] = {}
         """Sealed entries published here and not known to be freed."""
         self._done: dict[int, int] = {}

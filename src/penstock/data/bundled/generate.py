@@ -52,7 +52,7 @@ def _sentence(rng: random.Random) -> tuple[str, str, str, str]:
 
 
 def _story(rng: random.Random, words: int) -> list[tuple[str, str, str, str]]:
-    events = []
+    events: list[tuple[str, str, str, str]] = []
     while sum(len(event[0].split()) for event in events) < words:
         events.append(_sentence(rng))
     return events

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.modules.base import Carry
 from penstock.models.ops import Model
-from penstock.programs.instructions import MicroBatch
 from penstock.programs.routing import Cut, Side, TensorLayout, carried
 from penstock.runtime.transport.slices import DTYPES, outgoing, prepare
 from penstock.runtime.transport.transport import RESHARD, Transport

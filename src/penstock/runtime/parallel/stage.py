@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import InputError
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.modules.base import Carry, OpModule
 from penstock.models.modules.batch import Batch
 from penstock.models.modules.build import TORCH_DTYPES, Chain, build_op
@@ -28,7 +29,6 @@ from penstock.models.modules.init import init_parameter
 from penstock.models.modules.parallel import TensorParallel
 from penstock.models.ops import Model, PlacedOp
 from penstock.plans.plan import Stage
-from penstock.programs.instructions import MicroBatch
 from penstock.programs.routing import Side
 from penstock.programs.sharing import ranks_with
 from penstock.runtime.parallel.deferred import DeferWeights

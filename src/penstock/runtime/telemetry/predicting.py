@@ -10,6 +10,7 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from penstock.schedules.actions import BACKWARD, FORWARD
@@ -86,7 +87,6 @@ class ProgramTimes:
             count = len(program.micro_batches)
             same = {name: np.repeat(getattr(self._alike, name)[..., :1], count, axis=2) for name in ("durations_s", "transfers_s")}
             return replace(self._alike, **same)
-        from penstock.batching.plan import MicroBatch
         from penstock.programs.instructions import Forward
 
         assert self._costs is not None
@@ -94,13 +94,7 @@ class ProgramTimes:
         for step in program.instructions:
             if isinstance(step, Forward):
                 patterns[step.micro_batch][step.stage] = step.pattern
-        micro_batches = [
-            MicroBatch(
-                one.samples, one.layout, one.lengths, one.row_length, one.dec_lengths, one.dec_row_length, tuple(patterns[one.index]),
-                one.row_sizes,
-            )
-            for one in program.micro_batches
-        ]  # fmt: skip
+        micro_batches = [msgspec.structs.replace(one, recompute=tuple(patterns[one.index])) for one in program.micro_batches]
         return batch_workload(self._costs, micro_batches, program.replica)
 
 
