@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,7 @@ def train_loaded(
                 loader.adopt(loader.step, planner)
                 if worker.rank == 0:
                     worker.tell(loader.step)
+    assert not [thread for thread in threading.enumerate() if thread.name == "loader"]
     if save is not None:
         writer = CheckpointWriter(save, rank=worker.rank, world_size=len(rank.world.ranks), token="test", limit_s=60)
         writer.save(loader.step, rank_pieces(rank), {**rank_state(rank), "data": loader.state_dict()})

@@ -70,7 +70,7 @@ def test_the_mark_of_spreadsheets_is_not_part_of_the_text(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [("[" * 50_000 + "]" * 50_000, "nested too deep"), ('{"a": 1, "b": {"c": 1, "c": 2}}', "'c' is given twice"),
-     ('{"a": NaN}', "NaN is not"), ('{"a": -Infinity}', "-Infinity is not"), ("{", "line 1")],
+     ("{", "line 1")],
 )  # fmt: skip
 def test_json_that_means_nothing_or_two_things(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "a.json").write_text(text)

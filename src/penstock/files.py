@@ -59,10 +59,10 @@ def read_text(path: str | Path, what: str) -> str:
 
 
 def read_json(path: str | Path, what: str) -> Any:
-    """The JSON value in a file; names given twice and NaN, which JSON does not have, are refused."""
+    """The JSON value in a file; names given twice are refused. NaN is let through, so that whoever checks the value can name its field."""
     text = read_text(path, what)
     try:
-        return json.loads(text, object_pairs_hook=_once_each, parse_constant=_no_number)
+        return json.loads(text, object_pairs_hook=_once_each)
     except json.JSONDecodeError as error:
         raise InputError(f"{what} '{path}' is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from None
     except RecursionError:
@@ -78,10 +78,6 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise ValueError(f"the name {short_repr(name)} is given twice in one object")
     return found
-
-
-def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is not a number")
 
 
 def read_yaml(path: str | Path, what: str) -> Any:

@@ -53,7 +53,7 @@ def recheck(plan: BatchPlan, costs: PipelineCosts, samples: list[SampleLengths])
             cost = plain.price(costs, [tuple(map(int, by_id[i])) for i in one.samples], one.layout)
             for s in range(costs.num_stages):
                 durations[:, s, m] = cost[costs.stage_class[r, s], one.recompute[s], :2]
-            tokens = np.array([1.0, one.shape.tokens, one.shape.dec_tokens])
+            tokens = np.array([1.0, one.shape().tokens, one.shape().dec_tokens])
             transfers[:, :, m] = costs.hops[r] @ tokens
         for s in range(costs.num_stages):
             chosen = []

@@ -18,8 +18,9 @@ from penstock.costs.memory import SLACK, activation_timeline, stage_memory
 from penstock.costs.table import CostTable
 from penstock.errors import InputError
 from penstock.models.shapes import Layout, Shape, feature_matrix
+from penstock.plans.degrees import DegreeRun, algos_of, parts_of, recomputed_in
 from penstock.timing.estimate import Estimator
-from penstock.timing.messages import DegreeRun, algos_of, cut_times_s, parts_of, recomputed_in, slowdown, tp_group_of
+from penstock.timing.messages import cut_times_s, slowdown, tp_group_of
 from penstock.timing.pass_times import OpSlice, pass_grid_s
 
 if TYPE_CHECKING:

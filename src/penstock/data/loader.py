@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DynamicLoader"]
 
+_END_S = 5.0
+"""Longer than a fetch takes to notice that nobody needs it."""
+
 
 class DynamicLoader:
     """Iterating yields one iteration after the other, for one rank: a `LoadedProgram`.
@@ -141,7 +144,8 @@ class _Feed:
         self._open, self._load, self._rank, self._steps = open_own, load, rank, steps
         self._ready: queue.Queue[LoadedProgram | BaseException] = queue.Queue(ahead)
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name="loader", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
+        self._thread.start()
 
     def next(self) -> LoadedProgram:
         """The next iteration, or the failure that it met."""
@@ -151,20 +155,21 @@ class _Feed:
         return found
 
     def end(self) -> None:
-        """Discards what was fetched; the thread ends when it has done what it is at."""
+        """Discards what was fetched, and ends the thread; one whose store is gone is left to end by itself."""
         self._ended.set()
         while not self._ready.empty():  # lets a thread that is about to hand over go on, and end
             self._ready.get_nowait()
+        self._thread.join(_END_S)
 
     def _run(self) -> None:
         try:
             with closing(self._open()) as store:
                 for step in self._steps:
-                    entry = store.fetch(step, self._rank)
-                    found = self._load(open_entry(entry, f"the program of rank {self._rank} in iteration {step}"))
-                    store.acknowledge(step, self._rank)
+                    entry = store.fetch(step, self._rank, self._ended.is_set)
                     if self._ended.is_set():
                         return
+                    found = self._load(open_entry(entry, f"the program of rank {self._rank} in iteration {step}"))
+                    store.acknowledge(step, self._rank)
                     self._ready.put(found)
         except BaseException as error:
             if not self._ended.is_set():

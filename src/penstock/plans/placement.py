@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.errors import InputError
+from penstock.plans.degrees import AVAILABLE, Axis
 from penstock.plans.texts import format_ops, format_ranks
 from penstock.schedules.rules import CHUNKED_SCHEDULE, SCHEDULES
 
@@ -67,9 +68,9 @@ def degree_problems(plan: Plan) -> Iterator[str]:
     """Each replica has as many devices as the degrees want, in each stage and each of its runs."""
     for index, stage in enumerate(plan.stages):
         degrees = stage.degrees
-        for axis, degree in (("cp", degrees.cp), ("ep", degrees.ep)):
-            if degree != 1:
-                yield f"stages.{index}.degrees.{axis} is {degree}; this axis is not available yet. Set it to 1."
+        for axis in Axis:
+            if axis not in AVAILABLE and degrees.of(axis) != 1:
+                yield f"stages.{index}.degrees.{axis} is {degrees.of(axis)}; this axis is not available yet. Set it to 1."
         if len(stage.devices) != plan.num_replicas:
             yield (
                 f"stages.{index}.devices has {len(stage.devices)} entries, but num_replicas is {plan.num_replicas}. "

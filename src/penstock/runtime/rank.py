@@ -12,6 +12,7 @@ from penstock.models.modules.base import Carry
 from penstock.models.modules.batch import Batch
 from penstock.models.ops import Model
 from penstock.plans.plan import Plan
+from penstock.plans.ranks import seats_of
 from penstock.programs import instructions as i
 from penstock.runtime.executor import Executor
 from penstock.runtime.parallel.accuracy import count_correct
@@ -76,11 +77,11 @@ class Rank:
         self.asynchronous = SCHEDULES[plan.schedule].asynchronous
         self.transport = make_transport(self.world)
         self.stages: dict[int, StageModule] = {}
-        for number, stage in enumerate(plan.stages):
-            for replica, ranks in enumerate(stage.devices):
-                if self.world.rank in ranks:
-                    own = StageModule(self.model, stage, number, replica, self.world, self.transport, seed=self.settings.seed)
-                    self.stages[number] = own
+        for seat in seats_of(plan).get(self.world.rank, ()):
+            own = StageModule(
+                self.model, plan.stages[seat.stage], seat.stage, seat.replica, self.world, self.transport, seed=self.settings.seed
+            )
+            self.stages[seat.stage] = own
         self.gradients = {number: gradients_of(stage, self.world) for number, stage in self.stages.items()}
         self.update = Update(list(self.gradients.values()), self.world, self.settings, self.model.num_ops, plan.precision)
         self.stashes = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -71,8 +71,11 @@ class Store(Protocol):
     def publish(self, iteration: int, entries: Mapping[int, bytes]) -> None:
         """Stores one entry for every rank; blocks until fewer than `capacity` iterations are in store."""
 
-    def fetch(self, iteration: int, rank: int) -> bytes:
-        """This rank's entry, as soon as it is published."""
+    def fetch(self, iteration: int, rank: int, is_moot: Callable[[], bool] = lambda: False) -> bytes:
+        """This rank's entry, as soon as it is published; who asks for it needs none before it any more.
+
+        Nothing, a few seconds after `is_moot` says that nobody needs it: the plan that it would be a program of may be gone.
+        """
 
     def acknowledge(self, iteration: int, rank: int) -> None:
         """Says that this rank needs no iteration up to this one any more; the last rank's word frees it."""
@@ -102,8 +105,11 @@ class KeyValues(Protocol):
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
         """What is there now, None for what is not."""
 
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Those of the keys that are not there; cheaper than reading what may be large."""
+
     def wait(self, key: str, timeout_s: float) -> bytes | None:
-        """Blocks until the key is there; None if it never came. The value stays."""
+        """Blocks until the key is there, for a few seconds at most; None if it did not come. The value stays."""
 
     def delete(self, keys: Sequence[str]) -> None:
         """Removes keys, those that are not there included."""

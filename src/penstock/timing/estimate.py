@@ -28,21 +28,10 @@ from penstock.errors import ProfileMissingError
 from penstock.models.ops import Model
 from penstock.models.sequence import divides_tokens, with_sequence_parallelism
 from penstock.models.shapes import Shape
+from penstock.plans.degrees import DegreeRun, algos_of, parts_of, recomputed_in
 from penstock.plans.plan import Degrees, Plan, Predicted, Stage, StageMemory
 from penstock.schedules.rules import SCHEDULES
-from penstock.timing.messages import (
-    DegreeRun,
-    algos_of,
-    cut_times_s,
-    gradient_sharing,
-    parts_of,
-    recomputed_in,
-    reshard_s,
-    slowdown,
-    sync_s,
-    tied_s,
-    tp_group_of,
-)  # fmt: skip
+from penstock.timing.messages import cut_times_s, gradient_sharing, reshard_s, slowdown, sync_s, tied_s, tp_group_of
 from penstock.timing.pass_times import OpSlice, StagePasses, stage_passes
 from penstock.timing.pipeline import micro_batches, share_shape
 

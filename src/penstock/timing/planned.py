@@ -13,12 +13,12 @@ from penstock.clusters import Cluster
 from penstock.costs.memory import activation_timeline
 from penstock.costs.source import CostSource
 from penstock.models.ops import Model
+from penstock.plans.degrees import algos_of, parts_of, recomputed_in
 from penstock.plans.plan import Plan, Stage
 from penstock.schedules.actions import Schedule
 from penstock.schedules.rules import SCHEDULES, schedule_of
 from penstock.timing.estimate import Estimate, Estimator
 from penstock.timing.execution import Execution, execute
-from penstock.timing.messages import algos_of, parts_of, recomputed_in
 from penstock.timing.pipeline import share_shape
 from penstock.timing.workload import Floats, Workload, split_backward, workload_of
 

@@ -17,10 +17,11 @@ from penstock.costs.roofline import Roofline
 from penstock.errors import InfeasibleError
 from penstock.models.catalog import model_from_mapping
 from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
+from penstock.plans.ranks import packed_replicas
 from penstock.plans.validity import check_plan
 from penstock.search.engine import Outcome, search, search_plans
 from penstock.search.partition.pipelines import best_pipeline, blocks_of
-from penstock.search.replicas.replica_families import ReplicaFamily, packed_replicas, replica_families
+from penstock.search.replicas.replica_families import ReplicaFamily, replica_families
 from penstock.search.replicas.shares import rebalanced
 from penstock.search.request import Request
 from penstock.search.space.families import families, kinds_of

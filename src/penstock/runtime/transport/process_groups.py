@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.plans.ranks import pairs_of
 from penstock.programs.instructions import Program
 from penstock.runtime.transport.transport import PIPELINE, Addressed, Pending, Transport
-from penstock.runtime.transport.world import World, pairs_of
+from penstock.runtime.transport.world import World
 
 __all__ = ["ProcessGroupTransport", "make_transport"]
 

@@ -27,6 +27,7 @@ from penstock.costs.memory import bytes_per_parameter, rank_parameters
 from penstock.costs.table import Floats
 from penstock.plans.build import join_ranges
 from penstock.plans.plan import Degrees, Plan, Stage
+from penstock.plans.ranks import Replica, packed_replicas
 from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES, unchunked
 from penstock.search.partition.recompute import recompute_flags
 from penstock.search.partition.stages import Blocks, Ints, Machine, Recompute, StageChoice, StageOption, StageSpace, build_space
@@ -37,13 +38,10 @@ from penstock.search.space.families import FINE_OPS, MAX_STAGES, Family, Kind, P
 from penstock.timing.messages import gradient_sharing
 
 if TYPE_CHECKING:
-    from penstock.clusters import Cluster, Device, Node
+    from penstock.clusters import Device, Node
     from penstock.timing.estimate import Estimate
 
-__all__ = ["Layout", "Replica", "ReplicaFamily", "packed_replicas", "replica_families"]
-
-Replica = tuple[tuple[int, ...], ...]
-"""The ranks of each stage."""
+__all__ = ["Layout", "ReplicaFamily", "replica_families"]
 
 MAX_DEVICES = 1024
 """Clusters up to this size are looked at in this way."""
@@ -101,36 +99,6 @@ def _choices(request: Request) -> list[tuple[tuple[int, ...], ...]]:
             by_kind[node.device] = (*by_kind.get(node.device, ()), *nodes[node])
         found.append(tuple(by_kind.values()))
     return found
-
-
-def packed_replicas(cluster: Cluster, kinds: Sequence[Sequence[int]], tp: int, depth: int) -> tuple[Replica, ...]:
-    """As many replicas of `depth` groups of `tp` ranks as there is room for: inside a node, else of one kind, else of several.
-
-    `kinds` are the ranks of each.
-
-    Two nodes of three with depth 2:    node 0   0 0 1
-                                        node 1   2 2 1     (replica 1 crosses)
-    """
-    found: list[Replica] = []
-    left: list[tuple[int, ...]] = []
-    for kind in kinds:
-        apart: list[tuple[int, ...]] = []
-        for ranks in _by_node(cluster, kind):
-            groups = [tuple(ranks[start : start + tp]) for start in range(0, len(ranks) - tp + 1, tp)]
-            whole = len(groups) // depth * depth
-            found += [tuple(groups[at : at + depth]) for at in range(0, whole, depth)]
-            apart += groups[whole:]
-        whole = len(apart) // depth * depth
-        found += [tuple(apart[at : at + depth]) for at in range(0, whole, depth)]
-        left += apart[whole:]
-    return (*found, *(tuple(left[at : at + depth]) for at in range(0, len(left) // depth * depth, depth)))
-
-
-def _by_node(cluster: Cluster, ranks: Sequence[int]) -> list[list[int]]:
-    nodes: dict[int, list[int]] = {}
-    for rank in ranks:
-        nodes.setdefault(cluster.node_index(rank), []).append(rank)
-    return list(nodes.values())
 
 
 @dataclass(frozen=True)

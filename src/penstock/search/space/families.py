@@ -19,6 +19,7 @@ from penstock.costs.memory import CUDA_CONTEXT_BYTES, SLACK, bytes_per_parameter
 from penstock.costs.table import CostTable, Floats
 from penstock.models.segments import pieces
 from penstock.models.shapes import Shape
+from penstock.plans.ranks import stage_ranks
 from penstock.schedules.rules import SCHEDULES
 from penstock.search.partition.stages import Blocks, Ints, Levels, OptionCosts, Pool, StageOption, levels_of
 from penstock.search.request import Request, micro_batch_sizes
@@ -399,10 +400,9 @@ class Family:
 
     def ranks(self, option: StageOption, start: int, together: bool) -> tuple[tuple[int, ...], ...]:
         """The ranks of a stage in every replica; `together` puts its replicas, otherwise all stages of a replica, side by side."""
-        ranks, own = self.kinds[option.pool].ranks, self.pools[option.pool].num_devices
-        size = option.num_devices
-        starts = [start * self.replicas + r * size if together else r * own + start for r in range(self.replicas)]
-        return tuple(tuple(ranks[at : at + size]) for at in starts)
+        ranks = self.kinds[option.pool].ranks
+        places = stage_ranks(start, option.num_devices, self.replicas, None if together else self.pools[option.pool].num_devices)
+        return tuple(tuple(ranks[at] for at in group) for group in places)
 
 
 def _powers(most: int) -> list[int]:
