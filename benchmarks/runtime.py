@@ -193,10 +193,11 @@ def loop_s(count: int = 200_000) -> float:
 def timed(ranks: int, micro_batches: int = 32, unit_s: float = 0.02) -> None:
     """Iterations of pipelines of timed devices, measured and simulated."""
     import numpy as np
+    from training_jobs import run_timed
 
     from penstock.plans.build import uniform_plan
     from penstock.plans.references import model_of
-    from penstock.runtime.timed import TimedSettings, run_timed
+    from penstock.runtime.timed import TimedSettings
     from penstock.runtime.workers import WorkerPool
     from penstock.timing.execution import execute
     from penstock.timing.workload import workload_of

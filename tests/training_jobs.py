@@ -18,11 +18,13 @@ from penstock.runtime.rank import Evaluated, Rank
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.source import Source
 from penstock.runtime.telemetry.observing import Observer
-from penstock.runtime.transport.world import ProcessGroups
+from penstock.runtime.timed import TimedRank, TimedSettings
+from penstock.runtime.transport.world import ProcessGroups, World
 from penstock.runtime.update import StepResult
 from penstock.runtime.workers import Worker
+from penstock.timing.workload import Workload
 
-__all__ = ["OpenRank", "RandomSource", "TrainedPrograms", "Weight", "collected", "open_rank", "rank_of", "train_programs"]
+__all__ = ["OpenRank", "RandomSource", "TrainedPrograms", "Weight", "collected", "open_rank", "rank_of", "run_timed", "train_programs"]
 
 
 @dataclass(frozen=True)
@@ -140,3 +142,14 @@ def collected(rank: Rank) -> tuple[tuple[Weight, ...], tuple[torch.Tensor, ...]]
         )
     statistics = tuple(buffer.cpu() for stage in rank.stages.values() for module in stage.modules() for buffer in module.buffers())
     return weights, statistics
+
+
+def run_timed(
+    worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], workloads: Sequence[Workload], settings: TimedSettings
+) -> list[float]:
+    """A job for workers: the measured seconds of each iteration, whose programs are given for all ranks, `workloads` for the replicas."""
+    world = World(plan, worker.groups)
+    if world.rank < 0:
+        return []
+    rank, place = TimedRank(world, settings, worker.status), world.process[world.rank]
+    return [rank.run(iteration[place], workloads[iteration[place].replica]) for iteration in programs]

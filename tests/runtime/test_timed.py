@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from training_jobs import run_timed
 from worker_jobs import run_stalled
 
 from penstock.models.micro_batch import MicroBatch
@@ -16,7 +17,7 @@ from penstock.plans.references import model_of
 from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
-from penstock.runtime.timed import TimedSettings, run_timed
+from penstock.runtime.timed import TimedSettings
 from penstock.runtime.workers import WorkerPool
 from penstock.schedules.actions import Schedule
 from penstock.schedules.rules import schedule_of

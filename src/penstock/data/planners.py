@@ -1,4 +1,4 @@
-"""Planners: processes beside training that plan batches ahead, replaced when they die or hang.
+"""The processes that plan batches ahead of training, and the pool that starts, watches and replaces them.
 
 Planner i of n plans iterations i, i + n, i + 2n … after the last one that all ranks have acknowledged, and blocks on the store when it
 is far enough ahead. One that takes over from another begins at the same rule: it plans again what is still in store, which changes

@@ -1,4 +1,4 @@
-"""One rank's program followed step by step: what each buffer holds, what is done, what is under way, how much memory that takes.
+"""One rank's program followed step by step: what each buffer holds, what is done, what is under way.
 
 buffer      empty ─ Load ────────────────────────────► batch    ─ Forward ─ Free ─► empty
             empty ─ ReceiveStart … ReceiveWait ──────► received ─ Forward, Backward ─ Free ─► empty

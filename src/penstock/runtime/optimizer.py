@@ -158,7 +158,7 @@ def _step_by_copies(piece: _Piece, factor: torch.Tensor | None) -> None:
 
 
 def _adamw_at_once(piece: _Piece, factor: torch.Tensor | None) -> None:
-    """The same in one pass over gradients, state and weights."""
+    """AdamW with fp32 masters in one pass over gradients, state and weights (a Triton kernel)."""
     from penstock.models.modules import triton_kernels
 
     master, state, rule = piece.master.detach(), piece.optimizer.state[piece.master], piece.optimizer.param_groups[0]

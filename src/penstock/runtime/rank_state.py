@@ -42,14 +42,14 @@ _OWN = (WEIGHTS, BUFFERS)
 
 
 class PieceSource(Protocol):
-    """What weights are read from."""
+    """A checkpoint, or a Hugging Face folder, from which weights are read."""
 
     def load(self, pieces: Iterable[TensorPiece]) -> None:
         """Fills the pieces' tensors."""
 
 
 def rank_pieces(rank: Rank) -> Iterator[TensorPiece]:
-    """What this rank saves, to be read before its next step."""
+    """This rank's part of a checkpoint: views of its tensors, valid until its next step."""
     known: dict[Any, Any] = {}
     optimizer = rank.update.optimizer
     for number, stage in rank.stages.items():
@@ -102,7 +102,7 @@ def _buffers(module: OpModule) -> Iterator[TensorPiece]:
 
 
 def rank_state(rank: Rank) -> dict[str, Any]:
-    """What a rank knows besides tensors; a run adds its data position and more."""
+    """The part of a checkpoint that is no tensor: model, seed, optimizer, precision, loss scale. A run adds its data position."""
     scale = rank.update.scale
     return {
         "model": rank.plan.model if isinstance(rank.plan.model, str) else dict(rank.plan.model),
@@ -186,7 +186,7 @@ def _check(checkpoint: Checkpoint, rank: Rank, kinds: tuple[str, ...], scalars: 
 
 
 def _state(source: PieceSource, held: Held, layout: CheckpointLayout, kinds: tuple[str, ...], scalars: set[str]) -> dict[str, torch.Tensor]:
-    """What the optimizer keeps for one weight, read as this rank needs it."""
+    """The optimizer's state of one weight (master, moments, step count), in the shape in which this rank keeps it."""
     device = held.parameter.device
     shape = held.parameter.shape
     state = {"master": torch.empty(shape, device=device)}

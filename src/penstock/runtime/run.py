@@ -82,7 +82,7 @@ class Run:
             sink = tensorboard_sink(out / "tensorboard")
             self.log = LineLog(out / "steps.jsonl", *([] if sink is None else [sink]), anew=not self.first_step)
         self._notes: list[str] = []
-        """What is still to be said."""
+        """Notes for the launcher that were not sent yet."""
         self._given_up: set[str] = set()
         self.gpu = self._gpu_log(out)
         self._peaks = self._peak_times()
@@ -205,14 +205,14 @@ class Run:
             self._notes.clear()
 
     def _gone_silent(self) -> Iterator[str]:
-        """What is no longer recorded, told once."""
+        """A note for each kind of record that a full disk ended, once."""
         for what, error in (("steps", self.log and self.log.error), ("spans", self.spans.error)):
             if error is not None and what not in self._given_up:
                 self._given_up.add(what)
                 yield f"{what} are no longer recorded: {error}."
 
     def _gpu_log(self, out: Path) -> DeviceLog | None:
-        """What samples this rank's GPU, if it has one that no rank before it samples."""
+        """The thread that samples this rank's GPU (NVML), if it has one that no rank before it samples."""
         uuid = gpu_uuid(self.world.device)
         if uuid is None or (self.worker.shared_gpu and self.worker.rank >= torch.cuda.device_count()):
             return None

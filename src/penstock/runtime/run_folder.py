@@ -22,7 +22,7 @@ _FORMAT, _VERSION = "penstock-run", 1
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the batches of a run depend on besides the plan."""
+    """Data, steps, seed and options: with the plan, they decide every batch of a run."""
 
     data: str
     steps: int

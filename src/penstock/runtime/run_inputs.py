@@ -30,7 +30,7 @@ def batch_source(request: TrainRequest, split: str = "train") -> BatchSource:
 
 
 def program_planner(request: TrainRequest) -> ProgramPlanner:
-    """What turns batches into programs of the request's plan."""
+    """The planner that turns batches into programs of the request's plan."""
     plan, model, costs = request.plan, model_of(request.plan), None
     if plan.micro_batching.policy == "dynamic":
         from penstock.batching.planner import costs_for

@@ -48,26 +48,26 @@ class LearningRate:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """What the update rule needs besides gradients and the learning rate."""
+    """AdamW or SGD, with all that it needs besides gradients and the learning rate."""
 
     kind: Literal["adamw", "sgd"] = "adamw"
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float = 0.9
-    """Of SGD."""
+    """SGD only."""
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """What a run decides besides the plan."""
+    """Learning rate, update rule, clipping and seed: what decides a run's losses besides its batches."""
 
     rate: LearningRate = field(default_factory=LearningRate)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     clip_norm: float | None = 1.0
     """Gradients are scaled down where their global norm is larger; None: never."""
     seed: int = 0
-    """Of initial weights and dropout."""
+    """Decides initial weights and dropout."""
 
     def __post_init__(self) -> None:
         if self.clip_norm is not None and not self.clip_norm > 0:

@@ -1,4 +1,4 @@
-"""What samples of micro-batches are asked of, and how a rank's share of one becomes tensors."""
+"""Samples into tensors: a rank's share of a micro-batch, read from whoever has the samples."""
 
 from __future__ import annotations
 

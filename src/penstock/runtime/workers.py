@@ -49,12 +49,12 @@ class WorkerError(PenstockError):
 
 @dataclass(frozen=True)
 class Worker:
-    """What a job's function is told of its process."""
+    """A worker process as the function of a job sees it: its number, device, process groups, and its line to the launcher."""
 
     rank: int
     size: int
     groups: ProcessGroups
-    """Those of this process, whatever plan asks for them; they know its device."""
+    """The process groups that plans have asked this process for; they know its device."""
     status: Status
     tell: Callable[[Any], None] = lambda word: None
     """Says something to the launcher while the job runs."""
@@ -303,7 +303,7 @@ def _lost_peer(message: str) -> bool:
 
 @dataclass(frozen=True)
 class _Start:
-    """What a worker is started with."""
+    """The arguments of a worker process."""
 
     rank: int
     size: int

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bundled_texts import TASKS, generate
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cli.main import run
 from penstock.data import IndexedTokens, open_data
 from penstock.data.bundled import bundled_files
-from penstock.data.bundled.generate import TASKS, generate
 from penstock.data.text.cleaning import DROPPED, first_of_equals, parse_split, split_samples
 from penstock.data.text.lines import LineSpan, pieces_of, read_samples
 from penstock.data.text.prepare import TextRequest, prepare_text

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from chain_pieces import chain_layouts, chain_pieces
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import small_batch, small_model
@@ -22,7 +23,7 @@ from penstock.errors import InputError
 from penstock.models.modules import Chain, TensorParallel, build_chain
 from penstock.models.ops import Model
 from penstock.runtime.checkpoints.folder import LATEST, latest_checkpoint, whole_checkpoints
-from penstock.runtime.checkpoints.layout import TensorPiece, chain_layouts, chain_pieces, stored_shapes
+from penstock.runtime.checkpoints.layout import TensorPiece, stored_shapes
 from penstock.runtime.checkpoints.manifest import MANIFEST
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointError, CheckpointWriter

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from chain_pieces import chain_layouts, chain_pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import small_model
@@ -17,15 +18,7 @@ from penstock.models.modules import Chain, TensorParallel, build_chain
 from penstock.models.ops import Model
 from penstock.models.resnet import ResNetConfig, resnet
 from penstock.models.vgg import VggConfig, vgg
-from penstock.runtime.checkpoints.layout import (
-    CheckpointLayout,
-    FlatRun,
-    TensorPiece,
-    chain_layouts,
-    chain_pieces,
-    own_share,
-    stored_shapes,
-)
+from penstock.runtime.checkpoints.layout import CheckpointLayout, FlatRun, TensorPiece, own_share, stored_shapes
 from penstock.runtime.checkpoints.manifest import cover_problem
 
 MODELS = {

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from penstock.models.modules import Chain, OpModule, build_op
+from penstock.models.modules import OpModule, build_op
 from penstock.models.ops import Model, PlacedOp
 from penstock.runtime.checkpoints.manifest import Box, intersection, volume, whole_box
 
@@ -29,8 +29,6 @@ __all__ = [
     "CheckpointLayout",
     "FlatRun",
     "TensorPiece",
-    "chain_layouts",
-    "chain_pieces",
     "own_share",
     "parameter_layout",
     "stored_shapes",
@@ -84,8 +82,6 @@ class CheckpointLayout:
     """Of the global tensor."""
     runs: tuple[tuple[FlatRun, ...], ...]
     """For each dimension: the local tensor is the product of these."""
-    owned: bool = True
-    """False where the weight's owner is an op elsewhere, which saves it."""
     kind: str = field(default=WEIGHTS, compare=False)
     """Of the tensor itself."""
 
@@ -184,42 +180,19 @@ def _neighbours(indices: Sequence[int]) -> tuple[FlatRun, ...]:
     return tuple(FlatRun(a, indices[a], b - a) for a, b in pairwise(starts))
 
 
-def parameter_layout(module: OpModule, name: str, *, owned: bool = True, known: dict[Any, Any] | None = None) -> CheckpointLayout:
+def parameter_layout(module: OpModule, name: str, *, known: dict[Any, Any] | None = None) -> CheckpointLayout:
     """Where an op's parameter lies; `known` remembers how ops of one kind are cut."""
     known = {} if known is None else known
     cut = (module.op.signature, name, module.algo, module.tp.rank, module.tp.size)
     if cut not in known:
         known[cut] = _runs(module, name)
     owner = module.op.tied_to if module.op.tied_to and name == "weight" else module.name
-    return CheckpointLayout(f"{owner}.{name}", module.whole_shapes[name], known[cut], owned)
+    return CheckpointLayout(f"{owner}.{name}", module.whole_shapes[name], known[cut])
 
 
 def whole_layout(name: str, shape: Sequence[int], kind: str = WEIGHTS) -> CheckpointLayout:
     """The layout of a tensor that every rank has whole."""
     return CheckpointLayout(name, tuple(shape), tuple((FlatRun(0, 0, size),) for size in shape), kind=kind)
-
-
-def chain_layouts(chain: Chain) -> Iterator[tuple[CheckpointLayout, torch.Tensor]]:
-    """Layout and tensor of every parameter and every buffer of the chain; one that two ops share comes once, with its owner."""
-    seen: set[int] = set()
-    here = {module.name for module in chain.ops}
-    known: dict[Any, Any] = {}
-    for module in chain.ops:
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            borrowed = name == "weight" and module.op.tied_to and module.op.tied_to not in here
-            yield parameter_layout(module, name, owned=not borrowed, known=known), parameter
-        for name, buffer in module.named_buffers(recurse=False):
-            yield whole_layout(f"{module.name}.{name}", buffer.shape, BUFFERS), buffer
-
-
-def chain_pieces(chain: Chain, *, owned: bool = False) -> Iterator[TensorPiece]:
-    """The pieces of all weights and buffers of a chain: with `owned` those it has to save, otherwise all, to be loaded."""
-    for layout, tensor in chain_layouts(chain):
-        if layout.owned or not owned:
-            yield from layout.pieces(tensor.detach())
 
 
 def stored_shapes(model: Model, kinds: Sequence[str] = (WEIGHTS,), scalars: Sequence[str] = ()) -> dict[str, tuple[int, ...]]:

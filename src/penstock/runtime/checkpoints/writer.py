@@ -36,7 +36,7 @@ class CheckpointError(PenstockError):
 
 
 class _Head(NamedTuple):
-    """What is said of a piece."""
+    """Name, place and dtype of a piece whose bytes are copied apart."""
 
     name: str
     shape: tuple[int, ...]
@@ -159,7 +159,7 @@ class CheckpointWriter:
 
 
 def _copied_event(device: torch.device | None) -> Any:
-    """What tells that the copies from a GPU are complete; None where they already are."""
+    """A CUDA event that comes after the copies from a GPU; None where they are complete already."""
     if device is None:
         return None
     with torch.cuda.device(device):

@@ -99,7 +99,7 @@ class Gradients:
         """Weights were updated: whoever uses them gets them."""
 
     def share_loaded(self) -> None:
-        """What `kept` gave was read from a checkpoint."""
+        """The weights of `kept` were read from a checkpoint: whoever else uses them gets them."""
 
     def _launch_statistics(self) -> None:
         """Running statistics (batch norm) become their mean over the ranks, so that any of these can stand for all."""

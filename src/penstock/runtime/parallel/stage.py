@@ -61,7 +61,7 @@ class StageRun:
 
 @dataclass(slots=True)
 class _Pass:
-    """What the backward pass of one piece needs."""
+    """One piece between forward and backward pass: the tensors that entered, and where the graph of its results begins."""
 
     leaves: Carry
     edges: dict[str, GradientEdge]

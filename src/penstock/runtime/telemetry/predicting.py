@@ -41,13 +41,13 @@ class PredictedSteps:
     forward_s: tuple[float, ...]
     """Mean over the micro-batches of the replica that takes longest."""
     backward_s: tuple[float, ...]
-    """The same, recomputation included."""
+    """Mean over the micro-batches of the replica that takes longest, recomputation included."""
     source: str
     """Where the costs come from."""
 
 
 def predict_steps(source: BatchSource, planner: ProgramPlanner, steps: range) -> PredictedSteps:
-    """What these steps of a run should take."""
+    """Predicts these steps of a run: their median time, and the passes of each stage."""
     plan = planner.plan
     if not _is_priced(planner):
         return _of_plan(plan)
@@ -82,7 +82,7 @@ class ProgramTimes:
         self._alike = None if self._costs is not None else _pipeline(planner).workload
 
     def workload(self, program: Program) -> Workload:
-        """Of the program's replica; only the stages of the program's own rank have their recomputation."""
+        """Passes and transfers of the program's replica; recomputation is known, and counted, on the stages of the program's own rank."""
         if self._alike is not None:
             count = len(program.micro_batches)
             same = {name: np.repeat(getattr(self._alike, name)[..., :1], count, axis=2) for name in ("durations_s", "transfers_s")}
@@ -128,7 +128,7 @@ def _of_batches(source: BatchSource, planner: ProgramPlanner, costs: PipelineCos
 
 
 def _of_plan(plan: Plan) -> PredictedSteps:
-    """What a step should take by the plan alone."""
+    """Predicts a step from the plan's own micro-batches, where real ones have no price."""
     from penstock.costs.sources import open_costs
     from penstock.plans.references import cluster_of, model_of
     from penstock.timing.estimate import Estimator

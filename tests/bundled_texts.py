@@ -1,6 +1,6 @@
 """Writes the bundled text set: six tasks whose answers follow from their questions, lengths spread as in instruction data.
 
-    python -m penstock.data.bundled.generate FOLDER
+    python tests/bundled_texts.py src/penstock/data/bundled
 
 The number of words of an input is log-normal, with its own median and spread for each task: most are short, a few are very long.
 """
