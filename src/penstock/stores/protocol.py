@@ -98,6 +98,8 @@ class KeyValues(Protocol):
 
     where: str
     """The server in words, for messages; never with a password."""
+    may_forget: bool
+    """Whether the server may lose values and go on. One that ends with the job cannot, so a wait need not look after it."""
 
     def put(self, values: Mapping[str, bytes]) -> None:
         """Sets all of these, replacing what was there."""
@@ -109,7 +111,7 @@ class KeyValues(Protocol):
         """Those of the keys that are not there; cheaper than reading what may be large."""
 
     def wait(self, key: str, timeout_s: float) -> bytes | None:
-        """Blocks until the key is there, for a few seconds at most; None if it did not come. The value stays."""
+        """Blocks until the key is there, a few seconds at most where the server may forget; None if it did not come. The value stays."""
 
     def delete(self, keys: Sequence[str]) -> None:
         """Removes keys, those that are not there included."""

@@ -12,8 +12,9 @@ So nothing is true only because the server says it. Each fact has an owner that 
 not all ranks have acknowledged. `freed` is no fact but a knock at the planner's door; the marks tell the same. Facts only ever grow (a mark
 goes up, an entry is the same whenever it is published), so saying one again is harmless, and a reader may keep what it has once seen.
 
-Whoever waits, blocks for a short while at a time, and then, as after each lost connection, looks whether the server still has its facts and
-says again what is missing. Why every program arrives, once the server stays up: let i be the first iteration that some rank lacks.
+Whoever waits for a server that may forget, blocks for a short while at a time, and then, as after each lost connection, looks whether the
+server still has its facts and says again what is missing. Why every program arrives, once the server stays up: let i be the first
+iteration that some rank lacks.
 
 - If i was published, its planner still keeps it, for not all ranks have acknowledged it. It is bound to wait soon, for room or in `drain`,
   and then puts the entry again. Only the rank itself, or a planner that has read the rank's own mark of i, deletes it.
@@ -169,7 +170,8 @@ class Ring:
     def _await(self, key: str, why: str, is_known: Callable[[], bool] = lambda: False) -> bytes:
         """The value of a key once it is there, or an empty one once it is known what it would tell; meanwhile, what the server has
         forgotten is said again."""
-        deadline, slice_s = time.monotonic() + self._wait_s, _FIRST_SLICE_S
+        deadline = time.monotonic() + self._wait_s
+        slice_s, last_slice_s = (_FIRST_SLICE_S, _LAST_SLICE_S) if self._values.may_forget else (self._wait_s, self._wait_s)
         while not is_known():
             if (left_s := deadline - time.monotonic()) <= 0:
                 raise StoreError(f"nothing came for {self._wait_s:g} s in {self._values.where}: waited {why}")
@@ -177,7 +179,7 @@ class Ring:
             if value is not None:
                 return open_seal(self.job.key, key, value)
             self._persist(self._say_again)
-            slice_s = min(2 * slice_s, _LAST_SLICE_S)
+            slice_s = min(2 * slice_s, last_slice_s)
         return b""
 
     def _say_again(self) -> None:
