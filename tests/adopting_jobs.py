@@ -66,9 +66,9 @@ def train_loaded(
             if (planner := later.pop(loader.step, None)) is not None:
                 adopt_with_state(rank, planner.plan, loader.step, folder)
                 loader.adopt(loader.step, planner)
+                assert not [thread for thread in threading.enumerate() if thread.name == "loader"]
                 if worker.rank == 0:
                     worker.tell(loader.step)
-    assert not [thread for thread in threading.enumerate() if thread.name == "loader"]
     if save is not None:
         writer = CheckpointWriter(save, rank=worker.rank, world_size=len(rank.world.ranks), token="test", limit_s=60)
         writer.save(loader.step, rank_pieces(rank), {**rank_state(rank), "data": loader.state_dict()})

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from penstock.data.planners import BatchSource, PlannerPool, open_entry
 from penstock.data.planning import ProgramPlanner
 from penstock.data.samples import LoadedProgram, Samples
 from penstock.errors import InputError
-from penstock.stores import Job, Store, open_store
+from penstock.stores import Job, Store, StoreError, open_store
 from penstock.stores.addresses import job_from_environment
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["DynamicLoader"]
 
 _END_S = 5.0
-"""Longer than a fetch takes to notice that nobody needs it."""
+"""Longer than a fetch takes that was called off."""
 
 
 class DynamicLoader:
@@ -75,7 +75,9 @@ class DynamicLoader:
         if step != self.step:
             raise InputError(f"a plan is to be adopted at iteration {step}, but {self.step} is next.")
         _member(self.rank, planner)
-        self._end_feed()
+        if self._feed is not None:
+            self._feed.call_off()
+            self._feed = None
         self.planner = planner
         if self._job is not None:
             self._job = self._job.adopted(step, len(planner.plan.ranks))
@@ -143,7 +145,7 @@ class _Feed:
     ) -> None:
         self._open, self._load, self._rank, self._steps = open_own, load, rank, steps
         self._ready: queue.Queue[LoadedProgram | BaseException] = queue.Queue(ahead)
-        self._ended = threading.Event()
+        self._ended, self._at = threading.Event(), 0
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
         self._thread.start()
 
@@ -155,18 +157,25 @@ class _Feed:
         return found
 
     def end(self) -> None:
-        """Discards what was fetched, and ends the thread; one whose store is gone is left to end by itself."""
+        """Discards what was fetched; the thread ends with what it is at."""
         self._ended.set()
         while not self._ready.empty():  # lets a thread that is about to hand over go on, and end
             self._ready.get_nowait()
+
+    def call_off(self) -> None:
+        """Ends a thread that may wait for a program of a plan that is gone. One whose store does not answer is left to end by itself."""
+        self.end()
+        with suppress(StoreError), closing(self._open()) as store:
+            store.call_off(self._at, self._rank)
         self._thread.join(_END_S)
 
     def _run(self) -> None:
         try:
             with closing(self._open()) as store:
                 for step in self._steps:
-                    entry = store.fetch(step, self._rank, self._ended.is_set)
-                    if self._ended.is_set():
+                    self._at = step  # before the flag is looked at: who has set the flag then calls off what is waited for
+                    entry = b"" if self._ended.is_set() else store.fetch(step, self._rank)
+                    if not entry:
                         return
                     found = self._load(open_entry(entry, f"the program of rank {self._rank} in iteration {step}"))
                     store.acknowledge(step, self._rank)

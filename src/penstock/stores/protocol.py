@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -71,11 +71,11 @@ class Store(Protocol):
     def publish(self, iteration: int, entries: Mapping[int, bytes]) -> None:
         """Stores one entry for every rank; blocks until fewer than `capacity` iterations are in store."""
 
-    def fetch(self, iteration: int, rank: int, is_moot: Callable[[], bool] = lambda: False) -> bytes:
-        """This rank's entry, as soon as it is published; who asks for it needs none before it any more.
+    def fetch(self, iteration: int, rank: int) -> bytes:
+        """This rank's entry, as soon as it is published; who asks for it needs none before it any more. Nothing, if it was called off."""
 
-        Nothing, a few seconds after `is_moot` says that nobody needs it: the plan that it would be a program of may be gone.
-        """
+    def call_off(self, iteration: int, rank: int) -> None:
+        """Ends a wait for an entry that nobody will publish, because the plan that it would be a program of is gone."""
 
     def acknowledge(self, iteration: int, rank: int) -> None:
         """Says that this rank needs no iteration up to this one any more; the last rank's word frees it."""

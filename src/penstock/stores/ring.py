@@ -72,11 +72,15 @@ class Ring:
         self._kept[iteration] = sealed
         self._persist(lambda: self._put_entries(iteration, sealed))
 
-    def fetch(self, iteration: int, rank: int, is_moot: Callable[[], bool] = lambda: False) -> bytes:
-        """This rank's entry, as soon as it is published, or nothing soon after `is_moot`; who asks for it needs none before it any more."""
+    def fetch(self, iteration: int, rank: int) -> bytes:
+        """This rank's entry, as soon as it is published; who asks for it needs none before it any more. Nothing, if it was called off."""
         self._done.setdefault(rank, iteration - 1)
-        why = f"rank {rank} for its program of iteration {iteration}; is a planner at work?"
-        return self._await(self._entry(iteration, rank), why, is_moot)
+        return self._await(self._entry(iteration, rank), f"rank {rank} for its program of iteration {iteration}; is a planner at work?")
+
+    def call_off(self, iteration: int, rank: int) -> None:
+        """Ends a wait for an entry that nobody will publish."""
+        key = self._entry(iteration, rank)
+        self._persist(lambda: self._values.put({key: seal(self.job.key, key, b"")}))
 
     def acknowledge(self, iteration: int, rank: int) -> None:
         """Says that this rank needs no iteration up to this one any more; the last rank's word frees it."""
