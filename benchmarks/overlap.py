@@ -56,8 +56,8 @@ def work_of(program: Program, planner: ProgramPlanner) -> Workload:
     """What a program's ops and transfers take, by the costs it was planned with."""
     from msgspec.structs import replace
 
+    from penstock.batching.workloads import batch_workload
     from penstock.programs.instructions import Forward
-    from penstock.timing.batched import batch_workload
 
     patterns = {step.micro_batch: (step.pattern,) * STAGES for step in program.instructions if isinstance(step, Forward)}
     micro_batches = [replace(one, recompute=patterns[one.index]) for one in program.micro_batches]

@@ -19,13 +19,13 @@ KERNEL_MODULES: tuple[str, ...] = (
     "penstock.systems.fasop.bound_kernels",
     "penstock.search.partition.kernels",
     "penstock.batching.kernels",
-    "penstock.timing.event_kernels",
+    "penstock.timing.clock",
+    "penstock.timing.special_clocks",
     "penstock.ordering.annealing_kernels",
     "penstock.ordering.greedy_kernels",
     "penstock.search.op_degrees.mixed_kernels",
     "penstock.search.interleaved.balance_kernels",
     "penstock.search.replicas.common_kernels",
-    "penstock.timing.order_kernels",
 )
 
 

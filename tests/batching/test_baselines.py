@@ -15,10 +15,10 @@ from penstock.batching.example import small_costs
 from penstock.batching.packing import equal_groups
 from penstock.batching.plan import SampleLengths
 from penstock.batching.planner import plan_batch
+from penstock.batching.workloads import batch_workload
 from penstock.errors import InfeasibleError, InputError
 from penstock.models.micro_batch import MicroBatch
 from penstock.models.shapes import Layout
-from penstock.timing.batched import batch_workload
 
 COSTS = small_costs(2, 2, layouts=("padded", "packed"), has_decoder=False)
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)

@@ -11,6 +11,7 @@ from penstock.batching.costs import PipelineCosts
 from penstock.batching.plan import BatchPlan, SampleLengths
 from penstock.batching.planner import costs_for, plan_batch, plan_for
 from penstock.batching.reorder import with_better_orders
+from penstock.batching.workloads import batch_workload
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
 from penstock.plans.references import model_of
@@ -18,7 +19,6 @@ from penstock.programs.check import require_safe
 from penstock.programs.lower import lower
 from penstock.programs.work import work_of
 from penstock.schedules.actions import FORWARD
-from penstock.timing.batched import batch_workload
 from penstock.timing.execution import execute
 
 PLAN = replace(

@@ -9,6 +9,7 @@ import pytest
 from oracles.clock import makespan_s
 
 from penstock.batching.example import small_costs
+from penstock.batching.workloads import batch_durations_s, batch_workload
 from penstock.costs.sources import open_costs
 from penstock.models.micro_batch import MicroBatch
 from penstock.models.ops import Model
@@ -20,7 +21,6 @@ from penstock.programs.durations import StageWeights, durations_of, priced_weigh
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.schedules.rules import schedule_of
-from penstock.timing.batched import batch_durations_s, batch_workload
 from penstock.timing.estimate import Estimator
 
 MIXED = "1xa100-40gb+1xv100-32gb+1xt4+1xa100-40gb"

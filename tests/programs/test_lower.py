@@ -198,7 +198,7 @@ def test_a_planned_batch_is_lowered() -> None:
         (lambda _, one: [one(lambda actions: (*actions, Action(2, 0, 0)))], "there is no 2F0"),
         (lambda _, one: [one(lambda actions: (*actions, Action(1, 0, 0)))], "stage 1 has actions on devices 0 and 1"),
         (lambda _, one: [one(lambda actions: (*actions, Action(0, 2, 0)))], "0I0 is a second backward pass"),
-        (lambda _, one: [one(lambda actions: actions[::-1])], "waits for ever before 0B1"),
+        (lambda _, one: [one(lambda actions: actions[::-1])], "schedule deadlocks: action 0B1 waits for 0F1"),
         (lambda work, _: [dataclasses.replace(work, micro_batches=packed(2, counted=(0,)))], "none to train on"),
     ],
 )

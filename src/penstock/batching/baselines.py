@@ -12,15 +12,15 @@ from typing import Literal
 import numpy as np
 from msgspec.structs import replace
 
-from penstock.batching.costs import Floats, PipelineCosts
+from penstock.batching.costs import PipelineCosts
 from penstock.batching.fitting import positions
 from penstock.batching.ordering import by_length
 from penstock.batching.plan import BatchPlan, ReplicaBatch, SampleLengths
-from penstock.batching.result import peak_bytes
+from penstock.batching.workloads import batch_workload, is_priced
 from penstock.errors import InfeasibleError, InputError
 from penstock.models.micro_batch import MicroBatch
-from penstock.models.shapes import Layout
 from penstock.schedules.orders import with_depths
+from penstock.timing.execution import execute
 
 __all__ = ["Attention", "fixed_batches", "packed_rows", "run_baseline", "token_budget"]
 
@@ -106,56 +106,28 @@ def _padded_batch(samples: Sequence[SampleLengths], costs: PipelineCosts, member
 
 def run_baseline(batches: Sequence[MicroBatch], costs: PipelineCosts, method: str) -> BatchPlan:
     """The baseline's plan in the fastest mode that fits everywhere."""
-    prices = _prices(batches, costs)
-    plans = [plan for mode in range(len(costs.modes)) if (plan := _run(batches, prices, costs, mode, method)) is not None]
+    plans = [plan for mode in range(len(costs.modes)) if (plan := _run(batches, costs, mode, method)) is not None]
     if not plans:
         raise InfeasibleError(f"{method}: {len(batches)} micro-batches fit in no recomputation mode. Make them smaller.")
     return min(plans, key=lambda plan: plan.predicted_s)
 
 
-def _prices(batches: Sequence[MicroBatch], costs: PipelineCosts) -> Floats:
-    """[micro-batches, C, M, 5]"""
-    found = np.empty((len(batches), *next(iter(costs.layouts.values())).values.shape[3:]))
-    layouts: tuple[Layout, Layout] = ("padded", "packed")
-    for layout in layouts:
-        where = [at for at, batch in enumerate(batches) if batch.layout == layout]
-        if not where:
-            continue
-        shapes = [batches[at].shape() for at in where]
-        if layout == "padded":
-            points = [(float(batches[at].num_rows), float(batches[at].row_length), batches[at].dec_row_length) for at in where]
-        else:
-            points = [(float(shape.tokens), shape.squares / shape.tokens, 0) for shape in shapes]
-        found[where] = costs.of_layout(layout).at(*np.array(points, dtype=np.float64).T)
-    return np.concatenate([found[..., :3], found[..., 3:5].max(axis=-1, keepdims=True), found[..., 5:]], axis=-1)
-
-
-def _run(batches: Sequence[MicroBatch], prices: Floats, costs: PipelineCosts, mode: int, method: str) -> BatchPlan | None:
+def _run(batches: Sequence[MicroBatch], costs: PipelineCosts, mode: int, method: str) -> BatchPlan | None:
     """All micro-batches in one mode, dealt in turn; None if they do not fit."""
-    from penstock.batching.kernels import simulate
-
-    replicas, stages = costs.num_replicas, costs.num_stages
-    ahead = np.arange(stages, 0, -1)
-    done = []
-    for r in range(replicas):
-        own = list(range(r, len(batches), replicas))
-        chosen = np.stack([prices[own, c, mode] for c in costs.stage_class[r]])  # [S, micro-batches, 5]
-        schedule = with_depths(ahead.tolist(), len(own))
-        peaks = peak_bytes(schedule, chosen, costs.state_bytes[r])
-        if not np.isfinite(chosen).all() or (np.array(peaks) > costs.limit_bytes[r]).any():
+    done, stages = [], costs.num_stages
+    for replica in range(costs.num_replicas):
+        dealt = enumerate(batches[replica :: costs.num_replicas])
+        own = tuple(replace(batch, index=index, recompute=(mode,) * stages) for index, batch in dealt)
+        schedule = with_depths(range(stages, 0, -1), len(own))
+        if not own:
+            done.append(ReplicaBatch((), schedule, 0.0, tuple(costs.state_bytes[replica].tolist())))
+            continue
+        if not is_priced(costs, own, replica):
             return None
-        tokens = np.array([(batches[at].shape().tokens, batches[at].shape().dec_tokens) for at in own], dtype=np.float64).reshape(-1, 2)
-        hop = _hop_s(costs.hops[r], tokens)
-        forward, backward = (np.ascontiguousarray(chosen[:, :, way].T) for way in (0, 1))
-        time_s = float(simulate(len(own), ahead, forward, backward, hop, np.empty((len(own), 2, stages)))) if own else 0.0
-        mine = tuple(replace(batches[at], index=index, recompute=(mode,) * stages) for index, at in enumerate(own))
-        done.append(ReplicaBatch(mine, schedule, time_s, peaks))
+        found = execute(schedule, batch_workload(costs, own, replica))
+        if found.violation is not None:
+            return None
+        done.append(ReplicaBatch(own, schedule, found.pipeline_s, tuple(found.peak_bytes.tolist())))
     limits = tuple(tuple(map(float, row)) for row in costs.limit_bytes)
     slowest = max(replica.predicted_s for replica in done)
     return BatchPlan(tuple(done), slowest + costs.fixed_s, 0.0, limits, costs.name, method=method)
-
-
-def _hop_s(hops: Floats, tokens: Floats) -> Floats:
-    """[micro-batches, 2, S - 1] from lines [2, S - 1, 3] and tokens [micro-batches, 2]."""
-    lines = hops[None, ..., 0] + tokens[:, 0, None, None] * hops[None, ..., 1] + tokens[:, 1, None, None] * hops[None, ..., 2]
-    return np.ascontiguousarray(lines)

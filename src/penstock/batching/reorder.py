@@ -12,10 +12,10 @@ import msgspec
 
 from penstock.batching.costs import PipelineCosts
 from penstock.batching.plan import BatchPlan, ReplicaBatch
+from penstock.batching.workloads import batch_workload
 from penstock.ordering.choose import better_order
 from penstock.ordering.injection import reordered
 from penstock.schedules.actions import FORWARD, Schedule
-from penstock.timing.batched import batch_workload
 from penstock.timing.execution import execute
 
 __all__ = ["with_better_orders"]

@@ -9,20 +9,28 @@ import typer
 
 from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, out, print_json, table
 from penstock.errors import InputError
+from penstock.systems import SYSTEMS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from penstock.batching.fitting import TooLong
     from penstock.batching.plan import BatchPlan
     from penstock.models.micro_batch import MicroBatch
 
 __all__ = ["batch"]
 
 _SHOWN = 40
+_CONFIGURED = {name: system.batch_costs for name, system in SYSTEMS.items() if system.batch_costs is not None}
+"""Systems with configurations that batches are planned for."""
 
 
 def batch(
     lengths: Annotated[Path, typer.Option(help="CSV of the batch: sample_id,enc_len,dec_len, or a column length.")],
-    plan: Annotated[Path, typer.Option(help="A plan file (plan.json).")],
-    costs: Annotated[str, typer.Option(help="roofline, profile:FILE or a shipped profile; the plan's own if not given.")] = "",
+    plan: Annotated[Path | None, typer.Option(help="A plan file (plan.json); none with dynapipe:DIR/NAME.")] = None,
+    costs: Annotated[str, typer.Option(help="roofline, profile:FILE or a shipped profile; the plan's own if not given. dynapipe:DIR/NAME "
+                                       "plans by DynaPipe's tables for the configuration NAME of its configs.json.")] = "",
+    free_layers: Annotated[bool, typer.Option(help="dynapipe: move layers between the stages to suit this batch.")] = False,
     budget_steps: Annotated[
         int | None,
         typer.Option(help="Steps of search for micro-batches, and for their order; what the batch suggests if not given, 0 for none."),
@@ -31,23 +39,36 @@ def batch(
     too_long: Annotated[Literal["refuse", "drop", "truncate"], typer.Option(help="What to do with samples that fit no device.")] = "refuse",
     path: Annotated[Path | None, typer.Option("--out", help="Write the planned batch to this file.")] = None,
     json: JsonFlag = False,
-) -> None:
+) -> None:  # fmt: skip
     """Plan one global batch: which samples run together, on which replica, in which order, recomputing what; time and memory to expect.
 
     The layout (padded or packed) and the recomputation patterns to choose from are the plan's. Status 3 if a sample fits nowhere.
 
     Example: penstock batch --lengths lengths.csv --plan plan.json --out batch.json
+
+    Example: penstock batch --lengths lengths.csv --costs dynapipe:DIR/gptA
     """
     from penstock.batching.lengths import read_lengths
-    from penstock.batching.planner import plan_for
     from penstock.files import write_json
-    from penstock.plans.schema import read_plan
 
     if budget_steps is not None and budget_steps < 0:
         raise InputError(f"--budget-steps is {budget_steps}; 0 or more were expected.")
     if seed < 0:
         raise InputError(f"--seed is {seed}; 0 or more was expected.")
-    found = plan_for(read_plan(plan), read_lengths(lengths), costs=costs, steps=budget_steps, seed=seed, too_long=too_long)
+    samples = read_lengths(lengths)
+    if costs.partition(":")[0] in _CONFIGURED:
+        if plan is not None:
+            raise InputError(f"--plan does not go with --costs {costs}, whose configuration is the plan. Drop one of them.")
+        found = _by_configuration(costs, samples, free_layers, budget_steps, seed, too_long)
+    elif free_layers:
+        raise InputError("--free-layers belongs to --costs dynapipe:DIR/NAME; a plan's stages stay as they are. Drop it.")
+    elif plan is None:
+        raise InputError("--plan is missing. Give a plan file, as in `--plan plan.json`, or --costs dynapipe:DIR/NAME.")
+    else:
+        from penstock.batching.planner import plan_for
+        from penstock.plans.schema import read_plan
+
+        found = plan_for(read_plan(plan), samples, costs=costs, steps=budget_steps, seed=seed, too_long=too_long)
     if path is not None:
         write_json(path, found.to_dict())
     if json:
@@ -56,6 +77,21 @@ def batch(
     _show(found)
     if path is not None:
         out().print(f"wrote it to {path}.", markup=False, soft_wrap=True)
+
+
+def _by_configuration(
+    costs: str, samples: Sequence[SampleLengths], free_layers: bool, steps: int | None, seed: int, too_long: TooLong
+) -> BatchPlan:
+    """Plans the batch for a configuration of another system by that system's own cost model."""
+    from penstock.batching.planner import plan_batch
+    from penstock.batching.search import usual_steps
+
+    kind, _, where = costs.partition(":")
+    if not where or "\0" in where:
+        raise InputError(f"costs '{costs}': expected {kind}:DIR/NAME.")
+    prepared = _CONFIGURED[kind](where, samples, free_layers)
+    steps = usual_steps(prepared, len(samples)) if steps is None else steps
+    return plan_batch(samples, prepared, steps=steps, seed=seed, too_long=too_long, bound=True)
 
 
 def _summary(found: BatchPlan) -> dict[str, Any]:

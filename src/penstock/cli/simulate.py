@@ -122,7 +122,7 @@ def _batched(lengths: Path, plan: Plan, model: Model, cluster: Cluster, source: 
     from penstock.batching.lengths import read_lengths
     from penstock.batching.planned import planned_costs
     from penstock.batching.planner import plan_batch
-    from penstock.timing.batched import batch_workload
+    from penstock.batching.workloads import batch_workload
 
     samples = read_lengths(lengths)
     longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)

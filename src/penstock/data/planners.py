@@ -208,7 +208,7 @@ def _trace(planner: ProgramPlanner, planned: BatchPlan) -> Any:
     """The simulated timeline of the slowest replica; None without costs."""
     if planner.costs is None or planned.method == "fixed":
         return None
-    from penstock.timing.batched import batch_workload
+    from penstock.batching.workloads import batch_workload
     from penstock.timing.execution import execute
     from penstock.timing.traces import trace_of
 

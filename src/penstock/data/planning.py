@@ -118,8 +118,8 @@ class ProgramPlanner:
 
     def _timed(self, planned: BatchPlan, work: Sequence[ReplicaWork]) -> list[ReplicaWork]:
         """The work with what its passes take, by the costs of the batch or, where it has none, of the plan's own micro-batches."""
+        from penstock.batching.workloads import batch_durations_s
         from penstock.programs.durations import durations_of
-        from penstock.timing.batched import batch_durations_s
 
         if self.plan.num_stages == 1:  # nothing travels
             return list(work)

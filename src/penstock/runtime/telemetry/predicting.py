@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from penstock.batching.workloads import batch_workload
 from penstock.schedules.actions import BACKWARD, FORWARD
 from penstock.schedules.rules import SCHEDULES
-from penstock.timing.batched import batch_workload
 from penstock.timing.execution import Execution, execute
 from penstock.timing.workload import Floats, Workload
 

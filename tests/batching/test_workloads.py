@@ -8,8 +8,8 @@ import pytest
 from penstock.batching.example import small_costs
 from penstock.batching.plan import SampleLengths
 from penstock.batching.planner import plan_batch
+from penstock.batching.workloads import batch_workload
 from penstock.ordering.annealing import best_schedule
-from penstock.timing.batched import batch_workload
 from penstock.timing.execution import execute
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.batching.costs import PipelineCosts
+from penstock.models.micro_batch import MicroBatch
 from penstock.timing.workload import Floats, Workload, workload_of
 
-if TYPE_CHECKING:
-    from penstock.batching.costs import PipelineCosts
-    from penstock.models.micro_batch import MicroBatch
-
-__all__ = ["batch_durations_s", "batch_workload"]
+__all__ = ["batch_durations_s", "batch_workload", "is_priced"]
 
 
 def batch_workload(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: int) -> Workload:
@@ -34,13 +31,16 @@ def batch_workload(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], re
     )
 
 
+def is_priced(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: int) -> bool:
+    """Whether the costs have times and bytes of all of them; what is larger than anything that was asked for has none."""
+    return bool(np.isfinite(_chosen(costs, micro_batches, replica)).all())
+
+
 def batch_durations_s(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: int) -> list[list[list[float]]] | None:
     """[kind][stage][micro-batch] of one replica, kinds as in `actions`; None where the costs have no price for one of them."""
-    if not micro_batches:
+    if not micro_batches or not is_priced(costs, micro_batches, replica):
         return None
     forward_s, backward_s = np.moveaxis(_chosen(costs, micro_batches, replica), 2, 0)[:2]
-    if not (np.isfinite(forward_s).all() and np.isfinite(backward_s).all()):
-        return None
     half_s = (backward_s / 2).tolist()
     return [forward_s.tolist(), backward_s.tolist(), half_s, half_s]
 
