@@ -12,7 +12,7 @@ from programs.strategies import programs as nonsense
 from penstock.errors import InputError
 from penstock.programs import instructions as i
 from penstock.programs.check import check_programs, require_safe
-from penstock.programs.picture import picture
+from penstock.programs.problems import picture
 from penstock.programs.text import parse_program
 
 FIRST = """penstock-program 1

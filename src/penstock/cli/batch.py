@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.batching.fitting import TooLong
-    from penstock.batching.plan import BatchPlan
+    from penstock.batching.plan import BatchPlan, SampleLengths
     from penstock.models.micro_batch import MicroBatch
 
 __all__ = ["batch"]

@@ -21,7 +21,7 @@ from penstock.programs.exchange import exchange_problems
 from penstock.programs.flow import follow
 from penstock.programs.headers import header_problems
 from penstock.programs.instructions import Program
-from penstock.programs.problems import Problem
+from penstock.programs.problems import Problem, picture
 
 if TYPE_CHECKING:
     from penstock.models.ops import Model
@@ -54,8 +54,6 @@ def check_programs(programs: Sequence[Program], plan: Plan | None = None, model:
 
 def require_safe(programs: Sequence[Program], plan: Plan | None = None, model: Model | None = None) -> None:
     """Refuses programs that are not safe: what is wrong, and where that stands in the schedule."""
-    from penstock.programs.picture import picture
-
     problems = check_programs(programs, plan, model)
     if not problems:
         return
