@@ -34,7 +34,7 @@ from penstock.batching.example import small_costs
 from penstock.batching.fitting import positions
 from penstock.batching.lengths import read_lengths
 from penstock.batching.ordering import by_length, curves
-from penstock.batching.plan import BatchPlan, Sample
+from penstock.batching.plan import BatchPlan, SampleLengths
 from penstock.batching.planned import planned_costs, with_recompute_choices
 from penstock.batching.planner import plan_batch
 from penstock.batching.search import usual_steps
@@ -111,15 +111,15 @@ def score(judge: Any, batch: Path, plan: Path, config: PlannerConfig, tables: Pa
     return found
 
 
-def draw(count: int, has_decoder: bool, seed: int = 0, longest: int = 2048) -> list[Sample]:
+def draw(count: int, has_decoder: bool, seed: int = 0, longest: int = 2048) -> list[SampleLengths]:
     """Lengths like those of a mixture of instruction tasks: log-normal, decoders short and weakly correlated."""
     numbers = np.random.default_rng(seed)
     first, second = numbers.standard_normal((2, count))
     if not has_decoder:
-        return [Sample(i, int(n)) for i, n in enumerate(np.clip(np.exp(np.log(120) + 1.14 * first), 8, longest))]
+        return [SampleLengths(i, int(n)) for i, n in enumerate(np.clip(np.exp(np.log(120) + 1.14 * first), 8, longest))]
     enc = np.clip(np.exp(np.log(105) + 1.14 * first), 8, longest)
     dec = np.clip(np.exp(np.log(16) + 1.25 * (0.3 * first + 0.954 * second)), 1, longest)
-    return [Sample(i, int(n), int(m)) for i, (n, m) in enumerate(zip(enc, dec, strict=True))]
+    return [SampleLengths(i, int(n), int(m)) for i, (n, m) in enumerate(zip(enc, dec, strict=True))]
 
 
 def curve(tables: Path) -> None:
@@ -273,7 +273,7 @@ def main() -> None:
     tables, inputs = options.tables or options.data, options.inputs or (options.data and options.data / "inputs")
     if tables is None or inputs is None:
         parser.error("give --data, or --inputs and --tables")
-    plan_batch([Sample(0, 3, 1), Sample(1, 5, 2)], small_costs(), steps=1)  # loads the kernels
+    plan_batch([SampleLengths(0, 3, 1), SampleLengths(1, 5, 2)], small_costs(), steps=1)  # loads the kernels
     if options.curve:
         curve(tables)
         return

@@ -67,11 +67,11 @@ def test_launch_files_name_the_plan(gpt: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_weights_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from chain_pieces import chain_pieces
     from small_models import SIZES, small_model
 
     from penstock.models.modules import build_chain
     from penstock.models.modules.hf_weights import export_hf_weights, read_safetensors
-    from penstock.runtime.checkpoints.layout import chain_pieces
     from penstock.runtime.checkpoints.writer import CheckpointWriter
 
     model = small_model("llama")

@@ -24,13 +24,12 @@ from penstock.cli import main
 from penstock.data import open_data
 from penstock.data.bundled import bundled_files
 from penstock.data.planning import sample_ids
-from penstock.data.prepare import TextRequest, prepare_text
+from penstock.data.text.prepare import TextRequest, prepare_text
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
-from penstock.runtime.learning_rate import LearningRate
-from penstock.runtime.planner_processes import PlanningSettings
-from penstock.runtime.trainer import Progress, Trainer, TrainRequest
-from penstock.runtime.update import TrainingSettings
+from penstock.runtime.request import PlanningSettings, Progress, TrainRequest
+from penstock.runtime.settings import LearningRate, TrainingSettings
+from penstock.runtime.trainer import Trainer
 from penstock.runtime.workers import WorkerError
 from penstock.stores.addresses import connect
 from penstock.stores.server import RedisServer, start_redis

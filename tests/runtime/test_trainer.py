@@ -16,11 +16,11 @@ from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import write_plan
-from penstock.runtime.learning_rate import LearningRate
+from penstock.runtime.request import Progress, TrainRequest
+from penstock.runtime.settings import LearningRate, TrainingSettings
 from penstock.runtime.telemetry.spans_reader import RankSpans, read_run
 from penstock.runtime.telemetry.steps import read_steps
-from penstock.runtime.trainer import Progress, Trainer, TrainRequest
-from penstock.runtime.update import TrainingSettings
+from penstock.runtime.trainer import Trainer
 from penstock.runtime.workers import WorkerError
 
 pytestmark = pytest.mark.timeout(110)

@@ -625,7 +625,7 @@ def _keep(state, kept):  # type: ignore[no-untyped-def]
 def warm() -> None:
     """Compiles the kernels for the types they are called with."""
     from penstock.batching.example import small_costs
-    from penstock.batching.plan import Sample
+    from penstock.batching.plan import SampleLengths
     from penstock.batching.planner import plan_batch
 
-    plan_batch([Sample(0, 3, 1), Sample(1, 5, 2)], small_costs(), steps=2)
+    plan_batch([SampleLengths(0, 3, 1), SampleLengths(1, 5, 2)], small_costs(), steps=2)

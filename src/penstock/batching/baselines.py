@@ -7,17 +7,18 @@ recomputation mode that is fastest of those that fit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
+from msgspec.structs import replace
 
 from penstock.batching.costs import PipelineCosts
 from penstock.batching.fitting import positions
 from penstock.batching.ordering import by_length
-from penstock.batching.plan import BatchPlan, MicroBatch, ReplicaBatch, Sample
+from penstock.batching.plan import BatchPlan, ReplicaBatch, SampleLengths
 from penstock.batching.workloads import batch_workload, is_priced
 from penstock.errors import InfeasibleError, InputError
+from penstock.models.micro_batch import MicroBatch
 from penstock.schedules.orders import with_depths
 from penstock.timing.execution import execute
 
@@ -26,14 +27,14 @@ __all__ = ["Attention", "fixed_batches", "packed_rows", "run_baseline", "token_b
 Attention = Literal["across", "inside"]
 
 
-def fixed_batches(samples: Sequence[Sample], costs: PipelineCosts, rows: int) -> list[MicroBatch]:
+def fixed_batches(samples: Sequence[SampleLengths], costs: PipelineCosts, rows: int) -> list[MicroBatch]:
     """`rows` samples at a time, every row as long as the longest sample of the batch."""
     enc, dec = positions(samples, costs)
     lengths = _padded(int(enc.max()), costs), _padded(int(dec.max()), costs)
     return [_padded_batch(samples, costs, list(range(at, min(at + rows, len(samples)))), lengths) for at in range(0, len(samples), rows)]
 
 
-def token_budget(samples: Sequence[Sample], costs: PipelineCosts, max_tokens: int) -> list[MicroBatch]:
+def token_budget(samples: Sequence[SampleLengths], costs: PipelineCosts, max_tokens: int) -> list[MicroBatch]:
     """Samples sorted by length, together as long as the padded micro-batch has at most `max_tokens` positions."""
     enc, dec = positions(samples, costs)
     groups: list[list[int]] = []
@@ -51,7 +52,7 @@ def token_budget(samples: Sequence[Sample], costs: PipelineCosts, max_tokens: in
 
 
 def packed_rows(
-    samples: Sequence[Sample], costs: PipelineCosts, rows: int, row_length: int = 0, attention: Attention = "inside"
+    samples: Sequence[SampleLengths], costs: PipelineCosts, rows: int, row_length: int = 0, attention: Attention = "inside"
 ) -> list[MicroBatch]:
     """Samples packed into rows of one length (the longest sample's, unless given), longest first into the first row that has room;
     `rows` rows make a micro-batch. Attention `across` the samples of a row pays for the whole row, `inside` for each sample."""
@@ -68,7 +69,7 @@ def packed_rows(
             whole = _padded_batch(samples, costs, members, room)
             batches.append(replace(whole, row_sizes=tuple(map(len, group))))
         else:
-            batches.append(MicroBatch(tuple(samples[i].id for i in members), "packed", tuple(enc[members].tolist())))
+            batches.append(MicroBatch(0, tuple(samples[i].id for i in members), "packed", tuple(enc[members].tolist())))
     return batches
 
 
@@ -94,12 +95,12 @@ def _padded(length: int, costs: PipelineCosts) -> int:
     return -(-length // costs.round_to) * costs.round_to
 
 
-def _padded_batch(samples: Sequence[Sample], costs: PipelineCosts, members: list[int], lengths: tuple[int, int]) -> MicroBatch:
+def _padded_batch(samples: Sequence[SampleLengths], costs: PipelineCosts, members: list[int], lengths: tuple[int, int]) -> MicroBatch:
     chosen = [samples[i] for i in members]
     enc, dec = positions(chosen, costs)
     return MicroBatch(
-        tuple(sample.id for sample in chosen), "padded", tuple(enc.tolist()), lengths[0],
-        tuple(dec.tolist()) if costs.has_decoder else (), lengths[1],
+        0, tuple(sample.id for sample in chosen), "padded", tuple(enc.tolist()), tuple(dec.tolist()) if costs.has_decoder else (),
+        *lengths,
     )  # fmt: skip
 
 
@@ -115,7 +116,8 @@ def _run(batches: Sequence[MicroBatch], costs: PipelineCosts, mode: int, method:
     """All micro-batches in one mode, dealt in turn; None if they do not fit."""
     done, stages = [], costs.num_stages
     for replica in range(costs.num_replicas):
-        own = tuple(replace(batch, recompute=(mode,) * stages) for batch in batches[replica :: costs.num_replicas])
+        dealt = enumerate(batches[replica :: costs.num_replicas])
+        own = tuple(replace(batch, index=index, recompute=(mode,) * stages) for index, batch in dealt)
         schedule = with_depths(range(stages, 0, -1), len(own))
         if not own:
             done.append(ReplicaBatch((), schedule, 0.0, tuple(costs.state_bytes[replica].tolist())))

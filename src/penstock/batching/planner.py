@@ -10,7 +10,7 @@ from penstock.batching.bound import lower_bound_s
 from penstock.batching.costs import PipelineCosts
 from penstock.batching.fitting import TooLong, fit_samples, positions
 from penstock.batching.packing import packed_splits
-from penstock.batching.plan import BatchPlan, Sample
+from penstock.batching.plan import BatchPlan, SampleLengths
 from penstock.batching.result import finish
 from penstock.batching.search import improve, start, usual_steps
 from penstock.batching.split import best_splits
@@ -23,7 +23,13 @@ __all__ = ["costs_for", "plan_batch", "plan_for"]
 
 
 def plan_batch(
-    samples: Sequence[Sample], costs: PipelineCosts, *, steps: int = 0, seed: int = 0, too_long: TooLong = "refuse", bound: bool = False
+    samples: Sequence[SampleLengths],
+    costs: PipelineCosts,
+    *,
+    steps: int = 0,
+    seed: int = 0,
+    too_long: TooLong = "refuse",
+    bound: bool = False,
 ) -> BatchPlan:
     """The best plan found at once, improved by `steps` steps of search; the same arguments give the same plan.
 
@@ -65,7 +71,7 @@ def costs_for(plan: Plan, longest: int, longest_dec: int = 0, costs: str = "", m
 
 
 def plan_for(
-    plan: Plan, samples: Sequence[Sample], *, costs: str = "", steps: int | None = None, seed: int = 0, too_long: TooLong = "refuse",
+    plan: Plan, samples: Sequence[SampleLengths], *, costs: str = "", steps: int | None = None, seed: int = 0, too_long: TooLong = "refuse",
     memory_limit_bytes: float = math.inf,
 ) -> BatchPlan:  # fmt: skip
     """Plans a batch for a plan file: `costs_for` and `plan_batch` in one, with the bound; `steps` None is what the batch suggests.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.batching.costs import PipelineCosts
-from penstock.batching.plan import MicroBatch
+from penstock.models.micro_batch import MicroBatch
 from penstock.timing.workload import Floats, Workload, workload_of
 
 __all__ = ["batch_durations_s", "batch_workload", "is_priced"]
@@ -17,7 +17,7 @@ def batch_workload(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], re
     """What one replica runs; sends of a device take turns, as the planner of batches assumes."""
     chosen = _chosen(costs, micro_batches, replica)  # [stages, micro-batches, quantities]
     forward_s, backward_s, stored, peak, other_peak, backward_peak = np.moveaxis(chosen, 2, 0)
-    tokens = np.array([[1.0, batch.shape.tokens, batch.shape.dec_tokens] for batch in micro_batches])
+    tokens = np.array([[1.0, batch.shape().tokens, batch.shape().dec_tokens] for batch in micro_batches])
     backward = np.maximum(0.0, backward_peak - stored)
     return workload_of(
         np.stack([forward_s, backward_s]),
@@ -50,7 +50,7 @@ def _chosen(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: 
     classes = costs.stage_class[replica]
     found = []
     for batch in micro_batches:
-        shape = batch.shape
+        shape = batch.shape()
         padded = (batch.num_rows, batch.row_length, batch.dec_row_length)
         point = padded if batch.layout == "padded" else (shape.tokens, shape.squares / max(shape.tokens, 1), 0)
         modes = np.array(batch.recompute or [0] * len(classes))

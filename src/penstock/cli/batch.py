@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.batching.fitting import TooLong
-    from penstock.batching.plan import BatchPlan, MicroBatch, Sample
+    from penstock.batching.plan import BatchPlan, SampleLengths
+    from penstock.models.micro_batch import MicroBatch
 
 __all__ = ["batch"]
 
@@ -79,7 +80,7 @@ def batch(
 
 
 def _by_configuration(
-    costs: str, samples: Sequence[Sample], free_layers: bool, steps: int | None, seed: int, too_long: TooLong
+    costs: str, samples: Sequence[SampleLengths], free_layers: bool, steps: int | None, seed: int, too_long: TooLong
 ) -> BatchPlan:
     """Plans the batch for a configuration of another system by that system's own cost model."""
     from penstock.batching.planner import plan_batch

@@ -66,8 +66,8 @@ def simulate(
     Example: penstock simulate plan.json --lengths lengths.csv --schedule greedy
     """
     from penstock.reports.figure import check_figure_path, write_figure
-    from penstock.reports.traces import write_trace
     from penstock.timing.execution import execute
+    from penstock.timing.traces import write_trace
 
     if figure is not None:
         check_figure_path(figure)

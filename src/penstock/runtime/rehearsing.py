@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.data.loader import DynamicLoader
-from penstock.plans.references import model_of
-from penstock.runtime.parallel.world import World
-from penstock.runtime.telemetry.observing import Observers, StageTimes, slowest_stages
+from penstock.runtime.request import WARM_UP, Progress, TrainRequest, TrainResult
+from penstock.runtime.run_inputs import run_inputs
+from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages
 from penstock.runtime.telemetry.predicting import ProgramTimes
 from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
 from penstock.runtime.telemetry.steps import LineLog, StepRecord
 from penstock.runtime.timed import LEAD_S, TimedRank, TimedSettings
-from penstock.runtime.trainer import WARM_UP, Progress, TrainRequest, TrainResult, planning_of
+from penstock.runtime.transport.world import World
 
 if TYPE_CHECKING:
     from penstock.runtime.planner_processes import Handover
@@ -28,9 +28,9 @@ __all__ = ["rehearse_rank"]
 def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> TrainResult:
     """A job for workers: all steps of a run, by the times that the plan's costs say."""
     plan, out, (address, job) = request.plan, Path(request.out), handover
-    batches, planner = planning_of(request, model_of(plan))
-    times, world = ProgramTimes(planner), World(plan)
-    stages = StageTimes(WARM_UP if request.steps > WARM_UP else 0)
+    batches, planner = run_inputs(request)
+    times, world = ProgramTimes(planner), World(plan, worker.groups)
+    stages = StageSpans(WARM_UP if request.steps > WARM_UP else 0)
     steps_s, tokens = [], []
     with ExitStack() as stack:
         loader = stack.enter_context(

@@ -51,7 +51,7 @@ class Ring:
         self.job = job
         self._values = values
         self._wait_s = wait_s
-        self._prefix = f"penstock/{job.id}/"
+        self._prefix = f"penstock/{job.id}/" + (f"{job.generation}/" if job.generation else "")
         self._kept: dict[int, dict[int, bytes]] = {}
         """Sealed entries published here, by iteration and rank, that are not known to be acknowledged by all ranks."""
         self._done: dict[int, int] = {}
@@ -73,9 +73,14 @@ class Ring:
         self._persist(lambda: self._put_entries(iteration, sealed))
 
     def fetch(self, iteration: int, rank: int) -> bytes:
-        """This rank's entry, as soon as it is published; who asks for it needs none before it any more."""
+        """This rank's entry, as soon as it is published; who asks for it needs none before it any more. Nothing, if it was called off."""
         self._done.setdefault(rank, iteration - 1)
         return self._await(self._entry(iteration, rank), f"rank {rank} for its program of iteration {iteration}; is a planner at work?")
+
+    def call_off(self, iteration: int, rank: int) -> None:
+        """Ends a wait for an entry that nobody will publish."""
+        key = self._entry(iteration, rank)
+        self._persist(lambda: self._values.put({key: seal(self.job.key, key, b"")}))
 
     def acknowledge(self, iteration: int, rank: int) -> None:
         """Says that this rank needs no iteration up to this one any more; the last rank's word frees it."""

@@ -14,7 +14,7 @@ from penstock.errors import InputError, near_misses
 
 if TYPE_CHECKING:
     from penstock.batching.costs import PipelineCosts
-    from penstock.batching.plan import Sample
+    from penstock.batching.plan import SampleLengths
     from penstock.clusters import Cluster
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
@@ -100,7 +100,7 @@ class System:
     """The best plan by the system's own tables and rules; the second argument is told how far the search is."""
     chain: Callable[[str, str], Model] | None = None
     """The model that the tables in a folder have under a name."""
-    batch_costs: Callable[[str, Sequence[Sample], bool], PipelineCosts] | None = None
+    batch_costs: Callable[[str, Sequence[SampleLengths], bool], PipelineCosts] | None = None
     """What micro-batches cost by the configuration at DIR/NAME; True places its layers so that these samples are fastest."""
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from penstock.batching.costs import PipelineCosts
 from penstock.batching.lengths import read_lengths
-from penstock.batching.plan import BatchPlan, Sample
+from penstock.batching.plan import BatchPlan, SampleLengths
 from penstock.batching.planner import plan_batch
 from penstock.errors import InputError
 from penstock.systems.dynapipe.inputs import PlannerConfig
@@ -30,7 +30,9 @@ def prepared(folder: Path, name: str, **changes: Any) -> tuple[PlannerConfig, Pi
     return config, dynapipe_costs(table, config)
 
 
-def judged(scorer: ModuleType, folder: Path, config: PlannerConfig, costs: PipelineCosts, samples: list[Sample], plan: BatchPlan) -> Any:
+def judged(
+    scorer: ModuleType, folder: Path, config: PlannerConfig, costs: PipelineCosts, samples: list[SampleLengths], plan: BatchPlan
+) -> Any:
     lengths = {sample.id: (sample.length, sample.dec_length) for sample in samples}
     fields = {name: getattr(config, name) for name in ("model", "layers", "tp", "pp", "dp", "zero", "mem")}
     if config.layers_per_stage:
@@ -73,7 +75,9 @@ def test_other_batches_and_configurations(tables: Path, dynapipe_judge: ModuleTy
     longest = source.choice([300, 1000, 1900])
     decoder = name.startswith("t5")
     samples = [
-        Sample(i, min(longest, 2 + int(source.lognormvariate(4.5, 1.2))), min(400, 1 + int(source.lognormvariate(3, 1))) if decoder else 0)
+        SampleLengths(
+            i, min(longest, 2 + int(source.lognormvariate(4.5, 1.2))), min(400, 1 + int(source.lognormvariate(3, 1))) if decoder else 0
+        )
         for i in range(source.choice([3, 40, 150]))
     ]
     plan = plan_batch(samples, costs, steps=1500, seed=seed)

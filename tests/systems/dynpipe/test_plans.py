@@ -278,13 +278,11 @@ def test_an_imported_plan_trains(tmp_path: Path) -> None:
     """Two stages of a small VGG in two processes, against a plain emulation of the same delays."""
     from oracles.pipedream import emulate
     from runtime_cases import MODELS, Case, largest_difference, make_works
+    from training_jobs import train_programs
 
     from penstock.plans.capabilities import unsupported
-    from penstock.runtime.learning_rate import LearningRate
-    from penstock.runtime.optimizer import OptimizerSettings
-    from penstock.runtime.session import train_programs
-    from penstock.runtime.update import TrainingSettings
-    from penstock.runtime.workers import Pool
+    from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
+    from penstock.runtime.workers import WorkerPool
 
     write_files(tmp_path, *files((4, 9), (1, 1), 4, (0.5, 0)))
     model = model_from_mapping(MODELS["vgg"], "test", "vgg")
@@ -293,7 +291,7 @@ def test_an_imported_plan_trains(tmp_path: Path) -> None:
     works = tuple(make_works(plan, model, random.Random(seed)) for seed in range(2))
     programs = Case(plan, model, works).programs()
     sgd = TrainingSettings(LearningRate(0.05), OptimizerSettings(plan.optimizer), clip_norm=None)
-    with Pool(2, timeout_s=60) as pool:
+    with WorkerPool(2, timeout_s=60) as pool:
         outcomes = pool.run(train_programs, plan, programs, sgd)
     losses, weights = emulate(model, plan.stages, [one[0] for one in programs], sgd)
     assert outcomes[0].losses == pytest.approx(losses, rel=1e-6)

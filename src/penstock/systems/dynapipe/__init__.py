@@ -9,12 +9,12 @@ from penstock.systems.system import System
 
 if TYPE_CHECKING:
     from penstock.batching.costs import PipelineCosts
-    from penstock.batching.plan import Sample
+    from penstock.batching.plan import SampleLengths
 
 __all__ = ["DYNAPIPE"]
 
 
-def _batch_costs(path: str, samples: Sequence[Sample], free_layers: bool) -> PipelineCosts:
+def _batch_costs(path: str, samples: Sequence[SampleLengths], free_layers: bool) -> PipelineCosts:
     from penstock.systems.dynapipe.rules import dynapipe_costs
     from penstock.systems.dynapipe.search import best_layers
     from penstock.systems.dynapipe.tables import open_configuration

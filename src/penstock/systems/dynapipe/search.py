@@ -11,14 +11,14 @@ from penstock.errors import InfeasibleError
 from penstock.systems.dynapipe.rules import dynapipe_costs
 
 if TYPE_CHECKING:
-    from penstock.batching.plan import Sample
+    from penstock.batching.plan import SampleLengths
     from penstock.systems.dynapipe.inputs import PlannerConfig
     from penstock.systems.dynapipe.tables import DynaPipeTables
 
 __all__ = ["best_layers"]
 
 
-def best_layers(tables: DynaPipeTables, config: PlannerConfig, samples: Sequence[Sample]) -> PlannerConfig:
+def best_layers(tables: DynaPipeTables, config: PlannerConfig, samples: Sequence[SampleLengths]) -> PlannerConfig:
     """The configuration with the layers per stage that suit this batch best, found by moving one layer at a time between stages.
 
     What a stage's layers cost depends on the lengths: short decoder sides leave decoder stages idle when layers are dealt evenly.

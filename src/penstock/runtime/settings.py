@@ -1,14 +1,14 @@
-"""Learning rates as pure functions of the step."""
+"""What a run decides besides its plan: learning rate, update rule, clipping, seed. Without torch, so that commands can ask cheaply."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.errors import InputError
 
-__all__ = ["LearningRate"]
+__all__ = ["LearningRate", "OptimizerSettings", "TrainingSettings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +44,31 @@ class LearningRate:
         done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
         left = 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
         return self.peak * (self.end_share + (1.0 - self.end_share) * left)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """AdamW or SGD, with all that it needs besides gradients and the learning rate."""
+
+    kind: Literal["adamw", "sgd"] = "adamw"
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.9
+    """SGD only."""
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Learning rate, update rule, clipping and seed: what decides a run's losses besides its batches."""
+
+    rate: LearningRate = field(default_factory=LearningRate)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    clip_norm: float | None = 1.0
+    """Gradients are scaled down where their global norm is larger; None: never."""
+    seed: int = 0
+    """Decides initial weights and dropout."""
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise InputError(f"clip_norm is {self.clip_norm}; a number above 0 was expected, or none.")

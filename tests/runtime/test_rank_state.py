@@ -12,10 +12,8 @@ from runtime_cases import Case, Choice, largest_difference, make_case, reference
 
 from penstock.programs.instructions import Program
 from penstock.runtime.checkpoints.reader import Checkpoint
-from penstock.runtime.learning_rate import LearningRate
-from penstock.runtime.optimizer import OptimizerSettings
-from penstock.runtime.update import TrainingSettings
-from penstock.runtime.workers import Pool, WorkerError
+from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
+from penstock.runtime.workers import WorkerError, WorkerPool
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -59,13 +57,13 @@ class Broken(Case):
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(8, timeout_s=60) as workers:
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(8, timeout_s=60) as workers:
         yield workers
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_curve_as_without_the_break(name: str, pool: Pool, tmp_path: Path) -> None:
+def test_the_same_curve_as_without_the_break(name: str, pool: WorkerPool, tmp_path: Path) -> None:
     first, second, settings = CASES[name]
     one, other = make_case(first, 3, iterations=4), make_case(second, 4, iterations=4)
     before = pool.run(train_part, one.plan, one.programs()[:BREAK], settings, None, tmp_path)
@@ -90,7 +88,7 @@ def test_the_same_curve_as_without_the_break(name: str, pool: Pool, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("precision", "other"), [("bf16", "fp32"), ("fp32", "bf16"), ("bf16", "bf16"), ("fp16", "fp16")])
-def test_other_precisions(precision: str, other: str, pool: Pool, tmp_path: Path) -> None:
+def test_other_precisions(precision: str, other: str, pool: WorkerPool, tmp_path: Path) -> None:
     """Masters travel in fp32: after going to and fro in one precision everything is exactly as it was."""
 
     def case(dtype: str) -> Case:
@@ -109,7 +107,7 @@ def test_other_precisions(precision: str, other: str, pool: Pool, tmp_path: Path
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     case = make_case(ONE, 3, iterations=2)
-    with Pool(1, timeout_s=60) as pool:
+    with WorkerPool(1, timeout_s=60) as pool:
         pool.run(train_part, case.plan, case.programs()[:1], ADAMW, None, tmp_path)
         with pytest.raises(WorkerError, match=r"has the optimizer state of adamw, but sgd is asked for\. Train with adamw"):
             pool.run(train_part, case.plan, case.programs()[1:], SGD, tmp_path, None)

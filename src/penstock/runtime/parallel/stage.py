@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import InputError
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.modules.base import Carry, OpModule
 from penstock.models.modules.batch import Batch
 from penstock.models.modules.build import TORCH_DTYPES, Chain, build_op
@@ -29,42 +30,24 @@ from penstock.models.modules.parallel import TensorParallel
 from penstock.models.ops import Model, PlacedOp
 from penstock.plans.degrees import Axis, parts_of
 from penstock.plans.plan import Stage
-from penstock.programs.instructions import MicroBatch
 from penstock.programs.routing import Side
 from penstock.programs.sharing import ranks_with
 from penstock.runtime.parallel.deferred import DeferWeights
+from penstock.runtime.parallel.held import Held
 from penstock.runtime.parallel.resharding import Reshard
 from penstock.runtime.parallel.sequence import SequenceChain
 from penstock.runtime.parallel.sharding import ShardedWeights
-from penstock.runtime.parallel.world import World
 from penstock.runtime.transport.transport import Transport
+from penstock.runtime.transport.world import World
 
-__all__ = ["Held", "Piece", "StageModule"]
+__all__ = ["StageModule", "StageRun"]
 
 Batches = Mapping[int, Batch]
 """This rank's share of a micro-batch for each dp that a piece has."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A weight on this rank. A weight that several ops of the stage share is held once, by the first of them."""
-
-    place: PlacedOp
-    name: str
-    parameter: nn.Parameter
-    module: OpModule
-    piece: int
-    start: int | None = None
-    """Where the part that `parameter` is begins in the weight laid flat; None: it is the whole."""
-
-    @property
-    def divided(self) -> bool:
-        """Whether tensor-parallel ranks hold different parts of it."""
-        return self.module.shards[self.name] is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
+class StageRun:
     """Ops [first, last) of equal degrees."""
 
     first: int
@@ -78,7 +61,7 @@ class Piece:
 
 @dataclass(slots=True)
 class _Pass:
-    """What the backward pass of one piece needs."""
+    """One piece between forward and backward pass: the tensors that entered, and where the graph of its results begins."""
 
     leaves: Carry
     edges: dict[str, GradientEdge]
@@ -106,8 +89,8 @@ class StageModule:
         self.pieces = self._build(transport, seed)
         self._running: dict[int, _Running] = {}
 
-    def _build(self, transport: Transport, seed: int) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _build(self, transport: Transport, seed: int) -> list[StageRun]:
+        pieces: list[StageRun] = []
         shared: dict[str, OpModule] = {}
         algos = self.stage.algos()
         before: Side | None = None
@@ -123,7 +106,7 @@ class StageModule:
                     chain: Chain = SequenceChain(modules, places, [self.model.carry_before(place.index) for place in places])
                 else:
                     chain = Chain(modules, places)
-                pieces.append(Piece(places[0].index, places[-1].index + 1, tp, part.dp, chain, reshard))
+                pieces.append(StageRun(places[0].index, places[-1].index + 1, tp, part.dp, chain, reshard))
                 reshard = None
                 if self.weights is not None:
                     ranks = ranks_with(self.stage, self.index, places[0].index) or (self.world.rank,)
@@ -192,7 +175,7 @@ class StageModule:
             self._running[micro.index] = _Running(micro, passes, deferred)
         return carry
 
-    def _run(self, piece: Piece, batch: Batch, carry: Carry, recompute: list[int]) -> tuple[Carry, _Pass]:
+    def _run(self, piece: StageRun, batch: Batch, carry: Carry, recompute: list[int]) -> tuple[Carry, _Pass]:
         leaves = {}
         for spec in self.model.carry_before(piece.first):
             leaves[spec.name] = carry[spec.name].detach().requires_grad_(spec.differentiable and torch.is_grad_enabled())

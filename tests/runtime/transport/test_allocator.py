@@ -13,7 +13,7 @@ import pytest
 def test_allocator_settings_come_without_warnings_and_leave_those_given(given: dict[str, str], wanted: str) -> None:
     script = (
         "import torch\n"
-        "from penstock.runtime.allocator import use_expandable_segments\n"
+        "from penstock.runtime.transport.allocator import use_expandable_segments\n"
         "before = torch._C._accelerator_getAllocatorSettings()\n"
         "use_expandable_segments()\n"
         "print(torch._C._accelerator_getAllocatorSettings().removeprefix(before))\n"

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from penstock.errors import InputError
-from penstock.runtime.learning_rate import LearningRate
+from penstock.runtime.settings import LearningRate
 
 
 def test_it_rises_then_stays() -> None:

@@ -1,4 +1,4 @@
-"""The processes of a plan: which runs which rank, and the process groups among them, each made once."""
+"""The processes of a job: the process groups among them, and which process runs which rank of a plan."""
 
 from __future__ import annotations
 
@@ -14,23 +14,51 @@ from penstock.models.modules.parallel import TensorParallel
 from penstock.plans.plan import Plan
 from penstock.plans.ranks import groups_of
 
-__all__ = ["World"]
+__all__ = ["ProcessGroups", "World"]
 
-_MADE: dict[tuple[int, ...], Any] = {}
-"""Process groups by the processes in them; making one takes milliseconds and sockets, so plans that follow each other share them."""
+
+class ProcessGroups:
+    """The process groups of one process, by the processes in them.
+
+    Making one takes milliseconds and sockets, so each is made when a plan first asks for it, and kept for the plans that follow.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", *, staged: bool = False, timeout_s: float = 600.0) -> None:
+        self.device, self.staged = torch.device(device), staged
+        """`staged`: collectives go through host memory, for processes that share one GPU, which NCCL refuses."""
+        self._timeout = timedelta(seconds=timeout_s)
+        self._made: dict[tuple[int, ...], Any] = {}
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """(number of this process, how many there are)."""
+        return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+    def of(self, processes: Iterable[int]) -> Any:
+        """The group of these processes; None for one alone. A new one is made by every process of the job, its member or not."""
+        members = tuple(sorted(processes))
+        if len(members) == 1:
+            return None
+        if members not in self._made:
+            everyone = len(members) == dist.get_world_size()
+            self._made[members] = dist.group.WORLD if everyone else dist.new_group(list(members), timeout=self._timeout)
+        return self._made[members]
+
+    def barrier(self) -> None:
+        """Returns when all processes of the job have come here."""
+        if self.place[1] > 1:
+            dist.barrier()
 
 
 class World:
     """The ranks of a plan on the processes of this job; process i runs the plan's i-th rank."""
 
-    def __init__(self, plan: Plan, device: torch.device | str = "cpu", *, staged: bool = False, timeout_s: float = 600.0) -> None:
-        self.plan, self.device, self.staged = plan, torch.device(device), staged
-        """`staged`: collectives go through host memory, for processes that share one GPU, which NCCL refuses."""
+    def __init__(self, plan: Plan, groups: ProcessGroups) -> None:
+        self.plan, self.groups = plan, groups
+        self.device, self.staged = groups.device, groups.staged
         self.ranks = plan.ranks
         self.process = {rank: index for index, rank in enumerate(self.ranks)}
-        self._timeout = timedelta(seconds=timeout_s)
-        alone = len(self.ranks) == 1
-        mine, size = (0, 1) if alone and not dist.is_initialized() else (dist.get_rank(), dist.get_world_size())
+        mine, size = groups.place
         if size < len(self.ranks):
             raise InputError(f"the plan has {len(self.ranks)} ranks, but {size} processes were started. Start one for each rank.")
         self.rank = self.ranks[mine] if mine < len(self.ranks) else -1
@@ -40,15 +68,7 @@ class World:
 
     def group(self, ranks: Iterable[int]) -> Any:
         """The process group of these ranks of the plan; None for one alone."""
-        members = tuple(sorted(self.process[rank] for rank in ranks))
-        if len(members) == 1:
-            return None
-        if members not in _MADE:
-            if len(members) == dist.get_world_size():
-                _MADE[members] = dist.group.WORLD
-            else:
-                _MADE[members] = dist.new_group(list(members), timeout=self._timeout)
-        return _MADE[members]
+        return self.groups.of(self.process[rank] for rank in ranks)
 
     def tensor_parallel(self, ranks: Sequence[int]) -> TensorParallel:
         """This rank's place in a tensor-parallel group."""

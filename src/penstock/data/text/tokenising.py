@@ -10,10 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from penstock.data.cleaning import DROPPED
 from penstock.data.indexed import token_dtype
-from penstock.data.lines import Form, Piece, read_samples
-from penstock.data.tokenizer import load_tokenizer
+from penstock.data.text.cleaning import DROPPED
+from penstock.data.text.lines import Form, LineSpan, read_samples
+from penstock.data.text.tokenizer import load_tokenizer
 
 __all__ = ["TokenJob", "Tokens", "chosen", "tokenise"]
 
@@ -40,7 +40,7 @@ class Tokens:
     tokens: list[npt.NDArray[Any]]
 
 
-def chosen(piece: Piece, form: Form, wanted: npt.NDArray[np.bool_]) -> Iterator[tuple[tuple[str, ...], int]]:
+def chosen(piece: LineSpan, form: Form, wanted: npt.NDArray[np.bool_]) -> Iterator[tuple[tuple[str, ...], int]]:
     """The texts of the chosen samples of a piece, each with its number."""
     number = -1
     for texts in read_samples(piece, form):
@@ -54,7 +54,7 @@ def chosen(piece: Piece, form: Form, wanted: npt.NDArray[np.bool_]) -> Iterator[
 _loaded: dict[str, Any] = {}
 
 
-def tokenise(argument: tuple[Piece, npt.NDArray[np.uint8], TokenJob]) -> tuple[dict[int, Tokens], Counter[str]]:
+def tokenise(argument: tuple[LineSpan, npt.NDArray[np.uint8], TokenJob]) -> tuple[dict[int, Tokens], Counter[str]]:
     """The samples of a piece as tokens, by split."""
     piece, codes, job = argument
     if job.tokenizer_path not in _loaded:

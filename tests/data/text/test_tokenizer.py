@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.data.tokenizer import find_end_token, load_tokenizer, train_tokenizer
+from penstock.data.text.tokenizer import find_end_token, load_tokenizer, train_tokenizer
 from penstock.errors import InputError
 
 TEXTS = ["the cat sat on the mat", "the dog sat on the log", "a cat and a dog"] * 20

@@ -6,36 +6,50 @@ the same share the work.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from penstock.errors import InputError
-from penstock.runtime.checkpoints.layout import BUFFERS, WEIGHTS, Layout, Piece, own_share, parameter_layout, stored_shapes, whole_layout
+from penstock.runtime.checkpoints.layout import (
+    BUFFERS,
+    WEIGHTS,
+    CheckpointLayout,
+    TensorPiece,
+    own_share,
+    parameter_layout,
+    stored_shapes,
+    whole_layout,
+)
 from penstock.runtime.checkpoints.reader import Checkpoint
+from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.parallel.gradients import holders_of
 
 if TYPE_CHECKING:
     from penstock.models.modules import OpModule
+    from penstock.plans.plan import Plan
+    from penstock.runtime.parallel.held import Held
+    from penstock.runtime.parallel.stage import StageModule
     from penstock.runtime.rank import Rank
-    from penstock.runtime.stage import Held, StageModule
 
-__all__ = ["PieceSource", "load_rank", "load_weights", "rank_pieces", "rank_state"]
+__all__ = ["PieceSource", "adopt_with_state", "load_rank", "load_weights", "rank_pieces", "rank_state"]
 
 _OWN = (WEIGHTS, BUFFERS)
 
 
 class PieceSource(Protocol):
-    """What weights are read from."""
+    """A checkpoint, or a Hugging Face folder, from which weights are read."""
 
-    def load(self, pieces: Iterable[Piece]) -> None:
+    def load(self, pieces: Iterable[TensorPiece]) -> None:
         """Fills the pieces' tensors."""
 
 
-def rank_pieces(rank: Rank) -> Iterator[Piece]:
-    """What this rank saves, to be read before its next step."""
+def rank_pieces(rank: Rank) -> Iterator[TensorPiece]:
+    """This rank's part of a checkpoint: views of its tensors, valid until its next step."""
     known: dict[Any, Any] = {}
     optimizer = rank.update.optimizer
     for number, stage in rank.stages.items():
@@ -53,7 +67,7 @@ def rank_pieces(rank: Rank) -> Iterator[Piece]:
                 yield from _buffers(module)
 
 
-def _pieces(layout: Layout, held: Held, tensor: torch.Tensor, kind: str = "") -> Iterator[Piece]:
+def _pieces(layout: CheckpointLayout, held: Held, tensor: torch.Tensor, kind: str = "") -> Iterator[TensorPiece]:
     """Where a weight, or something of its shape, lies: the whole of it, or a flat part."""
     return layout.pieces(tensor, kind) if held.start is None else layout.flat_pieces(tensor, held.start, kind)
 
@@ -82,13 +96,13 @@ def _modules(stage: StageModule) -> Iterator[tuple[int, OpModule]]:
             yield number, module
 
 
-def _buffers(module: OpModule) -> Iterator[Piece]:
+def _buffers(module: OpModule) -> Iterator[TensorPiece]:
     for name, buffer in module.named_buffers(recurse=False):
         yield from whole_layout(f"{module.name}.{name}", buffer.shape, BUFFERS).pieces(buffer)
 
 
 def rank_state(rank: Rank) -> dict[str, Any]:
-    """What a rank knows besides tensors; a run adds its data position and more."""
+    """The part of a checkpoint that is no tensor: model, seed, optimizer, precision, loss scale. A run adds its data position."""
     scale = rank.update.scale
     return {
         "model": rank.plan.model if isinstance(rank.plan.model, str) else dict(rank.plan.model),
@@ -110,6 +124,32 @@ def load_rank(checkpoint: Checkpoint, rank: Rank) -> None:
     if rank.update.scale is not None and scale is not None:
         for name, value in scale.items():
             setattr(rank.update.scale, name, value)
+
+
+def adopt_with_state(rank: Rank, plan: Plan, step: int, folder: str | Path) -> None:
+    """Puts `plan` in force before step `step` with all that training has reached: weights, optimizer state, statistics, loss scale.
+
+    Every process of the job calls it between the same two steps, also one to which either plan gives nothing. What differs travels through
+    a checkpoint in `folder`, which all processes share and which is empty again afterwards; the same plan moves nothing.
+    """
+    if plan == rank.plan:
+        return
+    if (plan.model, plan.precision) != (rank.plan.model, rank.plan.precision):
+        raise InputError(f"a plan of model '{plan.model}' in {plan.precision} cannot go on with what one of '{rank.plan.model}' in "
+                         f"{rank.plan.precision} has learned. Use plans of one model and precision.")  # fmt: skip
+    place, before = rank.groups.place[0], rank.world
+    if before.rank >= 0:
+        writer = CheckpointWriter(folder, rank=place, world_size=len(before.ranks), token=f"adopt_{step}")
+        writer.save(step, rank_pieces(rank), rank_state(rank))
+        writer.wait()
+    rank.groups.barrier()  # the first process completes the checkpoint
+    rank.adopt(plan)
+    if rank.world.rank >= 0:
+        load_rank(Checkpoint(folder), rank)
+    rank.groups.barrier()
+    if place == 0:
+        shutil.rmtree(folder)
+        Path(folder).mkdir()
 
 
 @torch.no_grad()
@@ -145,8 +185,8 @@ def _check(checkpoint: Checkpoint, rank: Rank, kinds: tuple[str, ...], scalars: 
     checkpoint.check(expected, kinds=(*_OWN, *kinds))
 
 
-def _state(source: PieceSource, held: Held, layout: Layout, kinds: tuple[str, ...], scalars: set[str]) -> dict[str, torch.Tensor]:
-    """What the optimizer keeps for one weight, read as this rank needs it."""
+def _state(source: PieceSource, held: Held, layout: CheckpointLayout, kinds: tuple[str, ...], scalars: set[str]) -> dict[str, torch.Tensor]:
+    """The optimizer's state of one weight (master, moments, step count), in the shape in which this rank keeps it."""
     device = held.parameter.device
     shape = held.parameter.shape
     state = {"master": torch.empty(shape, device=device)}

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.modules.base import Carry
 from penstock.models.modules.batch import Batch
 from penstock.models.modules.parallel import TensorParallel
-from penstock.programs.instructions import MicroBatch
-from penstock.runtime.stage import StageModule
+from penstock.runtime.parallel.stage import StageModule
 
 __all__ = ["count_correct", "most_likely"]
 

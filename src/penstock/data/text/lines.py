@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.errors import InputError
 
-__all__ = ["BadLine", "Form", "Piece", "detect_form", "pieces_of", "read_samples"]
+__all__ = ["BadLine", "Form", "LineSpan", "detect_form", "pieces_of", "read_samples"]
 
 Form = Literal["pairs", "text"]
 
@@ -30,7 +30,7 @@ class _Text(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Piece:
+class LineSpan:
     """The lines of a file whose first byte lies in a range."""
 
     path: Path
@@ -46,7 +46,7 @@ class BadLine(Exception):
         self.number, self.problem = number, problem
 
 
-def pieces_of(path: Path, piece_bytes: int = _PIECE_BYTES) -> list[Piece]:
+def pieces_of(path: Path, piece_bytes: int = _PIECE_BYTES) -> list[LineSpan]:
     """A file in pieces, in order."""
     try:
         size = path.stat().st_size
@@ -58,10 +58,10 @@ def pieces_of(path: Path, piece_bytes: int = _PIECE_BYTES) -> list[Piece]:
         raise InputError(f"input '{path}' does not exist.") from None
     except OSError as error:
         raise InputError(f"input '{path}' cannot be read: {error.strerror}.") from None
-    return [Piece(path, start, min(start + piece_bytes, size)) for start in range(0, size, piece_bytes)]
+    return [LineSpan(path, start, min(start + piece_bytes, size)) for start in range(0, size, piece_bytes)]
 
 
-def _lines(piece: Piece) -> Iterator[bytes]:
+def _lines(piece: LineSpan) -> Iterator[bytes]:
     with open(piece.path, "rb") as stream:
         if piece.start:
             stream.seek(piece.start - 1)
@@ -72,7 +72,7 @@ def _lines(piece: Piece) -> Iterator[bytes]:
             yield line
 
 
-def read_samples(piece: Piece, form: Form) -> Iterator[tuple[str, ...] | None]:
+def read_samples(piece: LineSpan, form: Form) -> Iterator[tuple[str, ...] | None]:
     """The texts of each line, one per side; None for a blank one."""
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_Pair if form == "pairs" else _Text)
     for number, line in enumerate(_lines(piece), start=1):

@@ -75,7 +75,7 @@ def _word_piece(path: Path) -> Tokenizer:
 
 
 def _sentencepiece(path: Path) -> Tokenizer:
-    from penstock.data.sentencepiece import read_sentencepiece
+    from penstock.data.text.sentencepiece import read_sentencepiece
 
     return read_sentencepiece(path)
 

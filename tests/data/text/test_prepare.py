@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bundled_texts import TASKS, generate
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cli.main import run
 from penstock.data import IndexedTokens, open_data
 from penstock.data.bundled import bundled_files
-from penstock.data.bundled.generate import TASKS, generate
-from penstock.data.cleaning import DROPPED, first_of_equals, parse_split, split_samples
-from penstock.data.lines import Piece, pieces_of, read_samples
-from penstock.data.prepare import TextRequest, prepare_text
+from penstock.data.text.cleaning import DROPPED, first_of_equals, parse_split, split_samples
+from penstock.data.text.lines import LineSpan, pieces_of, read_samples
+from penstock.data.text.prepare import TextRequest, prepare_text
 from penstock.errors import InputError
 
 
@@ -77,8 +77,8 @@ def test_the_number_of_workers_and_of_pieces_changes_no_byte(tmp_path: Path, mon
     path = write_pairs(tmp_path / "a.jsonl", [(words(i % 80, i), words(i % 7 + 1)) for i in range(4000)])
     tokenizer = tmp_path / "first" / "tokenizer.json"
     prepare_text(TextRequest((path,), tmp_path / "first", train_tokenizer=300, workers=1))
-    monkeypatch.setattr("penstock.data.prepare._INLINE_BYTES", 0)
-    monkeypatch.setattr("penstock.data.prepare.pieces_of", lambda path: pieces_of(path, 100_000))
+    monkeypatch.setattr("penstock.data.text.prepare._INLINE_BYTES", 0)
+    monkeypatch.setattr("penstock.data.text.prepare.pieces_of", lambda path: pieces_of(path, 100_000))
     prepare_text(TextRequest((path,), tmp_path / "second", str(tokenizer), workers=2))
     for file in (tmp_path / "first").iterdir():
         assert file.read_bytes() == (tmp_path / "second" / file.name).read_bytes(), file.name
@@ -142,7 +142,7 @@ def test_bad_lines_are_named_and_nothing_is_left(tmp_path: Path, text: str, mess
 def test_a_bad_line_in_a_later_piece_has_its_number_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}\n' * 900 + '{"text": }\n' + '{"text": "x"}\n' * 50)
-    monkeypatch.setattr("penstock.data.prepare.pieces_of", lambda path: pieces_of(path, 1000))
+    monkeypatch.setattr("penstock.data.text.prepare.pieces_of", lambda path: pieces_of(path, 1000))
     with pytest.raises(InputError, match="line 901: JSON is malformed"):
         prepare_text(TextRequest((path,), tmp_path / "out", train_tokenizer=300))
 
@@ -269,4 +269,4 @@ def test_every_rank_count_draws_the_same_batches(tmp_path: Path) -> None:
 
 
 def test_a_piece_of_nothing() -> None:
-    assert list(read_samples(Piece(Path("/dev/null"), 0, 0), "text")) == []
+    assert list(read_samples(LineSpan(Path("/dev/null"), 0, 0), "text")) == []

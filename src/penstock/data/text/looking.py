@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from penstock.data.cleaning import first_of_equals, split_samples
-from penstock.data.lines import BadLine, Form, Piece, read_samples
+from penstock.data.text.cleaning import first_of_equals, split_samples
+from penstock.data.text.lines import BadLine, Form, LineSpan, read_samples
 from penstock.data.workers import Pool, Report, in_order
 from penstock.errors import InputError
 
@@ -31,7 +31,7 @@ class _Seen:
     bad: tuple[int, str] | None = None
 
 
-def _look_at(argument: tuple[Piece, Form]) -> _Seen:
+def _look_at(argument: tuple[LineSpan, Form]) -> _Seen:
     piece, form = argument
     digests, empty, lines = bytearray(), bytearray(), 0
     try:
@@ -46,7 +46,7 @@ def _look_at(argument: tuple[Piece, Form]) -> _Seen:
 
 
 def look(
-    pool: Pool, pieces: list[list[Piece]], form: Form, parts: Sequence[float], keep_duplicates: bool,
+    pool: Pool, pieces: list[list[LineSpan]], form: Form, parts: Sequence[float], keep_duplicates: bool,
     counts: Counter[str], report: Report,
 ) -> Codes:  # fmt: skip
     """Which split each sample goes to, with what was dropped counted."""

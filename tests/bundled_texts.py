@@ -1,6 +1,6 @@
 """Writes the bundled text set: six tasks whose answers follow from their questions, lengths spread as in instruction data.
 
-    python -m penstock.data.bundled.generate FOLDER
+    python tests/bundled_texts.py src/penstock/data/bundled
 
 The number of words of an input is log-normal, with its own median and spread for each task: most are short, a few are very long.
 """
@@ -36,7 +36,7 @@ _SUBJECTS = _words("room food service view music staff journey guide price garde
 _DIGITS = _words("zero one two three four five six seven eight nine")
 
 
-class Task(NamedTuple):
+class TextTask(NamedTuple):
     """How many samples, how long their inputs are, and what makes one of about so many words."""
 
     samples: int
@@ -52,7 +52,7 @@ def _sentence(rng: random.Random) -> tuple[str, str, str, str]:
 
 
 def _story(rng: random.Random, words: int) -> list[tuple[str, str, str, str]]:
-    events = []
+    events: list[tuple[str, str, str, str]] = []
     while sum(len(event[0].split()) for event in events) < words:
         events.append(_sentence(rng))
     return events
@@ -105,12 +105,12 @@ def _spelling(rng: random.Random, words: int) -> tuple[str, str]:
 
 
 TASKS = {
-    "opinions": Task(340, 28, 0.8, _opinion),
-    "reading": Task(240, 75, 1.0, _reading),
-    "sorting": Task(240, 14, 0.7, _sorting),
-    "spelling": Task(240, 16, 0.8, _spelling),
-    "summaries": Task(100, 120, 0.9, _summary),
-    "sums": Task(420, 8, 0.6, _sums),
+    "opinions": TextTask(340, 28, 0.8, _opinion),
+    "reading": TextTask(240, 75, 1.0, _reading),
+    "sorting": TextTask(240, 14, 0.7, _sorting),
+    "spelling": TextTask(240, 16, 0.8, _spelling),
+    "summaries": TextTask(100, 120, 0.9, _summary),
+    "sums": TextTask(420, 8, 0.6, _sums),
 }
 
 

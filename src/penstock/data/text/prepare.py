@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from penstock.data.cleaning import SPLITS
 from penstock.data.indexed import IndexedWriter, token_dtype
-from penstock.data.lines import Form, Piece, detect_form, pieces_of
-from penstock.data.looking import Codes, look
-from penstock.data.manifest import Manifest, Split, TaskRange, write_manifest
-from penstock.data.tokenising import TokenJob, chosen, tokenise
-from penstock.data.tokenizer import find_end_token, load_tokenizer, train_tokenizer
+from penstock.data.manifest import DataManifest, DataSplit, TaskRange, write_manifest
+from penstock.data.text.cleaning import SPLITS
+from penstock.data.text.lines import Form, LineSpan, detect_form, pieces_of
+from penstock.data.text.looking import Codes, look
+from penstock.data.text.tokenising import TokenJob, chosen, tokenise
+from penstock.data.text.tokenizer import find_end_token, load_tokenizer, train_tokenizer
 from penstock.data.workers import Pool, Report, in_order, new_folder, start_pool
 from penstock.errors import InputError
 
@@ -56,7 +56,7 @@ class TextRequest:
     workers: int = 1
 
 
-def prepare_text(request: TextRequest, report: Report = lambda *_: None) -> Manifest:
+def prepare_text(request: TextRequest, report: Report = lambda *_: None) -> DataManifest:
     """Writes the token files and returns what they hold."""
     names = task_names(request.inputs)
     _check(request)
@@ -72,7 +72,7 @@ def prepare_text(request: TextRequest, report: Report = lambda *_: None) -> Mani
         job = TokenJob(form, tokenizer.get_vocab_size(), end, request.limits, request.over_long, str(folder / "tokenizer.json"))
         splits = _write(pool, folder, names, pieces, codes, job, request.weights, counts, report)
         sides = ["input", "target"] if form == "pairs" else ["input"]
-        manifest = Manifest("text", sides, splits, job.vocab_size, end, "tokenizer.json", counts=dict(counts))
+        manifest = DataManifest("text", sides, splits, job.vocab_size, end, "tokenizer.json", counts=dict(counts))
         write_manifest(folder, manifest)
     return manifest
 
@@ -108,13 +108,13 @@ def _check(request: TextRequest) -> None:
         raise InputError(f"{request.workers} workers cannot work; give at least 1.")
 
 
-def _tokenizer(request: TextRequest, form: Form, pieces: list[list[Piece]], codes: Codes) -> Tokenizer:
+def _tokenizer(request: TextRequest, form: Form, pieces: list[list[LineSpan]], codes: Codes) -> Tokenizer:
     if request.tokenizer is not None:
         return load_tokenizer(request.tokenizer)
     return train_tokenizer(_training_texts(form, pieces, codes), request.train_tokenizer or 0)
 
 
-def _training_texts(form: Form, pieces: list[list[Piece]], codes: Codes) -> Iterator[str]:
+def _training_texts(form: Form, pieces: list[list[LineSpan]], codes: Codes) -> Iterator[str]:
     """Texts of training samples, piece by piece from all files in turn, up to a limit."""
     spent = 0
     for depth in range(max(len(parts) for parts in pieces)):
@@ -129,9 +129,9 @@ def _training_texts(form: Form, pieces: list[list[Piece]], codes: Codes) -> Iter
 
 
 def _write(
-    pool: Pool, folder: Path, names: list[str], pieces: list[list[Piece]], codes: Codes,
+    pool: Pool, folder: Path, names: list[str], pieces: list[list[LineSpan]], codes: Codes,
     job: TokenJob, weights: tuple[float, ...] | None, counts: Counter[str], report: Report,
-) -> dict[str, Split]:  # fmt: skip
+) -> dict[str, DataSplit]:  # fmt: skip
     """Writes what the second pass returns; the splits as they became."""
     sides = ("input", "target") if job.form == "pairs" else ("input",)
     used = [code for code in range(len(SPLITS)) if any((part == code).any() for parts in codes for part in parts)]
@@ -165,7 +165,7 @@ def _write(
         raise InputError(f"no sample is left of {counts['read']}: {dict(counts)}.")
     shares = weights or (None,) * len(names)
     return {
-        SPLITS[code]: Split(
+        SPLITS[code]: DataSplit(
             size[-1], {side: tokens[code, side] for side in sides},
             [_task(name, size[i], size[i + 1], shares[i]) for i, name in enumerate(names)],
         )
