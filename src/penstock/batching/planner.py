@@ -19,7 +19,7 @@ from penstock.errors import InputError
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
 
-__all__ = ["costs_for", "plan_batch", "plan_for"]
+__all__ = ["costs_for", "costs_of_batch", "plan_batch", "plan_for"]
 
 
 def plan_batch(
@@ -64,6 +64,14 @@ def costs_for(plan: Plan, longest: int, longest_dec: int = 0, costs: str = "", m
     return planned_costs(plan, model, cluster, source, longest, longest_dec, memory_limit_bytes=memory_limit_bytes)
 
 
+def costs_of_batch(plan: Plan, samples: Sequence[Sample], costs: str = "", memory_limit_bytes: float = math.inf) -> PipelineCosts:
+    """`costs_for` samples as long as the longest of a batch."""
+    if not samples:
+        raise InputError("the batch has no samples.")
+    longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
+    return costs_for(plan, longest, longest_dec, costs, memory_limit_bytes)
+
+
 def plan_for(
     plan: Plan, samples: Sequence[Sample], *, costs: str = "", steps: int | None = None, seed: int = 0, too_long: TooLong = "refuse",
     memory_limit_bytes: float = math.inf,
@@ -74,10 +82,7 @@ def plan_for(
     """
     from penstock.batching.reorder import with_better_orders
 
-    if not samples:
-        raise InputError("the batch has no samples.")
-    longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
-    prepared = costs_for(plan, longest, longest_dec, costs, memory_limit_bytes)
+    prepared = costs_of_batch(plan, samples, costs, memory_limit_bytes)
     steps = usual_steps(prepared, len(samples)) if steps is None else steps
     found = plan_batch(samples, prepared, steps=steps, seed=seed, too_long=too_long, bound=True)
     return with_better_orders(found, prepared, steps, seed) if steps else found

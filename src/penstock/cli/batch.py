@@ -28,6 +28,9 @@ def batch(
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same plan.")] = 0,
     too_long: Annotated[Literal["refuse", "drop", "truncate"], typer.Option(help="What to do with samples that fit no device.")] = "refuse",
+    baselines: Annotated[
+        bool, typer.Option("--baselines", help="Show beside it what the usual ways to cut a batch would take: padded, packed, budgets.")
+    ] = False,
     path: Annotated[Path | None, typer.Option("--out", help="Write the planned batch to this file.")] = None,
     json: JsonFlag = False,
 ) -> None:
@@ -37,8 +40,9 @@ def batch(
 
     Example: penstock batch --lengths lengths.csv --plan plan.json --out batch.json
     """
+    from penstock.batching.baselines import baseline_rows
     from penstock.batching.lengths import read_lengths
-    from penstock.batching.planner import plan_for
+    from penstock.batching.planner import costs_of_batch, plan_for
     from penstock.files import write_json
     from penstock.plans.schema import read_plan
 
@@ -46,25 +50,36 @@ def batch(
         raise InputError(f"--budget-steps is {budget_steps}; 0 or more were expected.")
     if seed < 0:
         raise InputError(f"--seed is {seed}; 0 or more was expected.")
-    found = plan_for(read_plan(plan), read_lengths(lengths), costs=costs, steps=budget_steps, seed=seed, too_long=too_long)
+    chosen, samples = read_plan(plan), read_lengths(lengths)
+    found = plan_for(chosen, samples, costs=costs, steps=budget_steps, seed=seed, too_long=too_long)
+    usual = baseline_rows(samples, costs_of_batch(chosen, samples, costs), too_long) if baselines else []
     if path is not None:
         write_json(path, found.to_dict())
     if json:
-        print_json({**_summary(found), "out": path, "batch": found.to_dict()})
+        compared = {"baselines": [{"method": one.method, **_figures(one)} for one in usual]} if baselines else {}
+        print_json({**_summary(found), **compared, "out": path, "batch": found.to_dict()})
         return
     _show(found)
+    if baselines:
+        out().print(table("the same batch, cut as usual", _BASELINE_COLUMNS, [_baseline_row(one, found) for one in (found, *usual)]))
     if path is not None:
         out().print(f"wrote it to {path}.", markup=False, soft_wrap=True)
 
 
-def _summary(found: BatchPlan) -> dict[str, Any]:
+def _figures(found: BatchPlan) -> dict[str, Any]:
     return {
         "predicted_s": found.predicted_s,
-        "bound_s": found.bound_s,
         "num_micro_batches": found.num_micro_batches,
         "num_tokens": found.num_tokens,
         "padding_share": found.padding_share,
         "peak_bytes": found.peak_bytes,
+    }
+
+
+def _summary(found: BatchPlan) -> dict[str, Any]:
+    return {
+        **_figures(found),
+        "bound_s": found.bound_s,
         "orders": [replica.order for replica in found.replicas],
         "dropped": len(found.dropped),
         "truncated": len(found.truncated),
@@ -91,6 +106,15 @@ def _show(found: BatchPlan) -> None:
     for what, samples in (("dropped", found.dropped), ("truncated", found.truncated)):
         for sample in samples:
             out().print(f"note: sample {sample.id} of {sample.length} tokens was {what}.", markup=False, soft_wrap=True)
+
+
+_BASELINE_COLUMNS = ("way", "time", "longer by", "micro-batches", "padding", "peak memory")
+
+
+def _baseline_row(one: BatchPlan, found: BatchPlan) -> list[Any]:
+    longer = "-" if one is found else f"{one.predicted_s / found.predicted_s - 1:.1%}"
+    padding, peak = f"{one.padding_share:.1%}", format_bytes(one.peak_bytes)
+    return [one.method, format_time(one.predicted_s), longer, one.num_micro_batches, padding, peak]
 
 
 _COLUMNS = ("micro-batch", "layout", "samples", "shape", "tokens", "recomputation by stage")
