@@ -9,19 +9,27 @@ import typer
 
 from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, out, print_json, table
 from penstock.errors import InputError
+from penstock.systems import SYSTEMS
 
 if TYPE_CHECKING:
-    from penstock.batching.plan import BatchPlan, MicroBatch
+    from collections.abc import Sequence
+
+    from penstock.batching.costs import PipelineCosts
+    from penstock.batching.plan import BatchPlan, MicroBatch, Sample
 
 __all__ = ["batch"]
 
 _SHOWN = 40
+_CONFIGURED = {name: system.batch_costs for name, system in SYSTEMS.items() if system.batch_costs is not None}
+"""Systems with configurations that batches are planned for."""
 
 
 def batch(
     lengths: Annotated[Path, typer.Option(help="CSV of the batch: sample_id,enc_len,dec_len, or a column length.")],
-    plan: Annotated[Path, typer.Option(help="A plan file (plan.json).")],
-    costs: Annotated[str, typer.Option(help="roofline, profile:FILE or a shipped profile; the plan's own if not given.")] = "",
+    plan: Annotated[Path | None, typer.Option(help="A plan file (plan.json); none with dynapipe:DIR/NAME.")] = None,
+    costs: Annotated[str, typer.Option(help="roofline, profile:FILE or a shipped profile; the plan's own if not given. dynapipe:DIR/NAME "
+                                       "plans by DynaPipe's tables for the configuration NAME of its configs.json.")] = "",
+    free_layers: Annotated[bool, typer.Option(help="dynapipe: move layers between the stages to suit this batch.")] = False,
     budget_steps: Annotated[
         int | None,
         typer.Option(help="Steps of search for micro-batches, and for their order; what the batch suggests if not given, 0 for none."),
@@ -33,16 +41,19 @@ def batch(
     ] = False,
     path: Annotated[Path | None, typer.Option("--out", help="Write the planned batch to this file.")] = None,
     json: JsonFlag = False,
-) -> None:
+) -> None:  # fmt: skip
     """Plan one global batch: which samples run together, on which replica, in which order, recomputing what; time and memory to expect.
 
     The layout (padded or packed) and the recomputation patterns to choose from are the plan's. Status 3 if a sample fits nowhere.
 
     Example: penstock batch --lengths lengths.csv --plan plan.json --out batch.json
+
+    Example: penstock batch --lengths lengths.csv --costs dynapipe:DIR/gptA
     """
     from penstock.batching.baselines import baseline_rows
     from penstock.batching.lengths import read_lengths
-    from penstock.batching.planner import costs_of_batch, plan_for
+    from penstock.batching.planner import costs_of_batch, plan_batch, plan_with_orders
+    from penstock.batching.search import usual_steps
     from penstock.files import write_json
     from penstock.plans.schema import read_plan
 
@@ -50,9 +61,21 @@ def batch(
         raise InputError(f"--budget-steps is {budget_steps}; 0 or more were expected.")
     if seed < 0:
         raise InputError(f"--seed is {seed}; 0 or more was expected.")
-    chosen, samples = read_plan(plan), read_lengths(lengths)
-    found = plan_for(chosen, samples, costs=costs, steps=budget_steps, seed=seed, too_long=too_long)
-    usual = baseline_rows(samples, costs_of_batch(chosen, samples, costs), too_long) if baselines else []
+    samples = read_lengths(lengths)
+    if costs.partition(":")[0] in _CONFIGURED:
+        if plan is not None:
+            raise InputError(f"--plan does not go with --costs {costs}, whose configuration is the plan. Drop one of them.")
+        prepared = _configured_costs(costs, samples, free_layers)
+        steps = usual_steps(prepared, len(samples)) if budget_steps is None else budget_steps
+        found = plan_batch(samples, prepared, steps=steps, seed=seed, too_long=too_long, bound=True)
+    elif free_layers:
+        raise InputError("--free-layers belongs to --costs dynapipe:DIR/NAME; a plan's stages stay as they are. Drop it.")
+    elif plan is None:
+        raise InputError("--plan is missing. Give a plan file, as in `--plan plan.json`, or --costs dynapipe:DIR/NAME.")
+    else:
+        prepared = costs_of_batch(read_plan(plan), samples, costs)
+        found = plan_with_orders(samples, prepared, steps=budget_steps, seed=seed, too_long=too_long)
+    usual = baseline_rows(samples, prepared, too_long) if baselines else []
     if path is not None:
         write_json(path, found.to_dict())
     if json:
@@ -64,6 +87,14 @@ def batch(
         out().print(table("the same batch, cut as usual", _BASELINE_COLUMNS, [_baseline_row(one, found) for one in (found, *usual)]))
     if path is not None:
         out().print(f"wrote it to {path}.", markup=False, soft_wrap=True)
+
+
+def _configured_costs(costs: str, samples: Sequence[Sample], free_layers: bool) -> PipelineCosts:
+    """What a batch costs in a configuration of another system, by that system's own cost model."""
+    kind, _, where = costs.partition(":")
+    if not where or "\0" in where:
+        raise InputError(f"costs '{costs}': expected {kind}:DIR/NAME.")
+    return _CONFIGURED[kind](where, samples, free_layers)
 
 
 def _figures(found: BatchPlan) -> dict[str, Any]:

@@ -20,14 +20,14 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
 from penstock.plans.validity import check_plan
 from penstock.systems.dynpipe.blocks import block_ends, num_module_ops, pieces
-from penstock.systems.dynpipe.files import Partition, Topology, read_files, write_files
+from penstock.systems.dynpipe.files import DynPipePartition, Topology, read_files, write_files
 from penstock.systems.dynpipe.plans import _ratio, from_plan, to_plan
 
 VGG = resolve_model("vgg16")
 
 
 def imported(
-    topology: Topology, partition: Partition | None = None, model: str | Model = VGG, cluster: str = "8xv100-16gb", **more: Any
+    topology: Topology, partition: DynPipePartition | None = None, model: str | Model = VGG, cluster: str = "8xv100-16gb", **more: Any
 ) -> Plan:
     """The plan of a model of the catalogue on a cluster given by its shorthand."""
     found = resolve_model(model) if isinstance(model, str) else model
@@ -40,11 +40,13 @@ def side_by_side(widths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(*bounds)) for bounds in pairwise([0, *accumulate(widths)]))
 
 
-def files(counts: tuple[int, ...], widths: tuple[int, ...], batch: int, ratios: tuple[float, ...] = ()) -> tuple[Topology, Partition]:
+def files(
+    counts: tuple[int, ...], widths: tuple[int, ...], batch: int, ratios: tuple[float, ...] = ()
+) -> tuple[Topology, DynPipePartition]:
     """Two files in the form in which they are written."""
     stages = len(counts)
     topology = Topology((*range(stages), stages - 1), side_by_side(widths), tuple(range(stages - 1, -1, -1)))
-    return topology, Partition(counts, ratios or (0,) * stages, (batch,), tuple(batch // width for width in widths))
+    return topology, DynPipePartition(counts, ratios or (0,) * stages, (batch,), tuple(batch // width for width in widths))
 
 
 @st.composite
@@ -197,7 +199,7 @@ def changed(**fields: Any) -> Plan:
 def test_the_good_plan_itself() -> None:
     topology, partition = from_plan(changed())
     assert topology == Topology((0, 1, 1), ((0, 1), (2, 3)), (1, 0))
-    assert partition == Partition((10, 28), (0, 0), (8,), (4, 4))
+    assert partition == DynPipePartition((10, 28), (0, 0), (8,), (4, 4))
 
 
 @pytest.mark.parametrize(

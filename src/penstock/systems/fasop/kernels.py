@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from penstock.systems.fasop.rules import INTER_OVERHEAD, INTRA_OVERHEAD, Case
+from penstock.systems.fasop.rules import INTER_OVERHEAD, INTRA_OVERHEAD, Case, Counted, Sketches
 from penstock.timing.special_clocks import run_alike
 
 __all__ = ["climb", "deal", "improve", "judge", "messages", "narrowest", "sketch", "start", "warm"]
@@ -458,14 +458,15 @@ def _least_work(case, kind, units, num_kinds):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def sketch(case, kind, units, limit, node, intra_s, inter_s, tied_s, ring, tau, value, depth, back):  # type: ignore[no-untyped-def]
-    """Rough plans: value [kinds + 1, layers + 1, states] is the least sum of times and hops of layers i.. with GPUs of each kind used.
+def sketch(case, counted, tau, found):  # type: ignore[no-untyped-def]
+    """Fills `found` with rough plans: the least sum of times and hops of layers i.. with GPUs of each kind used.
 
     No stage takes more than `tau` with its hop there and back. GPUs of a kind fill node after node; whether a hop stays inside a node
-    follows from how many are used. `tied_s` [C] is added for the first and the last stage, the first one's gradients at bandwidth
-    `ring` [C]. The first index is the kind of the stage at hand (the last for none); a state is the mixed-radix number of GPUs used.
-    `back` packs (kind and state of the stage behind, first layer of it, option) into one number.
+    follows from how many are used.
     """
+    kind, units, limit, node = counted.kind, counted.units, counted.limit, counted.node
+    intra_s, inter_s, tied_s, ring = counted.intra_s, counted.inter_s, counted.tied_s, counted.ring
+    value, depth, back = found.value, found.depth, found.back
     num_kinds, num_layers, num_states = len(limit), len(case.gradient_bits) - 1, value.shape[2]
     weight, need = _least_work(case, kind, units, num_kinds)
     stride = np.ones(num_kinds, np.int64)
@@ -528,6 +529,5 @@ def warm() -> None:
     start(case, plan[0], plan[1], plan[2], 0, False, np.inf, 1.0)
     improve(case, plan, np.array([2, 0, 0, 1000]), np.inf, 1, True)
     deal(case, plan[1], plan[2], 0, False, np.zeros((2, 1), np.int64))
-    shape = (2, 3, 3)
-    tables = np.zeros(shape), np.zeros(shape, np.int32), np.zeros(shape, np.int64)
-    sketch(case, one - 1, one, np.array([2]), np.array([2]), np.ones(1), np.ones(1), np.ones(1), np.ones(1), 9.0, *tables)
+    two, ones = np.array([2]), np.ones(1)
+    sketch(case, Counted(one - 1, one, two, two, ones, ones, ones, ones), 9.0, Sketches.empty(1, 2, 3))

@@ -1,24 +1,22 @@
-"""DynaPipe's cost tables and configurations in the form that batches are planned from."""
+"""DynaPipe's cost model: what micro-batches take and keep on the stages of a configuration, in the form that batches are planned from."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import accumulate, pairwise, permutations, product
+from itertools import accumulate, pairwise, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from penstock.batching.costs import QUANTITIES, Floats, LayoutCosts, PipelineCosts
-from penstock.errors import InfeasibleError, InputError
+from penstock.errors import InputError
 
 if TYPE_CHECKING:
-    from penstock.batching.plan import BatchPlan, Sample
-    from penstock.systems.dynapipe.models import PlannerConfig
+    from penstock.batching.plan import BatchPlan
+    from penstock.systems.dynapipe.inputs import PlannerConfig
     from penstock.systems.dynapipe.tables import DynaPipeTables
 
-__all__ = ["best_layers", "dynapipe_costs", "dynapipe_plan"]
+__all__ = ["dynapipe_costs", "dynapipe_plan"]
 
 _MB, _MS, _ITEM_BYTES = 1e6, 1e-3, 2
 _Stage = tuple[int, int, bool]
@@ -144,30 +142,3 @@ def _hops(tables: DynaPipeTables, config: PlannerConfig, stages: list[_Stage]) -
         for way, decoder in enumerate((stages[s][1] > 0, stages[s + 1][1] > 0)):
             hops[way, s] = latency_us * 1e-6, token_s, token_s if decoder else 0.0
     return hops
-
-
-def best_layers(tables: DynaPipeTables, config: PlannerConfig, samples: Sequence[Sample]) -> PlannerConfig:
-    """The configuration with the layers per stage that suit this batch best, found by moving one layer at a time between stages.
-
-    What a stage's layers cost depends on the lengths: short decoder sides leave decoder stages idle when layers are dealt evenly.
-    """
-    from penstock.batching.planner import plan_batch
-
-    def time_s(counts: tuple[int, ...]) -> float:
-        try:
-            return plan_batch(samples, dynapipe_costs(tables, replace(config, layers_per_stage=counts))).predicted_s
-        except InfeasibleError:
-            return float("inf")
-
-    sides = 2 if tables.dimensions.has_decoder else 1
-    counts = config.layers_per_stage or (sides * config.layers // config.pp,) * config.pp
-    known = {counts: time_s(counts)}
-    while True:
-        for giver, taker in permutations(range(config.pp), 2):
-            moved = tuple(count - (s == giver) + (s == taker) for s, count in enumerate(counts))
-            if min(moved) > 0 and moved not in known:
-                known[moved] = time_s(moved)
-        best = min(known, key=lambda held: known[held])
-        if best == counts:
-            return replace(config, layers_per_stage=counts)
-        counts = best

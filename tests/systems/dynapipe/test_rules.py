@@ -17,15 +17,16 @@ from penstock.batching.lengths import read_lengths
 from penstock.batching.plan import BatchPlan, Sample
 from penstock.batching.planner import plan_batch
 from penstock.errors import InputError
-from penstock.systems.dynapipe.batching import best_layers, dynapipe_costs, dynapipe_plan
-from penstock.systems.dynapipe.models import PlannerConfig
-from penstock.systems.dynapipe.tables import DynaPipeTables
+from penstock.systems.dynapipe.inputs import PlannerConfig
+from penstock.systems.dynapipe.rules import dynapipe_costs, dynapipe_plan
+from penstock.systems.dynapipe.search import best_layers
+from penstock.systems.dynapipe.tables import open_configuration
 
 
 @cache
 def prepared(folder: Path, name: str, **changes: Any) -> tuple[PlannerConfig, PipelineCosts]:
-    table = DynaPipeTables.open(folder / ("t5_11b" if name.startswith("t5") else "gpt_6.7b"))
-    config = dataclasses.replace(table.configs()[name], **changes)
+    table, known = open_configuration(folder / name)
+    config = dataclasses.replace(known, **changes)
     return config, dynapipe_costs(table, config)
 
 
@@ -107,9 +108,8 @@ def test_layers_that_do_not_add_up_are_refused(tables: Path) -> None:
 
 def test_layers_follow_the_lengths(tables: Path, dynapipe_judge: ModuleType) -> None:
     """Decoder sides are short, so that decoder stages take layers from the encoder's."""
-    table = DynaPipeTables.open(tables / "t5_11b")
     samples = read_lengths(tables / "inputs" / "t5_n128_max2048.csv")
-    even = table.configs()["t5C"]
+    table, even = open_configuration(tables / "t5C")
     config = best_layers(table, even, samples)
     assert sum(config.layers_per_stage) == 48
     assert config.layers_per_stage[-1] > 12
