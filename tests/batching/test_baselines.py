@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.batching.baselines import Attention, fixed_batches, packed_rows, run_baseline, token_budget
+from penstock.batching.baselines import Attention, baseline_rows, fixed_batches, packed_rows, run_baseline, token_budget
 from penstock.batching.example import small_costs
 from penstock.batching.packing import equal_groups
 from penstock.batching.plan import SampleLengths
@@ -50,6 +50,16 @@ def test_every_baseline_places_each_sample_once(lengths: list[int], rows: int, a
         plan = run_baseline(batches, COSTS, "baseline")
         assert plan.method == "baseline"
         assert ids([one for replica in plan.replicas for one in replica.micro_batches]) == everything
+
+
+def test_each_usual_way_is_taken_at_its_best_size() -> None:
+    samples = [SampleLengths(i, int(n)) for i, n in enumerate(np.random.default_rng(0).integers(1, 60, 80))]
+    rows = baseline_rows(samples, COSTS)
+    assert len(rows) == len({row.method for row in rows}) == 4
+    for size in (1, 2, 4, 8):
+        assert rows[0].predicted_s <= run_baseline(fixed_batches(samples, COSTS, size), COSTS, "").predicted_s
+    padded = dataclasses.replace(COSTS, layouts={"padded": COSTS.layouts["padded"]})
+    assert len(baseline_rows(samples, padded)) == 3
 
 
 def test_planning_beats_them_all() -> None:

@@ -11,7 +11,7 @@ import pytest
 from penstock.batching.costs import PipelineCosts
 from penstock.batching.plan import SampleLengths
 from penstock.batching.planned import planned_costs, with_recompute_choices
-from penstock.batching.planner import costs_for, plan_batch, plan_for
+from penstock.batching.planner import costs_for, costs_of_batch, plan_batch, plan_with_orders
 from penstock.clusters import resolve_cluster
 from penstock.costs.sources import open_costs
 from penstock.errors import InputError
@@ -98,7 +98,8 @@ def test_a_plan_file_is_enough() -> None:
     plan = dataclasses.replace(
         uniform_plan("gpt-1.3b", "4xa100-40gb", global_batch=8, micro_batch=1, pp=4), micro_batching=MicroBatching("padded", "dynamic", 2)
     )
-    batch = plan_for(plan, [SampleLengths(i, 100 + i) for i in range(8)], steps=100)
+    samples = [SampleLengths(i, 100 + i) for i in range(8)]
+    batch = plan_with_orders(samples, costs_of_batch(plan, samples), steps=100)
     assert max(len(one.samples) for replica in batch.replicas for one in replica.micro_batches) <= 2
     assert 0 < batch.bound_s <= batch.predicted_s
     assert batch.costs == "roofline"

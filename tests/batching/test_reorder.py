@@ -9,7 +9,7 @@ import pytest
 
 from penstock.batching.costs import PipelineCosts
 from penstock.batching.plan import BatchPlan, SampleLengths
-from penstock.batching.planner import costs_for, plan_batch, plan_for
+from penstock.batching.planner import costs_for, costs_of_batch, plan_batch, plan_with_orders
 from penstock.batching.reorder import with_better_orders
 from penstock.batching.workloads import batch_workload
 from penstock.plans.build import uniform_plan
@@ -67,8 +67,9 @@ def test_what_is_best_already_is_kept(samples: list[SampleLengths]) -> None:
 
 
 def test_the_batch_lowers_to_safe_programs_and_round_trips(samples: list[SampleLengths]) -> None:
-    found = plan_for(PLAN, samples, steps=1000, memory_limit_bytes=LIMIT_BYTES)
+    costs = costs_of_batch(PLAN, samples, memory_limit_bytes=LIMIT_BYTES)
+    found = plan_with_orders(samples, costs, steps=1000)
     assert found.replicas[0].order != "planned" and BatchPlan.from_dict(found.to_dict()) == found
     model = model_of(PLAN)
     require_safe(lower(PLAN, model, work_of(found, PLAN)), PLAN, model)
-    assert plan_for(PLAN, samples, steps=0, memory_limit_bytes=LIMIT_BYTES).replicas[0].order == "planned"
+    assert plan_with_orders(samples, costs, steps=0).replicas[0].order == "planned"

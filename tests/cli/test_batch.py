@@ -39,6 +39,16 @@ def test_json_is_one_object_and_the_same_each_time(lengths: Path, capsys: pytest
     assert told[0]["batch"]["replicas"][0]["micro_batches"]
 
 
+def test_the_usual_ways_stand_beside_the_plan(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["batch", "--lengths", str(lengths), "--plan", str(PLAN), "--budget-steps", "300", "--baselines"]
+    assert run(asked) == 0
+    assert "rows padded to the longest sample" in capsys.readouterr().out
+    assert run([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["baselines"]) >= 3 and all(one["num_tokens"] == told["num_tokens"] for one in told["baselines"])
+    assert min(one["predicted_s"] for one in told["baselines"]) > told["predicted_s"]
+
+
 def test_wrong_input_is_refused(lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["batch", "--lengths", str(tmp_path / "none.csv"), "--plan", str(PLAN)]) == 2
     assert run(["batch", "--lengths", str(lengths), "--plan", str(PLAN), "--budget-steps", "-1"]) == 2

@@ -6,14 +6,14 @@ recomputation mode that is fastest of those that fit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
 from msgspec.structs import replace
 
 from penstock.batching.costs import PipelineCosts
-from penstock.batching.fitting import positions
+from penstock.batching.fitting import TooLong, fit_samples, positions
 from penstock.batching.ordering import by_length
 from penstock.batching.plan import BatchPlan, ReplicaBatch, SampleLengths
 from penstock.batching.workloads import batch_workload, is_priced
@@ -22,9 +22,11 @@ from penstock.models.micro_batch import MicroBatch
 from penstock.schedules.orders import with_depths
 from penstock.timing.execution import execute
 
-__all__ = ["Attention", "fixed_batches", "packed_rows", "run_baseline", "token_budget"]
+__all__ = ["Attention", "baseline_rows", "fixed_batches", "packed_rows", "run_baseline", "token_budget"]
 
 Attention = Literal["across", "inside"]
+_SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Rows of a micro-batch that are tried."""
 
 
 def fixed_batches(samples: Sequence[SampleLengths], costs: PipelineCosts, rows: int) -> list[MicroBatch]:
@@ -102,6 +104,37 @@ def _padded_batch(samples: Sequence[SampleLengths], costs: PipelineCosts, member
         0, tuple(sample.id for sample in chosen), "padded", tuple(enc.tolist()), tuple(dec.tolist()) if costs.has_decoder else (),
         *lengths,
     )  # fmt: skip
+
+
+def baseline_rows(samples: Sequence[SampleLengths], costs: PipelineCosts, too_long: TooLong = "refuse") -> list[BatchPlan]:
+    """The plan of each usual way to cut a batch, at the size of micro-batches that suits it best; ways that fit at no size are left out.
+
+    Sizes are 1 to 64 rows, and budgets as large; `method` of a plan says which way it is.
+    """
+    kept = fit_samples(samples, costs, too_long).samples
+    enc, dec = positions(kept, costs)
+    longest = _padded(int(enc.max()), costs) + _padded(int(dec.max()), costs)
+    ways: dict[str, Callable[[int], list[MicroBatch]]] = {}
+    if "padded" in costs.layouts:
+        ways["{} rows padded to the longest sample"] = lambda rows: fixed_batches(kept, costs, rows)
+        ways["similar lengths, up to {} padded rows' tokens"] = lambda rows: token_budget(kept, costs, rows * longest)
+        ways["{} packed rows, attention across samples"] = lambda rows: packed_rows(kept, costs, rows, attention="across")
+    if "packed" in costs.layouts:
+        ways["{} packed rows, attention inside samples"] = lambda rows: packed_rows(kept, costs, rows)
+    found = (_best_size(name, cut, costs) for name, cut in ways.items())
+    return [plan for plan in found if plan is not None]
+
+
+def _best_size(name: str, cut: Callable[[int], list[MicroBatch]], costs: PipelineCosts) -> BatchPlan | None:
+    best: BatchPlan | None = None
+    for rows in _SIZES:
+        try:
+            plan = run_baseline(cut(rows), costs, name.format(rows))
+        except InfeasibleError:  # nor do larger ones fit
+            break
+        if best is None or plan.predicted_s < best.predicted_s:
+            best = plan
+    return best
 
 
 def run_baseline(batches: Sequence[MicroBatch], costs: PipelineCosts, method: str) -> BatchPlan:
