@@ -19,8 +19,8 @@ from penstock.plans.validity import check_plan
 from penstock.programs.lower import lower
 from penstock.schedules.in_flight import in_flight
 from penstock.schedules.orders import SCHEDULE_NAMES
+from penstock.search import SCHEDULES as SEARCHED
 from penstock.search import search_plans
-from penstock.search.request import SCHEDULES as SEARCHED
 
 GPT = uniform_plan("gpt-tiny", "2xa100-40gb", tp=2, global_batch=8, micro_batch=2)
 

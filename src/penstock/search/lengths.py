@@ -18,8 +18,9 @@ from penstock.batching.plan import BatchPlan, Sample
 from penstock.errors import InfeasibleError, InputError
 from penstock.models.shapes import Layout
 from penstock.plans.plan import MicroBatching, Plan, Predicted
-from penstock.search.engine import Watch, search
-from penstock.search.request import Request
+from penstock.search.engine import search
+from penstock.search.progress import Watch
+from penstock.search.space.request import Request
 
 __all__ = ["LengthsChoice", "search_for_lengths"]
 

@@ -19,7 +19,7 @@ from penstock.plans.validity import check_plan
 from penstock.search.choice import Choice
 from penstock.search.engine import search
 from penstock.search.replicas.shares import rebalanced
-from penstock.search.request import Request, micro_batch_sizes
+from penstock.search.space.request import Request, micro_batch_sizes
 from penstock.search.uniform import plans_of_grid
 from penstock.timing.estimate import Estimator
 from penstock.timing.pipeline import share_shape

@@ -17,8 +17,7 @@ from penstock.runtime.optimizer import OptimizerSettings
 from penstock.runtime.session import train_programs
 from penstock.runtime.update import TrainingSettings
 from penstock.runtime.workers import Pool
-from penstock.search.engine import search
-from penstock.search.request import Request
+from penstock.search import Request, search
 
 pytestmark = pytest.mark.timeout(120)
 
