@@ -16,13 +16,15 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+
 from penstock.clusters import resolve_cluster
 from penstock.costs.memory import stage_memory
 from penstock.costs.profiled import Profiled
 from penstock.costs.sources import open_costs
 from penstock.files import write_text
 from penstock.models import Model, Shape, resolve_model
-from penstock.timing.pass_times import stage_times
+from penstock.timing.pass_times import OpSlice, issued_s, waiting_s
 
 POINTS = 32
 RECOMPUTE = ("none", "full", "half", "mlp")
@@ -177,12 +179,14 @@ def predict(points: list[Point], source: Profiled) -> list[tuple[float, float]]:
         model, flags = resolve_model(point.model), recomputed(resolve_model(point.model), point.recompute)
         table = source.table(model, [point.shape], [1], cluster)
         step = source.device(device).optimizer_s(model.num_parameters, len(model.ops), model.dtype)
-        times = stage_times(model, table, 0, model.num_ops, point.shape, device=device, recompute=flags, optimizer=step or (0.0, 0.0))
+        # The step follows at once, so that a slow host is still behind when it begins.
+        device_s, host_s = issued_s(table, OpSlice(model, 0, model.num_ops, device, recompute=flags), point.shape)
+        device_s, host_s = (np.append(times_s, own_s) for times_s, own_s in zip((device_s, host_s), step or (0.0, 0.0), strict=True))
         memory = stage_memory(
             model, 0, model.num_ops, point.shape, recompute=flags, slack=0, context_bytes=0,
-            bytes_of=source.bytes_of(device, model.dtype), base_bytes=source.device(device).profile.base_bytes,
+            **source.memory_of(device, model.dtype)._asdict(),
         )  # fmt: skip
-        predictions.append((times.total_s, memory.total_bytes))
+        predictions.append((float(device_s.sum()) + waiting_s(device_s, host_s), memory.total_bytes))
     return predictions
 
 

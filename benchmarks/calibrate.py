@@ -29,7 +29,7 @@ from penstock.costs.efficiency import (
     op_class,
     predicted_s,
 )
-from penstock.costs.interpolation import Curves
+from penstock.costs.interpolation import MeasuredCurves
 from penstock.costs.profile import DeviceProfile, Series, coordinates, read_profile
 from penstock.costs.roofline import BACKWARD_KERNELS, OPTIMIZER_PASSES
 from penstock.files import write_text
@@ -77,7 +77,7 @@ def _grid(series: Series) -> Iterator[tuple[float, float, float, float]]:
     columns = series.columns
     steady = {(size, length) for size, length, spread in zip(columns["size"], columns["length"], columns["spread"], strict=True)
               if spread <= STEADY}  # fmt: skip
-    curves = Curves(series)
+    curves = MeasuredCurves(series)
     for size, length in sorted(steady):
         where = np.array([size]), np.array([length])
         forward_s, backward_s = (float(curves(name, *where, log=True)[0]) for name in ("forward_s", "backward_s"))

@@ -27,7 +27,7 @@ from penstock.programs.instructions import MicroBatch
 from penstock.programs.lower import lower
 from penstock.programs.text import format_program, parse_program
 from penstock.programs.work import ReplicaWork, dp_degrees
-from penstock.schedules.orders import schedule_of
+from penstock.schedules.rules import schedule_of
 
 Result = TypeVar("Result")
 

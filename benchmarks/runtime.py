@@ -28,7 +28,7 @@ from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.programs.instructions import INSTRUCTIONS, Free, MicroBatch, Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
-from penstock.schedules.orders import schedule_of
+from penstock.schedules.rules import schedule_of
 
 LAYERS, ROWS, LENGTH, MICRO_BATCHES = 8, 2, 256, 8
 SIZES = {"family": "gpt", "layers": LAYERS, "hidden": 256, "heads": 8, "seq_length": LENGTH, "vocab": 8192, "tied": False, "dtype": "fp32",

@@ -23,7 +23,8 @@ from penstock.ordering.adaptive import adaptive
 from penstock.ordering.annealing import best_schedule
 from penstock.ordering.greedy import best_greedy
 from penstock.schedules.actions import Schedule
-from penstock.schedules.orders import one_forward_one_backward, schedule_of
+from penstock.schedules.orders import one_forward_one_backward
+from penstock.schedules.rules import schedule_of
 from penstock.timing.order_memory import in_flight, order_peak_bytes
 from penstock.timing.simulator import as_arrays, simulate
 from penstock.timing.workload import Workload, split_backward, workload_of

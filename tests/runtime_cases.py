@@ -23,7 +23,7 @@ from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.runtime.source import RandomSource, load_share
 from penstock.runtime.update import TrainingSettings
-from penstock.schedules.orders import schedule_of
+from penstock.schedules.rules import schedule_of
 
 MODELS: dict[str, dict[str, Any]] = {
     **{family: {"family": family, **SIZES[family]} for family in SIZES},

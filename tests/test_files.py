@@ -1,4 +1,4 @@
-"""Writing files: whole or not at all, links kept, devices never replaced; and what is refused."""
+"""Files in and out: what is refused before it is read, written whole or not at all, links kept, devices never replaced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import InputError
-from penstock.files import read_text, write_text
+from penstock.files import MAX_PROBLEMS, check_writable, describe_validation_error, read_json, read_text, read_yaml, write_text
 
 
 def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
@@ -48,3 +48,66 @@ def test_targets_that_cannot_be_files_are_refused(tmp_path: Path) -> None:
 def test_a_device_is_not_read() -> None:
     with pytest.raises(InputError, match="plan '/dev/zero' is a device"):
         read_text("/dev/zero", "plan")
+
+
+def test_what_is_no_file_is_told_without_waiting_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, message in [
+        (tmp_path / "pipe", "is a named pipe"), (tmp_path, "is a directory"), (tmp_path / "none", "does not exist"),
+        (tmp_path / ("n" * 300), "File name too long"), ("a\0b", "null"),
+    ]:  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            read_text(path, "plan")
+
+
+def test_the_mark_of_spreadsheets_is_not_part_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"a": 1}')
+    assert read_json(tmp_path / "a.json", "plan") == {"a": 1}
+    (tmp_path / "a.yaml").write_bytes(b"\xef\xbb\xbfa: 1\n")
+    assert read_yaml(tmp_path / "a.yaml", "job") == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("[" * 50_000 + "]" * 50_000, "nested too deep"), ('{"a": 1, "b": {"c": 1, "c": 2}}', "'c' is given twice"),
+     ("{", "line 1")],
+)  # fmt: skip
+def test_json_that_means_nothing_or_two_things(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_json(tmp_path / "a.json", "plan")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("[" * 50_000 + "]" * 50_000, "nested too deep"), ("a: 1\nb:\n  c: 1\n  c: 2\n", "line 4, column 3: the key 'c' is given twice"),
+     ("a: [", "line 1"), ("? [1, 2]\n: 3\n", "unhashable")],
+)  # fmt: skip
+def test_yaml_that_means_nothing_or_two_things(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_yaml(tmp_path / "a.yaml", "job")
+
+
+def test_yaml_merges_keys_as_before(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("base: &base {x: 1, y: 2}\nown:\n  <<: *base\n  y: 3\n")
+    assert read_yaml(tmp_path / "a.yaml", "job")["own"] == {"x": 1, "y": 3}
+
+
+@pytest.mark.parametrize("name", ["", ".", "n" * 300, "file/plan.json", "file/deep/plan.json"])
+def test_names_that_no_file_can_have_are_told_before_the_work(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(InputError, match="cannot be written"):
+        check_writable(name)
+    check_writable(tmp_path / "new" / "deep" / "plan.json")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_million_problems_are_told_in_a_few_lines() -> None:
+    from pydantic import TypeAdapter, ValidationError
+
+    with pytest.raises(ValidationError) as wrong:
+        TypeAdapter(list[int]).validate_python(["x"] * 1000)
+    lines = describe_validation_error(wrong.value, "lengths").splitlines()
+    assert len(lines) == MAX_PROBLEMS + 2 and lines[-1].strip() == f"… and {1000 - MAX_PROBLEMS} more problems"

@@ -1,4 +1,4 @@
-"""Penstock plans, runs and keeps tuning the parallel training of neural networks."""
+"""Penstock plans and runs the parallel training of neural networks."""
 
 from __future__ import annotations
 

@@ -5,28 +5,53 @@ from __future__ import annotations
 import json
 import os
 import reprlib
+import stat
 import tempfile
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import InputError, near_misses
 
-__all__ = ["describe_validation_error", "read_json", "read_text", "read_yaml", "short_repr", "write_bytes", "write_json", "write_text"]
+__all__ = [
+    "check_writable", "describe_validation_error", "read_json", "read_text", "read_yaml", "readable_file", "short_repr", "write_bytes",
+    "write_json", "write_text",
+]  # fmt: skip
+
+
+MAX_PROBLEMS = 20
+"""Problems of one file that are told; nobody reads more, and a wrong file may have a million."""
+MAX_TEXT_BYTES = 2**30
+"""Far beyond any plan, table or list of lengths; a larger file was named by mistake, and reading it would take all memory."""
+
+
+def readable_file(path: str | Path, what: str) -> Path:
+    """The path, if a regular file is there; `what` names the kind of file in the error ("plan", "cluster file").
+
+    A named pipe without a writer would be waited for forever, and a device never ends.
+    """
+    path = Path(path)
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        raise InputError(f"{what} '{path}' does not exist. Check the path, or create the file first.") from None
+    except (OSError, ValueError) as error:  # a name too long, a part that is no directory, a NUL in the name
+        raise InputError(f"{what} '{path}' cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    if not stat.S_ISREG(mode):
+        kinds = {stat.S_IFDIR: "directory", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket"}
+        raise InputError(f"{what} '{path}' is a {kinds.get(stat.S_IFMT(mode), 'device')}, a file was expected.")
+    return path
 
 
 def read_text(path: str | Path, what: str) -> str:
-    """The text of `path`; `what` names the kind of file in the error ("plan", "cluster file")."""
-    path = Path(path)
+    """The UTF-8 text of a file, without the mark that spreadsheets put before it."""
+    path = readable_file(path, what)
     try:
-        if path.is_char_device():  # /dev/zero never ends
-            raise InputError(f"{what} '{path}' is a device, a file was expected.")
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"{what} '{path}' does not exist. Check the path, or create the file first.") from None
-    except IsADirectoryError:
-        raise InputError(f"{what} '{path}' is a directory, a file was expected.") from None
+        if (size := path.stat().st_size) > MAX_TEXT_BYTES:
+            raise InputError(f"{what} '{path}' has {size / 2**30:.1f} GiB; at most {MAX_TEXT_BYTES // 2**30} GiB of text is read.")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{what} '{path}' is not UTF-8 text (byte {error.start}).") from None
     except OSError as error:
@@ -34,29 +59,53 @@ def read_text(path: str | Path, what: str) -> str:
 
 
 def read_json(path: str | Path, what: str) -> Any:
-    """The JSON value in `path`."""
+    """The JSON value in a file; names given twice are refused. NaN is let through, so that whoever checks the value can name its field."""
     text = read_text(path, what)
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_once_each)
     except json.JSONDecodeError as error:
         raise InputError(f"{what} '{path}' is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from None
-    except (RecursionError, ValueError) as error:
+    except RecursionError:
+        raise InputError(f"{what} '{path}' is not valid JSON: its lists are nested too deep to be read.") from None
+    except ValueError as error:
         raise InputError(f"{what} '{path}' is not valid JSON: {error}.") from None
 
 
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs; of two values under one name, a reader would silently lose the first."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the name {short_repr(name)} is given twice in one object")
+    return found
+
+
 def read_yaml(path: str | Path, what: str) -> Any:
-    """The YAML value in `path`, read with the safe loader."""
+    """The YAML value in a file, read with the safe loader; keys given twice are refused."""
     import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that is given twice, which YAML forbids and PyYAML does not notice."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+            for index, key in enumerate(keys):
+                if key in keys[:index]:
+                    mark = node.value[index][0].start_mark
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {short_repr(key)} is given twice", mark)
+            return super().construct_mapping(node, deep)
 
     text = read_text(path, what)
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
         problem = getattr(error, "problem", None) or "cannot be parsed"
         raise InputError(f"{what} '{path}' is not valid YAML:{where} {problem}.") from None
-    except (RecursionError, ValueError) as error:
+    except RecursionError:
+        raise InputError(f"{what} '{path}' is not valid YAML: its lists are nested too deep to be read.") from None
+    except (ValueError, TypeError) as error:
         raise InputError(f"{what} '{path}' is not valid YAML: {error}.") from None
 
 
@@ -68,7 +117,7 @@ def write_text(path: str | Path, text: str) -> None:
 def write_bytes(path: str | Path, data: bytes) -> None:
     """Replaces `path` in one step: readers see the old file or the new, never half of it."""
     path = Path(path)
-    _check_target(path)
+    check_writable(path)
     if _is_special(path):  # /dev/stdout, a named pipe: nothing to replace
         _write_through(path, data)
         return
@@ -96,15 +145,23 @@ def write_bytes(path: str | Path, data: bytes) -> None:
         raise
 
 
-def _check_target(path: Path) -> None:
-    """Refuses a target that is a directory, or that lies inside of something that is none."""
-    if os.path.isdir(path):
+def check_writable(path: str | Path) -> None:
+    """Refuses a name that no file can be written under, before the work whose result it is to hold: an existing directory, a place inside
+    of something that is none, a name that is empty or too long, a folder without the right to write."""
+    path = Path(path)
+    if not path.name or os.path.isdir(path):
         raise InputError(f"'{path}' cannot be written: it is a directory, the name of a file was expected.")
-    for parent in path.parents:
-        if os.path.exists(parent):
-            if not os.path.isdir(parent):
-                raise InputError(f"'{path}' cannot be written: '{parent}' is not a directory.")
-            return
+    home = next(parent for parent in path.parents if os.path.exists(parent))
+    if not os.path.isdir(home):
+        raise InputError(f"'{path}' cannot be written: '{home}' is not a directory.")
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        pass  # as it should be: the file is still to be made
+    except (OSError, ValueError) as error:
+        raise InputError(f"'{path}' cannot be written: {getattr(error, 'strerror', None) or error}.") from None
+    if not os.path.exists(path) and not os.access(home, os.W_OK | os.X_OK):
+        raise InputError(f"'{path}' cannot be written: there is no right to write in '{home}'.")
 
 
 def _is_special(path: Path) -> bool:
@@ -135,11 +192,13 @@ def describe_validation_error(error: Any, what: str, fields: Mapping[str, Iterab
 
     `fields` has the known fields of each owner ("" is the top), from which the nearest to an unknown one are named.
     """
-    lines = []
-    for problem in error.errors():
+    lines, problems = [], error.errors()
+    for problem in problems[:MAX_PROBLEMS]:
         field = ".".join(str(part) for part in problem["loc"]) or "(top level)"
         given = "" if problem["type"] == "missing" else f" (got {short_repr(problem.get('input'))})"
         lines.append(f"  {field}: {_explained(problem, fields or {})}{given}")
+    if len(problems) > MAX_PROBLEMS:
+        lines.append(f"  … and {len(problems) - MAX_PROBLEMS:,} more problems")
     return f"{what} is not valid:\n" + "\n".join(lines)
 
 

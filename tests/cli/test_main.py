@@ -17,6 +17,7 @@ import numpy
 import pytest
 
 import penstock
+from penstock.cli import console
 from penstock.cli import main as frame
 from penstock.cli.console import format_bytes, format_count, format_time, format_usd, out, print_json, progress, table
 from penstock.cli.main import VERBS, Verb, run
@@ -29,7 +30,7 @@ run(["--help"])
 heavy = set(sys.argv[1:]) & set(sys.modules)
 assert not heavy, heavy
 """
-HEAVY = ("torch", "numba", "pydantic", "plotly", "transformers", "scipy")
+HEAVY = ("torch", "numba", "pydantic", "matplotlib", "transformers", "scipy")
 Register = Callable[..., None]
 
 
@@ -270,3 +271,20 @@ def test_progress_stays_off_stdout(quiet: bool, capsys: pytest.CaptureFixture[st
     told = capsys.readouterr()
     assert told.out == ""
     assert ("still [all]" in told.err) != quiet
+
+
+def test_text_of_others_cannot_steer_the_terminal(register: Register, capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "a\x1b[2J\x9b1m\x07\u202eb"
+
+    def verb() -> None:
+        console.out().print(hostile, markup=False)
+        console.out().print(console.table(hostile, ["name"], [[hostile]]))
+        with console.progress(hostile, total=1) as ticker:
+            ticker.describe(hostile)
+        raise InputError(f"plan '{hostile}' is not valid")
+
+    register("verb", verb)
+    assert run(["verb"]) == 2
+    told = "".join(capsys.readouterr())
+    assert told.count("a\\x1b[2J\\x9b1m\\x07\\u202eb") >= 4
+    assert not set(told) & {"\x1b", "\x9b", "\x07", "\u202e"}

@@ -77,3 +77,42 @@ def test_wrong_input_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[st
     told = capsys.readouterr().err
     assert "no-such-plan.json' does not exist" in told and "must end in one of .svg" in told
     assert not (tmp_path / "f.gif").exists()
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zero-bubble", "adaptive", "greedy", "search"])
+def test_the_same_stages_in_another_order(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.json"
+    write_plan(plan, uniform_plan("gpt-1.3b", "4xa100-80gb", global_batch=16, micro_batch=2, pp=4))
+    assert run(["simulate", str(plan), "--schedule", name, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    own, other = told["orders"]
+    assert (own["order"], other["order"], told["order"]) == ("1f1b", name, name) and other["time_s"] == told["time_s"]
+    assert own["fits"] and own["time_s"] > 0 and 0 < own["bubble_share"] < 1
+    assert other["peak_bytes"] == max(device["peak_bytes"] for device in told["devices"])
+    if name == "zero-bubble":
+        assert other["bubble_share"] < own["bubble_share"] and any("W" in actions for actions in told["actions"])
+    assert run(["simulate", str(plan), "--schedule", name]) == 0
+    shown = capsys.readouterr().out
+    assert "the plan's own order, and the one asked for" in shown and name in shown
+
+
+def test_a_batch_in_another_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, lengths = tmp_path / "plan.json", tmp_path / "lengths.csv"
+    write_plan(plan, uniform_plan("gpt-1.3b", "4xa100-80gb", global_batch=24, micro_batch=4, pp=4))
+    lengths.write_text("length\n" + "".join(f"{37 * k % 900 + 20}\n" for k in range(24)), encoding="utf-8")
+    assert run(["simulate", str(plan), "--lengths", str(lengths), "--schedule", "greedy", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["order"] for row in told["orders"]] == ["planned", "greedy"] and told["violation"] is None
+    assert run(["simulate", str(plan), "--lengths", str(lengths), "--schedule", "zero-bubble"]) == 2
+    assert "run in whole passes. Use 1f1b, gpipe or adaptive, greedy, search." in capsys.readouterr().err
+
+
+def test_orders_that_do_not_suit_the_plan_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["simulate", str(GOOD), "--schedule", "interleaved"]) == 2
+    assert "the plan under the schedule 'interleaved' has a problem" in capsys.readouterr().err
+    assert run(["simulate", str(GOOD), "--schedule", "greedi"]) == 2
+    assert "Did you mean 'greedy'" in capsys.readouterr().err
+    plan = tmp_path / "stashed.json"
+    write_plan(plan, uniform_plan("llama-tiny", "4xa100-80gb", global_batch=16, micro_batch=2, pp=4, schedule="pipedream"))
+    assert run(["simulate", str(plan), "--schedule", "greedy"]) == 2
+    assert "the order says when weights are updated" in capsys.readouterr().err

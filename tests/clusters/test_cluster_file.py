@@ -157,3 +157,22 @@ def test_measured_links_replace_the_catalogue() -> None:
     assert cluster.flow_bandwidth_bytes_per_s(0, 8, num_flows=2) == 5.5e9
     with pytest.raises(InputError, match="'intre'"):
         with_measured_links(cluster, {"intre": inside})
+
+
+@pytest.mark.parametrize("between", [[3, 3], ["node:1", "node:1"], ["node:1-1", "node:1-1"]])
+def test_a_link_to_itself_is_refused(between: list[object]) -> None:
+    data = {"nodes": [{"device": "a100-40gb", "gpus": 4, "count": 2}], "links": [{"between": between, "bandwidth_gb_per_s": 1.0}]}
+    with pytest.raises(InputError, match=r"links\.0: between: .* is given twice"):
+        parse_cluster(data, "cluster file", "own")
+
+
+def test_links_among_many_ranks_are_no_link_to_itself() -> None:
+    data = {"nodes": [{"device": "a100-40gb", "gpus": 4, "count": 2}], "links": [{"between": ["0-3", "0-3"], "bandwidth_gb_per_s": 1.0}]}
+    assert parse_cluster(data, "cluster file", "own").link(0, 3).bandwidth_bytes_per_s == 1e9
+
+
+@pytest.mark.parametrize("field", ["memory_gb", "fp32_tflops", "memory_bandwidth_gb_per_s"])
+def test_figures_beyond_any_device_are_refused(field: str) -> None:
+    device = {"name": "own", "memory_gb": 10.0, "fp32_tflops": 10.0, "memory_bandwidth_gb_per_s": 100.0} | {field: 1e300}
+    with pytest.raises(InputError, match=rf"devices\.0\.{field}: Input should be less than or equal to"):
+        parse_cluster({"devices": [device], "nodes": [{"device": "own", "gpus": 1}]}, "cluster file", "own")

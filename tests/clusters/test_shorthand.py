@@ -42,6 +42,7 @@ def test_shorthands(text: str, description: str, num_nodes: int) -> None:
         ("4x", "cannot read '4x'"),
         ("4.5xt4", "cannot read '4.5xt4'"),
         ("9" * 5000 + "xt4", "cannot read"),
+        ("٤xa100-40gb", "cannot read"),
         ("", "give a cluster file, 'local', or a shorthand"),
         ("t4\0", "give a cluster file"),
         ("absent.yaml", "'absent.yaml' does not exist"),

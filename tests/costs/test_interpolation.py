@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.costs.interpolation import Curves, fit_optimizer
+from penstock.costs.interpolation import MeasuredCurves, fit_optimizer
 from penstock.costs.profile import COLUMNS, Series, SeriesKey, coordinates
 from penstock.models import Shape, resolve_model
 
@@ -25,7 +25,7 @@ def series(points: Sequence[tuple[float, float, float]], spreads: Sequence[float
     return made
 
 
-def at(curves: Curves, size: float, length: float = 0.0, name: str = "forward_s", log: bool = True) -> float:
+def at(curves: MeasuredCurves, size: float, length: float = 0.0, name: str = "forward_s", log: bool = True) -> float:
     return float(curves(name, np.array([size]), np.array([length]), log)[0])
 
 
@@ -37,14 +37,14 @@ TIMES = st.lists(st.floats(1e-7, 10.0), min_size=len(GRID), max_size=len(GRID))
 @given(TIMES)
 def test_exact_at_measured_points(times: list[float]) -> None:
     for log in (True, False):
-        curves = Curves(series([(size, 0, time) for size, time in zip(GRID, times, strict=True)]))
+        curves = MeasuredCurves(series([(size, 0, time) for size, time in zip(GRID, times, strict=True)]))
         assert [at(curves, size, log=log) for size in GRID] == pytest.approx(times)
 
 
 @settings(deadline=None)
 @given(st.floats(1, 1e7), st.floats(1e-7, 1e-2), st.sampled_from([0.0, 0.3, 1.0]))
 def test_exact_for_constant_and_proportional_times_even_beyond_the_ends(size: float, scale: float, power: float) -> None:
-    curves = Curves(series([(known, 0, scale * known**power) for known in GRID]))
+    curves = MeasuredCurves(series([(known, 0, scale * known**power) for known in GRID]))
     assert at(curves, size) == pytest.approx(scale * size**power)
 
 
@@ -56,7 +56,7 @@ def test_packed_mixed_lengths_cost_what_tokens_and_squares_say(lengths: list[int
     shape = Shape.packed(lengths)
     size, length = coordinates(ATTENTION, shape)
     expected = per_token * shape.tokens + per_square * shape.squares
-    found = at(Curves(series(grid)), size, length)
+    found = at(MeasuredCurves(series(grid)), size, length)
     if length >= 64:
         assert found == pytest.approx(expected)
     else:  # Shorter than any that was measured: as slow as the shortest.
@@ -66,7 +66,7 @@ def test_packed_mixed_lengths_cost_what_tokens_and_squares_say(lengths: list[int
 @settings(deadline=None)
 @given(TIMES, st.lists(st.floats(1, 1e6), min_size=2, max_size=20))
 def test_rising_times_stay_rising(times: list[float], sizes: list[float]) -> None:
-    curves = Curves(series([(size, 0, time) for size, time in zip(GRID, sorted(times), strict=True)]))
+    curves = MeasuredCurves(series([(size, 0, time) for size, time in zip(GRID, sorted(times), strict=True)]))
     found = curves("forward_s", np.array(sorted(sizes)), np.zeros(len(sizes)), True)
     assert (np.diff(found) >= -1e-12 * found[1:]).all()
 
@@ -82,7 +82,7 @@ POINTS = st.lists(
 def test_never_negative_nor_undefined(points: list[tuple[float, float, float]], asked: list[tuple[float, float]], log: bool) -> None:
     name = "forward_s" if log else "growth_bytes"
     where = np.array(asked)
-    found = Curves(series(points, name=name))(name, where[:, 0], where[:, 1], log)
+    found = MeasuredCurves(series(points, name=name))(name, where[:, 0], where[:, 1], log)
     assert np.isfinite(found).all() and (found >= 0).all()
     assert (found[where[:, 0] == 0] == 0).all()
 
@@ -90,21 +90,22 @@ def test_never_negative_nor_undefined(points: list[tuple[float, float, float]], 
 @settings(deadline=None)
 @given(TIMES, st.floats(1.0, 100.0))
 def test_beyond_the_ends_time_neither_falls_nor_grows_faster_than_the_work(times: list[float], factor: float) -> None:
-    curves = Curves(series([(size, 0, time) for size, time in zip(GRID, times, strict=True)]))
+    curves = MeasuredCurves(series([(size, 0, time) for size, time in zip(GRID, times, strict=True)]))
     above, below = at(curves, GRID[-1] * factor), at(curves, GRID[0] / factor)
     assert times[-1] * 0.999 <= above <= times[-1] * factor * 1.001
     assert times[0] / factor * 0.999 <= below <= times[0] * 1.001
 
 
 def test_a_single_point_scales_up_with_the_work_and_stays_below() -> None:
-    curves = Curves(series([(1024, 0, 2e-3)]))
+    curves = MeasuredCurves(series([(1024, 0, 2e-3)]))
     assert [at(curves, size) for size in (1, 1024, 4096)] == pytest.approx([2e-3, 2e-3, 8e-3])
-    curves = Curves(series([(1024, 0, 2048.0)], name="growth_bytes"))
+    curves = MeasuredCurves(series([(1024, 0, 2048.0)], name="growth_bytes"))
     assert at(curves, 512, name="growth_bytes", log=False) == pytest.approx(1024)
 
 
 def test_the_rate_is_linear_in_the_length_and_goes_on_beyond_the_longest() -> None:
-    curves = Curves(series([(size, length, size * (1e-6 + 1e-9 * length)) for size in GRID for length in (64, 128, 512) if length <= size]))
+    points = [(size, length, size * (1e-6 + 1e-9 * length)) for size in GRID for length in (64, 128, 512) if length <= size]
+    curves = MeasuredCurves(series(points))
     for length in (64, 100, 128, 300, 512, 5000):
         assert at(curves, 8192, length) == pytest.approx(8192 * (1e-6 + 1e-9 * length))
 
@@ -114,13 +115,13 @@ def test_the_rate_is_linear_in_the_length_and_goes_on_beyond_the_longest() -> No
     [((0.0, 0.0, 0.0), 2.0), ((0.2, 0.01, 0.01), 2.5), ((0.5, 0.01, 0.4), 2.0), ((0.3, 0.3, 0.3), 2.0), ((0.0, 0.2, 0.3), 1.0)],
 )
 def test_of_repeated_measurements_the_steady_ones_count(spreads: tuple[float, ...], expected: float) -> None:
-    assert at(Curves(series([(64, 0, 1.0), (64, 0, 2.0), (64, 0, 3.0)], spreads)), 64) == pytest.approx(expected)
+    assert at(MeasuredCurves(series([(64, 0, 1.0), (64, 0, 2.0), (64, 0, 3.0)], spreads)), 64) == pytest.approx(expected)
 
 
 def test_the_order_of_points_does_not_matter() -> None:
     points = [(size, length, size * 1e-6 + length * 1e-7) for size in GRID for length in (64.0, 128.0)]
-    ask: Callable[[Curves], float] = lambda curves: at(curves, 3000, 90)  # noqa: E731
-    assert ask(Curves(series(points))) == ask(Curves(series(points[::-1])))
+    ask: Callable[[MeasuredCurves], float] = lambda curves: at(curves, 3000, 90)  # noqa: E731
+    assert ask(MeasuredCurves(series(points))) == ask(MeasuredCurves(series(points[::-1])))
 
 
 @settings(deadline=None)

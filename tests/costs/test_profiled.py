@@ -43,7 +43,7 @@ def test_tables_are_finite_at_every_degree_and_shape(name: str) -> None:
     assert (table.forward_s[table.chain, :, :, 0, 0].sum(0) > 0).all()
     assert table.host_s.shape == (len(table.op_names), 3, 1) and (table.host_s >= 0).all() and (table.host_s < 0.01).all()
     assert np.array_equal(table.kept_bytes, roofline.kept_bytes)
-    assert not costs.modelled
+    assert not costs.notes(model)
 
 
 def test_the_table_holds_what_was_measured() -> None:
@@ -78,7 +78,7 @@ def test_what_was_not_measured_is_modelled_and_said() -> None:
     costs = Profiled(Profile({H200: DeviceProfile(device.about, series=kept)}))
     shape = Shape.padded(8, 512)
     table, roofline = costs.table(model, [shape], [1], CLUSTER), Roofline().table(model, [shape], [1], CLUSTER)
-    assert costs.modelled == {"attention"}
+    assert costs.notes(model)[0].endswith("modelled by the roofline: attention.")
     where = table.op_names.index("attention")
     assert table.forward_s[where] == pytest.approx(roofline.forward_s[where])
     assert not table.host_s[where].any()
@@ -90,7 +90,7 @@ def test_another_model_is_modelled_as_a_whole() -> None:
     costs = Profiled(PROFILE)
     model = resolve_model("gpt-2.6b" if "gpt-2.6b" in _names() else "gpt-small")
     table = costs.table(model, [Shape.padded(4, 512)], [1], CLUSTER)
-    assert costs.modelled and np.isfinite(table.forward_s[:, :, :, 0]).all()
+    assert costs.notes(model) and np.isfinite(table.forward_s[:, :, :, 0]).all()
 
 
 def _names() -> dict[str, str]:
@@ -119,7 +119,7 @@ def test_the_optimizer_step_comes_from_measured_steps() -> None:
 def test_measured_peaks_give_about_the_memory_that_formulas_give() -> None:
     model, costs = resolve_model("gpt-1.3b"), Profiled(PROFILE)
     shape = Shape.padded(8, 1024)
-    source = costs.bytes_of(H200, "bf16")
+    source = costs.memory_of(H200, "bf16").bytes_of
     assert isinstance(source(model.ops[2].op, shape, 1, 0), OpPeaks)
     for recompute in (frozenset[int](), frozenset(range(1, model.num_ops - 3))):
         by_formula = stage_memory(model, 0, model.num_ops, shape, recompute=recompute)
@@ -132,9 +132,9 @@ def test_bytes_of_an_op_that_was_not_measured_come_from_its_formulas() -> None:
     device = PROFILE.devices[H200]
     op = resolve_model("gpt-1.3b").ops[2].op
     bare = Profiled(Profile({H200: DeviceProfile(device.about, base_bytes=1.0)}))
-    assert bare.bytes_of(H200, "bf16")(op, Shape.padded(1, 512), 1, 0) == formula_bytes(op, Shape.padded(1, 512))
+    assert bare.memory_of(H200, "bf16").bytes_of(op, Shape.padded(1, 512), 1, 0) == formula_bytes(op, Shape.padded(1, 512))
     on_cpu = Profiled(Profile({"cpu": DeviceProfile({}, series=device.series)}))  # no bytes are measured there
-    assert on_cpu.bytes_of("cpu", "bf16")(op, Shape.padded(1, 512), 1, 0) == formula_bytes(op, Shape.padded(1, 512))
+    assert on_cpu.memory_of("cpu", "bf16").bytes_of(op, Shape.padded(1, 512), 1, 0) == formula_bytes(op, Shape.padded(1, 512))
 
 
 def _described_growth(model: Model, index: int, shape: Shape) -> float:

@@ -45,7 +45,7 @@ from penstock.programs.instructions import MicroBatch, Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.runtime.source import load_share
-from penstock.schedules.orders import schedule_of
+from penstock.schedules.rules import schedule_of
 from penstock.stores import Job, StoreError
 from penstock.stores.server import start_redis
 from penstock.stores.tcp import serve_tcp

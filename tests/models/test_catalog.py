@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,13 @@ def test_every_family_has_a_usual_shape_and_a_degree() -> None:
             model = resolve_model(name)
             assert model.usual_shape(2).samples == 2
             assert model.max_tp() >= 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [("dropout", 5, "a probability"), ("dropout", -0.1, "a probability"), ("eps", -1e-5, "a small number"),
+     ("eps", math.nan, "a finite number"), ("rope_theta", -1.0, "a number above 0"), ("rope_theta", math.inf, "a finite number")],
+)  # fmt: skip
+def test_numbers_that_make_no_model_are_refused(field: str, value: float, expected: str) -> None:
+    with pytest.raises(InputError, match=f"field '{field}' is .*; expected {expected}"):
+        model_from_mapping({"base": "llama-tiny", field: value}, "model file", "own")

@@ -394,3 +394,12 @@ def test_own_models_export_too() -> None:
     model = gpt(GptConfig(1, 32, 4, seq_length=40, vocab=VOCAB, dtype="fp32"))
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{k: v for k, v in GPT2.items() if k != "model_type"} | {"n_layer": 1}))
     theirs.load_state_dict(export_hf_weights(build_chain(model), model))
+
+
+@pytest.mark.parametrize(("field", "value"), [("rope_theta", -5.0), ("rms_norm_eps", -1.0), ("rms_norm_eps", 2.0)])
+def test_numbers_that_make_no_model_are_refused(tmp_path: Path, field: str, value: float) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128,
+              "vocab_size": 100, "max_position_embeddings": 32, field: value}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=f"field '{field}' is {value}; supported:"):
+        model_from_hf(str(tmp_path / "config.json"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from penstock.costs.replay import OpBytes, OpBytesSource, OpPeaks, Timeline, formula_bytes
+from penstock.costs.replay import MemoryTimeline, OpBytes, OpBytesSource, OpPeaks, formula_bytes
 from penstock.models.kept import walk
 from penstock.models.ops import Model
 from penstock.models.segments import segments
@@ -50,7 +50,7 @@ class Ledger:
 def timeline_by_op(
     model: Model, start: int, stop: int, shape: Shape, tp: int = 1, algos: Sequence[int] | None = None,
     recompute: Collection[int] = frozenset(), bytes_of: OpBytesSource = formula_bytes,
-) -> Timeline:  # fmt: skip
+) -> MemoryTimeline:  # fmt: skip
     """The same answer as `costs.replay.activation_timeline`."""
     steps, sizes = steps_of(model, start, stop, shape, tp, algos, bytes_of)
     inputs = steps[0].enters if steps else ()
@@ -65,7 +65,7 @@ def timeline_by_op(
     held = ledger.level
     saved = {tensor for part, again in parts for held_by in ([part[0].enters] if again else [s.saves for s in part]) for tensor in held_by}
     unsaved = sum(sizes[tensor] for tensor in inputs if tensor not in saved)
-    return Timeline(held - unsaved, held, forward_peak, max(held, backward(parts, ledger)))
+    return MemoryTimeline(held - unsaved, held, forward_peak, max(held, backward(parts, ledger)))
 
 
 def forward(steps: Sequence[Step], ledger: Ledger, keeps: bool = True) -> float:

@@ -12,7 +12,8 @@ from penstock.errors import InfeasibleError, InputError
 from penstock.ordering.annealing import best_schedule, candidates, refine
 from penstock.ordering.injection import reordered
 from penstock.schedules.actions import Action, Schedule
-from penstock.schedules.orders import gpipe, schedule_of
+from penstock.schedules.orders import gpipe
+from penstock.schedules.rules import schedule_of
 from penstock.timing.order_memory import order_peak_bytes
 from penstock.timing.simulator import as_arrays, simulate
 from penstock.timing.workload import Workload, split_backward, workload_of

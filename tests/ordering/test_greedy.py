@@ -14,7 +14,8 @@ from penstock.errors import InfeasibleError, InputError
 from penstock.ordering.adaptive import adaptive
 from penstock.ordering.greedy import Greed, _as_schedule, _run, best_greedy, checked_order, greedy
 from penstock.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Schedule, format_schedule
-from penstock.schedules.orders import one_forward_one_backward, schedule_of, with_depths
+from penstock.schedules.orders import one_forward_one_backward, with_depths
+from penstock.schedules.rules import schedule_of
 from penstock.timing.execution import execute
 from penstock.timing.order_memory import in_flight, order_peak_bytes
 from penstock.timing.simulator import simulate

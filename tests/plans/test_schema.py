@@ -95,7 +95,6 @@ def test_memory_has_the_purposes_of_the_costs() -> None:
     from penstock.costs.memory import MemoryBreakdown
 
     assert [field.name for field in fields(StageMemory)] == [field.name for field in fields(MemoryBreakdown)]
-    assert StageMemory.of(MemoryBreakdown(1.6, 2.0)) == StageMemory(2, 2)
     assert StageMemory(*range(9)).total_bytes == 36
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.costs.measured_links import links_of
+from penstock.costs.measured_links import measured_links
 from penstock.costs.profile import read_profile
 from penstock.profiling.links import SIZES, join_ranks, measure_links
 
@@ -35,5 +35,5 @@ def test_two_ranks_measure_their_link(tmp_path: Path) -> None:
         assert [point.size_bytes for point in points] == list(SIZES), kind
         assert all(point.num_ranks == 2 and point.num_nodes == 1 and not point.modelled and point.time_s > 0 for point in points)
         assert points[-1].time_s > points[0].time_s
-    (link,) = links_of(here, "cpu").values()
+    (link,) = measured_links(here, "cpu").values()
     assert 1e7 < link.bandwidth_bytes_per_s < 1e12 and math.isfinite(link.latency_s) and link.latency_s < 0.1

@@ -15,7 +15,7 @@ from penstock.programs.instructions import MicroBatch, Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork, dp_degrees
 from penstock.schedules.actions import Action, Schedule
-from penstock.schedules.orders import schedule_of
+from penstock.schedules.rules import schedule_of
 
 SIZES: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 2, "hidden": 8, "heads": 4, "seq_length": 24, "vocab": 13},

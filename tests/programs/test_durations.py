@@ -20,7 +20,7 @@ from penstock.programs.durations import StageWeights, durations_of, priced_weigh
 from penstock.programs.instructions import MicroBatch
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
-from penstock.schedules.orders import schedule_of
+from penstock.schedules.rules import schedule_of
 from penstock.timing.batched import batch_durations_s, batch_workload
 from penstock.timing.estimate import Estimator
 
@@ -68,10 +68,11 @@ def test_seconds_are_those_of_the_estimate() -> None:
     paces = Estimator(model_of(plan), cluster, open_costs("roofline", cluster)).paces(plan)
     assert len(paces) == 2
     for pace, weights in zip(paces, priced(plan), strict=True):
-        forward, backward, *halves = durations_of(weights, [usual])
-        assert [own for (own,) in forward] == pytest.approx([work.forward_s for work in pace.work])
-        assert [own for (own,) in backward] == pytest.approx([work.backward_s + work.recompute_s for work in pace.work])
-        assert all([2 * own for (own,) in half] == pytest.approx([own for (own,) in backward]) for half in halves)
+        forward, backward, inputs, weight = ([own for (own,) in kind] for kind in durations_of(weights, [usual]))
+        assert forward == pytest.approx([work.forward_pass_s for work in pace.work])
+        assert backward == pytest.approx([work.backward_pass_s for work in pace.work])
+        assert weight == pytest.approx([work.weight_s for work in pace.work]) and min(weight) > 0
+        assert inputs == pytest.approx([work.backward_pass_s - work.weight_s for work in pace.work])
 
 
 def test_a_planned_batch_has_the_durations_that_it_was_planned_with() -> None:

@@ -26,7 +26,7 @@ from penstock.programs.routing import Cut, Layout, Side, carried
 from penstock.programs.text import format_instruction, format_program, parse_program
 from penstock.programs.work import ReplicaWork, work_of
 from penstock.schedules.actions import Action
-from penstock.schedules.orders import schedule_of
+from penstock.schedules.rules import schedule_of
 
 
 @given(st.integers(0, 10**9))

@@ -17,7 +17,8 @@ from penstock.errors import InputError
 from penstock.reports.drawing import draw_text
 from penstock.reports.figure import write_figure
 from penstock.reports.traces import trace_of, write_trace
-from penstock.schedules.orders import one_forward_one_backward, schedule_of
+from penstock.schedules.orders import one_forward_one_backward
+from penstock.schedules.rules import schedule_of
 from penstock.timing.execution import Execution, execute
 from penstock.timing.simulator import simulate
 from penstock.timing.workload import workload_of

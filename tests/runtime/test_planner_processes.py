@@ -156,7 +156,7 @@ def test_a_store_that_restarts_is_survived_and_one_that_stays_away_ends_the_run_
     assert ended.returncode == 1 and 8 <= done < STEPS
     assert "Traceback" not in ended.stderr and ended.stderr.count("error:") == 1 and str(redis[0].password) not in ended.stderr
     said = " ".join(ended.stderr.split())
-    assert re.search(r"(Redis at 127\.0\.0\.1:\d+ has not answered|a rank has had no answer from the store) for 3 s", said)
+    assert re.search(r"Redis at 127\.0\.0\.1:\d+ has not answered for 3 s|another rank gets no more programs from the store", said)
     assert f"The run ended after {done} steps; go on from there with --resume '{tmp_path / 'run' / 'checkpoints'}'." in said
 
     start(0)
@@ -167,6 +167,24 @@ def test_a_store_that_restarts_is_survived_and_one_that_stays_away_ends_the_run_
     values = connect(redis[0].address)
     assert values.names("penstock/") == []  # the job took its keys with it
     values.close()
+
+
+def test_a_planner_without_progress_on_a_store_that_answers_ends_the_run_with_a_checkpoint(case: Case, tmp_path: Path) -> None:
+    """The planner is stopped for good, and nobody replaces it in time."""
+    out = tmp_path / "run"
+
+    def told(step: Progress) -> None:
+        if step.step == 3:
+            for pid in planners_of(os.getpid()):
+                os.kill(pid, signal.SIGSTOP)
+
+    with pytest.raises(WorkerError) as ended:
+        Trainer(replace(case.request, out=str(out), planning=PlanningSettings(wait_s=3.0))).train(told)
+    done, said = steps_done(out), " ".join(str(ended.value).split())
+    assert 3 < done < STEPS
+    assert re.search(r"nothing came for 3 s in TCPStore|another rank gets no more programs from the store", said)
+    assert f"The run ended after {done} steps; go on from there with --resume '{out / 'checkpoints'}'." in said
+    assert list((out / "checkpoints").glob(f"*step-{done}"))
 
 
 def test_a_damaged_sample_is_named_after_a_checkpoint(case: Case, tmp_path: Path) -> None:

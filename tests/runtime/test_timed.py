@@ -18,7 +18,7 @@ from penstock.programs.work import ReplicaWork
 from penstock.runtime.timed import TimedSettings, run_timed
 from penstock.runtime.workers import Pool
 from penstock.schedules.actions import Schedule
-from penstock.schedules.orders import schedule_of
+from penstock.schedules.rules import schedule_of
 from penstock.timing.execution import execute
 from penstock.timing.workload import Workload, workload_of
 

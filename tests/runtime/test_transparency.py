@@ -22,7 +22,8 @@ from penstock.runtime.session import train_programs
 from penstock.runtime.update import TrainingSettings
 from penstock.runtime.workers import Pool
 from penstock.schedules.actions import FORWARD
-from penstock.schedules.orders import gpipe, schedule_of
+from penstock.schedules.orders import gpipe
+from penstock.schedules.rules import schedule_of
 
 pytestmark = pytest.mark.timeout(280)
 

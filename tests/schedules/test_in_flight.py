@@ -2,63 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.schedules.in_flight import SCHEDULES, in_flight, in_flight_by_chunk, warm_up
+from penstock.schedules.in_flight import all_held, as_many_as_groups, as_stages_left, by_chunk, warm_up
+from penstock.schedules.rules import SCHEDULES
 
 
 @pytest.mark.parametrize(
-    ("schedule", "num_micro_batches", "num_chunks", "held"),
+    ("held", "num_micro_batches", "num_chunks", "expected"),
     [
-        ("gpipe", 8, 1, [8, 8, 8, 8]),
-        ("1f1b", 8, 1, [4, 3, 2, 1]),
-        ("1f1b", 2, 1, [2, 2, 2, 1]),
-        ("zero-bubble", 8, 1, [4, 4, 4, 4]),
-        ("interleaved", 8, 2, [11, 9, 7, 5]),
-        ("interleaved", 4, 2, [8, 8, 7, 5]),
-        ("interleaved", 16, 3, [15, 13, 11, 9]),
+        (all_held, 8, 1, [(8,), (8,), (8,), (8,)]),
+        (as_stages_left, 8, 1, [(4,), (3,), (2,), (1,)]),
+        (as_stages_left, 2, 1, [(2,), (2,), (2,), (1,)]),
+        (as_many_as_groups, 8, 1, [(4,), (4,), (4,), (4,)]),
+        (by_chunk, 8, 2, [(8, 4), (8, 4), (7, 3), (5, 1)]),
     ],
 )
-def test_four_groups(schedule: str, num_micro_batches: int, num_chunks: int, held: list[int]) -> None:
-    assert [in_flight(schedule, 4, group, num_micro_batches, num_chunks) for group in range(4)] == held
+def test_four_groups(
+    held: Callable[[int, int, int, int], tuple[int, ...]], num_micro_batches: int, num_chunks: int, expected: list[tuple[int, ...]]
+) -> None:
+    assert [held(4, group, num_micro_batches, num_chunks) for group in range(4)] == expected
 
 
 def test_by_chunk() -> None:
     # Group 1 of 2, two chunks, four micro-batches: F0 F0 F1 B1 F1 B1 F0 B0 F0 B0 F1 B1 F1 B1 B0 B0.
-    assert in_flight_by_chunk(2, 1, 4, 2) == (3, 1)
-    assert in_flight_by_chunk(2, 0, 4, 2) == (4, 2)
+    assert by_chunk(2, 1, 4, 2) == (3, 1)
+    assert by_chunk(2, 0, 4, 2) == (4, 2)
 
 
 def test_warm_up_is_that_of_megatron() -> None:
     assert [warm_up(4, group, 2) for group in range(4)] == [10, 8, 6, 4]
 
 
-@given(st.sampled_from(SCHEDULES), st.integers(1, 12), st.integers(1, 30), st.integers(1, 4), st.data())
+@given(st.sampled_from(list(SCHEDULES)), st.integers(1, 12), st.integers(1, 30), st.integers(1, 4), st.data())
 def test_never_more_than_there_are(schedule: str, groups: int, micro_batches: int, chunks: int, data: st.DataObject) -> None:
-    group = data.draw(st.integers(0, groups - 1))
-    chunks = chunks if schedule == "interleaved" else 1
-    held = in_flight(schedule, groups, group, micro_batches, chunks)
-    assert 1 <= held <= micro_batches * chunks
+    group, held = data.draw(st.integers(0, groups - 1)), SCHEDULES[schedule].in_flight
+    chunks = chunks if SCHEDULES[schedule].chunked else 1
+    found = held(groups, group, micro_batches, chunks)
+    assert len(found) == chunks and all(1 <= number <= micro_batches for number in found)
     if group:
-        assert held <= in_flight(schedule, groups, group - 1, micro_batches, chunks)
+        assert all(own <= before for own, before in zip(found, held(groups, group - 1, micro_batches, chunks), strict=True))
 
 
 @given(st.integers(1, 8), st.integers(1, 30), st.integers(1, 4), st.data())
-def test_chunks_together_hold_at_least_the_total(groups: int, micro_batches: int, chunks: int, data: st.DataObject) -> None:
+def test_chunks_together_hold_at_least_what_a_group_runs_ahead(groups: int, count: int, chunks: int, data: st.DataObject) -> None:
     group = data.draw(st.integers(0, groups - 1))
-    by_chunk = in_flight_by_chunk(groups, group, micro_batches, chunks)
-    assert sum(by_chunk) >= in_flight("interleaved", groups, group, micro_batches, chunks)
-    assert all(1 <= held <= micro_batches for held in by_chunk)
-
-
-@pytest.mark.parametrize("sizes", [(0, 0, 1, 1), (4, 4, 1, 1), (4, -1, 1, 1), (4, 0, 0, 1), (4, 0, 1, 0)])
-def test_impossible_sizes(sizes: tuple[int, int, int, int]) -> None:
-    with pytest.raises(ValueError, match="out of range"):
-        in_flight("1f1b", *sizes)
-
-
-def test_unknown_schedule() -> None:
-    with pytest.raises(ValueError, match="unknown schedule 'dapple'"):
-        in_flight("dapple", 4, 0, 8)
+    assert sum(by_chunk(groups, group, count, chunks)) >= min(count * chunks, warm_up(groups, group, chunks) + 1)

@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 
 from penstock.errors import InputError
 from penstock.ordering.injection import pyramid, reordered
-from penstock.schedules import in_flight as planned
 from penstock.schedules.actions import FORWARD, Action, Schedule, format_schedule, parse_schedule
-from penstock.schedules.orders import SCHEDULE_NAMES, gpipe, one_forward_one_backward, schedule_of, with_depths
+from penstock.schedules.in_flight import warm_up
+from penstock.schedules.orders import gpipe, one_forward_one_backward, with_depths
+from penstock.schedules.rules import SCHEDULES, schedule_of
 from penstock.timing.order_memory import in_flight, order_peak_bytes
 from penstock.timing.simulator import simulate
 from penstock.timing.workload import workload_of
 
-names = st.sampled_from(SCHEDULE_NAMES)
+names = st.sampled_from(list(SCHEDULES))
 
 
 def test_1f1b_is_the_drawn_table() -> None:
@@ -80,7 +81,7 @@ def test_falling_depths_are_held_and_never_stuck(depths: list[int], micro_batche
 
 @given(name=st.sampled_from(["gpipe", "1f1b"]), stages=st.integers(1, 9), micro_batches=st.integers(1, 12))
 def test_micro_batches_in_flight_are_as_planned(name: str, stages: int, micro_batches: int) -> None:
-    wanted = tuple(planned.in_flight(name, stages, stage, micro_batches) for stage in range(stages))
+    wanted = tuple(SCHEDULES[name].in_flight(stages, stage, micro_batches, 1)[0] for stage in range(stages))
     assert in_flight(schedule_of(name, stages, micro_batches)).by_stage == wanted
 
 
@@ -89,8 +90,8 @@ def test_interleaved_holds_no_more_than_planned(devices: int, chunks: int, micro
     """Exactly as much where micro-batches fill all rounds; a last round that is not full holds less."""
     held = in_flight(schedule_of("interleaved", devices * chunks, micro_batches, chunks))
     for device in range(devices):
-        bound = planned.in_flight("interleaved", devices, device, micro_batches, chunks)
-        by_chunk = planned.in_flight_by_chunk(devices, device, micro_batches, chunks)
+        bound = min(micro_batches * chunks, warm_up(devices, device, chunks) + 1)
+        by_chunk = SCHEDULES["interleaved"].in_flight(devices, device, micro_batches, chunks)
         assert held.by_device[device] <= bound and all(a <= b for a, b in zip(held.by_stage[device::devices], by_chunk, strict=True))
         if micro_batches % devices == 0:
             assert held.by_device[device] == bound and held.by_stage[device::devices] == by_chunk
@@ -129,11 +130,7 @@ def test_micro_batches_change_places() -> None:
     assert pyramid(workload_of(times)) == [1, 2, 0, 4, 3]  # 1 3 5 4 2
 
 
-def test_unknown_names_and_bad_texts_are_refused() -> None:
-    with pytest.raises(InputError, match="1f1b"):
-        schedule_of("1f1", 2, 2)
-    with pytest.raises(InputError, match="no multiple of 2"):
-        schedule_of("interleaved", 5, 2, 2)
+def test_bad_texts_are_refused() -> None:
     for text in ("2X0", "F0", "1F", "1F-1", "١F٢", "1f0", "99999999999F0"):
         with pytest.raises(InputError, match="is not an action"):
             parse_schedule(f"0F0 {text}")

@@ -102,6 +102,56 @@ def test_a_server_that_is_killed_and_comes_back_empty_is_filled_again(fragile: F
     assert left_over(fragile, job) == []
 
 
+AWKWARD = ["publish 0", "publish 1", "fetch 0", "acknowledge 0", "publish 2", "fetch 1", "acknowledge 1", "fetch 2", "acknowledge 2"]
+
+
+@pytest.mark.parametrize("wakes_first", ["planner", "rank"])
+def test_a_restart_between_any_two_calls_is_survived_by_clients_that_were_not_calling(fragile: Fragile, wakes_first: str) -> None:
+    """Nobody is on the line while the server restarts, so nobody sees it; then a planner and a rank go on together."""
+    for before in range(1, len(AWKWARD)):
+        job = Job.new(1, capacity=2)
+        planner, rank, got = ring(fragile, job), ring(fragile, job), []
+
+        def plan(steps: list[str], store: Ring = planner) -> None:
+            for iteration in [int(step.split()[1]) for step in steps if step.startswith("publish")]:
+                store.publish(iteration, {0: b"%d" % iteration})
+
+        def train(steps: list[str], store: Ring = rank, got: list[bytes] = got) -> None:
+            for what, iteration in [step.split() for step in steps if not step.startswith("publish")]:
+                if what == "fetch":
+                    got.append(store.fetch(int(iteration), 0))
+                else:
+                    store.acknowledge(int(iteration), 0)
+
+        for step in AWKWARD[:before]:
+            plan([step])
+            train([step])
+        fragile.kill()
+        fragile.start_again()
+        later = AWKWARD[before:]
+        with ThreadPoolExecutor(2) as pool:
+            order = [lambda: (plan(later), planner.drain()), lambda: train(later)]  # noqa: B023
+            first, second = order if wakes_first == "planner" else order[::-1]
+            ends = [pool.submit(first)]
+            time.sleep(0.05)
+            ends.append(pool.submit(second))
+            for end in ends:
+                end.result(50)
+        assert got == [b"0", b"1", b"2"], AWKWARD[before]
+        assert left_over(fragile, job) == [], AWKWARD[before]
+
+
+def test_keys_that_are_deleted_on_a_server_that_stays_up_are_put_again(fragile: Fragile) -> None:
+    """As by a fail-over behind a proxy, or somebody's FLUSHALL: no connection is lost."""
+    import redis
+
+    admin = redis.Redis.from_url(fragile.address)
+    got, job = train(fragile, 0.001, dict.fromkeys(range(5, COUNT, 5), admin.flushall))
+    assert got == expected()
+    ring(fragile, job).purge()
+    admin.close()
+
+
 def test_dropped_connections_are_made_again(fragile: Fragile) -> None:
     import redis
 
@@ -124,7 +174,7 @@ def test_a_server_that_stays_away_ends_the_wait_with_a_message(fragile: Fragile)
 
 def test_a_server_that_hangs_counts_as_gone(fragile: Fragile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.stores.redis._ANSWER_S", 0.3)
-    monkeypatch.setattr("penstock.stores.redis._SLICE_S", 0.1)
+    monkeypatch.setattr("penstock.stores.ring._LAST_SLICE_S", 0.1)
     reader = ring(fragile, Job.new(1), away_s=0.5)
     fragile.server.process.send_signal(signal.SIGSTOP)
     with pytest.raises(StoreError, match="has not answered"):
@@ -133,7 +183,7 @@ def test_a_server_that_hangs_counts_as_gone(fragile: Fragile, monkeypatch: pytes
 
 def test_a_server_that_hangs_and_goes_on_is_survived(fragile: Fragile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.stores.redis._ANSWER_S", 0.3)
-    monkeypatch.setattr("penstock.stores.redis._SLICE_S", 0.1)
+    monkeypatch.setattr("penstock.stores.ring._LAST_SLICE_S", 0.1)
     job = Job.new(1)
     writer, reader = ring(fragile, job), ring(fragile, job)
     fragile.server.process.send_signal(signal.SIGSTOP)

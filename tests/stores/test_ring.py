@@ -178,7 +178,7 @@ def test_entries_for_the_wrong_ranks_are_refused() -> None:
             ring.publish(0, entries)
 
 
-steps = st.lists(st.tuples(st.sampled_from(["publish", "again", "read", "restore"]), st.integers(0, 2)), max_size=60)
+steps = st.lists(st.tuples(st.sampled_from(["publish", "again", "read", "say again"]), st.integers(0, 2)), max_size=60)
 
 
 @given(capacity=st.integers(1, 3), steps=steps)
@@ -197,9 +197,9 @@ def test_any_repetition_leaves_what_a_plain_queue_would(capacity: int, steps: li
             assert readers[rank].fetch(read[rank], rank) == payloads(read[rank], 3)[rank]
             readers[rank].acknowledge(read[rank], rank)
             read[rank] += 1
-        elif what == "restore":
-            writer._restore()
-            readers[rank]._restore()
+        elif what == "say again":
+            writer._say_again()
+            readers[rank]._say_again()
         entries = {name.split("entry/")[1] for name in values.names("") if "/entry/" in name}
         assert entries == {f"{i}/{r}" for r in range(3) for i in range(read[r], published)}
     if published - min(read) == capacity:

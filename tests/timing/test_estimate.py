@@ -30,7 +30,7 @@ from penstock.plans.references import cluster_of, model_of
 from penstock.plans.schema import plan_from_dict, plan_to_dict, read_plan
 from penstock.search import uniform_plans
 from penstock.timing.estimate import Estimate, Estimator, estimate, with_prediction
-from penstock.timing.pipeline import micro_batches, pipeline_s, share_shape
+from penstock.timing.pipeline import micro_batches, share_shape
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "plans").glob("*.json"))
 FORWARD_S, BACKWARD_S, STEP_S, BANDWIDTH = 1.0, 2.0, 0.5, 1000.0
@@ -78,21 +78,6 @@ def estimated(plan: Plan, model: Model | None = None, on: Cluster | None = None)
 TWO_STAGES = (Stage(0, 9, ((0,),)), Stage(9, 20, ((1,),)))
 MESSAGE_S = 2 * 8 * 32 * 4 / BANDWIDTH
 """Two samples of eight tokens of 32 fp32 numbers."""
-
-
-@pytest.mark.parametrize(
-    ("schedule", "times_s", "count", "chunks", "weight_s", "expected"),
-    [
-        ("1f1b", [3.0], 4, 1, [], 12.0),
-        ("1f1b", [1.0, 2.0, 1.0], 4, 1, [], 10.0),
-        ("gpipe", [1.0, 2.0, 1.0], 4, 1, [], 10.0),
-        ("interleaved", [2.0, 2.0], 4, 2, [], 9.0),  # 1f1b: 10, of which 2 are bubble
-        ("zero-bubble", [3.0, 3.0], 4, 1, [1.0, 1.0], 13.0),  # F = B = W = 1: the bubble falls from 3 to 1
-        ("zero-bubble", [3.0, 1.0], 4, 1, [1.0, 0.6], 12.0),  # and never below nothing
-    ],
-)
-def test_pipeline_by_hand(schedule: str, times_s: list[float], count: int, chunks: int, weight_s: list[float], expected: float) -> None:
-    assert pipeline_s(schedule, times_s, count, chunks, weight_s) == pytest.approx(expected)
 
 
 def test_two_stages_by_hand() -> None:
@@ -346,14 +331,6 @@ def test_a_profile_is_used_and_what_it_lacks_is_said() -> None:
     assert found.time_s != estimate(plan, model, on, Roofline()).time_s
     other = uniform_plan("gpt-6.7b", "8xh200-141gb", global_batch=16, micro_batch=1, pp=8)
     assert "modelled by the roofline" in estimate(other, model_of(other), cluster_of(other), source).notes[0]
-
-
-def test_another_planners_tables_are_refused() -> None:
-    class Tables(Plain):
-        name = "aceso:somewhere"
-
-    with pytest.raises(InputError, match=r"'aceso:somewhere' hold the tables of another planner.*not 'tiny'"):
-        estimate(plan_of(*TWO_STAGES), gpt(), cluster(), Tables())
 
 
 def test_an_invalid_plan_is_refused() -> None:

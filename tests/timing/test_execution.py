@@ -15,7 +15,8 @@ from oracles.events import SlowPipeline
 
 from penstock.errors import InputError
 from penstock.schedules.actions import Schedule, parse_schedule
-from penstock.schedules.orders import gpipe, one_forward_one_backward, schedule_of
+from penstock.schedules.orders import gpipe, one_forward_one_backward
+from penstock.schedules.rules import schedule_of
 from penstock.timing.execution import execute
 from penstock.timing.order_memory import order_peak_bytes
 from penstock.timing.simulator import as_arrays, simulate

@@ -26,7 +26,7 @@ from penstock.models.ops import Op
 from penstock.models.segments import segments
 from penstock.profiling.grid import sweep_lengths
 from penstock.profiling.run import random_model_batch
-from penstock.timing.pass_times import rerun, rerun_positions, stage_times, waiting_s
+from penstock.timing.pass_times import OpSlice, pass_grid_s, rerun, rerun_positions, stage_passes, waiting_s
 
 GPT = resolve_model("gpt-1.3b")
 CLUSTER = resolve_cluster("8xh200")
@@ -95,39 +95,61 @@ def test_sums_by_hand() -> None:
     start, stop = 3, 17
     ops = TABLE.chain[start:stop]
     flags = frozenset(range(6, 14))
-    times = stage_times(GPT, TABLE, start, stop, SHAPE, device=DEVICE, tp=8, recompute=flags)
+    times = stage_passes(TABLE, OpSlice(GPT, start, stop, DEVICE, tp=8, recompute=flags), SHAPE)
     again = rerun_positions(GPT.ops[start:stop], flags)
     assert set(again) < flags
     assert times.forward_s == pytest.approx(TABLE.forward_s[ops, 0, 1, 0, 0].sum())
     assert times.backward_s == pytest.approx(TABLE.backward_s[ops, 0, 1, 0, 0].sum())
     assert times.recompute_s == pytest.approx(TABLE.forward_s[ops[again], 0, 1, 0, 0].sum()) and times.recompute_s > 0
     comm = TABLE.forward_comm_s[ops, 0, 1, 0, 0]
-    assert times.forward_comm_s == pytest.approx(comm.sum() + comm[again].sum()) and comm.sum() > 0
-    assert times.backward_comm_s == pytest.approx(TABLE.backward_comm_s[ops, 0, 1, 0, 0].sum())
+    back = TABLE.backward_comm_s[ops, 0, 1, 0, 0]
+    assert times.forward_tp_s == pytest.approx(comm.sum()) and comm.sum() > 0
+    assert times.backward_tp_s == pytest.approx(back.sum() + comm[again].sum())  # what runs again does so in the backward pass
     assert times.waiting_s == 0
-    compute_s = times.forward_s + times.backward_s + times.recompute_s
-    assert times.total_s == pytest.approx(compute_s + times.forward_comm_s + times.backward_comm_s)
+    assert times.forward_pass_s == pytest.approx(times.forward_s + comm.sum())
+    assert times.backward_pass_s == pytest.approx(times.backward_s + times.recompute_s + times.backward_tp_s)
+    assert times.total_s == pytest.approx(times.forward_pass_s + times.backward_pass_s)
+    twice = stage_passes(TABLE, OpSlice(GPT, start, stop, DEVICE, tp=8, recompute=flags), SHAPE, slower=2.0)
+    assert twice.tp_s == pytest.approx(2 * times.tp_s) and twice.forward_s == times.forward_s
+
+
+def test_half_the_backward_arithmetic_of_trained_ops_is_weight_gradients() -> None:
+    qkv = names(GPT, 0, 9).index("layers.0.qkv")
+    times = stage_passes(TABLE, OpSlice(GPT, qkv, qkv + 1, DEVICE, tp=8), SHAPE)
+    assert times.weight_s == pytest.approx(times.backward_s / 2) and times.backward_tp_s > 0
+    attention = stage_passes(TABLE, OpSlice(GPT, qkv + 1, qkv + 2, DEVICE, tp=8), SHAPE)
+    assert attention.backward_s > 0 and attention.weight_s == 0
+
+
+def test_a_grid_of_shapes_has_the_passes_of_each() -> None:
+    shapes = [SHAPE, Shape.padded(1, 64), Shape.padded(2, 2048)]
+    table = Roofline().table(GPT, shapes, [8], CLUSTER)
+    table = replace(table, host_s=np.random.default_rng(0).uniform(0, 1e-4, (len(table.op_names), 3, 1)))
+    ops = OpSlice(GPT, 3, 17, DEVICE, tp=8, recompute=frozenset(range(6, 14)))
+    for shape, own in zip(shapes, pass_grid_s(table, ops, slower=1.5), strict=True):
+        one = stage_passes(table, ops, shape, slower=1.5)
+        assert own.tolist() == pytest.approx([one.forward_pass_s, one.backward_pass_s]) and one.waiting_s > 0
 
 
 def test_the_way_an_op_is_split_counts() -> None:
     qkv = names(GPT, 0, 9).index("layers.0.qkv")
-    plain, swapped = (stage_times(GPT, TABLE, qkv, qkv + 1, SHAPE, device=DEVICE, tp=8, algos=[algo]) for algo in (0, 1))
-    assert plain.forward_comm_s == 0 and swapped.forward_comm_s > 0
+    plain, swapped = (stage_passes(TABLE, OpSlice(GPT, qkv, qkv + 1, DEVICE, 8, [algo]), SHAPE) for algo in (0, 1))
+    assert plain.forward_tp_s == 0 and swapped.forward_tp_s > 0
 
 
 def test_slices_add_up_without_recomputation() -> None:
-    whole = stage_times(GPT, TABLE, 0, GPT.num_ops, SHAPE, device=DEVICE)
-    parts = [stage_times(GPT, TABLE, a, b, SHAPE, device=DEVICE) for a, b in ((0, 50), (50, 51), (51, GPT.num_ops))]
+    whole = stage_passes(TABLE, OpSlice(GPT, 0, GPT.num_ops, DEVICE), SHAPE)
+    parts = [stage_passes(TABLE, OpSlice(GPT, a, b, DEVICE), SHAPE) for a, b in ((0, 50), (50, 51), (51, GPT.num_ops))]
     assert sum(part.total_s for part in parts) == pytest.approx(whole.total_s)
 
 
 def test_what_the_table_does_not_hold_is_told() -> None:
     with pytest.raises(ProfileMissingError, match="tp=2"):
-        stage_times(GPT, TABLE, 0, 9, SHAPE, device=DEVICE, tp=2)
+        stage_passes(TABLE, OpSlice(GPT, 0, 9, DEVICE, tp=2), SHAPE)
     with pytest.raises(ProfileMissingError, match="a100"):
-        stage_times(GPT, TABLE, 0, 9, SHAPE, device="a100-40gb")
+        stage_passes(TABLE, OpSlice(GPT, 0, 9, "a100-40gb"), SHAPE)
     with pytest.raises(ProfileMissingError, match="was not built for"):
-        stage_times(GPT, TABLE, 0, 9, Shape.padded(1, 1), device=DEVICE)
+        stage_passes(TABLE, OpSlice(GPT, 0, 9, DEVICE), Shape.padded(1, 1))
 
 
 PIECES = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), max_size=30)
@@ -147,7 +169,7 @@ def test_a_stage_waits_for_its_host(flags: set[int], issue_s: float) -> None:
     start, stop = 1, 18
     source = np.random.default_rng(0)
     table = replace(TABLE, host_s=source.uniform(0, issue_s or 1e-12, (len(TABLE.op_names), 3, 1)))
-    times = stage_times(GPT, table, start, stop, SHAPE, device=DEVICE, recompute=flags)
+    times = stage_passes(table, OpSlice(GPT, start, stop, DEVICE, recompute=flags), SHAPE)
     again = set(rerun_positions(GPT.ops[start:stop], flags))
     ops = TABLE.chain[start:stop]
     forward, backward = ([float(column[op, 0, 0, 0, 0]) for op in ops] for column in (TABLE.forward_s, TABLE.backward_s))
@@ -162,6 +184,7 @@ def test_a_stage_waits_for_its_host(flags: set[int], issue_s: float) -> None:
             device_s.append(backward[index])
             host_s.append(host[1][index])
     assert times.waiting_s == pytest.approx(simulated_waiting_s(device_s, host_s), abs=1e-12)
+    assert times.forward_wait_s == pytest.approx(simulated_waiting_s(forward, host[0]), abs=1e-12)
     assert times.total_s == pytest.approx(sum(device_s) + times.waiting_s)
 
 

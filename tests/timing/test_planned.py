@@ -14,10 +14,9 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.schema import read_plan
-from penstock.timing.estimate import StageWork
 from penstock.timing.execution import Execution, execute
 from penstock.timing.order_memory import in_flight
-from penstock.timing.planned import PlannedPipeline, _passes, planned_pipeline
+from penstock.timing.planned import PlannedPipeline, planned_pipeline, simulated
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "plans").glob("*.json"))
 
@@ -86,12 +85,21 @@ def test_one_stage_is_busy_all_the_time() -> None:
     assert found.makespan_s > float(found.end_s.max())  # gradients of four replicas, and the optimizer
 
 
-def test_passes_divide_what_an_estimate_has_in_one() -> None:
-    assert _passes(StageWork(1.0, 2.0, 0.0, 0.5)) == pytest.approx((1.25, 2.25))
-    assert _passes(StageWork(1.0, 2.0, 1.0, 0.6)) == pytest.approx((1.2, 3.4))  # collectives three times: forward, again, backward
-    assert _passes(StageWork(1.0, 3.0, waiting_s=1.0)) == pytest.approx((1.25, 3.75))
-    assert _passes(StageWork(0.0, 0.0, 0.0, 1.0)) == (0.5, 0.5)
-    assert np.isfinite(_passes(StageWork(0.0, 1.0))).all()
+def test_durations_are_the_passes_of_the_estimate() -> None:
+    pipeline, _ = run(gpt(pp=2, tp=2, schedule="zero-bubble"))
+    for stage in pipeline.estimate.stages:
+        forward, backward, inputs, weights = pipeline.workload.durations_s[:, stage.index, 0]
+        work = stage.work
+        assert (forward, backward) == (work.forward_pass_s, work.backward_pass_s) and weights == work.weight_s > 0
+        assert inputs == pytest.approx(backward - weights) and work.forward_tp_s > 0
+
+
+def test_the_search_judges_by_what_simulate_shows() -> None:
+    pipeline, found = run(gpt(pp=2, tp=2))
+    plan = gpt(pp=2, tp=2)
+    again = simulated(plan, pipeline.estimate)
+    assert again.makespan_s == found.makespan_s and np.array_equal(again.end_s, found.end_s)
+    assert again.pipeline_s == found.end_s.max() < again.makespan_s
 
 
 def test_the_roofline_is_a_source_like_any() -> None:

@@ -13,7 +13,8 @@ from oracles.simulator import simulate_slowly
 
 from penstock.errors import InputError
 from penstock.schedules.actions import Schedule, parse_schedule
-from penstock.schedules.orders import gpipe, one_forward_one_backward, schedule_of
+from penstock.schedules.orders import gpipe, one_forward_one_backward
+from penstock.schedules.rules import schedule_of
 from penstock.timing.simulator import simulate
 
 

@@ -135,6 +135,8 @@ class ReplicaBatch:
     """From the first forward to the last backward pass."""
     peak_bytes: tuple[float, ...]
     """Memory of the fullest device of each stage at its fullest moment, model state included."""
+    order: str = "planned"
+    """How the schedule was made: `planned`, 1F1B with the forward passes ahead that memory allows, or the order that was found better."""
 
     @cached_property
     def warm_up(self) -> tuple[int, ...]:

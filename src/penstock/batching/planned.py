@@ -14,21 +14,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.batching.costs import QUANTITIES, Floats, LayoutCosts, PipelineCosts
-from penstock.costs.memory import SLACK, OpBytesSource, activation_timeline, formula_bytes, stage_memory
-from penstock.costs.profiled import Profiled
-from penstock.costs.roofline import tp_group
-from penstock.costs.sources import with_links_of
+from penstock.costs.memory import SLACK, activation_timeline, stage_memory
 from penstock.costs.table import CostTable
 from penstock.errors import InputError
 from penstock.models.shapes import Layout, Shape, feature_matrix
+from penstock.plans.degrees import DegreeRun, algos_of, parts_of, recomputed_in
 from penstock.timing.estimate import Estimator
-from penstock.timing.messages import Part, cut_times_s, parts_of, tp_group_of
-from penstock.timing.pass_times import rerun_positions
+from penstock.timing.messages import cut_times_s, slowdown, tp_group_of
+from penstock.timing.pass_times import OpSlice, pass_grid_s
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster, Device
     from penstock.costs.source import CostSource
-    from penstock.models.ops import Model, PlacedOp
+    from penstock.models.ops import Model
     from penstock.plans.plan import Plan, Stage
 
 __all__ = ["planned_costs", "with_recompute_choices"]
@@ -52,7 +50,7 @@ def planned_costs(
     chosen: list[Layout] = [layout for layout in wanted if layout in model.layouts]
     if not chosen:
         raise InputError(f"model '{model.name}' takes {', '.join(model.layouts)} batches, not {' or '.join(wanted)}.")
-    asked = _Source(plan, model, with_links_of(source, cluster), source)
+    asked = _Source(plan, model, source.links_of(cluster), source)
     return asked.costs(chosen, longest, longest_dec, memory_limit_bytes)
 
 
@@ -146,14 +144,12 @@ class _Source:
 
     def _stage(self, stage: Stage, replica: int, mode: int, layout: Layout, points: Sequence[tuple[float, ...]]) -> Floats:
         """[points, quantities] of a stage under one pattern, on the slowest and fullest of its device kinds."""
-        ranks, again = stage.devices[replica], stage.recomputed(mode)
+        ranks = stage.devices[replica]
         worst = np.zeros((len(points), len(QUANTITIES)))
         for device in self._kinds(ranks):
             total = np.zeros_like(worst)
             for part in parts_of(stage):
-                shift = part.first - stage.first
-                own = frozenset(op - shift for op in again if shift <= op < part.last - stage.first)
-                algos = [stage.run_of(op).algo for op in range(part.first, part.last)]
+                own, algos = recomputed_in(stage, part, mode), algos_of(stage, part)
                 shapes = [_share(layout, part.dp, *point) for point in points]
                 sequence = self._estimator.by_rows(stage, part.tp)
                 total[:, :2] += self._times(part, shapes, algos, own, device, ranks, sequence)
@@ -165,20 +161,14 @@ class _Source:
         return worst
 
     def _times(
-        self, part: Part, shapes: list[Shape], algos: list[int], again: frozenset[int], device: Device, ranks: Sequence[int], sequence: bool
-    ) -> Floats:
+        self, part: DegreeRun, shapes: list[Shape], algos: tuple[int, ...], again: frozenset[int], device: Device, ranks: Sequence[int],
+        sequence: bool,
+    ) -> Floats:  # fmt: skip
         """[shapes, 2] forward and backward times, collectives and waiting for the host included."""
         distinct, table = self._table(shapes, part.tp, sequence)
-        places = self._estimator.model_under(sequence).ops[part.first : part.last]
-        ops, kinds, d = table.chain[part.first : part.last], np.array(algos), table.device_index(device.name)
-        slower = self._slower(places, part.tp, algos, distinct[-1], device, ranks)
-        forward = table.forward_s[ops, :, 0, kinds, d] + slower * table.forward_comm_s[ops, :, 0, kinds, d]
-        backward = table.backward_s[ops, :, 0, kinds, d] + slower * table.backward_comm_s[ops, :, 0, kinds, d]
-        rerun = rerun_positions(places, again, algos)
-        times = np.stack([forward.sum(axis=0), backward.sum(axis=0) + forward[rerun].sum(axis=0)], axis=-1)
-        if len(table.host_s):  # a pass takes at least as long as the host needs to issue it
-            host = table.host_s[ops][:, :, d]
-            times = np.maximum(times, [host[:, 0].sum(), host[:, 1].sum() + host[rerun, 2].sum()])
+        ops = OpSlice(self._estimator.model_under(sequence), part.first, part.last, device.name, part.tp, algos, again)
+        slower = slowdown(self.cluster, device, ops, distinct[-1], tp_group_of(self.cluster, ranks, part.tp))
+        times = pass_grid_s(table, ops, slower)
         where = {shape: at for at, shape in enumerate(distinct)}
         return np.asarray(times[[where[shape] for shape in shapes]])
 
@@ -190,23 +180,8 @@ class _Source:
             self._tables[distinct, tp, sequence] = self.source.table(model, list(distinct), [tp], self.cluster)
         return list(distinct), self._tables[distinct, tp, sequence]
 
-    def _slower(
-        self, places: Sequence[PlacedOp], tp: int, algos: list[int], shape: Shape, device: Device, ranks: Sequence[int]
-    ) -> float:
-        """How much longer collectives take among these ranks than in the group that tables assume."""
-        if tp == 1:
-            return 1.0
-        group, usual = tp_group_of(self.cluster, ranks, tp), tp_group(self.cluster, device, tp)
-        sizes = [
-            (collective.kind, collective.size_bytes(shape))
-            for place, algo in zip(places, algos, strict=True)
-            for collective in place.op.splits[algo].collectives
-        ]
-        assumed = sum(usual.time_s(kind, size) for kind, size in sizes) if usual else 0.0
-        return sum(group.time_s(kind, size) for kind, size in sizes) / assumed if assumed else 1.0
-
     def _bytes(
-        self, part: Part, shapes: list[Shape], algos: list[int], again: frozenset[int], device: Device, sequence: bool
+        self, part: DegreeRun, shapes: list[Shape], algos: tuple[int, ...], again: frozenset[int], device: Device, sequence: bool
     ) -> Floats:
         """[shapes, 3] held between passes and the peaks of both, messages included.
 
@@ -231,14 +206,12 @@ class _Source:
                 found[:, q] = raised * (wanted @ line)
         return found
 
-    def _replay(self, model: Model, part: Part, shape: Shape, algos: list[int], again: frozenset[int], device: Device) -> Floats:
-        timeline = activation_timeline(model, part.first, part.last, shape, part.tp, algos, again, self._bytes_of(device.name))
+    def _replay(self, model: Model, part: DegreeRun, shape: Shape, algos: tuple[int, ...], again: frozenset[int], device: Device) -> Floats:
+        bytes_of, _ = self.source.memory_of(device.name, self.model.dtype)
+        timeline = activation_timeline(model, part.first, part.last, shape, part.tp, algos, again, bytes_of)
         cuts = [cut for cut in (part.first, part.last) if 0 < cut < model.num_ops]
         messages = sum(2 * model.boundary_bytes(cut).at(shape, part.tp) for cut in cuts)
         return np.array([timeline.held_bytes, timeline.forward_peak_bytes + messages, timeline.backward_peak_bytes + messages])
-
-    def _bytes_of(self, device: str) -> OpBytesSource:
-        return self.source.bytes_of(device, self.model.dtype) if isinstance(self.source, Profiled) else formula_bytes
 
     def _state_bytes(self, stage: Stage, replica: int) -> float:
         """Weights, optimizer state and all else that is there before any micro-batch."""
@@ -252,7 +225,7 @@ class _Source:
                 )  # fmt: skip
                 total += memory.state_bytes + memory.buffers_bytes
                 context = memory.context_bytes
-            base = self.source.device(device.name).profile.base_bytes if isinstance(self.source, Profiled) else 0.0
+            base = self.source.memory_of(device.name, self.model.dtype).base_bytes
             totals.append((total + base) * (1 + SLACK) + context)
         return max(totals)
 

@@ -68,10 +68,16 @@ def plan_for(
     plan: Plan, samples: Sequence[Sample], *, costs: str = "", steps: int | None = None, seed: int = 0, too_long: TooLong = "refuse",
     memory_limit_bytes: float = math.inf,
 ) -> BatchPlan:  # fmt: skip
-    """Plans a batch for a plan file: `costs_for` and `plan_batch` in one, with the bound; `steps` None is what the batch suggests."""
+    """Plans a batch for a plan file: `costs_for` and `plan_batch` in one, with the bound; `steps` None is what the batch suggests.
+
+    With steps, each replica's micro-batches run in another order where one is better, see `reorder`.
+    """
+    from penstock.batching.reorder import with_better_orders
+
     if not samples:
         raise InputError("the batch has no samples.")
     longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
     prepared = costs_for(plan, longest, longest_dec, costs, memory_limit_bytes)
     steps = usual_steps(prepared, len(samples)) if steps is None else steps
-    return plan_batch(samples, prepared, steps=steps, seed=seed, too_long=too_long, bound=True)
+    found = plan_batch(samples, prepared, steps=steps, seed=seed, too_long=too_long, bound=True)
+    return with_better_orders(found, prepared, steps, seed) if steps else found

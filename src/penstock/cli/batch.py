@@ -22,7 +22,10 @@ def batch(
     lengths: Annotated[Path, typer.Option(help="CSV of the batch: sample_id,enc_len,dec_len, or a column length.")],
     plan: Annotated[Path, typer.Option(help="A plan file (plan.json).")],
     costs: Annotated[str, typer.Option(help="roofline, profile:FILE or a shipped profile; the plan's own if not given.")] = "",
-    budget_steps: Annotated[int | None, typer.Option(help="Steps of search; what the batch suggests if not given, 0 for none.")] = None,
+    budget_steps: Annotated[
+        int | None,
+        typer.Option(help="Steps of search for micro-batches, and for their order; what the batch suggests if not given, 0 for none."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same plan.")] = 0,
     too_long: Annotated[Literal["refuse", "drop", "truncate"], typer.Option(help="What to do with samples that fit no device.")] = "refuse",
     path: Annotated[Path | None, typer.Option("--out", help="Write the planned batch to this file.")] = None,
@@ -62,6 +65,7 @@ def _summary(found: BatchPlan) -> dict[str, Any]:
         "num_tokens": found.num_tokens,
         "padding_share": found.padding_share,
         "peak_bytes": found.peak_bytes,
+        "orders": [replica.order for replica in found.replicas],
         "dropped": len(found.dropped),
         "truncated": len(found.truncated),
     }
@@ -79,7 +83,8 @@ def _show(found: BatchPlan) -> None:
         rows = [_row(number, one) for number, one in enumerate(replica.micro_batches)]
         if len(rows) > _SHOWN:
             rows = [*rows[: _SHOWN - 1], ["…", "", "", "", "", ""]]
-        out().print(table(f"replica {index}: {format_time(replica.predicted_s)}", _COLUMNS, rows))
+        order = "" if replica.order == "planned" else f", in the order '{replica.order}'"
+        out().print(table(f"replica {index}: {format_time(replica.predicted_s)}{order}", _COLUMNS, rows))
         peaks = zip(replica.warm_up, replica.peak_bytes, found.limit_bytes[index], strict=True)
         stages = [[s, ahead, format_bytes(peak), format_bytes(limit)] for s, (ahead, peak, limit) in enumerate(peaks)]
         out().print(table("", ("stage", "forwards ahead", "peak memory", "limit"), stages))

@@ -34,6 +34,7 @@ __all__ = [
     "print_json",
     "progress",
     "table",
+    "visible",
 ]
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one machine-readable object on stdout.")]
@@ -56,16 +57,35 @@ def err() -> Console:
 def _console(stderr: bool) -> Console:
     from rich.console import Console
 
+    class Visible(Console):
+        """Shows control characters in what it prints instead of obeying them."""
+
+        def print(self, *objects: Any, **options: Any) -> None:
+            super().print(*(visible(found) if isinstance(found, str) else found for found in objects), **options)
+
     stream = sys.stderr if stderr else sys.stdout
     piped = not stream.isatty() and "COLUMNS" not in os.environ
-    return Console(stderr=stderr, highlight=False, width=_PIPED_WIDTH if piped else None)
+    return Visible(stderr=stderr, highlight=False, width=_PIPED_WIDTH if piped else None)
+
+
+_HIDDEN = [*range(0x20), *range(0x7F, 0xA0), *range(0x200E, 0x2010), *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_SHOWN = {code: repr(chr(code))[1:-1] for code in _HIDDEN if chr(code) not in "\n\t"}
+
+
+def visible(text: str) -> str:
+    """Text from files, names and other programs, with what would steer a terminal written out: a colour, a title, text from right to left.
+
+    >>> visible("plan\\x1b[2J")
+    'plan\\\\x1b[2J'
+    """
+    return text.translate(_SHOWN)
 
 
 def print_error(message: str) -> None:
     """Says `message` on stderr, unwrapped, so that it can be searched for."""
     from rich.text import Text
 
-    err().print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+    err().print(Text.assemble(("error: ", "bold red"), visible(message)), soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
@@ -88,7 +108,7 @@ class Ticker:
 
     def __init__(self, bar: Progress, description: str, total: float | None) -> None:
         self._bar = bar
-        self._task = bar.add_task(description, total=total)
+        self._task = bar.add_task(visible(description), total=total)
 
     def advance(self, amount: float = 1) -> None:
         """Counts `amount` more as done."""
@@ -96,7 +116,7 @@ class Ticker:
 
     def describe(self, description: str) -> None:
         """Changes the text beside the bar."""
-        self._bar.update(self._task, description=description)
+        self._bar.update(self._task, description=visible(description))
 
 
 @contextmanager
@@ -123,7 +143,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
     from rich.table import Table
 
     cells = [[_cell(value) for value in row] for row in rows]
-    result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    result = Table(title=visible(title), title_justify="left", box=box.SIMPLE_HEAD)
     for index, name in enumerate(columns):
         numeric = bool(cells) and all(_is_number(row[index]) for row in cells)
         result.add_column(name, justify="right" if numeric else "left")
@@ -135,7 +155,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 def _cell(value: Any) -> Text:
     from rich.text import Text
 
-    return value if isinstance(value, Text) else Text("" if value is None else str(value))
+    return value if isinstance(value, Text) else Text("" if value is None else visible(str(value)))
 
 
 def _is_number(cell: Text) -> bool:

@@ -291,6 +291,6 @@ def _estimate_dict(found: Estimate) -> dict[str, Any]:
     """All fields, with the sums that a reader would otherwise compute."""
     data = {**dataclasses.asdict(found), "peak_bytes": found.peak_bytes, "shares_s": dict(found.shares())}
     for stage, row in zip(found.stages, data["stages"], strict=True):
-        row["work"]["total_s"] = stage.work.total_s
+        row["work"] |= {name: getattr(stage.work, name) for name in ("tp_s", "waiting_s", "total_s")}
         row["memory"]["total_bytes"] = stage.memory.total_bytes
     return data

@@ -112,7 +112,7 @@ def _root(
     version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")] = False,
     debug: Annotated[bool, typer.Option("--debug", callback=_set_debug, help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Plan, run and keep tuning the parallel training of neural networks.
+    """Plan and run the parallel training of neural networks.
 
     Example: penstock search --model gpt-1.3b --cluster 4xa100-40gb --global-batch 64 --out plan.json
     """

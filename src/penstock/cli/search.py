@@ -12,6 +12,7 @@ import typer
 from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, format_usd, out, print_json, progress, table
 from penstock.cli.search_tables import TABLES, TableRequest, search_tables
 from penstock.errors import InputError, near_misses
+from penstock.schedules.rules import DEFAULT_SCHEDULE, SEARCHED_SCHEDULES
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
@@ -22,7 +23,7 @@ __all__ = ["choice_row", "choices_table", "parse_sizes", "search", "write_plans"
 _COLUMNS = (
     "kind", "schedule", "pp", "tp", "dp", "replicas", "micro-batch", "recompute", "zero", "time", "tokens/s", "MFU", "peak memory", "price",
 )  # fmt: skip
-_SCHEDULES, _MAX_HOPS, _TOP = "1f1b,interleaved,zero-bubble", 7, 5
+_SCHEDULES, _MAX_HOPS, _TOP = ",".join(SEARCHED_SCHEDULES), 7, 5
 """What is searched unless told."""
 
 
@@ -57,7 +58,7 @@ def search(
         Path | None, typer.Option(help="CSV of sample lengths: plan for micro-batches that are cut batch by batch, see `penstock batch`.")
     ] = None,
     micro_batches: Annotated[str, typer.Option(help="Micro-batch sizes to try, such as 1,2,4; powers of two if not given.")] = "",
-    schedules: Annotated[str, typer.Option(help="Schedules to choose from, besides 1f1b.")] = _SCHEDULES,
+    schedules: Annotated[str, typer.Option(help=f"Schedules to choose from, besides {DEFAULT_SCHEDULE}.")] = _SCHEDULES,
     memory_limit: Annotated[
         float | None, typer.Option(help="Use at most this many GB (10⁹ bytes; with aceso:DIR 1000 of its MB) of each device.")
     ] = None,
@@ -222,12 +223,10 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def _schedules(text: str) -> list[str]:
-    from penstock.search import SCHEDULES
-
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in SCHEDULES:
-            raise InputError(f"--schedules has '{name}'. {near_misses(name, SCHEDULES)}")
+        if name not in SEARCHED_SCHEDULES:
+            raise InputError(f"--schedules has '{name}'. {near_misses(name, SEARCHED_SCHEDULES)}")
     return names
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli.console import JsonFlag, format_bytes, format_time, out, print_json, table
+from penstock.errors import InputError, near_misses
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -24,6 +25,7 @@ __all__ = ["simulate"]
 _COLUMNS = ("device", "ranks", "stages", "computes", "bubble", "share", "sends", "in flight", "peak memory", "limit", "used")
 _NAME_COLUMNS = 5
 _SHOWN_REPLICAS = 4
+_ORDER_COLUMNS = ("order", "time", "bubble of the busiest device", "peak memory", "fits")
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class _Subject:
     """What is simulated: one replica of a plan."""
 
     plan: Plan
+    order: str
+    """The plan's schedule, how its batch was ordered, or the order to look at instead."""
     replica: int | None
     """None: all replicas run as many micro-batches, and the slowest stands for them."""
     what: str
@@ -46,6 +50,10 @@ class _Subject:
 def simulate(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file (plan.json).")],
     lengths: Annotated[Path | None, typer.Option(help="Plan this batch (CSV of sample lengths) and simulate its slowest replica.")] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(help="What if: the same stages in the order of another schedule, or one made for them: adaptive, greedy or search."),
+    ] = None,
     costs: Annotated[str | None, typer.Option(help="roofline or profile:FILE; if not given, those the plan names.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev (t.json, or t.json.gz).")] = None,
     figure: Annotated[Path | None, typer.Option(help="Draw the timeline into a .svg, .png or .pdf file.")] = None,
@@ -54,6 +62,8 @@ def simulate(
     """Run one iteration of a plan in simulation: who computes when, who waits, what is sent, how memory rises and falls.
 
     Example: penstock simulate plan.json --trace t.json
+
+    Example: penstock simulate plan.json --lengths lengths.csv --schedule greedy
     """
     from penstock.reports.figure import check_figure_path, write_figure
     from penstock.reports.traces import write_trace
@@ -61,22 +71,28 @@ def simulate(
 
     if figure is not None:
         check_figure_path(figure)
-    subject = _subject(plan, lengths, costs)
+    asked = _asked(plan, costs)
+    own = subject = _planned(*asked) if lengths is None else _batched(lengths, *asked)
+    if schedule is not None:
+        subject = _reordered(schedule, own, lengths is not None, *asked)
     run = execute(subject.schedule, subject.workload)
+    orders = [] if schedule is None else [_order_row(own, execute(own.schedule, own.workload)), _order_row(subject, run)]
     if trace is not None:
         write_trace(trace, run, [f"device {device}: ranks {ranks}" for device, ranks in enumerate(_ranks(subject))])
     if figure is not None:
         write_figure(figure, run, f"{plan.name}: {subject.what}, {format_time(run.makespan_s)}")
     if json:
-        print_json({"plan": plan, "lengths": lengths, **_as_dict(subject, run), "trace": trace, "figure": figure})
+        print_json({"plan": plan, "lengths": lengths, **_as_dict(subject, run), "orders": orders, "trace": trace, "figure": figure})
         return
     _show(plan, subject, run)
+    if orders:
+        _show_orders(orders)
     for path, what in ((trace, "trace"), (figure, "figure")):
         if path is not None:
             out().print(f"{what} written to {path}", markup=False, soft_wrap=True)
 
 
-def _subject(path: Path, lengths: Path | None, costs: str | None) -> _Subject:
+def _asked(path: Path, costs: str | None) -> tuple[Plan, Model, Cluster, CostSource]:
     from penstock.costs.sources import open_costs
     from penstock.plans.references import cluster_of, model_of
     from penstock.plans.schema import read_plan
@@ -85,8 +101,7 @@ def _subject(path: Path, lengths: Path | None, costs: str | None) -> _Subject:
     plan = read_plan(path)
     require_valid(plan, where=f"plan '{path}'")
     cluster = cluster_of(plan)
-    asked = plan, model_of(plan), cluster, open_costs(costs or plan.costs, cluster)
-    return _planned(*asked) if lengths is None else _batched(lengths, *asked)
+    return plan, model_of(plan), cluster, open_costs(costs or plan.costs, cluster)
 
 
 def _planned(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> _Subject:
@@ -97,7 +112,7 @@ def _planned(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> 
     where = "by the formulas of `penstock explain`, where no message is hidden behind compute"
     replica = found.estimate.replica if plan.micro_batching.per_replica else None
     return _Subject(
-        plan, replica, f"schedule {plan.schedule}", found.workload, found.schedule, where, found.estimate.time_s,
+        plan, plan.schedule, replica, f"schedule {plan.schedule}", found.workload, found.schedule, where, found.estimate.time_s,
         found.estimate.source, found.estimate.notes,
     )  # fmt: skip
 
@@ -117,9 +132,50 @@ def _batched(lengths: Path, plan: Plan, model: Model, cluster: Cluster, source: 
     own = batch.replicas[replica]
     what = f"{len(own.micro_batches)} of {batch.num_micro_batches} micro-batches of {lengths.name}"
     return _Subject(
-        plan, replica, what, batch_workload(prices, own.micro_batches, replica), own.schedule, "by the planner of batches",
+        plan, own.order, replica, what, batch_workload(prices, own.micro_batches, replica), own.schedule, "by the planner of batches",
         batch.predicted_s, batch.costs,
     )  # fmt: skip
+
+
+def _reordered(name: str, own: _Subject, dynamic: bool, plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> _Subject:
+    """The same stages and micro-batches in another order."""
+    from penstock.ordering.choose import MADE, ORDERS, order_of
+    from penstock.plans.validity import require_valid
+    from penstock.schedules.rules import SCHEDULES
+
+    if name not in ORDERS:
+        raise InputError(f"--schedule is '{name}'. {near_misses(name, ORDERS)}")
+    if name in MADE and SCHEDULES[plan.schedule].asynchronous:
+        raise InputError(f"--schedule {name}: under '{plan.schedule}' the order says when weights are updated. Use one of the schedules.")
+    if name in SCHEDULES and not dynamic:
+        other = replace(plan, schedule=name, predicted=None)
+        require_valid(other, model, cluster, where=f"the plan under the schedule '{name}'")
+        return _planned(other, model, cluster, source)
+    if name in SCHEDULES and not SCHEDULES[name].plain:
+        plain = ", ".join(known for known, rules in SCHEDULES.items() if rules.plain)
+        raise InputError(f"--schedule {name}: micro-batches of a batch run in whole passes. Use {plain} or {', '.join(MADE)}.")
+    return replace(own, order=name, what=f"{own.what}, order {name}", schedule=order_of(name, own.workload))
+
+
+def _order_row(subject: _Subject, run: Execution) -> dict[str, Any]:
+    """What there is to compare orders by."""
+    busiest_s = float(max(run.device_busy_s()))
+    return {
+        "order": subject.order,
+        "time_s": run.makespan_s,
+        "bubble_share": 1 - busiest_s / run.pipeline_s if run.pipeline_s else 0.0,
+        "peak_bytes": float(max(run.peak_bytes)),
+        "fits": run.violation is None,
+    }
+
+
+def _show_orders(rows: list[dict[str, Any]]) -> None:
+    texts = [
+        [row["order"], format_time(row["time_s"]), f"{row['bubble_share']:.1%}", format_bytes(row["peak_bytes"]),
+         "yes" if row["fits"] else "no"]
+        for row in rows
+    ]  # fmt: skip
+    out().print(table("the plan's own order, and the one asked for", _ORDER_COLUMNS, texts))
 
 
 def _ranks(subject: _Subject) -> list[str]:
@@ -192,6 +248,7 @@ def _as_dict(subject: _Subject, run: Execution) -> dict[str, Any]:
 
     return {
         "schedule": subject.plan.schedule,
+        "order": subject.order,
         "replica": subject.replica,
         "num_micro_batches": subject.workload.num_micro_batches,
         "time_s": run.makespan_s,

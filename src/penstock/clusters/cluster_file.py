@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["parse_cluster", "read_cluster"]
 
-_RANGE = re.compile(r"(node:)?(\d{1,9})(?:-(\d{1,9}))?")
+_RANGE = re.compile(r"(node:)?([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 
 def read_cluster(path: str | Path) -> Cluster:
@@ -163,6 +163,9 @@ def _override(spec: OverrideSpec, cluster: Cluster) -> LinkOverride:
         raise InputError("bandwidth_gb_per_s: missing. Give it, or a 'kind' such as ethernet-25g.")
     with _at("between"):
         (first, first_is_node), (second, second_is_node) = (_endpoint(text, cluster) for text in spec.between)
+    nodes = {cluster.node_index(rank) for ranges in (first, second) for start, stop in ranges for rank in (start, stop - 1)}
+    if first == second and (len(nodes) == 1 if first_is_node else first[0][1] - first[0][0] == 1):
+        raise InputError(f"between: {spec.between[0]!r} is given twice: a link joins two places. Name the other one.")
     # Latency alone may be left out; the first pair the override speaks of tells what it was.
     usual = cluster.link(first[0][0], second[-1][-1] - 1)
     return LinkOverride(first, second, _link("link", spec, usual), across_nodes_only=first_is_node or second_is_node)

@@ -20,8 +20,10 @@ def _name_as_mapping(value: Any) -> Any:
     return {"kind": value} if isinstance(value, str) else value
 
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# No device, link or bill comes near this; products of larger figures would no longer be numbers.
+_MOST = 1e12
+Positive = Annotated[float, Field(gt=0, le=_MOST, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, le=_MOST, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=10_000_000)]
 Name = Annotated[str, Field(min_length=1)]
 Endpoint = Annotated[str, BeforeValidator(_number_as_text)]

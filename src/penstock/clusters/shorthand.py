@@ -12,7 +12,7 @@ from penstock.errors import InputError
 
 __all__ = ["parse_shorthand"]
 
-_PART = re.compile(r"\s*(?:([+-]?\d{1,9})\s*[x×*]\s*)?([A-Za-z][\w.\-]*)\s*", re.IGNORECASE)
+_PART = re.compile(r"\s*(?:([+-]?[0-9]{1,9})\s*[x×*]\s*)?([A-Za-z][\w.\-]*)\s*", re.IGNORECASE)
 _DEVICES_PER_NODE = 8
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from penstock.costs.profile import Series
 from penstock.costs.table import Floats
 
-__all__ = ["Curves", "fit_optimizer"]
+__all__ = ["MeasuredCurves", "fit_optimizer"]
 
 
 def _along_size(sizes: Floats, values: Floats, at: Floats, log: bool) -> Floats:
@@ -41,7 +41,7 @@ class _Curve:
     columns: dict[str, Floats]
 
 
-class Curves:
+class MeasuredCurves:
     """Answers for one series at any (size, length)."""
 
     def __init__(self, series: Series) -> None:

@@ -11,15 +11,15 @@ from penstock.costs.collectives import COLLECTIVES, Group, Line
 from penstock.costs.interpolation import fit_optimizer
 from penstock.costs.profile import DeviceProfile, LinkPoint
 
-__all__ = ["links_of"]
+__all__ = ["measured_links"]
 
 _UNIT = Link("unit", 1.0, 1.0)
 
 
-def links_of(profile: DeviceProfile, device: str) -> dict[str, Link]:
+def measured_links(profile: DeviceProfile, device: str) -> dict[str, Link]:
     """Measured links of a device of the catalogue, as `clusters.with_measured_links` takes them.
 
-    >>> with_measured_links(cluster, links_of(profile.devices["h200-141gb"], "h200-141gb"))
+    >>> with_measured_links(cluster, measured_links(profile.devices["h200-141gb"], "h200-141gb"))
 
     Points inside one node make `intra:<device>`, points across nodes `inter`; a key without points is left out.
     """

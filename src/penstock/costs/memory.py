@@ -6,14 +6,25 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 
 from penstock.costs.collectives import BUCKET_BYTES
-from penstock.costs.replay import OpBytes, OpBytesSource, OpPeaks, Replay, Timeline, activation_timeline, formula_bytes
+from penstock.costs.replay import MemoryTimeline, OpBytes, OpBytesSource, OpPeaks, Replay, activation_timeline, formula_bytes
 from penstock.errors import InputError, near_misses
 from penstock.models.ops import Model, Op, PlacedOp
 from penstock.models.shapes import Shape
 
 __all__ = [
-    "CUDA_CONTEXT_BYTES", "OPTIMIZER_CHUNK", "MemoryBreakdown", "OpBytes", "OpBytesSource", "OpPeaks", "Timeline", "activation_timeline",
-    "bytes_per_parameter", "formula_bytes", "rank_parameters", "stage_memory", "state_bytes",
+    "CUDA_CONTEXT_BYTES",
+    "OPTIMIZER_CHUNK",
+    "MemoryBreakdown",
+    "MemoryTimeline",
+    "OpBytes",
+    "OpBytesSource",
+    "OpPeaks",
+    "activation_timeline",
+    "bytes_per_parameter",
+    "formula_bytes",
+    "rank_parameters",
+    "stage_memory",
+    "state_bytes",
 ]  # fmt: skip
 
 CUDA_CONTEXT_BYTES = 2**29

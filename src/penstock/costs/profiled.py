@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
-from penstock.clusters import Cluster
-from penstock.costs import collectives
-from penstock.costs.interpolation import Curves, fit_optimizer
-from penstock.costs.memory import OpBytes, OpBytesSource, OpPeaks, formula_bytes
+from penstock.clusters import Cluster, with_measured_links
+from penstock.costs.interpolation import MeasuredCurves, fit_optimizer
+from penstock.costs.measured_links import measured_links
 from penstock.costs.profile import DeviceProfile, Profile, SeriesKey, WholeFactors, coordinates, read_profile, series_key
+from penstock.costs.replay import OpBytes, OpBytesSource, OpPeaks, formula_bytes
 from penstock.costs.roofline import Roofline
+from penstock.costs.source import DeviceBytes
 from penstock.costs.table import CostTable, Floats
 from penstock.errors import ProfileMissingError
 from penstock.models.ops import Model, Op
@@ -28,15 +29,16 @@ class DeviceCosts:
 
     def __init__(self, profile: DeviceProfile) -> None:
         self.profile = profile
-        self._curves: dict[SeriesKey, Curves] = {}
+        self._curves: dict[SeriesKey, MeasuredCurves] = {}
+        self._bytes_of: dict[str, OpBytesSource] = {}
 
-    def curves(self, op: Op, dtype: str, tp: int, algo: int, layout: str) -> Curves | None:
+    def curves(self, op: Op, dtype: str, tp: int, algo: int, layout: str) -> MeasuredCurves | None:
         """The measured curves of an op, or None where it was not measured."""
         key = series_key(op, dtype, tp, algo, layout)
         if key not in self.profile.series:
             return None
         if key not in self._curves:
-            self._curves[key] = Curves(self.profile.series[key])
+            self._curves[key] = MeasuredCurves(self.profile.series[key])
         return self._curves[key]
 
     def columns(self, op: Op, dtype: str, shapes: Sequence[Shape], tp: int, algo: int, names: Sequence[str]) -> dict[str, Floats] | None:
@@ -54,6 +56,19 @@ class DeviceCosts:
                 timed = name.endswith("_s")
                 result[name][which] = curves(name, where[:, 0], where[:, 1], log=timed) * (factor if timed else 1.0)
         return result
+
+    def bytes_of(self, dtype: str) -> OpBytesSource:
+        """Measured peaks of single ops where there are any, formulas elsewhere; the same function every time, so that it can be a key."""
+        if dtype not in self._bytes_of:
+            self._bytes_of[dtype] = partial(self._op_bytes, dtype)
+        return self._bytes_of[dtype]
+
+    def _op_bytes(self, dtype: str, op: Op, shape: Shape, tp: int, algo: int) -> OpBytes | OpPeaks:
+        formula = formula_bytes(op, shape, tp, algo)
+        found = self.columns(op, dtype, [shape], tp, algo, ("forward_peak_bytes", "backward_peak_bytes"))
+        if found is None or not self.profile.base_bytes or op.sequence:  # measured without rows gathered and handed out
+            return formula
+        return OpPeaks(formula.kept, float(found["forward_peak_bytes"][0]), float(found["backward_peak_bytes"][0]))
 
     def host_s(self, op: Op, dtype: str, layout: str) -> tuple[float, float, float]:
         """What issuing the op takes the host: forward, backward, and forward again when it is recomputed."""
@@ -91,7 +106,7 @@ class Profiled:
         self.devices = {name: DeviceCosts(device) for name, device in profile.devices.items()}
         self._path = path
         self._roofline = Roofline()
-        self.modelled: set[str] = set()
+        self._modelled: set[str] = set()
         """Ops that were asked for and had to be modelled."""
 
     @classmethod
@@ -131,32 +146,26 @@ class Profiled:
         names = ("forward_s", "backward_s")
         found = costs.columns(op, dtype, table.shapes, tp, table.algos[a], names)
         if found is None:
-            self.modelled.add(op.name)
+            self._modelled.add(op.name)
             return
         table.forward_s[o, :, t, a, d] = found["forward_s"]
         table.backward_s[o, :, t, a, d] = found["backward_s"]
         table.host_s[o, :, d] = costs.host_s(op, dtype, table.shapes[0].layout)
 
-    def bytes_of(self, device: str, dtype: str) -> OpBytesSource:
+    def memory_of(self, device: str, dtype: str) -> DeviceBytes:
         """Measured workspaces where this device's profile has them, the description's formulas elsewhere."""
         costs = self.device(device)
+        return DeviceBytes(costs.bytes_of(dtype), costs.profile.base_bytes)
 
-        def lookup(op: Op, shape: Shape, tp: int, algo: int) -> OpBytes | OpPeaks:
-            formula = formula_bytes(op, shape, tp, algo)
-            found = costs.columns(op, dtype, [shape], tp, algo, ("forward_peak_bytes", "backward_peak_bytes"))
-            if found is None or not costs.profile.base_bytes or op.sequence:  # measured without rows gathered and handed out
-                return formula
-            return OpPeaks(formula.kept, float(found["forward_peak_bytes"][0]), float(found["backward_peak_bytes"][0]))
+    def links_of(self, cluster: Cluster) -> Cluster:
+        """The cluster with the links that fit this profile's transfers and collectives."""
+        links = {key: link for name, device in self.devices.items() for key, link in measured_links(device.profile, name).items()}
+        return with_measured_links(cluster, links) if links else cluster
 
-        return lookup
-
-    def collective_s(self, kind: str, size_bytes: float, cluster: Cluster, ranks: Sequence[int]) -> float:
-        """Modelled over the cluster's links (a profile's measured links are put into the cluster beforehand)."""
-        return collectives.collective_s(kind, size_bytes, cluster, ranks)
-
-    def transfer_s(self, size_bytes: float, cluster: Cluster, sender: int, receiver: int) -> float:
-        """One message between two ranks."""
-        return collectives.point_to_point_s(size_bytes, cluster, sender, receiver)
+    def notes(self, model: Model) -> tuple[str, ...]:
+        """Names ops that had to be modelled in the tables made so far."""
+        modelled = sorted(self._modelled & {op.name for op in model.distinct_ops})
+        return (f"not in the profile at every degree or layout, so modelled by the roofline: {', '.join(modelled)}.",) if modelled else ()
 
     def optimizer_s(
         self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0

@@ -24,7 +24,7 @@ from penstock.models.ops import Model, Op, TensorSpec
 from penstock.models.segments import Piece, pieces, segments
 from penstock.models.shapes import Shape
 
-__all__ = ["OpBytes", "OpBytesSource", "OpPeaks", "Replay", "Timeline", "activation_timeline", "formula_bytes"]
+__all__ = ["MemoryTimeline", "OpBytes", "OpBytesSource", "OpPeaks", "Replay", "activation_timeline", "formula_bytes"]
 
 
 class OpBytes(NamedTuple):
@@ -58,7 +58,7 @@ def formula_bytes(op: Op, shape: Shape, tp: int = 1, algo: int = 0) -> OpBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class MemoryTimeline:
     """Bytes of one micro-batch above the level before it came."""
 
     kept_bytes: float
@@ -139,7 +139,9 @@ class Replay:
         self._op_bytes: dict[tuple[str, int], OpBytes | OpPeaks] = {}
         self._spec_bytes: dict[TensorSpec, float] = {}
 
-    def timeline(self, start: int, stop: int, algos: Sequence[int] | None = None, recompute: Collection[int] = frozenset()) -> Timeline:
+    def timeline(
+        self, start: int, stop: int, algos: Sequence[int] | None = None, recompute: Collection[int] = frozenset()
+    ) -> MemoryTimeline:
         """One micro-batch through ops `start` to `stop`.
 
         As in `models.kept`, `algos` has one entry for each op of the slice and `recompute` holds positions within the slice,
@@ -160,7 +162,7 @@ class Replay:
             if unsaved:
                 unsaved.difference_update(place[number] for number in played.saved)
                 place = [place[number] if number >= 0 else -1 for number in played.origins]
-        return Timeline(level - sum(inputs[number] for number in unsaved), level, forward_peak, max(level, backward_peak))
+        return MemoryTimeline(level - sum(inputs[number] for number in unsaved), level, forward_peak, max(level, backward_peak))
 
     def _play(self, piece: Piece, state: _Entry, algos: tuple[int, ...], marks: bytes) -> _Played:
         key = (piece.likeness, state, algos, marks)
@@ -222,7 +224,7 @@ class Replay:
 def activation_timeline(
     model: Model, start: int, stop: int, shape: Shape, tp: int = 1, algos: Sequence[int] | None = None,
     recompute: Collection[int] = frozenset(), bytes_of: OpBytesSource = formula_bytes,
-) -> Timeline:  # fmt: skip
+) -> MemoryTimeline:  # fmt: skip
     """Replays one micro-batch through ops `start` to `stop`, see `Replay.timeline`."""
     return Replay(model, shape, tp, bytes_of).timeline(start, stop, algos, recompute)
 

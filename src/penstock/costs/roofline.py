@@ -15,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.clusters import Cluster, Device, resolve_device
-from penstock.costs.collectives import Group, collective_s, group_of, point_to_point_s
+from penstock.costs.collectives import Group, group_of
 from penstock.costs.efficiency import Calibration, Curve, adds_up, arithmetic_dtype, load_calibration, op_class
 from penstock.costs.memory import bytes_per_parameter
+from penstock.costs.replay import formula_bytes
+from penstock.costs.source import DeviceBytes
 from penstock.costs.table import CostTable, Floats
 from penstock.errors import InputError
 from penstock.models.kept import kept_per_op, shortened
@@ -88,14 +90,6 @@ class Roofline:
         moving = _curve_times(traffic / device.memory_bandwidth_bytes_per_s, [c.bytes for c in curves])
         return np.where(_column([adds_up(name) for name in classes]) > 0, compute + moving, np.maximum(compute, moving))
 
-    def collective_s(self, kind: str, size_bytes: float, cluster: Cluster, ranks: Sequence[int], sharing: int = 1) -> float:
-        """Time of a collective of a tensor of this whole size, while `sharing` groups use the same network."""
-        return collective_s(kind, size_bytes, cluster, ranks, sharing)
-
-    def transfer_s(self, size_bytes: float, cluster: Cluster, sender: int, receiver: int, sharing: int = 1) -> float:
-        """Time of one message between two ranks."""
-        return point_to_point_s(size_bytes, cluster, sender, receiver, sharing)
-
     def optimizer_s(
         self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0
     ) -> float:
@@ -104,6 +98,18 @@ class Roofline:
         efficiency = self._calibration.of(device)
         moved = num_parameters * sum(bytes_per_parameter(precision, optimizer)) * OPTIMIZER_PASSES
         return efficiency.curves("optimizer").bytes.time_s(moved, known.memory_bandwidth_bytes_per_s)
+
+    def memory_of(self, device: str, dtype: str) -> DeviceBytes:
+        """The formulas of the description, on every device."""
+        return DeviceBytes(formula_bytes, 0.0)
+
+    def links_of(self, cluster: Cluster) -> Cluster:
+        """Links are those of the catalogue."""
+        return cluster
+
+    def notes(self, model: Model) -> tuple[str, ...]:
+        """None: everything is modelled, and the name says so."""
+        return ()
 
 
 def tp_group(cluster: Cluster, device: Device, tp: int) -> Group | None:

@@ -1,16 +1,26 @@
-"""What every source of costs can answer: a profile, the roofline formulas, or the tables of another planner."""
+"""What every source of costs answers: `Roofline` by formulas, `Profiled` from measurements."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from penstock.clusters import Cluster
+from penstock.costs.replay import OpBytesSource
 from penstock.costs.table import CostTable
 from penstock.models.ops import Model
 from penstock.models.shapes import Shape
 
-__all__ = ["CostSource"]
+__all__ = ["CostSource", "DeviceBytes"]
+
+
+class DeviceBytes(NamedTuple):
+    """What a source knows of the memory of one device kind."""
+
+    bytes_of: OpBytesSource
+    """What single ops keep and need beside."""
+    base_bytes: float
+    """Held by libraries whatever the model."""
 
 
 class CostSource(Protocol):
@@ -25,16 +35,20 @@ class CostSource(Protocol):
         """All op costs of `model` at these shapes and degrees on the cluster's device kinds."""
         ...
 
-    def collective_s(self, kind: str, size_bytes: float, cluster: Cluster, ranks: Sequence[int]) -> float:
-        """Time of `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all` or `broadcast` of a tensor of this whole size."""
-        ...
-
-    def transfer_s(self, size_bytes: float, cluster: Cluster, sender: int, receiver: int) -> float:
-        """Time of one message between two ranks."""
-        ...
-
     def optimizer_s(
         self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0
     ) -> float:
         """Time of the optimizer step over this many weights of one rank, in this many tensors."""
+        ...
+
+    def memory_of(self, device: str, dtype: str) -> DeviceBytes:
+        """What ops of a model in this dtype take on a device kind."""
+        ...
+
+    def links_of(self, cluster: Cluster) -> Cluster:
+        """The cluster with the links that the source measured; as it is where none were."""
+        ...
+
+    def notes(self, model: Model) -> tuple[str, ...]:
+        """What a reader of times for this model should know: what was asked for so far and is not from this source itself."""
         ...

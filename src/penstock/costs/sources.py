@@ -1,24 +1,23 @@
-"""The source of costs that a text names: `roofline`, `profile:FILE`, `aceso:DIR`, `fasop:DIR`, `dynapipe:DIR/NAME`."""
+"""The source of costs that a text names: `roofline` or `profile:FILE`."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from penstock.clusters import Cluster, Link, with_measured_links
-from penstock.costs.measured_links import links_of
+from penstock.clusters import Cluster
 from penstock.costs.profile import read_profile
 from penstock.costs.profiled import Profiled
 from penstock.costs.roofline import Roofline
 from penstock.costs.source import CostSource
 from penstock.errors import InputError, near_misses
 
-__all__ = ["IMPORTED", "is_imported", "open_costs", "shipped_profiles", "with_links_of"]
+__all__ = ["open_costs", "shipped_profiles"]
 
 SHIPPED = Path(__file__).with_name("shipped")
-IMPORTED = ("aceso", "fasop", "dynapipe")
-"""Sources that hold other planners' tables."""
-_FORMS = {"roofline": "roofline", "profile": "profile:FILE", "aceso": "aceso:DIR", "fasop": "fasop:DIR", "dynapipe": "dynapipe:DIR/NAME"}
+_FORMS = {"roofline": "roofline", "profile": "profile:FILE"}
+_TABLES = {"aceso": "aceso:DIR", "fasop": "fasop:DIR", "dynapipe": "dynapipe:DIR/NAME"}
+"""Tables of other planners. They know those planners' own models alone, and are searched by those planners' own rules."""
 
 
 def open_costs(text: str = "roofline", cluster: Cluster | None = None) -> CostSource:
@@ -28,18 +27,19 @@ def open_costs(text: str = "roofline", cluster: Cluster | None = None) -> CostSo
     'profile:h200-141gb'
     """
     kind, colon, path = text.strip().partition(":")
+    if kind in _TABLES:
+        raise InputError(
+            f"costs '{text}' are the tables of another planner, which know that planner's own models alone. `penstock search` takes "
+            f"{_TABLES['aceso']} and {_TABLES['fasop']}; here use {' or '.join(_FORMS.values())}."
+        )
     if kind not in _FORMS or (kind == "roofline" and colon):
-        close = near_misses(kind, _FORMS)
+        close = near_misses(kind, [*_FORMS, *_TABLES])
         raise InputError(f"costs '{text}' is not known. {close} Write one of {', '.join(_FORMS.values())}.")
     if kind == "roofline":
         return Roofline(cluster=cluster)
     if not path or "\0" in path:
         raise InputError(f"costs '{text}': expected {_FORMS[kind]}.")
-    if kind == "profile":
-        return _profile(path)
-    from penstock.interop import open_tables
-
-    return open_tables(text.strip())
+    return _profile(path)
 
 
 def shipped_profiles() -> dict[str, Path]:
@@ -58,18 +58,3 @@ def _profile(path: str) -> Profiled:
             f"with Penstock. {near_misses(path, shipped)}"
         )
     return Profiled(read_profile(shipped[path]), path)
-
-
-def is_imported(source: CostSource) -> bool:
-    """Whether the source holds another planner's tables, which know that planner's models only."""
-    return source.name.partition(":")[0] in IMPORTED
-
-
-def with_links_of(source: CostSource, cluster: Cluster) -> Cluster:
-    """The cluster with the links that a profile measured; as it is where none were."""
-    if not isinstance(source, Profiled):
-        return cluster
-    links: dict[str, Link] = {}
-    for name, device in source.devices.items():
-        links |= links_of(device.profile, name)
-    return with_measured_links(cluster, links) if links else cluster

@@ -73,7 +73,7 @@ class ProgramPlanner:
     def _fixed(self, data: DataSet, batch: GlobalBatch) -> BatchPlan:
         """The replicas' shares of the batch, cut into micro-batches of the plan's size, in the order in which samples come."""
         from penstock.batching.plan import BatchPlan, ReplicaBatch
-        from penstock.schedules.orders import schedule_of
+        from penstock.schedules.rules import schedule_of
 
         ids, size = sample_ids(batch, len(data)), self.plan.micro_batching.samples or 1
         own, dec = self.form.positions(batch.lengths)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.interop.megatron import grid_of, refusal, whole_layers
 from penstock.plans.references import cluster_of, model_of
+from penstock.schedules.rules import DEFAULT_SCHEDULE
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -32,7 +33,7 @@ TARGET = "DeepSpeed"
 def deepspeed_config(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> dict[str, Any]:
     """The configuration; under `penstock` stands what `PipelineModule` takes as arguments instead."""
     model, cluster = model or model_of(plan), cluster or cluster_of(plan)
-    grid = grid_of(plan, TARGET, ("1f1b",), model, cluster)
+    grid = grid_of(plan, TARGET, (DEFAULT_SCHEDULE,), model, cluster)
     if grid.sequence_parallel:
         raise refusal(TARGET, 0, "sequence parallelism, which its pipeline does not have", "Set sequence_parallel to false.")
     layers = whole_layers(grid, TARGET)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError
 from penstock.plans.build import block_ranges
+from penstock.plans.ranks import stage_ranks
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.texts import format_ops, format_ranks
 from penstock.plans.validity import require_valid
@@ -115,9 +116,9 @@ def _require_like_first(target: str, index: int, stage: Stage, first: Stage) -> 
 
 
 def _require_rank_order(target: str, index: int, stage: Stage, plan: Plan) -> None:
-    for replica, ranks in enumerate(stage.devices):
-        start = ((index % plan.num_groups) * plan.num_replicas + replica) * stage.num_devices
-        expected = tuple(range(start, start + stage.num_devices))
+    size = stage.num_devices
+    usual = stage_ranks(index % plan.num_groups * size, size, plan.num_replicas)
+    for replica, (ranks, expected) in enumerate(zip(stage.devices, usual, strict=True)):
         if ranks != expected:
             what = f"replica {replica} is on ranks {format_ranks(ranks)}, where ranks count tp first, then replicas, then stages"
             raise refusal(target, index, what, f"Number them {format_ranks(expected)}.")

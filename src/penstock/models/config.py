@@ -10,13 +10,26 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from penstock.errors import InputError, near_misses
 
-__all__ = ["MAX_LAYERS", "config_from_mapping", "require_divides"]
+__all__ = ["MAX_LAYERS", "config_from_mapping", "expected_number", "require_divides"]
 
 Config = TypeVar("Config")
 
 MAX_LAYERS = 10_000
 """Far beyond any model; a number above it is a slip that would take hours to build."""
 _EXPECTED = {int: "an int of 0 or more", float: "a finite number"}
+
+
+def expected_number(name: str, value: float) -> str:
+    """What a field of this name may hold, if not this value; empty if it may. Names are ours or those of Hugging Face configs."""
+    if not math.isfinite(value):
+        return "a finite number"
+    if "dropout" in name or "pdrop" in name:
+        return "" if 0 <= value < 1 else "a probability, at least 0 and below 1"
+    if "eps" in name:
+        return "" if 0 < value < 1 else "a small number above 0"
+    if name in ("rope_theta", "factor", "low_freq_factor", "high_freq_factor"):
+        return "" if value > 0 else "a number above 0"
+    return ""
 
 
 def config_from_mapping(kind: type[Config], values: Mapping[str, Any], where: str) -> Config:
@@ -27,6 +40,8 @@ def config_from_mapping(kind: type[Config], values: Mapping[str, Any], where: st
             raise InputError(f"{where}: unknown field '{name}'. {near_misses(str(name), hints)}")
         if not _fits(value, hints[name]):
             expected = _EXPECTED.get(hints[name]) or getattr(hints[name], "__name__", str(hints[name]))
+            raise InputError(f"{where}: field '{name}' is {value!r}; expected {expected}.")
+        if isinstance(value, float | int) and (expected := expected_number(name, value)):
             raise InputError(f"{where}: field '{name}' is {value!r}; expected {expected}.")
     missing = [f.name for f in dataclasses.fields(kind) if _required(f) and f.name not in values]  # type: ignore[arg-type]
     if missing:

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.errors import InputError, near_misses
 from penstock.files import read_json
 from penstock.models.bert import BertConfig, bert
-from penstock.models.config import MAX_LAYERS
+from penstock.models.config import MAX_LAYERS, expected_number
 from penstock.models.gpt import GptConfig, gpt
 from penstock.models.llama import LlamaConfig, llama
 from penstock.models.ops import Model
@@ -92,6 +92,8 @@ class _Fields:
             return default
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self.wrong(name, "a number")
+        if expected := expected_number(name, value):
+            raise self.wrong(name, expected)
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:

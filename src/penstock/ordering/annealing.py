@@ -13,7 +13,8 @@ from penstock.ordering.adaptive import adaptive
 from penstock.ordering.greedy import best_greedy, does_not_fit
 from penstock.ordering.injection import pyramid, reordered
 from penstock.schedules.actions import Action, Schedule
-from penstock.schedules.orders import schedule_of, with_depths
+from penstock.schedules.orders import with_depths
+from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES, schedule_of
 from penstock.timing.order_memory import order_peak_bytes
 from penstock.timing.simulator import as_arrays, simulate
 from penstock.timing.workload import Workload
@@ -46,11 +47,12 @@ def candidates(workload: Workload) -> list[Candidate]:
 def _known(workload: Workload) -> Iterator[tuple[str, Schedule]]:
     stages, count, devices = workload.num_stages, workload.num_micro_batches, workload.num_devices
     named: list[tuple[str, Schedule]] = []
+    suited = [rules for rules in SCHEDULES.values() if not rules.asynchronous and (workload.splits or not rules.splits_backward)]
     if workload.devices == tuple(range(stages)):
-        named = [(name, schedule_of(name, stages, count)) for name in ("1f1b", "gpipe", *(["zero-bubble"] if workload.splits else []))]
-        named.append(("1f1b, deeper", with_depths([left + left // 2 for left in range(stages, 0, -1)], count)))
+        named = [(rules.name, schedule_of(rules.name, stages, count)) for rules in suited if not rules.chunked]
+        named.append((f"{DEFAULT_SCHEDULE}, deeper", with_depths([left + left // 2 for left in range(stages, 0, -1)], count)))
     elif workload.devices == tuple(stage % devices for stage in range(stages)) and stages % devices == 0:
-        named = [("interleaved", schedule_of("interleaved", stages, count, stages // devices))]
+        named = [(rules.name, schedule_of(rules.name, stages, count, stages // devices)) for rules in suited if rules.chunked]
     for suffix, order in (("", range(count)), (", pyramid", pyramid(workload))):
         yield from ((name + suffix, reordered(schedule, order)) for name, schedule in named)
         for name, make in (("adaptive", adaptive), ("greedy", best_greedy)):

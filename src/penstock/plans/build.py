@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 from penstock.errors import InputError
 from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
+from penstock.plans.ranks import stage_ranks
 from penstock.plans.references import cluster_reference, model_reference, with_precision
 from penstock.plans.validity import require_valid
+from penstock.schedules.rules import DEFAULT_SCHEDULE
 
 if TYPE_CHECKING:
     from penstock.models.ops import Model
@@ -32,7 +34,7 @@ def uniform_plan(
     dp: int = 1,
     replicas: int = 1,
     chunks: int = 1,
-    schedule: str = "1f1b",
+    schedule: str = DEFAULT_SCHEDULE,
     recompute: Literal["none", "full"] = "none",
     layout: Literal["padded", "packed"] = "padded",
     zero: int = 0,
@@ -84,11 +86,11 @@ def uniform_stages(
     model: Model, *, pp: int, tp: int, dp: int = 1, replicas: int = 1, chunks: int = 1, recompute: bool = False, zero: int = 0,
     sequence_parallel: bool = False,
 ) -> tuple[Stage, ...]:  # fmt: skip
-    """`pp` × `chunks` equal stages; ranks as `_devices` draws them."""
+    """`pp` × `chunks` equal stages, the replicas of each on neighbouring ranks."""
     return tuple(
         Stage(
             *ops,
-            devices=_devices(index % pp, tp * dp, replicas),
+            devices=stage_ranks(index % pp * tp * dp, tp * dp, replicas),
             degrees=Degrees(tp, dp),
             recompute=(_full_recompute(model, ops),) if recompute else (),
             zero=zero,
@@ -102,17 +104,6 @@ def _require_positive(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise InputError(f"{name} is {size}; 1 or more was expected.")
-
-
-def _devices(group: int, size: int, replicas: int) -> tuple[tuple[int, ...], ...]:
-    """The ranks of a stage: tp fastest, then dp, then replicas, then stages, so that tp groups stay inside a node.
-
-    Two stages, two replicas, tp 2:    replica 0   replica 1
-                            stage 0      0 1         2 3
-                            stage 1      4 5         6 7
-    """
-    starts = [(group * replicas + replica) * size for replica in range(replicas)]
-    return tuple(tuple(range(start, start + size)) for start in starts)
 
 
 def block_ranges(model: Model) -> list[tuple[str, OpRange]]:

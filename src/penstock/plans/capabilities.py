@@ -1,9 +1,9 @@
 """What a plan may choose and the runtime can run: one table for whoever makes, checks or runs plans.
 
 choice                 valid                                        the runtime runs
-schedule               those of `SCHEDULES`, by their rules         all; asynchronous ones with one replica, fixed micro-batches,
+schedule               those of `schedules.rules`                   all; asynchronous ones with one replica, fixed micro-batches,
                                                                     bf16 or fp32, no ZeRO, and no weight that two stages share
-recompute              any ops, `MAX_PATTERNS` patterns a stage     all, but none under zero-bubble
+recompute              any ops, `MAX_PATTERNS` patterns a stage     all, where the schedule recomputes
 tp, dp                 any per stage and per run of ops             all; ops that share a weight within a stage need the same tp
 sequence_parallel      any stage                                    all
 zero                   0 to 3; in a pipeline 0 or 1                 all
@@ -14,43 +14,18 @@ model                  the catalogue's families, traced modules     the families
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.plans.plan import MAX_PATTERNS
+from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES
 
 if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
-__all__ = ["MAX_PATTERNS", "MAX_ZERO_IN_PIPELINE", "SCHEDULES", "SEARCHED_SCHEDULES", "ScheduleRules", "unsupported"]
+__all__ = ["MAX_PATTERNS", "MAX_ZERO_IN_PIPELINE", "unsupported"]
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduleRules:
-    """What a schedule asks of a plan."""
-
-    min_groups: int = 1
-    """Device groups that it needs."""
-    chunked: bool = False
-    """Whether every group has several stages."""
-    recomputes: bool = True
-    searched: bool = True
-    """Whether the search chooses it; any valid plan may name it."""
-    asynchronous: bool = False
-    """Whether a stage updates its weights after every micro-batch; forward passes already run keep those that they used."""
-
-
-SCHEDULES = {
-    "gpipe": ScheduleRules(searched=False),  # as fast as 1F1B, with more memory
-    "1f1b": ScheduleRules(),
-    "interleaved": ScheduleRules(min_groups=2, chunked=True),
-    # A split backward pass keeps a linear op's input for its second half, so that recomputing would save nothing.
-    "zero-bubble": ScheduleRules(min_groups=2, recomputes=False),
-    # Learns otherwise than one process: for comparisons.
-    "pipedream": ScheduleRules(searched=False, asynchronous=True),
-}
-SEARCHED_SCHEDULES = tuple(name for name, rules in SCHEDULES.items() if rules.searched)
 MAX_ZERO_IN_PIPELINE = 1
 """Each micro-batch of a pipeline would gather weights, or reduce gradients, again."""
 
@@ -73,12 +48,15 @@ def _asynchronous_problems(plan: Plan, model: Model) -> Iterator[str]:
         return
     start = f"schedule '{plan.schedule}' updates each stage by itself, but"
     if plan.num_replicas > 1:
-        yield f"{start} there are {plan.num_replicas} replicas. Use one, or '1f1b'."
+        yield f"{start} there are {plan.num_replicas} replicas. Use one, or '{DEFAULT_SCHEDULE}'."
     for index, stage in enumerate(plan.stages):
         if stage.zero and max(stage.degrees.dp, *(run.dp for run in stage.runs), 1) > 1:
-            yield f"{start} stages.{index} has zero {stage.zero}. Use 0, or '1f1b'."
+            yield f"{start} stages.{index} has zero {stage.zero}. Use 0, or '{DEFAULT_SCHEDULE}'."
     if plan.micro_batching.policy != "fixed":
-        yield f"{start} micro-batches are {plan.micro_batching.policy}, in an order that fits their lengths. Use fixed ones, or '1f1b'."
+        yield (
+            f"{start} micro-batches are {plan.micro_batching.policy}, in an order that fits their lengths. Use fixed ones, "
+            f"or '{DEFAULT_SCHEDULE}'."
+        )
     if plan.precision == "fp16":
         yield f"{start} fp16's loss scale is one for all. Use bf16 or fp32."
     home = {op: index for index, stage in enumerate(plan.stages) for op in range(stage.first, stage.last)}
@@ -86,7 +64,10 @@ def _asynchronous_problems(plan: Plan, model: Model) -> Iterator[str]:
     for place in model.ops:
         owner = numbers.get(place.op.tied_to)
         if owner is not None and home[owner] != home[place.index]:
-            yield f"{start} '{place.op.tied_to}' and '{place.name}' share a weight on two stages. Use a model that shares none, or '1f1b'."
+            yield (
+                f"{start} '{place.op.tied_to}' and '{place.name}' share a weight on two stages. Use a model that shares none, "
+                f"or '{DEFAULT_SCHEDULE}'."
+            )
 
 
 def _tied_problems(plan: Plan, model: Model) -> Iterator[str]:

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.errors import InputError
+from penstock.plans.degrees import AVAILABLE, Axis
 from penstock.plans.texts import format_ops, format_ranks
+from penstock.schedules.rules import CHUNKED_SCHEDULE, SCHEDULES
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -66,9 +68,9 @@ def degree_problems(plan: Plan) -> Iterator[str]:
     """Each replica has as many devices as the degrees want, in each stage and each of its runs."""
     for index, stage in enumerate(plan.stages):
         degrees = stage.degrees
-        for axis, degree in (("cp", degrees.cp), ("ep", degrees.ep)):
-            if degree != 1:
-                yield f"stages.{index}.degrees.{axis} is {degree}; this axis is not available yet. Set it to 1."
+        for axis in Axis:
+            if axis not in AVAILABLE and degrees.of(axis) != 1:
+                yield f"stages.{index}.degrees.{axis} is {degrees.of(axis)}; this axis is not available yet. Set it to 1."
         if len(stage.devices) != plan.num_replicas:
             yield (
                 f"stages.{index}.devices has {len(stage.devices)} entries, but num_replicas is {plan.num_replicas}. "
@@ -114,16 +116,17 @@ def _fitting_tp(stage: Stage, model: Model) -> str:
 def rank_problems(plan: Plan) -> Iterator[str]:
     """A rank belongs to one stage of one replica; the chunks of an interleaved schedule share theirs."""
     owners: dict[int, tuple[int, int]] = {}
+    chunked = SCHEDULES[plan.schedule].chunked
     for index, stage in enumerate(plan.stages):
         for replica, ranks in enumerate(stage.devices):
             clashes: dict[tuple[int, int], list[int]] = {}
             for rank in ranks:
                 owner = owners.setdefault(rank, (index, replica))
-                chunk_of_same = plan.schedule == "interleaved" and stage.devices == plan.stages[owner[0]].devices
+                chunk_of_same = chunked and stage.devices == plan.stages[owner[0]].devices
                 if owner != (index, replica) and not (chunk_of_same and owner[1] == replica):
                     clashes.setdefault(owner, []).append(rank)
             for (other, other_replica), shared in clashes.items():
-                hint = "" if plan.schedule == "interleaved" else " Only chunks of the schedule 'interleaved' share devices."
+                hint = "" if chunked else f" Only chunks of the schedule '{CHUNKED_SCHEDULE}' share devices."
                 yield (
                     f"stages.{index}.devices.{replica} and stages.{other}.devices.{other_replica} both have rank "
                     f"{format_ranks(shared)}. Give each rank to one stage of one replica.{hint}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from penstock.costs.memory import MemoryBreakdown
+from penstock.plans.degrees import Axis, Degrees
+from penstock.schedules.rules import DEFAULT_SCHEDULE
 
 __all__ = ["MAX_PATTERNS", "Degrees", "MicroBatching", "OpRange", "OpRun", "Pattern", "Plan", "Predicted", "Stage", "StageMemory"]
 
@@ -19,20 +19,6 @@ Pattern = tuple[OpRange, ...]
 
 MAX_PATTERNS = 4
 """Recomputation patterns per stage, so that compiled variants stay few."""
-
-
-@dataclass(frozen=True, slots=True)
-class Degrees:
-    """Over how many devices each named axis splits a stage."""
-
-    tp: int = 1
-    """Tensor parallel: each op divided."""
-    dp: int = 1
-    """Data parallel: the samples of one micro-batch divided."""
-    cp: int = 1
-    """Context parallel; 1 today."""
-    ep: int = 1
-    """Expert parallel; 1 today."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +41,7 @@ class Stage:
     last: int
     devices: tuple[tuple[int, ...], ...]
     """Ranks in each replica; neighbours in the list form a tensor-parallel group."""
-    degrees: Degrees = Degrees()
+    degrees: Degrees = field(default_factory=Degrees)
     runs: tuple[OpRun, ...] = ()
     """Ops with degrees or a split of their own; the others have the stage's degrees and split 0."""
     recompute: tuple[Pattern, ...] = ()
@@ -68,7 +54,7 @@ class Stage:
     @property
     def num_devices(self) -> int:
         """Devices in one replica, as the degrees want them."""
-        return self.degrees.tp * self.degrees.dp * self.degrees.cp * self.degrees.ep
+        return self.degrees.size
 
     def pattern(self, index: int = 0) -> Pattern:
         """The ops recomputed under pattern `index`."""
@@ -80,8 +66,8 @@ class Stage:
 
     def tp_groups(self, tp: int = 0) -> Iterator[tuple[int, ...]]:
         """The ranks that divide ops among them, in every replica; `tp` 0 means the stage's own degree."""
-        size = tp or self.degrees.tp
-        return (ranks[start : start + size] for ranks in self.devices for start in range(0, len(ranks), size))
+        degrees = Degrees(tp) if tp else self.degrees
+        return (group for ranks in self.devices for group in degrees.groups(Axis.TP, ranks))
 
     def run_of(self, op: int) -> OpRun:
         """How one op of the stage is split."""
@@ -124,11 +110,6 @@ class StageMemory:
     slack_bytes: int = 0
     context_bytes: int = 0
 
-    @classmethod
-    def of(cls, breakdown: MemoryBreakdown) -> StageMemory:
-        """The breakdown in whole bytes."""
-        return cls(*(round(getattr(breakdown, field.name)) for field in fields(cls)))
-
     @property
     def total_bytes(self) -> int:
         """All of it."""
@@ -165,7 +146,7 @@ class Plan:
     stages: tuple[Stage, ...]
     micro_batching: MicroBatching
     num_replicas: int = 1
-    schedule: str = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
     seq_length: int = 0
     """Tokens of a sample the plan was made for (with `dynamic` the usual or the longest); 0 for images."""
     dec_length: int = 0

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from penstock.plans.texts import format_ranks
+from penstock.schedules.rules import SCHEDULES
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -38,9 +39,10 @@ def _slow(plan: Plan, cluster: Cluster) -> Iterator[str]:
     for micro_batches in sorted(set(plan.micro_batches_per_replica or ())):
         if micro_batches < groups:
             yield f"{micro_batches} micro-batches per replica cannot fill a pipeline of {groups} device groups."
-        elif plan.schedule == "interleaved" and micro_batches % groups:
+        elif SCHEDULES[plan.schedule].chunked and micro_batches % groups:
             yield (
-                f"{micro_batches} micro-batches per replica are not a multiple of {groups} device groups: 'interleaved' has larger bubbles."
+                f"{micro_batches} micro-batches per replica are not a multiple of {groups} device groups: '{plan.schedule}' has larger "
+                "bubbles."
             )
     for index, stage in enumerate(plan.stages):
         for ranks in stage.tp_groups():

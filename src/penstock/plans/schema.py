@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError
 from penstock.files import read_json, write_json, write_text
+from penstock.plans.degrees import AVAILABLE
 from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Predicted, Stage, StageMemory
 from penstock.plans.texts import format_ops, format_ranks
 
@@ -72,7 +73,7 @@ def _plain(value: Any) -> Any:
 
 
 def _stage_to_dict(stage: Stage) -> dict[str, Any]:
-    degrees = {axis: degree for axis, degree in dataclasses.asdict(stage.degrees).items() if axis in ("tp", "dp") or degree != 1}
+    degrees = {axis: degree for axis, degree in dataclasses.asdict(stage.degrees).items() if axis in AVAILABLE or degree != 1}
     data: dict[str, Any] = {
         "ops": format_ops((stage.first, stage.last)),
         "devices": [format_ranks(ranks) for ranks in stage.devices],

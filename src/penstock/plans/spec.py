@@ -13,6 +13,7 @@ from penstock.errors import InputError
 from penstock.files import describe_validation_error
 from penstock.plans.plan import MAX_PATTERNS
 from penstock.plans.texts import OP_RANGE_PATTERN, OPS_PATTERN, RANKS_PATTERN, parse_op_range, parse_ops, parse_ranks
+from penstock.schedules.rules import SCHEDULES
 
 __all__ = [
     "FORMAT",
@@ -57,6 +58,12 @@ def _name_or_mapping(value: object) -> object:
     return value
 
 
+def _schedule_name(value: object) -> object:
+    if not isinstance(value, str) or value not in SCHEDULES:
+        raise InputError(f"a schedule was expected: {', '.join(map(repr, SCHEDULES))}")
+    return value
+
+
 Count = Annotated[int, Field(ge=1, le=10_000_000)]
 Size = Annotated[int, Field(ge=0, le=10_000_000)]
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
@@ -67,6 +74,8 @@ Reference = Annotated[str | dict[str, Any], _parsed(_name_or_mapping)]
 OpRangeText = Annotated[tuple[int, int], _parsed(parse_op_range), _text(OP_RANGE_PATTERN, "ops FIRST:END, END not included")]
 OpsText = Annotated[tuple[tuple[int, int], ...], _parsed(parse_ops), _text(OPS_PATTERN, "op ranges FIRST:END joined by commas")]
 RanksText = Annotated[tuple[int, ...], _parsed(parse_ranks), _text(RANKS_PATTERN, "ranks such as 0-3,8, ends included")]
+
+ScheduleName = Annotated[str, _parsed(_schedule_name), WithJsonSchema({"enum": list(SCHEDULES), "type": "string"})]
 
 
 class _Spec(BaseModel):
@@ -159,7 +168,7 @@ class PlanSpec(_Spec):
     dec_length: Size = 0
     num_replicas: Count
     micro_batching: MicroBatchingSpec
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"]
+    schedule: ScheduleName
     stages: Annotated[list[StageSpec], Field(min_length=1)]
     costs: Name = "roofline"
     predicted: PredictedSpec | None = None

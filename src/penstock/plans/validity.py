@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, TypeVar
 from penstock.errors import InputError
 from penstock.plans import placement
 from penstock.plans.batch_rules import batch_problems, length_problems
-from penstock.plans.capabilities import MAX_ZERO_IN_PIPELINE, SCHEDULES
+from penstock.plans.capabilities import MAX_ZERO_IN_PIPELINE
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.schema import plan_from_dict, plan_to_dict
+from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -66,12 +67,15 @@ def _found(find: Callable[[], Found], problems: list[str]) -> Found | None:
 def _schedule_problems(plan: Plan) -> Iterator[str]:
     rules = SCHEDULES[plan.schedule]
     if rules.chunked:
-        yield from _interleaved_problems(plan)
+        yield from _chunk_problems(plan)
     elif plan.num_stages < rules.min_groups:
-        yield f"schedule '{plan.schedule}' needs {rules.min_groups} or more stages, there is {plan.num_stages}. Use '1f1b'."
+        yield f"schedule '{plan.schedule}' needs {rules.min_groups} or more stages, there is {plan.num_stages}. Use '{DEFAULT_SCHEDULE}'."
     for index, stage in enumerate(plan.stages):
         if any(stage.recompute) and not rules.recomputes:
-            yield f"stages.{index}.recompute names ops, but the schedule '{plan.schedule}' does not recompute. Drop them, or use '1f1b'."
+            yield (
+                f"stages.{index}.recompute names ops, but the schedule '{plan.schedule}' does not recompute. Drop them, "
+                f"or use '{DEFAULT_SCHEDULE}'."
+            )
         if stage.zero > MAX_ZERO_IN_PIPELINE and plan.num_stages > 1:
             yield (
                 f"stages.{index}.zero is {stage.zero}, but there are {plan.num_stages} stages: "
@@ -81,18 +85,18 @@ def _schedule_problems(plan: Plan) -> Iterator[str]:
         yield f"predicted.memory has {len(plan.predicted.memory)} entries for {plan.num_stages} stages. Give one each, or none."
 
 
-def _interleaved_problems(plan: Plan) -> Iterator[str]:
+def _chunk_problems(plan: Plan) -> Iterator[str]:
     """Chunk c of group g is stage c × groups + g."""
-    groups = plan.num_groups
-    if groups < SCHEDULES["interleaved"].min_groups or plan.num_stages < 2 * groups or plan.num_stages % groups:
+    groups, least = plan.num_groups, SCHEDULES[plan.schedule].min_groups
+    if groups < least or plan.num_stages < 2 * groups or plan.num_stages % groups:
         yield (
-            f"schedule 'interleaved' needs a multiple (2 or more) of 2 or more device groups as stages; there are {plan.num_stages} "
-            f"stages on {groups} groups. Use {2 * max(groups, 2)} stages, or the schedule '1f1b'."
+            f"schedule '{plan.schedule}' needs a multiple (2 or more) of {least} or more device groups as stages; there are "
+            f"{plan.num_stages} stages on {groups} groups. Use {2 * max(groups, least)} stages, or the schedule '{DEFAULT_SCHEDULE}'."
         )
         return
     for index, stage in enumerate(plan.stages):
         if stage.devices != plan.stages[index % groups].devices:
             yield (
-                f"stages.{index}.devices differ from those of stages.{index % groups}: with {groups} device groups 'interleaved' "
+                f"stages.{index}.devices differ from those of stages.{index % groups}: with {groups} device groups '{plan.schedule}' "
                 f"puts every {groups}th stage on the same devices. Give both the same ranks in the same order."
             )

@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.plans.capabilities import SCHEDULES
+from penstock.plans.ranks import seats_of
 from penstock.programs import instructions as i
 from penstock.programs.exchange import Transfer, matched
 from penstock.programs.needs import needs_of
 from penstock.programs.problems import Problem
 from penstock.programs.routing import Carried, Interval, Layout, Side, carried, entry_side, exit_side, shard
 from penstock.programs.sharing import reduce_groups, sync_tied
+from penstock.schedules.rules import SCHEDULES
 
 if TYPE_CHECKING:
     from penstock.models.ops import Model
@@ -31,13 +32,13 @@ def content_problems(programs: Sequence[i.Program], plan: Plan, model: Model) ->
 
 def _place_problems(programs: Sequence[i.Program], plan: Plan) -> Iterator[Problem]:
     """Every rank has the stages that the plan gives it."""
+    sides = [(entry_side(stage), exit_side(stage)) for stage in plan.stages]
     wanted: dict[int, list[tuple[int, i.Place]]] = defaultdict(list)
-    for number, stage in enumerate(plan.stages):
-        entry, leaving = entry_side(stage), exit_side(stage)
-        for replica, ranks in enumerate(stage.devices):
-            for index, rank in enumerate(ranks):
-                place = i.Place(number, stage.first, stage.last, index, entry.tp, entry.dp, leaving.tp, leaving.dp)
-                wanted[rank].append((replica, place))
+    for rank, seats in seats_of(plan).items():
+        for seat in seats:
+            stage, (entry, leaving) = plan.stages[seat.stage], sides[seat.stage]
+            place = i.Place(seat.stage, stage.first, stage.last, seat.index, entry.tp, entry.dp, leaving.tp, leaving.dp)
+            wanted[rank].append((seat.replica, place))
     have = {program.rank: [(program.replica, place) for place in program.places] for program in programs}
     for rank in sorted(wanted.keys() | have.keys()):
         if wanted.get(rank, []) != have.get(rank, []):

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.models.shapes import FEATURES, feature_matrix
+from penstock.timing.pass_times import has_weight_gradients
+from penstock.timing.workload import Floats
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,29 +24,36 @@ if TYPE_CHECKING:
 __all__ = ["StageWeights", "durations_of", "priced_weights", "stage_weights"]
 
 StageWeights = np.ndarray[tuple[int, int, int], np.dtype[np.float64]]
-"""[forward or backward, stage, feature]: work of a stage, linear in the features of a micro-batch."""
+"""[F, B, I or W; stage; feature]: work of a stage, linear in the features of a micro-batch."""
 
 
 def stage_weights(model: Model, plan: Plan) -> StageWeights:
     """The arithmetic of each stage on one of its ranks; at least one operation for each op."""
-    return np.array([[_work(model, stage, backward) for stage in plan.stages] for backward in (False, True)])
+    forward, backward, weight = np.moveaxis(np.array([_work(model, stage) for stage in plan.stages]), 1, 0)
+    return np.stack([forward, backward, backward - weight, weight])
 
 
 def priced_weights(model: Model, plan: Plan, cluster: Cluster, source: CostSource) -> list[StageWeights]:
     """The same in seconds, for each replica: a stage's passes take what the costs say of a micro-batch as the plan was made for."""
     from penstock.timing.estimate import Estimator
     from penstock.timing.pipeline import micro_batches, share_shape
+    from penstock.timing.workload import split_backward
 
     weights = stage_weights(model, plan)
     samples, _ = micro_batches(plan)
     usual = weights @ feature_matrix([share_shape(plan, samples)])[0]
     paces = Estimator(model, cluster, source).paces(plan)
-    passes = [np.array([[own.forward_s, own.backward_s + own.recompute_s] for own in pace.work]).T for pace in paces]
-    return [weights * (own / usual)[:, :, None] for own in passes]
+    passes = [
+        split_backward([[own.forward_pass_s for own in pace.work], [own.backward_pass_s for own in pace.work]],
+                       [own.weight_s for own in pace.work])
+        for pace in paces
+    ]  # fmt: skip
+    return [weights * (own / np.maximum(usual, 1e-30))[:, :, None] for own in passes]
 
 
-def _work(model: Model, stage: Stage, backward: bool) -> list[float]:
-    total = np.zeros(len(FEATURES))
+def _work(model: Model, stage: Stage) -> Floats:
+    """[forward, backward, weight gradients; feature]: half the backward arithmetic of ops with trained weights is for these."""
+    total = np.zeros((3, len(FEATURES)))
     counts: Counter[tuple[int, int, int]] = Counter()
     ops: dict[int, Op] = {}
     for place in model.ops[stage.first : stage.last]:
@@ -52,13 +61,13 @@ def _work(model: Model, stage: Stage, backward: bool) -> list[float]:
         counts[id(place.op), run.tp, run.dp] += 1  # a block's copies are the same objects
         ops[id(place.op)] = place.op
     for (number, tp, dp), count in counts.items():
-        form = (ops[number].backward_flops if backward else ops[number].flops).form(tp)
-        total += np.array(form.coefficients) * count / dp
-    total[0] += stage.last - stage.first
-    return [float(value) for value in total]
+        forward, backward = (np.array(flops.form(tp).coefficients) for flops in (ops[number].flops, ops[number].backward_flops))
+        total += np.stack([forward, backward, backward / 2 * has_weight_gradients(ops[number])]) * count / dp
+    total[:2, 0] += stage.last - stage.first
+    return total
 
 
 def durations_of(weights: StageWeights, micro_batches: Sequence[MicroBatch]) -> list[list[list[float]]]:
-    """[kind][stage][micro-batch] for F, B, I and W; both halves of a split backward pass take the same."""
-    forward, backward = weights @ feature_matrix([micro.shape() for micro in micro_batches]).T
-    return [forward.tolist(), backward.tolist(), (backward / 2).tolist(), (backward / 2).tolist()]
+    """[kind][stage][micro-batch] for F, B, I and W."""
+    found: list[list[list[float]]] = (weights @ feature_matrix([micro.shape() for micro in micro_batches]).T).tolist()
+    return found

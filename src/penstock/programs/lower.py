@@ -23,7 +23,6 @@ from itertools import pairwise
 
 from penstock.errors import InputError
 from penstock.models.ops import Model
-from penstock.plans.capabilities import SCHEDULES
 from penstock.plans.plan import Plan
 from penstock.programs import instructions as i
 from penstock.programs.durations import durations_of, stage_weights
@@ -33,6 +32,7 @@ from penstock.programs.sharing import reduce_groups, sync_tied
 from penstock.programs.timeline import Timeline
 from penstock.programs.work import ReplicaWork, dp_degrees
 from penstock.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
+from penstock.schedules.rules import SCHEDULES
 
 __all__ = ["lower"]
 

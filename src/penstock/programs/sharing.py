@@ -7,10 +7,11 @@ from itertools import permutations
 from typing import NamedTuple
 
 from penstock.models.ops import Model
+from penstock.plans.degrees import parts_of
 from penstock.plans.plan import OpRun, Plan, Stage
+from penstock.plans.ranks import holders
 from penstock.programs.instructions import ReduceGroup, SyncTied, TiedRows
 from penstock.programs.routing import shard
-from penstock.timing.messages import parts_of
 
 __all__ = ["ranks_with", "reduce_groups", "sync_tied"]
 
@@ -19,7 +20,7 @@ def reduce_groups(stage: Stage, index: int) -> tuple[ReduceGroup, ...]:
     """For the rank at `index` of a stage's devices: all ranks of all replicas that hold the same weights, none if it is alone."""
     groups = []
     for part in parts_of(stage):
-        ranks = tuple(devices[share * part.tp + index % part.tp] for devices in stage.devices for share in range(part.dp))
+        ranks = holders(stage, part, index)
         if len(ranks) > 1:
             groups.append(ReduceGroup(part.first, part.last, ranks))
     return tuple(groups)

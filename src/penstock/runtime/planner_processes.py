@@ -40,6 +40,8 @@ class PlanningSettings:
     """Address of the store between planners and ranks; empty: what the environment names, or one that this job serves."""
     away_s: float = 60.0
     """How long the store may be away before the run ends, with a checkpoint."""
+    wait_s: float = 1800.0
+    """How long a rank waits for a program that does not come, though the store answers, before the run ends, with a checkpoint."""
     hang_s: float = 300.0
     """A planner that is at one iteration, or shows no life, for longer is replaced."""
     search_steps: int = 0
@@ -48,6 +50,8 @@ class PlanningSettings:
     def __post_init__(self) -> None:
         if self.planners < 0:
             raise InputError(f"{self.planners} planners were asked for; 1 or more were expected, or 0 to plan in step with training.")
+        if not self.wait_s > 0:
+            raise InputError(f"ranks may wait for {self.wait_s} s for a program; a number of seconds above 0 was expected.")
         if not self.away_s >= 0:
             raise InputError(f"the store may be away for {self.away_s} s; a number of seconds was expected.")
 

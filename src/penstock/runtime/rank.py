@@ -11,8 +11,8 @@ import torch
 from penstock.models.modules.base import Carry
 from penstock.models.modules.batch import Batch
 from penstock.models.ops import Model
-from penstock.plans.capabilities import SCHEDULES
 from penstock.plans.plan import Plan
+from penstock.plans.ranks import seats_of
 from penstock.programs import instructions as i
 from penstock.runtime.accuracy import count_correct
 from penstock.runtime.executor import Executor, Observer
@@ -26,6 +26,7 @@ from penstock.runtime.stage import StageModule
 from penstock.runtime.transport.slices import Landing, outgoing, prepare
 from penstock.runtime.transport.transport import Pending, make_transport
 from penstock.runtime.update import StepResult, TrainingSettings, Update
+from penstock.schedules.rules import SCHEDULES
 
 __all__ = ["Evaluated", "Rank"]
 
@@ -55,10 +56,9 @@ class Rank:
             torch.backends.cuda.enable_cudnn_sdp(False)  # its attention is planned anew for 50 ms at each new shape
         self.transport = make_transport(world)
         self.stages: dict[int, StageModule] = {}
-        for number, stage in enumerate(plan.stages):
-            for replica, ranks in enumerate(stage.devices):
-                if world.rank in ranks:
-                    self.stages[number] = StageModule(model, stage, number, replica, world, self.transport, seed=self.settings.seed)
+        for seat in seats_of(plan).get(world.rank, ()):
+            own = StageModule(model, plan.stages[seat.stage], seat.stage, seat.replica, world, self.transport, seed=self.settings.seed)
+            self.stages[seat.stage] = own
         self.gradients = {number: gradients_of(stage, world) for number, stage in self.stages.items()}
         self.update = Update(list(self.gradients.values()), world, self.settings, model.num_ops, plan.precision)
         self.asynchronous = SCHEDULES[plan.schedule].asynchronous

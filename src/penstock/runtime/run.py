@@ -74,7 +74,7 @@ class Run:
         address, self._job = handover
         self.loader = DynamicLoader(
             batches, planner, self.world.rank, address=address, job=self._job, planners=1 if self._job else 0, starts_planners=False,
-            first_step=self.first_step,
+            first_step=self.first_step, timeout=request.planning.wait_s,
         )  # fmt: skip
         self._lost: StoreError | None = None
         """Why this rank gets no more programs."""
@@ -179,8 +179,8 @@ class Run:
         """The signal that asks any of the ranks to end; asked of all after each step, so that they end after the same one. Raises on all of
         them where one has lost the store."""
         lost, number = self.world.gather(torch.tensor([int(self._lost is not None), self.worker.asked_to_end()])).amax(0).tolist()
-        if lost and self._job is not None:
-            raise self._ended(self._lost or StoreError(f"a rank has had no answer from the store for {self._job.away_s:g} s."))
+        if lost:
+            raise self._ended(self._lost or StoreError("another rank gets no more programs from the store."))
         return int(number)
 
     def _ended(self, error: PenstockError) -> PenstockError:

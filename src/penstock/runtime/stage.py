@@ -27,6 +27,7 @@ from penstock.models.modules.build import TORCH_DTYPES, Chain, build_op
 from penstock.models.modules.init import init_parameter
 from penstock.models.modules.parallel import TensorParallel
 from penstock.models.ops import Model, PlacedOp
+from penstock.plans.degrees import Axis, parts_of
 from penstock.plans.plan import Stage
 from penstock.programs.instructions import MicroBatch
 from penstock.programs.routing import Side
@@ -37,7 +38,6 @@ from penstock.runtime.parallel.sequence import SequenceChain
 from penstock.runtime.parallel.sharding import ShardedWeights
 from penstock.runtime.parallel.world import World
 from penstock.runtime.transport.transport import Transport
-from penstock.timing.messages import parts_of
 
 __all__ = ["Held", "Piece", "StageModule"]
 
@@ -112,8 +112,7 @@ class StageModule:
         algos = self.stage.algos()
         before: Side | None = None
         for part in parts_of(self.stage):
-            start = self.index // part.tp * part.tp
-            tp = self.world.tensor_parallel(self.ranks[start : start + part.tp])
+            tp = self.world.tensor_parallel(part.degrees.group(Axis.TP, self.index, self.ranks))
             side = Side(part.tp, part.dp, self.stage.sequence_parallel)
             reshard = None
             if before is not None:

@@ -15,7 +15,7 @@ from penstock.data.forms import SampleForm, form_of
 from penstock.data.planners import BatchSource
 from penstock.data.planning import ProgramPlanner
 from penstock.errors import InputError
-from penstock.plans.capabilities import SCHEDULES, unsupported
+from penstock.plans.capabilities import unsupported
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import require_valid
 from penstock.runtime.interrupts import Interrupts
@@ -23,6 +23,7 @@ from penstock.runtime.planner_processes import Handover, PlanningSettings, plann
 from penstock.runtime.run_folder import write_run
 from penstock.runtime.update import TrainingSettings
 from penstock.runtime.workers import Pool, Worker, joined
+from penstock.schedules.rules import SCHEDULES
 
 if TYPE_CHECKING:
     from penstock.models.ops import Model

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data, and the simulator they are judged by."""
+"""Pipeline schedules as data: actions and their text, the orders of each schedule, and `rules`, what each schedule asks and gives."""

@@ -14,14 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from penstock.errors import InputError, near_misses
+from penstock.errors import InputError
 from penstock.schedules.actions import BACKWARD, FORWARD, Action, Schedule
-from penstock.schedules.interleaved import interleaved
-from penstock.schedules.zero_bubble import zero_bubble
 
-__all__ = ["SCHEDULE_NAMES", "gpipe", "one_forward_one_backward", "schedule_of", "with_depths"]
-
-SCHEDULE_NAMES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream")
+__all__ = ["gpipe", "one_forward_one_backward", "with_depths"]
 
 
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
@@ -52,16 +48,3 @@ def _alternate(stage: int, depth: int, num_micro_batches: int) -> tuple[Action, 
         if m + depth < num_micro_batches:
             actions.append(Action(stage, FORWARD, m + depth))
     return tuple(actions)
-
-
-def schedule_of(name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:
-    """The schedule of this name; `interleaved` puts `num_chunks` of the stages on each device, the others one."""
-    if name not in SCHEDULE_NAMES:
-        raise InputError(f"schedule '{name}' has no fixed order. {near_misses(name, SCHEDULE_NAMES)}")
-    if name == "interleaved":
-        if num_chunks < 1 or num_stages % num_chunks:
-            raise InputError(f"schedule 'interleaved': {num_stages} stages are no multiple of {num_chunks} chunks per device.")
-        return interleaved(num_stages // num_chunks, num_chunks, num_micro_batches)
-    # PipeDream differs from 1F1B in when weights are updated, not in the order of passes.
-    orders = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "pipedream": one_forward_one_backward, "zero-bubble": zero_bubble}
-    return orders[name](num_stages, num_micro_batches)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.plans.build import join_ranges
 from penstock.plans.plan import Degrees, OpRun, Plan, Stage
+from penstock.schedules.rules import DEFAULT_SCHEDULE
 from penstock.search.choice import Choice
 
 if TYPE_CHECKING:
@@ -42,10 +43,10 @@ def stage_of(
     )  # fmt: skip
 
 
-def assembled(frame: Plan, stages: Sequence[Stage], samples: int, schedule: str = "1f1b") -> Plan:
+def assembled(frame: Plan, stages: Sequence[Stage], samples: int, schedule: str = DEFAULT_SCHEDULE) -> Plan:
     """The plan of these stages, which know the ranks of every replica, with micro-batches of so many samples."""
     return replace(
-        frame, stages=tuple(stages), num_replicas=len(stages[0].devices), schedule=schedule if len(stages) > 1 else "1f1b",
+        frame, stages=tuple(stages), num_replicas=len(stages[0].devices), schedule=schedule if len(stages) > 1 else DEFAULT_SCHEDULE,
         micro_batching=replace(frame.micro_batching, samples=samples),
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from penstock.plans.build import uniform_stages
 from penstock.plans.plan import Plan
 from penstock.plans.validity import check_plan
+from penstock.schedules.rules import DEFAULT_SCHEDULE
 from penstock.search.assemble import assembled, estimated
 from penstock.search.choice import Choice
 from penstock.search.partition.pipelines import best_pipeline, equal_pipeline
@@ -37,7 +38,7 @@ class Baseline:
 
 def best_of(baseline: Baseline, request: Request) -> Choice | None:
     """The fastest plan of a baseline's space that fits."""
-    return baseline.find(replace(request, schedules=("1f1b",)))
+    return baseline.find(replace(request, schedules=(DEFAULT_SCHEDULE,)))
 
 
 def _fastest(found: Iterable[Choice | None]) -> Choice | None:

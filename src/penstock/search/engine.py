@@ -21,6 +21,7 @@ from penstock.costs.source import CostSource
 from penstock.errors import InfeasibleError, InputError
 from penstock.plans.plan import Plan
 from penstock.plans.validity import require_valid
+from penstock.schedules.rules import SEARCHED_SCHEDULES
 from penstock.search.choice import Choice
 from penstock.search.improvers import other_schedules, rebalanced_shares, refined_by_simulator
 from penstock.search.interleaved.interleaved_plans import InterleavedPlans
@@ -30,7 +31,7 @@ from penstock.search.progress import Progress, ProofLine, Searcher, Watch, unwat
 from penstock.search.refine import MAX_HOPS
 from penstock.search.replicas.unequal import UnequalReplicas
 from penstock.search.space.families import families
-from penstock.search.space.request import SCHEDULES, Request
+from penstock.search.space.request import Request
 from penstock.search.uniform import Grid
 
 __all__ = ["Outcome", "search", "search_plans"]
@@ -54,7 +55,7 @@ class Outcome:
 
 def search_plans(
     model_ref: str, cluster_ref: str, global_batch: int, *, costs: str | CostSource = "roofline", seq_length: int | None = None,
-    micro_batches: Sequence[int] = (), memory_limit_bytes: float = math.inf, schedules: Sequence[str] = SCHEDULES, top: int = 5,
+    micro_batches: Sequence[int] = (), memory_limit_bytes: float = math.inf, schedules: Sequence[str] = SEARCHED_SCHEDULES, top: int = 5,
     time_budget_s: float = math.inf, watch: Watch = unwatched, max_hops: int = MAX_HOPS,
 ) -> Outcome:  # fmt: skip
     """The fastest plans that fit, best first, with a bound on the time of all plans of the space.

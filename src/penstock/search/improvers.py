@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 from penstock.plans.validity import check_plan
+from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES, unchunked
 from penstock.search.assemble import estimated
 from penstock.search.progress import Progress
 from penstock.search.refine import refined
@@ -23,7 +25,7 @@ _MAX_OPS = 2000
 
 def refined_by_simulator(request: Request, progress: Progress, max_hops: int) -> None:
     """The best 1F1B plans, changed around their bottleneck, by the simulator."""
-    plain = [choice for choice in progress.fastest(len(progress.choices)) if choice.plan.schedule == "1f1b"]
+    plain = [choice for choice in progress.fastest(len(progress.choices)) if choice.plan.schedule == DEFAULT_SCHEDULE]
     for choice in [c for c in plain if c.estimate.time_s <= _NEARLY * progress.best_s][:_REFINED]:
         if not progress.out_of_time() and max_hops and request.model.num_ops <= _MAX_OPS:
             progress.tell("refining")
@@ -32,16 +34,16 @@ def refined_by_simulator(request: Request, progress: Progress, max_hops: int) ->
 
 
 def other_schedules(request: Request, progress: Progress) -> None:
-    """The best 1F1B plans under the zero-bubble schedule, which divides no op on its own and recomputes nothing."""
-    for choice in progress.fastest(3):
-        plan = choice.plan
-        plain = not any(stage.runs or stage.recompute for stage in plan.stages)
-        if plan.num_stages > 1 and plan.schedule == "1f1b" and plain and "zero-bubble" in request.schedules:
-            candidate = replace(plan, schedule="zero-bubble")
+    """The best 1F1B plans under schedules that split backward passes, which neither recompute nor divide single ops."""
+    split = [name for name in unchunked(request.schedules) if SCHEDULES[name].splits_backward]
+    for choice, schedule in product(progress.fastest(3), split):
+        plain = not any(stage.runs or stage.recompute for stage in choice.plan.stages)
+        if choice.plan.num_stages > 1 and choice.plan.schedule == DEFAULT_SCHEDULE and plain:
+            plan = replace(choice.plan, schedule=schedule)
             if progress.out_of_time():
                 return
-            if not check_plan(candidate, request.model, request.cluster):
-                found = estimated(request, candidate, choice.kind)
+            if not check_plan(plan, request.model, request.cluster):
+                found = estimated(request, plan, choice.kind)
                 progress.add(found if found.estimate.fits else None)
 
 

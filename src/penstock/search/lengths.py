@@ -18,6 +18,7 @@ from penstock.batching.plan import BatchPlan, Sample
 from penstock.errors import InfeasibleError, InputError
 from penstock.models.shapes import Layout
 from penstock.plans.plan import MicroBatching, Plan, Predicted
+from penstock.schedules.rules import DEFAULT_SCHEDULE
 from penstock.search.engine import search
 from penstock.search.progress import Watch
 from penstock.search.space.request import Request
@@ -138,7 +139,7 @@ def _pipelines(request: Request, plans: Sequence[Plan], samples: Sequence[Sample
         seen.add(stages)
         yield with_recompute_choices(
             replace(plan, stages=stages, global_batch=request.frame.global_batch, seq_length=longest, dec_length=longest_dec,
-                    micro_batching=MicroBatching(layout, "dynamic"), schedule="1f1b", predicted=None, notes=()),
+                    micro_batching=MicroBatching(layout, "dynamic"), schedule=DEFAULT_SCHEDULE, predicted=None, notes=()),
             request.model,
         )  # fmt: skip
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from penstock.plans.plan import OpRange, Plan, Stage
 from penstock.plans.validity import check_plan
+from penstock.schedules.rules import DEFAULT_SCHEDULE
 from penstock.search.choice import Choice
 from penstock.search.space.request import Request
 
@@ -32,33 +33,19 @@ PATIENCE = 2
 """Hops in a row that may not help."""
 
 
-def simulated_s(request: Request, plan: Plan, estimate: Estimate) -> float:
-    """One iteration by the simulator, with gradient sync and optimizer step after the pipeline as the estimate has them."""
-    import numpy as np
+def simulated_s(plan: Plan, estimate: Estimate) -> float:
+    """One iteration by the simulator, gradient sync and optimizer step included."""
+    from penstock.timing.planned import simulated
 
-    from penstock.schedules.orders import schedule_of
-    from penstock.timing.simulator import simulate
-
-    count = estimate.num_micro_batches
-    passes = []
-    for stage in estimate.stages:
-        work = stage.work
-        forward, backward = work.forward_s, work.backward_s + work.recompute_s
-        rest = (work.tp_s + work.waiting_s) / max(forward + backward, 1e-30)
-        passes.append((forward * (1 + rest), backward * (1 + rest)))
-    durations = np.repeat(np.array(passes).T[:, :, None], count, axis=2)
-    messages = np.array([[s.work.transfer_in_s for s in estimate.stages[1:]], [s.work.transfer_out_s for s in estimate.stages[:-1]]])
-    transfers = np.repeat(messages.reshape(2, -1)[:, :, None], count, axis=2)
-    timeline = simulate(schedule_of("1f1b", len(passes), count), durations, transfers)
-    return timeline.makespan_s + estimate.time_s - estimate.pipeline_s
+    return simulated(plan, estimate).makespan_s
 
 
 def refined(request: Request, choice: Choice, max_hops: int, out_of_time: Callable[[], bool] = lambda: False) -> Choice:
     """The best plan within so many hops of a 1F1B plan, by simulated time; the plan itself if none is better."""
     plan, estimate = choice.plan, choice.estimate
-    if plan.schedule != "1f1b" or plan.num_stages < 2 or 2 * plan.num_stages * estimate.num_micro_batches > MAX_ACTIONS:
+    if plan.schedule != DEFAULT_SCHEDULE or plan.num_stages < 2 or 2 * plan.num_stages * estimate.num_micro_batches > MAX_ACTIONS:
         return choice
-    best, best_s = choice, simulated_s(request, plan, estimate)
+    best, best_s = choice, simulated_s(plan, estimate)
     at, at_s, patience, seen = choice, best_s, PATIENCE, {plan.stages}
     for _ in range(max_hops):
         found: tuple[float, Choice] | None = None
@@ -68,7 +55,7 @@ def refined(request: Request, choice: Choice, max_hops: int, out_of_time: Callab
             seen.add(changed.stages)
             there = request.estimator.estimate(changed)
             if there.fits:
-                time_s = simulated_s(request, changed, there)
+                time_s = simulated_s(changed, there)
                 if found is None or time_s < found[0]:
                     found = time_s, Choice.of(changed, there, choice.kind)
         if found is None:

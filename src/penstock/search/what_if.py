@@ -16,6 +16,7 @@ from penstock.errors import InfeasibleError, ProfileMissingError
 from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import check_plan
+from penstock.schedules.rules import DEFAULT_SCHEDULE
 from penstock.search.choice import Choice
 from penstock.search.engine import search
 from penstock.search.replicas.shares import rebalanced
@@ -76,7 +77,7 @@ def request_of(plan: Plan, source: CostSource) -> Request:
     model, cluster = model_of(plan), cluster_of(plan)
     frame = replace(
         plan, stages=(Stage(0, model.num_ops, devices=((0,),)),), micro_batching=MicroBatching(plan.micro_batching.layout, "fixed", 1),
-        num_replicas=1, schedule="1f1b", predicted=None, notes=(),
+        num_replicas=1, schedule=DEFAULT_SCHEDULE, predicted=None, notes=(),
     )  # fmt: skip
     shapes = {share_shape(frame, samples) for samples in micro_batch_sizes(plan.global_batch, 1, ())}
     return Request(model, cluster, frame, Estimator(model, cluster, source, shapes=shapes), (), float("inf"))

@@ -26,6 +26,10 @@ class MemoryValues:
         with self._changed:
             return [self._values.get(key) for key in keys]
 
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        with self._changed:
+            return [key for key in keys if key not in self._values]
+
     def wait(self, key: str, timeout_s: float) -> bytes | None:
         with self._changed:
             self._changed.wait_for(lambda: key in self._values, timeout_s)

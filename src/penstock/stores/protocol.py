@@ -66,7 +66,7 @@ class Store(Protocol):
         """Stores one entry for every rank; blocks until fewer than `capacity` iterations are in store."""
 
     def fetch(self, iteration: int, rank: int) -> bytes:
-        """This rank's entry, as soon as it is published."""
+        """This rank's entry, as soon as it is published; who asks for it needs none before it any more."""
 
     def acknowledge(self, iteration: int, rank: int) -> None:
         """Says that this rank needs no iteration up to this one any more; the last rank's word frees it."""
@@ -96,8 +96,11 @@ class KeyValues(Protocol):
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
         """What is there now, None for what is not."""
 
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Those of the keys that are not there; cheaper than reading what may be large."""
+
     def wait(self, key: str, timeout_s: float) -> bytes | None:
-        """Blocks until the key is there; None if it never came. The value stays."""
+        """Blocks until the key is there, for a few seconds at most; None if it did not come. The value stays."""
 
     def delete(self, keys: Sequence[str]) -> None:
         """Removes keys, those that are not there included."""

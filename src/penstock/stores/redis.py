@@ -15,9 +15,7 @@ __all__ = ["RedisValues"]
 T = TypeVar("T")
 
 _ANSWER_S = 15.0
-"""A server that says nothing for so long counts as lost."""
-_SLICE_S = 10.0
-"""The longest single blocking command, below `_ANSWER_S`: a server that vanished without a word is noticed."""
+"""A server that says nothing for so long counts as lost; longer than any wait blocks."""
 _FIRST_CONNECT_S = 10.0
 _EXPIRY_S = 3 * 24 * 3600
 """Keys of a job that was killed go by themselves."""
@@ -55,15 +53,19 @@ class RedisValues:
 
         return self._call(read)
 
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        def missing() -> list[str]:
+            with self._client.pipeline(transaction=False) as together:
+                for key in keys:
+                    together.exists(key)
+                return [key for key, there in zip(keys, together.execute(), strict=True) if not there]
+
+        return self._call(missing)
+
     def wait(self, key: str, timeout_s: float) -> bytes | None:
-        deadline = time.monotonic() + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0:
-            # Moving the only element of a list onto that list leaves it as it was, and blocks until there is one.
-            slice_s = max(0.01, min(left_s, _SLICE_S))  # zero would mean for ever
-            value: bytes | None = self._call(lambda: self._client.blmove(key, key, slice_s, "LEFT", "LEFT"))  # noqa: B023
-            if value is not None:
-                return value
-        return self.read([key])[0]
+        # Moving the only element of a list onto that list leaves it as it was, and blocks until there is one. Zero would mean for ever.
+        value: bytes | None = self._call(lambda: self._client.blmove(key, key, max(0.01, timeout_s), "LEFT", "LEFT"))
+        return value
 
     def delete(self, keys: Sequence[str]) -> None:
         if keys:
@@ -82,13 +84,22 @@ class RedisValues:
 
     def _make(self) -> None:
         try:
-            # No retries of its own: whoever lost a connection must first bring back what the server may have forgotten.
+            # No retries of its own, and no second connection: whoever lost one must first bring back what the server may have forgotten.
+            self._is_connected = False
             self._client = self._redis.Redis.from_url(
                 self._url, socket_timeout=_ANSWER_S, socket_connect_timeout=_ANSWER_S, socket_keepalive=True,
+                redis_connect_func=self._greet,
                 retry=self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 0),
             )  # fmt: skip
         except (ValueError, TypeError) as error:
             raise InputError(f"the address of {self.where} is not valid: {error}. Write redis://[user:password@]host:port/db.") from None
+
+    def _greet(self, connection: Any) -> None:
+        """Begins the one connection of a client; the package would open another without a word where the server has closed the first."""
+        if self._is_connected:
+            raise self._redis.exceptions.ConnectionError("the server has closed the connection")
+        connection.on_connect()
+        self._is_connected = True
 
     def _first_connect(self) -> None:
         """A server that is only just starting is waited for a little; an address where nothing is should be told soon."""

@@ -5,15 +5,29 @@
     done/3      7                     rank 3, when it acknowledges 7      purge
     freed/7     -                     the rank that was last to be done   the rank that frees 7 + 2 × capacity
 
-The planner of iteration i blocks on freed/(i - capacity), a rank on its entry; nothing is polled, and nothing counted: who
-was last is seen from the `done` marks. So a step that a lost connection cut short is simply done again, and a server that
-restarts empty is filled again by those who use it: planners publish what was not freed yet, ranks set their marks.
+A rank blocks on its entry, the planner of iteration i until all ranks are done with i - capacity.
+
+The server may lose any of this at any moment, by a restart, a fail-over to a replica that lags, or an old snapshot that it starts from.
+So nothing is true only because the server says it. Each fact has an owner that remembers it: a rank its mark, a planner the entries that
+not all ranks have acknowledged. `freed` is no fact but a knock at the planner's door; the marks tell the same. Facts only ever grow (a mark
+goes up, an entry is the same whenever it is published), so saying one again is harmless, and a reader may keep what it has once seen.
+
+Whoever waits, blocks for a short while at a time, and then, as after each lost connection, looks whether the server still has its facts and
+says again what is missing. Why every program arrives, once the server stays up: let i be the first iteration that some rank lacks.
+
+- If i was published, its planner still keeps it, for not all ranks have acknowledged it. It is bound to wait soon, for room or in `drain`,
+  and then puts the entry again. Only the rank itself, or a planner that has read the rank's own mark of i, deletes it.
+- If not, nobody has i or anything later. All ranks have everything before i, so nothing but i holds them up, and each comes to wait for i.
+  Then their marks are said, all of i - 1. The planner waits for room for an iteration up to i, so for marks of at most i - capacity: it
+  reads them and goes on.
+
+A rank asks for one iteration after the other, so it gets each once. A wait that makes no progress for `wait_s` ends with a `StoreError`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeVar
 
 from penstock.errors import InputError
@@ -25,6 +39,8 @@ __all__ = ["Ring"]
 T = TypeVar("T")
 
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.01, 1.0
+_FIRST_SLICE_S, _LAST_SLICE_S = 0.05, 2.0
+"""How long a wait blocks before it looks whether the server has forgotten something; doubled each time."""
 
 
 class Ring:
@@ -35,10 +51,12 @@ class Ring:
         self._values = values
         self._wait_s = wait_s
         self._prefix = f"penstock/{job.id}/"
-        self._kept: dict[int, dict[str, bytes]] = {}
-        """Sealed entries published here and not known to be freed."""
+        self._kept: dict[int, dict[int, bytes]] = {}
+        """Sealed entries published here, by iteration and rank, that are not known to be acknowledged by all ranks."""
         self._done: dict[int, int] = {}
         """Marks of the ranks that read here."""
+        self._seen = [job.first - 1] * job.num_ranks
+        """How far each rank is at least: its highest mark that was seen here."""
 
     def publish(self, iteration: int, entries: Mapping[int, bytes]) -> None:
         """Stores one entry for every rank; blocks until fewer than `capacity` iterations are in store."""
@@ -49,19 +67,20 @@ class Ring:
         if self.done() >= iteration:
             return
         self._await_freed(iteration - self.job.capacity, f"to make room for iteration {iteration}")
-        names = {rank: self._entry(iteration, rank) for rank in entries}
-        self._kept[iteration] = {names[rank]: seal(self.job.key, names[rank], entry) for rank, entry in entries.items()}
-        self._persist(lambda: self._put_entries([iteration]))
+        sealed = {rank: seal(self.job.key, self._entry(iteration, rank), entry) for rank, entry in entries.items()}
+        self._kept[iteration] = sealed
+        self._persist(lambda: self._put_entries(iteration, sealed))
 
     def fetch(self, iteration: int, rank: int) -> bytes:
-        """This rank's entry, as soon as it is published."""
+        """This rank's entry, as soon as it is published; who asks for it needs none before it any more."""
+        self._done.setdefault(rank, iteration - 1)
         return self._await(self._entry(iteration, rank), f"rank {rank} for its program of iteration {iteration}; is a planner at work?")
 
     def acknowledge(self, iteration: int, rank: int) -> None:
         """Says that this rank needs no iteration up to this one any more; the last rank's word frees it."""
         before = self._done.get(rank)
         if before is None:
-            before = self._persist(self._marks)[rank]
+            before = self._persist(lambda: self._mark(rank))
         if iteration <= before:
             return
         self._done[rank] = iteration
@@ -69,10 +88,12 @@ class Ring:
 
     def done(self) -> int:
         """The last iteration that all ranks have acknowledged."""
-        return min(self._persist(self._marks))
+        self._persist(self._look)
+        return min(self._seen)
 
     def drain(self) -> None:
         """Blocks until every iteration published here is freed."""
+        self.done()
         for iteration in sorted(self._kept):
             self._await_freed(iteration, "for the last iterations to be read")
 
@@ -96,51 +117,80 @@ class Ring:
     def _freed(self, iteration: int) -> str:
         return f"{self._prefix}freed/{iteration}"
 
+    def _done_key(self, rank: int) -> str:
+        return f"{self._prefix}done/{rank}"
+
     def _sealed_number(self, key: str, number: int) -> bytes:
         return seal(self.job.key, key, str(number).encode())
 
-    def _numbers(self, keys: list[str]) -> list[int | None]:
-        values = self._values.read(keys)
-        return [None if value is None else int(open_seal(self.job.key, key, value)) for key, value in zip(keys, values, strict=True)]
+    def _marks(self, ranks: Collection[int]) -> list[int]:
+        """How far these ranks are, by the marks that the server has."""
+        keys = [self._done_key(rank) for rank in ranks]
+        values, none = self._values.read(keys), self.job.first - 1
+        return [none if value is None else int(open_seal(self.job.key, key, value)) for key, value in zip(keys, values, strict=True)]
 
-    def _mark(self, rank: int) -> str:
-        return f"{self._prefix}done/{rank}"
+    def _mark(self, rank: int) -> int:
+        return self._marks([rank])[0]
 
-    def _marks(self) -> list[int]:
-        """How far each rank is, by its mark."""
-        before = self.job.first - 1
-        return [before if mark is None else mark for mark in self._numbers([self._mark(rank) for rank in range(self.job.num_ranks)])]
+    def _look(self) -> None:
+        """Learns how far all ranks are."""
+        self._seen = list(map(max, self._seen, self._marks(range(self.job.num_ranks))))
 
-    def _put_entries(self, iterations: Iterable[int]) -> None:
-        """Puts entries, then takes back those of ranks that are past them: a rank sets its mark before it deletes its entry, so
-        whichever of the two comes last sees the other's work."""
-        for iteration in iterations:
-            self._values.put(self._kept[iteration])
-            if stale := [self._entry(iteration, rank) for rank, mark in enumerate(self._marks()) if mark >= iteration]:
-                self._values.delete(stale)
+    def _put_entries(self, iteration: int, sealed: Mapping[int, bytes]) -> None:
+        """Puts entries of an iteration, then takes back those of ranks that are past it: a rank sets its mark before it deletes its entry,
+        so whichever of the two comes last sees the other's work."""
+        self._values.put({self._entry(iteration, rank): entry for rank, entry in sealed.items()})
+        self._look()
+        if stale := [self._entry(iteration, rank) for rank in sealed if self._seen[rank] >= iteration]:
+            self._values.delete(stale)
 
     def _put_mark(self, rank: int, before: int) -> None:
-        """Sets a rank's mark, drops its entries after `before`, and frees what all ranks are done with since then."""
-        mark, key = self._done[rank], self._mark(rank)
+        """Sets a rank's mark, drops its entries after `before`, and tells planners what all ranks are done with since then."""
+        mark, key = self._done[rank], self._done_key(rank)
         self._values.put({key: self._sealed_number(key, mark)})
         self._values.delete([self._entry(iteration, rank) for iteration in range(before + 1, mark + 1)])
-        if freed := range(before + 1, min(self._marks()) + 1):
+        self._look()
+        if freed := range(before + 1, min(self._seen) + 1):
             self._values.put({self._freed(i): self._sealed_number(self._freed(i), i) for i in freed})
             self._values.delete([self._freed(i - 2 * self.job.capacity) for i in freed])
 
     def _await_freed(self, iteration: int, why: str) -> None:
-        if iteration >= self.job.first:
-            self._await(self._freed(iteration), why)
-        for old in [kept for kept in self._kept if kept <= iteration]:
+        """Blocks until all ranks are done with an iteration, and lets go of what they need no more."""
+        if self._await(self._freed(iteration), why, lambda: min(self._seen) >= iteration):
+            self._seen = [max(seen, iteration) for seen in self._seen]
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Forgets entries that all ranks have acknowledged."""
+        for old in [iteration for iteration in self._kept if iteration <= min(self._seen)]:
             del self._kept[old]
 
-    def _await(self, key: str, why: str) -> bytes:
-        """The value of a key once it is there; lost connections are repaired meanwhile."""
-        deadline = time.monotonic() + self._wait_s
-        value = self._persist(lambda: self._values.wait(key, max(0.0, deadline - time.monotonic())))
-        if value is None:
-            raise StoreError(f"nothing came for {self._wait_s:g} s in {self._values.where}: waited {why}")
-        return open_seal(self.job.key, key, value)
+    def _await(self, key: str, why: str, is_known: Callable[[], bool] = lambda: False) -> bytes:
+        """The value of a key once it is there, or an empty one once it is known what it would tell; meanwhile, what the server has
+        forgotten is said again."""
+        deadline, slice_s = time.monotonic() + self._wait_s, _FIRST_SLICE_S
+        while not is_known():
+            if (left_s := deadline - time.monotonic()) <= 0:
+                raise StoreError(f"nothing came for {self._wait_s:g} s in {self._values.where}: waited {why}")
+            value = self._persist(lambda: self._values.wait(key, min(slice_s, left_s)))  # noqa: B023
+            if value is not None:
+                return open_seal(self.job.key, key, value)
+            self._persist(self._say_again)
+            slice_s = min(2 * slice_s, _LAST_SLICE_S)
+        return b""
+
+    def _say_again(self) -> None:
+        """Puts what was said here and the server no longer has: nothing, as a rule, and everything after it has restarted."""
+        for rank, mark in self._done.items():
+            if self._mark(rank) < mark:
+                self._put_mark(rank, max(self.job.first - 1, mark - 2 * self.job.capacity))
+        if self._kept:
+            self._look()
+        self._let_go()
+        for iteration, entries in self._kept.items():
+            names = {self._entry(iteration, rank): rank for rank in entries if self._seen[rank] < iteration}
+            if missing := self._values.missing(list(names)):
+                self._put_entries(iteration, {names[name]: entries[names[name]] for name in missing})
 
     def _persist(self, action: Callable[[], T]) -> T:
         """Does it, again after each lost connection."""
@@ -156,15 +206,10 @@ class Ring:
         while True:
             try:
                 self._values.connect()
-                return self._restore()
+                return self._say_again()
             except ConnectionLost as again:
                 lost = again
             if (left_s := start + self.job.away_s - time.monotonic()) <= 0:
                 raise StoreError(f"{self._values.where} has not answered for {self.job.away_s:g} s: {lost}")
             time.sleep(min(delay_s, left_s))
             delay_s = min(2 * delay_s, _LAST_DELAY_S)
-
-    def _restore(self) -> None:
-        self._put_entries(sorted(self._kept))
-        for rank, mark in self._done.items():
-            self._put_mark(rank, max(self.job.first - 1, mark - 2 * self.job.capacity))

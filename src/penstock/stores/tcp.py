@@ -57,6 +57,14 @@ class TcpValues:
 
         return self._call(read)
 
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        def missing() -> list[str]:
+            if self._store.check(list(keys)):
+                return []
+            return [key for key in keys if not self._store.check([key])]
+
+        return self._call(missing)
+
     def wait(self, key: str, timeout_s: float) -> bytes | None:
         from torch.distributed import DistNetworkError, DistStoreError
 

@@ -5,7 +5,7 @@
 A stage's time for one micro-batch is that of its ops, their tensor-parallel collectives, what the device waits for the host, and
 the messages it receives: activations from the stage before, gradients from the stage after. Each message is charged once, to its
 receiver, so that the sum over stages is the way through the pipeline and back, and each stage pays once at each side. Nothing
-is taken to be hidden behind compute; `pipeline` has the formulas of the schedules.
+is taken to be hidden behind compute; `schedules.rules` has the formula.
 """
 
 from __future__ import annotations
@@ -18,72 +18,45 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
 from penstock.clusters import Cluster
 from penstock.costs.efficiency import arithmetic_dtype, op_class
 from penstock.costs.memory import MemoryBreakdown, rank_parameters, stage_memory
-from penstock.costs.profiled import Profiled
-from penstock.costs.replay import Replay, formula_bytes
-from penstock.costs.roofline import tp_group
+from penstock.costs.replay import OpBytesSource, Replay
 from penstock.costs.source import CostSource
-from penstock.costs.sources import is_imported, with_links_of
 from penstock.costs.table import CostTable
-from penstock.errors import InputError, ProfileMissingError
+from penstock.errors import ProfileMissingError
 from penstock.models.ops import Model
 from penstock.models.sequence import divides_tokens, with_sequence_parallelism
-from penstock.models.shapes import NOTHING, Shape
-from penstock.plans.capabilities import SCHEDULES
+from penstock.models.shapes import Shape
+from penstock.plans.degrees import DegreeRun, algos_of, parts_of, recomputed_in
 from penstock.plans.plan import Degrees, Plan, Predicted, Stage, StageMemory
-from penstock.schedules.in_flight import in_flight, in_flight_by_chunk
-from penstock.timing.messages import Part, cut_times_s, gradient_sharing, parts_of, reshard_s, sync_s, tied_s, tp_group_of
-from penstock.timing.pass_times import stage_times
-from penstock.timing.pipeline import micro_batches, pipeline_s, share_shape
+from penstock.schedules.rules import SCHEDULES
+from penstock.timing.messages import cut_times_s, gradient_sharing, reshard_s, slowdown, sync_s, tied_s, tp_group_of
+from penstock.timing.pass_times import OpSlice, StagePasses, stage_passes
+from penstock.timing.pipeline import micro_batches, share_shape
 
 if TYPE_CHECKING:
     from penstock.clusters import Device
     from penstock.costs.collectives import Group
 
-__all__ = ["Estimate", "Estimator", "Pace", "StageEstimate", "StageWork", "estimate", "with_prediction"]
-
-
-@dataclass(frozen=True, slots=True)
-class StageWork:
-    """Seconds of a stage for one micro-batch, on the slowest of its ranks."""
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    recompute_s: float = 0.0
-    tp_s: float = 0.0
-    """Tensor-parallel collectives, and moving the carry between ops of different degrees."""
-    transfer_in_s: float = 0.0
-    """Activations from the stage before."""
-    transfer_out_s: float = 0.0
-    """Gradients from the stage after, for what was sent to it."""
-    waiting_s: float = 0.0
-    """The device waits for the host."""
-
-    @property
-    def total_s(self) -> float:
-        """All of it, one after the other."""
-        return sum(self._seconds())
-
-    def _seconds(self) -> list[float]:
-        return [getattr(self, field.name) for field in dataclasses.fields(self)]
-
-    def __add__(self, other: StageWork) -> StageWork:
-        return StageWork(*(mine + its for mine, its in zip(self._seconds(), other._seconds(), strict=True)))
+__all__ = ["Estimate", "Estimator", "Pace", "StageEstimate", "estimate", "with_prediction"]
 
 
 class Pace(NamedTuple):
     """What one replica takes for one micro-batch."""
 
-    work: list[StageWork]
+    work: list[StagePasses]
     """Of each stage."""
     times_s: list[float]
     """Of each device group, both passes and messages."""
     weight_s: list[float]
     """The part of it that is weight gradients."""
+
+    @classmethod
+    def of(cls, work: list[StagePasses], num_groups: int) -> Pace:
+        """Stages s, s + groups, s + 2 · groups … are chunks of one device group."""
+        own = [work[group::num_groups] for group in range(num_groups)]
+        return cls(work, [sum(one.total_s for one in group) for group in own], [sum(one.weight_s for one in group) for group in own])
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +69,7 @@ class StageEstimate:
     num_ops: int
     device: str
     degrees: Degrees
-    work: StageWork
+    work: StagePasses
     """For one micro-batch."""
     bubble_s: float
     """Idle in one iteration while the pipeline fills and drains, or waits for a slower stage."""
@@ -150,7 +123,7 @@ class Estimate:
     def shares(self) -> list[tuple[str, float]]:
         """Where the iteration goes, as seen from the bottleneck's devices; the parts sum to `time_s`."""
         own = [stage for stage in self.stages if stage.group == self.stages[self.bottleneck].group]
-        work = sum((stage.work for stage in own), StageWork())
+        work = sum((stage.work for stage in own), StagePasses())
         last = max({stage.group for stage in self.stages}, key=lambda group: sum(_after(self.stages, group)))
         sync, optimizer = _after(self.stages, last)
         times = self.num_micro_batches
@@ -180,9 +153,14 @@ def with_prediction(plan: Plan, found: Estimate) -> Plan:
     """The plan with what was estimated for it."""
     predicted = Predicted(
         found.time_s, found.source, found.tokens_per_s, found.price_usd, found.price_usd_per_h,
-        memory=tuple(StageMemory.of(stage.memory) for stage in found.stages),
+        memory=tuple(_whole_bytes(stage.memory) for stage in found.stages),
     )  # fmt: skip
     return dataclasses.replace(plan, costs=found.source, predicted=predicted)
+
+
+def _whole_bytes(memory: MemoryBreakdown) -> StageMemory:
+    """As plans hold it, which have the same purposes."""
+    return StageMemory(*(round(getattr(memory, field.name)) for field in dataclasses.fields(StageMemory)))
 
 
 class Estimator:
@@ -192,19 +170,14 @@ class Estimator:
         self, model: Model, cluster: Cluster, source: CostSource, memory_limit_bytes: float = math.inf, shapes: Iterable[Shape] = ()
     ) -> None:
         """`memory_limit_bytes` is the most that may be used of any device; `shapes` that will be asked for share one table."""
-        if is_imported(source):
-            raise InputError(
-                f"costs '{source.name}' hold the tables of another planner, which know its own models and not '{model.name}'. "
-                "`penstock search` takes Aceso's and FASOP's own models over such tables; here use roofline or profile:FILE."
-            )
-        self.model, self.cluster, self.source = model, with_links_of(source, cluster), source
+        self.model, self.cluster, self.source = model, source.links_of(cluster), source
         self._limit_bytes = memory_limit_bytes
         self._shapes = set(shapes)
         self._tables: dict[tuple[Shape, int, bool], CostTable] = {}
-        self._work: dict[tuple[object, ...], tuple[StageWork, float]] = {}
+        self._work: dict[tuple[object, ...], StagePasses] = {}
         self._memory: dict[tuple[object, ...], MemoryBreakdown] = {}
         self._parameters: dict[tuple[int, int, int], float] = {}
-        self._replays: dict[tuple[Shape, int, bool, str], Replay] = {}
+        self._replays: dict[tuple[Shape, int, bool, OpBytesSource], Replay] = {}
         self._tp_groups: dict[tuple[tuple[int, ...], int], Group] = {}
         self._kinds_of: dict[tuple[int, ...], list[Device]] = {}
 
@@ -214,7 +187,8 @@ class Estimator:
         groups, chunks = plan.num_groups, plan.num_chunks
         paces = self.paces(plan)
         totals_s = [
-            pipeline_s(plan.schedule, pace.times_s, count, chunks, pace.weight_s) for pace, count in zip(paces, counts, strict=True)
+            SCHEDULES[plan.schedule].pipeline_s(pace.times_s, count, chunks, pace.weight_s)
+            for pace, count in zip(paces, counts, strict=True)
         ]
         replica = max(range(len(counts)), key=totals_s.__getitem__)
         pipeline, count, (work, times_s, _) = totals_s[replica], counts[replica], paces[replica]
@@ -236,10 +210,9 @@ class Estimator:
         """How fast each replica of a plan is, whatever the number of its micro-batches."""
         samples, _ = micro_batches(plan)
         cuts = [cut_times_s(self.described, self.cluster, plan, samples, cut) for cut in range(plan.num_stages - 1)]
-        groups, paces = plan.num_groups, []
+        paces = []
         for replica in range(plan.num_replicas):
-            found = [self._stage_work(plan, stage, samples, replica) for stage in plan.stages]
-            work = [own for own, _ in found]
+            work = [self._stage_passes(plan, stage, samples, replica) for stage in plan.stages]
             if SCHEDULES[plan.schedule].asynchronous:
                 steps_s = list(map(sum, self._updates_s(plan)))
                 work = [dataclasses.replace(own, backward_s=own.backward_s + step_s) for own, step_s in zip(work, steps_s, strict=True)]
@@ -247,46 +220,29 @@ class Estimator:
                 there, back = times[replica]
                 work[cut + 1] = dataclasses.replace(work[cut + 1], transfer_in_s=there)
                 work[cut] = dataclasses.replace(work[cut], transfer_out_s=back)
-            times_s = [sum(work[stage].total_s for stage in range(group, plan.num_stages, groups)) for group in range(groups)]
-            weight_s = [sum(found[stage][1] for stage in range(group, plan.num_stages, groups)) for group in range(groups)]
-            paces.append(Pace(work, times_s, weight_s))
+            paces.append(Pace.of(work, plan.num_groups))
         return paces
 
-    def _stage_work(self, plan: Plan, stage: Stage, samples: int, replica: int) -> tuple[StageWork, float]:
-        """Time of a stage's ops, part by part, and the part of it that is weight gradients; on the slowest of its devices."""
+    def _stage_passes(self, plan: Plan, stage: Stage, samples: int, replica: int) -> StagePasses:
+        """Time of a stage's ops on the slowest of its devices, and of moving the carry where degrees change inside the stage."""
         ranks, parts = stage.devices[replica], parts_of(stage)
-        works = []
-        for device in self._kinds(ranks):
-            total, weights = StageWork(), 0.0
-            for part in parts:
-                own, own_weights = self._part_work(plan, stage, part, samples, device, self._tp_group(ranks, part.tp))
-                total, weights = total + own, weights + own_weights
-            works.append((total, weights))
-        slowest, weights = max(works, key=lambda work: work[0].total_s)
+        kinds = [
+            sum((self._part_passes(plan, stage, part, samples, device, self._tp_group(ranks, part.tp)) for part in parts), StagePasses())
+            for device in self._kinds(ranks)
+        ]
         moves = [reshard_s(self.model, self.cluster, plan, samples, ranks, a, b) for a, b in pairwise(parts)]
-        return slowest + StageWork(tp_s=sum(map(sum, moves))), weights
+        moved = StagePasses(forward_tp_s=sum(there for there, _ in moves), backward_tp_s=sum(back for _, back in moves))
+        return max(kinds, key=lambda passes: passes.total_s) + moved
 
-    def _part_work(self, plan: Plan, stage: Stage, part: Part, samples: int, device: Device, group: Group) -> tuple[StageWork, float]:
-        shape, algos, again = share_shape(plan, samples, part.dp), _algos(stage, part), _recomputed(stage, part)
+    def _part_passes(self, plan: Plan, stage: Stage, part: DegreeRun, samples: int, device: Device, group: Group) -> StagePasses:
+        shape, algos, again = share_shape(plan, samples, part.dp), algos_of(stage, part), recomputed_in(stage, part)
         sequence = self.by_rows(stage, part.tp)
         key = (part, shape, sequence, device.name, algos, again, group)
         if key not in self._work:
-            model, table = self.model_under(sequence), self.table(shape, part.tp, sequence)
-            times = stage_times(model, table, part.first, part.last, shape, device=device.name, tp=part.tp, algos=algos, recompute=again)
-            comm_s = times.forward_comm_s + times.backward_comm_s
-            if part.tp > 1 and group != (usual := tp_group(self.cluster, device, part.tp)) and usual is not None:
-                comm_s *= _slower(model, part, algos, shape, group, usual)
-            work = StageWork(times.forward_s, times.backward_s, times.recompute_s, comm_s, waiting_s=times.waiting_s)
-            self._work[key] = work, self._weight_s(table, part, shape, algos, device)
+            ops = OpSlice(self.model_under(sequence), part.first, part.last, device.name, part.tp, algos, again)
+            slower = slowdown(self.cluster, device, ops, shape, group)
+            self._work[key] = stage_passes(self.table(shape, part.tp, sequence), ops, shape, slower)
         return self._work[key]
-
-    def _weight_s(self, table: CostTable, part: Part, shape: Shape, algos: tuple[int, ...], device: Device) -> float:
-        """Time of weight gradients: half of the backward pass of ops with trained weights."""
-        ops = [place.op for place in self.model.ops[part.first : part.last]]
-        trained = np.array([op.trainable and op.parameters != NOTHING for op in ops])
-        s, d = table.shape_index(shape), table.device_index(device.name)
-        times = table.backward_s[table.chain[part.first : part.last], s, 0, np.array(algos), d]
-        return float(times[trained].sum()) / 2
 
     def by_rows(self, stage: Stage, tp: int) -> bool:
         """Whether ops of a stage that have this degree run under sequence parallelism."""
@@ -318,7 +274,7 @@ class Estimator:
         return self._tables[shape, tp, sequence]
 
     def _stages(
-        self, plan: Plan, samples: int, counts: tuple[int, ...], work: list[StageWork], bubbles_s: list[float], replica: int
+        self, plan: Plan, samples: int, counts: tuple[int, ...], work: list[StagePasses], bubbles_s: list[float], replica: int
     ) -> list[StageEstimate]:
         """Adds to each stage's work what comes once per iteration, and memory."""
         groups = plan.num_groups
@@ -361,7 +317,7 @@ class Estimator:
             self._kinds_of[ranks] = list({device.name: device for device in map(self.cluster.device, ranks)}.values())
         return self._kinds_of[ranks]
 
-    def _trained(self, part: Part) -> float:
+    def _trained(self, part: DegreeRun) -> float:
         """Weights with gradients on one rank."""
         key = (part.first, part.last, part.tp)
         if key not in self._parameters:
@@ -387,11 +343,7 @@ class Estimator:
                 most[device.name] = max(count, most.get(device.name, 0))
         found = []
         for device in self._kinds(tuple(rank for ranks in stages[0].devices for rank in ranks)):
-            count = most[device.name]
-            if plan.schedule == "interleaved":
-                flights = in_flight_by_chunk(groups, group, count, chunks)
-            else:
-                flights = (in_flight(plan.schedule, groups, group, count),)
+            flights = SCHEDULES[plan.schedule].in_flight(groups, group, most[device.name], chunks)
             parts = [
                 self._part_memory(plan, stage, part, samples, flight, device)
                 for stage, flight in zip(stages, flights, strict=True)
@@ -400,26 +352,24 @@ class Estimator:
             found.append((_joined(parts), min(float(device.memory_bytes), self._limit_bytes)))
         return max(found, key=lambda pair: pair[0].total_bytes / pair[1])
 
-    def _part_memory(self, plan: Plan, stage: Stage, part: Part, samples: int, flight: int, device: Device) -> MemoryBreakdown:
+    def _part_memory(self, plan: Plan, stage: Stage, part: DegreeRun, samples: int, flight: int, device: Device) -> MemoryBreakdown:
         shape, holders = share_shape(plan, samples, part.dp), part.dp * plan.num_replicas
-        algos, again, sequence = _algos(stage, part), _recomputed(stage, part), self.by_rows(stage, part.tp)
+        algos, again, sequence = algos_of(stage, part), recomputed_in(stage, part), self.by_rows(stage, part.tp)
         versions = flight if SCHEDULES[plan.schedule].asynchronous else 1
         key = (part, shape, sequence, flight, versions, holders, stage.zero, algos, again, plan.precision, plan.optimizer, device.name)
         if key not in self._memory:
-            base = self.source.device(device.name).profile.base_bytes if isinstance(self.source, Profiled) else 0.0
+            bytes_of, base = self.source.memory_of(device.name, self.model.dtype)
             self._memory[key] = stage_memory(
                 self.model_under(sequence), part.first, part.last, shape, in_flight=flight, versions=versions, tp=part.tp, dp=holders,
                 zero=stage.zero, algos=algos, recompute=again, precision=plan.precision, optimizer=plan.optimizer, device=device.name,
-                base_bytes=base, replay=self._replay(shape, part.tp, sequence, device.name),
+                base_bytes=base, replay=self._replay(shape, part.tp, sequence, bytes_of),
             )  # fmt: skip
         return self._memory[key]
 
-    def _replay(self, shape: Shape, tp: int, sequence: bool, device: str) -> Replay:
-        """What replays slices at one shape and degree; formulas are the same for all devices."""
-        measured = isinstance(self.source, Profiled)
-        key = (shape, tp, sequence, device if measured else "")
+    def _replay(self, shape: Shape, tp: int, sequence: bool, bytes_of: OpBytesSource) -> Replay:
+        """What replays slices at one shape and degree; one for all devices that have the same bytes, as by formulas."""
+        key = (shape, tp, sequence, bytes_of)
         if key not in self._replays:
-            bytes_of = self.source.bytes_of(device, self.model.dtype) if isinstance(self.source, Profiled) else formula_bytes
             self._replays[key] = Replay(self.model_under(sequence), shape, tp, bytes_of)
         return self._replays[key]
 
@@ -435,41 +385,12 @@ class Estimator:
         return at_peak_s * plan.global_batch / time_s
 
     def _notes(self, plan: Plan) -> tuple[str, ...]:
-        notes = []
-        if isinstance(self.source, Profiled):
-            modelled = sorted(self.source.modelled & {op.name for op in self.model.distinct_ops})
-            if modelled:
-                notes.append(f"not in the profile at every degree or layout, so modelled by the roofline: {', '.join(modelled)}.")
+        notes = list(self.source.notes(self.model))
         if any(stage.sequence_parallel and stage.degrees.tp > 1 for stage in plan.stages) and not self.divides_tokens:
             notes.append(f"sequence_parallel is without effect: {self.model.name} has ops that do not work token by token.")
         if plan.micro_batching.policy == "dynamic":
             notes.append(f"micro-batches are dynamic: estimated with samples of length {plan.seq_length}, as many as fit.")
         return tuple(notes)
-
-
-def _slower(model: Model, part: Part, algos: tuple[int, ...], shape: Shape, group: Group, usual: Group) -> float:
-    """How much longer collectives take among these ranks than inside one node, which the table assumes where it can be."""
-    sizes = [
-        (collective.kind, collective.size_bytes(shape))
-        for place, algo in zip(model.ops[part.first : part.last], algos, strict=True)
-        for collective in place.op.splits[algo].collectives
-    ]
-    assumed = sum(usual.time_s(kind, size) for kind, size in sizes)
-    return sum(group.time_s(kind, size) for kind, size in sizes) / assumed if assumed else 1.0
-
-
-def _algos(stage: Stage, part: Part) -> tuple[int, ...]:
-    """The split of each op of a part."""
-    if not stage.runs:
-        return (0,) * (part.last - part.first)
-    return tuple(stage.run_of(op).algo for op in range(part.first, part.last))
-
-
-def _recomputed(stage: Stage, part: Part) -> frozenset[int]:
-    """Positions within a part of the ops that the default pattern recomputes."""
-    flags = stage.recomputed()
-    shift = part.first - stage.first
-    return flags if not stage.runs else frozenset(op - shift for op in flags if shift <= op < part.last - stage.first)
 
 
 def _joined(parts: list[MemoryBreakdown]) -> MemoryBreakdown:

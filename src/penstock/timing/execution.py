@@ -54,6 +54,11 @@ class Execution(Timeline):
         ends = (self.end_s, self.transfer_end_s, self.after_end_s)
         return max(float(np.max(end[np.isfinite(end)], initial=0.0)) for end in ends)
 
+    @property
+    def pipeline_s(self) -> float:
+        """When the last pass has ended."""
+        return float(np.max(self.end_s[np.isfinite(self.end_s)], initial=0.0))
+
     def device_busy_s(self) -> Floats:
         """Time each device computes."""
         busy = np.zeros(self.workload.num_devices)

@@ -4,53 +4,51 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 from penstock.clusters import Cluster
 from penstock.costs.collectives import Group, collective_s, group_of, point_to_point_s, sync_gradients_s
 from penstock.costs.memory import bytes_per_parameter
+from penstock.costs.roofline import tp_group
 from penstock.models.ops import Model
 from penstock.models.shapes import Quantity, Shape
+from penstock.plans.degrees import Axis, DegreeRun, Degrees
+from penstock.plans.ranks import holders
+from penstock.timing.pass_times import OpSlice
 from penstock.timing.pipeline import share_shape
 
 if TYPE_CHECKING:
+    from penstock.clusters import Device
     from penstock.plans.plan import Plan, Stage
 
-__all__ = ["Part", "cut_times_s", "gradient_sharing", "parts_of", "reshard_s", "sync_s", "tied_s", "tp_group_of"]
+__all__ = ["cut_times_s", "gradient_sharing", "reshard_s", "slowdown", "sync_s", "tied_s", "tp_group_of"]
 
 _UNIT = Shape(1)
 _PROBE_BYTES = 2.0**20
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Ops [first, last) of a stage that have equal degrees."""
-
-    first: int
-    last: int
-    tp: int
-    dp: int
-
-
-def parts_of(stage: Stage) -> list[Part]:
-    """The stage in parts of equal degrees: one, unless its runs say otherwise."""
-    if not stage.runs:
-        return [Part(stage.first, stage.last, stage.degrees.tp, stage.degrees.dp)]
-    degrees = {op: (run.tp, run.dp) for op in range(stage.first, stage.last) for run in (stage.run_of(op),)}
-    groups = ((key, list(ops)) for key, ops in groupby(degrees, key=lambda op: degrees[op]))
-    return [Part(ops[0], ops[-1] + 1, tp, dp) for (tp, dp), ops in groups]
+def slowdown(cluster: Cluster, device: Device, ops: OpSlice, shape: Shape, group: Group) -> float:
+    """How much longer collectives of ops take in a tensor-parallel group than in one inside a node, which tables assume where it fits."""
+    usual = tp_group(cluster, device, ops.tp) if ops.tp > 1 else None
+    if usual is None or usual == group:
+        return 1.0
+    sizes = [
+        (collective.kind, collective.size_bytes(shape))
+        for place, algo in zip(ops.places, ops.kinds.tolist(), strict=True)
+        for collective in place.op.splits[algo].collectives
+    ]
+    assumed = sum(usual.time_s(kind, size) for kind, size in sizes)
+    return sum(group.time_s(kind, size) for kind, size in sizes) / assumed if assumed else 1.0
 
 
 def tp_group_of(cluster: Cluster, ranks: Sequence[int], tp: int) -> Group:
     """The tensor-parallel group of a stage's devices that is slowest to communicate."""
-    groups = {group_of(cluster, ranks[start : start + tp]) for start in range(0, len(ranks), tp)}
+    groups = {group_of(cluster, group) for group in Degrees(tp).groups(Axis.TP, ranks)}
     return max(groups, key=lambda group: group.time_s("all_reduce", _PROBE_BYTES))
 
 
 def reshard_s(
-    model: Model, cluster: Cluster, plan: Plan, samples: int, ranks: Sequence[int], before: Part, after: Part
+    model: Model, cluster: Cluster, plan: Plan, samples: int, ranks: Sequence[int], before: DegreeRun, after: DegreeRun
 ) -> tuple[float, float]:
     """(forward, backward) time to hand the carry from one part of a stage to the next, which has other degrees.
 
@@ -107,25 +105,20 @@ def _sharing(cluster: Cluster, flows: Counter[int], a: int, b: int) -> int:
     return max(1, flows[cluster.node_index(a)], flows[cluster.node_index(b)])
 
 
-def _holders(stage: Stage, part: Part, place: int = 0) -> list[int]:
-    """The ranks of all replicas that hold the same weights as tensor-parallel rank `place`."""
-    return [ranks[share * part.tp + place] for ranks in stage.devices for share in range(part.dp)]
-
-
 def gradient_sharing(cluster: Cluster, plan: Plan) -> list[int]:
     """For each stage, how many groups reduce their gradients over the same network at once."""
     crossing: Counter[int] = Counter()
     for stage in {stage.devices: stage for stage in plan.stages}.values():
-        part = Part(stage.first, stage.last, stage.degrees.tp, stage.degrees.dp)
+        part = DegreeRun(stage.first, stage.last, stage.degrees.tp, stage.degrees.dp)
         for place in range(part.tp):
-            nodes = {cluster.node_index(rank) for rank in _holders(stage, part, place)}
+            nodes = {cluster.node_index(rank) for rank in holders(stage, part, place)}
             crossing.update(nodes if len(nodes) > 1 else ())
     return [max(1, *(crossing[cluster.node_index(rank)] for ranks in stage.devices for rank in ranks)) for stage in plan.stages]
 
 
-def sync_s(cluster: Cluster, plan: Plan, stage: Stage, part: Part, num_parameters: float, sharing: int) -> float:
+def sync_s(cluster: Cluster, plan: Plan, stage: Stage, part: DegreeRun, num_parameters: float, sharing: int) -> float:
     """Time to make the gradients of a part equal on all ranks that hold its weights; nothing of it is hidden behind compute."""
-    ranks = _holders(stage, part)
+    ranks = holders(stage, part)
     if len(ranks) == 1 or not num_parameters:
         return 0.0
     _, gradient, _, _ = bytes_per_parameter(plan.precision, plan.optimizer)

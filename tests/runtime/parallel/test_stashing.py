@@ -29,8 +29,7 @@ from penstock.runtime.session import train_programs
 from penstock.runtime.trainer import Trainer, TrainRequest
 from penstock.runtime.update import TrainingSettings
 from penstock.runtime.workers import Pool
-from penstock.schedules.in_flight import in_flight
-from penstock.schedules.orders import schedule_of
+from penstock.schedules.rules import SCHEDULES, schedule_of
 from penstock.timing.estimate import Estimate, Estimator
 
 pytestmark = pytest.mark.timeout(200)
@@ -142,7 +141,7 @@ def test_memory_counts_the_versions() -> None:
         plan = uniform_plan("llama-tiny", "4xa100-40gb", schedule=schedule, **fields)
         memory[schedule] = [stage.memory for stage in estimated(plan).stages]
     for stage, (plain, stashed) in enumerate(zip(memory["1f1b"], memory["pipedream"], strict=True)):
-        assert stashed.weights_bytes == pytest.approx(plain.weights_bytes * in_flight("pipedream", 4, stage, 16))
+        assert stashed.weights_bytes == pytest.approx(plain.weights_bytes * SCHEDULES["pipedream"].in_flight(4, stage, 16, 1)[0])
         assert stashed.activations_bytes == plain.activations_bytes and stashed.moments_bytes == plain.moments_bytes
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from penstock.plans.build import join_ranges
 from penstock.plans.validity import check_plan
+from penstock.schedules.rules import SCHEDULES
 from penstock.search import Outcome, Request, search
 from penstock.search.interleaved.balanced_cuts import balanced_cuts, cut_windows
 from penstock.search.interleaved.chunked_plans import _least_s, _plan, best_interleaved, simulated_pipeline_s
@@ -23,7 +24,6 @@ from penstock.search.interleaved.cuts_bound import cuts_bound_s
 from penstock.search.interleaved.group_links import GroupLinks
 from penstock.search.interleaved.ways import Interleaving, interleavings
 from penstock.search.space.families import families
-from penstock.timing.pipeline import pipeline_s
 
 
 def request_of(model: str, cluster: str, batch: int, limit: float = math.inf) -> Request:
@@ -55,7 +55,7 @@ def test_cuts_are_nearly_as_good_as_all_that_are_allowed(seed: int, groups: int,
             group = number % groups
             sums[group] += float(time[first:last].sum() + enter[group, first] + leave[group, last])
             ends[group] += float(links.after_s[group] * (links.weights[last] - links.weights[first]))
-        return pipeline_s("interleaved", sums, count, chunks) + max(ends)
+        return SCHEDULES["interleaved"].pipeline_s(sums, count, chunks) + max(ends)
 
     assert (cuts >= low).all() and (cuts <= high).all() and (np.diff(cuts) > 0).all()
     assert time_of(tuple(cuts.tolist())) == pytest.approx(found)
@@ -67,7 +67,7 @@ def test_cuts_are_nearly_as_good_as_all_that_are_allowed(seed: int, groups: int,
     assert cuts_bound_s(before, links, low, high, count, chunks) <= least * (1 + 1e-9)
     free = replace(links, after_s=np.zeros(groups), tied_s=np.zeros(groups))
     bound_s = cuts_bound_s(before, free, low, high, count, chunks)
-    assert bound_s >= pipeline_s("interleaved", [average_s] * groups, count, chunks) * (1 - 1e-9)
+    assert bound_s >= SCHEDULES["interleaved"].pipeline_s([average_s] * groups, count, chunks) * (1 - 1e-9)
 
 
 def test_interleaved_plans_are_found() -> None:

@@ -17,11 +17,11 @@ from penstock.costs.roofline import Roofline
 from penstock.errors import InfeasibleError
 from penstock.models.catalog import model_from_mapping
 from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
+from penstock.plans.ranks import packed_replicas
 from penstock.plans.validity import check_plan
 from penstock.search import Outcome, Request, search, search_plans
 from penstock.search.partition.pipelines import best_pipeline
 from penstock.search.replicas.replica_families import ReplicaFamily, replica_families
-from penstock.search.replicas.replica_layout import packed_replicas
 from penstock.search.replicas.shares import rebalanced
 from penstock.search.space.device_kinds import kinds_of
 from penstock.search.space.families import families

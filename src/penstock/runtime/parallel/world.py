@@ -12,10 +12,9 @@ import torch.distributed as dist
 from penstock.errors import InputError
 from penstock.models.modules.parallel import TensorParallel
 from penstock.plans.plan import Plan
-from penstock.programs.sharing import reduce_groups
-from penstock.timing.messages import parts_of
+from penstock.plans.ranks import groups_of
 
-__all__ = ["World", "groups_of", "pairs_of"]
+__all__ = ["World"]
 
 _MADE: dict[tuple[int, ...], Any] = {}
 """Process groups by the processes in them; making one takes milliseconds and sockets, so plans that follow each other share them."""
@@ -72,28 +71,3 @@ class World:
         """Returns when all ranks have come here."""
         if len(self.ranks) > 1:
             dist.barrier(group=self.group(self.ranks))
-
-
-def groups_of(plan: Plan) -> list[tuple[int, ...]]:
-    """Every group of two or more ranks that a plan communicates in, in one order for all ranks."""
-    found: dict[tuple[int, ...], None] = {}
-    for stage in plan.stages:
-        for part in parts_of(stage):
-            for ranks in stage.tp_groups(part.tp):
-                found[tuple(sorted(ranks))] = None
-        for index in range(len(stage.devices[0])):
-            for group in reduce_groups(stage, index):
-                found[tuple(sorted(group.ranks))] = None
-    return [ranks for ranks in found if len(ranks) > 1]
-
-
-def pairs_of(plan: Plan) -> list[tuple[int, int]]:
-    """Every pair of ranks that may send to each other, in one order for all ranks."""
-    found: dict[tuple[int, int], None] = {}
-    for before, after in zip(plan.stages, plan.stages[1:], strict=False):
-        for replica in range(plan.num_replicas):
-            for a in before.devices[replica]:
-                for b in after.devices[replica]:
-                    if a != b:
-                        found[min(a, b), max(a, b)] = None
-    return sorted(found)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from penstock.schedules.actions import BACKWARD, FORWARD
+from penstock.schedules.rules import SCHEDULES
 from penstock.timing.batched import batch_workload
 from penstock.timing.execution import Execution, execute
 from penstock.timing.workload import Floats, Workload
@@ -115,7 +116,7 @@ def _pipeline(planner: ProgramPlanner) -> PlannedPipeline:
 def _is_priced(planner: ProgramPlanner) -> bool:
     """Whether there are costs of single micro-batches."""
     plan = planner.plan
-    return bool(planner.model.seq_length) and plan.num_groups == plan.num_stages and plan.schedule in ("1f1b", "gpipe")
+    return bool(planner.model.seq_length) and plan.num_groups == plan.num_stages and SCHEDULES[plan.schedule].plain
 
 
 def _costs(planner: ProgramPlanner) -> PipelineCosts:
@@ -141,5 +142,5 @@ def _of_plan(plan: Plan) -> Predicted:
     cluster = cluster_of(plan)
     found = Estimator(model_of(plan), cluster, open_costs(plan.costs, cluster)).estimate(plan)
     works = [stage.work for stage in found.stages]
-    backward_s = tuple(work.backward_s + work.recompute_s for work in works)
-    return Predicted(found.time_s, tuple(work.forward_s for work in works), backward_s, found.source)
+    forward_s, backward_s = tuple(work.forward_pass_s for work in works), tuple(work.backward_pass_s for work in works)
+    return Predicted(found.time_s, forward_s, backward_s, found.source)

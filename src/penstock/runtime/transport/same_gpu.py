@@ -25,9 +25,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from penstock.plans.ranks import pairs_of
 from penstock.programs.instructions import Program, ReceiveStart, SendStart
 from penstock.runtime.allocator import plain_segments
-from penstock.runtime.parallel.world import World, pairs_of
+from penstock.runtime.parallel.world import World
 from penstock.runtime.transport.slices import DTYPES
 from penstock.runtime.transport.transport import PIPELINE, RESHARD, TIED, Addressed, Pending
 

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from penstock.plans.ranks import pairs_of
 from penstock.programs.instructions import Program
-from penstock.runtime.parallel.world import World, pairs_of
+from penstock.runtime.parallel.world import World
 
 __all__ = ["PIPELINE", "RESHARD", "TIED", "Pending", "ProcessGroupTransport", "Transport", "make_transport"]
 

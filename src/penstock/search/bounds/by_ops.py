@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.costs.table import Floats
+from penstock.schedules.rules import SCHEDULES
 from penstock.search.space.families import PlanFamily, Subspace
 from penstock.search.space.stage_costs import StageOption
 
@@ -101,7 +102,7 @@ def _bound(
     time, filling, after = (
         np.stack([price(option) for option in options]) for price in (prices.least_times, prices.least_filling, prices.op_after_s)
     )
-    filling = time if schedule == "1f1b" else filling
+    filling = time if schedule and not SCHEDULES[schedule].fill_relief else filling
     filling = filled * (filling + time * (1 / left[:, None] - 1))
     time, chain = time / left[:, None], prices.chain[0]
     taken = np.array([option.num_devices for option in options], float)
@@ -113,7 +114,7 @@ def _bound(
     fixed = filling + taken[:, None] / family.num_devices * after
     counts = np.zeros(time.shape, np.int64)
     memory = _Memory.of(family, options, 1 / left, in_flight)
-    if schedule == "zero-bubble":
+    if schedule and not SCHEDULES[schedule].recomputes:
         memory = replace(memory, again_s=np.full_like(memory.again_s, np.inf))
 
     def value(weights: Floats, price: float = 0.0, priced: bool = True) -> tuple[float, Floats, float]:

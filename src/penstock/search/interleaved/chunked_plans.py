@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.costs.table import Floats
 from penstock.plans.plan import Plan
+from penstock.schedules.rules import CHUNKED_SCHEDULE, schedule_of
 from penstock.search.assemble import assembled, estimated, stage_of
 from penstock.search.choice import Choice
 from penstock.search.interleaved.balanced_cuts import balanced_cuts, near_equal
@@ -87,21 +88,17 @@ def _is_honest(way: Interleaving, links: GroupLinks, cuts: Ints) -> bool:
 
 
 def simulated_pipeline_s(plan: Plan, estimate: Estimate) -> float:
-    """From the first forward to the last backward pass under the schedule, messages being work of those who get them."""
-    passes = []
-    for stage in estimate.stages:
-        work = stage.work
-        both = work.forward_s + work.backward_s + work.recompute_s
-        passes.append((work.forward_s + (work.total_s - both) / 2, work.backward_s + work.recompute_s + (work.total_s - both) / 2))
-    return _simulated_s(np.array(passes).T, estimate.num_micro_batches, plan.num_chunks)
+    """From the first forward to the last backward pass under the schedule, by the simulator."""
+    from penstock.timing.planned import simulated
+
+    return simulated(plan, estimate).pipeline_s
 
 
 def _simulated_s(passes: Floats, count: int, chunks: int) -> float:
-    """The same for [2, stages] forward and backward times."""
-    from penstock.schedules.orders import schedule_of
+    """The pipeline of [2, stages] forward and backward times."""
     from penstock.timing.simulator import simulate
 
-    order = schedule_of("interleaved", passes.shape[1], count, chunks)
+    order = schedule_of(CHUNKED_SCHEDULE, passes.shape[1], count, chunks)
     return float(simulate(order, np.repeat(passes[:, :, None], count, axis=2), np.zeros((2, passes.shape[1] - 1, count))).makespan_s)
 
 
@@ -124,4 +121,4 @@ def _plan(way: Interleaving, cuts: Ints, together: bool) -> Plan:
     family, option = way.family, way.option
     places = [family.ranks(option, group * option.num_devices, together) for group in range(way.groups)]
     stages = [stage_of(first, last, option, places[number % way.groups]) for number, (first, last) in enumerate(pairwise(cuts.tolist()))]
-    return assembled(family.request.frame, stages, family.samples, "interleaved")
+    return assembled(family.request.frame, stages, family.samples, CHUNKED_SCHEDULE)

@@ -17,7 +17,7 @@ from functools import cache, cached_property
 import numpy as np
 
 from penstock.costs.table import Floats
-from penstock.schedules.in_flight import in_flight_by_chunk
+from penstock.schedules.rules import CHUNKED_SCHEDULE, SCHEDULES
 from penstock.search.interleaved.balanced_cuts import cut_windows
 from penstock.search.interleaved.cuts_bound import cuts_bound_s
 from penstock.search.interleaved.group_links import GroupLinks, links_of
@@ -84,7 +84,7 @@ class Interleaving:
 
 def interleavings(family: PlanFamily) -> Iterator[Interleaving]:
     """All ways of a family on devices of one kind whose micro-batches come in whole rounds, as the schedule needs them to stay busy."""
-    if len(family.pools) > 1 or "interleaved" not in family.request.schedules:
+    if len(family.pools) > 1 or CHUNKED_SCHEDULE not in family.request.schedules:
         return
     for option in (variant for plain in family.options for variant in family.variants(plain)):
         groups, rest = divmod(family.num_devices, option.num_devices)
@@ -129,7 +129,7 @@ def _least_held(before: Floats, groups: int, chunks: int, count: int) -> Ints:
 @cache
 def _in_flight(groups: int, chunks: int, count: int) -> tuple[tuple[int, ...], ...]:
     """Of each group and chunk; no more than in two rounds, after which it is steady."""
-    return tuple(in_flight_by_chunk(groups, group, min(count, 2 * groups), chunks) for group in range(groups))
+    return tuple(SCHEDULES[CHUNKED_SCHEDULE].in_flight(groups, group, min(count, 2 * groups), chunks) for group in range(groups))
 
 
 def side_by_side(family: PlanFamily, option: StageOption, groups: int) -> tuple[Floats, Floats]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from penstock.schedules.rules import unchunked
 from penstock.search.bounds.by_ops import family_bound, promise_s
 from penstock.search.bounds.crossing import crossing_bound_s
 from penstock.search.partition.pipelines import best_pipeline, bound_of_subspace
@@ -67,7 +68,7 @@ class Partitions:
         for index, (bound_s, family, subspace) in enumerate(weak):
             if bound_s < enough_s and not progress.out_of_time():
                 progress.tell(f"bound: {family}")
-                schedules = [name for name in ("zero-bubble", "1f1b") if name in family.request.schedules]
+                schedules = unchunked(family.request.schedules)
                 found = [bound_of_subspace(family, subspace, name, best_s, bound_s, enough_s) for name in schedules]
                 progress.choices += [choice for _, choices in found for choice in choices]
                 self._lines[index] = replace(self._lines[index], by_stages_s=min(proven_s for proven_s, _ in found))

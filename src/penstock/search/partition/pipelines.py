@@ -14,6 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.plans.plan import Plan
+from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES, unchunked
 from penstock.search.assemble import assembled, best_order, first_fitting, stage_of
 from penstock.search.bounds.by_ops import subspace_bound
 from penstock.search.choice import Choice
@@ -35,9 +36,9 @@ LONG_CHAIN, BOUND_CUTS = 2000, 512
 def best_pipeline(family: PlanFamily, known_s: float) -> Choice | None:
     """The fastest plan of a family that fits, if it is faster than `known_s`."""
     best: Choice | None = None
-    schedules = [name for name in ("zero-bubble", "1f1b") if name == "1f1b" or name in family.request.schedules]
+    schedules = unchunked({DEFAULT_SCHEDULE, *family.request.schedules})
     for subspace in family.subspaces:
-        for schedule in schedules if subspace.max_stages > 1 else ("1f1b",):
+        for schedule in schedules if subspace.max_stages > 1 else (DEFAULT_SCHEDULE,):
             for depth, fewer in pairwise(_depths(subspace, schedule)):
                 shallow, in_flight = replace(subspace, max_stages=depth), _in_flight(family, schedule, fewer)
                 if subspace_bound(family, shallow, known_s, schedule, in_flight).time_s >= known_s:
@@ -50,7 +51,7 @@ def best_pipeline(family: PlanFamily, known_s: float) -> Choice | None:
 
 def _in_flight(family: PlanFamily, schedule: str, fewer: int) -> int:
     """Micro-batches that every stage of a pipeline of more than so many stages holds at least."""
-    return min(fewer + 1, family.count) if schedule == "zero-bubble" else 1
+    return min(fewer + 1, family.count) if SCHEDULES[schedule].splits_backward else 1
 
 
 def _depths(subspace: Subspace, schedule: str) -> list[int]:
@@ -58,7 +59,7 @@ def _depths(subspace: Subspace, schedule: str) -> list[int]:
     micro-batches as there are stages, so that a limit on their number leaves more memory."""
     if subspace.equal:
         return [subspace.max_stages, subspace.max_stages - 1]
-    if schedule == "1f1b":
+    if not SCHEDULES[schedule].splits_backward:
         return [subspace.max_stages, 0]
     most = subspace.max_stages
     return sorted({0, *(min(2**k, most) for k in range(1, most.bit_length() + 1))}, reverse=True)
@@ -92,7 +93,7 @@ def _stages(
 
     def space_of(costs: Sequence[OptionCosts], cuts: Ints | None) -> StageSpace:
         depth = subspace.max_stages
-        if schedule == "zero-bubble":
+        if not SCHEDULES[schedule].recomputes:
             return _plain_space(family, costs, machine, depth, known_s, cuts, min(depth, count))
         levels = [family.prices.levels(c.option) for c in costs]
         return build_space(costs, blocks, machine, max_stages=depth, longest=known_s / count, cuts=cuts, levels=levels)
@@ -128,7 +129,7 @@ def _plain_space(
 def _costs(family: PlanFamily, subspace: Subspace, schedule: str, of: Callable[[StageOption], OptionCosts]) -> list[OptionCosts]:
     """The costs of a subspace's options under one schedule."""
     costs = [of(option) for option in subspace.options]
-    return [family.prices.hiding(c) for c in costs] if schedule == "zero-bubble" else costs
+    return [family.prices.hiding(c) for c in costs] if SCHEDULES[schedule].fill_relief else costs
 
 
 def _longest_step_s(costs: OptionCosts, cuts: Ints) -> float:
@@ -143,7 +144,7 @@ def equal_pipeline(family: PlanFamily, option: StageOption, known_s: float) -> C
         cuts=blocks.start, recompute="never",
     )  # fmt: skip
     found = best_partition(space, family.count, known_s)
-    choice = _estimated(family, "1f1b", space, found.stages) if found.stages else None
+    choice = _estimated(family, DEFAULT_SCHEDULE, space, found.stages) if found.stages else None
     return choice if choice is not None and choice.estimate.fits and choice.estimate.time_s < known_s else None
 
 
@@ -176,7 +177,7 @@ def _bound(
     long_chain = int(blocks.start[-1]) > LONG_CHAIN
     cuts = blocks.ends if depth == 1 else blocks.every(blocks.stride(BOUND_CUTS)) if long_chain else None
     costs = _costs(family, subspace, schedule, family.prices.least_costs)
-    if schedule == "zero-bubble":
+    if not SCHEDULES[schedule].recomputes:
         space = _plain_space(family, costs, machine, depth, known_s, cuts, in_flight)
     else:
         levels = [family.prices.levels(option) for option in subspace.options]

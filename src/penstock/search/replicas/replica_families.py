@@ -22,12 +22,14 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.plans.plan import Plan
+from penstock.plans.ranks import Replica, packed_replicas
+from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES, unchunked
 from penstock.search.assemble import assembled, estimated, first_fitting, stage_of
 from penstock.search.choice import Choice
 from penstock.search.partition.flags import recompute_flags
 from penstock.search.partition.stage_space import Machine, Recompute, StageChoice, StageSpace, build_space
 from penstock.search.replicas.common_cuts import TOLERANCE, CommonCuts, ReplicaClass, best_common_cuts
-from penstock.search.replicas.replica_layout import Replica, ReplicaLayout, node_choices, packed_replicas
+from penstock.search.replicas.replica_layout import ReplicaLayout, node_choices
 from penstock.search.replicas.shares import least_time_s, rebalanced
 from penstock.search.space.device_kinds import kinds_of
 from penstock.search.space.families import FINE_OPS, MAX_STAGES, PlanFamily, Subspace, powers
@@ -174,8 +176,7 @@ class ReplicaFamily:
     def best(self, known_s: float) -> Choice | None:
         """The fastest plan that fits, if one is faster than `known_s`."""
         best: Choice | None = None
-        zero_bubble = self.depth > 1 and "zero-bubble" in self._request.schedules
-        for schedule in ("zero-bubble", "1f1b") if zero_bubble else ("1f1b",):
+        for schedule in unchunked({DEFAULT_SCHEDULE, *self._request.schedules}) if self.depth > 1 else (DEFAULT_SCHEDULE,):
             found = first_fitting(lambda share: self._best_with(share, schedule, known_s))  # noqa: B023
             if found is not None and found.estimate.time_s < known_s:
                 best, known_s = found, found.estimate.time_s
@@ -183,7 +184,7 @@ class ReplicaFamily:
 
     def _best_with(self, share: float, schedule: str, known_s: float) -> Choice | None:
         """The programme's best plan with this share of the memory; long chains are cut between blocks, then at ops near those cuts."""
-        recompute: Recompute = "never" if schedule == "zero-bubble" else "needed"
+        recompute: Recompute = "needed" if SCHEDULES[schedule].recomputes else "never"
         blocks, cuts = self._request.blocks, None
         if self.depth == 1:
             cuts = blocks.ends

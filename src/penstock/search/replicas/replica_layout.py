@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, pairwise
@@ -14,6 +13,7 @@ from penstock.costs.collectives import BUCKET_BYTES, group_of
 from penstock.costs.memory import bytes_per_parameter, rank_parameters
 from penstock.costs.table import Floats
 from penstock.plans.plan import Degrees, Stage
+from penstock.plans.ranks import Replica
 from penstock.search.replicas.common_cuts import Afterwards, ReplicaClass
 from penstock.search.space.device_kinds import Kind
 from penstock.search.space.prices import step_s_per_weight
@@ -21,12 +21,9 @@ from penstock.search.space.request import Request
 from penstock.timing.messages import gradient_sharing
 
 if TYPE_CHECKING:
-    from penstock.clusters import Cluster, Device, Node
+    from penstock.clusters import Device, Node
 
-__all__ = ["Replica", "ReplicaLayout", "node_choices", "packed_replicas"]
-
-Replica = tuple[tuple[int, ...], ...]
-"""The ranks of each stage."""
+__all__ = ["ReplicaLayout", "node_choices"]
 
 MAX_KINDS = 4
 """Of more kinds of nodes than this not all choices are looked at, but the fastest one, the fastest two, …"""
@@ -50,36 +47,6 @@ def node_choices(request: Request) -> list[tuple[tuple[int, ...], ...]]:
             by_kind[node.device] = (*by_kind.get(node.device, ()), *nodes[node])
         found.append(tuple(by_kind.values()))
     return found
-
-
-def packed_replicas(cluster: Cluster, kinds: Sequence[Sequence[int]], tp: int, depth: int) -> tuple[Replica, ...]:
-    """As many replicas of `depth` groups of `tp` ranks as there is room for: inside a node, else of one kind, else of several.
-
-    `kinds` are the ranks of each.
-
-    Two nodes of three with depth 2:    node 0   0 0 1
-                                        node 1   2 2 1     (replica 1 crosses)
-    """
-    found: list[Replica] = []
-    left: list[tuple[int, ...]] = []
-    for kind in kinds:
-        apart: list[tuple[int, ...]] = []
-        for ranks in _by_node(cluster, kind):
-            groups = [tuple(ranks[start : start + tp]) for start in range(0, len(ranks) - tp + 1, tp)]
-            whole = len(groups) // depth * depth
-            found += [tuple(groups[at : at + depth]) for at in range(0, whole, depth)]
-            apart += groups[whole:]
-        whole = len(apart) // depth * depth
-        found += [tuple(apart[at : at + depth]) for at in range(0, whole, depth)]
-        left += apart[whole:]
-    return (*found, *(tuple(left[at : at + depth]) for at in range(0, len(left) // depth * depth, depth)))
-
-
-def _by_node(cluster: Cluster, ranks: Sequence[int]) -> list[list[int]]:
-    nodes: dict[int, list[int]] = {}
-    for rank in ranks:
-        nodes.setdefault(cluster.node_index(rank), []).append(rank)
-    return list(nodes.values())
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """How many micro-batches each replica should run, where replicas differ in speed: the slowest then ends as early as can be.
 
-A replica takes `first_s` for one micro-batch and `more_s` for each further one, as the formulas of `costs.pipeline` have it:
+A replica takes `first_s` for one micro-batch and `more_s` for each further one, as the closed formula of `schedules.rules` has it:
 
     replica 0   │ first │ more │ more │ more │
     replica 1   │    first    │   more   │
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.timing.pipeline import pipeline_s
+from penstock.schedules.rules import SCHEDULES
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
@@ -73,9 +73,8 @@ def rebalanced(estimator: Estimator, plan: Plan) -> Plan:
     samples = plan.micro_batching.samples
     if plan.micro_batching.policy != "fixed" or samples is None or plan.num_replicas == 1:
         return plan
-    paces = [
-        (pipeline_s(plan.schedule, pace.times_s, 1, plan.num_chunks, pace.weight_s), max(pace.times_s)) for pace in estimator.paces(plan)
-    ]
+    first_s = SCHEDULES[plan.schedule].pipeline_s
+    paces = [(first_s(pace.times_s, 1, plan.num_chunks, pace.weight_s), max(pace.times_s)) for pace in estimator.paces(plan)]
     if not all(math.isfinite(first) for first, _ in paces):
         return plan
     found = best_shares(plan.global_batch // samples, paces)

@@ -16,6 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
+from penstock.plans.ranks import stage_ranks
 from penstock.search.space.device_kinds import Kind, kinds_of
 from penstock.search.space.prices import FamilyPrices
 from penstock.search.space.request import Request, micro_batch_sizes
@@ -156,10 +157,9 @@ class PlanFamily:
 
     def ranks(self, option: StageOption, start: int, together: bool) -> tuple[tuple[int, ...], ...]:
         """The ranks of a stage in every replica; `together` puts its replicas, otherwise all stages of a replica, side by side."""
-        ranks, own = self.kinds[option.pool].ranks, self.pools[option.pool].num_devices
-        size = option.num_devices
-        starts = [start * self.replicas + r * size if together else r * own + start for r in range(self.replicas)]
-        return tuple(tuple(ranks[at : at + size]) for at in starts)
+        ranks = self.kinds[option.pool].ranks
+        places = stage_ranks(start, option.num_devices, self.replicas, None if together else self.pools[option.pool].num_devices)
+        return tuple(tuple(ranks[at] for at in group) for group in places)
 
 
 def powers(most: int) -> list[int]:

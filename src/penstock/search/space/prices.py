@@ -16,10 +16,11 @@ from penstock.costs.collectives import BUCKET_BYTES, group_of, point_to_point_s
 from penstock.costs.memory import bytes_per_parameter
 from penstock.costs.table import CostTable, Floats
 from penstock.models.segments import pieces
-from penstock.models.shapes import NOTHING, Shape
+from penstock.models.shapes import Shape
+from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES
 from penstock.search.space.levels import Levels, levels_of
 from penstock.search.space.stage_costs import DevicePool, Ints, OptionCosts, StageOption
-from penstock.timing.pass_times import rerun
+from penstock.timing.pass_times import OpPasses, op_passes, rerun
 from penstock.timing.pipeline import share_shape
 
 if TYPE_CHECKING:
@@ -115,13 +116,16 @@ class FamilyPrices:
     def _device(self, option: StageOption) -> str:
         return self.kinds[option.pool].device.name
 
+    def _op_passes(self, option: StageOption, algo: int = 0) -> OpPasses:
+        """[O] passes of the distinct ops under one of their splits, ZeRO apart."""
+        table, shape = self.table(option)
+        return op_passes(self.request.model, table, shape, device=self._device(option), tp=option.tp, algos=algo)
+
     @_remembered
     def op_times(self, option: StageOption, algo: int = 0) -> tuple[Floats, Floats]:
         """[O] `times` of the distinct ops; under ZeRO-2 and 3 with what every micro-batch sends of weights and gradients."""
-        table, shape = self.table(option)
-        s, d = table.shape_index(shape), table.device_index(self._device(option))
-        forward = table.forward_s[:, s, 0, algo, d] + table.forward_comm_s[:, s, 0, algo, d]
-        both = forward + table.backward_s[:, s, 0, algo, d] + table.backward_comm_s[:, s, 0, algo, d]
+        passes = self._op_passes(option, algo)
+        forward, both = passes.forward_pass_s, passes.both_s
         if option.zero > 1:
             summed, gathered = self._sent_s(option)
             once = {2: summed, 3: summed + 2 * gathered}[option.zero]
@@ -133,13 +137,8 @@ class FamilyPrices:
     def op_filling(self, option: StageOption) -> Floats:
         """[O] `filling` of the distinct ops."""
         time = self.op_times(option)[1]
-        if "zero-bubble" not in self.request.schedules:
-            return time
-        table, shape = self.table(option)
-        s, d = table.shape_index(shape), table.device_index(self._device(option))
-        trained = np.array([op.trainable and op.parameters != NOTHING for op in self.request.model.distinct_ops])
-        weights = np.where(trained, table.backward_s[:, s, 0, 0, d], 0.0)  # weight gradients, half of it, fill both ends
-        return np.asarray(np.maximum(time - weights, 0.0))
+        relief = max(SCHEDULES[name].fill_relief for name in (DEFAULT_SCHEDULE, *self.request.schedules))
+        return np.maximum(time - relief * self._op_passes(option).weight_s, 0.0) if relief else time
 
     def least_times(self, option: StageOption) -> Floats:
         """[O] forward + backward time of the distinct ops, the better of with and without sequence parallelism."""

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from penstock.costs.sources import open_costs
 from penstock.errors import InputError
-from penstock.plans.capabilities import SEARCHED_SCHEDULES as SCHEDULES
 from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.plans.references import cluster_reference, model_reference
 from penstock.plans.validity import require_valid
+from penstock.schedules.rules import SEARCHED_SCHEDULES
 from penstock.search.space.blocks import Blocks, blocks_of
 from penstock.search.space.recovery import Recovery
 from penstock.timing.estimate import Estimator
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.costs.source import CostSource
     from penstock.models.ops import Model
 
-__all__ = ["SCHEDULES", "Request", "frame_of", "micro_batch_sizes", "resolved"]
+__all__ = ["Request", "frame_of", "micro_batch_sizes", "resolved"]
 
 _MAX_DEVICES = 100_000
 """Plans name every rank, and a search makes many plans."""
@@ -39,13 +39,13 @@ class Request:
     estimator: Estimator
     micro_batches: tuple[int, ...]
     memory_limit_bytes: float
-    schedules: tuple[str, ...] = SCHEDULES
+    schedules: tuple[str, ...] = SEARCHED_SCHEDULES
     """Those that may be chosen; 1F1B always."""
 
     @classmethod
     def of(
         cls, model_ref: str, cluster_ref: str, global_batch: int, costs: str | CostSource, seq_length: int | None,
-        micro_batches: Sequence[int], memory_limit_bytes: float, schedules: Sequence[str] = SCHEDULES,
+        micro_batches: Sequence[int], memory_limit_bytes: float, schedules: Sequence[str] = SEARCHED_SCHEDULES,
     ) -> Request:  # fmt: skip
         """Reads the texts; what is wrong with them is said now."""
         if not memory_limit_bytes > 0:

@@ -27,6 +27,7 @@ from penstock.files import describe_validation_error, read_json, write_text
 from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
 from penstock.plans.references import cluster_of, model_of, with_precision
 from penstock.plans.validity import require_valid
+from penstock.schedules.rules import DEFAULT_SCHEDULE
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -429,7 +430,7 @@ def _require_known_to_aceso(plan: Plan, model: Model, cluster: Cluster) -> None:
     """Refuses schedules, layouts, sharding, placement and devices that Aceso's runtime has no word for."""
     usual = PRECISIONS[model.family]
     for wrong, reason in (
-        (plan.schedule != "1f1b", f"schedule '{plan.schedule}'; it has '1f1b'"),
+        (plan.schedule != DEFAULT_SCHEDULE, f"schedule '{plan.schedule}'; it has '{DEFAULT_SCHEDULE}'"),
         (plan.micro_batching.layout != "padded", "packed micro-batches; it has padded ones"),
         (plan.micro_batching.policy != "fixed", "micro-batches that differ from batch to batch; it has fixed ones"),
         (len(set(plan.micro_batching.per_replica)) > 1, "replicas with unequal numbers of micro-batches; all have as many"),

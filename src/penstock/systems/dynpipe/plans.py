@@ -19,7 +19,7 @@ from penstock.plans.plan import Degrees, MicroBatching, Pattern, Plan, Stage
 from penstock.plans.references import cluster_of, model_of, with_precision
 from penstock.plans.texts import format_ops, format_ranks
 from penstock.plans.validity import require_valid
-from penstock.schedules.in_flight import in_flight
+from penstock.schedules.rules import SCHEDULES
 from penstock.systems.dynpipe.blocks import Piece, block_ends, num_module_ops, pieces
 from penstock.systems.dynpipe.files import Partition, Topology, require_match
 
@@ -94,7 +94,7 @@ def _require_ranks(topology: Topology) -> None:
 
 def _depths(num_stages: int) -> tuple[int, ...]:
     """Mini-batches that each stage runs ahead before its first backward pass."""
-    return tuple(in_flight(SCHEDULE, num_stages, stage, num_stages) - 1 for stage in range(num_stages))
+    return tuple(SCHEDULES[SCHEDULE].in_flight(num_stages, stage, num_stages, 1)[0] - 1 for stage in range(num_stages))
 
 
 def _depth_notes(topology: Topology) -> tuple[str, ...]:

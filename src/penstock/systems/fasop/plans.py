@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError
 from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
+from penstock.plans.ranks import stage_ranks
 from penstock.plans.validity import require_valid
 from penstock.systems.fasop.rows import FasopRow, layer_starts, require_sides_apart
 
@@ -91,7 +92,8 @@ def to_plan(
     bounds = [*starts, model.num_ops]
     cuts = [bounds[count] for count in (0, *accumulate(row.partition))]
     stages = tuple(
-        Stage(first, last, _devices(index, row.tp, row.dp), Degrees(row.tp)) for index, (first, last) in enumerate(pairwise(cuts))
+        Stage(first, last, stage_ranks(index * row.tp, row.tp, row.dp), Degrees(row.tp))
+        for index, (first, last) in enumerate(pairwise(cuts))
     )
     plan = Plan(
         model_ref, cluster_ref, global_batch, stages, MicroBatching("padded", "fixed", row.mbs), num_replicas=row.dp,
@@ -100,9 +102,3 @@ def to_plan(
     require_valid(plan, model, cluster)
     require_sides_apart(plan, model)
     return plan
-
-
-def _devices(stage: int, tp: int, dp: int) -> tuple[tuple[int, ...], ...]:
-    """Ranks count tp first, then data parallel, then stages."""
-    starts = range(stage * dp * tp, (stage + 1) * dp * tp, tp)
-    return tuple(tuple(range(start, start + tp)) for start in starts)

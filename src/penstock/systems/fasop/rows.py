@@ -20,6 +20,7 @@ from penstock.files import write_text
 from penstock.interop.megatron import grid_of, refusal
 from penstock.plans.build import block_ranges
 from penstock.plans.references import cluster_of, model_of
+from penstock.schedules.rules import DEFAULT_SCHEDULE
 from penstock.systems.tables import Row, read_rows
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def write_fasop_rows(path: str | Path, rows: Iterable[FasopRow]) -> None:
 def row_of_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> FasopRow:
     """The row that says the same as a plan; several kinds of devices are what FASOP is for, other freedoms are refused."""
     model, cluster = model or model_of(plan), cluster or cluster_of(plan)
-    grid = grid_of(plan, TARGET, ("1f1b",), model, cluster, mixed=True)
+    grid = grid_of(plan, TARGET, (DEFAULT_SCHEDULE,), model, cluster, mixed=True)
     for index, (stage, part) in enumerate(zip(plan.stages, grid.parts, strict=True)):
         if any(block.recomputed for block in part):
             raise refusal(TARGET, index, "it recomputes ops", "Plan without recomputation.")

@@ -1,0 +1,59 @@
+"""What the records say of their schedules holds for the orders that they give."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import InputError
+from penstock.schedules.actions import BACKWARD, WEIGHT_GRAD
+from penstock.schedules.rules import CHUNKED_SCHEDULE, DEFAULT_SCHEDULE, SCHEDULES, SEARCHED_SCHEDULES, schedule_of, unchunked
+from penstock.timing.order_memory import in_flight
+
+
+@given(name=st.sampled_from(list(SCHEDULES)), groups=st.integers(1, 7), chunks=st.integers(2, 4), rounds=st.integers(1, 4))
+def test_the_order_holds_as_many_micro_batches_as_the_record_says(name: str, groups: int, chunks: int, rounds: int) -> None:
+    rules, count = SCHEDULES[name], groups * rounds
+    chunks = chunks if rules.chunked else 1
+    held = in_flight(schedule_of(name, groups * chunks, count, chunks)).by_stage
+    assert [held[group::groups] for group in range(groups)] == [rules.in_flight(groups, group, count, chunks) for group in range(groups)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_order_has_the_passes_that_the_record_says(name: str) -> None:
+    rules = SCHEDULES[name]
+    kinds = {action.kind for actions in schedule_of(name, 4, 4, 2) for action in actions}
+    assert (WEIGHT_GRAD in kinds) == rules.splits_backward and (BACKWARD in kinds) != rules.splits_backward
+    assert len(schedule_of(name, 4, 4, 2)) == (2 if rules.chunked else 4)
+    assert rules.fill_relief == 0 or rules.splits_backward
+    assert rules.name == name and rules.about.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "times_s", "count", "chunks", "weight_s", "expected"),
+    [
+        ("1f1b", [3.0], 4, 1, [], 12.0),
+        ("1f1b", [1.0, 2.0, 1.0], 4, 1, [], 10.0),
+        ("gpipe", [1.0, 2.0, 1.0], 4, 1, [], 10.0),
+        ("interleaved", [2.0, 2.0], 4, 2, [], 9.0),  # 1f1b: 10, of which 2 are bubble
+        ("zero-bubble", [3.0, 3.0], 4, 1, [1.0, 1.0], 13.0),  # F = B = W = 1: the bubble falls from 3 to 1
+        ("zero-bubble", [3.0, 1.0], 4, 1, [1.0, 0.6], 12.0),  # and never below nothing
+    ],
+)
+def test_pipeline_by_hand(schedule: str, times_s: list[float], count: int, chunks: int, weight_s: list[float], expected: float) -> None:
+    assert SCHEDULES[schedule].pipeline_s(times_s, count, chunks, weight_s) == pytest.approx(expected)
+
+
+def test_names() -> None:
+    assert SEARCHED_SCHEDULES == ("1f1b", "interleaved", "zero-bubble")
+    assert (DEFAULT_SCHEDULE, CHUNKED_SCHEDULE) == ("1f1b", "interleaved")
+    assert unchunked(SEARCHED_SCHEDULES) == ["zero-bubble", "1f1b"] and unchunked(["interleaved"]) == []
+    assert [name for name, rules in SCHEDULES.items() if rules.plain] == ["1f1b", "gpipe"]
+
+
+def test_unknown_names_and_stages_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(InputError, match="1f1b"):
+        schedule_of("1f1", 2, 2)
+    with pytest.raises(InputError, match="no multiple of 2"):
+        schedule_of("interleaved", 5, 2, 2)
