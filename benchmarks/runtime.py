@@ -76,8 +76,8 @@ def searched_split() -> list[int]:
     import torch
 
     from penstock.profiling.run import Profiler
-    from penstock.search.partition.pipelines import blocks_of, equal_pipeline
-    from penstock.search.request import Request
+    from penstock.search import Request
+    from penstock.search.partition.pipelines import equal_pipeline
     from penstock.search.space.families import families
 
     torch.set_num_threads(1)
@@ -89,9 +89,9 @@ def searched_split() -> list[int]:
         request = Request.of(str(sizes), "2xcpu", ROWS * MICRO_BATCHES, f"profile:{path}", None, [ROWS], math.inf)
     family = next(one for one in families(request) if one.replicas == 1)
     option = next(one for one in family.options if one.num_devices == 1)
-    found = equal_pipeline(family, blocks_of(request.model), option, math.inf)
+    found = equal_pipeline(family, option, math.inf)
     assert found is not None
-    cut = found[0].stages[0].last
+    cut = found.plan.stages[0].last
     first = sum(start < cut for name, (start, _) in block_ranges(request.model) if name == "layers")
     return [first, LAYERS - first]
 

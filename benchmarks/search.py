@@ -32,10 +32,8 @@ from penstock.files import write_json
 from penstock.kernels import compile_all
 from penstock.plans.schema import write_plan
 from penstock.plans.texts import format_counts
-from penstock.search import search_plans
-from penstock.search.engine import search
-from penstock.search.partition.pipelines import best_pipeline, blocks_of
-from penstock.search.request import Request
+from penstock.search import Request, search, search_plans
+from penstock.search.partition.pipelines import best_pipeline
 from penstock.search.space.families import families
 from penstock.search.uniform import uniform_choices
 from penstock.systems.aceso.search import AcesoProblem, search_aceso
@@ -204,8 +202,8 @@ def run_unequal() -> None:
         took, best = time.process_time() - start, outcome.choices[0]
         alike_s = min((choice.estimate.time_s for choice in uniform_choices(request, 1, lambda: None)), default=math.inf)
         for family in families(request):
-            found = best_pipeline(family, blocks_of(request.model), alike_s)
-            alike_s = alike_s if found is None else found[1].time_s
+            found = best_pipeline(family, alike_s)
+            alike_s = alike_s if found is None else found.estimate.time_s
         shares = format_counts(best.plan.micro_batches_per_replica or ())
         row = (f"{model}, {cluster}, batch {batch}", f"{alike_s:.3f}", f"{best.estimate.time_s:.3f}",
                f"{alike_s / best.estimate.time_s - 1:.0%}", f"{outcome.gap:.1%}", shares, f"{took:.1f}")  # fmt: skip

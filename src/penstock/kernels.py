@@ -17,7 +17,8 @@ KERNEL_MODULES: tuple[str, ...] = (
     "penstock.batching.anneal_kernels",
     "penstock.systems.fasop.kernels",
     "penstock.systems.fasop.bound_kernels",
-    "penstock.search.partition.kernels",
+    "penstock.search.partition.partition_kernels",
+    "penstock.search.space.recompute_kernels",
     "penstock.batching.kernels",
     "penstock.timing.clock",
     "penstock.timing.special_clocks",
@@ -26,6 +27,7 @@ KERNEL_MODULES: tuple[str, ...] = (
     "penstock.search.op_degrees.mixed_kernels",
     "penstock.search.interleaved.balance_kernels",
     "penstock.search.replicas.common_kernels",
+    "penstock.search.bounds.path_kernels",
 )
 
 

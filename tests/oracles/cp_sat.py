@@ -10,7 +10,7 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from penstock.search.op_degrees.lazy_stages import MixedCosts
-from penstock.search.partition.stages import Machine, StageSpace
+from penstock.search.partition.stage_space import Machine, StageSpace
 
 
 def _solved(model: cp_model.CpModel, objective: Any) -> float:

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from penstock.search.partition.stages import StageSpace
+from penstock.search.partition.stage_space import StageSpace
 
 
 def best_by_trying(space: StageSpace, num_micro_batches: int) -> float:

@@ -14,8 +14,8 @@ from penstock.errors import InfeasibleError, InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
 from penstock.plans.validity import check_plan
+from penstock.search import Request
 from penstock.search.lengths import LengthsChoice, _attended, _drawn, _of_one_length, search_for_lengths
-from penstock.search.request import Request
 
 
 def lengths(count: int, longest: int, median: int = 60, decoder: bool = False) -> list[SampleLengths]:

@@ -6,9 +6,8 @@ import math
 from dataclasses import replace
 
 from penstock.plans.validity import check_plan
-from penstock.search.choice import Choice
+from penstock.search import Choice, Request
 from penstock.search.refine import refined, simulated_s
-from penstock.search.request import Request
 from penstock.search.uniform import plans_of_grid
 
 

@@ -14,10 +14,8 @@ from penstock.costs.sources import open_costs
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Degrees, MicroBatching, Plan
 from penstock.plans.validity import check_plan
-from penstock.search import search_plans
-from penstock.search.choice import Choice
+from penstock.search import Choice, Request, search_plans
 from penstock.search.replicas.shares import rebalanced
-from penstock.search.request import Request
 from penstock.search.what_if import Relaxed, _again, found_beside, next_device, relaxations, relaxed, request_of, rivals
 
 TWO_NODES = replace(uniform_plan("gpt-tiny", "2xg5.12xlarge", pp=2, tp=2, replicas=2, global_batch=1536, micro_batch=2), precision="bf16")

@@ -12,7 +12,7 @@ import typer
 from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, format_usd, out, print_json, progress, table
 
 if TYPE_CHECKING:
-    from penstock.search.what_if import Relaxed, Rival
+    from penstock.search import Relaxed, Rival
     from penstock.timing.estimate import Estimate, StageEstimate
 
 __all__ = ["explain", "show_estimate"]
@@ -79,8 +79,7 @@ def _what_if(path: Path, costs: str | None, quiet: bool) -> tuple[list[Rival], l
     from penstock.costs.sources import open_costs
     from penstock.plans.references import cluster_of
     from penstock.plans.schema import read_plan
-    from penstock.search.choice import Choice
-    from penstock.search.what_if import found_beside, relaxed, request_of, rivals
+    from penstock.search import Choice, found_beside, relaxed, request_of, rivals
 
     plan = read_plan(path)
     request = request_of(plan, open_costs(costs or plan.costs, cluster_of(plan)))

@@ -15,7 +15,7 @@ from penstock.cli.search import choice_row, parse_sizes
 from penstock.errors import InputError
 
 if TYPE_CHECKING:
-    from penstock.search.money import Offer
+    from penstock.search import Offer
 
 __all__ = ["pareto"]
 
@@ -39,8 +39,7 @@ def pareto(
 
     Example: penstock pareto --model gpt2-xl --cluster 2xp4d.24xlarge+4xg5.24xlarge --global-batch 256 --steps 10000 --out choices
     """
-    from penstock.search.money import num_steps, offers
-    from penstock.search.request import Request
+    from penstock.search import Request, num_steps, offers
 
     for name, value in (("--global-batch", global_batch), ("--seq-length", seq_length), ("--steps", steps)):
         if value is not None and value < 1:

@@ -85,9 +85,8 @@ def search(
 
     Example: penstock search --costs aceso:DIR --model gpt_1_3B --cluster 1x4 --global-batch 1024 --memory-limit 28 --out aceso.json
     """
-    from penstock.search.engine import search as find
-    from penstock.search.money import Objective, num_steps
-    from penstock.search.request import Request
+    from penstock.search import Objective, Request, num_steps
+    from penstock.search import search as find
 
     _check(global_batch, seq_length, top, steps, max_hops, time_budget, tokens)
     if costs.partition(":")[0] in TABLES:
@@ -124,7 +123,7 @@ def search(
             bar.describe(f"{text}: best {best}{gap}")
 
         if not goal.is_time:
-            from penstock.search.money import chosen, offers
+            from penstock.search import chosen, offers
 
             offer = chosen(offers(request, count, lambda text, done, all_: bar.describe(f"{text} ({done} of {all_} clusters)")), goal)
             request = request.on(offer.cluster)
@@ -271,7 +270,7 @@ def choices_table(title: str, choices: Sequence[Choice]) -> Any:
 
 def baseline_rows(request: Any, outcome: Outcome) -> list[dict[str, Any]]:
     """What simpler searches find."""
-    from penstock.search.baselines import BASELINES, best_of
+    from penstock.search import BASELINES, best_of
 
     rows = []
     for baseline in BASELINES:
@@ -299,8 +298,8 @@ def _baselines_table(rows: list[dict[str, Any]]) -> Any:
 def proof_rows(outcome: Outcome) -> list[dict[str, Any]]:
     """How far each part of the space was excluded, the weakest first."""
     return [
-        {"replicas": line.replicas, "micro_batch": line.micro_batch, "max_stages": line.part.max_stages,
-         "devices_of_a_stage": sorted({option.num_devices for option in line.part.options}), "by_ops_s": line.by_ops_s,
+        {"replicas": line.replicas, "micro_batch": line.micro_batch, "max_stages": line.subspace.max_stages,
+         "devices_of_a_stage": sorted({option.num_devices for option in line.subspace.options}), "by_ops_s": line.by_ops_s,
          "by_stages_s": line.by_stages_s, "bound_s": line.bound_s}
         for line in outcome.proof
     ]  # fmt: skip

@@ -11,8 +11,7 @@ from penstock.cli.console import format_bytes, format_count, format_time, format
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
-    from penstock.search.lengths import LengthsChoice
-    from penstock.search.request import Request
+    from penstock.search import LengthsChoice, Request
 
 __all__ = ["search_lengths"]
 
@@ -29,7 +28,7 @@ def search_lengths(
     """Searches, shows and writes; the plans, best first."""
     from penstock.batching.lengths import read_lengths
     from penstock.cli.search import write_plans
-    from penstock.search.lengths import search_for_lengths
+    from penstock.search import search_for_lengths
 
     samples = read_lengths(path)
     with progress("searching", quiet=json) as bar:
@@ -55,7 +54,7 @@ def search_lengths(
 
 
 def _row(choice: LengthsChoice) -> dict[str, Any]:
-    from penstock.search.choice import degree_range
+    from penstock.search import degree_range
 
     plan, predicted = choice.plan, choice.plan.predicted
     assert predicted is not None

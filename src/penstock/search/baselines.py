@@ -10,17 +10,18 @@ Aceso             stages of any ops on parts of nodes, recomputation of any ops,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from penstock.plans.build import uniform_stages
 from penstock.plans.plan import Plan
 from penstock.plans.validity import check_plan
 from penstock.schedules.rules import DEFAULT_SCHEDULE
+from penstock.search.assemble import assembled, estimated
 from penstock.search.choice import Choice
-from penstock.search.partition.pipelines import best_pipeline, blocks_of, equal_pipeline
-from penstock.search.request import Request, micro_batch_sizes
-from penstock.search.space.families import MAX_DEPTH, Family, families
+from penstock.search.partition.pipelines import best_pipeline, equal_pipeline
+from penstock.search.space.families import MAX_DEPTH, families
+from penstock.search.space.request import Request, micro_batch_sizes
 from penstock.search.uniform import plans_of_grid
 
 __all__ = ["BASELINES", "Baseline", "best_of"]
@@ -40,13 +41,14 @@ def best_of(baseline: Baseline, request: Request) -> Choice | None:
     return baseline.find(replace(request, schedules=(DEFAULT_SCHEDULE,)))
 
 
-def _best_uniform(request: Request, plans: Iterator[Plan]) -> Choice | None:
-    best: Choice | None = None
-    for plan in plans:
-        estimate = request.estimator.estimate(plan)
-        if estimate.fits and (best is None or estimate.time_s < best.estimate.time_s):
-            best = Choice.of(plan, estimate)
-    return best
+def _fastest(found: Iterable[Choice | None]) -> Choice | None:
+    """The fastest of the plans that fit."""
+    fitting = [choice for choice in found if choice is not None and choice.estimate.fits]
+    return min(fitting, key=lambda choice: choice.estimate.time_s, default=None)
+
+
+def _best_uniform(request: Request, plans: Iterable[Plan]) -> Choice | None:
+    return _fastest(estimated(request, plan, "grid") for plan in plans)
 
 
 def _data_parallel(request: Request) -> Choice | None:
@@ -57,8 +59,7 @@ def _data_parallel(request: Request) -> Choice | None:
             for zero in (0, 1, 2, 3) if replicas > 1 else (0,):
                 stages = uniform_stages(request.model, pp=1, tp=1, replicas=replicas, zero=zero)
                 for samples in micro_batch_sizes(frame.global_batch, replicas, request.micro_batches):
-                    batching = replace(frame.micro_batching, samples=samples)
-                    plan = replace(frame, stages=stages, num_replicas=replicas, micro_batching=batching)
+                    plan = assembled(frame, stages, samples)
                     if not check_plan(plan, request.model, request.cluster):
                         yield plan
 
@@ -74,28 +75,28 @@ def _amp(request: Request) -> Choice | None:
     return _best_uniform(request, (plan for plan in plans if not any(stage.recompute for stage in plan.stages)))
 
 
-def _best_exact(request: Request, wanted: Callable[[Family], bool]) -> Choice | None:
-    blocks, best, known_s = blocks_of(request.model), None, math.inf
-    for family in families(request):
-        if wanted(family) and (found := best_pipeline(family, blocks, known_s)) is not None:
-            best, known_s = Choice.of(*found, "exact"), found[1].time_s
-    return best
-
-
 def _fasop(request: Request) -> Choice | None:
-    blocks, best, known_s = blocks_of(request.model), None, math.inf
-    for family in families(request):
-        for option in family.options:
-            deep = family.num_devices // option.num_devices
-            if option.dp > 1 or len(family.pools) > 1 or family.num_devices % option.num_devices or deep > MAX_DEPTH:
-                continue
-            if (found := equal_pipeline(family, blocks, option, known_s)) is not None:
-                best, known_s = Choice.of(*found, "exact"), found[1].time_s
-    return best
+    def pipelines() -> Iterator[Choice | None]:
+        known_s = math.inf
+        for family in families(request):
+            for option in family.options:
+                deep = family.num_devices // option.num_devices
+                if option.dp == 1 and len(family.pools) == 1 and family.num_devices % option.num_devices == 0 and deep <= MAX_DEPTH:
+                    yield (found := equal_pipeline(family, option, known_s))
+                    known_s = known_s if found is None else found.estimate.time_s
+
+    return _fastest(pipelines())
 
 
 def _aceso(request: Request) -> Choice | None:
-    return _best_exact(request, lambda family: family.replicas == 1)
+    def pipelines() -> Iterator[Choice | None]:
+        known_s = math.inf
+        for family in families(request):
+            if family.replicas == 1:
+                yield (found := best_pipeline(family, known_s))
+                known_s = known_s if found is None else found.estimate.time_s
+
+    return _fastest(pipelines())
 
 
 BASELINES = (

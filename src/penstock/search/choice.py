@@ -36,7 +36,7 @@ class Choice:
 
     @property
     def dp(self) -> int | str:
-        """The same for the degree that divides a micro-batch."""
+        """The degree that divides the samples of a micro-batch, or the range of degrees where stages differ."""
         return degree_range([dp for stage in self.plan.stages for dp in (stage.degrees.dp, *(run.dp for run in stage.runs))])
 
     @property

@@ -19,8 +19,9 @@ from penstock.errors import InfeasibleError, InputError
 from penstock.models.shapes import Layout
 from penstock.plans.plan import MicroBatching, Plan, Predicted
 from penstock.schedules.rules import DEFAULT_SCHEDULE
-from penstock.search.engine import Watch, search
-from penstock.search.request import Request
+from penstock.search.engine import search
+from penstock.search.progress import Watch
+from penstock.search.space.request import Request
 
 __all__ = ["LengthsChoice", "search_for_lengths"]
 

@@ -16,7 +16,7 @@ from penstock.clusters import Cluster
 from penstock.errors import InfeasibleError, InputError
 from penstock.search.choice import Choice
 from penstock.search.engine import search
-from penstock.search.request import Request
+from penstock.search.space.request import Request
 
 __all__ = ["Objective", "Offer", "chosen", "clusters_of", "num_steps", "offers"]
 

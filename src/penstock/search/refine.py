@@ -16,13 +16,15 @@ from penstock.plans.plan import OpRange, Plan, Stage
 from penstock.plans.validity import check_plan
 from penstock.schedules.rules import DEFAULT_SCHEDULE
 from penstock.search.choice import Choice
-from penstock.search.request import Request
+from penstock.search.space.request import Request
 
 if TYPE_CHECKING:
     from penstock.timing.estimate import Estimate
 
-__all__ = ["refined", "simulated_s"]
+__all__ = ["MAX_HOPS", "refined", "simulated_s"]
 
+MAX_HOPS = 7
+"""Changes in a row by which a plan is refined, unless told otherwise."""
 MAX_ACTIONS = 100_000
 """Actions of a schedule up to which a plan is simulated."""
 MAX_MOVED = 3

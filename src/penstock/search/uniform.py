@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -22,8 +21,11 @@ from penstock.models.sequence import divides_tokens
 from penstock.plans.build import BESIDE, block_ranges, uniform_stages
 from penstock.plans.plan import Plan
 from penstock.plans.validity import check_plan
+from penstock.search.assemble import assembled
 from penstock.search.choice import Choice
-from penstock.search.request import Request, frame_of, micro_batch_sizes, resolved
+from penstock.search.progress import Progress
+from penstock.search.space.families import powers
+from penstock.search.space.request import Request, frame_of, micro_batch_sizes, resolved
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -31,7 +33,38 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.timing.estimate import StageEstimate
 
-__all__ = ["best_plans", "plans_of_grid", "uniform_choices", "uniform_plans"]
+__all__ = ["Grid", "best_plans", "plans_of_grid", "uniform_choices", "uniform_plans"]
+
+
+_GRID_DEVICES, _GRID_OPS = 256, 2000
+"""Clusters and chains up to these sizes are also tried with all uniform plans, to show them beside the best."""
+
+
+class Grid:
+    """The searcher of uniform plans. They are among the exact partitions, which bound them: this one finds good plans at once, says what is
+    missing where nothing fits, and shows what a grid would have found."""
+
+    def __init__(self, request: Request, top: int) -> None:
+        """Of which the `top` best are kept."""
+        self._request, self._top = request, top
+        self.reason: InfeasibleError | None = None
+        """Why no uniform plan fits, if none does."""
+
+    def bound(self) -> float:
+        """Nothing of its own."""
+        return math.inf
+
+    def best(self, progress: Progress) -> None:
+        """Tries all of them on a cluster of moderate size."""
+        if self._request.cluster.num_devices > _GRID_DEVICES or self._request.model.num_ops > _GRID_OPS:
+            return
+        try:
+            progress.choices += uniform_choices(self._request, self._top, lambda: progress.tell("uniform plans"))
+        except InfeasibleError as error:
+            self.reason = error
+
+    def prove(self, progress: Progress) -> None:
+        """Nothing is left to prove."""
 
 
 def _recompute(plan: Plan) -> str:
@@ -54,7 +87,7 @@ def best_plans(
 
 
 def uniform_choices(request: Request, top: int, progress: Callable[[], None], max_tp: int | None = None) -> list[Choice]:
-    """The same for a request that was read already."""
+    """The fastest uniform plans of a request that fit, best first."""
     if top < 1:
         raise InputError(f"top is {top}; 1 or more was expected.")
     plans = _plans(request.model, request.cluster, request.frame, request.micro_batches, max_tp)
@@ -88,7 +121,7 @@ def uniform_plans(
 
 
 def plans_of_grid(request: Request) -> Iterator[Plan]:
-    """The same for a request that was read already."""
+    """Every valid plan of the grid for a request, small micro-batches before large ones."""
     return _plans(request.model, request.cluster, request.frame, request.micro_batches, None)
 
 
@@ -104,16 +137,14 @@ def _plans(model: Model, cluster: Cluster, frame: Plan, micro_batches: Sequence[
                     model, pp=pp, tp=tp, replicas=replicas, recompute=recompute, zero=zero, sequence_parallel=rows
                 )  # fmt: skip
                 for samples in sizes:
-                    batching = replace(frame.micro_batching, samples=samples)
-                    plan = replace(frame, stages=stages, num_replicas=replicas, micro_batching=batching)
+                    plan = assembled(frame, stages, samples)
                     if not check_plan(plan, model, cluster):
                         yield plan
 
 
 def _tp_degrees(model: Model, cluster: Cluster, max_tp: int | None) -> list[int]:
     largest = min(model.max_tp(), max_tp or model.max_tp())
-    powers = [2**k for k in range(largest.bit_length()) if 2**k <= largest]
-    return [tp for tp in powers if all(run.node.num_devices % tp == 0 for run in cluster.runs)]
+    return [tp for tp in powers(largest) if all(run.node.num_devices % tp == 0 for run in cluster.runs)]
 
 
 def _pipeline_degrees(model: Model, num_groups: int) -> list[int]:

@@ -20,7 +20,7 @@ from penstock.schedules.rules import DEFAULT_SCHEDULE
 from penstock.search.choice import Choice
 from penstock.search.engine import search
 from penstock.search.replicas.shares import rebalanced
-from penstock.search.request import Request, micro_batch_sizes
+from penstock.search.space.request import Request, micro_batch_sizes
 from penstock.search.uniform import plans_of_grid
 from penstock.timing.estimate import Estimator
 from penstock.timing.pipeline import share_shape

@@ -20,11 +20,11 @@ from penstock.models.kept import kept_parts
 from penstock.plans.build import uniform_stages
 from penstock.plans.plan import Plan
 from penstock.plans.validity import check_plan
-from penstock.search.bounds.by_ops import family_bound, pass_bound, promise_s
-from penstock.search.bounds.recovery import Recovery
-from penstock.search.engine import search
-from penstock.search.request import Request, micro_batch_sizes
-from penstock.search.space.families import Family, families
+from penstock.search import Request, search
+from penstock.search.bounds.by_ops import family_bound, promise_s, subspace_bound
+from penstock.search.space.families import PlanFamily, families
+from penstock.search.space.recovery import Recovery
+from penstock.search.space.request import micro_batch_sizes
 
 CASES = (("gpt-tiny", "4xa10g", 8), ("llama-tiny", "4xa10g", 8), ("t5-tiny", "2xa10g", 4), ("resnet-tiny", "2xa10g", 4))
 
@@ -110,17 +110,17 @@ def test_a_model_that_cannot_fit_has_no_finite_bound() -> None:
         search(request, top=1)
 
 
-def family_of(request: Request, replicas: int, samples: int) -> Family:
+def family_of(request: Request, replicas: int, samples: int) -> PlanFamily:
     return next(family for family in families(request) if (family.replicas, family.samples) == (replicas, samples))
 
 
 def test_a_schedule_that_recomputes_nothing_has_the_higher_bound_where_memory_is_short() -> None:
     request = Request.of("llama-8b", "8xa10g", 64, "roofline", 2048, (), math.inf)
     family = family_of(request, 1, 4)
-    part = family.passes[0]
-    plain, zero_bubble = (pass_bound(family, part, schedule=name, in_flight=2).time_s for name in ("1f1b", "zero-bubble"))
+    part = family.subspaces[0]
+    plain, zero_bubble = (subspace_bound(family, part, schedule=name, in_flight=2).time_s for name in ("1f1b", "zero-bubble"))
     assert zero_bubble > plain
-    assert pass_bound(family, part).time_s <= plain * (1 + 2e-3)
+    assert subspace_bound(family, part).time_s <= plain * (1 + 2e-3)
 
 
 def test_what_brings_back_what_a_layer_keeps() -> None:

@@ -17,22 +17,12 @@ from hypothesis import strategies as st
 from penstock.plans.build import join_ranges
 from penstock.plans.validity import check_plan
 from penstock.schedules.rules import SCHEDULES
-from penstock.search.engine import Outcome, search
+from penstock.search import Outcome, Request, search
+from penstock.search.interleaved.balanced_cuts import balanced_cuts, cut_windows
+from penstock.search.interleaved.chunked_plans import _least_s, _plan, best_interleaved, simulated_pipeline_s
 from penstock.search.interleaved.cuts_bound import cuts_bound_s
-from penstock.search.interleaved.group_links import Links
-from penstock.search.interleaved.ways import (
-    Interleaving,
-    _least_s,
-    _plan,
-    _windows,
-    balanced_cuts,
-    best_interleaved,
-    interleavings,
-    sharper_bound_s,
-    simulated_pipeline_s,
-)
-from penstock.search.partition.pipelines import blocks_of
-from penstock.search.request import Request
+from penstock.search.interleaved.group_links import GroupLinks
+from penstock.search.interleaved.ways import Interleaving, interleavings
 from penstock.search.space.families import families
 
 
@@ -55,9 +45,9 @@ def test_cuts_are_nearly_as_good_as_all_that_are_allowed(seed: int, groups: int,
     enter, leave = 0.1 * numbers.random((2, groups, len(time) + 1))
     enter[:, 0], leave[:, -1] = 0.0, 0.0
     weights, after, tied = np.cumsum([0.0, *numbers.random(len(time))]), *0.1 * numbers.random((2, groups))
-    links = Links(enter, leave, weights, after, tied)
+    links = GroupLinks(enter, leave, weights, after, tied)
     cuts, found = balanced_cuts(time, links, np.array([0, len(time)]), count, chunks)
-    low, high = _windows(np.concatenate([[0.0], np.cumsum(time)]), groups * chunks)
+    low, high = cut_windows(np.concatenate([[0.0], np.cumsum(time)]), groups * chunks)
 
     def time_of(edges: tuple[int, ...]) -> float:
         sums, ends = [0.0] * groups, links.tied_s.tolist()
@@ -99,12 +89,12 @@ def test_no_way_is_below_its_bounds() -> None:
     request, outcome = deep()
     tried = 0
     for way in ways_of(request, 1.5 * outcome.choices[0].estimate.time_s)[:12]:
-        found = best_interleaved(way, blocks_of(request.model), math.inf)
+        found = best_interleaved(way, math.inf)
         if found is not None:
             tried += 1
-            assert way.bound_s <= found[1].time_s * (1 + 1e-9)
-            assert sharper_bound_s(way) <= found[1].time_s * (1 + 1e-9)
-            assert found[1].time_s >= outcome.bound_s
+            assert way.bound_s <= found.estimate.time_s * (1 + 1e-9)
+            assert way.sharper_bound_s() <= found.estimate.time_s * (1 + 1e-9)
+            assert found.estimate.time_s >= outcome.bound_s
     assert tried >= 5
 
 
@@ -123,13 +113,13 @@ def only_way(request: Request) -> Interleaving:
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.75])
 def test_no_cuts_of_a_small_chain_are_below_the_bound(tmp_path: Path, share: float) -> None:
     """All cuts within the windows, with nothing, with everything and with some ops recomputed."""
-    roomy = best_interleaved(only_way(small(tmp_path)), blocks_of(small(tmp_path).model), math.inf)
+    roomy = best_interleaved(only_way(small(tmp_path)), math.inf)
     assert roomy is not None
     context = 2**29
-    request = small(tmp_path, context + share * (roomy[1].peak_bytes - context))
-    way, blocks, checked = only_way(request), blocks_of(request.model), 0
-    low, high = _windows(np.concatenate([[0.0], np.cumsum(way.family.times(way.option)[1])]), 4)
-    bound_s = max(way.bound_s, sharper_bound_s(way))
+    request = small(tmp_path, context + share * (roomy.estimate.peak_bytes - context))
+    way, blocks, checked = only_way(request), request.blocks, 0
+    low, high = way.windows
+    bound_s = max(way.bound_s, way.sharper_bound_s())
     for inner in itertools.product(*(range(int(low[k]), int(high[k]) + 1) for k in (1, 2, 3))):
         edges = (0, *inner, request.model.num_ops)
         if any(a >= b for a, b in itertools.pairwise(edges)):
@@ -141,9 +131,9 @@ def test_no_cuts_of_a_small_chain_are_below_the_bound(tmp_path: Path, share: flo
                 patterns.append(join_ranges((op, op + 1) for op in ops))
             stages = tuple(
                 replace(stage, first=first, last=last, recompute=(pattern,) if pattern else ())
-                for stage, (first, last), pattern in zip(roomy[0].stages, itertools.pairwise(edges), patterns, strict=True)
+                for stage, (first, last), pattern in zip(roomy.plan.stages, itertools.pairwise(edges), patterns, strict=True)
             )
-            estimate = request.estimator.estimate(replace(roomy[0], stages=stages))
+            estimate = request.estimator.estimate(replace(roomy.plan, stages=stages))
             checked += estimate.fits
             assert not estimate.fits or estimate.time_s >= bound_s * (1 - 1e-9)
     assert checked >= 20
@@ -165,10 +155,10 @@ def test_every_order_of_ranks_is_above_the_bound_and_some_cuts_are_near_it(tmp_p
             assert 0.98 * time_s <= _least_s(way, links, cuts) <= time_s * (1 + 1e-9)
             times.append(time_s)
     assert len(times) >= 50
-    assert way.bound_s <= sharper_bound_s(way) <= min(times)
-    assert sharper_bound_s(way) >= 0.95 * min(times)
-    found = best_interleaved(way, blocks_of(request.model), math.inf)
-    assert found is not None and found[1].time_s <= 1.02 * min(times)
+    assert way.bound_s <= way.sharper_bound_s() <= min(times)
+    assert way.sharper_bound_s() >= 0.95 * min(times)
+    found = best_interleaved(way, math.inf)
+    assert found is not None and found.estimate.time_s <= 1.02 * min(times)
 
 
 def test_found_plans_take_what_the_formula_says_under_the_simulator() -> None:

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.search.op_degrees.lazy_stages import ChainArrays
 from penstock.search.op_degrees.mixed_kernels import best_chain, bound_table, reached_table
+from penstock.search.partition.stage_space import MemoryRule
 
 STATE, FLOOR = 4.0, 0.7
 
@@ -64,6 +66,10 @@ class Costs:
         mine = self.entering[rows[0], 0] + sum(each(self.kept)) + moved - saved
         return time, STATE * weights + held * mine + peak + reserve
 
+    @property
+    def arrays(self) -> ChainArrays:
+        return ChainArrays(*(getattr(self, name) for name in ChainArrays._fields))
+
     def best_by_trying(self, held: float, limit: float) -> float:
         configurations, ops = self.compute.shape
         tried = (self.time_and_memory(states, held) for states in itertools.product(range(2 * configurations), repeat=ops))
@@ -74,11 +80,7 @@ def chain_is_the_fastest(seed: int, ops: int, behind: int, limit: float, most: f
     """Whether the chain found is the best; that it fits and takes what it says holds in any case."""
     costs, held, chosen = Costs(seed, 2, ops), behind + 1.0, np.zeros(ops, np.int64)
     expected = costs.best_by_trying(held, limit)
-    found = best_chain(
-        0, ops, most, held, limit, 3000, STATE, FLOOR, costs.compute, costs.forward, costs.ending, costs.kept, costs.forward_reserve,
-        costs.backward_reserve, costs.weights, costs.entering, costs.enter, costs.leave, costs.reshard, costs.moved,
-        costs.edge, costs.allowed, chosen,
-    )  # fmt: skip
+    found = best_chain(0, ops, most, held, MemoryRule(limit, STATE, FLOOR), 3000, costs.arrays, chosen)
     assert found >= expected - 1e-9
     if np.isfinite(found):
         time, memory = costs.time_and_memory(tuple(int(s) for s in chosen), held)
@@ -108,11 +110,7 @@ def test_bound_is_below_the_fastest(seed: int, ops: int, behind: int, limit: flo
     width = np.arange(ops, 0, -1)
     offset = np.cumsum(width) - width
     low = np.zeros((behind + 1, int(width.sum())))
-    bound_table(
-        np.array([0.0, 0.1, 0.5, 2.0, 10.0]), limit, STATE, FLOOR, costs.compute, costs.forward, costs.ending, costs.kept,
-        costs.forward_reserve, costs.backward_reserve, costs.weights, costs.entering, costs.enter, costs.leave, costs.reshard, costs.moved,
-        costs.edge, costs.allowed, offset, width, low,
-    )  # fmt: skip
+    bound_table(np.array([0.0, 0.1, 0.5, 2.0, 10.0]), MemoryRule(limit, STATE, FLOOR), costs.arrays, offset, width, low)
     assert low[behind, ops - 1] <= costs.best_by_trying(behind + 1.0, limit) + 1e-9
 
 
@@ -124,11 +122,7 @@ def test_chains_that_are_reached_fit_and_are_not_too_fast() -> None:
         offset = np.cumsum(width) - width
         high = np.full((behind + 1, int(width.sum())), np.inf)
         is_cut = np.array([True, seed % 2 == 0, seed % 2 == 0, True, True])
-        reached_table(
-            np.array([0.0, 0.1, 0.5, 2.0, 1e6]), limit, STATE, FLOOR, costs.compute, costs.forward, costs.ending, costs.kept,
-            costs.forward_reserve, costs.backward_reserve, costs.weights, costs.entering, costs.enter, costs.leave, costs.reshard,
-            costs.moved, costs.edge, costs.allowed, is_cut, offset, width, high,
-        )  # fmt: skip
+        reached_table(np.array([0.0, 0.1, 0.5, 2.0, 1e6]), MemoryRule(limit, STATE, FLOOR), costs.arrays, is_cut, offset, width, high)
         assert high[behind, ops - 1] >= costs.best_by_trying(behind + 1.0, limit) - 1e-9
         assert np.isinf(high[:, offset[1] : offset[2]]).all() or is_cut[1]
         found += np.isfinite(high[behind, ops - 1])

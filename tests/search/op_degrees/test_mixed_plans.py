@@ -19,10 +19,9 @@ from penstock.plans.build import join_ranges
 from penstock.plans.capabilities import unsupported
 from penstock.plans.plan import Degrees, OpRun, Plan, Stage
 from penstock.plans.validity import check_plan
-from penstock.search.engine import search
+from penstock.search import Request, search
 from penstock.search.op_degrees.mixed_kernels import mixing_gain
 from penstock.search.op_degrees.mixed_plans import LEAST_GAIN, free_bound_s, mixed_plans
-from penstock.search.request import Request
 from penstock.search.space.families import families
 
 
@@ -113,7 +112,7 @@ def test_large_weights_are_divided_and_early_ops_are_not(tmp_path: Path) -> None
     assert best.kind == "mixed" and best.estimate.time_s < 0.92 * other.estimate.time_s
     assert best.tp == "1-8" and best.dp == "1-8"
     assert outcome.bound_s <= best.estimate.time_s and outcome.gap < 0.05
-    assert any(line.part.mixed for line in outcome.proof)
+    assert any(line.subspace.per_op for line in outcome.proof)
     model = Request.of("vgg16", "8xa10g", 256, "roofline", None, (), math.inf).model
     assert not check_plan(best.plan, model) and not unsupported(best.plan, model)
     (stage,) = best.plan.stages

@@ -15,8 +15,7 @@ from training_jobs import train_programs
 from penstock.programs.check import check_programs
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.workers import WorkerPool
-from penstock.search.engine import search
-from penstock.search.request import Request
+from penstock.search import Request, search
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -8,7 +8,8 @@ import pytest
 from penstock.search.op_degrees.lazy_stages import LazyStages, MixedCosts, OpChoice
 from penstock.search.op_degrees.mixed_kernels import best_chain
 from penstock.search.partition.programme import TOLERANCE, best_partition
-from penstock.search.partition.stages import Machine, OptionCosts, Pool, StageOption, StageSpace, stage_widths
+from penstock.search.partition.stage_space import Machine, StageSpace, stage_widths
+from penstock.search.space.stage_costs import DevicePool, OptionCosts, StageOption
 
 pytest.importorskip("ortools", reason="ortools is in the extra 'oracles'")
 
@@ -18,7 +19,7 @@ INSTANCES = 60
 def machine_of(numbers: np.random.Generator, limit: float) -> Machine:
     """Up to four devices of one or two kinds, each kind in one node, some of them perhaps idle."""
     counts = [(1,), (2,), (4,), (1, 1), (2, 1), (2, 2), (3, 1)][numbers.integers(7)]
-    return Machine(tuple(Pool(count, count, limit) for count in counts), 2.0, 0.0, idle=len(counts) > 1)
+    return Machine(tuple(DevicePool(count, count, limit) for count in counts), 2.0, 0.0, idle=len(counts) > 1)
 
 
 def random_space(seed: int) -> StageSpace:
@@ -34,8 +35,8 @@ def random_space(seed: int) -> StageSpace:
     times = numbers.integers(1, 300, (min(machine.num_devices, 3), int(width.sum()))).astype(float)
     times[numbers.random(times.shape) < 0.1] = np.inf
     messages = [np.repeat(numbers.integers(0, 20, (len(costs), 1, num_ops + 1)), 2, axis=1).astype(float) for _ in range(2)]
-    relief = np.zeros((len(costs), num_ops + 1))
-    return StageSpace(tuple(costs), (), None, machine, np.arange(num_ops + 1), offset, width, times, *messages, relief)
+    hidden_fill_s = np.zeros((len(costs), num_ops + 1))
+    return StageSpace(tuple(costs), (), None, machine, np.arange(num_ops + 1), offset, width, times, *messages, hidden_fill_s)
 
 
 def test_cuts_and_devices() -> None:
@@ -79,13 +80,10 @@ def test_degrees_and_recomputation_of_a_chain() -> None:
     for seed in range(INSTANCES):
         numbers = np.random.default_rng(seed)
         num_ops, limit = int(numbers.integers(2, 9)), float(numbers.integers(60, 160))
-        costs, machine = random_costs(numbers, 2, 0, num_ops), Machine((Pool(2, 2, limit),), 2.0, 0.0)
+        costs, machine = random_costs(numbers, 2, 0, num_ops), Machine((DevicePool(2, 2, limit),), 2.0, 0.0)
         expected = best_mixed_time([costs], machine, 1, 1)
-        found = best_chain(
-            0, num_ops, np.inf, 1.0, limit, 2 * int(limit) + 2, 2.0, 0.0, costs.compute, costs.forward, costs.ending, costs.kept,
-            costs.forward_reserve, costs.backward_reserve, costs.weights, costs.entering, costs.enter[0], costs.leave[0], *costs.changes,
-            np.zeros(num_ops, np.int64),
-        )  # fmt: skip
+        states = np.zeros(num_ops, np.int64)
+        found = best_chain(0, num_ops, np.inf, 1.0, machine.memory(0), 2 * int(limit) + 2, costs.arrays(), states)
         assert found >= expected - 1e-9, seed
         equal += found <= expected + 1e-9
         finite += np.isfinite(expected)

@@ -10,10 +10,9 @@ import pytest
 from penstock.errors import InfeasibleError
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import check_plan
+from penstock.search import Outcome, Request, search_plans
 from penstock.search.bounds.by_ops import family_bound
-from penstock.search.engine import Outcome, search_plans
-from penstock.search.partition.pipelines import best_pipeline, blocks_of
-from penstock.search.request import Request
+from penstock.search.partition.pipelines import best_pipeline
 from penstock.search.space.families import families
 from penstock.search.uniform import best_plans
 
@@ -21,12 +20,12 @@ from penstock.search.uniform import best_plans
 def exact(model_ref: str, cluster_ref: str, batch: int, limit: float = math.inf, known: float = math.inf, schedules=("1f1b",)) -> list:
     """Each family's best plan in order of the bounds, where it is better than those before."""
     request = Request.of(model_ref, cluster_ref, batch, "roofline", None, (), limit, schedules)
-    found, blocks = [], blocks_of(request.model)
+    found = []
     for family in sorted(families(request), key=lambda family: family_bound(family).time_s):
-        plan = best_pipeline(family, blocks, known)
+        plan = best_pipeline(family, known)
         if plan is not None:
-            found.append(plan)
-            known = plan[1].time_s
+            found.append((plan.plan, plan.estimate))
+            known = plan.estimate.time_s
     return found
 
 

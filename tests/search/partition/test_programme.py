@@ -8,9 +8,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles.partition import best_by_trying, least_recompute_by_trying, recompute_time, stage_memory
 
+from penstock.search.partition import (
+    Blocks,
+    DevicePool,
+    Machine,
+    OptionCosts,
+    StageChoice,
+    StageOption,
+    StageSpace,
+    build_space,
+)
+from penstock.search.partition.flags import recompute_flags
 from penstock.search.partition.programme import TOLERANCE, best_cuts, best_partition, rough_bound
-from penstock.search.partition.recompute import recompute_flags
-from penstock.search.partition.stages import Blocks, Machine, OptionCosts, Pool, StageChoice, StageOption, StageSpace, build_space
 
 
 def random_blocks(numbers: np.random.Generator, num_blocks: int, size: int) -> Blocks:
@@ -38,7 +47,7 @@ def random_space(seed: int, num_blocks: int, size: int, devices: int, per_node: 
                 numbers.random((2, num_ops + 1)) * 0.1, numbers.random((2, num_ops + 1)) * 0.1, light=column() < 0.3,
             ))  # fmt: skip
     everything = max(float(c.kept.sum()) * max_stages + 8 * float(c.weights.sum()) for c in costs)
-    machine = Machine((Pool(devices, per_node, tight * everything),), 8.0)
+    machine = Machine((DevicePool(devices, per_node, tight * everything),), 8.0)
     return build_space(costs, blocks, machine, max_stages=max_stages)
 
 
@@ -74,7 +83,7 @@ def test_a_time_at_hand_loses_nothing_that_is_faster(seed: int, devices: int, ti
     assert not below.stages and below.bound <= expected * (1 + 1e-12)
 
 
-def mixed_space(seed: int, pools: tuple[Pool, ...], idle: bool, cuts: np.ndarray | None = None) -> StageSpace:
+def mixed_space(seed: int, pools: tuple[DevicePool, ...], idle: bool, cuts: np.ndarray | None = None) -> StageSpace:
     """Random costs on several kinds of devices, each kind with a memory of its own."""
     numbers = np.random.default_rng(seed)
     blocks = random_blocks(numbers, 2, 3)
@@ -98,7 +107,7 @@ def mixed_space(seed: int, pools: tuple[Pool, ...], idle: bool, cuts: np.ndarray
 def test_mixed_devices_equal_trying_everything(
     seed: int, counts: list[int], per_node: int, limits: list[float], idle: bool, m: int
 ) -> None:
-    pools = tuple(Pool(count, min(per_node, count), limit) for count, limit in zip(counts, limits, strict=False))
+    pools = tuple(DevicePool(count, min(per_node, count), limit) for count, limit in zip(counts, limits, strict=False))
     space = mixed_space(seed, pools, idle, np.array([0, 1, 3, 5, 7, 8]))
     expected, found = best_by_trying(space, m), best_partition(space, m)
     assert found.time == pytest.approx(expected, rel=1.01 * TOLERANCE)

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from penstock.search.partition.stages import Blocks, Machine, OptionCosts, Pool, StageOption, StageSpace, build_space
+from penstock.search.partition.stage_space import Machine, StageSpace, build_space
 from penstock.search.replicas.common_cuts import Afterwards, ReplicaClass, best_common_cuts
+from penstock.search.space.blocks import Blocks
+from penstock.search.space.stage_costs import DevicePool, OptionCosts, StageOption
 
 
 def options_of(numbers: random.Random, kinds: int, ops: int) -> list[OptionCosts]:
@@ -32,7 +34,7 @@ def space_of(costs: list[OptionCosts], depth: int, limit: float) -> StageSpace:
     """Memory decides which stages are possible; nothing is recomputed."""
     ops = len(costs[0].compute)
     blocks = Blocks(np.arange(ops + 1), np.full(ops, -1), np.ones(ops, np.bool_))
-    machine = Machine(tuple(Pool(depth, depth, limit) for _ in costs), 1.0, 0.0)
+    machine = Machine(tuple(DevicePool(depth, depth, limit) for _ in costs), 1.0, 0.0)
     return build_space(costs, blocks, machine, max_stages=depth, recompute="never")
 
 

@@ -19,12 +19,12 @@ from penstock.models.catalog import model_from_mapping
 from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
 from penstock.plans.ranks import packed_replicas
 from penstock.plans.validity import check_plan
-from penstock.search.engine import Outcome, search, search_plans
-from penstock.search.partition.pipelines import best_pipeline, blocks_of
+from penstock.search import Outcome, Request, search, search_plans
+from penstock.search.partition.pipelines import best_pipeline
 from penstock.search.replicas.replica_families import ReplicaFamily, replica_families
 from penstock.search.replicas.shares import rebalanced
-from penstock.search.request import Request
-from penstock.search.space.families import families, kinds_of
+from penstock.search.space.device_kinds import kinds_of
+from penstock.search.space.families import families
 from penstock.timing.estimate import Estimator
 
 GIGABIT = 1.25e8
@@ -72,7 +72,7 @@ def shares_of(total: int, replicas: int) -> Iterator[tuple[int, ...]]:
 
 def by_trying(family: ReplicaFamily) -> float:
     """The best of all cuts and all shares, by the estimate; nothing is recomputed."""
-    request, depth = family.family.request, family.depth
+    request, depth = family.layout.request, family.depth
     num_ops, best = request.model.num_ops, math.inf
     for inner in itertools.combinations(range(1, num_ops), depth - 1):
         stages = tuple(
@@ -87,7 +87,7 @@ def by_trying(family: ReplicaFamily) -> float:
             for index, (first, last) in enumerate(itertools.pairwise((0, *inner, num_ops)))
         )
         for shares in shares_of(family.total, len(family.replicas)):
-            batching = replace(request.frame.micro_batching, samples=family.family.samples, per_replica=shares)
+            batching = replace(request.frame.micro_batching, samples=family.samples, per_replica=shares)
             plan = replace(request.frame, stages=stages, num_replicas=len(family.replicas), micro_batching=batching)
             estimate = request.estimator.estimate(plan)
             best = min(best, estimate.time_s) if estimate.fits else best
@@ -113,17 +113,17 @@ CLUSTERS = (
 def test_small_clusters_equal_trying_every_plan(nodes: tuple[tuple[str, int], ...]) -> None:
     """Every family of up to three stages: the plan found is the best of all, and the bounds are below it."""
     request = small_request(two_nodes(*nodes), 6)
-    blocks, tried = blocks_of(request.model), 0
+    tried = 0
     for family in replica_families(request):
         if family.depth > 3 or len(family.replicas) > 3:
             continue
-        expected, found = by_trying(family), family.best(blocks, math.inf)
+        expected, found = by_trying(family), family.best(math.inf)
         assert found is not None
-        plan, estimate = found
+        plan, estimate = found.plan, found.estimate
         assert check_plan(plan, request.model, request.cluster) == [] and estimate.fits
         assert expected * (1 - 1e-9) <= estimate.time_s <= expected * 1.005
         assert family.bound_s <= expected * (1 + 1e-9)
-        assert family.sharper_bound_s(blocks, expected * 1.01) <= expected * (1 + 1e-9)
+        assert family.sharper_bound_s(expected * 1.01) <= expected * (1 + 1e-9)
         tried += 1
     assert tried >= 8
 
@@ -143,8 +143,7 @@ def test_unequal_shares_win_where_the_network_is_slow() -> None:
     assert len(set(shares[:4])) == len(set(shares[4:])) == 1 and shares[0] > shares[4]
     assert check_plan(best.plan, request.model, request.cluster) == [] and best.estimate.fits
     assert outcome.bound_s <= best.estimate.time_s
-    blocks = blocks_of(request.model)
-    assert all(best_pipeline(family, blocks, best.estimate.time_s / 0.9) is None for family in families(request))
+    assert all(best_pipeline(family, best.estimate.time_s / 0.9) is None for family in families(request))
     equal = replace(best.plan, micro_batching=replace(best.plan.micro_batching, per_replica=()))
     assert best.estimate.time_s < 0.8 * request.estimator.estimate(equal).time_s
 
@@ -185,8 +184,7 @@ def test_a_batch_that_nothing_divides_is_shared_out() -> None:
     request = request_on(two_nodes(("a100-40gb", 7)), 31, "gpt-350m")
     best = search(request, top=1).choices[0]
     assert best.plan.micro_batches_per_replica == (5, 5, 5, 4, 4, 4, 4)
-    blocks = blocks_of(request.model)
-    pipelines = [found[1].time_s for family in families(request) if (found := best_pipeline(family, blocks, math.inf)) is not None]
+    pipelines = [found.estimate.time_s for family in families(request) if (found := best_pipeline(family, math.inf)) is not None]
     assert best.estimate.time_s < 0.96 * min(pipelines)
 
 
@@ -196,10 +194,10 @@ def test_a_kind_with_too_little_memory_is_left_out() -> None:
     found = {
         family.layout.kinds: plan
         for family in replica_families(request)
-        if family.depth == 2 and family.tp == 2 and family.family.samples == 1 and (plan := family.best(blocks_of(request.model), math.inf))
+        if family.depth == 2 and family.tp == 2 and family.samples == 1 and (plan := family.best(math.inf))
     }
     assert set(found) == {(0,)}
-    assert {request.cluster.device(rank).name for rank in found[0,][0].ranks} == {"a100-80gb"}
+    assert {request.cluster.device(rank).name for rank in found[0,].plan.ranks} == {"a100-80gb"}
 
 
 def test_every_class_keeps_its_memory() -> None:
@@ -245,13 +243,13 @@ def test_bounds_hold_for_random_plans() -> None:
                 )
                 for index, (first, last) in enumerate(itertools.pairwise((0, *inner, num_ops)))
             )
-            batching = replace(request.frame.micro_batching, samples=family.family.samples)
+            batching = replace(request.frame.micro_batching, samples=family.samples)
             plan = replace(request.frame, stages=stages, num_replicas=len(family.replicas), micro_batching=batching,
                            schedule=numbers.choice(["1f1b", "zero-bubble"]))  # fmt: skip
             estimate = request.estimator.estimate(rebalanced(request.estimator, plan))
             best_s = min(best_s, estimate.time_s) if estimate.fits else best_s
         assert family.bound_s <= best_s * (1 + 1e-9)
-        assert family.sharper_bound_s(blocks_of(request.model), best_s * 1.001) <= best_s * (1 + 1e-9)
+        assert family.sharper_bound_s(best_s * 1.001) <= best_s * (1 + 1e-9)
 
 
 def test_what_is_missing_is_said_of_the_device_that_lacks_it() -> None:

@@ -33,16 +33,17 @@ import numpy as np
 
 from penstock.costs.table import Floats
 from penstock.schedules.rules import SCHEDULES
-from penstock.search.partition.stages import StageOption
-from penstock.search.space.families import Family, Pass
+from penstock.search.space.families import PlanFamily, Subspace
+from penstock.search.space.stage_costs import StageOption
 
-__all__ = ["Bound", "family_bound", "pass_bound", "promise_s"]
+__all__ = ["Bound", "family_bound", "promise_s", "subspace_bound"]
 
 _STEPS, _GOOD = 40, 1e-3
 """Rounds in which the weights of several pools are improved, and how near to the best they need to come."""
 
 _PRICES, _GOOD_PRICE = 24, 2e-3
-"""The same for prices of memory, which grow fourfold until memory is too dear for what does not fit."""
+"""Rounds in which the price of memory is improved, and how near it needs to come; it grows fourfold until memory is too dear for what does
+not fit."""
 
 
 @dataclass(frozen=True)
@@ -58,53 +59,57 @@ class Bound:
     """Whether memory makes it larger."""
 
 
-def family_bound(family: Family, known_s: float = np.inf) -> Bound:
+def family_bound(family: PlanFamily, known_s: float = np.inf) -> Bound:
     """The bound of one family on plans faster than `known_s`; infinite where there can be none."""
     found = Bound(np.inf, tight=True)
-    for part in family.passes:
-        if found.tight or not part.divided:  # dividing weights helps memory alone
-            found = min(found, pass_bound(family, part, known_s), key=lambda bound: bound.time_s)
+    for subspace in family.subspaces:
+        if found.tight or not subspace.divided:  # dividing weights helps memory alone
+            found = min(found, subspace_bound(family, subspace, known_s), key=lambda bound: bound.time_s)
     return found
 
 
-def pass_bound(
-    family: Family, part: Pass, known_s: float = np.inf, schedule: str = "", in_flight: int = 1, extra: Floats | None = None
+def subspace_bound(
+    family: PlanFamily, subspace: Subspace, known_s: float = np.inf, schedule: str = "", in_flight: int = 1, extra: Floats | None = None
 ) -> Bound:
-    """The same for plans of one pass: the better of two, since the slowest stage is all of the time if nothing counts as filling.
+    """The bound on plans of one subspace: the better of two, since the slowest stage is all of the time if nothing counts as filling.
 
-    With `schedule`, for plans under that one; zero-bubble makes nothing again, and all its stages hold `in_flight` micro-batches at least.
-    `extra` is work of a micro-batch besides its ops: device-seconds in each pool, and seconds in the sum of stages.
+    With `schedule`, only plans under that one count; zero-bubble makes nothing again, and all its stages hold `in_flight` micro-batches at
+    least. `extra` is work of a micro-batch besides its ops: device-seconds in each pool, and seconds in the sum of stages.
     """
     found = Bound(-np.inf)
     for filled in (1.0, 0.0):
-        found = max(found, _bound(family, part, known_s, filled, schedule, in_flight, extra), key=lambda bound: bound.time_s)
+        found = max(found, _bound(family, subspace, known_s, filled, schedule, in_flight, extra), key=lambda bound: bound.time_s)
         if found.time_s >= known_s:
             break
     return found
 
 
-def _bound(family: Family, part: Pass, known_s: float, filled: float, schedule: str, in_flight: int, extra: Floats | None) -> Bound:
+def _bound(
+    family: PlanFamily, subspace: Subspace, known_s: float, filled: float, schedule: str, in_flight: int, extra: Floats | None
+) -> Bound:
     """(m - filled) · slowest stage + filled · sum of stages, at least."""
-    from penstock.search.partition.kernels import cheapest_path
+    from penstock.search.bounds.path_kernels import cheapest_path
 
-    messages = np.stack([family.least_messages_s(option) for option in part.options])
-    half = 0.5 if len(part.options) > 1 else 1.0
+    messages = np.stack([family.prices.least_messages_s(option) for option in subspace.options])
+    # A change of option is a cut between two stages: half of its messages count there, so that neither half counts twice.
+    half = 0.5 if len(subspace.options) > 1 else 1.0
     left = 1 - half * messages.sum(axis=1) * family.count / known_s
-    options = [option for option, share in zip(part.options, left, strict=True) if share > 0]
+    options = [option for option, share in zip(subspace.options, left, strict=True) if share > 0]
     if not options:
         return Bound(np.inf)
     messages, left = messages[left > 0], left[left > 0]
+    prices = family.prices
     time, filling, after = (
-        np.stack([found(option) for option in options]) for found in (family.least_times, family.least_filling, family.op_after_s)
+        np.stack([price(option) for option in options]) for price in (prices.least_times, prices.least_filling, prices.op_after_s)
     )
     filling = time if schedule and not SCHEDULES[schedule].fill_relief else filling
     filling = filled * (filling + time * (1 / left[:, None] - 1))
-    time, chain = time / left[:, None], family.chain[0]
+    time, chain = time / left[:, None], prices.chain[0]
     taken = np.array([option.num_devices for option in options], float)
     devices = np.zeros((len(options), len(family.pools) + 1))
     devices[np.arange(len(options)), [option.pool for option in options]] = taken
     devices[:, -1] = 1
-    sizes = np.array([*(pool.num_devices for pool in family.pools), part.max_stages], float)
+    sizes = np.array([*(pool.num_devices for pool in family.pools), subspace.max_stages], float)
     besides = np.zeros_like(sizes) if extra is None else extra
     fixed = filling + taken[:, None] / family.num_devices * after
     counts = np.zeros(time.shape, np.int64)
@@ -133,18 +138,19 @@ def _bound(family: Family, part: Pass, known_s: float, filled: float, schedule: 
     return Bound(bound, tuple(map(float, weights)), chosen, tight=over > 0)
 
 
-def promise_s(family: Family) -> float:
+def promise_s(family: PlanFamily) -> float:
     """About what the best pipeline of equal stages takes, recomputation included; infinite where none fits. Never less than the bound."""
-    copies, found = family.copies, np.inf
-    for part in family.passes:
-        for option in part.options:
-            depth = min(part.max_stages, max(family.pools[option.pool].num_devices // option.num_devices, 1))
-            state, kept, again_s = family.op_memory(option)
+    prices, found = family.prices, np.inf
+    copies = prices.copies
+    for subspace in family.subspaces:
+        for option in subspace.options:
+            depth = min(subspace.max_stages, max(family.pools[option.pool].num_devices // option.num_devices, 1))
+            state, kept, again_s = prices.op_memory(option)
             held = min(depth, family.count)
             missing = float(copies @ (state + held * kept.sum(axis=1)) - depth) / held
             extra_s = _made_again_s(copies[:, None] * kept, copies[:, None] * again_s, missing)
-            work_s = float(copies @ family.op_times(option)[1]) + extra_s
-            found = min(found, (family.count - 1 + depth) * work_s / depth + float(copies @ family.op_after_s(option)) / depth)
+            work_s = float(copies @ prices.op_times(option)[1]) + extra_s
+            found = min(found, (family.count - 1 + depth) * work_s / depth + float(copies @ prices.op_after_s(option)) / depth)
     return found
 
 
@@ -170,9 +176,10 @@ class _Memory:
     """[C, O, parts]"""
 
     @classmethod
-    def of(cls, family: Family, options: Sequence[StageOption], slower: Floats, in_flight: int) -> _Memory:
+    def of(cls, family: PlanFamily, options: Sequence[StageOption], slower: Floats, in_flight: int) -> _Memory:
         """Of the options, whose work counts so many times slower, with so many micro-batches held."""
-        held = [family.op_memory(family.leanest(option)) for option in options]
+        prices = family.prices
+        held = [prices.op_memory(prices.leanest(option)) for option in options]
         state, kept, again_s = (np.stack(column) for column in zip(*held, strict=True))
         taken = np.array([option.num_devices for option in options], float)
         return cls(taken[:, None] * state, in_flight * taken[:, None, None] * kept, again_s * slower[:, None, None])

@@ -13,42 +13,41 @@ import numpy as np
 
 from penstock.costs.collectives import point_to_point_s
 from penstock.costs.table import Floats
-from penstock.search.bounds.by_ops import pass_bound
-from penstock.search.space.families import Family, Pass
+from penstock.search.bounds.by_ops import subspace_bound
+from penstock.search.space.families import PlanFamily, Subspace
 
 __all__ = ["crossing_bound_s"]
 
 
-def crossing_bound_s(family: Family, part: Pass, known_s: float) -> float:
-    """What no plan of a pass that is faster than `known_s` can be below; that of `pass_bound` where there is one kind."""
-    pools, plain_s = sorted({option.pool for option in part.options}), pass_bound(family, part, known_s).time_s
+def crossing_bound_s(family: PlanFamily, subspace: Subspace, known_s: float) -> float:
+    """What no plan of a subspace that is faster than `known_s` can be below; that of `subspace_bound` where there is one kind."""
+    pools, plain_s = sorted({option.pool for option in subspace.options}), subspace_bound(family, subspace, known_s).time_s
     if len(pools) == 1 or plain_s >= known_s:
         return plain_s
-    alone = (replace(part, options=tuple(option for option in part.options if option.pool == pool)) for pool in pools)
-    bounds = [pass_bound(family, one, known_s).time_s for one in alone]
-    if part.max_stages > 1:
-        bounds += [pass_bound(family, part, known_s, extra=_crossing(family, part, *pair)).time_s for pair in combinations(pools, 2)]
+    alone = (replace(subspace, options=tuple(option for option in subspace.options if option.pool == pool)) for pool in pools)
+    bounds = [subspace_bound(family, one, known_s).time_s for one in alone]
+    if subspace.max_stages > 1:
+        crossings = (_crossing(family, subspace, *pair) for pair in combinations(pools, 2))
+        bounds += [subspace_bound(family, subspace, known_s, extra=work).time_s for work in crossings]
     return max(plain_s, min(bounds))  # the weights behind a bound are good, but not always the best
 
 
-def _crossing(family: Family, part: Pass, first: int, second: int) -> Floats:
+def _crossing(family: PlanFamily, subspace: Subspace, first: int, second: int) -> Floats:
     """[P + 1] device-seconds of each pool, and seconds in all, that messages between two kinds take for a micro-batch at least."""
     found = np.zeros(len(family.pools) + 1)
     for pool, other in ((first, second), (second, first)):
-        options = [option for option in part.options if option.pool == pool]
+        options = [option for option in subspace.options if option.pool == pool]
         times = []
         for option in options:
-            table, shape = family.table(option)
-            s, ops = table.shape_index(shape), table.chain
-            size = min(table.input_bytes[ops[1:], s, 0, 0].min(initial=np.inf), table.output_bytes[ops[:-1], s, 0, 0].min(initial=np.inf))
-            counted = float(family.least_messages_s(option).max())  # by the bound already
-            times.append(max(_message_s(family, float(size), pool, other, option.num_devices) - counted, 0.0))
+            size = float(family.prices.least_sent_bytes(option).min())
+            counted = float(family.prices.least_messages_s(option).max())  # by the bound already
+            times.append(max(_message_s(family, size, pool, other, option.num_devices) - counted, 0.0))
         found[pool] = min(time * option.num_devices for time, option in zip(times, options, strict=True))
         found[-1] += min(times)
     return found
 
 
-def _message_s(family: Family, size_bytes: float, pool: int, other: int, lanes: int) -> float:
+def _message_s(family: PlanFamily, size_bytes: float, pool: int, other: int, lanes: int) -> float:
     """The time of one message between two kinds, where on some node of each as many replicas send as on the average one."""
     cluster = family.request.estimator.cluster
     nodes = [{cluster.node_index(rank): rank for rank in family.kinds[kind].ranks} for kind in (pool, other)]

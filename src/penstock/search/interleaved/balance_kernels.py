@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from penstock.search.interleaved.balanced_cuts import CutPlaces
+
 __all__ = ["balance", "warm"]
 
 POWER = 8
@@ -14,14 +16,14 @@ PRICE = 0.02
 
 
 @njit(cache=True, nogil=True)
-def balance(before, enter, leave, weights, after, tied, low, high, more, share, steps, draw, even, cuts):  # type: ignore[no-untyped-def]
+def balance(places, low, high, more, share, steps, draw, even, cuts):  # type: ignore[no-untyped-def]
     """Moves cuts by annealing and leaves the best met in `cuts`; returns more × slowest group + share × sum of groups + the last to end,
     and a price for unequal chunks where `even` is not 0.
 
-    `before` [places] are prefix sums of op times, `enter` and `leave` [groups, places] the messages at both ends of a group's chunk,
-    `weights` [places] prefix sums of weights, `after` and `tied` [groups] what follows for each weight and at all, `low` and `high` [cuts]
-    the first and last place of each cut. Numbers are drawn by a fixed rule: equal input, `draw` too, gives equal cuts.
+    `places` are `CutPlaces`, `low` and `high` [cuts] the first and last place of each cut. Numbers are drawn by a fixed rule: equal input,
+    `draw` too, gives equal cuts.
     """
+    before, enter, leave, weights, after, tied = places
     num_chunks, groups = len(cuts) - 1, len(enter)
     chunks, sums, ends = np.zeros(num_chunks), np.zeros(groups), tied.copy()
     for chunk in range(num_chunks):
@@ -78,4 +80,5 @@ def warm() -> None:
     """Compiles the kernel for the types it is called with."""
     cuts = np.array([0, 1, 2, 4, 6])
     none, messages = np.zeros(2), np.zeros((2, 7))
-    balance(np.arange(7.0), messages, messages, np.arange(7.0), none, none, cuts, cuts, 3.5, 0.5, 9, 0, 0.5, cuts.copy())
+    places = CutPlaces(np.arange(7.0), messages, messages, np.arange(7.0), none, none)
+    balance(places, cuts, cuts, 3.5, 0.5, 9, 0, 0.5, cuts.copy())

@@ -13,13 +13,13 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.costs.table import Floats
-from penstock.search.interleaved.group_links import Links
-from penstock.search.partition.stages import Ints
+from penstock.search.interleaved.group_links import GroupLinks
+from penstock.search.space.stage_costs import Ints
 
 __all__ = ["cuts_bound_s"]
 
 
-def cuts_bound_s(before: Floats, links: Links, low: Ints, high: Ints, count: int, chunks: int) -> float:
+def cuts_bound_s(before: Floats, links: GroupLinks, low: Ints, high: Ints, count: int, chunks: int) -> float:
     """A bound on all cuts from `low` to `high` [chunks + 1]; `before` [N + 1] are prefix sums of op times."""
     if (low > high).any():
         return np.inf

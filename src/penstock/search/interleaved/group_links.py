@@ -13,20 +13,19 @@ from penstock.costs.memory import bytes_per_parameter
 from penstock.costs.table import Floats
 from penstock.models.shapes import Quantity
 from penstock.plans.plan import Degrees, Stage
-from penstock.search.partition.stages import Ints, StageOption
-from penstock.search.space.families import Family
+from penstock.search.space.families import PlanFamily
+from penstock.search.space.prices import step_s_per_weight
+from penstock.search.space.stage_costs import Ints, StageOption
 from penstock.timing.messages import cut_times_s, gradient_sharing, tied_s
 
-__all__ = ["Links", "links_of"]
+__all__ = ["GroupLinks", "links_of"]
 
 _SEEN = 8
 """Replicas whose messages are taken to share a network."""
-_LARGE = 1e9
-"""Weights of an optimizer step in which latencies no longer count."""
 
 
 @dataclass(frozen=True)
-class Links:
+class GroupLinks:
     """Times that no plan with its groups at these places is below, those of messages being the first replica's."""
 
     enter: Floats
@@ -40,7 +39,7 @@ class Links:
     tied_s: Floats
     """[G] of gradients that the first and the last group share."""
 
-    def like(self, other: Links) -> bool:
+    def like(self, other: GroupLinks) -> bool:
         """Whether all times are the same."""
         pairs = ((self.enter, other.enter), (self.leave, other.leave), (self.after_s, other.after_s), (self.tied_s, other.tied_s))
         return all(np.allclose(own, its, rtol=1e-12, atol=0.0) for own, its in pairs)
@@ -56,7 +55,7 @@ class Links:
         return float((np.bincount(group, np.diff(self.weights[cuts])) * self.after_s + self.tied_s).max())
 
 
-def links_of(family: Family, option: StageOption, groups: int, together: bool, first: int, last: int) -> Links:
+def links_of(family: PlanFamily, option: StageOption, groups: int, together: bool, first: int, last: int) -> GroupLinks:
     """The links of groups in one of both orders of ranks. Ops before `first` are always in the first chunk, those from `last` on always in
     the last."""
     stages = [
@@ -64,13 +63,13 @@ def links_of(family: Family, option: StageOption, groups: int, together: bool, f
     ]
     enter, leave = _messages_s(family, option, stages)
     shared, tied = _tied(family, stages, first, last)
-    return Links(enter, leave, _weights(family, option, shared), _after_s(family, option, stages), tied)
+    return GroupLinks(enter, leave, _weights(family, option, shared), _after_s(family, option, stages), tied)
 
 
-def _messages_s(family: Family, option: StageOption, stages: list[Stage]) -> tuple[Floats, Floats]:
+def _messages_s(family: PlanFamily, option: StageOption, stages: list[Stage]) -> tuple[Floats, Floats]:
     """A message takes a latency and a time per byte, so two cuts with messages of unequal size tell those of all."""
     model, frame = family.request.estimator.model_under(option.sequence), family.request.frame
-    cluster, num_ops, shape = family.request.estimator.cluster, family.request.model.num_ops, family.table(option)[1]
+    cluster, num_ops, shape = family.request.estimator.cluster, family.request.model.num_ops, family.prices.table(option)[1]
     ends = [replace(stage, devices=stage.devices[:_SEEN]) for stage in stages]
 
     def gradient_bytes(op: int) -> float:
@@ -96,12 +95,11 @@ def _messages_s(family: Family, option: StageOption, stages: list[Stage]) -> tup
     return np.roll(times_s(lambda op: model.boundary_bytes(op).at(shape, option.tp), 0), 1, axis=0), times_s(gradient_bytes, 1)
 
 
-def _after_s(family: Family, option: StageOption, stages: list[Stage]) -> Floats:
+def _after_s(family: PlanFamily, option: StageOption, stages: list[Stage]) -> Floats:
     """[G] a bucket takes the least time per weight if it is full."""
     frame, estimator, holders = family.request.frame, family.request.estimator, family.replicas * option.dp
     device = family.kinds[option.pool].device.name
-    once, twice = (estimator.source.optimizer_s(n * _LARGE, device, frame.precision, frame.optimizer) for n in (1, 2))
-    step_s = (twice - once) / _LARGE / (holders if option.zero else 1)
+    step_s = step_s_per_weight(family.request, device) / (holders if option.zero else 1)
     if holders == 1:
         return np.full(len(stages), step_s)
     per_bucket = BUCKET_BYTES / bytes_per_parameter(frame.precision, frame.optimizer)[1]
@@ -113,7 +111,7 @@ def _after_s(family: Family, option: StageOption, stages: list[Stage]) -> Floats
     ])  # fmt: skip
 
 
-def _tied(family: Family, stages: list[Stage], first: int, last: int) -> tuple[set[int], Floats]:
+def _tied(family: PlanFamily, stages: list[Stage], first: int, last: int) -> tuple[set[int], Floats]:
     """The ops that share weights with another which is always in another group, and [G] the time to add up these gradients."""
     model, found = family.request.model, np.zeros(len(stages))
     owners = {place.name: place.index for place in model.ops}
@@ -126,9 +124,9 @@ def _tied(family: Family, stages: list[Stage], first: int, last: int) -> tuple[s
     return {op for _, op in pairs}, found
 
 
-def _weights(family: Family, option: StageOption, shared: set[int]) -> Floats:
+def _weights(family: PlanFamily, option: StageOption, shared: set[int]) -> Floats:
     """[N + 1] in the ops before each; what an op shares counts only where the other is in another stage."""
-    table, model = family.table(option)[0], family.request.model
+    table, model = family.prices.table(option)[0], family.request.model
     counts = np.zeros(model.num_ops + 1)
     for place in model.ops:
         whole = float(table.parameters[table.chain[place.index], 0, 0])

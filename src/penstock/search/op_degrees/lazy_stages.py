@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.costs.table import Floats
 from penstock.search.partition.programme import Partition, best_partition
-from penstock.search.partition.stages import Ints, Machine, OptionCosts, StageOption, StageSpace, stage_widths, sums_before
+from penstock.search.partition.stage_space import Machine, StageSpace, stage_widths
+from penstock.search.space.stage_costs import Ints, OptionCosts, StageOption, sums_before
 
-__all__ = ["LazyStages", "MixedCosts", "OpChoice", "SolvedStage"]
+__all__ = ["ChainArrays", "LazyStages", "MixedCosts", "OpChoice", "SolvedStage"]
 
 ROUNDS, FEW_ROUNDS = 40, 10
 """How often the stages of an answer are solved at most; where memory is short, most of them turn out not to fit. Fewer times where no plan
@@ -34,9 +35,28 @@ class OpChoice:
     algo: int
 
 
+class ChainArrays(NamedTuple):
+    """`MixedCosts` as kernels take them, with the messages of a stage that begins and ends inside a node or at its edge: [Q, N]."""
+
+    compute: Floats
+    forward: Floats
+    ending: Floats
+    kept: Floats
+    forward_reserve: Floats
+    backward_reserve: Floats
+    weights: Floats
+    entering: Floats
+    enter: Floats
+    leave: Floats
+    reshard: Floats
+    moved: Floats
+    edge: NDArray[np.bool_]
+    allowed: NDArray[np.bool_]
+
+
 @dataclass(frozen=True)
 class MixedCosts:
-    """All configurations of every op on a number of devices: [Q, N], in one unit of time and one of memory."""
+    """All configurations (degrees and split) of every op on a number of devices: [Q, N], in one unit of time and one of memory."""
 
     num_devices: int
     choices: tuple[OpChoice, ...]
@@ -61,10 +81,12 @@ class MixedCosts:
     allowed: NDArray[np.bool_]
     pool: int = 0
 
-    @property
-    def changes(self) -> tuple[NDArray[Any], ...]:
-        """What both kernels take for the way from op to op."""
-        return self.reshard, self.moved, self.edge, self.allowed
+    def arrays(self, arrives: int = 0, departs: int = 0) -> ChainArrays:
+        """What kernels take; 1 where the message before, or the one after, goes across nodes."""
+        return ChainArrays(
+            self.compute, self.forward, self.ending, self.kept, self.forward_reserve, self.backward_reserve, self.weights, self.entering,
+            self.enter[arrives], self.leave[departs], self.reshard, self.moved, self.edge, self.allowed,
+        )  # fmt: skip
 
     def option(self) -> OptionCosts:
         """The programme asks an option for its devices alone; times come from a table."""
@@ -136,11 +158,7 @@ class LazyStages:
         self._known, self._is_bounded = min(self._known, known), True
         _, width = stage_widths(self._fastest, self._known / self.count, self.count)
         for c, at, wide in zip(self.costs, self.space.offset, width, strict=True):
-            bound_table(
-                self._prices, self.machine.pools[c.pool].memory_limit, self.machine.state_factor, self.machine.least_reserve, c.compute,
-                c.forward, c.ending, c.kept, c.forward_reserve, c.backward_reserve, c.weights, c.entering, c.enter[0], c.leave[0],
-                *c.changes, at, wide, self.times,
-            )  # fmt: skip
+            bound_table(self._prices, self.machine.memory(c.pool), c.arrays(), at, wide, self.times)
         self.times[self.times > self._slowest] = np.inf  # only the price of memory that is not there makes a stage as slow
         found = best_partition(self.space, self.count, self._known)
         for key, (time, _) in self.solved.items():
@@ -154,11 +172,7 @@ class LazyStages:
         for c, at, wide in zip(self.costs, self.space.offset, self.space.width, strict=True) if self.costs else ():
             is_cut = np.append(c.edge[0, 0] | everywhere, True)
             is_cut[0] = True
-            reached_table(
-                self._prices, self.machine.pools[c.pool].memory_limit, self.machine.state_factor, self.machine.least_reserve, c.compute,
-                c.forward, c.ending, c.kept, c.forward_reserve, c.backward_reserve, c.weights, c.entering, c.enter[0], c.leave[0],
-                *c.changes, is_cut, at, wide, self.reached,
-            )  # fmt: skip
+            reached_table(self._prices, self.machine.memory(c.pool), c.arrays(), is_cut, at, wide, self.reached)
         return best_partition(replace(self.space, times=self.reached), self.count, self._known).time if self.costs else np.inf
 
     def reach(self, known: float) -> tuple[tuple[SolvedStage, ...], float]:
@@ -206,11 +220,8 @@ class LazyStages:
 
         option, first, last, behind, arrives, departs = key
         c, states = self.costs[option], np.zeros(last - first, np.int64)
-        time = best_chain(
-            first, last, self._known / self.count * (1 + 1e-9), behind + 1.0, self.machine.pools[c.pool].memory_limit, self._buckets,
-            self.machine.state_factor, self.machine.least_reserve, c.compute, c.forward, c.ending, c.kept, c.forward_reserve,
-            c.backward_reserve, c.weights, c.entering, c.enter[arrives], c.leave[departs], *c.changes, states,
-        )  # fmt: skip
+        most, memory = self._known / self.count * (1 + 1e-9), self.machine.memory(c.pool)
+        time = best_chain(first, last, most, behind + 1.0, memory, self._buckets, c.arrays(arrives, departs), states)
         return float(time), states
 
     def _keys(self, found: Partition) -> list[tuple[int, ...]]:

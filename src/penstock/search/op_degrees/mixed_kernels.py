@@ -1,6 +1,7 @@
 """The compiled loops for stages whose ops have degrees of their own.
 
-Q configurations of an op, each recomputed or not, make S = 2 Q states (state 2 q + f). Costs are arrays [Q, N]. Between an op before in
+`costs` are `ChainArrays`, `memory` is a `MemoryRule`. Q configurations of an op, each recomputed or not, make S = 2 Q states
+(state 2 q + f). Costs are arrays [Q, N]. Between an op before in
 one configuration and an op in another [Q, Q, N], `reshard` is the time that moving the op's input takes and `moved` the memory that the
 moved input holds; `edge` tells whether the result of the op before stays although both are recomputed, since a segment begins there.
 The last op of a recomputed segment takes `ending` instead of its forward time. Memory is state × weights, what is held by all
@@ -12,21 +13,24 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from penstock.search.op_degrees.lazy_stages import ChainArrays
+from penstock.search.partition.stage_space import MemoryRule
+
 __all__ = ["best_chain", "bound_table", "mixing_gain", "reached_table", "warm"]
 
 
 @njit(cache=True, nogil=True)
-def bound_table(  # type: ignore[no-untyped-def]
-    prices, limit, state, floor, compute, forward, ending, kept, forward_reserve, backward_reserve, weights, entering, enter, leave,
-    reshard, moved, edge, allowed, offset, width, low,
-):  # fmt: skip
+def bound_table(prices, memory, costs, offset, width, low):  # type: ignore[no-untyped-def]
     """low[k, pair]: a time that ops i..j with k stages behind cannot be below, the largest over some prices of memory.
 
     At a price, every choice is paid by its time and its memory (weights, and what all micro-batches hold); the cheapest chain less the
     price of the whole limit bounds all chains that fit. The reserve counts once by the weights, and once by the least that the ops keep for
     themselves, where that may be more.
     """
-    num_ops, cost, fresh = compute.shape[1], np.empty(2 * compute.shape[0]), np.empty(2 * compute.shape[0])
+    weights, forward_reserve, backward_reserve = costs.weights, costs.forward_reserve, costs.backward_reserve
+    limit, state, floor = memory
+    configurations, num_ops = weights.shape
+    cost, fresh = np.empty(2 * configurations), np.empty(2 * configurations)
     for i in range(num_ops):
         low[:, offset[i] : offset[i] + width[i]] = 0.0
         weight = by_weights = reserve = own_forward = own_backward = 0.0
@@ -44,32 +48,27 @@ def bound_table(  # type: ignore[no-untyped-def]
             per_weight = state if by_ops else state + floor
             for k in range(low.shape[0]):
                 for level in range(len(prices)):
-                    _bound_from(
-                        i, k, prices[level] / (k + 1.0), k + 1.0, limit, per_weight, by_ops, compute, forward, ending, kept,
-                        forward_reserve, backward_reserve, weights, entering, enter, leave, reshard, moved, edge, allowed, offset, width,
-                        low, cost, fresh,
-                    )  # fmt: skip
+                    price, span = prices[level] / (k + 1.0), slice(offset[i], offset[i] + width[i])
+                    _bound_from(i, price, k + 1.0, limit, per_weight, by_ops, costs, low[k, span], cost, fresh)
 
 
 @njit(cache=True, nogil=True)
-def _bound_from(  # type: ignore[no-untyped-def]
-    i, k, price, held, limit, per_weight, by_ops, compute, forward, ending, kept, forward_reserve, backward_reserve, weights, entering,
-    enter, leave, reshard, moved, edge, allowed, offset, width, low, cost, fresh,
-):  # fmt: skip
-    """`bound_table` of the stages from one op on, at one price."""
+def _bound_from(i, price, held, limit, per_weight, by_ops, costs, low, cost, fresh):  # type: ignore[no-untyped-def]
+    """`bound_table` of the stages from one op on, as many as `low` has room for, at one price."""
+    (compute, forward, ending, kept, forward_reserve, backward_reserve, weights, entering, enter, leave, reshard, moved, edge,
+     allowed) = costs  # fmt: skip
     states, own_forward, own_backward = len(cost), 0.0, 0.0
     for s in range(states):
         q, f = s // 2, s % 2
         memory = per_weight * weights[q, i] + held * (entering[q, i] + kept[q, i])
         cost[s] = compute[q, i] + f * ending[q, i] + enter[q, i] + price * memory if allowed[q, i] else np.inf
-    for last in range(i, i + width[i]):
+    for last in range(i, i + len(low)):
         best = np.inf
         for s in range(states):
             best = min(best, cost[s] + leave[s // 2, last])
-        pair = offset[i] + last - i
-        low[k, pair] = max(low[k, pair], best - price * (limit - by_ops * (own_forward + own_backward)))
+        low[last - i] = max(low[last - i], best - price * (limit - by_ops * (own_forward + own_backward)))
         op = last + 1
-        if op == i + width[i]:
+        if op == i + len(low):
             break
         if by_ops:
             own_forward = max(own_forward, forward_reserve[:, last].min())
@@ -88,14 +87,14 @@ def _bound_from(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def reached_table(  # type: ignore[no-untyped-def]
-    prices, limit, state, floor, compute, forward, ending, kept, forward_reserve, backward_reserve, weights, entering, enter, leave,
-    reshard, moved, edge, allowed, is_cut, offset, width, high,
-):  # fmt: skip
+def reached_table(prices, memory, costs, is_cut, offset, width, high):  # type: ignore[no-untyped-def]
     """high[k, pair]: the time of some states of ops i..j between two cuts that fit with k stages behind; unchanged where none was met.
 
     They are the cheapest chains at some prices of memory, as in `bound_table`, with all their memory exactly.
     """
+    (compute, forward, ending, kept, forward_reserve, backward_reserve, weights, entering, enter, leave, reshard, moved, edge,
+     allowed) = costs  # fmt: skip
+    limit, state, floor = memory
     num_ops, states = compute.shape[1], 2 * compute.shape[0]
     cost, fresh = np.empty(states), np.empty(states)
     # Of a chain: time, weights, held by one micro-batch, open segment, largest segment, largest reserves.
@@ -112,8 +111,8 @@ def reached_table(  # type: ignore[no-untyped-def]
                     now[s] = 0.0
                     now[s, 0] = compute[q, i] + f * ending[q, i] + enter[q, i]
                     now[s, 1], now[s, 2] = weights[q, i], entering[q, i] + kept[q, i]
-                    memory = (state + floor) * weights[q, i] + held * now[s, 2]
-                    cost[s] = now[s, 0] + price * memory if allowed[q, i] else np.inf
+                    mine = (state + floor) * weights[q, i] + held * now[s, 2]
+                    cost[s] = now[s, 0] + price * mine if allowed[q, i] else np.inf
                 for last in range(i, i + width[i]):
                     if is_cut[last + 1]:
                         pair = offset[i] + last - i
@@ -154,16 +153,16 @@ def reached_table(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def best_chain(  # type: ignore[no-untyped-def]
-    first, last, most, held, limit, buckets, state, floor, compute, forward, ending, kept, forward_reserve, backward_reserve, weights,
-    entering, enter, leave, reshard, moved, edge, allowed, chosen,
-):  # fmt: skip
-    """Fast states of ops first..last that fit, if they take at most `most`; returns their time, infinite if none was found. `chosen`
-    receives the state of each op.
+def best_chain(first, last, most, held, memory, buckets, costs, chosen):  # type: ignore[no-untyped-def]
+    """Fast states of ops first..last that fit with so many micro-batches held, if they take at most `most`; returns their time, infinite if
+    none was found. `chosen` receives the state of each op.
 
     Labels are kept for each state and bucket of memory, the fastest of each, with all their memory exactly; of those in a bucket one
     that would have had the smaller peak in the end may be lost.
     """
+    (compute, forward, ending, kept, forward_reserve, backward_reserve, weights, entering, enter, leave, reshard, moved, edge,
+     allowed) = costs  # fmt: skip
+    limit, state, floor = memory
     states, n = 2 * compute.shape[0], last - first
     # Of a label: time, weights, held by one micro-batch, open segment, largest segment, largest reserves.
     now, new = np.full((states, buckets, 7), np.inf), np.full((states, buckets, 7), np.inf)
@@ -174,8 +173,8 @@ def best_chain(  # type: ignore[no-untyped-def]
         if allowed[q, first]:
             time = compute[q, first] + f * ending[q, first] + enter[q, first]
             mine = entering[q, first] + kept[q, first]
-            _keep(now, back, 0, s, time, weights[q, first], mine, 0.0, 0.0, 0.0, 0.0, state, floor, held, limit, -1, -1,
-                  f * held * kept[q, first])  # fmt: skip
+            begun = (time, weights[q, first], mine, 0.0, 0.0, 0.0, 0.0)
+            _keep(now, back, (0, s, -1, -1), begun, memory, held, f * held * kept[q, first])
     for step in range(1, n):
         op, before = first + step, first + step - 1
         new[:] = np.inf
@@ -210,9 +209,8 @@ def best_chain(  # type: ignore[no-untyped-def]
                             time += forward[p, before] - ending[p, before]
                     if time + left[step, q] > most:
                         continue
-                    weight, hope = label[1] + weights[q, op], f * held * kept[q, op]
-                    _keep(new, back, step, s, time, weight, mine, segment, peak, most_forward, most_backward, state, floor, held, limit, r,
-                          bucket, hope)  # fmt: skip
+                    longer = (time, label[1] + weights[q, op], mine, segment, peak, most_forward, most_backward)
+                    _keep(new, back, (step, s, r, bucket), longer, memory, held, f * held * kept[q, op])
         now, new = new, now
     best, at, slot = np.inf, -1, -1
     for s in range(states):
@@ -220,8 +218,8 @@ def best_chain(  # type: ignore[no-untyped-def]
             label = now[s, bucket]
             if label[0] == np.inf:
                 continue
-            memory = state * label[1] + held * label[2] + label[4] + max(label[5] + label[6], floor * label[1])
-            if memory <= limit and label[0] + leave[s // 2, last - 1] < best:
+            used = state * label[1] + held * label[2] + label[4] + max(label[5] + label[6], floor * label[1])
+            if used <= limit and label[0] + leave[s // 2, last - 1] < best:
                 best, at, slot = label[0] + leave[s // 2, last - 1], s, bucket
     if at < 0:
         return np.inf
@@ -252,21 +250,21 @@ def _time_left(first, last, compute, leave, reshard, allowed):  # type: ignore[n
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _keep(  # type: ignore[no-untyped-def]
-    table, back, step, s, time, weight, mine, segment, peak, most_forward, most_backward, state, floor, held, limit, r, bucket, hope
-):
+def _keep(table, back, place, entry, memory, held, hope):  # type: ignore[no-untyped-def]
     """Enters a label unless it cannot fit any more (`hope` may still be saved) or faster ones have its buckets.
 
     Buckets go by all memory. Where one micro-batch is held, only half of them do, and a label that is not the fastest there has another
     chance in the other half, which goes by memory without the peak: there the first segment that is recomputed saves no more than its
     own peak, but the next one does.
     """
-    reserve = max(most_forward + most_backward, floor * weight)
-    memory = state * weight + held * mine + peak + reserve
-    if memory - hope > limit:
+    limit, state, floor = memory
+    step, s, r, bucket = place
+    time, weight, mine, _, peak, most_forward, most_backward = entry
+    used = state * weight + held * mine + peak + max(most_forward + most_backward, floor * weight)
+    if used - hope > limit:
         return
     half = table.shape[1] // 2 if held < 2 else table.shape[1]
-    into = int((memory - hope) / limit * (half - 1))
+    into = int((used - hope) / limit * (half - 1))
     if time < table[s, into, 0]:
         label = table[s, into]
         if label[0] < np.inf and held < 2:
@@ -275,18 +273,15 @@ def _keep(  # type: ignore[no-untyped-def]
             if label[0] < table[s, second, 0]:
                 table[s, second] = label
                 back[step, s, second] = back[step, s, into]
-        label[0], label[1], label[2], label[3] = time, weight, mine, segment
-        label[4], label[5], label[6] = peak, most_forward, most_backward
-        back[step, s, into, 0], back[step, s, into, 1] = r, bucket
+    elif held < 2:
+        into = half + int(max(used - peak - hope, 0.0) / limit * (half - 1))
+        if time >= table[s, into, 0]:
+            return
+    else:
         return
-    if held >= 2:
-        return
-    into = half + int(max(memory - peak - hope, 0.0) / limit * (half - 1))
-    if time < table[s, into, 0]:
-        label = table[s, into]
-        label[0], label[1], label[2], label[3] = time, weight, mine, segment
-        label[4], label[5], label[6] = peak, most_forward, most_backward
-        back[step, s, into, 0], back[step, s, into, 1] = r, bucket
+    label = table[s, into]
+    label[0], label[1], label[2], label[3], label[4], label[5], label[6] = entry
+    back[step, s, into, 0], back[step, s, into, 1] = r, bucket
 
 
 @njit(cache=True, nogil=True)
@@ -315,11 +310,11 @@ def mixing_gain(time, reshard, plain, firsts):  # type: ignore[no-untyped-def]
 
 def warm() -> None:
     """Compiles the kernels for the types they are called with."""
-    ones, free = np.ones((1, 3)), np.ones((1, 3), np.bool_)
-    edge, reshard = np.zeros((1, 1, 3), np.bool_), np.zeros((1, 1, 3))
+    ones, free, reshard = np.ones((1, 3)), np.ones((1, 3), np.bool_), np.zeros((1, 1, 3))
+    edge, memory = np.zeros((1, 1, 3), np.bool_), MemoryRule(99.0, 4.0, 1.0)
+    costs = ChainArrays(ones, ones, ones, ones, ones, ones, ones, ones, ones, ones, reshard, reshard, edge, free)
     offset, width = np.array([0, 3, 5]), np.array([3, 2, 1])
-    bound_table(np.array([0.0, 1.0]), 99.0, 4.0, 1.0, *[ones] * 10, reshard, reshard, edge, free, offset, width, np.zeros((1, 6)))
-    reached_table(np.array([0.0, 1.0]), 99.0, 4.0, 1.0, *[ones] * 10, reshard, reshard, edge, free, np.ones(4, np.bool_), offset, width,
-                  np.zeros((1, 6)))  # fmt: skip
-    best_chain(0, 3, 99.0, 1.0, 99.0, 8, 4.0, 1.0, *[ones] * 10, reshard, reshard, edge, free, np.zeros(3, np.int64))
+    bound_table(np.array([0.0, 1.0]), memory, costs, offset, width, np.zeros((1, 6)))
+    reached_table(np.array([0.0, 1.0]), memory, costs, np.ones(4, np.bool_), offset, width, np.zeros((1, 6)))
+    best_chain(0, 3, 99.0, 1.0, memory, 8, costs, np.zeros(3, np.int64))
     mixing_gain(ones, reshard, np.ones(1, np.bool_), np.array([0, 1]))

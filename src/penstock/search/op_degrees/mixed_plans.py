@@ -11,27 +11,28 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.costs.collectives import collective_s
-from penstock.costs.table import CostTable, Floats
+from penstock.costs.table import Floats
 from penstock.models.shapes import Quantity
-from penstock.plans.build import join_ranges
 from penstock.plans.capabilities import unsupported
-from penstock.plans.plan import Degrees, OpRun, Plan, Stage
+from penstock.plans.plan import OpRun, Plan
 from penstock.plans.validity import check_plan
+from penstock.search.assemble import assembled, best_order, first_fitting, stage_of
+from penstock.search.choice import Choice
 from penstock.search.op_degrees.lazy_stages import LazyStages, MixedCosts, OpChoice, SolvedStage
-from penstock.search.partition.stages import Machine, OptionCosts, StageOption
-from penstock.search.space.families import Family
+from penstock.search.partition.stage_space import Machine
+from penstock.search.space.families import PlanFamily
+from penstock.search.space.stage_costs import OptionCosts, StageOption
 from penstock.timing.pass_times import rerun
 from penstock.timing.pipeline import share_shape
 
 if TYPE_CHECKING:
     from penstock.models.ops import Model
-    from penstock.timing.estimate import Estimate
 
 __all__ = ["MixedPlans", "free_bound_s", "mixed_plans"]
 
@@ -41,14 +42,13 @@ MAX_OPS = 600
 """Chains up to this length are looked at."""
 MAX_STAGES = 8
 PRICES, BUCKETS = 6, 400
-_SHARES = (1.0, 0.97, 0.93, 0.88)
-"""Of the memory, tried in turn where the programme was too hopeful."""
+"""Prices of memory at which stages are bounded, and steps of memory of which the fastest chain is kept."""
 
 
 class MixedPlans:
     """The plans of a family with up to so many stages, some of them mixed."""
 
-    def __init__(self, family: Family, costs: Sequence[MixedCosts], max_stages: int, known_s: float) -> None:
+    def __init__(self, family: PlanFamily, costs: Sequence[MixedCosts], max_stages: int, known_s: float) -> None:
         self.family, self.max_stages, self._costs, self._known_s = family, max_stages, list(costs), known_s
         self._lazy = self._stages_of(1.0)
         self.bound_s: float = self._lazy.bound(known_s)
@@ -60,23 +60,23 @@ class MixedPlans:
         machine = Machine(pools, 1.0, 0.0, idle=len(pools) > 1)
         return LazyStages(self._costs, machine, family.count, self._known_s, self.max_stages, _prices(self._costs), BUCKETS)
 
-    def best(self, known_s: float) -> tuple[Plan, Estimate] | None:
+    def best(self, known_s: float) -> Choice | None:
         """The fastest that fits, if it is faster than `known_s`."""
-        request = self.family.request
-        for share in _SHARES:
-            stages, _ = (self._lazy if share == 1.0 else self._stages_of(share)).solve(known_s)
-            if not stages:
-                return None
-            plans = [_plan(self.family, stages, together) for together in ((False, True) if self.family.replicas > 1 else (False,))]
-            if check_plan(plans[0], request.model, request.cluster) or _splits_shared_weights(plans[0], request.model):
-                return None
-            found = min(((plan, request.estimator.estimate(plan)) for plan in plans), key=lambda pair: (not pair[1].fits, pair[1].time_s))
-            if found[1].fits:
-                return found if found[1].time_s < known_s else None
-        return None
+        found = first_fitting(lambda share: self._best_with(share, known_s))
+        return found if found is not None and found.estimate.time_s < known_s else None
+
+    def _best_with(self, share: float, known_s: float) -> Choice | None:
+        """The programme's best plan with a share of the memory; None where it would not run."""
+        stages, _ = (self._lazy if share == 1.0 else self._stages_of(share)).solve(known_s)
+        if not stages:
+            return None
+        request, plan = self.family.request, _plan(self.family, stages, together=False)
+        if check_plan(plan, request.model, request.cluster) or _splits_shared_weights(plan, request.model):
+            return None
+        return best_order(self.family, "mixed", lambda together: _plan(self.family, stages, together))
 
 
-def free_bound_s(family: Family) -> float:
+def free_bound_s(family: PlanFamily) -> float:
     """What no plan can be below if every op chooses its devices, degrees and split for itself and nothing is ever moved.
 
     The slowest stage takes at least what a device works on average, and so does what follows the last micro-batch.
@@ -84,14 +84,14 @@ def free_bound_s(family: Family) -> float:
     least = np.full(family.request.model.num_ops, np.inf)
     for option in family.options:
         share = option.num_devices / family.num_devices
-        after = family.after_s(option)
+        after = family.prices.after_s(option)
         for algo in range(_num_algos(family, option)):
-            time = _times(family, option, algo)[1]
+            time = family.prices.times(option, algo)[1]
             least = np.minimum(least, time * (1 + (family.count - 1) * share) + share * after)
     return float(least.sum())
 
 
-def mixed_plans(family: Family, known_s: float) -> Iterator[MixedPlans]:
+def mixed_plans(family: PlanFamily, known_s: float) -> Iterator[MixedPlans]:
     """Where mixing can help: plans of one stage, and plans of several."""
     if family.request.model.num_ops > MAX_OPS:
         return
@@ -106,18 +106,18 @@ def mixed_plans(family: Family, known_s: float) -> Iterator[MixedPlans]:
             yield MixedPlans(family, costs, most, known_s)
 
 
-def _gain(family: Family, costs: MixedCosts) -> float:
+def _gain(family: PlanFamily, costs: MixedCosts) -> float:
     """How much faster a run of ops can be than with the same degrees for all of it; runs begin at the first and last op of each sort."""
     from penstock.search.op_degrees.mixed_kernels import mixing_gain
 
-    numbers, firsts = family.chain
+    numbers, firsts = family.prices.chain
     lasts = len(numbers) - 1 - np.unique(numbers[::-1], return_index=True)[1]
     plain = np.array([choice.algo == 0 for choice in costs.choices])
     time = np.where(costs.allowed, costs.compute, np.inf)
     return float(mixing_gain(time, costs.reshard, plain, np.union1d(firsts, lasts)))
 
 
-def _costs(family: Family, pool: int, size: int, share: float) -> MixedCosts | None:
+def _costs(family: PlanFamily, pool: int, size: int, share: float) -> MixedCosts | None:
     """All degrees and splits on a number of devices, with a share of what follows; None where the model has none."""
     options = {(o.tp, o.dp): o for o in family.options if (o.pool, o.num_devices) == (pool, size)}
     choices, rows = [], []
@@ -141,47 +141,34 @@ def _costs(family: Family, pool: int, size: int, share: float) -> MixedCosts | N
     )  # fmt: skip
 
 
-def _num_algos(family: Family, option: StageOption) -> int:
+def _num_algos(family: PlanFamily, option: StageOption) -> int:
     """How many splits the model's ops have at most; an op that is not divided has one."""
     return max(len(op.splits) for op in family.request.model.distinct_ops) if option.tp > 1 else 1
 
 
-def _times(family: Family, option: StageOption, algo: int) -> tuple[Floats, Floats]:
-    """[N] forward time and forward + backward time of every op under a split, collectives included; infinite where it has no such."""
-    if not algo:
-        return family.times(option)
-    passes = family.op_passes(option, algo)
-    return passes.forward_pass_s[family.chain[0]], passes.both_s[family.chain[0]]
-
-
-def _cells(family: Family, option: StageOption, algo: int) -> tuple[CostTable, tuple[Any, ...]]:
-    """The estimator's table and where in it the chain's ops are under an option and a split."""
-    shape = share_shape(family.request.frame, family.samples, option.dp)
-    table = family.request.estimator.table(shape, option.tp)
-    return table, (table.chain, table.shape_index(shape), 0, algo)
-
-
-def _rows(family: Family, option: StageOption, algo: int, share: float) -> OptionCosts:
+def _rows(family: PlanFamily, option: StageOption, algo: int, share: float) -> OptionCosts:
     """Costs of every op under one option and split, with a share of what follows."""
-    costs = family.costs(option)
+    costs = family.prices.costs(option)
     if algo:
-        (forward, compute), (table, at) = _times(family, option, algo), _cells(family, option, algo)
+        forward, compute = family.prices.times(option, algo)
+        table, shape = family.prices.table(option)
+        at = table.chain, table.shape_index(shape), 0, algo
         light = np.array([not rerun([place], [min(algo, len(place.op.splits) - 1)]) for place in family.request.model.ops])
         costs = replace(
             costs, forward=forward, compute=compute, light=light, kept=table.kept_bytes[at], forward_reserve=table.workspace_bytes[at],
             backward_reserve=table.backward_workspace_bytes[at],
         )  # fmt: skip
-    return replace(costs, compute=costs.compute + share * family.after_s(option))
+    return replace(costs, compute=costs.compute + share * family.prices.after_s(option))
 
 
 def _changes(
-    family: Family, pool: int, choices: Sequence[OpChoice], rows: Sequence[OptionCosts]
+    family: PlanFamily, pool: int, choices: Sequence[OpChoice], rows: Sequence[OptionCosts]
 ) -> tuple[Floats, Floats, NDArray[np.bool_]]:
     """[Q, Q, N] time and memory of moving an op's input to other degrees, and where a recomputed segment ends."""
     model, shape = family.request.model, (len(choices), len(choices), family.request.model.num_ops)
     reshard, moved = np.zeros(shape), np.zeros(shape)
     begins = [(before.block, before.copy) != (place.block, place.copy) for before, place in pairwise(model.ops)]
-    edge = np.ascontiguousarray(np.broadcast_to(np.array([True, *begins]), shape))
+    edge = np.array(np.broadcast_to(np.array([True, *begins]), shape), order="C")  # writable, as kernels are compiled for
     for a, have in enumerate(choices):
         for b, want in enumerate(choices):
             if have.dp != want.dp:
@@ -191,9 +178,9 @@ def _changes(
     return reshard, moved, edge
 
 
-def _gathers_s(family: Family, pool: int, coarse: OpChoice, fine_tp: int) -> Floats:
+def _gathers_s(family: PlanFamily, pool: int, coarse: OpChoice, fine_tp: int) -> Floats:
     """[N - 1] time to gather what enters each op but the first among the ranks of its tensor-parallel group, as `costs` has it."""
-    request, numbers = family.request, family.chain[0]
+    request, numbers = family.request, family.prices.chain[0]
     shape = share_shape(request.frame, family.samples, coarse.dp)
     ranks = family.kinds[pool].ranks[: coarse.tp : fine_tp]
     found = np.zeros(int(numbers.max()) + 1)
@@ -210,20 +197,15 @@ def _prices(costs: Sequence[MixedCosts]) -> Floats:
     return np.concatenate([[0.0], np.geomspace(0.3 * np.quantile(ratios, 0.05), 30 * np.quantile(ratios, 0.95), PRICES)])
 
 
-def _plan(family: Family, stages: Sequence[SolvedStage], together: bool) -> Plan:
+def _plan(family: PlanFamily, stages: Sequence[SolvedStage], together: bool) -> Plan:
+    """A stage has the degrees of most of its ops, and runs of ops that have others."""
     found = []
     for stage in stages:
         usual = Counter((op.tp, op.dp) for op in stage.ops).most_common(1)[0][0]
         option = StageOption(stage.num_devices, *usual, stage.pool)
-        again = join_ranges((stage.first + at, stage.first + at + 1) for at, flag in enumerate(stage.flags) if flag)
-        most_dp = max(op.dp for op in stage.ops)
-        found.append(Stage(
-            stage.first, stage.last, family.ranks(option, stage.start, together), Degrees(*usual), tuple(_runs(stage, usual)),
-            (again,) if again else (), zero=1 if most_dp * family.replicas > 1 else 0,
-        ))  # fmt: skip
-    frame = family.request.frame
-    batching = replace(frame.micro_batching, samples=family.samples)
-    return replace(frame, stages=tuple(found), num_replicas=family.replicas, micro_batching=batching)
+        devices = family.ranks(option, stage.start, together)
+        found.append(stage_of(stage.first, stage.last, option, devices, stage.flags, tuple(_runs(stage, usual))))
+    return assembled(family.request.frame, found, family.samples)
 
 
 def _runs(stage: SolvedStage, usual: tuple[int, int]) -> Iterator[OpRun]:

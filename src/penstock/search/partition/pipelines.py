@@ -10,234 +10,197 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.plans.build import BESIDE, join_ranges
-from penstock.plans.plan import Degrees, Plan, Stage
+from penstock.plans.plan import Plan
 from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES, unchunked
-from penstock.search.bounds.by_ops import pass_bound
+from penstock.search.assemble import assembled, best_order, first_fitting, stage_of
+from penstock.search.bounds.by_ops import subspace_bound
+from penstock.search.choice import Choice
+from penstock.search.partition.flags import recompute_flags
 from penstock.search.partition.priced import Priced
-from penstock.search.partition.programme import TOLERANCE, best_cuts, best_partition
-from penstock.search.partition.recompute import recompute_flags
-from penstock.search.partition.stages import Blocks, Machine, OptionCosts, Recompute, StageChoice, StageOption, StageSpace, build_space
-from penstock.search.space.families import Family, Pass
+from penstock.search.partition.programme import best_cuts, best_partition
+from penstock.search.partition.stage_space import Machine, StageChoice, StageSpace, build_space
+from penstock.search.space.families import PlanFamily, Subspace
+from penstock.search.space.stage_costs import Ints, OptionCosts, StageOption
 
-if TYPE_CHECKING:
-    from penstock.models.ops import Model
-    from penstock.timing.estimate import Estimate
-
-__all__ = ["best_pipeline", "blocks_of", "bound_of_pass", "equal_pipeline"]
+__all__ = ["best_pipeline", "bound_of_subspace", "equal_pipeline"]
 
 COARSE_CUTS, COARSE_TOLERANCE = 128, 1e-3
-"""Cuts that the first pass over a long chain looks at, and how near to the best of them it comes."""
+"""Cuts that the first look at a long chain has, and how near to the best of them it comes."""
 LONG_CHAIN, BOUND_CUTS = 2000, 512
 """Chains of more ops than this are bounded with at most so many cuts."""
-_SHARES = (1.0, 0.97, 0.93, 0.88)
-"""Of the memory, tried in turn where the programme was too hopeful."""
 
 
-def best_pipeline(family: Family, blocks: Blocks, known_s: float) -> tuple[Plan, Estimate] | None:
+def best_pipeline(family: PlanFamily, known_s: float) -> Choice | None:
     """The fastest plan of a family that fits, if it is faster than `known_s`."""
-    best: tuple[Plan, Estimate] | None = None
+    best: Choice | None = None
     schedules = unchunked({DEFAULT_SCHEDULE, *family.request.schedules})
-    for part in family.passes:
-        for schedule in schedules if part.max_stages > 1 else (DEFAULT_SCHEDULE,):
-            for depth, fewer in pairwise(_depths(part, schedule)):
-                shallow, in_flight = replace(part, max_stages=depth), _in_flight(family, schedule, fewer)
-                if pass_bound(family, shallow, known_s, schedule, in_flight).time_s >= known_s:
+    for subspace in family.subspaces:
+        for schedule in schedules if subspace.max_stages > 1 else (DEFAULT_SCHEDULE,):
+            for depth, fewer in pairwise(_depths(subspace, schedule)):
+                shallow, in_flight = replace(subspace, max_stages=depth), _in_flight(family, schedule, fewer)
+                if subspace_bound(family, shallow, known_s, schedule, in_flight).time_s >= known_s:
                     continue
-                found = _best_of_pass(family, blocks, shallow, schedule, known_s)
-                if found is not None and found[1].time_s < known_s:
-                    best, known_s = found, found[1].time_s
+                found = _best_of_subspace(family, shallow, schedule, known_s)
+                if found is not None and found.estimate.time_s < known_s:
+                    best, known_s = found, found.estimate.time_s
     return best
 
 
-def _in_flight(family: Family, schedule: str, fewer: int) -> int:
+def _in_flight(family: PlanFamily, schedule: str, fewer: int) -> int:
     """Micro-batches that every stage of a pipeline of more than so many stages holds at least."""
     return min(fewer + 1, family.count) if SCHEDULES[schedule].splits_backward else 1
 
 
-def _depths(part: Pass, schedule: str) -> list[int]:
-    """The most stages to solve for, down to the number that is too few; under a zero-bubble schedule every stage holds as many
-    micro-batches, so less may be more."""
-    if part.equal:
-        return [part.max_stages, part.max_stages - 1]
+def _depths(subspace: Subspace, schedule: str) -> list[int]:
+    """The most stages to solve for, in turn, down to the number that is too few; under a zero-bubble schedule every stage holds as many
+    micro-batches as there are stages, so that a limit on their number leaves more memory."""
+    if subspace.equal:
+        return [subspace.max_stages, subspace.max_stages - 1]
     if not SCHEDULES[schedule].splits_backward:
-        return [part.max_stages, 0]
-    return sorted({0, *(min(2**k, part.max_stages) for k in range(1, part.max_stages.bit_length() + 1))}, reverse=True)
+        return [subspace.max_stages, 0]
+    most = subspace.max_stages
+    return sorted({0, *(min(2**k, most) for k in range(1, most.bit_length() + 1))}, reverse=True)
 
 
-def _best_of_pass(family: Family, blocks: Blocks, part: Pass, schedule: str, known_s: float) -> tuple[Plan, Estimate] | None:
-    """The fastest plan of a pass under one schedule that fits, if its pipeline leaves enough of `known_s` for what follows it."""
-    left_s = known_s - family.least_after_s(part)
-    for share in _SHARES:
-        stages = _stages(family, blocks, part, schedule, share, left_s)
-        if stages is None or _least_s(family, *stages) >= known_s:
-            return None
-        found = _estimated(family, schedule, *stages)
-        if found[1].fits:
-            return found
-    return None
+def _best_of_subspace(family: PlanFamily, subspace: Subspace, schedule: str, known_s: float) -> Choice | None:
+    """The fastest plan of a subspace under one schedule, if its pipeline leaves enough of `known_s` for what follows it."""
+    left_s = known_s - family.prices.least_after_s(subspace.options)
+
+    def solve(share: float) -> Choice | None:
+        found = _stages(family, subspace, schedule, share, left_s)
+        return None if found is None or _least_s(family, *found) >= known_s else _estimated(family, schedule, *found)
+
+    return first_fitting(solve)
 
 
-def _least_s(family: Family, space: StageSpace, chosen: Sequence[StageChoice]) -> float:
+def _least_s(family: PlanFamily, space: StageSpace, chosen: Sequence[StageChoice]) -> float:
     """What a plan of these stages takes at least, with what follows its last micro-batch."""
-    pipeline_s = (family.count - 1) * max(stage.time for stage in chosen) + sum(stage.time - stage.relief for stage in chosen)
-    after = [family.after_s(space.costs[stage.option].option)[stage.first : stage.last] for stage in chosen]
+    pipeline_s = (family.count - 1) * max(stage.time for stage in chosen) + sum(stage.time - stage.hidden_fill_s for stage in chosen)
+    after = [family.prices.after_s(space.costs[stage.option].option)[stage.first : stage.last] for stage in chosen]
     return pipeline_s + max(float(times.sum()) for times in after)
 
 
 def _stages(
-    family: Family, blocks: Blocks, part: Pass, schedule: str, share: float, known_s: float
+    family: PlanFamily, subspace: Subspace, schedule: str, share: float, known_s: float
 ) -> tuple[StageSpace, tuple[StageChoice, ...]] | None:
     """The programme's best stages with this share of the memory; None where nothing can be faster than `known_s`."""
+    blocks, count = family.request.blocks, family.count
     pools = tuple(replace(pool, memory_limit=share * pool.memory_limit) for pool in family.pools)
     machine = Machine(pools, 1.0, 0.0, idle=len(pools) > 1)
-    longest, zero_bubble = known_s / family.count, SCHEDULES[schedule].splits_backward
 
-    def space_of(costs: Sequence[OptionCosts], cuts: np.ndarray | None) -> StageSpace:
-        levels = None if zero_bubble else [family.levels(c.option, blocks) for c in costs]
-        recompute: Recompute = "never" if zero_bubble else "needed"
-        return build_space(
-            costs, blocks, machine, max_stages=part.max_stages, longest=longest, cuts=cuts, recompute=recompute, levels=levels,
-            in_flight=min(part.max_stages, family.count) if zero_bubble else 0,
-        )  # fmt: skip
+    def space_of(costs: Sequence[OptionCosts], cuts: Ints | None) -> StageSpace:
+        depth = subspace.max_stages
+        if not SCHEDULES[schedule].recomputes:
+            return _plain_space(family, costs, machine, depth, known_s, cuts, min(depth, count))
+        levels = [family.prices.levels(c.option) for c in costs]
+        return build_space(costs, blocks, machine, max_stages=depth, longest=known_s / count, cuts=cuts, levels=levels)
 
-    costs = option_costs(family, part, schedule, family.costs)
-    stride = -(-(len(blocks.start) - 1) // COARSE_CUTS)
-    cuts = np.append(blocks.start[:-1:stride], blocks.start[-1])
-    space = space_of(costs, cuts[[0, -1]] if part.max_stages == 1 else None if part.fine else cuts)
-    # Cuts between ops make a stage shorter by less than the blocks between two coarse cuts.
-    slack_s = 0.0 if part.fine else (family.count - 1 + part.max_stages) * min(_longest_step_s(c, space.cuts) for c in costs)
-    found = best_partition(space, family.count, known_s + slack_s, TOLERANCE if part.fine else COARSE_TOLERANCE)
-    if not found.stages or part.fine:
+    costs, stride = _costs(family, subspace, schedule, family.prices.costs), blocks.stride(COARSE_CUTS)
+    space = space_of(costs, blocks.ends if subspace.max_stages == 1 else None if subspace.fine else blocks.every(stride))
+    if subspace.fine:
+        found = best_partition(space, count, known_s)
         return (space, found.stages) if found.stages else None
-    stages = found.stages
-    for cuts_near in [_blocks_near] * (stride > 1) + [_ops_near]:
-        used = sorted({stage.option for stage in stages})
-        space = space_of([space.costs[option] for option in used], cuts_near(stages, blocks, stride))
-        found = best_cuts(space, [replace(stage, option=used.index(stage.option)) for stage in stages], family.count)
-        if not found.stages:
+    # Cuts between ops make a stage shorter by less than the blocks between two coarse cuts.
+    slack_s = (count - 1 + subspace.max_stages) * min(_longest_step_s(c, space.cuts) for c in costs)
+    stages = best_partition(space, count, known_s + slack_s, COARSE_TOLERANCE).stages
+    for between_blocks in ((True, False) if stride > 1 else (False,)) if stages else ():
+        used, near = sorted({stage.option for stage in stages}), [stage.first for stage in stages[1:]]
+        cuts = blocks.starts_near(near, stride) if between_blocks else blocks.ops_near(near)
+        space = space_of([space.costs[option] for option in used], cuts)
+        found = best_cuts(space, [replace(stage, option=used.index(stage.option)) for stage in stages], count)
+        if not (stages := found.stages):
             return None
-        stages = found.stages
-    return (space, stages) if found.time < known_s else None
+    return (space, stages) if stages and found.time < known_s else None
 
 
-def _longest_step_s(costs: OptionCosts, cuts: np.ndarray) -> float:
+def _plain_space(
+    family: PlanFamily, costs: Sequence[OptionCosts], machine: Machine, depth: int, known_s: float, cuts: Ints | None, in_flight: int
+) -> StageSpace:
+    """The stages under a zero-bubble schedule: nothing is recomputed, and each holds so many micro-batches at least."""
+    return build_space(
+        costs, family.request.blocks, machine, max_stages=depth, longest=known_s / family.count, cuts=cuts, recompute="never",
+        in_flight=in_flight,
+    )  # fmt: skip
+
+
+def _costs(family: PlanFamily, subspace: Subspace, schedule: str, of: Callable[[StageOption], OptionCosts]) -> list[OptionCosts]:
+    """The costs of a subspace's options under one schedule."""
+    costs = [of(option) for option in subspace.options]
+    return [family.prices.hiding(c) for c in costs] if SCHEDULES[schedule].fill_relief else costs
+
+
+def _longest_step_s(costs: OptionCosts, cuts: Ints) -> float:
     return float(np.add.reduceat(costs.compute, cuts[:-1]).max())
 
 
-def equal_pipeline(family: Family, blocks: Blocks, option: StageOption, known_s: float) -> tuple[Plan, Estimate] | None:
+def equal_pipeline(family: PlanFamily, option: StageOption, known_s: float) -> Choice | None:
     """The fastest plan whose stages all have one option and whole blocks, with nothing recomputed, if it is faster than `known_s`."""
-    depth = family.num_devices // option.num_devices
+    blocks, depth = family.request.blocks, family.num_devices // option.num_devices
     space = build_space(
-        [family.costs(option)], blocks, Machine(family.pools, 1.0, 0.0), max_stages=depth, longest=known_s / family.count,
+        [family.prices.costs(option)], blocks, Machine(family.pools, 1.0, 0.0), max_stages=depth, longest=known_s / family.count,
         cuts=blocks.start, recompute="never",
     )  # fmt: skip
     found = best_partition(space, family.count, known_s)
-    plan = _estimated(family, DEFAULT_SCHEDULE, space, found.stages) if found.stages else None
-    return plan if plan is not None and plan[1].fits and plan[1].time_s < known_s else None
+    choice = _estimated(family, DEFAULT_SCHEDULE, space, found.stages) if found.stages else None
+    return choice if choice is not None and choice.estimate.fits and choice.estimate.time_s < known_s else None
 
 
-def option_costs(family: Family, part: Pass, schedule: str, of: Callable[[StageOption], OptionCosts]) -> list[OptionCosts]:
-    """The costs of a pass's options; under a zero-bubble schedule with what of them does not count when the pipeline fills."""
-    costs = [of(option) for option in part.options]
-    if SCHEDULES[schedule].fill_relief:
-        costs = [replace(c, relief=np.maximum(c.compute - family.filling(c.option), 0.0)) for c in costs]
-    return costs
+def bound_of_subspace(
+    family: PlanFamily, subspace: Subspace, schedule: str, known_s: float, least_s: float, good_s: float
+) -> tuple[float, list[Choice]]:  # fmt: skip
+    """What no plan of a subspace under one schedule that is faster than `known_s` can be below, and plans met on the way that fit.
 
-
-def bound_of_pass(
-    family: Family, blocks: Blocks, part: Pass, schedule: str, known_s: float, least_s: float, good_s: float
-) -> tuple[float, list[tuple[Plan, Estimate]]]:
-    """What no plan of a pass under one schedule that is faster than `known_s` can be below, and plans met on the way that fit.
-
-    Zero-bubble schedules recompute nothing, and every stage holds as many micro-batches as there are stages.
+    `least_s` holds already, and nothing above `good_s` is asked for. Zero-bubble schedules recompute nothing, and every stage holds as many
+    micro-batches as there are stages, so that each range of depths has a bound of its own.
     """
     found = [
-        _bound(family, blocks, replace(part, max_stages=most), schedule, _in_flight(family, schedule, fewer), known_s, least_s, good_s)
-        for most, fewer in pairwise(_depths(part, schedule))
+        _bound(family, replace(subspace, max_stages=most), schedule, _in_flight(family, schedule, fewer), known_s, least_s, good_s)
+        for most, fewer in pairwise(_depths(subspace, schedule))
     ]
-    return min(bound for bound, _ in found), [plan for _, plans in found for plan in plans]
+    return min(bound for bound, _ in found), [choice for _, choices in found for choice in choices]
 
 
 def _bound(
-    family: Family, blocks: Blocks, part: Pass, schedule: str, in_flight: int, known_s: float, least_s: float, good_s: float
-) -> tuple[float, list[tuple[Plan, Estimate]]]:
-    """The same where every stage of a zero-bubble schedule holds at least `in_flight` micro-batches.
+    family: PlanFamily, subspace: Subspace, schedule: str, in_flight: int, known_s: float, least_s: float, good_s: float
+) -> tuple[float, list[Choice]]:
+    """`bound_of_subspace` where every stage of a zero-bubble schedule holds at least `in_flight` micro-batches.
 
     A very long chain is cut between blocks alone, and each stage but the first is let off its first blocks.
     """
-    least_s = max(least_s, pass_bound(family, part, known_s, schedule, in_flight).time_s)
+    least_s = max(least_s, subspace_bound(family, subspace, known_s, schedule, in_flight).time_s)
     if least_s >= good_s:
         return min(least_s, known_s), []
-    zero_bubble, long_chain = SCHEDULES[schedule].splits_backward, int(blocks.start[-1]) > LONG_CHAIN
-    stride = -(-(len(blocks.start) - 1) // BOUND_CUTS)
-    cuts = np.append(blocks.start[:-1:stride], blocks.start[-1])
-    space = build_space(
-        option_costs(family, part, schedule, family.least_costs), blocks, Machine(family.pools, 1.0, 0.0), max_stages=part.max_stages,
-        longest=known_s / family.count, recompute="never" if zero_bubble else "bounded",
-        cuts=blocks.start[[0, -1]] if part.max_stages == 1 else cuts if long_chain else None,
-        levels=None if zero_bubble else [family.levels(option, blocks) for option in part.options],
-        in_flight=in_flight if zero_bubble else 0,
-    )  # fmt: skip
-    answer = Priced(family, part, space.inner() if long_chain and part.max_stages > 1 else space, known_s).solve(least_s, good_s)
+    blocks, machine, depth = family.request.blocks, Machine(family.pools, 1.0, 0.0), subspace.max_stages
+    long_chain = int(blocks.start[-1]) > LONG_CHAIN
+    cuts = blocks.ends if depth == 1 else blocks.every(blocks.stride(BOUND_CUTS)) if long_chain else None
+    costs = _costs(family, subspace, schedule, family.prices.least_costs)
+    if not SCHEDULES[schedule].recomputes:
+        space = _plain_space(family, costs, machine, depth, known_s, cuts, in_flight)
+    else:
+        levels = [family.prices.levels(option) for option in subspace.options]
+        space = build_space(
+            costs, blocks, machine, max_stages=depth, longest=known_s / family.count, cuts=cuts, recompute="bounded", levels=levels
+        )  # fmt: skip
+    answer = Priced(family, subspace, space.inner() if long_chain and depth > 1 else space, known_s).solve(least_s, good_s)
     if not answer.stages or answer.time_s >= known_s:
         return answer.bound_s, []
     found = _estimated(family, schedule, space, answer.stages)
-    return answer.bound_s, [found] if found[1].fits else []
+    return answer.bound_s, [found] if found.estimate.fits else []
 
 
-def _blocks_near(stages: Sequence[StageChoice], blocks: Blocks, window: int) -> np.ndarray:
-    """The edges of so many blocks on both sides of each cut."""
-    last = len(blocks.start) - 1
-    at = np.searchsorted(blocks.start, [stage.first for stage in stages[1:]])
-    near = {0, last, *(n for block in at for n in range(max(int(block) - window, 0), min(int(block) + window, last) + 1))}
-    return np.asarray(blocks.start[sorted(near)])
+def _estimated(family: PlanFamily, schedule: str, space: StageSpace, chosen: Sequence[StageChoice]) -> Choice:
+    """The plan of these stages in the better order of ranks."""
+    options = [space.costs[stage.option].option for stage in chosen]
+    flags = [recompute_flags(space, stage) for stage in chosen]
 
+    def plan_in(together: bool) -> Plan:
+        stages = [
+            stage_of(stage.first, stage.last, option, family.ranks(option, stage.start, together), again)
+            for stage, option, again in zip(chosen, options, flags, strict=True)
+        ]
+        return assembled(family.request.frame, stages, family.samples, schedule)
 
-def _ops_near(stages: Sequence[StageChoice], blocks: Blocks, window: int) -> np.ndarray:
-    """Every op of the two blocks at each cut."""
-    cuts = {0, int(blocks.start[-1])}
-    for stage in stages[1:]:
-        block = int(np.searchsorted(blocks.start, stage.first))
-        cuts.update(range(int(blocks.start[max(block - 1, 0)]), int(blocks.start[min(block + 1, len(blocks.start) - 1)]) + 1))
-    return np.array(sorted(cuts))
-
-
-def _estimated(family: Family, schedule: str, space: StageSpace, chosen: Sequence[StageChoice]) -> tuple[Plan, Estimate]:
-    """The plan of these stages in the better of two orders of ranks."""
-    schedule = schedule if len(chosen) > 1 else DEFAULT_SCHEDULE
-    plans = [
-        replace(_plan(family, space, chosen, together), schedule=schedule)
-        for together in ((False, True) if family.replicas > 1 else (False,))
-    ]
-    estimates = [(plan, family.request.estimator.estimate(plan)) for plan in plans]
-    return min(estimates, key=lambda pair: (not pair[1].fits, pair[1].time_s))
-
-
-def _plan(family: Family, space: StageSpace, chosen: Sequence[StageChoice], together: bool) -> Plan:
-    stages = []
-    for stage in chosen:
-        option = space.costs[stage.option].option
-        again = np.flatnonzero(recompute_flags(space, stage)) + stage.first
-        pattern = join_ranges((int(op), int(op) + 1) for op in again)
-        stages.append(Stage(
-            stage.first, stage.last, devices=family.ranks(option, stage.start, together), degrees=Degrees(option.tp, option.dp),
-            recompute=(pattern,) if pattern else (), zero=option.zero if option.dp * family.replicas > 1 else 0,
-            sequence_parallel=option.sequence,
-        ))  # fmt: skip
-    frame = family.request.frame
-    batching = replace(frame.micro_batching, samples=family.samples)
-    return replace(frame, stages=tuple(stages), num_replicas=family.replicas, micro_batching=batching)
-
-
-def blocks_of(model: Model) -> Blocks:
-    """The model's blocks; those beside the layers are never recomputed."""
-    found = Blocks.of(model, [True] * model.num_ops)
-    beside = np.array([model.ops[int(start)].block in BESIDE for start in found.start[:-1]])
-    kind = np.where(beside, -1, found.kind)
-    used = {int(old): new for new, old in enumerate(sorted(set(kind.tolist()) - {-1}))}
-    return replace(found, kind=np.array([used.get(int(old), -1) for old in kind]))
+    return best_order(family, "exact", plan_in)

@@ -1,4 +1,4 @@
-"""The partition programme with devices paid for instead of counted: a bound on all plans of a pass, and good plans on the way.
+"""The partition programme with devices paid for instead of counted: a bound on all plans of a subspace, and good plans on the way.
 
 With a price for devices, the least sum of stage times plus prices, less what all devices would pay, is a bound on the sum for each limit
 τ on the slowest stage, whatever the price is. An interval (a, z] of τ then holds nothing better than (m - 1) · a + the bound
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.costs.table import Floats
-from penstock.search.bounds.by_ops import pass_bound
-from penstock.search.partition.stages import StageChoice, StageSpace
-from penstock.search.space.families import Family, Pass
+from penstock.search.bounds.by_ops import subspace_bound
+from penstock.search.partition.stage_space import StageChoice, StageSpace
+from penstock.search.space.families import PlanFamily, Subspace
 
 __all__ = ["Priced", "PricedAnswer"]
 
@@ -41,20 +41,20 @@ class PricedAnswer:
 
 
 class Priced:
-    """The programme for one pass of a family over one space of stages."""
+    """The programme for one subspace of a family over one space of stages."""
 
-    def __init__(self, family: Family, part: Pass, space: StageSpace, known_s: float) -> None:
+    def __init__(self, family: PlanFamily, subspace: Subspace, space: StageSpace, known_s: float) -> None:
         direction = np.ones(len(family.pools))
-        if len(family.pools) > 1 and (weights := np.array(pass_bound(family, part, known_s).weights[:-1])).max(initial=0.0) > 0:
+        if len(family.pools) > 1 and (weights := np.array(subspace_bound(family, subspace, known_s).weights[:-1])).max(initial=0.0) > 0:
             direction = weights / weights.max()
-        taken = np.array([option.num_devices for option in part.options], float)
-        after = np.stack([family.after_s(option) for option in part.options]) * (taken / family.num_devices)[:, None]
+        taken = np.array([option.num_devices for option in subspace.options], float)
+        after = np.stack([family.prices.after_s(option) for option in subspace.options]) * (taken / family.num_devices)[:, None]
         prefix = np.concatenate([np.zeros((len(taken), 1)), np.cumsum(after, axis=1)], axis=1)[:, space.cuts]
         self._family, self._space, self._known_s = family, space, known_s
-        self._devices = taken * direction[[option.pool for option in part.options]]
+        self._devices = taken * direction[[option.pool for option in subspace.options]]
         self._size = float(np.array([pool.num_devices for pool in family.pools], float) @ direction)
-        self._after, self._besides = float(after.sum(axis=1).max()), prefix - space.relief
-        self._edges = np.array([family.edges(option) for option in part.options])
+        self._after, self._besides = float(after.sum(axis=1).max()), prefix - space.hidden_fill_s
+        self._edges = np.array([family.prices.edges(option) for option in subspace.options])
         shape = (space.times.shape[0] + 1, len(space.cuts))
         self._best, self._option, self._cut = np.zeros(shape), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         self._values, self._used = np.full(shape[0], np.inf), np.zeros(shape[0])
@@ -84,15 +84,15 @@ class Priced:
     def _filling_share(self, shortest: float) -> float:
         """How much of the slowest stage's time can be in the sum at most, where it takes at least so long."""
         s, share = self._space, 0.0
-        if not s.relief.any():
+        if not s.hidden_fill_s.any():
             return 1.0
         for c in range(len(s.costs)):
             starts = np.repeat(np.arange(s.width.shape[1]), s.width[c])
             time = s.times[0, s.offset[c, 0] : s.offset[c, 0] + len(starts)] + float(s.enter[c].max() + s.leave[c].max())
             ends = starts + 1 + np.arange(len(starts)) - (s.offset[c] - s.offset[c, 0])[starts]
             long = np.isfinite(time) & (time >= shortest)
-            relief = s.relief[c, ends[long]] - s.relief[c, starts[long]]
-            share = max(share, float((1 - relief / time[long]).max(initial=0.0)))
+            hidden_fill_s = s.hidden_fill_s[c, ends[long]] - s.hidden_fill_s[c, starts[long]]
+            share = max(share, float((1 - hidden_fill_s / time[long]).max(initial=0.0)))
         return share or 1.0
 
     def _least_sum(self, tau: float, enough: float) -> float:
@@ -133,13 +133,10 @@ class Priced:
 
     def _at(self, tau: float, price: float) -> tuple[Floats, Floats]:
         """For each depth the bound at this price, and how it grows with it; what fits is kept if it is the best so far."""
-        from penstock.search.partition.kernels import priced
+        from penstock.search.partition.partition_kernels import priced
 
-        s = self._space
-        priced(
-            tau, price * self._devices, self._devices, self._edges, self._besides, s.offset, s.width, s.times, s.enter, s.leave,
-            self._best, self._option, self._cut, self._values, self._used,
-        )  # fmt: skip
+        tables = self._best, self._option, self._cut, self._values, self._used
+        priced(tau, price * self._devices, self._devices, self._edges, self._besides, self._space.table, *tables)
         sums = self._values - price * self._used
         fitting = np.flatnonzero((self._used <= self._size * (1 + 1e-9)) & np.isfinite(sums))
         if len(fitting) and (self._family.count - 1) * tau + sums[fitting].min() < self._found.time_s * 1.01:
@@ -160,7 +157,7 @@ class Priced:
             self._found = PricedAnswer(0.0, tuple(placed), time_s)
 
 
-def _placed(family: Family, space: StageSpace, stages: list[StageChoice]) -> list[StageChoice] | None:
+def _placed(family: PlanFamily, space: StageSpace, stages: list[StageChoice]) -> list[StageChoice] | None:
     """Gives each stage devices of the first node that has enough left; None where nodes or pools are too small."""
     free = [[pool.per_node] * (pool.num_devices // pool.per_node) for pool in family.pools]
     placed = []
@@ -175,5 +172,5 @@ def _placed(family: Family, space: StageSpace, stages: list[StageChoice]) -> lis
         start = node * per_node + per_node - nodes[node]
         for n in range(node, node + whole):
             nodes[n] -= each
-        placed.append(StageChoice(stage.option, stage.first, stage.last, stage.behind, stage.time, start, stage.relief))
+        placed.append(StageChoice(stage.option, stage.first, stage.last, stage.behind, stage.time, start, stage.hidden_fill_s))
     return placed

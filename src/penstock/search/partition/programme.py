@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from penstock.costs.table import Floats
-from penstock.search.partition.stages import Ints, StageChoice, StageSpace, sums_before
+from penstock.search.partition.stage_space import StageChoice, StageSpace
+from penstock.search.space.stage_costs import Ints, sums_before
 
-__all__ = ["Partition", "best_cuts", "best_partition", "rough_bound"]
+__all__ = ["TOLERANCE", "Partition", "PoolArrays", "best_cuts", "best_partition", "rough_bound"]
 
 TOLERANCE = 1e-4
 
@@ -29,6 +30,19 @@ class Partition:
     stages: tuple[StageChoice, ...]
     time: float
     bound: float
+
+
+class PoolArrays(NamedTuple):
+    """Pools and options as the kernel takes them, in units of devices."""
+
+    counts: Ints
+    """[pools]"""
+    per_node: Ints
+    """[pools]"""
+    pool_of: Ints
+    """[options]"""
+    devices_of: Ints
+    """[options]"""
 
 
 class _Programme(Protocol):
@@ -60,19 +74,16 @@ class _FreeStages:
         self._left = np.sum([(count - states // stride % (count + 1)) * size for stride, count, size in sizes], axis=0).astype(float)
         nothing = np.zeros((len(options), len(space.cuts) - 1))
         work = nothing if space.work is None else np.diff(space.work)
-        relief = nothing if space.work is None else np.diff(space.relief)
+        hidden = nothing if space.work is None else np.diff(space.hidden_fill_s)
         devices = np.array([[o.num_devices] for o in options])
-        self._need, self._ahead = (sums_before([part.min(axis=0) * (1 - 1e-9)])[0] for part in (devices * work, work - relief))
+        self._need, self._ahead = (sums_before([part.min(axis=0) * (1 - 1e-9)])[0] for part in (devices * work, work - hidden))
 
     def solve(self, tau: float, most: float = np.inf, minimax: bool = False) -> Floats:
-        from penstock.search.partition.kernels import partition
+        from penstock.search.partition.partition_kernels import partition
 
-        s = self.space
-        partition(
-            tau, most, minimax, self._counts, self._nodes, self._pool, self._devices, self._left, self._need, self._ahead, s.offset,
-            s.width, s.times, s.enter, s.leave, s.relief, self._best, self._option, self._cut,
-        )  # fmt: skip
-        return np.asarray(self._best[:, :, 0].min(axis=1) if s.machine.idle else self._best[:, -1, 0])
+        pools, tables = PoolArrays(self._counts, self._nodes, self._pool, self._devices), (self._best, self._option, self._cut)
+        partition(tau, most, minimax, pools, self._left, self._need, self._ahead, self.space.table, *tables)
+        return np.asarray(self._best[:, :, 0].min(axis=1) if self.space.machine.idle else self._best[:, -1, 0])
 
     def stages(self, depth: int) -> tuple[StageChoice, ...]:
         s, a, found = self.space, 0, []
@@ -87,8 +98,8 @@ class _FreeStages:
             time = s.times[behind, s.offset[c, a] + b - a - 1] + s.enter[c, arrives, a] + s.leave[c, departs, b]
             shift = s.machine.pools[pool].num_devices % self._unit[pool]
             start = shift + first * self._unit[pool]
-            relief = float(s.relief[c, b] - s.relief[c, a])
-            found.append(StageChoice(c, int(s.cuts[a]), int(s.cuts[b]), behind, float(time), start, relief))
+            hidden_fill_s = float(s.hidden_fill_s[c, b] - s.hidden_fill_s[c, a])
+            found.append(StageChoice(c, int(s.cuts[a]), int(s.cuts[b]), behind, float(time), start, hidden_fill_s))
             used, a = used - int(self._devices[c] * self._stride[pool]), b
         return tuple(found)
 
@@ -110,13 +121,9 @@ class _FreeCuts:
         self._best, self._cut = np.zeros(shape), np.zeros(shape, np.int32)
 
     def solve(self, tau: float, most: float = np.inf, minimax: bool = False) -> Floats:
-        from penstock.search.partition.kernels import sequence
+        from penstock.search.partition.partition_kernels import sequence
 
-        s = self.space
-        sequence(
-            tau, minimax, self._options, self._arrives, self._departs, s.offset, s.width, s.times, s.enter, s.leave, s.relief,
-            self._best, self._cut,
-        )  # fmt: skip
+        sequence(tau, minimax, self._options, self._arrives, self._departs, self.space.table, self._best, self._cut)
         return np.append(np.full(len(self._given), np.inf), self._best[-1, 0])
 
     def stages(self, depth: int) -> tuple[StageChoice, ...]:
@@ -125,8 +132,8 @@ class _FreeCuts:
             c, b = int(self._options[behind]), int(self._cut[behind + 1, a])
             messages = s.enter[c, self._arrives[behind], a] + s.leave[c, self._departs[behind], b]
             time = s.times[behind, s.offset[c, a] + b - a - 1] + messages
-            start, relief = self._given[depth - 1 - behind].start, float(s.relief[c, b] - s.relief[c, a])
-            found.append(StageChoice(c, int(s.cuts[a]), int(s.cuts[b]), behind, float(time), start, relief))
+            start, hidden_fill_s = self._given[depth - 1 - behind].start, float(s.hidden_fill_s[c, b] - s.hidden_fill_s[c, a])
+            found.append(StageChoice(c, int(s.cuts[a]), int(s.cuts[b]), behind, float(time), start, hidden_fill_s))
             a = b
         return tuple(found)
 
@@ -153,7 +160,7 @@ def _sweep(programme: _Programme, num_micro_batches: int, known: float, toleranc
         for depth in np.flatnonzero(more * fastest + sums < best.time):
             stages = programme.stages(int(depth)) if depth else ()
             if stages:
-                time = more * max(s.time for s in stages) + sum(s.time - s.relief for s in stages)
+                time = more * max(s.time for s in stages) + sum(s.time - s.hidden_fill_s for s in stages)
                 if time < best.time:
                     best = Partition(stages, time, np.inf)
         return min(float(sums.min()), most)

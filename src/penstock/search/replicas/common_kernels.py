@@ -10,6 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from penstock.search.partition.stage_space import StageTable
+from penstock.search.replicas.common_cuts import ClassArrays, CutLabels
+
 __all__ = ["common_cuts", "warm"]
 
 
@@ -28,21 +31,18 @@ def _least_time(most, total, copies, count):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def common_cuts(  # type: ignore[no-untyped-def]
-    copies, count, limit, tolerance, grain, option, arrives, departs, rest, after, weights, offset, width, times, enter, leave, relief,
-    number, most, total, late, cut, label, score,
-):  # fmt: skip
+def common_cuts(count, limit, tolerance, grain, classes, after, weights, table, labels):  # type: ignore[no-untyped-def]
     """Fills the labels of every (stages behind, cut) that may lead to less than `limit`; returns how many found no room.
 
-    `copies` [C] replicas of each class run `count` micro-batches together. `option`, `arrives` and `departs` [C, K] are how a class runs
-    the stage with k behind it, and whether the messages before and after it cross nodes; `rest` [C, cuts] the least time of all ops before
-    a cut. A stage with k behind takes `after[k]` for each of the `weights` [cuts] (prefix sums) in the end. The tables of stages are those
-    of `stages.StageSpace`. Labels are `number` [K + 1, cuts], `most` and `total` [K + 1, cuts, L, C] and `late` [K + 1, cuts, L] with the
-    cut and the label behind them. One that is no better than another by more than the tolerance in anything, or `grain` in `late`, is
-    dropped.
+    All replicas of the `classes` (`ClassArrays`) run `count` micro-batches together. A stage with k behind takes `after[k]` for each of the
+    `weights` [cuts] (prefix sums) in the end. `table` is that of `StageSpace`, `labels` are `CutLabels`. One that is no better than another
+    by more than the tolerance in anything, or `grain` in what follows, is dropped.
     """
-    classes, depth, num_cuts, room = len(copies), option.shape[1], rest.shape[1] - 1, most.shape[2]
-    slow, whole, low_slow, low_whole = np.zeros(classes), np.zeros(classes), np.zeros(classes), np.zeros(classes)
+    copies, option, arrives, departs, rest = classes
+    number, most, total, late, _, _, _ = labels
+    offset, width, times, enter, leave, hidden = table
+    num_classes, depth, num_cuts = len(copies), option.shape[1], rest.shape[1] - 1
+    slow, whole, low_slow, low_whole = np.zeros(num_classes), np.zeros(num_classes), np.zeros(num_classes), np.zeros(num_classes)
     lost, slack = 0, 1.0 + tolerance
     number[:] = 0
     number[0, num_cuts] = 1
@@ -52,19 +52,19 @@ def common_cuts(  # type: ignore[no-untyped-def]
         share = 1.0 / (1.0 / after[k + 1 :]).sum() if ahead and after[k + 1 :].min() > 0 else 0.0  # of a weight, on the best stages
         for a in range(ahead, 1 if ahead == 0 else num_cuts - k):
             reach = num_cuts - a
-            for c in range(classes):
+            for c in range(num_classes):
                 reach = min(reach, width[option[c, k], a])
             for b in range(a + 1, a + reach + 1):
                 for j in range(number[k, b]):
                     possible = True
-                    for c in range(classes):
+                    for c in range(num_classes):
                         o = option[c, k]
                         time = times[k, offset[o, a] + b - a - 1] + enter[o, arrives[c, k], a] + leave[o, departs[c, k], b]
                         if time == np.inf:
                             possible = False
                             break
                         slow[c] = max(most[k, b, j, c], time)
-                        whole[c] = total[k, b, j, c] + time - (relief[o, b] - relief[o, a])
+                        whole[c] = total[k, b, j, c] + time - (hidden[o, b] - hidden[o, a])
                         low_slow[c] = max(slow[c], rest[c, a] / ahead) if ahead else slow[c]
                         low_whole[c] = whole[c] + rest[c, a]
                     if not possible:
@@ -72,17 +72,15 @@ def common_cuts(  # type: ignore[no-untyped-def]
                     end = max(late[k, b, j], after[k] * (weights[b] - weights[a]))
                     worth = _least_time(low_slow, low_whole, copies, count) + max(end, share * weights[a])
                     if worth < limit:
-                        found = (number, most, total, late, cut, label, score, k + 1, a)
-                        lost += _keep(*found, slow, whole, end, worth, b, j, slack, grain, room)
+                        lost += _keep(labels, k + 1, a, slow, whole, end, worth, b, j, slack, grain)
     return lost
 
 
 @njit(cache=True, nogil=True)
-def _keep(  # type: ignore[no-untyped-def]
-    number, most, total, late, cut, label, score, k, a, slow, whole, end, worth, b, j, slack, grain, room
-):
+def _keep(labels, k, a, slow, whole, end, worth, b, j, slack, grain):  # type: ignore[no-untyped-def]
     """Enters a label, drops those that it makes needless; returns 1 if one that may be needed had to go."""
-    at, classes = 0, len(slow)
+    number, most, total, late, score, cut, label = labels
+    at, classes, room = 0, len(slow), most.shape[2]
     for i in range(number[k, a]):
         better, worse = late[k, a, i] <= end + grain, end <= late[k, a, i]
         for c in range(classes):
@@ -117,13 +115,7 @@ def _keep(  # type: ignore[no-untyped-def]
 
 def warm() -> None:
     """Compiles the kernels for the types they are called with."""
-    classes, depth, cuts, room = 1, 1, 2, 2
-    places = np.zeros((classes, depth), np.int64)
-    shape = (depth + 1, cuts, room)
-    ones = np.ones((1, 2, cuts))
-    common_cuts(
-        np.ones(classes), 2.0, np.inf, 0.0, 0.0, places, places, places, np.zeros((classes, cuts)), np.zeros(depth), np.zeros(cuts),
-        np.zeros((1, 1), np.int64), np.ones((1, 1), np.int64), np.ones((depth, 1)), ones, ones, np.zeros((1, cuts)),
-        np.zeros(shape[:2], np.int64), np.zeros((*shape, classes)), np.zeros((*shape, classes)), np.zeros(shape),
-        np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape),
-    )  # fmt: skip
+    one, messages = np.zeros((1, 1), np.int64), np.ones((1, 2, 2))
+    table = StageTable(one, one + 1, np.ones((1, 1)), messages, messages, np.zeros((1, 2)))
+    classes = ClassArrays(np.ones(1), one, one, one, np.zeros((1, 2)))
+    common_cuts(2.0, np.inf, 0.0, 0.0, classes, np.zeros(1), np.zeros(2), table, CutLabels.empty(1, 2, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.models.ops import Model
-from penstock.search.partition.stages import Machine, Pool
+from penstock.search.partition import DevicePool, Machine
 from penstock.systems.aceso.tables import AcesoTables
 
 __all__ = ["AcesoProblem", "kept_mb", "shares_storage", "starts_segment"]
@@ -35,7 +35,7 @@ class AcesoProblem:
 
     def machine(self) -> Machine:
         """fp16 training keeps weights, fp32 masters, gradients and moments: 8 × the weights; fp32 training 4 ×."""
-        pool = Pool(self.num_nodes * self.per_node, self.per_node, float(self.memory_mb))
+        pool = DevicePool(self.num_nodes * self.per_node, self.per_node, float(self.memory_mb))
         return Machine((pool,), 4.0 if self.family == "resnet" else 8.0)
 
 

@@ -16,9 +16,20 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import InfeasibleError, InputError
-from penstock.search.partition.programme import TOLERANCE, Partition, best_partition, rough_bound
-from penstock.search.partition.recompute import Flags, recompute_flags
-from penstock.search.partition.stages import Blocks, OptionCosts, StageChoice, StageOption, StageSpace, build_space
+from penstock.search.partition import (
+    TOLERANCE,
+    Blocks,
+    Flags,
+    OptionCosts,
+    Partition,
+    StageChoice,
+    StageOption,
+    StageSpace,
+    best_partition,
+    build_space,
+    recompute_flags,
+    rough_bound,
+)  # fmt: skip
 from penstock.systems.aceso.rules import AcesoProblem, kept_mb, shares_storage, starts_segment
 from penstock.systems.aceso.search_mixed import MixedAnswer, best_mixed
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.costs.table import Floats
-from penstock.search.op_degrees.lazy_stages import LazyStages, MixedCosts, OpChoice, SolvedStage
+from penstock.search.op_degrees import LazyStages, MixedCosts, OpChoice, SolvedStage
 from penstock.systems.aceso.links import SENTINELS
 from penstock.systems.aceso.rules import AcesoProblem, kept_mb, shares_storage, starts_segment
 

@@ -13,7 +13,8 @@ from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.plans.references import cluster_reference, model_reference
 from penstock.plans.validity import require_valid
 from penstock.schedules.rules import SEARCHED_SCHEDULES
-from penstock.search.bounds.recovery import Recovery
+from penstock.search.space.blocks import Blocks, blocks_of
+from penstock.search.space.recovery import Recovery
 from penstock.timing.estimate import Estimator
 from penstock.timing.pipeline import share_shape
 
@@ -61,8 +62,13 @@ class Request:
         """What the model's distinct ops keep, and what would bring it back; without and with sequence parallelism."""
         return Recovery.of(self.model), Recovery.of(self.estimator.model_under(self.estimator.divides_tokens))
 
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Where the model's chain repeats."""
+        return blocks_of(self.model)
+
     def on(self, cluster: Cluster) -> Request:
-        """The same on another cluster."""
+        """The request for another cluster, with the costs and limits of this one."""
         from penstock.clusters import cluster_to_dict
 
         shapes = {share_shape(self.frame, samples) for samples in micro_batch_sizes(self.frame.global_batch, 1, self.micro_batches)}

@@ -1,6 +1,6 @@
-"""The compiled loops of the exact search: cheapest recomputation of a piece, times of all stages, the partition programme.
+"""The compiled loops of the exact search: times of all stages, and the programmes over cuts and devices.
 
-Lengths of arrays: N ops, B blocks, L price levels, T types of repeated blocks, K stages, G devices. Amounts of memory are in any one unit.
+Lengths of arrays: N ops, B blocks, L price levels, T types of repeated blocks, K stages, C options. Amounts of memory are in any one unit.
 """
 
 from __future__ import annotations
@@ -8,137 +8,25 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-__all__ = [
-    "bound_stage", "cheapest_flags", "cheapest_path", "count_blocks", "fit_stage", "least_times", "limited_levels", "partition",
-    "piece_levels", "priced", "sequence", "stage_times", "warm",
-]  # fmt: skip
+from penstock.search.partition.programme import PoolArrays
+from penstock.search.partition.stage_space import BlockArrays, MemoryRule, OpArrays, StageTable
+from penstock.search.space.levels import Levels
+
+__all__ = ["bound_stage", "count_blocks", "fit_stage", "partition", "priced", "sequence", "stage_times", "warm"]
 
 
 @njit(cache=True, nogil=True)
-def cheapest_flags(forward, ending, kept, start, stop, first_free, price, flags):  # type: ignore[no-untyped-def]
-    """Fills `flags` of ops start..stop so that time less price × saved is least; returns (saved, time, peak).
+def fit_stage(held, excess, low, head, tail, levels, inner, choice):  # type: ignore[no-untyped-def]
+    """Least recomputation that makes a stage of head + `inner` blocks + tail fit; returns (time, level).
 
-    An op saves what it keeps when it and the op after it are both recomputed; the last op of a piece never does. The last op of a
-    recomputed run takes `ending` instead of its forward time.
-    """
-    n = stop - start
-    back = np.zeros((n, 2), np.int8)
-    plain, again = 0.0, ending[start] if first_free else np.inf
-    for p in range(1, n):
-        gained = again + forward[start + p - 1] - ending[start + p - 1] - price * kept[start + p - 1]
-        back[p, 0] = 1 if again < plain else 0
-        back[p, 1] = 1 if gained < plain else 0
-        plain, again = min(plain, again), min(plain, gained) + ending[start + p]
-    state = 1 if again < plain else 0
-    for p in range(n - 1, -1, -1):
-        flags[p] = state
-        state = back[p, state]
-    return _effect(forward, ending, kept, start, n, flags)
-
-
-@njit(cache=True, nogil=True)
-def _effect(forward, ending, kept, start, n, flags):  # type: ignore[no-untyped-def]
-    """(saved, time, peak) of flags: the peak is the largest run that is brought back at once."""
-    saved = time = peak = run = 0.0
-    for p in range(n):
-        if not flags[p]:
-            run = 0.0
-            continue
-        run += kept[start + p]
-        peak = max(peak, run)
-        if p + 1 < n and flags[p + 1]:
-            time += forward[start + p]
-            saved += kept[start + p]
-        else:
-            time += ending[start + p]
-    return saved, time, peak
-
-
-@njit(cache=True, nogil=True)
-def piece_levels(forward, ending, kept, block_start, first_free, prices, head, tail):  # type: ignore[no-untyped-def]
-    """(saved, time, peak) at each price of the piece from op i to its block's end (`head`) and from its start to j (`tail`)."""
-    longest = 0
-    for b in range(len(block_start) - 1):
-        longest = max(longest, block_start[b + 1] - block_start[b])
-    flags = np.zeros(longest, np.int8)
-    for b in range(len(block_start) - 1):
-        start, stop = block_start[b], block_start[b + 1]
-        if stop - start <= 2:
-            continue
-        for level in range(len(prices)):
-            for i in range(start, stop):
-                free = first_free[b] or i > start
-                head[level, i] = cheapest_flags(forward, ending, kept, i, stop, free, prices[level], flags)
-            for j in range(start + 1, stop):
-                tail[level, j] = cheapest_flags(forward, ending, kept, start, j, first_free[b], prices[level], flags)
-
-
-@njit(cache=True, nogil=True)
-def _cheapest_runs(forward, ending, kept, start, stop, first_free, price, most):  # type: ignore[no-untyped-def]
-    """(saved, time, 0) of the flags of `cheapest_flags` if no run may save more than `most`."""
-    n = stop - start
-    # Of the first p ops: the value, what is saved and its time where the last of them is not recomputed, and where it may be.
-    plain, free = np.zeros((n + 1, 3)), np.zeros((n + 1, 3))
-    for p in range(1, n + 1):
-        plain[p] = free[p - 1]
-        free[p] = plain[p]
-        saved = time = 0.0
-        for a in range(p - 2, -1, -1):
-            saved += kept[start + a]
-            time += forward[start + a]
-            if saved > most or (a == 0 and not first_free):
-                break
-            value = plain[a, 0] + time + ending[start + p - 1] - price * saved
-            if value < free[p, 0]:
-                free[p, 0], free[p, 1], free[p, 2] = value, plain[a, 1] + saved, plain[a, 2] + time + ending[start + p - 1]
-    return free[n, 1], free[n, 2], 0.0
-
-
-@njit(cache=True, nogil=True)
-def limited_levels(forward, ending, kept, start, stop, first_free, most, prices, head, tail):  # type: ignore[no-untyped-def]
-    """`piece_levels` of one block if no run may save more than `most`; peaks are left out."""
-    for level in range(len(prices)):
-        for i in range(start, stop):
-            head[level, i] = _cheapest_runs(forward, ending, kept, i, stop, first_free or i > start, prices[level], most)
-        for j in range(start + 1, stop):
-            tail[level, j] = _cheapest_runs(forward, ending, kept, start, j, first_free, prices[level], most)
-
-
-@njit(cache=True, nogil=True)
-def least_times(forward, ending, kept, start, stop, first_free, unit, least, parents):  # type: ignore[no-untyped-def]
-    """least[s]: least time to save at least s units in ops start..stop; `parents` [ops, 2, units] lets flags be read back."""
-    n, size = stop - start, len(least)
-    plain, again = np.full(size, np.inf), np.full(size, np.inf)
-    plain[0] = 0.0
-    if first_free:
-        again[0] = ending[start]
-    for p in range(1, n):
-        gain, rest = int(kept[start + p - 1] / unit), forward[start + p - 1] - ending[start + p - 1]
-        next_plain, next_again = np.empty(size), np.empty(size)
-        for s in range(size):
-            parents[p, 0, s] = 1 if again[s] < plain[s] else 0
-            next_plain[s] = min(plain[s], again[s])
-            kept_on = again[s - gain] + rest if s >= gain else np.inf
-            parents[p, 1, s] = 1 if kept_on < plain[s] else 0
-            next_again[s] = min(plain[s], kept_on) + ending[start + p]
-        plain, again = next_plain, next_again
-    for s in range(size):
-        parents[0, 0, s] = 1 if again[s] < plain[s] else 0
-        least[s] = min(plain[s], again[s])
-    for s in range(size - 2, -1, -1):
-        least[s] = min(least[s], least[s + 1])
-
-
-@njit(cache=True, nogil=True)
-def fit_stage(held, excess, low, head, tail, full, n0, n1, t0, t1, least, unit, choice):  # type: ignore[no-untyped-def]
-    """Least recomputation that makes a stage of head + n0 and n1 full blocks of two types + tail fit; returns (time, level).
-
-    `excess` is the memory above the limit without recomputation, `held` the micro-batches that hold what is kept. All pieces are at
-    one price level or the one below it; what is still missing comes from one block with flags of its own. `choice` receives
+    `inner` are n0 and n1 whole blocks of types t0 and t1. `excess` is the memory above the limit without recomputation, `held` the
+    micro-batches that hold what is kept. All pieces are at one price level or the one below it; what is still missing comes from one block
+    with flags of its own. `choice` receives
     (level, head up, tail up, type filled first, blocks up of type 0, of type 1, units of the one block, its type).
     """
-    levels = head.shape[0]
-    for level in range(low, levels):
+    full, least, unit = levels.full, levels.least, levels.unit
+    n0, n1, t0, t1 = inner
+    for level in range(low, head.shape[0]):
         peak = max(head[level, 2], tail[level, 2])
         if n0 > 0:
             peak = max(peak, full[level, t0, 2])
@@ -185,7 +73,7 @@ def fit_stage(held, excess, low, head, tail, full, n0, n1, t0, t1, least, unit, 
                     best = total
                     _note(choice, level, h, t, order, up0, up1, units, kind)
         return best, level
-    return np.inf, levels
+    return np.inf, head.shape[0]
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -196,13 +84,14 @@ def _note(choice, level, head_up, tail_up, order, up0, up1, units, kind):  # typ
 
 
 @njit(cache=True, nogil=True)
-def bound_stage(held, excess, low, head, tail, full, n0, n1, t0, t1, prices):  # type: ignore[no-untyped-def]
+def bound_stage(held, excess, low, head, tail, levels, inner):  # type: ignore[no-untyped-def]
     """A time below which no flags make the stage fit; returns (time, level): the best price's least time less price × saved.
 
     Peaks are left out. The value rises and then falls with the price, and its peak only moves up as `excess` grows. The last price is one
     at which only memory counts; what it does not save cannot be saved.
     """
-    need, best = excess / held, 0.0
+    full, prices, need, best = levels.full, levels.prices, excess / held, 0.0
+    n0, n1, t0, t1 = inner
     for level in range(low, len(prices)):
         time = head[level, 1] + tail[level, 1] + n0 * full[level, t0, 1] + n1 * full[level, t1, 1]
         saved = head[level, 0] + tail[level, 0] + n0 * full[level, t0, 0] + n1 * full[level, t1, 0]
@@ -229,10 +118,7 @@ def count_blocks(count, first, last):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def stage_times(  # type: ignore[no-untyped-def]
-    compute, kept, passed, weights, forward_reserve, backward_reserve, entering, head, tail, full, least, unit, prices, block_of,
-    block_start, count, state, floor, limit, longest, cuts, mode, in_flight, offset, width, times,
-):  # fmt: skip
+def stage_times(ops, levels, blocks, memory, longest, cuts, mode, in_flight, offset, width, times):  # type: ignore[no-untyped-def]
     """times[k, pair]: compute and recomputation of the ops between cuts a and b with k stages behind; infinite where it cannot fit.
 
     `cuts` are the ops at which a stage may begin, and the end. Mode 0 recomputes what it must, mode 1 gives a time that no recomputation
@@ -242,6 +128,9 @@ def stage_times(  # type: ignore[no-untyped-def]
     Memory is state × weights + (entering + kept - saved - passed of the last op) × (k + 1, or `in_flight` if more) + peak + reserve,
     where the reserve is the larger of floor × weights and of the greatest forward and backward reserves of all ops but the last.
     """
+    compute, kept, passed, weights, forward_reserve, backward_reserve, entering = ops
+    head, tail, block_of, block_start = levels.head, levels.tail, blocks.of_op, blocks.start
+    limit, state, floor = memory
     choice = np.zeros(8, np.int64)
     for a in range(len(cuts) - 1):
         i = cuts[a]
@@ -257,7 +146,7 @@ def stage_times(  # type: ignore[no-untyped-def]
             last = cuts[a + d + 1] - 1
             fixed = state * weight + max(most_forward + most_backward, floor * weight) - limit
             first_block, last_block, low = block_of[i], block_of[last], 1
-            n0, n1, t0, t1 = count_blocks(count, first_block + 1, last_block)
+            inner = count_blocks(blocks.counts, first_block + 1, last_block)
             for k in range(times.shape[0]):
                 excess = fixed + (held - passed[last]) * max(k + 1, in_flight)
                 if excess <= 0:
@@ -273,29 +162,27 @@ def stage_times(  # type: ignore[no-untyped-def]
                 whole = last + 1 == block_start[last_block + 1]
                 end = head[:, block_start[last_block]] if whole else tail[:, last + 1]
                 if mode == 1:
-                    extra, low = bound_stage(k + 1.0, excess, low, head[:, i], end, full, n0, n1, t0, t1, prices)
+                    extra, low = bound_stage(k + 1.0, excess, low, head[:, i], end, levels, inner)
                 else:
-                    extra, low = fit_stage(k + 1.0, excess, low, head[:, i], end, full, n0, n1, t0, t1, least, unit, choice)
+                    extra, low = fit_stage(k + 1.0, excess, low, head[:, i], end, levels, inner, choice)
                 if time + extra > longest:
                     break
                 times[k, offset[a] + d] = time + extra
 
 
 @njit(cache=True, nogil=True)
-def partition(  # type: ignore[no-untyped-def]
-    tau, most, minimax, counts, per_node, pool_of, devices_of, left, need, ahead, offset, width, times, enter, leave, relief, best,
-    option, cut,
-):  # fmt: skip
+def partition(tau, most, minimax, pools, left, need, ahead, table, best, option, cut):  # type: ignore[no-untyped-def]
     """best[k, u, a]: least sum (or, `minimax`, least maximum) of times of the stages from cut a on in k stages on the devices of u.
 
     u counts the devices taken of every pool in mixed radix, the first pool fastest. No stage takes more than `tau`. Built from
     the last stage, since what a stage holds in flight depends on the stages behind it. A stage lies inside one node or on whole
-    nodes of one pool; `enter` and `leave` [options, 2, cuts] are its messages inside a node and across nodes. `relief` [options, cuts]
-    are prefix sums of what of its time does not count in the sum.
+    nodes of one pool (`pools` are `PoolArrays`), and its messages go inside a node or across nodes.
 
     Ways that cannot be finished are left out: the ops before a cut take at least `need` [cuts] of device time, for which left[u] devices
     have `tau` each, and add at least `ahead` [cuts] to a sum that has to stay below `most`.
     """
+    offset, width, times, enter, leave, hidden = table
+    counts, per_node, pool_of, devices_of = pools
     num_cuts = enter.shape[2] - 1
     stride = np.ones(len(counts), np.int64)
     for pool in range(1, len(counts)):
@@ -329,7 +216,7 @@ def partition(  # type: ignore[no-untyped-def]
                             break
                         rest = best[k, u, j]
                         time = times[k, offset[c, i] + j - i - 1] + enter[c, arrives, i] + leave[c, departs, j]
-                        value = max(rest, time) if minimax else rest + time - relief[c, j] + relief[c, i]
+                        value = max(rest, time) if minimax else rest + time - hidden[c, j] + hidden[c, i]
                         if time <= tau and value < least:
                             least = value
                             best[k + 1, v, i] = value
@@ -338,8 +225,10 @@ def partition(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def sequence(tau, minimax, options, arrives, departs, offset, width, times, enter, leave, relief, best, cut):  # type: ignore[no-untyped-def]
-    """best[k, a]: the same for a pipeline whose stages are given from last to first and only its cuts are free."""
+def sequence(tau, minimax, options, arrives, departs, table, best, cut):  # type: ignore[no-untyped-def]
+    """best[k, a]: least sum (or maximum) of times of the last k stages from cut a on, where stages are given from last to first and only
+    their cuts are free."""
+    offset, width, times, enter, leave, hidden = table
     num_cuts = enter.shape[2] - 1
     best[:] = np.inf
     best[0, num_cuts] = 0.0
@@ -351,20 +240,21 @@ def sequence(tau, minimax, options, arrives, departs, offset, width, times, ente
                 if rest == np.inf:
                     continue
                 time = times[k, offset[c, i] + j - i - 1] + enter[c, arrives[k], i] + leave[c, departs[k], j]
-                value = max(rest, time) if minimax else rest + time - relief[c, j] + relief[c, i]
+                value = max(rest, time) if minimax else rest + time - hidden[c, j] + hidden[c, i]
                 if time <= tau and value < best[k + 1, i]:
                     best[k + 1, i] = value
                     cut[k + 1, i] = j
 
 
 @njit(cache=True, nogil=True)
-def priced(tau, prices, devices, edges, after, offset, width, times, enter, leave, best, option, cut, values, used):  # type: ignore[no-untyped-def]
+def priced(tau, prices, devices, edges, after, table, best, option, cut, values, used):  # type: ignore[no-untyped-def]
     """values[k]: least sum over k stages of time + price of the option's devices + `after`, where no stage takes more than `tau`.
 
     Devices are not counted but paid for: prices [options] are those of all devices of a stage; used[k] receives how many of these weighted
     `devices` [options] the k stages take. `edges` tells how many of a stage's two messages go across nodes at least. `after`
     [options, cuts] are prefix sums.
     """
+    offset, width, times, enter, leave, _ = table
     depth, num_cuts = times.shape[0], enter.shape[2] - 1
     best[:] = np.inf
     best[0, num_cuts] = 0.0
@@ -401,65 +291,19 @@ def priced(tau, prices, devices, edges, after, offset, width, times, enter, leav
                 i = cut[k, i]
 
 
-@njit(cache=True, nogil=True)
-def cheapest_path(costs, chain, arriving, leaving, counts):  # type: ignore[no-untyped-def]
-    """Least cost of a chain whose ops each take one of C options: costs [C, distinct ops], `leaving` one and `arriving` at another.
-
-    `counts` [C, distinct ops] receives how many ops took which option.
-    """
-    num_options, num_ops = costs.shape[0], len(chain)
-    best, came = np.zeros(num_options), np.zeros((num_ops, num_options), np.int32)
-    for i in range(num_ops):
-        exit_from = 0
-        for c in range(num_options):
-            if best[c] + leaving[c] < best[exit_from] + leaving[exit_from]:
-                exit_from = c
-        through = best[exit_from] + leaving[exit_from]
-        for c in range(num_options):
-            came[i, c] = c
-            if i > 0 and through + arriving[c] < best[c]:
-                came[i, c] = exit_from
-        for c in range(num_options):
-            if came[i, c] != c:
-                best[c] = through + arriving[c]
-            best[c] += costs[c, chain[i]]
-    at = 0
-    for c in range(num_options):
-        if best[c] < best[at]:
-            at = c
-    value = best[at]
-    counts[:] = 0
-    for i in range(num_ops - 1, -1, -1):
-        counts[at, chain[i]] += 1
-        at = came[i, at]
-    return value
-
-
 def warm() -> None:
     """Compiles every kernel for the types it is called with, on a chain of two tiny blocks."""
-    ones, starts = np.ones(6), np.array([0, 3, 6])
-    head, tail, prices = np.zeros((2, 6, 3)), np.zeros((2, 7, 3)), np.array([0.0, 9.0])
-    least, parents = np.full((1, 8), np.inf), np.zeros((3, 2, 8), np.int8)
-    cheapest_flags(ones, ones, ones, 0, 3, True, 9.0, np.zeros(3, np.int8))
-    piece_levels(ones, ones, ones, starts, np.array([True, True]), prices, head, tail)
-    limited_levels(ones, ones, ones, 0, 3, True, 1.0, prices, head, tail)
-    least_times(ones, ones, ones, 0, 3, True, 0.5, least[0], parents)
-    full, count, blocks = np.ascontiguousarray(head[:, :1]), np.array([[0, 1, 2]]), np.array([0, 0, 0, 1, 1, 1])
+    ones, head, tail = np.ones(6), np.zeros((2, 6, 3)), np.zeros((2, 7, 3))
+    levels = Levels(np.array([0.0, 9.0]), head, tail, np.ascontiguousarray(head[:, :1]), np.full((1, 8), np.inf), np.ones(1))
+    blocks = BlockArrays(np.array([0, 0, 0, 1, 1, 1]), np.array([0, 3, 6]), np.array([[0, 1, 2]]))
     offset, width, times = np.arange(6) * 6, np.arange(6, 0, -1), np.full((2, 36), np.inf)
-    count_blocks(count, 0, 1)
-    fit_stage(1.0, 1.0, 1, head[:, 0], tail[:, 1], full, 0, 0, 0, 0, least, np.ones(1), np.zeros(8, np.int64))
-    fit_stage(1.0, 1.0, 1, head[:, 0], head[:, 3], full, 0, 0, 0, 0, least, np.ones(1), np.zeros(8, np.int64))
-    stage_times(ones, ones, ones, ones, ones, ones, ones, head, tail, full, least, np.ones(1), prices, blocks, starts, count, 1.0, 1.0,
-                9.0, np.inf, np.arange(7), 0, 0, offset, width, times)  # fmt: skip
-    shape = (3, 3, 7)
-    table = np.zeros(shape), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    priced(np.inf, np.ones(1), np.ones(1), np.zeros(1, np.int64), np.zeros((1, 7)), offset[None], width[None], times,
-           np.zeros((1, 2, 7)), np.zeros((1, 2, 7)), np.zeros((3, 7)), np.zeros((3, 7), np.int32), np.zeros((3, 7), np.int32),
-           np.zeros(3), np.zeros(3))  # fmt: skip
-    cheapest_path(np.ones((1, 2)), np.array([0, 1]), np.ones(1), np.ones(1), np.zeros((1, 2), np.int64))
-    one, messages = np.array([1]), np.zeros((1, 2, 7))
-    partition(np.inf, np.inf, True, 2 * one, 2 * one, 0 * one, one, np.array([2.0, 1.0, 0.0]), np.zeros(7), np.zeros(7), offset[None],
-              width[None], times, messages, messages, messages[0, :1], *table)  # fmt: skip
-    sequence(
-        np.inf, True, 0 * one, one, one, offset[None], width[None], times, messages, messages, messages[0, :1], table[0][0], table[1][0]
-    )
+    inner, choice = count_blocks(blocks.counts, 0, 1), np.zeros(8, np.int64)
+    fit_stage(1.0, 1.0, 1, levels.head[:, 0], levels.tail[:, 1], levels, inner, choice)
+    stage_times(OpArrays(*[ones] * 7), levels, blocks, MemoryRule(9.0, 1.0, 1.0), np.inf, np.arange(7), 0, 0, offset, width, times)
+    messages, one, shape = np.zeros((1, 2, 7)), np.array([1]), (3, 3, 7)
+    table = StageTable(offset[None], width[None], times, messages, messages, messages[0, :1])
+    best, option, cut = np.zeros(shape), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    priced(np.inf, np.ones(1), np.ones(1), 0 * one, np.zeros((1, 7)), table, best[0], option[0], cut[0], np.zeros(3), np.zeros(3))
+    pools, left = PoolArrays(2 * one, 2 * one, 0 * one, one), np.array([2.0, 1.0, 0.0])
+    partition(np.inf, np.inf, True, pools, left, np.zeros(7), np.zeros(7), table, best, option, cut)
+    sequence(np.inf, True, 0 * one, one, one, table, best[0], option[0])

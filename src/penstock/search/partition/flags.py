@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.search.partition.stages import UNITS, StageChoice, StageSpace
+from penstock.search.partition.stage_space import StageChoice, StageSpace
+from penstock.search.space.levels import UNITS
 
 __all__ = ["Flags", "recompute_flags"]
 
@@ -14,7 +15,8 @@ Flags = NDArray[np.int8]
 
 def recompute_flags(space: StageSpace, stage: StageChoice, margin: float = 0.0) -> Flags:
     """[ops of the stage] 1 where an op is recomputed, as the stage's time was reckoned; `margin` is memory to leave free."""
-    from penstock.search.partition.kernels import count_blocks, fit_stage
+    from penstock.search.partition.partition_kernels import count_blocks, fit_stage
+    from penstock.search.space.recompute_kernels import cheapest_flags
 
     costs, levels, blocks = space.costs[stage.option], space.levels[stage.option], space.repeats
     first, last = stage.first, stage.last
@@ -27,12 +29,10 @@ def recompute_flags(space: StageSpace, stage: StageChoice, margin: float = 0.0) 
     counts = count_blocks(blocks.count, block_a + 1, block_b)
     end = levels.head[:, blocks.start[block_b]] if whole else levels.tail[:, last]
     choice = np.zeros(8, np.int64)
-    fit_stage(stage.behind + 1.0, excess, 1, levels.head[:, first], end, levels.full, *counts, levels.least, levels.unit, choice)
+    fit_stage(stage.behind + 1.0, excess, 1, levels.head[:, first], end, levels, counts, choice)
     level, head_up, tail_up, _, up0, up1, units, kind = map(int, choice)
 
     def put(start: int, stop: int, at: int, free: bool) -> None:
-        from penstock.search.partition.kernels import cheapest_flags
-
         cheapest_flags(costs.forward, costs.ending, costs.kept, start, stop, free, levels.prices[at], flags[start - first : stop - first])
 
     free_head = bool(blocks.first_free[block_a]) or first > blocks.start[block_a]
@@ -71,7 +71,7 @@ def _excess(space: StageSpace, stage: StageChoice) -> float:
 
 def _flags_saving(space: StageSpace, option: int, start: int, stop: int, free: bool, kind: int, units: int) -> Flags:
     """The fastest flags of one block that save at least this many units."""
-    from penstock.search.partition.kernels import least_times
+    from penstock.search.space.recompute_kernels import least_times
 
     costs, levels = space.costs[option], space.levels[option]
     least, parents = np.full(UNITS, np.inf), np.zeros((stop - start, 2, UNITS), np.int8)

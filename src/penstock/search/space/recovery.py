@@ -12,7 +12,7 @@ from penstock.costs.table import Floats
 from penstock.models.kept import KeptPart, kept_parts, shortened
 from penstock.models.ops import Model
 from penstock.models.shapes import NOTHING, Quantity, Shape
-from penstock.search.partition.stages import Ints
+from penstock.search.space.stage_costs import Ints
 
 __all__ = ["Recovery"]
 

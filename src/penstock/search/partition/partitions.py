@@ -1,0 +1,77 @@
+"""The searcher of exact partitions: stages of any size on devices of any kinds, family by family."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.schedules.rules import unchunked
+from penstock.search.bounds.by_ops import family_bound, promise_s
+from penstock.search.bounds.crossing import crossing_bound_s
+from penstock.search.partition.pipelines import best_pipeline, bound_of_subspace
+from penstock.search.progress import Progress, ProofLine, weakest
+from penstock.search.space.families import PlanFamily
+
+__all__ = ["Partitions"]
+
+_CAPS = (1.3, 3.0, math.inf)
+"""Search below 1.3×, 3×, ∞ times the best promise in turn; a tight cap keeps the stage tables small."""
+
+
+class Partitions:
+    """Plans whose replicas are equal and whose ops are cut into stages anywhere."""
+
+    def __init__(self, families: Sequence[PlanFamily]) -> None:
+        """Bounds each family by its ops."""
+        bounds = [(family_bound(family).time_s, family) for family in families]
+        self._ranked = sorted(bounds, key=lambda pair: (pair[0], pair[1].replicas, pair[1].samples))
+        self._lines: list[ProofLine] | None = None
+
+    @property
+    def families(self) -> list[PlanFamily]:
+        """The least bound first."""
+        return [family for _, family in self._ranked]
+
+    def bound(self) -> float:
+        """Of the family with the least; after the proof, of its weakest line."""
+        if self._lines is not None:
+            return weakest(self._lines)
+        return self._ranked[0][0] if self._ranked else math.inf
+
+    def best(self, progress: Progress) -> None:
+        """Solves families in the order of what equal stages would take: a short plan makes the rest quick."""
+        promising = sorted(((max(promise_s(family), bound_s), bound_s, family) for bound_s, family in self._ranked), key=lambda e: e[:2])
+        least_s = promising[0][0] if promising and math.isfinite(promising[0][0]) else progress.bound_s
+        for cap in _CAPS if progress.best_s == math.inf else (math.inf,):
+            limit_s = min(progress.best_s, cap * least_s)
+            for _, bound_s, family in promising:
+                if progress.out_of_time():
+                    return
+                if bound_s < limit_s:
+                    progress.tell(str(family))
+                    progress.add(best_pipeline(family, limit_s))
+                    limit_s = min(limit_s, progress.best_s)
+            if progress.best_s <= cap * least_s:
+                return
+
+    def prove(self, progress: Progress) -> None:
+        """Bounds the subspaces by whole stages, the weakest first, until all are near enough; plans that are met on the way count."""
+        best_s = progress.best_s
+        weak = sorted((
+            (bound_s, family, subspace) for early_s, family in self._ranked if early_s < best_s
+            for subspace in family.subspaces if (bound_s := crossing_bound_s(family, subspace, best_s)) < best_s
+        ), key=lambda entry: entry[0])  # fmt: skip
+
+        self._lines = [ProofLine(family.replicas, family.samples, subspace, bound_s, None) for bound_s, family, subspace in weak]
+        enough_s = progress.enough_s
+        for index, (bound_s, family, subspace) in enumerate(weak):
+            if bound_s < enough_s and not progress.out_of_time():
+                progress.tell(f"bound: {family}")
+                schedules = unchunked(family.request.schedules)
+                found = [bound_of_subspace(family, subspace, name, best_s, bound_s, enough_s) for name in schedules]
+                progress.choices += [choice for _, choices in found for choice in choices]
+                self._lines[index] = replace(self._lines[index], by_stages_s=min(proven_s for proven_s, _ in found))
+            enough_s = min(enough_s, self._lines[index].bound_s)  # no line needs to be better than the worst
+            progress.bound_s = max(progress.bound_s, min(enough_s, weakest(self._lines)))
+        progress.lines += self._lines

@@ -1,0 +1,297 @@
+"""What every option of a family costs: times of ops, memory, messages, and what follows the last micro-batch.
+
+N are the ops of the chain, O the distinct ones. What is named `least_…` is a bound: no plan is below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, wraps
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+
+import numpy as np
+
+from penstock.costs.collectives import BUCKET_BYTES, group_of, point_to_point_s
+from penstock.costs.memory import bytes_per_parameter
+from penstock.costs.table import CostTable, Floats
+from penstock.models.segments import pieces
+from penstock.models.shapes import Shape
+from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES
+from penstock.search.space.levels import Levels, levels_of
+from penstock.search.space.stage_costs import DevicePool, Ints, OptionCosts, StageOption
+from penstock.timing.pass_times import OpPasses, op_passes, rerun
+from penstock.timing.pipeline import share_shape
+
+if TYPE_CHECKING:
+    from penstock.search.space.device_kinds import Kind
+    from penstock.search.space.request import Request
+
+__all__ = ["FamilyPrices", "step_s_per_weight"]
+
+_LARGE = 1e9
+"""Weights of an optimizer step in which the time to start it no longer counts."""
+
+Given = ParamSpec("Given")
+Answer = TypeVar("Answer")
+
+
+def _remembered(method: Callable[Concatenate[FamilyPrices, Given], Answer]) -> Callable[Concatenate[FamilyPrices, Given], Answer]:
+    """The method, with each answer worked out once for a family."""
+
+    @wraps(method)
+    def answer(prices: FamilyPrices, /, *given: Given.args, **named: Given.kwargs) -> Answer:
+        key = (method.__name__, *given)
+        if key not in prices._known:
+            prices._known[key] = method(prices, *given, **named)
+        found: Answer = prices._known[key]
+        return found
+
+    return answer
+
+
+def step_s_per_weight(request: Request, device: str) -> float:
+    """Optimizer time for one more weight on a device, without what starting the step takes."""
+    frame = request.frame
+    once, twice = (request.estimator.source.optimizer_s(n * _LARGE, device, frame.precision, frame.optimizer) for n in (1, 2))
+    return (twice - once) / _LARGE
+
+
+@dataclass(frozen=True)
+class FamilyPrices:
+    """Costs of options where a number of replicas run micro-batches of so many samples."""
+
+    request: Request
+    kinds: tuple[Kind, ...]
+    pools: tuple[DevicePool, ...]
+    replicas: int
+    samples: int
+
+    @cached_property
+    def _known(self) -> dict[tuple[Any, ...], Any]:
+        return {}
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of a replica."""
+        return self.request.frame.global_batch // self.replicas // self.samples
+
+    @property
+    def num_devices(self) -> int:
+        """Of one replica."""
+        return sum(pool.num_devices for pool in self.pools)
+
+    @cached_property
+    def chain(self) -> tuple[Ints, Ints]:
+        """[N] number of each op among the distinct ones, and the first op of each number."""
+        index = {op.signature: number for number, op in enumerate(self.request.model.distinct_ops)}
+        numbers = np.array([index[place.op.signature] for place in self.request.model.ops])
+        return numbers, np.unique(numbers, return_index=True)[1]
+
+    @cached_property
+    def copies(self) -> Ints:
+        """[O] how often each distinct op occurs."""
+        return np.bincount(self.chain[0], minlength=len(self.request.model.distinct_ops))
+
+    def leanest(self, option: StageOption) -> StageOption:
+        """The option with sequence parallelism if it can have that."""
+        return replace(option, sequence=option.tp > 1 and self.request.estimator.divides_tokens)
+
+    # Times of ops
+
+    def times(self, option: StageOption, algo: int = 0) -> tuple[Floats, Floats]:
+        """[N] forward time and forward + backward time of every op, collectives included; infinite where it cannot be divided so."""
+        forward, both = self.op_times(option, algo) if algo else self.op_times(option)
+        return forward[self.chain[0]], both[self.chain[0]]
+
+    def filling(self, option: StageOption) -> Floats:
+        """[N] what each op adds at least to filling and draining the pipeline under any schedule of the request but the interleaved."""
+        return self.op_filling(option)[self.chain[0]]
+
+    def table(self, option: StageOption) -> tuple[CostTable, Shape]:
+        """The op costs of an option, and the shape of its ranks' share of a micro-batch."""
+        shape = share_shape(self.request.frame, self.samples, option.dp)
+        return self.request.estimator.table(shape, option.tp, option.sequence), shape
+
+    def _device(self, option: StageOption) -> str:
+        return self.kinds[option.pool].device.name
+
+    def _op_passes(self, option: StageOption, algo: int = 0) -> OpPasses:
+        """[O] passes of the distinct ops under one of their splits, ZeRO apart."""
+        table, shape = self.table(option)
+        return op_passes(self.request.model, table, shape, device=self._device(option), tp=option.tp, algos=algo)
+
+    @_remembered
+    def op_times(self, option: StageOption, algo: int = 0) -> tuple[Floats, Floats]:
+        """[O] `times` of the distinct ops; under ZeRO-2 and 3 with what every micro-batch sends of weights and gradients."""
+        passes = self._op_passes(option, algo)
+        forward, both = passes.forward_pass_s, passes.both_s
+        if option.zero > 1:
+            summed, gathered = self._sent_s(option)
+            once = {2: summed, 3: summed + 2 * gathered}[option.zero]
+            # What is sent once an iteration is in `op_after_s`, so that only the other micro-batches' share counts here.
+            both = both + (once - (summed + (gathered if option.zero == 3 else 0.0)) / self.count) * self._least_weights(option)
+        return forward, both
+
+    @_remembered
+    def op_filling(self, option: StageOption) -> Floats:
+        """[O] `filling` of the distinct ops."""
+        time = self.op_times(option)[1]
+        relief = max(SCHEDULES[name].fill_relief for name in (DEFAULT_SCHEDULE, *self.request.schedules))
+        return np.maximum(time - relief * self._op_passes(option).weight_s, 0.0) if relief else time
+
+    def least_times(self, option: StageOption) -> Floats:
+        """[O] forward + backward time of the distinct ops, the better of with and without sequence parallelism."""
+        rows = self.leanest(option)
+        return np.asarray(np.minimum(self.op_times(rows)[1], self.op_times(replace(rows, sequence=False))[1]))
+
+    def least_filling(self, option: StageOption) -> Floats:
+        """[O] `op_filling`, the better of with and without sequence parallelism."""
+        rows = self.leanest(option)
+        return np.asarray(np.minimum(self.op_filling(rows), self.op_filling(replace(rows, sequence=False))))
+
+    # After the last micro-batch
+
+    def after_s(self, option: StageOption) -> Floats:
+        """[N] least time per op of gradient sync and optimizer step after the last micro-batch, wherever the replicas lie."""
+        return self.op_after_s(option)[self.chain[0]]
+
+    @_remembered
+    def op_after_s(self, option: StageOption) -> Floats:
+        """[O] `after_s` of the distinct ops."""
+        step_s = step_s_per_weight(self.request, self._device(option)) / (self.replicas * option.dp)
+        return np.asarray(self._least_weights(option) * (step_s + sum(self._sent_s(option))))
+
+    def least_after_s(self, options: Sequence[StageOption]) -> float:
+        """What follows the last micro-batch of a plan of these options at least: the average over devices, every op under its best one."""
+        each = np.stack([option.num_devices / self.num_devices * self.op_after_s(option) for option in options])
+        return float(each.min(axis=0)[self.chain[0]].sum())
+
+    @_remembered
+    def _sent_s(self, option: StageOption) -> tuple[float, float]:
+        """Time per weight to sum gradients among the ranks that hold it, each keeping a part, and to gather it from them."""
+        frame, kind, holders = self.request.frame, self.kinds[option.pool], self.replicas * option.dp
+        if holders == 1:
+            return 0.0, 0.0
+        lanes = [kind.ranks[i * option.tp] for i in range(holders) if i * option.tp < len(kind.ranks)]
+        group = group_of(self.request.estimator.cluster, lanes, option.tp)
+        item = bytes_per_parameter(frame.precision, frame.optimizer)[1] / BUCKET_BYTES
+        return group.time_s("reduce_scatter", BUCKET_BYTES) * item, group.time_s("all_gather", BUCKET_BYTES) * item
+
+    def _least_weights(self, option: StageOption) -> Floats:
+        """[O] weights on one rank; those that a distinct op shares with another count there alone, as if one stage held both."""
+        shared = [op.config.get("untied_parameters", 0) / option.tp if op.tied_to else np.inf for op in self.request.model.distinct_ops]
+        return np.minimum(self.table(option)[0].parameters[:, 0, 0], shared)
+
+    # Memory
+
+    @_remembered
+    def op_memory(self, option: StageOption) -> tuple[Floats, Floats, Floats]:
+        """Shares of a device's memory that hold [O] the state of each distinct op at least and [O, P] what it keeps of one micro-batch,
+        and [O, P] the time to bring that back at least."""
+        recovery, limit = self.request.recovery[option.sequence], self.pools[option.pool].memory_limit
+        shape, state = self.table(option)[1], self._least_weights(option) * self.state_bytes(option)
+        return state / limit, recovery.bytes_at(shape, option.tp) / limit, recovery.least_s(self.op_times(option)[0])
+
+    def state_bytes(self, option: StageOption) -> float:
+        """Bytes that a weight, its gradient and what the optimizer keeps for it take on one device."""
+        weight, gradient, master, moments = bytes_per_parameter(self.request.frame.precision, self.request.frame.optimizer)
+        holders = option.dp * self.replicas
+        return weight / (holders if option.zero > 2 else 1) + gradient / (holders if option.zero > 1 else 1) + (master + moments) / holders
+
+    def levels(self, option: StageOption) -> Levels:
+        """What recomputation can save under one option; how its weights are divided does not matter."""
+        return self._levels(replace(option, zero=1))
+
+    @_remembered
+    def _levels(self, option: StageOption) -> Levels:
+        return levels_of(self.costs(option), self.request.blocks)
+
+    # All of it, op by op, as the programmes read it
+
+    @_remembered
+    def costs(self, option: StageOption) -> OptionCosts:
+        """Costs of the chain's ops under one option, from the estimator's own table."""
+        forward, compute = self.times(option)
+        table, shape = self.table(option)
+        s, ops = table.shape_index(shape), table.chain
+        entering, leaving = table.input_bytes[ops, s, 0, 0], table.output_bytes[ops, s, 0, 0]
+        enter, leave = np.zeros((2, len(ops) + 1)), np.zeros((2, len(ops) + 1))
+        enter[:, 1:-1], leave[:, 1:-1] = self._messages(option, entering[1:]), self._messages(option, leaving[:-1])
+        columns = (table.workspace_bytes, table.backward_workspace_bytes)
+        workspace, backward_workspace = (np.ascontiguousarray(x[ops, s, 0, 0]) for x in columns)
+        recovery = self.request.recovery[option.sequence]
+        kept, passed = (np.array([size.at(shape, option.tp) for size in sizes])[ops] for sizes in (recovery.made, recovery.passed))
+        parameters, entering = np.ascontiguousarray(table.parameters[ops, 0, 0]), entering.copy()
+        if option.zero > 1:  # nothing enters the only stage, but the weights and gradients of two blocks at a time
+            entering[0] += self._block_bytes(option, parameters)
+        parameters *= self.state_bytes(option)
+        model = self.request.estimator.model_under(option.sequence)
+        light = np.array([not rerun([model.ops[first]], [0]) for first in self.chain[1]])[self.chain[0]]
+        return OptionCosts(
+            option, forward, compute, kept, parameters, workspace, backward_workspace, entering, enter, leave, passed=passed, light=light
+        )
+
+    def hiding(self, costs: OptionCosts) -> OptionCosts:
+        """The costs under a zero-bubble schedule, which hides weight gradients in the fill and drain of the pipeline."""
+        return replace(costs, hidden_fill_s=np.maximum(costs.compute - self.filling(costs.option), 0.0))
+
+    def _block_bytes(self, option: StageOption, parameters: Floats) -> float:
+        """Gradients of a block twice, as they were made and on their way, and under ZeRO-3 its weights twice too."""
+        weight, gradient, _, _ = bytes_per_parameter(self.request.frame.precision, self.request.frame.optimizer)
+        starts = [piece.start for piece in pieces(self.request.model, 0, len(parameters))]
+        largest = float(np.add.reduceat(parameters, starts).max())
+        return 2 * (gradient + (weight if option.zero == 3 else 0)) * largest
+
+    def least_costs(self, option: StageOption) -> OptionCosts:
+        """Costs that no stage of this option can be below, with or without sequence parallelism."""
+        own = self.costs(self.leanest(option))
+        if not own.option.sequence:
+            return own
+        other = self.costs(replace(own.option, sequence=False))
+        names = ("forward", "compute", "forward_reserve", "backward_reserve", "enter", "leave")
+        return replace(own, **{name: np.minimum(getattr(own, name), getattr(other, name)) for name in names})
+
+    # Messages between stages
+
+    def _messages(self, option: StageOption, sizes: Floats) -> Floats:
+        """[2, sizes] times of messages inside a node and across nodes, where all lanes of the stage send at once."""
+        cluster, kind = self.request.estimator.cluster, self.kinds[option.pool]
+        first = kind.ranks[0]
+        home = cluster.node_index(first)
+        inside = next((rank for rank in kind.ranks[1:] if cluster.node_index(rank) == home), None)
+        others = (*kind.ranks, *(rank for other in self.kinds for rank in other.ranks[:1]))
+        across = next((rank for rank in others if cluster.node_index(rank) != home), None)
+        distinct, where = np.unique(sizes, return_inverse=True)
+        rows = []
+        for rank, sharing in ((inside, 1), (across, min(option.num_devices, kind.per_node))):
+            times = [0.0 if rank is None else point_to_point_s(float(size), cluster, first, rank, sharing) for size in distinct]
+            rows.append(np.array(times)[where])
+        return np.stack(rows)
+
+    def least_sent_bytes(self, option: StageOption) -> Floats:
+        """[2] of the smallest message that a stage may get, and of the smallest that it may send; infinite in a chain of one op."""
+        table, shape = self.table(option)
+        s, ops = table.shape_index(shape), table.chain
+        entering, leaving = table.input_bytes[ops[1:], s, 0, 0], table.output_bytes[ops[:-1], s, 0, 0]
+        return np.array([entering.min(initial=np.inf), leaving.min(initial=np.inf)])
+
+    @_remembered
+    def least_messages_s(self, option: StageOption) -> Floats:
+        """[2] what a stage with others before and behind it spends at least on the message it gets and the one it sends."""
+        sizes = self.least_sent_bytes(option)
+        inside, across = self._messages(option, np.where(np.isfinite(sizes), sizes, 0.0))
+        edges = self.edges(option)
+        if edges == 0:
+            return np.asarray(np.minimum(inside, across))
+        if edges == 2:
+            return np.asarray(across)
+        near, far = np.minimum(inside, across), np.maximum(inside, across)
+        return np.array(min([(near[0], far[1]), (far[0], near[1])], key=sum))
+
+    def edges(self, option: StageOption) -> int:
+        """How many of the two messages of a stage between others cross nodes at least."""
+        node = self.pools[option.pool].per_node
+        if len(self.pools) > 1 or 2 * option.num_devices < node:
+            return 0
+        return 2 if option.num_devices >= node else 1
