@@ -56,7 +56,7 @@ def _trained(folder: Path, quiet: bool) -> list[float]:
     """The losses of a few steps with the plan, on the bundled texts; each demo trains anew."""
     from penstock.cli.train import show_comparison
     from penstock.plans.schema import read_plan
-    from penstock.runtime.request import Progress, TrainRequest
+    from penstock.runtime.request import StepTold, TrainRequest
     from penstock.runtime.trainer import Trainer
 
     shutil.rmtree(folder / "run", ignore_errors=True)
@@ -64,7 +64,7 @@ def _trained(folder: Path, quiet: bool) -> list[float]:
     trainer = Trainer(TrainRequest(plan, str(_prepared(folder / "data")), _STEPS, str(folder / "run")))
     with progress(f"training {_MODEL} with {len(plan.ranks)} processes", _STEPS, quiet=quiet) as bar:
 
-        def told(step: Progress) -> None:
+        def told(step: StepTold) -> None:
             bar.describe(f"loss {step.loss:.4f}")
             bar.advance()
 

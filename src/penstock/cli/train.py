@@ -15,7 +15,7 @@ from penstock.errors import InputError
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.runtime.interrupts import Interrupted
-    from penstock.runtime.request import Progress, TrainResult
+    from penstock.runtime.request import StepTold, TrainResult
     from penstock.runtime.settings import TrainingSettings
     from penstock.runtime.telemetry.predicting import PredictedSteps
 
@@ -86,7 +86,7 @@ def train(
     first = not under_torchrun or os.environ["RANK"] == "0"
     with progress("rehearsing" if device == "timed" else "training", steps - trainer.first_step, quiet=json or not first) as bar:
 
-        def told(step: Progress) -> None:
+        def told(step: StepTold) -> None:
             busy = "" if step.gpu_utilisation is None else f", GPU {step.gpu_utilisation:.0%} busy"
             loss = "" if step.loss is None else f"loss {step.loss:.4f}, "
             bar.describe(f"{loss}{format_count(step.tokens_per_s)} {unit}/s{busy}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.data.loader import DynamicLoader
-from penstock.runtime.request import WARM_UP, Progress, TrainRequest, TrainResult
+from penstock.runtime.request import WARM_UP, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run_inputs import run_inputs
 from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages
 from penstock.runtime.telemetry.predicting import ProgramTimes
@@ -53,7 +53,7 @@ def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> 
                 log.write(
                     StepRecord(program.iteration, None, steps_s[-1], tokens[-1], speed, bubble_share=idle, planning_wait_s=loader.wait_s)
                 )
-                worker.tell(Progress(program.iteration, None, speed))
+                worker.tell(StepTold(program.iteration, None, speed))
             loader.wait_s, start_s = 0.0, time.perf_counter()
         usual_s = statistics.median(steps_s[WARM_UP:] or steps_s)
         return TrainResult(0, len(steps_s), (), (), usual_s, statistics.fmean(tokens) / usual_s, slowest_stages(world, stages), None)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.runtime.telemetry.observing import StageTime
 
-__all__ = ["TIMED", "WARM_UP", "EvalRecord", "PlanningSettings", "Progress", "TrainRequest", "TrainResult"]
+__all__ = ["TIMED", "WARM_UP", "EvalRecord", "PlanningSettings", "StepTold", "TrainRequest", "TrainResult"]
 
 TIMED = "timed"
 """The device of a rehearsal, on which ops are waits."""
@@ -98,7 +98,7 @@ class EvalRecord:
 
 
 @dataclass(frozen=True)
-class Progress:
+class StepTold:
     """What rank 0 tells the launcher after each step."""
 
     step: int

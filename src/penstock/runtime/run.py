@@ -25,7 +25,7 @@ from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import load_rank, load_weights, rank_pieces, rank_state
-from penstock.runtime.request import WARM_UP, EvalRecord, Progress, TrainRequest, TrainResult
+from penstock.runtime.request import WARM_UP, EvalRecord, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run_inputs import batch_source, run_inputs
 from penstock.runtime.telemetry.flops import PeakTimes
 from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
@@ -133,7 +133,7 @@ class Run:
             )  # fmt: skip
             if self.log is not None:
                 self.log.write(record)
-            self._after(step, Progress(step, losses[-1], tokens[-1] / times[-1], record.gpu_utilisation))
+            self._after(step, StepTold(step, losses[-1], tokens[-1] / times[-1], record.gpu_utilisation))
             if step + 1 < self.request.steps:
                 ended_by = self._ends_early()
                 if ended_by:
@@ -191,7 +191,7 @@ class Run:
         self._saved = done
         self.checkpoints.save(done, rank_pieces(self.rank), {**rank_state(self.rank), "data": self.loader.state_dict()})
 
-    def _after(self, step: int, told: Progress) -> None:
+    def _after(self, step: int, told: StepTold) -> None:
         """Evaluation, checkpoint, a word to the launcher."""
         request, done = self.request, step + 1
         if request.eval_every and (done % request.eval_every == 0 or done == request.steps):

@@ -22,7 +22,7 @@ from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.planner_processes import planners_here, planners_of_nodes
 from penstock.runtime.rehearsing import rehearse_rank
-from penstock.runtime.request import TIMED, WARM_UP, Progress, TrainRequest, TrainResult
+from penstock.runtime.request import TIMED, WARM_UP, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run import train_rank
 from penstock.runtime.run_folder import write_run
 from penstock.runtime.run_inputs import run_inputs
@@ -48,7 +48,7 @@ class Trainer:
         self.first_step = _first_step(self.request)
         """How many steps a checkpoint has behind it."""
 
-    def join(self, progress: Callable[[Progress], None] | None = None) -> TrainResult:
+    def join(self, progress: Callable[[StepTold], None] | None = None) -> TrainResult:
         """Trains as one of the processes that torchrun started."""
         import torch
         import torch.distributed as dist
@@ -66,7 +66,7 @@ class Trainer:
             worker = replace(worker, tell=lambda told: progress(told) if progress else None, asked_to_end=lambda: interrupts.number)
             return train_rank(worker, request, handover, f"{int(token):x}")
 
-    def train(self, progress: Callable[[Progress], None] | None = None) -> TrainResult:
+    def train(self, progress: Callable[[StepTold], None] | None = None) -> TrainResult:
         """Starts the plan's processes, trains, and ends them; `progress` hears of every step. Ctrl-C and SIGTERM end it after the step that
         runs, with a checkpoint."""
         request, rehearses = self.request, self.request.device == TIMED

@@ -32,7 +32,7 @@ from penstock.search.refine import MAX_HOPS
 from penstock.search.replicas.unequal import UnequalReplicas
 from penstock.search.space.families import families
 from penstock.search.space.request import Request
-from penstock.search.uniform import Grid
+from penstock.search.uniform import UniformPlans
 
 __all__ = ["Outcome", "search", "search_plans"]
 
@@ -83,7 +83,7 @@ def search(
     if top < 1:
         raise InputError(f"top is {top}; 1 or more was expected.")
     progress = Progress(watch, time.monotonic() + time_budget_s, known_s)
-    grid, partitions, unequal = Grid(request, top), Partitions(list(families(request))), UnequalReplicas(request)
+    grid, partitions, unequal = UniformPlans(request, top), Partitions(list(families(request))), UnequalReplicas(request)
     per_op, interleaved = PerOpDegrees(partitions.families), InterleavedPlans(partitions.families)
     searchers: list[Searcher] = [*([grid] if prove else []), partitions, unequal, per_op, interleaved]
     progress.bound_s = min(searcher.bound() for searcher in searchers)

@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.timing.estimate import StageEstimate
 
-__all__ = ["Grid", "best_plans", "plans_of_grid", "uniform_choices", "uniform_plans"]
+__all__ = ["UniformPlans", "best_plans", "plans_of_grid", "uniform_choices", "uniform_plans"]
 
 
 _GRID_DEVICES, _GRID_OPS = 256, 2000
 """Clusters and chains up to these sizes are also tried with all uniform plans, to show them beside the best."""
 
 
-class Grid:
+class UniformPlans:
     """The searcher of uniform plans. They are among the exact partitions, which bound them: this one finds good plans at once, says what is
     missing where nothing fits, and shows what a grid would have found."""
 
