@@ -124,13 +124,13 @@ def entries() -> set[str]:
 
 
 def named(name: str) -> Iterator[str]:
-    """Modules that a module names in strings, to import them when they are needed: families of models by their whole name, modules of ops as
-    `file.Class`. The list of kernels is for the compiler, and no use."""
+    """Modules that a module names in strings, to import them when they are needed: families of models by their whole name, modules of ops
+    as `file.Class`. The list of kernels is for the compiler, and no use."""
     package = name.rpartition(".")[0]
     for node in ast.walk(tree_of(MODULES[name])):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and name != "penstock.kernels":
             beside = f"{package}.{node.value.partition('.')[0]}" if re.fullmatch(r"[a-z_]+\.[A-Z]\w+", node.value) else ""
-            yield from {node.value, beside} & set(MODULES)
+            yield from (found for found in (node.value, beside) if found in MODULES)
 
 
 def test_every_module_is_reached_from_a_verb_or_a_public_name() -> None:
