@@ -233,7 +233,8 @@ def _prefix(rows: Sequence[Floats]) -> Floats:
 
 def _kept_bytes(model: FasopModel, tp: int, mbs: int) -> tuple[Floats, Floats]:
     """Activations of each layer: those of one micro-batch at a time (the head's), and those of every one in flight."""
-    kept = np.array([model.kept_bytes(layer).at(Shape(mbs), tp) for layer in model.layer_types])
+    amounts = {layer: model.kept_bytes(layer).at(Shape(mbs), tp) for layer in set(model.layer_types)}  # few types, many layers
+    kept = np.array([amounts[layer] for layer in model.layer_types])
     head = np.array([layer == "post_process" for layer in model.layer_types])
     return np.where(head, kept, 0.0), np.where(head, 0.0, kept)
 
