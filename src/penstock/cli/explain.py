@@ -287,10 +287,14 @@ def _as_dict(path: Path, found: Estimate, against: Path | None, other: Estimate 
     return data
 
 
+_WORK = ("forward_s", "backward_s", "recompute_s", "tp_s", "transfer_in_s", "transfer_out_s", "waiting_s", "total_s")
+"""What a stage takes for one micro-batch, by cause; the last is the sum of the others."""
+
+
 def _estimate_dict(found: Estimate) -> dict[str, Any]:
     """All fields, with the sums that a reader would otherwise compute."""
     data = {**dataclasses.asdict(found), "peak_bytes": found.peak_bytes, "shares_s": dict(found.shares())}
     for stage, row in zip(found.stages, data["stages"], strict=True):
-        row["work"] |= {name: getattr(stage.work, name) for name in ("tp_s", "waiting_s", "total_s")}
+        row["work"] = {name: getattr(stage.work, name) for name in _WORK}
         row["memory"]["total_bytes"] = stage.memory.total_bytes
     return data
