@@ -34,42 +34,37 @@ from penstock.batching.example import small_costs
 from penstock.batching.fitting import positions
 from penstock.batching.lengths import read_lengths
 from penstock.batching.ordering import by_length, curves
-from penstock.batching.plan import BatchPlan, Sample
+from penstock.batching.plan import BatchPlan, SampleLengths
 from penstock.batching.planned import planned_costs, with_recompute_choices
 from penstock.batching.planner import plan_batch
 from penstock.batching.search import usual_steps
 from penstock.batching.split import Windows
 from penstock.clusters import resolve_cluster
 from penstock.costs.sources import open_costs
-from penstock.errors import InfeasibleError, near_misses
+from penstock.errors import InfeasibleError
 from penstock.files import read_json, write_json
 from penstock.models import resolve_model
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
-from penstock.systems.dynapipe.batching import best_layers, dynapipe_costs, dynapipe_plan
-from penstock.systems.dynapipe.models import PlannerConfig
-from penstock.systems.dynapipe.tables import DynaPipeTables
+from penstock.systems.dynapipe.inputs import TABLES, PlannerConfig
+from penstock.systems.dynapipe.rules import dynapipe_costs, dynapipe_plan
+from penstock.systems.dynapipe.search import best_layers
+from penstock.systems.dynapipe.tables import DynaPipeTables, open_configuration
 from penstock.systems.tables import read_checked
 
 KNOWN = (
     ("gpt_tok65536_max2048", "gptA"), ("gpt_tok65536_max4096", "gptA"), ("gpt_n512_max2048", "gptA"), ("gpt_n2048_max2048", "gptA"),
     ("gpt_n8192_max2048", "gptA"), ("t5_tok65536_max2048", "t5D"), ("t5_n2048_max2048", "t5D"), ("t5_tok65536_max2048", "t5C"),
 )  # fmt: skip
-TABLES = {"gpt": "gpt_6.7b", "t5": "t5_11b"}
 Result = TypeVar("Result")
 
 
-def configured(folder: Path, name: str) -> tuple[PlannerConfig, PipelineCosts]:
-    """A configuration of `configs.json`, or of a JSON file of its own, and its costs."""
-    if name.endswith(".json"):
-        config = read_checked(Path(name), "configuration", PlannerConfig)
-    else:
-        held = [table for table in TABLES.values() if (folder / f"{table}_cost_model.csv").is_file()]
-        known = DynaPipeTables.open(folder / held[0] if held else folder).configs()
-        if name not in known:
-            raise SystemExit(f"{folder} has no configuration {name}. {near_misses(name, known)}")
-        config = known[name]
-    return config, dynapipe_costs(DynaPipeTables.open(folder / TABLES[config.model]), config)
+def configured(folder: Path, name: str) -> tuple[DynaPipeTables, PlannerConfig]:
+    """A configuration of `configs.json`, or of a JSON file of its own, and the tables of its model."""
+    if not name.endswith(".json"):
+        return open_configuration(folder / name)
+    config = read_checked(Path(name), "configuration", PlannerConfig)
+    return DynaPipeTables.open(folder / TABLES[config.model]), config
 
 
 def timed(work: Callable[[], Result]) -> tuple[Result, float, float]:
@@ -81,12 +76,10 @@ def timed(work: Callable[[], Result]) -> tuple[Result, float, float]:
 
 def run(path: Path, config_name: str, tables: Path, out: Path, judge: Any, steps: int | None, free_layers: bool) -> dict[str, Any]:
     """Plans one batch at once and with search, writes the plan and scores it."""
-    config, costs = configured(tables, config_name)
+    table, config = configured(tables, config_name)
     samples = read_lengths(path)
-    if free_layers:
-        table = DynaPipeTables.open(tables / TABLES[config.model])
-        config = best_layers(table, config, samples)
-        costs = dynapipe_costs(table, config)
+    config = best_layers(table, config, samples) if free_layers else config
+    costs = dynapipe_costs(table, config)
     steps = usual_steps(costs, len(samples)) if steps is None else steps
     first, first_s, _ = timed(lambda: plan_batch(samples, costs))
     batch, cpu_s, wall_s = timed(lambda: plan_batch(samples, costs, steps=steps))
@@ -118,15 +111,15 @@ def score(judge: Any, batch: Path, plan: Path, config: PlannerConfig, tables: Pa
     return found
 
 
-def draw(count: int, has_decoder: bool, seed: int = 0, longest: int = 2048) -> list[Sample]:
+def draw(count: int, has_decoder: bool, seed: int = 0, longest: int = 2048) -> list[SampleLengths]:
     """Lengths like those of a mixture of instruction tasks: log-normal, decoders short and weakly correlated."""
     numbers = np.random.default_rng(seed)
     first, second = numbers.standard_normal((2, count))
     if not has_decoder:
-        return [Sample(i, int(n)) for i, n in enumerate(np.clip(np.exp(np.log(120) + 1.14 * first), 8, longest))]
+        return [SampleLengths(i, int(n)) for i, n in enumerate(np.clip(np.exp(np.log(120) + 1.14 * first), 8, longest))]
     enc = np.clip(np.exp(np.log(105) + 1.14 * first), 8, longest)
     dec = np.clip(np.exp(np.log(16) + 1.25 * (0.3 * first + 0.954 * second)), 1, longest)
-    return [Sample(i, int(n), int(m)) for i, (n, m) in enumerate(zip(enc, dec, strict=True))]
+    return [SampleLengths(i, int(n), int(m)) for i, (n, m) in enumerate(zip(enc, dec, strict=True))]
 
 
 def curve(tables: Path) -> None:
@@ -135,7 +128,7 @@ def curve(tables: Path) -> None:
         f"{'config':8} {'samples':>8} {'at once s':>10} {'µs per sample':>14} {'of n log n':>11} {'with search s':>14} {'iteration s':>12}"
     )
     for name in ("gptA", "t5D"):
-        costs = configured(tables, name)[1]
+        costs = dynapipe_costs(*configured(tables, name))
         base = 0.0
         for count in (128 << k for k in range(9)):
             samples = draw(count, costs.has_decoder)
@@ -177,7 +170,7 @@ def tour(enc: np.ndarray, dec: np.ndarray) -> np.ndarray:
 
 def orders(tables: Path, inputs: Path) -> None:
     """What splitting gives after each order of encoder-decoder batches, and what the order takes."""
-    costs = configured(tables, "t5D")[1]
+    costs = dynapipe_costs(*configured(tables, "t5D"))
     print(f"{'batch':22} {'order':24} {'split ms':>9} {'order CPU s':>12}")
     for case in ("t5_tok65536_max2048", "t5_n512_max2048", "t5_n2048_max2048"):
         samples = read_lengths(inputs / f"{case}.csv")
@@ -280,7 +273,7 @@ def main() -> None:
     tables, inputs = options.tables or options.data, options.inputs or (options.data and options.data / "inputs")
     if tables is None or inputs is None:
         parser.error("give --data, or --inputs and --tables")
-    plan_batch([Sample(0, 3, 1), Sample(1, 5, 2)], small_costs(), steps=1)  # loads the kernels
+    plan_batch([SampleLengths(0, 3, 1), SampleLengths(1, 5, 2)], small_costs(), steps=1)  # loads the kernels
     if options.curve:
         curve(tables)
         return

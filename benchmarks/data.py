@@ -42,7 +42,7 @@ def write_texts(path: Path, megabytes: int) -> None:
 
 def prepare(folder: Path, megabytes: int, workers: int) -> dict[str, object]:
     """Tokens per second of the verb, its start and the training of its tokenizer left out."""
-    from penstock.data.prepare import TextRequest, prepare_text
+    from penstock.data.text.prepare import TextRequest, prepare_text
 
     write_texts(folder / "texts.jsonl", megabytes)
     write_texts(folder / "small.jsonl", 4)
@@ -82,7 +82,7 @@ print(json.dumps({"what": "open and draw", **json.loads(sys.argv[2]), "samples":
 def write_index(folder: Path, samples: int) -> None:
     """A prepared folder of many samples, whose token file is a hole on disk."""
     from penstock.data.indexed import _HEAD, _MAGIC
-    from penstock.data.manifest import Manifest, Split, TaskRange, write_manifest
+    from penstock.data.manifest import DataManifest, DataSplit, TaskRange, write_manifest
 
     folder.mkdir()
     for side, median in (("input", 105), ("target", 16)):
@@ -94,7 +94,7 @@ def write_index(folder: Path, samples: int) -> None:
                 part.tofile(stream)
         with open(folder / f"train_{side}.bin", "wb") as stream:
             stream.truncate(int(ends[-1]))
-    write_manifest(folder, Manifest("text", ["input", "target"], {"train": Split(samples, {}, [TaskRange("all", 0, samples)])}))
+    write_manifest(folder, DataManifest("text", ["input", "target"], {"train": DataSplit(samples, {}, [TaskRange("all", 0, samples)])}))
 
 
 def main() -> None:

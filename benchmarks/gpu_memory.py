@@ -23,11 +23,10 @@ LONGEST = 2048
 def run_rank(worker: Any, plan: Plan, programs: list[Program]) -> tuple[list[tuple[int, int]], float]:
     """(allocated, reserved) at the fullest moment of each iteration, and the seconds of all."""
     import torch
+    from training_jobs import RandomSource, open_rank
 
     from penstock.plans.references import model_of
-    from penstock.runtime.session import open_rank
-    from penstock.runtime.source import RandomSource
-    from penstock.runtime.update import TrainingSettings
+    from penstock.runtime.settings import TrainingSettings
 
     rank = open_rank(worker, plan, TrainingSettings(clip_norm=1.0), KeptSource(RandomSource(model_of(plan))))
     assert rank is not None
@@ -46,7 +45,7 @@ def main() -> None:
     parser.add_argument("--costs", default="profile:h200-141gb")
     parser.add_argument("--cluster", default="1xh200")
     given = parser.parse_args()
-    from penstock.batching.plan import Sample
+    from penstock.batching.plan import SampleLengths
     from penstock.batching.planned import with_recompute_choices
     from penstock.batching.planner import costs_for, plan_batch
     from penstock.plans.references import model_of
@@ -59,7 +58,7 @@ def main() -> None:
     plan = with_recompute_choices(plan, model_of(plan))
     costs = costs_for(plan, LONGEST, costs=given.costs)
     batches = drawn_batches(given.iterations, given.tokens, LONGEST)
-    found = [plan_batch([Sample(i, length) for i, length in enumerate(batch)], costs) for batch in batches]
+    found = [plan_batch([SampleLengths(i, length) for i, length in enumerate(batch)], costs) for batch in batches]
     programs = [lower(plan, model_of(plan), work_of(one, plan), step)[0] for step, one in enumerate(found)]
     peaks, seconds = launch(run_rank, 1, plan, programs, device="cuda", timeout_s=900.0)[0]
     print(f"{'iteration':>9} {'allocated':>10} {'reserved':>10} {'ratio':>6}   (GiB at the fullest moment so far)")

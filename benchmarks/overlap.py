@@ -54,14 +54,13 @@ def make_planner(folder: Path, search_steps: int) -> ProgramPlanner:
 
 def work_of(program: Program, planner: ProgramPlanner) -> Workload:
     """What a program's ops and transfers take, by the costs it was planned with."""
-    from penstock.batching.plan import MicroBatch
+    from msgspec.structs import replace
+
+    from penstock.batching.workloads import batch_workload
     from penstock.programs.instructions import Forward
-    from penstock.timing.batched import batch_workload
 
     patterns = {step.micro_batch: (step.pattern,) * STAGES for step in program.instructions if isinstance(step, Forward)}
-    micro_batches = [
-        MicroBatch(one.samples, one.layout, one.lengths, one.row_length, recompute=patterns[one.index]) for one in program.micro_batches
-    ]
+    micro_batches = [replace(one, recompute=patterns[one.index]) for one in program.micro_batches]
     assert planner.costs is not None
     return batch_workload(planner.costs, micro_batches, program.replica)
 
@@ -70,10 +69,10 @@ def train_rank(worker: Any, source: BatchSource, planner: ProgramPlanner, addres
     """A job for workers: all iterations of one timed rank, and what it waited for programs once warm."""
     from penstock.data.loader import DynamicLoader
     from penstock.programs.binary import encode
-    from penstock.runtime.parallel.world import World
     from penstock.runtime.timed import TimedRank
+    from penstock.runtime.transport.world import World
 
-    world = World(planner.plan)
+    world = World(planner.plan, worker.groups)
     rank = TimedRank(world, observer=worker.status)
     loader = DynamicLoader(source, planner, world.rank, address=address, job=job, starts_planners=False)
     times_s, sizes, start_s = [], [], 0.0
@@ -98,12 +97,12 @@ def cpu_s(pid: int) -> float:
 
 def measure(address: str, source: BatchSource, planner: ProgramPlanner) -> dict[str, Any]:
     """One run of all ranks beside one planner."""
-    from penstock.runtime.workers import Pool
+    from penstock.runtime.workers import WorkerPool
 
     ranks, steps = planner.plan.ranks, source.num_steps or 0
     job = Job.new(len(ranks))
     marks: list[tuple[float, float]] = []
-    with Pool(len(ranks)) as workers, PlannerPool(source, planner, address, job) as planners:
+    with WorkerPool(len(ranks)) as workers, PlannerPool(source, planner, address, job) as planners:
 
         def heard(rank: int, step: int) -> None:
             if step in (WARM_UP, steps - job.capacity - 4):  # later the planner has nothing left to plan

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from penstock.models.catalog import resolve_model
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.ops import Model
 from penstock.plans.build import uniform_stages
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.programs.binary import decode, encode
 from penstock.programs.check import check_programs
-from penstock.programs.instructions import MicroBatch
 from penstock.programs.lower import lower
 from penstock.programs.text import format_program, parse_program
 from penstock.programs.work import ReplicaWork, dp_degrees

@@ -20,15 +20,19 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from penstock.models.catalog import model_from_mapping
+from penstock.models.micro_batch import MicroBatch
 from penstock.plans.build import block_ranges
 from penstock.plans.plan import MicroBatching, Plan, Stage
-from penstock.programs.instructions import INSTRUCTIONS, Free, MicroBatch, Program
+from penstock.programs.instructions import INSTRUCTIONS, Free, Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.schedules.rules import schedule_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # for `training_jobs`
 
 LAYERS, ROWS, LENGTH, MICRO_BATCHES = 8, 2, 256, 8
 SIZES = {"family": "gpt", "layers": LAYERS, "hidden": 256, "heads": 8, "seq_length": LENGTH, "vocab": 8192, "tied": False, "dtype": "fp32",
@@ -102,12 +106,9 @@ def programs_of(plan: Plan, steps: int, lengths: list[int]) -> list[tuple[Progra
 def run_rank(worker: Any, plan: Plan, programs: list[tuple[Program, ...]], warm_up: int) -> dict[str, Any]:
     """Times the steps of one rank."""
     import torch.distributed as dist
+    from training_jobs import RandomSource, open_rank
 
-    from penstock.runtime.learning_rate import LearningRate
-    from penstock.runtime.optimizer import OptimizerSettings
-    from penstock.runtime.session import open_rank
-    from penstock.runtime.source import RandomSource
-    from penstock.runtime.update import TrainingSettings
+    from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 
     settings = TrainingSettings(LearningRate(0.01), OptimizerSettings("sgd", weight_decay=0.0, momentum=0.0), clip_norm=None)
     model = model_from_mapping(SIZES, "benchmark", "gpt")
@@ -166,7 +167,7 @@ def loop_s(count: int = 200_000) -> float:
     from pathlib import Path
 
     from penstock.runtime.executor import Executor
-    from penstock.runtime.telemetry.observing import Observers, StageTimes
+    from penstock.runtime.telemetry.observing import Observers, StageSpans
     from penstock.runtime.telemetry.spans import SpanRecorder
     from penstock.runtime.telemetry.status import Status, StatusBoard
 
@@ -174,7 +175,7 @@ def loop_s(count: int = 200_000) -> float:
     with tempfile.TemporaryDirectory() as folder:
         board = StatusBoard(Path(folder) / "status", 1)
         spans = SpanRecorder(Path(folder) / "spans", capacity=1 << 19)
-        executor = Executor(Observers(Status(board.path, 0), spans, StageTimes()))
+        executor = Executor(Observers(Status(board.path, 0), spans, StageSpans()))
         for kind in INSTRUCTIONS:
             executor.register(kind, lambda step: None)
         executor.run(steps)
@@ -192,17 +193,18 @@ def loop_s(count: int = 200_000) -> float:
 def timed(ranks: int, micro_batches: int = 32, unit_s: float = 0.02) -> None:
     """Iterations of pipelines of timed devices, measured and simulated."""
     import numpy as np
+    from training_jobs import run_timed
 
     from penstock.plans.build import uniform_plan
     from penstock.plans.references import model_of
-    from penstock.runtime.timed import TimedSettings, run_timed
-    from penstock.runtime.workers import Pool
+    from penstock.runtime.timed import TimedSettings
+    from penstock.runtime.workers import WorkerPool
     from penstock.timing.execution import execute
     from penstock.timing.workload import workload_of
 
     print(f"{ranks} ranks, {micro_batches} unequal micro-batches; transfers ordered by equal times, or by the times of each micro-batch")
     print(f"{'schedule':12} {'ordered by':>10} {'simulated':>10} {'best off by':>12} {'worst off by':>13}")
-    with Pool(ranks) as pool:
+    with WorkerPool(ranks) as pool:
         for schedule in ("1f1b", "gpipe", "zero-bubble"):
             plan = uniform_plan("gpt-350m", f"{ranks}xcpu", global_batch=micro_batches, micro_batch=1, pp=ranks, schedule=schedule)
             sizes = np.random.default_rng(0).uniform(0.5, 1.5, (1, ranks, micro_batches))

@@ -23,7 +23,7 @@ from typing import Any
 from throughput import drawn_batches
 
 from penstock.batching.baselines import packed_rows, run_baseline
-from penstock.batching.plan import BatchPlan, Sample
+from penstock.batching.plan import BatchPlan, SampleLengths
 from penstock.batching.planner import costs_for, plan_batch
 from penstock.costs.sources import open_costs
 from penstock.models.catalog import model_from_mapping
@@ -71,7 +71,7 @@ def keep_busy(sizes: dict[str, Any], ready: Any, stop: Any) -> None:
 
 def measure_share(path: Path, sizes: dict[str, Any]) -> None:
     """Profiles the model in this process while the neighbours work."""
-    from penstock.profiling.grid import Limits
+    from penstock.profiling.grid import GridLimits
     from penstock.profiling.run import Profiler
 
     context = multiprocessing.get_context("spawn")
@@ -83,7 +83,7 @@ def measure_share(path: Path, sizes: dict[str, Any]) -> None:
         ready.wait(120)
     try:
         profiler = Profiler.open(path, "cuda")
-        profiler.limits = dataclasses.replace(Limits.for_device("cuda"), min_tokens=1024, max_tokens=16384, depth=1)
+        profiler.limits = dataclasses.replace(GridLimits.for_device("cuda"), min_tokens=1024, max_tokens=16384, depth=1)
         model = model_from_mapping(sizes, "benchmark", "gpt")
         units = [unit for unit in profiler.units([model], [1]) if unit.sweep != "lengths" or unit.layout == "packed"]
         profiler.run(units, progress=lambda name: print(f"measuring {name}", flush=True))
@@ -124,7 +124,7 @@ def uneven_layers(sizes: dict[str, Any], cluster: str, costs: str) -> tuple[int,
 def planned(way: str, plan: Plan, batches: list[list[int]], costs: str, rows: int, limit_bytes: float) -> list[BatchPlan]:
     """All batches, cut in one way."""
     prices = costs_for(plan, LONGEST, costs=costs, memory_limit_bytes=limit_bytes)
-    drawn = [[Sample(number, length) for number, length in enumerate(batch)] for batch in batches]
+    drawn = [[SampleLengths(number, length) for number, length in enumerate(batch)] for batch in batches]
     if way == "dynamic":
         return [plan_batch(samples, prices, steps=2000) for samples in drawn]
     return [run_baseline(packed_rows(samples, prices, rows, LONGEST), prices, "fixed packing") for samples in drawn]
@@ -138,22 +138,21 @@ def run_rank(worker: Any, plan: Plan, programs: list[tuple[Program, ...]], warm_
     import torch
     import torch.distributed as dist
     from throughput import KeptSource
+    from training_jobs import RandomSource, open_rank
 
-    from penstock.runtime.allocator import reserve
-    from penstock.runtime.session import open_rank
-    from penstock.runtime.source import RandomSource
-    from penstock.runtime.update import TrainingSettings
+    from penstock.runtime.settings import TrainingSettings
+    from penstock.runtime.transport.allocator import reserve
 
     rank = open_rank(worker, plan, TrainingSettings(clip_norm=1.0), KeptSource(RandomSource(model_of(plan))))
     assert rank is not None
-    if worker.device != "cpu":
-        reserve(torch.device(worker.device), 0.85, STAGES)
+    if worker.groups.device.type != "cpu":
+        reserve(worker.groups.device, 0.85, STAGES)
     seconds = []
     for number, step in enumerate(programs):
         dist.barrier()
         start = time.perf_counter()
         loss = rank.train(step[worker.rank]).loss.item()
-        if worker.device != "cpu":
+        if worker.groups.device.type != "cpu":
             torch.cuda.synchronize()
         dist.barrier()
         assert loss == loss, "the loss is not a number"

@@ -25,6 +25,7 @@ from penstock.ordering.greedy import best_greedy
 from penstock.schedules.actions import Schedule
 from penstock.schedules.orders import one_forward_one_backward
 from penstock.schedules.rules import schedule_of
+from penstock.timing.execution import event_arrays
 from penstock.timing.order_memory import in_flight, order_peak_bytes
 from penstock.timing.simulator import as_arrays, simulate
 from penstock.timing.workload import Workload, split_backward, workload_of
@@ -40,9 +41,9 @@ def speeds(num_stages: int = 8, count: int = 4096) -> list[dict[str, Any]]:
         numbers.random((2, num_stages, count)), numbers.random((2, num_stages - 1, count)) / 4, contention="pair", stored_bytes=1,
         workspace_bytes=0.5, message_bytes=0.25, limit_bytes=num_stages, after_s=1,
     )  # fmt: skip
-    arrays = as_arrays(one_forward_one_backward(num_stages, count))
-    paths = [("fixed orders, no contention", _fast(work, *arrays)), ("contention and memory over time", _whole(work, *arrays))]
-    return [{"path": name, **_measure(run, len(arrays[0]))} for name, run in paths]
+    schedule = one_forward_one_backward(num_stages, count)
+    paths = [("fixed orders, no contention", _fast(schedule, work)), ("contention and memory over time", _whole(schedule, work))]
+    return [{"path": name, **_measure(run, 2 * num_stages * count)} for name, run in paths]
 
 
 def _measure(run: Callable[[], Callable[[], object]], num_actions: int) -> dict[str, float]:
@@ -56,28 +57,24 @@ def _measure(run: Callable[[], Callable[[], object]], num_actions: int) -> dict[
     return {"actions": num_actions, "actions_per_cpu_s": num_actions / cpu, "actions_per_wall_s": num_actions / wall}
 
 
-def _fast(work: Workload, actions: Any, bounds: Any) -> Callable[[], Callable[[], object]]:
-    from penstock.timing.order_kernels import run_orders
+def _fast(schedule: Schedule, work: Workload) -> Callable[[], Callable[[], object]]:
+    from penstock.timing.clock import Orders, run_orders
+
+    orders = Orders(*as_arrays(schedule))
 
     def prepare() -> Callable[[], object]:
         start, end = (np.full(work.durations_s.shape, np.inf) for _ in range(2))
-        return lambda: run_orders(actions, bounds, work.durations_s, work.transfers_s, start, end)
+        return lambda: run_orders(orders, work.durations_s, work.transfers_s, start, end)
 
     return prepare
 
 
-def _whole(work: Workload, actions: Any, bounds: Any) -> Callable[[], Callable[[], object]]:
-    from penstock.timing.event_kernels import run_events
+def _whole(schedule: Schedule, work: Workload) -> Callable[[], Callable[[], object]]:
+    from penstock.timing.clock import run_events
 
     def prepare() -> Callable[[], object]:
-        shapes = [work.durations_s.shape] * 2 + [work.transfers_s.shape] * 2 + [(work.num_stages,)] * 2
-        times = [np.full(shape, np.inf) for shape in shapes]
-        memory = np.empty((work.num_devices + 2 * len(actions) + work.transfers_s.size, 3))
-        return lambda: run_events(
-            actions, bounds, np.array(work.devices), work.durations_s, work.transfers_s, work.links, work.overlap, work.after_s,
-            work.stored_bytes, work.waiting_bytes, work.workspace_bytes, work.message_bytes, work.limit_bytes, *times,
-            work.base_bytes.copy(), np.zeros(work.num_devices), memory, np.full(3, -1.0),
-        )  # fmt: skip
+        arrays = event_arrays(schedule, work)
+        return lambda: run_events(*arrays)
 
     return prepare
 

@@ -15,8 +15,10 @@ import itertools
 import json
 import math
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from torch.nn import functional as F
 
 from penstock.models.catalog import model_from_mapping
 from penstock.plans.plan import MicroBatching, Plan, Stage
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # for `training_jobs`
 
 MEDIAN, SIGMA = 120, 1.1
 
@@ -145,23 +149,23 @@ def plan_of(sizes: dict[str, Any], cluster: str, longest: int, tokens: int) -> P
 
 def our_steps(plan: Plan, batches: list[list[int]], costs_name: str, device: str) -> tuple[Any, list[Any], str]:
     """A rank, and the programs of all steps, planned at once."""
-    from penstock.batching.plan import Sample
+    from training_jobs import RandomSource, rank_of
+
+    from penstock.batching.plan import SampleLengths
     from penstock.batching.planned import with_recompute_choices
     from penstock.batching.planner import costs_for, plan_batch
     from penstock.plans.references import model_of
     from penstock.programs.lower import lower
     from penstock.programs.work import work_of
-    from penstock.runtime.parallel.world import World
-    from penstock.runtime.rank import Rank
-    from penstock.runtime.source import RandomSource
-    from penstock.runtime.update import TrainingSettings
+    from penstock.runtime.settings import TrainingSettings
+    from penstock.runtime.transport.world import ProcessGroups
 
     model = model_of(plan)
     plan = with_recompute_choices(plan, model)
     costs = costs_for(plan, plan.seq_length, costs=costs_name)
-    planned = [plan_batch([Sample(i, length) for i, length in enumerate(batch)], costs) for batch in batches]
+    planned = [plan_batch([SampleLengths(i, length) for i, length in enumerate(batch)], costs) for batch in batches]
     programs = [lower(plan, model, work_of(one, plan), step)[0] for step, one in enumerate(planned)]
-    rank = Rank(plan, model, KeptSource(RandomSource(model)), World(plan, torch.device(device)), TrainingSettings(clip_norm=1.0))
+    rank = rank_of(plan, ProcessGroups(device), TrainingSettings(clip_norm=1.0), KeptSource(RandomSource(model)))
     first = planned[0].replicas[0].micro_batches
     told = ", ".join(f"{one.layout} {one.num_tokens}" + ("*" if any(one.recompute) else "") for one in first)
     return rank, programs, f"{told}; predicted {sum(one.predicted_s for one in planned) / len(planned):.3f} s a step"

@@ -21,12 +21,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from runtime_cases import DIMENSIONS, Choice, is_possible, largest_difference, make_case, reference
+from training_jobs import train_programs
 
-from penstock.runtime.learning_rate import LearningRate
-from penstock.runtime.optimizer import OptimizerSettings
-from penstock.runtime.session import train_programs
-from penstock.runtime.update import TrainingSettings
-from penstock.runtime.workers import Pool, WorkerError
+from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
+from penstock.runtime.workers import WorkerError, WorkerPool
 
 TOLERANCE = 1e-5
 SETTINGS = TrainingSettings(LearningRate(0.02, warmup_steps=3), OptimizerSettings("sgd"), clip_norm=1.0)
@@ -61,7 +59,7 @@ def main() -> int:
     given = parser.parse_args()
     worst: dict[tuple[str, object], tuple[int, float, float]] = defaultdict(lambda: (0, 0.0, 0.0))
     wrong, start = [], time.monotonic()
-    pool = Pool(given.ranks)
+    pool = WorkerPool(given.ranks)
     for number, choice in enumerate(drawn(given.plans, given.seed, given.ranks)):
         in_order = choice["family"] != "resnet" or (choice["tp"] == 1 and choice["dp"] * choice["replicas"] <= 2)
         case = make_case(choice, given.seed * 1_000_003 + number, given.steps if in_order else min(given.steps, FEW_STEPS))
@@ -70,7 +68,7 @@ def main() -> int:
             outcomes = pool.run(train_programs, case.plan, case.programs(), settings, timeout_s=120)
         except WorkerError as error:
             wrong.append(f"{choice}: {error}")
-            pool = Pool(given.ranks)
+            pool = WorkerPool(given.ranks)
             continue
         losses, weights = reference(case, settings)
         of_losses = max(abs(mine - other) / abs(other) for mine, other in zip(outcomes[0].losses, losses, strict=True))

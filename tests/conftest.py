@@ -16,7 +16,7 @@ settings.load_profile("build" if os.environ.get("CI") else "here")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The bundled texts, prepared for training; nobody changes them."""
     from penstock.data.bundled import bundled_files
-    from penstock.data.prepare import TextRequest, prepare_text
+    from penstock.data.text.prepare import TextRequest, prepare_text
 
     folder = tmp_path_factory.mktemp("prepared") / "data"
     prepare_text(TextRequest(tuple(bundled_files()), folder, train_tokenizer=384, workers=1))

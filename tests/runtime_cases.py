@@ -11,18 +11,21 @@ from typing import Any
 import msgspec
 import torch
 from small_models import SIZES
+from training_jobs import RandomSource
 
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.modules import build_chain
 from penstock.models.modules.build import build_op
 from penstock.models.modules.parallel import TensorParallel
 from penstock.models.ops import Model
 from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
 from penstock.plans.references import model_of
-from penstock.programs.instructions import MicroBatch, Program
+from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
-from penstock.runtime.source import RandomSource, load_share
-from penstock.runtime.update import TrainingSettings
+from penstock.runtime.optimizer import torch_optimizer
+from penstock.runtime.settings import TrainingSettings
+from penstock.runtime.source import load_share
 from penstock.schedules.rules import schedule_of
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -223,7 +226,7 @@ def reference(
     generator = torch.Generator().manual_seed(noise_seed)
     for parameter in chain.parameters():
         parameter.data *= 1.0 + noise * (2.0 * torch.rand(parameter.shape, generator=generator) - 1.0)
-    optimizer = settings.optimizer.make(list(chain.parameters()), settings.rate.peak)
+    optimizer = torch_optimizer(settings.optimizer, list(chain.parameters()), settings.rate.peak)
     source = RandomSource(model)
     losses = []
     for iteration, programs in enumerate(case.programs()):

@@ -6,11 +6,11 @@ import gc
 from collections.abc import Sequence
 
 import torch
+from training_jobs import open_rank
 
 from penstock.plans.plan import Plan
 from penstock.programs.instructions import Program
-from penstock.runtime.session import open_rank
-from penstock.runtime.update import TrainingSettings
+from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.workers import Worker
 
 __all__ = ["count_bytes"]

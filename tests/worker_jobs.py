@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from training_jobs import open_rank
+
 from penstock.plans.plan import Plan
 from penstock.programs.instructions import Forward, Program
-from penstock.runtime.session import open_rank
-from penstock.runtime.update import TrainingSettings
+from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.workers import Worker
 
 
@@ -75,10 +76,10 @@ def run_stalled(
     worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], workloads: Any, rank: int, stall_s: float
 ) -> list[float]:
     """Timed devices, one of which really loses time before its forward pass of micro-batch 4."""
-    from penstock.runtime.parallel.world import World
     from penstock.runtime.timed import TimedRank
+    from penstock.runtime.transport.world import World
 
-    world = World(plan)
+    world = World(plan, worker.groups)
     if world.rank < 0:
         return []
     own = TimedRank(world)

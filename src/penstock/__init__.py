@@ -15,7 +15,7 @@ _HOMES = {
     "InputError": "penstock.errors",
     "PenstockError": "penstock.errors",
     "ProfileMissingError": "penstock.errors",
-    "TrainRequest": "penstock.runtime.trainer",
+    "TrainRequest": "penstock.runtime.request",
     "Trainer": "penstock.runtime.trainer",
 }
 

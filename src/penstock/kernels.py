@@ -20,14 +20,14 @@ KERNEL_MODULES: tuple[str, ...] = (
     "penstock.search.partition.partition_kernels",
     "penstock.search.space.recompute_kernels",
     "penstock.batching.kernels",
-    "penstock.timing.event_kernels",
+    "penstock.timing.clock",
+    "penstock.timing.special_clocks",
     "penstock.ordering.annealing_kernels",
     "penstock.ordering.greedy_kernels",
     "penstock.search.op_degrees.mixed_kernels",
     "penstock.search.interleaved.balance_kernels",
     "penstock.search.replicas.common_kernels",
     "penstock.search.bounds.path_kernels",
-    "penstock.timing.order_kernels",
 )
 
 

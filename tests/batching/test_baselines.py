@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.batching.baselines import Attention, fixed_batches, packed_rows, run_baseline, token_budget
+from penstock.batching.baselines import Attention, baseline_rows, fixed_batches, packed_rows, run_baseline, token_budget
 from penstock.batching.example import small_costs
 from penstock.batching.packing import equal_groups
-from penstock.batching.plan import MicroBatch, Sample
+from penstock.batching.plan import SampleLengths
 from penstock.batching.planner import plan_batch
+from penstock.batching.workloads import batch_workload
 from penstock.errors import InfeasibleError, InputError
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.shapes import Layout
-from penstock.timing.batched import batch_workload
 
 COSTS = small_costs(2, 2, layouts=("padded", "packed"), has_decoder=False)
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)
@@ -29,7 +31,7 @@ def ids(batches: list[MicroBatch]) -> list[int]:
 @given(LENGTHS, st.integers(1, 5), st.sampled_from(["inside", "across"]))
 @settings(max_examples=40)
 def test_every_baseline_places_each_sample_once(lengths: list[int], rows: int, attention: Attention) -> None:
-    samples = [Sample(3 * i, n) for i, n in enumerate(lengths)]
+    samples = [SampleLengths(3 * i, n) for i, n in enumerate(lengths)]
     everything = [sample.id for sample in samples]
     fixed = fixed_batches(samples, COSTS, rows)
     assert ids(fixed) == everything
@@ -50,9 +52,19 @@ def test_every_baseline_places_each_sample_once(lengths: list[int], rows: int, a
         assert ids([one for replica in plan.replicas for one in replica.micro_batches]) == everything
 
 
+def test_each_usual_way_is_taken_at_its_best_size() -> None:
+    samples = [SampleLengths(i, int(n)) for i, n in enumerate(np.random.default_rng(0).integers(1, 60, 80))]
+    rows = baseline_rows(samples, COSTS)
+    assert len(rows) == len({row.method for row in rows}) == 4
+    for size in (1, 2, 4, 8):
+        assert rows[0].predicted_s <= run_baseline(fixed_batches(samples, COSTS, size), COSTS, "").predicted_s
+    padded = dataclasses.replace(COSTS, layouts={"padded": COSTS.layouts["padded"]})
+    assert len(baseline_rows(samples, padded)) == 3
+
+
 def test_planning_beats_them_all() -> None:
     numbers = np.random.default_rng(0)
-    samples = [Sample(i, int(n)) for i, n in enumerate(numbers.integers(1, 60, 80))]
+    samples = [SampleLengths(i, int(n)) for i, n in enumerate(numbers.integers(1, 60, 80))]
     planned = plan_batch(samples, COSTS, steps=4000).predicted_s
     for batches in (fixed_batches(samples, COSTS, 4), token_budget(samples, COSTS, 200), packed_rows(samples, COSTS, 4)):
         assert planned < run_baseline(batches, COSTS, "baseline").predicted_s
@@ -60,7 +72,7 @@ def test_planning_beats_them_all() -> None:
 
 def test_pairs_are_packed_within_both_lengths() -> None:
     costs = small_costs()
-    samples = [Sample(i, 10, 4) for i in range(6)] + [Sample(6, 20, 8)]
+    samples = [SampleLengths(i, 10, 4) for i in range(6)] + [SampleLengths(6, 20, 8)]
     batches = packed_rows(samples, costs, 2, attention="across")
     assert [batch.row_sizes for batch in batches] == [(1, 2), (2, 2)]
     assert {(batch.row_length, batch.dec_row_length) for batch in batches} == {(20, 8)}
@@ -69,11 +81,11 @@ def test_pairs_are_packed_within_both_lengths() -> None:
 
 
 def test_micro_batches_of_a_layout_without_a_price_are_refused() -> None:
-    samples = [Sample(i, 5 + i) for i in range(8)]
+    samples = [SampleLengths(i, 5 + i) for i in range(8)]
     for held, other in (("packed", "padded"), ("padded", "packed")):
         layouts: tuple[Layout, ...] = (held,)  # type: ignore[assignment]
         costs = small_costs(layouts=layouts, has_decoder=False)
-        batches = [dataclasses.replace(one, layout=other) for one in fixed_batches(samples, costs, 4)]  # type: ignore[arg-type]
+        batches = [msgspec.structs.replace(one, layout=other) for one in fixed_batches(samples, costs, 4)]
         message = f"a {other} micro-batch has no price: costs 'example' are of {held} ones"
         with pytest.raises(InputError, match=message):
             run_baseline(batches, costs, "fixed")
@@ -82,7 +94,7 @@ def test_micro_batches_of_a_layout_without_a_price_are_refused() -> None:
 
 
 def test_the_mode_that_fits_is_used_or_none() -> None:
-    samples = [Sample(i, 20) for i in range(8)]
+    samples = [SampleLengths(i, 20) for i in range(8)]
     roomy = run_baseline(fixed_batches(samples, COSTS, 2), COSTS, "fixed")
     assert {one.recompute for replica in roomy.replicas for one in replica.micro_batches} == {(0, 0)}
     tight = dataclasses.replace(COSTS, limit_bytes=np.full((2, 2), 500.0))

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from penstock.batching.costs import PipelineCosts
-from penstock.batching.plan import Sample
+from penstock.batching.plan import SampleLengths
 from penstock.batching.planned import planned_costs, with_recompute_choices
-from penstock.batching.planner import costs_for, plan_batch, plan_for
+from penstock.batching.planner import costs_for, costs_of_batch, plan_batch, plan_with_orders
 from penstock.clusters import resolve_cluster
 from penstock.costs.sources import open_costs
 from penstock.errors import InputError
@@ -74,7 +74,7 @@ def test_packed_costs_follow_tokens_and_squares() -> None:
 def test_packing_wins_where_lengths_differ() -> None:
     _, costs = prepared("gpt-1.3b", "8xa100-40gb", "roofline", "packed", pp=4, replicas=2)
     numbers = np.random.default_rng(1)
-    samples = [Sample(i, int(n)) for i, n in enumerate(np.clip(np.exp(numbers.normal(4.8, 1.1, 200)), 4, 2000))]
+    samples = [SampleLengths(i, int(n)) for i, n in enumerate(np.clip(np.exp(numbers.normal(4.8, 1.1, 200)), 4, 2000))]
     padded = dataclasses.replace(costs, layouts={"padded": costs.layouts["padded"]})
     mixed, rows = plan_batch(samples, costs, steps=6000, bound=True), plan_batch(samples, padded, steps=6000)
     assert mixed.predicted_s < rows.predicted_s
@@ -86,7 +86,7 @@ def test_packing_wins_where_lengths_differ() -> None:
 def test_tight_memory_makes_stages_recompute() -> None:
     plan, costs = prepared("gpt-1.3b", "4xa100-40gb", "roofline", pp=4)
     tight = dataclasses.replace(costs, limit_bytes=costs.state_bytes + 2.5e9)
-    samples = [Sample(i, 1500) for i in range(40)]
+    samples = [SampleLengths(i, 1500) for i in range(40)]
     batch = plan_batch(samples, tight, steps=3000)
     used = np.array([one.recompute for replica in batch.replicas for one in replica.micro_batches])
     assert used[:, 0].max() > 0
@@ -98,7 +98,8 @@ def test_a_plan_file_is_enough() -> None:
     plan = dataclasses.replace(
         uniform_plan("gpt-1.3b", "4xa100-40gb", global_batch=8, micro_batch=1, pp=4), micro_batching=MicroBatching("padded", "dynamic", 2)
     )
-    batch = plan_for(plan, [Sample(i, 100 + i) for i in range(8)], steps=100)
+    samples = [SampleLengths(i, 100 + i) for i in range(8)]
+    batch = plan_with_orders(samples, costs_of_batch(plan, samples), steps=100)
     assert max(len(one.samples) for replica in batch.replicas for one in replica.micro_batches) <= 2
     assert 0 < batch.bound_s <= batch.predicted_s
     assert batch.costs == "roofline"

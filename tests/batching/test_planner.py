@@ -16,7 +16,7 @@ from penstock.batching.bound import lower_bound_s
 from penstock.batching.costs import PipelineCosts
 from penstock.batching.example import small_costs
 from penstock.batching.fitting import fit_samples, positions
-from penstock.batching.plan import BatchPlan, Sample
+from penstock.batching.plan import BatchPlan, SampleLengths
 from penstock.batching.planner import plan_batch
 from penstock.errors import InfeasibleError, InputError
 from penstock.models.shapes import Layout
@@ -25,7 +25,7 @@ from penstock.timing.simulator import simulate
 LAYOUTS: tuple[tuple[Layout, ...], ...] = (("padded",), ("packed",), ("padded", "packed"))
 
 
-def random_case(seed: int) -> tuple[PipelineCosts, list[Sample]]:
+def random_case(seed: int) -> tuple[PipelineCosts, list[SampleLengths]]:
     source = random.Random(seed)
     decoder = source.random() < 0.4
     layouts = ("padded",) if decoder else source.choice(LAYOUTS)
@@ -36,10 +36,10 @@ def random_case(seed: int) -> tuple[PipelineCosts, list[Sample]]:
         costs = dataclasses.replace(costs, stage_class=costs.stage_class[::-1].copy(), limit_bytes=limits)
     count = source.randint(1, 40)
     ids = source.sample(range(1000), count)
-    return costs, [Sample(i, source.randint(1, 30), source.randint(1, 20) if decoder else 0) for i in ids]
+    return costs, [SampleLengths(i, source.randint(1, 30), source.randint(1, 20) if decoder else 0) for i in ids]
 
 
-def recheck(plan: BatchPlan, costs: PipelineCosts, samples: list[Sample]) -> None:
+def recheck(plan: BatchPlan, costs: PipelineCosts, samples: list[SampleLengths]) -> None:
     """Replays a plan with nothing but its micro-batches and schedules."""
     placed = [i for replica in plan.replicas for one in replica.micro_batches for i in one.samples]
     assert sorted(placed) == sorted(sample.id for sample in samples)
@@ -53,7 +53,7 @@ def recheck(plan: BatchPlan, costs: PipelineCosts, samples: list[Sample]) -> Non
             cost = plain.price(costs, [tuple(map(int, by_id[i])) for i in one.samples], one.layout)
             for s in range(costs.num_stages):
                 durations[:, s, m] = cost[costs.stage_class[r, s], one.recompute[s], :2]
-            tokens = np.array([1.0, one.shape.tokens, one.shape.dec_tokens])
+            tokens = np.array([1.0, one.shape().tokens, one.shape().dec_tokens])
             transfers[:, :, m] = costs.hops[r] @ tokens
         for s in range(costs.num_stages):
             chosen = []
@@ -93,7 +93,7 @@ def test_every_plan_holds_what_it_promises(seed: int, steps: int) -> None:
         assert plan.predicted_s <= plan_batch(samples, costs).predicted_s * (1 + 1e-9)
 
 
-def best_of_all(costs: PipelineCosts, samples: list[Sample]) -> float:
+def best_of_all(costs: PipelineCosts, samples: list[SampleLengths]) -> float:
     """The fastest of all partitions, orders, depths and modes of one replica of a pipeline that has room for everything."""
     pairs = [tuple(map(int, pair)) for pair in zip(*positions(samples, costs), strict=True)]
     best = np.inf
@@ -113,7 +113,7 @@ def best_of_all(costs: PipelineCosts, samples: list[Sample]) -> float:
 def test_search_finds_the_best_of_all_tiny_plans(seed: int) -> None:
     source = random.Random(seed)
     costs = small_costs(num_stages=2, limit_bytes=1e9, has_decoder=False)
-    samples = [Sample(i, source.choice([1, 2, 30, 60])) for i in range(5)]
+    samples = [SampleLengths(i, source.choice([1, 2, 30, 60])) for i in range(5)]
     best = best_of_all(costs, samples)
     found = plan_batch(samples, costs, steps=4000).predicted_s
     assert best * (1 - 1e-9) <= found <= best * 1.005
@@ -122,22 +122,27 @@ def test_search_finds_the_best_of_all_tiny_plans(seed: int) -> None:
 
 def test_long_samples_are_refused_dropped_or_truncated() -> None:
     costs = small_costs(num_stages=1, limit_bytes=100.0, has_decoder=False)  # room for 25 tokens: 2 kept and 2 more at the peak
-    samples = [Sample(5, 10), Sample(6, 60), Sample(7, 20)]
+    samples = [SampleLengths(5, 10), SampleLengths(6, 60), SampleLengths(7, 20)]
     with pytest.raises(InfeasibleError, match=r"sample 6 \(60 tokens\) does not fit"):
         plan_batch(samples, costs)
     dropped = plan_batch(samples, costs, too_long="drop")
-    assert dropped.dropped == (Sample(6, 60),)
+    assert dropped.dropped == (SampleLengths(6, 60),)
     recheck(dropped, costs, [samples[0], samples[2]])
     cut = plan_batch(samples, costs, too_long="truncate")
-    assert cut.truncated == (Sample(6, 60),)
-    recheck(cut, costs, [samples[0], Sample(6, 25), samples[2]])
+    assert cut.truncated == (SampleLengths(6, 60),)
+    recheck(cut, costs, [samples[0], SampleLengths(6, 25), samples[2]])
 
 
 @pytest.mark.parametrize(
     ("samples", "message"),
-    [([], "no samples"), ([Sample(1, 5), Sample(1, 6)], "twice"), ([Sample(1, 0)], "at least one"), ([Sample(1, 5, 5)], "no decoder")],
+    [
+        ([], "no samples"),
+        ([SampleLengths(1, 5), SampleLengths(1, 6)], "twice"),
+        ([SampleLengths(1, 0)], "at least one"),
+        ([SampleLengths(1, 5, 5)], "no decoder"),
+    ],
 )
-def test_wrong_batches_are_refused(samples: list[Sample], message: str) -> None:
+def test_wrong_batches_are_refused(samples: list[SampleLengths], message: str) -> None:
     with pytest.raises(InputError, match=message):
         plan_batch(samples, small_costs(has_decoder=False))
 
@@ -145,20 +150,20 @@ def test_wrong_batches_are_refused(samples: list[Sample], message: str) -> None:
 def test_samples_longer_than_the_model_takes_are_cut_to_it() -> None:
     costs = dataclasses.replace(small_costs(has_decoder=False), max_length=20)
     with pytest.raises(InfeasibleError, match="The model takes 20 positions"):
-        plan_batch([Sample(0, 21), Sample(1, 20)], costs)
-    cut = plan_batch([Sample(0, 21), Sample(1, 20)], costs, too_long="truncate")
-    recheck(cut, costs, [Sample(0, 20), Sample(1, 20)])
+        plan_batch([SampleLengths(0, 21), SampleLengths(1, 20)], costs)
+    cut = plan_batch([SampleLengths(0, 21), SampleLengths(1, 20)], costs, too_long="truncate")
+    recheck(cut, costs, [SampleLengths(0, 20), SampleLengths(1, 20)])
 
 
 def test_a_batch_of_only_long_samples_leaves_nothing() -> None:
     with pytest.raises(InputError, match="nothing is left"):
-        plan_batch([Sample(0, 60)], small_costs(1, 1, 100.0, has_decoder=False), too_long="drop")
+        plan_batch([SampleLengths(0, 60)], small_costs(1, 1, 100.0, has_decoder=False), too_long="drop")
 
 
 def test_recomputation_is_chosen_where_memory_binds_only() -> None:
     """The first stage holds two in flight and is not the slowest; the last holds one and never recomputes."""
     costs = dataclasses.replace(small_costs(num_stages=2, limit_bytes=500.0, has_decoder=False), max_samples=1)
-    plan = plan_batch([Sample(i, 30) for i in range(24)], costs, steps=2000)
+    plan = plan_batch([SampleLengths(i, 30) for i in range(24)], costs, steps=2000)
     used = np.array([one.recompute for replica in plan.replicas for one in replica.micro_batches])
     assert used[:, 0].any()
     assert not used[:, 1].any()
@@ -167,14 +172,14 @@ def test_recomputation_is_chosen_where_memory_binds_only() -> None:
 def test_replicas_share_by_makespan() -> None:
     """One long sample and many short ones: the replica with the long one gets fewer of the rest."""
     costs = small_costs(num_stages=3, num_replicas=2, has_decoder=False)
-    plan = plan_batch([Sample(0, 64), *(Sample(i, 4) for i in range(1, 60))], costs, steps=4000)
+    plan = plan_batch([SampleLengths(0, 64), *(SampleLengths(i, 4) for i in range(1, 60))], costs, steps=4000)
     times = [replica.predicted_s for replica in plan.replicas]
     assert max(times) / min(times) < 1.1
 
 
 def test_sizes_are_capped() -> None:
     costs = dataclasses.replace(small_costs(has_decoder=False), max_samples=3, max_tokens=40)
-    plan = plan_batch([Sample(i, 12) for i in range(20)], costs, steps=500)
+    plan = plan_batch([SampleLengths(i, 12) for i in range(20)], costs, steps=500)
     batches = [one for replica in plan.replicas for one in replica.micro_batches]
     assert max(len(one.samples) for one in batches) <= 3
     assert max(one.num_positions for one in batches) <= 40

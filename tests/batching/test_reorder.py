@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from penstock.batching.costs import PipelineCosts
-from penstock.batching.plan import BatchPlan, Sample
-from penstock.batching.planner import costs_for, plan_batch, plan_for
+from penstock.batching.plan import BatchPlan, SampleLengths
+from penstock.batching.planner import costs_for, costs_of_batch, plan_batch, plan_with_orders
 from penstock.batching.reorder import with_better_orders
+from penstock.batching.workloads import batch_workload
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
 from penstock.plans.references import model_of
@@ -18,7 +19,6 @@ from penstock.programs.check import require_safe
 from penstock.programs.lower import lower
 from penstock.programs.work import work_of
 from penstock.schedules.actions import FORWARD
-from penstock.timing.batched import batch_workload
 from penstock.timing.execution import execute
 
 PLAN = replace(
@@ -28,17 +28,17 @@ LIMIT_BYTES = 6e9
 
 
 @pytest.fixture(scope="module")
-def samples() -> list[Sample]:
+def samples() -> list[SampleLengths]:
     numbers = np.random.default_rng(0)
-    return [Sample(k, int(min(2000, max(10, numbers.lognormal(5, 1.5))))) for k in range(48)]
+    return [SampleLengths(k, int(min(2000, max(10, numbers.lognormal(5, 1.5))))) for k in range(48)]
 
 
 @pytest.fixture(scope="module")
-def costs(samples: list[Sample]) -> PipelineCosts:
+def costs(samples: list[SampleLengths]) -> PipelineCosts:
     return costs_for(PLAN, max(sample.length for sample in samples), memory_limit_bytes=LIMIT_BYTES)
 
 
-def assert_holds(found: BatchPlan, costs: PipelineCosts, samples: list[Sample]) -> None:
+def assert_holds(found: BatchPlan, costs: PipelineCosts, samples: list[SampleLengths]) -> None:
     """All samples, numbered as they enter, with the time and the memory that the event clock says."""
     own = found.replicas[0]
     assert sorted(k for one in own.micro_batches for k in one.samples) == [sample.id for sample in samples]
@@ -48,7 +48,7 @@ def assert_holds(found: BatchPlan, costs: PipelineCosts, samples: list[Sample]) 
     assert found.predicted_s == pytest.approx(own.predicted_s + costs.fixed_s)
 
 
-def test_a_better_order_is_taken_where_memory_is_short(samples: list[Sample], costs: PipelineCosts) -> None:
+def test_a_better_order_is_taken_where_memory_is_short(samples: list[SampleLengths], costs: PipelineCosts) -> None:
     planned = plan_batch(samples, costs, steps=1000)
     found = with_better_orders(planned, costs, 1000)
     assert found.predicted_s < 0.9 * planned.predicted_s and found.replicas[0].order != "planned"
@@ -56,7 +56,7 @@ def test_a_better_order_is_taken_where_memory_is_short(samples: list[Sample], co
     assert with_better_orders(planned, costs, 1000) == found
 
 
-def test_what_is_best_already_is_kept(samples: list[Sample]) -> None:
+def test_what_is_best_already_is_kept(samples: list[SampleLengths]) -> None:
     """With room for all, what the planner searched is the best that is known."""
     costs = costs_for(PLAN, max(sample.length for sample in samples))
     planned = plan_batch(samples[:12], costs, steps=20_000)
@@ -66,9 +66,10 @@ def test_what_is_best_already_is_kept(samples: list[Sample]) -> None:
         assert found == planned
 
 
-def test_the_batch_lowers_to_safe_programs_and_round_trips(samples: list[Sample]) -> None:
-    found = plan_for(PLAN, samples, steps=1000, memory_limit_bytes=LIMIT_BYTES)
+def test_the_batch_lowers_to_safe_programs_and_round_trips(samples: list[SampleLengths]) -> None:
+    costs = costs_of_batch(PLAN, samples, memory_limit_bytes=LIMIT_BYTES)
+    found = plan_with_orders(samples, costs, steps=1000)
     assert found.replicas[0].order != "planned" and BatchPlan.from_dict(found.to_dict()) == found
     model = model_of(PLAN)
     require_safe(lower(PLAN, model, work_of(found, PLAN)), PLAN, model)
-    assert plan_for(PLAN, samples, steps=0, memory_limit_bytes=LIMIT_BYTES).replicas[0].order == "planned"
+    assert plan_with_orders(samples, costs, steps=0).replicas[0].order == "planned"

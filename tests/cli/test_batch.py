@@ -39,6 +39,16 @@ def test_json_is_one_object_and_the_same_each_time(lengths: Path, capsys: pytest
     assert told[0]["batch"]["replicas"][0]["micro_batches"]
 
 
+def test_the_usual_ways_stand_beside_the_plan(lengths: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["batch", "--lengths", str(lengths), "--plan", str(PLAN), "--budget-steps", "300", "--baselines"]
+    assert run(asked) == 0
+    assert "rows padded to the longest sample" in capsys.readouterr().out
+    assert run([*asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert len(told["baselines"]) >= 3 and all(one["num_tokens"] == told["num_tokens"] for one in told["baselines"])
+    assert min(one["predicted_s"] for one in told["baselines"]) > told["predicted_s"]
+
+
 def test_wrong_input_is_refused(lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["batch", "--lengths", str(tmp_path / "none.csv"), "--plan", str(PLAN)]) == 2
     assert run(["batch", "--lengths", str(lengths), "--plan", str(PLAN), "--budget-steps", "-1"]) == 2
@@ -49,3 +59,49 @@ def test_wrong_input_is_refused(lengths: Path, tmp_path: Path, capsys: pytest.Ca
     assert "sample 0 (900000 tokens) does not fit" in capsys.readouterr().err
     assert run(["batch", "--lengths", str(long), "--plan", str(PLAN), "--too-long", "drop", "--budget-steps", "0"]) == 0
     assert "sample 0 of 900000 tokens was dropped" in capsys.readouterr().out
+
+
+@pytest.fixture
+def configured(tmp_path: Path) -> str:
+    """DynaPipe's tables of a model whose layers take a millisecond a sample, and a configuration of four layers on two stages."""
+    header = "tp,recompute,component,micro_batch_size,enc_or_input_seqlen,dec_seqlen,fw_ms,bw_ms,stored_activation_mb,peak_activation_mb"
+    sizes = [(rows, length) for rows in (1, 64) for length in (16, 1024)]
+    layers = [f"1,none,encoder,{rows},{length},,{rows},{2 * rows},{rows * length / 1e4},{rows * length / 5e3}" for rows, length in sizes]
+    heads = [f"1,none,postprocess,{rows},{length},,{rows},{rows},," for rows, length in sizes]
+    (tmp_path / "gpt_6.7b_cost_model.csv").write_text("\n".join([header, *layers, *heads]))
+    state = "tp,recompute,component,fp16_param_mb_per_layer\n1,none,embedding,1\n1,none,encoder,2\n"
+    (tmp_path / "gpt_6.7b_model_state.csv").write_text(state)
+    small = {"model": "gpt", "layers": 4, "tp": 1, "pp": 2, "dp": 1, "mem": 1000, "rc": ["none"]}
+    (tmp_path / "configs.json").write_text(json.dumps({"_common": {}, "configs": {"small": small}}))
+    return f"dynapipe:{tmp_path / 'small'}"
+
+
+def test_a_batch_for_a_configuration(configured: str, lengths: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, told = tmp_path / "batch.json", {}
+    for free in (False, True):
+        more = ["--free-layers"] if free else ["--out", str(path)]
+        assert run(["batch", "--lengths", str(lengths), "--costs", configured, "--budget-steps", "200", "--json", *more]) == 0
+        told[free] = json.loads(capsys.readouterr().out)
+    assert sorted(i for one in read_batch_plan(path).replicas[0].micro_batches for i in one.samples) == list(range(5, 35))
+    assert told[False]["predicted_s"] >= 30 * 4 * 3e-3 / 2  # 30 samples, 4 layers of 3 ms, 2 stages
+    # The head is on the last stage, so that equal layers are not the best.
+    assert told[True]["predicted_s"] <= told[False]["predicted_s"]
+    assert run(["batch", "--lengths", str(lengths), "--costs", configured, "--budget-steps", "0"]) == 0
+    assert "per iteration" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--costs", "CONFIGURED", "--plan", str(PLAN)], "--plan does not go with"),
+        (["--costs", "CONFIGUREDx"], "no configuration 'smallx' of DynaPipe. Did you mean 'small'?"),
+        (["--costs", "dynapipe:"], "expected dynapipe:DIR/NAME"),
+        (["--plan", str(PLAN), "--free-layers"], "--free-layers belongs to --costs dynapipe:DIR/NAME"),
+        ([], "--plan is missing"),
+    ],
+)
+def test_what_goes_with_a_configuration(
+    arguments: list[str], message: str, configured: str, lengths: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["batch", "--lengths", str(lengths), *(one.replace("CONFIGURED", configured) for one in arguments)]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

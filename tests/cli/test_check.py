@@ -31,6 +31,7 @@ def test_a_valid_plan(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "plan is valid" in shown and "145:196" in shown and "layers.18.norm1" in shown and "4 × a100-40gb" in shown
     assert "global batch 512 = 1 × 128 micro-batches of 4 (fixed, padded)" in shown
+    assert "schedule 1f1b" in shown and "One forward, one backward in turn" in shown
 
 
 def test_a_valid_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,11 +67,11 @@ def test_launch_files_name_the_plan(gpt: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_weights_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from chain_pieces import chain_pieces
     from small_models import SIZES, small_model
 
     from penstock.models.modules import build_chain
     from penstock.models.modules.hf_weights import export_hf_weights, read_safetensors
-    from penstock.runtime.checkpoints.layout import chain_pieces
     from penstock.runtime.checkpoints.writer import CheckpointWriter
 
     model = small_model("llama")
@@ -138,8 +138,8 @@ def test_a_plan_over_imported_tables(tmp_path: Path, capsys: pytest.CaptureFixtu
     tables = Path(__file__).parents[3] / "shared" / "data" / "aceso" / "eurosys"
     if not tables.is_dir():
         pytest.skip("the published tables are not on this machine")
-    from penstock.interop import AcesoTables
     from penstock.systems.aceso.plans import to_plan
+    from penstock.systems.aceso.tables import AcesoTables
 
     own = from_plan(uniform_plan("gpt-350m", "2xv100-32gb", pp=2, global_batch=64, micro_batch=4, precision="fp16"))
     model = AcesoTables.open(tables).model("gpt", "350M")

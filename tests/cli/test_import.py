@@ -297,7 +297,7 @@ def test_the_best_row_of_fasop_becomes_a_plan_and_a_row_again(rows: Path, tmp_pa
     assert run(["import", f"fasop:{rows}", "--out", str(path), *FASOP_FOR]) == 0
     shown = capsys.readouterr().out
     assert "gpt-tiny: 4 stages (17 ops on 4, 8 ops on 4, 8 ops on 4, 3 ops on 4), schedule 1f1b" in shown
-    assert "note: this is row 4 of 4, 900 ms a step by FASOP's estimate" in shown
+    assert "note: this is row 4 of 4, 0.900 s a step by FASOP's estimate" in shown
     assert "note: row 2 is faster, on nodes in the order 1xg5.24xlarge+1xp4d.24xlarge+1xg5.24xlarge" in shown
     plan = read_plan(path)
     assert plan.num_replicas == 4 and plan.micro_batching.samples == 4 and plan.stages[1].devices == ((4,), (5,), (6,), (7,))
@@ -311,7 +311,7 @@ def test_a_row_by_its_number(rows: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert run(["import", f"fasop:{rows}", "--row", "3", "--out", str(tmp_path / "plan.json"), *FASOP_FOR, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["num_stages"] == 4 and told["num_devices"] == 16 and told["num_micro_batches"] == 8
-    assert told["notes"] == ["this is row 3 of 4, 1.25 s a step by FASOP's estimate"]
+    assert told["notes"] == ["this is row 3 of 4, 1.250 s a step by FASOP's estimate"]
 
 
 @pytest.mark.parametrize(

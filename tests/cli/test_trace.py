@@ -21,9 +21,10 @@ from penstock.cli.main import run
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import write_plan
+from penstock.runtime.request import TrainRequest
 from penstock.runtime.telemetry.spans_reader import read_spans
 from penstock.runtime.telemetry.steps import read_steps
-from penstock.runtime.trainer import Trainer, TrainRequest
+from penstock.runtime.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(120)
 

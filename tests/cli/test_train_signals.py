@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from penstock.data.bundled import bundled_files
-from penstock.data.prepare import TextRequest, prepare_text
+from penstock.data.text.prepare import TextRequest, prepare_text
 from penstock.plans.build import uniform_plan
 from penstock.plans.schema import write_plan
 from penstock.runtime.checkpoints.folder import find_checkpoint

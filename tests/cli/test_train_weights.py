@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from penstock.cli.main import run
 from penstock.data.bundled import bundled_files
 from penstock.data.planning import sample_ids
-from penstock.data.prepare import TextRequest, prepare_text
 from penstock.data.samples import Samples
+from penstock.data.text.prepare import TextRequest, prepare_text
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
-from penstock.plans.references import model_of
 from penstock.plans.schema import write_plan
-from penstock.runtime.trainer import TrainRequest, planning_of
+from penstock.runtime.request import TrainRequest
+from penstock.runtime.run_inputs import run_inputs
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(150)
@@ -67,7 +67,7 @@ def train(plan: Plan, data: str, out: Path, *options: str, steps: int = STEPS) -
 
 def loss_of(theirs: Any, plan: Plan, data: str, step: int) -> torch.Tensor:
     """What transformers finds for the samples of a step, one by one: each counted token weighs the same."""
-    source, planner = planning_of(TrainRequest(plan, data, STEPS, ""), model_of(plan))
+    source, planner = run_inputs(TrainRequest(plan, data, STEPS, ""))
     held, batches = source.open()
     batch = batches[step]
     samples = Samples(held, planner.form, source.limits)

@@ -50,7 +50,7 @@ def test_a_file_comes_before_a_shipped_profile(tmp_path: Path, monkeypatch: pyte
         ("profile:\0", "expected profile:FILE"),
         ("profile:h200", "profile 'h200' does not exist.*Did you mean 'h200-141gb'"),
         ("profile:" + "x" * 5000, "does not exist"),
-        ("aceso:folder", "tables of another planner.*`penstock search` takes aceso:DIR and fasop:DIR; here use roofline or profile:FILE"),
+        ("aceso:folder", "takes aceso:DIR and fasop:DIR, `penstock batch` dynapipe:DIR/NAME; here use roofline or profile:FILE"),
         ("dynapipe", "tables of another planner"),
         ("asceso:x", "Did you mean 'aceso'"),
     ],

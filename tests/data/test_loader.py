@@ -29,19 +29,20 @@ from penstock.data.forms import form_of
 from penstock.data.images import prepare_images
 from penstock.data.indexed import IndexedWriter
 from penstock.data.loader import DynamicLoader
-from penstock.data.manifest import Manifest, Split, TaskRange, write_manifest
+from penstock.data.manifest import DataManifest, DataSplit, TaskRange, write_manifest
 from penstock.data.planners import BatchSource, PlannerPool, entries_of, open_entry
 from penstock.data.planning import PlanningError, ProgramPlanner, sample_ids
-from penstock.data.prepare import TextRequest, prepare_text
 from penstock.data.samples import Samples
+from penstock.data.text.prepare import TextRequest, prepare_text
 from penstock.errors import InputError
 from penstock.models.catalog import model_from_mapping
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.modules.batch import Batch
 from penstock.models.ops import Model
 from penstock.models.shapes import Layout
 from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
 from penstock.programs.binary import encode
-from penstock.programs.instructions import MicroBatch, Program
+from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.runtime.source import load_share
@@ -96,19 +97,19 @@ def as_batch(source: Any, program: Program, micro: MicroBatch, bounds: tuple[int
 def test_ranks_hold_their_own_samples_which_make_up_the_batch(folder: Path, family: str, dp: int, replicas: int) -> None:
     planner, source = make_planner(folder, family, dp, replicas), make_source(folder, 2)
     data, batches = source.open()
-    loaders = {rank: DynamicLoader(source, planner, rank, planners=0) for rank in planner.plan.ranks}
-    iterators = {rank: iter(loader) for rank, loader in loaders.items()}
+    iterators = {rank: iter(DynamicLoader(source, planner, rank, planners=0)) for rank in planner.plan.ranks}
     for step in range(2):
         seen: dict[int, list[int]] = {0: [], 1: []}
         weight, labels = 0.0, []
         for rank in planner.plan.ranks:
-            micro_batches, program = next(iterators[rank])
+            own = next(iterators[rank])
+            micro_batches, program = own
             (place,) = program.places
             needs = ("inputs",) if place.stage == 0 else ("dec_inputs", "labels") if family == "t5" else ("labels",)
             for loaded in micro_batches:
                 first, last = bounds = loaded.micro.share(place.entry_dp, place.entry_share)
                 assert set(loaded.samples) == set(loaded.micro.samples[first:last])  # no other rank's
-                batch = as_batch(loaders[rank], program, loaded.micro, bounds, needs)
+                batch = as_batch(own, program, loaded.micro, bounds, needs)
                 if batch is None:
                     continue
                 seen[place.stage] += loaded.micro.samples[first:last]
@@ -143,7 +144,7 @@ def test_a_decoder_reads_each_token_and_predicts_the_next(folder: Path, layout: 
     planner, (data, batches) = make_planner(folder), make_source(folder).open()
     programs = hand_made(planner, data, batches[0], layout)
     samples, program = Samples(data, planner.form, LIMITS), programs[1]
-    assert all(loaded.samples for one in programs for loaded in samples.load(one, planner.plan))
+    assert all(loaded.samples for one in programs for loaded in samples.load(one, planner.plan).micro_batches)
     for micro in program.micro_batches:
         ids, labels = (as_batch(samples, program, micro, (0, len(micro.samples)), (need,)) for need in ("inputs", "labels"))
         assert ids is not None and labels is not None and labels.labels is not None and labels.weights is not None
@@ -161,9 +162,9 @@ def test_a_decoder_reads_each_token_and_predicts_the_next(folder: Path, layout: 
 
 def test_an_encoder_reads_the_input_and_a_decoder_the_target_shifted(folder: Path) -> None:
     planner, source, data = make_planner(folder, "t5"), make_source(folder, 1), open_data(folder)
-    micro_batches, program = next(iter(loader := DynamicLoader(source, planner, 1, planners=0)))
-    for loaded in micro_batches:
-        batch = as_batch(loader, program, loaded.micro, (0, len(loaded.micro.samples)), ("inputs", "dec_inputs", "labels"))
+    iteration = next(iter(DynamicLoader(source, planner, 1, planners=0)))
+    for loaded in iteration.micro_batches:
+        batch = as_batch(iteration, iteration.program, loaded.micro, (0, len(loaded.micro.samples)), ("inputs", "dec_inputs", "labels"))
         assert batch is not None and batch.labels is not None
         for row, identity in enumerate(loaded.micro.samples):
             sample = data[identity % len(data)]
@@ -217,9 +218,9 @@ def whole_batches(folder: Path, model: Model, samples: int) -> tuple[list[Batch]
     planner = ProgramPlanner(fixed_plan(model, samples), model, None, form_of(model, data))
     source, found = BatchSource(str(folder), samples_per_batch=samples + 3, num_steps=1), []
     for rank in (0, 1):
-        for micro_batches, program in (loader := DynamicLoader(source, planner, rank, planners=0)):
-            for loaded in micro_batches:
-                batch = as_batch(loader, program, loaded.micro, loaded.micro.share(2, rank), ("inputs", "labels"))
+        for iteration in DynamicLoader(source, planner, rank, planners=0):
+            for loaded in iteration.micro_batches:
+                batch = as_batch(iteration, iteration.program, loaded.micro, loaded.micro.share(2, rank), ("inputs", "labels"))
                 found += [batch] if batch is not None else []
     return found, data
 
@@ -255,7 +256,7 @@ def test_masked_tokens(tmp_path: Path) -> None:
                 writer.add(values)
     follows = rng.integers(0, 2, count)
     np.save(tmp_path / "train_labels.npy", follows)
-    write_manifest(tmp_path, Manifest("bert", ["input"], {"train": Split(count, {}, [TaskRange("bert", 0, count)])}, 13))
+    write_manifest(tmp_path, DataManifest("bert", ["input"], {"train": DataSplit(count, {}, [TaskRange("bert", 0, count)])}, 13))
     sizes = {"layers": 1, "hidden": 8, "heads": 4, "ffn": 12, "seq_length": 24, "vocab": 13}
     found, data = whole_batches(tmp_path, model_from_mapping({"family": "bert", "dtype": "fp32", **sizes}, "test", "bert"), 4)
     seen = []

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from training_jobs import RandomSource
 
 from penstock.models.modules import build_chain
 from penstock.models.ops import Model
 from penstock.plans.plan import Stage
 from penstock.programs.instructions import Program
-from penstock.runtime.source import RandomSource, load_share
-from penstock.runtime.update import TrainingSettings
+from penstock.runtime.optimizer import torch_optimizer
+from penstock.runtime.settings import TrainingSettings
+from penstock.runtime.source import load_share
 
 
 def emulate(
@@ -25,7 +27,7 @@ def emulate(
     chain: Any = build_chain(model, seed=settings.seed)
     source, depths = RandomSource(model), [len(stages) - index for index in range(len(stages))]
     owned = [[p for module in chain.ops[stage.first : stage.last] for p in module.parameters()] for stage in stages]
-    optimizers = [settings.optimizer.make(parameters, settings.rate.peak) for parameters in owned]
+    optimizers = [torch_optimizer(settings.optimizer, parameters, settings.rate.peak) for parameters in owned]
     losses = []
     for program in programs:
         total = 0.0

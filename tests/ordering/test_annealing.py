@@ -77,23 +77,19 @@ def test_orders_of_actions_are_searched_too() -> None:
     assert time_of(refine(start, workload, 5000), workload) < time_of(start, workload)
 
 
-@given(st.integers(0, 2**32 - 1), st.booleans())
+@given(st.integers(0, 2**32 - 1), st.booleans(), st.floats(0.5, 2.0))
 @settings(max_examples=60, deadline=None)
-def test_its_makespan_is_that_of_the_slow_twin(seed: int, split: bool) -> None:
-    """The kernel runs orders on its own, micro-batches renamed as it goes."""
-    from penstock.ordering.annealing_kernels import anneal
+def test_the_clock_renames_micro_batches_and_gives_up_at_a_bound(seed: int, split: bool, share: float) -> None:
+    from penstock.timing.clock import Orders, run_orders
 
     workload = unequal(seed, 3, 5, split)
     schedule = schedule_of("zero-bubble" if split else "1f1b", 3, 5)
-    actions, bounds = as_arrays(schedule)
     labels = np.random.default_rng(seed).permutation(5)
-    order = labels.tolist()
-    found = anneal(
-        actions, bounds, workload.durations_s, workload.transfers_s, workload.stored_bytes, workload.waiting_bytes,
-        workload.workspace_bytes, workload.base_bytes, workload.limit_bytes, 0, 0, 1.0, labels,
-    )  # fmt: skip
-    slow = simulate_slowly(reordered(schedule, order), workload.durations_s.tolist(), workload.transfers_s.tolist())
-    assert found == pytest.approx(max(end for _, end in slow.values()), rel=1e-12)
+    slow = simulate_slowly(reordered(schedule, labels.tolist()), workload.durations_s.tolist(), workload.transfers_s.tolist())
+    expected, end = max(end for _, end in slow.values()), np.empty(workload.durations_s.shape)
+    times = Orders(*as_arrays(schedule)), workload.durations_s, workload.transfers_s, None, end, labels
+    assert run_orders(*times, np.inf) == (-1, pytest.approx(expected, rel=1e-12))
+    assert run_orders(*times, share * expected)[1] == (pytest.approx(expected, rel=1e-12) if share > 1 else np.inf) or share == 1
 
 
 @pytest.mark.parametrize(("split", "chunks", "wanted"), [
@@ -103,7 +99,7 @@ def test_its_makespan_is_that_of_the_slow_twin(seed: int, split: bool) -> None:
 ])  # fmt: skip
 def test_starts_from_every_kind(split: bool, chunks: int, wanted: set[str]) -> None:
     found = {candidate.name for candidate in candidates(unequal(3, split=split, chunks=chunks))}
-    assert found == wanted | {f"{name}, pyramid" for name in wanted}
+    assert found >= wanted | {f"{name}, pyramid" for name in wanted} and ("zero-bubble" in found) == ("zero-bubble" in wanted)
 
 
 def test_placements_without_a_named_schedule_have_candidates() -> None:

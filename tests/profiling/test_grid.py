@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.models import resolve_model
 from penstock.models.catalog import model_from_mapping
-from penstock.profiling.grid import Limits, attention_grid, mixed_lengths, refine, sweep_lengths, sweep_size
+from penstock.profiling.grid import GridLimits, attention_grid, mixed_lengths, refine, sweep_lengths, sweep_size
 
 
 def test_times_that_follow_a_power_of_the_size_need_no_more_points() -> None:
@@ -87,7 +87,7 @@ def test_rows_of_an_odd_length() -> None:
 
 
 def test_attention_is_measured_over_sizes_and_lengths() -> None:
-    limits = Limits.for_device("cuda")
+    limits = GridLimits.for_device("cuda")
     pairs = attention_grid(limits, 2048)
     assert all(length <= min(size, 2048) for size, length in pairs) and len(set(pairs)) == len(pairs)
     assert {size for size, _ in pairs} == {256, 1024, 4096, 16384, 65536}

@@ -15,12 +15,12 @@ from penstock.costs.profiled import Profiled
 from penstock.errors import InputError
 from penstock.models import Shape, resolve_model
 from penstock.profiling import run as profiling
-from penstock.profiling.grid import Limits
+from penstock.profiling.grid import GridLimits
 from penstock.profiling.measure import OpMeasure
 from penstock.profiling.run import Profiler
 
 GPT = resolve_model("gpt-tiny")
-TINY = Limits(64, 256, 2, 4, 1)
+TINY = GridLimits(64, 256, 2, 4, 1)
 
 
 def quick(monkeypatch: pytest.MonkeyPatch, max_tokens: float = float("inf")) -> list[Shape]:

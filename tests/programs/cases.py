@@ -9,9 +9,10 @@ from typing import Any
 
 from penstock.errors import InputError
 from penstock.models.catalog import model_from_mapping
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.ops import Model
 from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
-from penstock.programs.instructions import MicroBatch, Program
+from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork, dp_degrees
 from penstock.schedules.actions import Action, Schedule

@@ -69,6 +69,12 @@ def test_fields_are_validated(change: object) -> None:
         decode(sealed(change(fields)))  # type: ignore[operator]
 
 
+def test_programs_from_before_a_field_was_added_are_read() -> None:
+    fields = msgspec.to_builtins(PROGRAM)
+    fields[8] = [micro[:10] for micro in fields[8]]  # micro-batches without `recompute`
+    assert decode(sealed(fields)) == PROGRAM
+
+
 @given(st.binary(max_size=60))
 def test_random_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(InputError):

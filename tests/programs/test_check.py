@@ -11,8 +11,8 @@ from programs.strategies import programs as nonsense
 
 from penstock.errors import InputError
 from penstock.programs import instructions as i
-from penstock.programs.check import Limits, check_programs, require_safe
-from penstock.programs.picture import picture
+from penstock.programs.check import check_programs, require_safe
+from penstock.programs.problems import picture
 from penstock.programs.text import parse_program
 
 FIRST = """penstock-program 1
@@ -143,15 +143,6 @@ def test_shuffled_instructions_never_break_the_checker(seed: int, data: st.DataO
     programs = [msgspec.structs.replace(p, instructions=tuple(data.draw(st.permutations(p.instructions)))) for p in case.programs]
     for problem in check_programs(programs, case.plan, case.model):
         assert str(problem)
-
-
-def test_memory_is_counted_and_limited() -> None:
-    """Rank 0 holds at most, beside what passes keep, the results of both micro-batches and the first gradient."""
-    programs = [parse_program(FIRST), parse_program(SECOND)]
-    peak = 100 + 2 * 10 + (5 + 3 + 5) * 4 * 4
-    for limit, wanted in ((peak, []), (peak - 1, ["rank 0, instruction 8: holds 328 bytes, its limit is 327"])):
-        limits = Limits({0: limit}, {0: 100}, lambda rank, stage, m: 10.0)
-        assert [str(problem) for problem in check_programs(programs, limits=limits)] == wanted
 
 
 def test_no_programs_are_a_problem() -> None:

@@ -9,19 +9,18 @@ import pytest
 from oracles.clock import makespan_s
 
 from penstock.batching.example import small_costs
-from penstock.batching.plan import MicroBatch as PlannedMicroBatch
+from penstock.batching.workloads import batch_durations_s, batch_workload
 from penstock.costs.sources import open_costs
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.ops import Model
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.programs.check import check_programs
 from penstock.programs.durations import StageWeights, durations_of, priced_weights
-from penstock.programs.instructions import MicroBatch
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.schedules.rules import schedule_of
-from penstock.timing.batched import batch_durations_s, batch_workload
 from penstock.timing.estimate import Estimator
 
 MIXED = "1xa100-40gb+1xv100-32gb+1xt4+1xa100-40gb"
@@ -77,7 +76,7 @@ def test_seconds_are_those_of_the_estimate() -> None:
 
 def test_a_planned_batch_has_the_durations_that_it_was_planned_with() -> None:
     costs = small_costs(2, 1)
-    batches = [PlannedMicroBatch((0, 1), "padded", (5, 7), 7), PlannedMicroBatch((2,), "padded", (9,), 9)]
+    batches = [MicroBatch(0, (0, 1), "padded", (5, 7), (), 7), MicroBatch(1, (2,), "padded", (9,), (), 9)]
     found, workload = batch_durations_s(costs, batches, 0), batch_workload(costs, batches, 0)
     assert found is not None
     np.testing.assert_allclose(found[:2], workload.durations_s[:2])
@@ -87,7 +86,7 @@ def test_a_planned_batch_has_the_durations_that_it_was_planned_with() -> None:
 
 def test_a_micro_batch_without_a_price_is_left_to_arithmetic() -> None:
     costs = small_costs(2, 1)
-    huge = PlannedMicroBatch(tuple(range(64)), "padded", (10**6,) * 64, 10**6)
+    huge = MicroBatch(0, tuple(range(64)), "padded", (10**6,) * 64, (), 10**6)
     values = costs.layouts["padded"].values.copy()
     values[-1] = np.inf
     unpriced = replace(costs, layouts={"padded": replace(costs.layouts["padded"], values=values)})

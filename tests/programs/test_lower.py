@@ -16,13 +16,13 @@ from programs.cases import SCHEDULES, SIZES, random_case, small
 
 from penstock.batching import plan as planned
 from penstock.errors import InputError
+from penstock.models.micro_batch import MicroBatch
 from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
 from penstock.programs import instructions as i
 from penstock.programs.binary import decode, encode
 from penstock.programs.check import check_programs
-from penstock.programs.instructions import MicroBatch
 from penstock.programs.lower import lower
-from penstock.programs.routing import Cut, Layout, Side, carried
+from penstock.programs.routing import Cut, Side, TensorLayout, carried
 from penstock.programs.text import format_instruction, format_program, parse_program
 from penstock.programs.work import ReplicaWork, work_of
 from penstock.schedules.actions import Action
@@ -106,7 +106,7 @@ def test_queries_keys_and_values_are_divided_one_by_one() -> None:
     qkv = next(place.index for place in model.ops if place.name == "layers.0.qkv")
     cut = Cut(Side(1, 1), Side(2, 1), carried(model, qkv + 1))
     micro = packed(1)[0]
-    messages = cut.messages(Layout(cut.before, micro), Layout(cut.after, micro))
+    messages = cut.messages(TensorLayout(cut.before, micro), TensorLayout(cut.after, micro))
     sent = {message.receiver: [part.columns for part in message.sent if part.name == "qkv"] for message in messages}
     assert sent == {0: [(0, 4), (8, 12), (16, 20)], 1: [(4, 8), (12, 16), (20, 24)]}
     got = {message.receiver: [part.columns for part in message.received if part.name == "qkv"] for message in messages}
@@ -179,7 +179,7 @@ def test_a_replica_without_micro_batches_still_reduces_and_steps() -> None:
 
 def test_a_planned_batch_is_lowered() -> None:
     plan, model = plan_of((1, 2), (1, 1), family="t5"), small("t5")
-    micro = planned.MicroBatch((4, 9, 2), "padded", (5, 3, 5), 6, (2, 2, 1), 2, (0, 0))
+    micro = MicroBatch(0, (4, 9, 2), "padded", (5, 3, 5), (2, 2, 1), 6, 2, recompute=(0, 0))
     batch = planned.BatchPlan(
         (planned.ReplicaBatch((micro,), schedule_of("1f1b", 2, 1), 1.0, (0.0, 0.0)),), 1.0, 1.0, ((1.0, 1.0),), "test"
     )
@@ -198,7 +198,7 @@ def test_a_planned_batch_is_lowered() -> None:
         (lambda _, one: [one(lambda actions: (*actions, Action(2, 0, 0)))], "there is no 2F0"),
         (lambda _, one: [one(lambda actions: (*actions, Action(1, 0, 0)))], "stage 1 has actions on devices 0 and 1"),
         (lambda _, one: [one(lambda actions: (*actions, Action(0, 2, 0)))], "0I0 is a second backward pass"),
-        (lambda _, one: [one(lambda actions: actions[::-1])], "waits for ever before 0B1"),
+        (lambda _, one: [one(lambda actions: actions[::-1])], "schedule deadlocks: action 0B1 waits for 0F1"),
         (lambda work, _: [dataclasses.replace(work, micro_batches=packed(2, counted=(0,)))], "none to train on"),
     ],
 )

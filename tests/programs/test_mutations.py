@@ -13,7 +13,7 @@ from programs.cases import Case, random_case
 
 from penstock.programs import instructions as i
 from penstock.programs.check import check_programs
-from penstock.programs.picture import picture
+from penstock.programs.problems import picture
 
 CASES = 1000
 POOL = 50

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from penstock.errors import InputError
 from penstock.reports.drawing import draw_text
 from penstock.reports.figure import write_figure
-from penstock.reports.traces import trace_of, write_trace
 from penstock.schedules.orders import one_forward_one_backward
 from penstock.schedules.rules import schedule_of
 from penstock.timing.execution import Execution, execute
 from penstock.timing.simulator import simulate
+from penstock.timing.traces import trace_of, write_trace
 from penstock.timing.workload import workload_of
 
 PASSES = np.array([[[1.0] * 4] * 3, [[2.0] * 4] * 3])

@@ -7,8 +7,10 @@ from time import process_time
 import pytest
 
 from penstock.errors import InputError
-from penstock.programs.instructions import INSTRUCTIONS, Forward, Free, Instruction, MicroBatch, Program, ReceiveWait, SendWait, Step
-from penstock.runtime.executor import ExecutionError, Executor, describe, stage_of
+from penstock.models.micro_batch import MicroBatch
+from penstock.programs.instructions import INSTRUCTIONS, Forward, Free, Instruction, Program, ReceiveWait, SendWait, Step, stage_of
+from penstock.programs.text import describe
+from penstock.runtime.executor import ExecutionError, Executor
 
 
 def program(*steps: Instruction) -> Program:

@@ -24,13 +24,12 @@ from penstock.cli import main
 from penstock.data import open_data
 from penstock.data.bundled import bundled_files
 from penstock.data.planning import sample_ids
-from penstock.data.prepare import TextRequest, prepare_text
+from penstock.data.text.prepare import TextRequest, prepare_text
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
-from penstock.runtime.learning_rate import LearningRate
-from penstock.runtime.planner_processes import PlanningSettings
-from penstock.runtime.trainer import Progress, Trainer, TrainRequest
-from penstock.runtime.update import TrainingSettings
+from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
+from penstock.runtime.settings import LearningRate, TrainingSettings
+from penstock.runtime.trainer import Trainer
 from penstock.runtime.workers import WorkerError
 from penstock.stores.addresses import connect
 from penstock.stores.server import RedisServer, start_redis
@@ -114,7 +113,7 @@ def test_killed_planners_are_replaced_and_the_losses_stay(case: Case, tmp_path: 
 
 
 def test_a_hanging_planner_is_replaced_and_the_losses_stay(case: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def told(step: Progress) -> None:
+    def told(step: StepTold) -> None:
         if step.step == 3:
             for pid in planners_of(os.getpid()):
                 os.kill(pid, signal.SIGSTOP)
@@ -173,7 +172,7 @@ def test_a_planner_without_progress_on_a_store_that_answers_ends_the_run_with_a_
     """The planner is stopped for good, and nobody replaces it in time."""
     out = tmp_path / "run"
 
-    def told(step: Progress) -> None:
+    def told(step: StepTold) -> None:
         if step.step == 3:
             for pid in planners_of(os.getpid()):
                 os.kill(pid, signal.SIGSTOP)

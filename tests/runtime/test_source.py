@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 from small_models import small_model
+from training_jobs import RandomSource
 
-from penstock.programs.instructions import MicroBatch, Program
-from penstock.runtime.source import RandomSource, Sample, load_share
+from penstock.data.samples import Sample
+from penstock.models.micro_batch import MicroBatch
+from penstock.programs.instructions import Program
+from penstock.runtime.source import load_share
 
 CPU = torch.device("cpu")
 ALL = ("inputs", "dec_inputs", "labels")

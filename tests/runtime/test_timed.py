@@ -6,17 +6,19 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from training_jobs import run_timed
 from worker_jobs import run_stalled
 
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.ops import Model
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.references import model_of
-from penstock.programs.instructions import MicroBatch, Program
+from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
-from penstock.runtime.timed import TimedSettings, run_timed
-from penstock.runtime.workers import Pool
+from penstock.runtime.timed import TimedSettings
+from penstock.runtime.workers import WorkerPool
 from penstock.schedules.actions import Schedule
 from penstock.schedules.rules import schedule_of
 from penstock.timing.execution import execute
@@ -28,8 +30,8 @@ MICRO_BATCHES = 8
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(8, timeout_s=60) as workers:
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(8, timeout_s=60) as workers:
         yield workers
 
 
@@ -61,7 +63,7 @@ def workload(plan: Plan, seed: int = 0, unit_s: float = 0.025) -> Workload:
 
 
 @pytest.mark.parametrize(("schedule", "stages", "chunks"), [("1f1b", 8, 1), ("gpipe", 4, 1), ("zero-bubble", 4, 1), ("interleaved", 8, 2)])
-def test_the_measured_iteration_is_the_simulated_one(pool: Pool, schedule: str, stages: int, chunks: int) -> None:
+def test_the_measured_iteration_is_the_simulated_one(pool: WorkerPool, schedule: str, stages: int, chunks: int) -> None:
     plan, model, order = pipeline(schedule, stages, chunks)
     work = workload(plan)
     expected = execute(order, work).makespan_s
@@ -71,14 +73,14 @@ def test_the_measured_iteration_is_the_simulated_one(pool: Pool, schedule: str, 
     assert min(measured) > 0.99 * expected
 
 
-def test_replicas_wait_for_each_other(pool: Pool) -> None:
+def test_replicas_wait_for_each_other(pool: WorkerPool) -> None:
     plan, model, order = pipeline("1f1b", 4, replicas=2)
     quick, slow = workload(plan, unit_s=0.005), workload(plan, unit_s=0.02)
     measured = pool.run(run_timed, plan, programs_of(plan, model, order, 1), [quick, slow], TimedSettings())[0]
     assert measured[0] == pytest.approx(execute(order, slow).makespan_s, rel=0.05)
 
 
-def test_a_slow_device_slows_the_pipeline(pool: Pool) -> None:
+def test_a_slow_device_slows_the_pipeline(pool: WorkerPool) -> None:
     plan, model, order = pipeline("1f1b", 4)
     work = workload(plan, unit_s=0.01)
     programs = programs_of(plan, model, order, 1)
@@ -89,7 +91,7 @@ def test_a_slow_device_slows_the_pipeline(pool: Pool) -> None:
     assert measured[0] == pytest.approx(expected, rel=0.05)
 
 
-def test_time_that_is_really_lost_counts(pool: Pool) -> None:
+def test_time_that_is_really_lost_counts(pool: WorkerPool) -> None:
     """Were moments only handed on, the ranks would repeat the simulation whatever the executor does."""
     plan, model, order = pipeline("1f1b", 4)
     work = workload(plan, unit_s=0.01)
@@ -98,7 +100,7 @@ def test_time_that_is_really_lost_counts(pool: Pool) -> None:
     assert expected + 0.25 < measured[0] < expected + 0.5
 
 
-def test_noise_changes_times_alike_for_one_seed(pool: Pool) -> None:
+def test_noise_changes_times_alike_for_one_seed(pool: WorkerPool) -> None:
     plan, model, order = pipeline("1f1b", 4)
     work = workload(plan, unit_s=0.01)
     programs = programs_of(plan, model, order, 1)

@@ -16,11 +16,11 @@ from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import write_plan
-from penstock.runtime.learning_rate import LearningRate
+from penstock.runtime.request import StepTold, TrainRequest
+from penstock.runtime.settings import LearningRate, TrainingSettings
 from penstock.runtime.telemetry.spans_reader import RankSpans, read_run
 from penstock.runtime.telemetry.steps import read_steps
-from penstock.runtime.trainer import Progress, Trainer, TrainRequest
-from penstock.runtime.update import TrainingSettings
+from penstock.runtime.trainer import Trainer
 from penstock.runtime.workers import WorkerError
 
 pytestmark = pytest.mark.timeout(110)
@@ -33,7 +33,7 @@ def plan_of(**degrees: int) -> Plan:
 
 
 def test_a_run_goes_on_under_another_plan(data: str, tmp_path: Path) -> None:
-    heard: list[Progress] = []
+    heard: list[StepTold] = []
     first = TrainRequest(plan_of(pp=2), data, 6, str(tmp_path / "first"), SETTINGS, eval_every=3, eval_batches=2, checkpoint_every=3)
     straight = Trainer(first).train(heard.append)
     assert [one.step for one in heard] == list(range(6)) and [one.loss for one in heard] == list(straight.losses)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from runtime_cases import Case, Choice, covering_choices, largest_difference, make_case, reference
+from training_jobs import train_programs
 
 from penstock.models.modules import build_chain
 from penstock.plans.references import model_of
@@ -16,11 +17,8 @@ from penstock.plans.validity import check_plan
 from penstock.programs.check import check_programs
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
-from penstock.runtime.learning_rate import LearningRate
-from penstock.runtime.optimizer import OptimizerSettings
-from penstock.runtime.session import train_programs
-from penstock.runtime.update import TrainingSettings
-from penstock.runtime.workers import Pool
+from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
+from penstock.runtime.workers import WorkerPool
 from penstock.schedules.actions import FORWARD
 from penstock.schedules.orders import gpipe
 from penstock.schedules.rules import schedule_of
@@ -36,12 +34,12 @@ PLAIN: Choice = {"family": "gpt", "pp": 2, "tp": 2, "dp": 1, "replicas": 2, "sch
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(8, timeout_s=60) as workers:
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(8, timeout_s=60) as workers:
         yield workers
 
 
-def differences(pool: Pool, case: Case, settings: TrainingSettings = SGD, **more: Any) -> tuple[float, float, str]:
+def differences(pool: WorkerPool, case: Case, settings: TrainingSettings = SGD, **more: Any) -> tuple[float, float, str]:
     """(of losses, of weights, where): the largest relative ones."""
     outcomes = pool.run(train_programs, case.plan, case.programs(), settings)
     losses, weights = reference(case, settings, **more)
@@ -52,7 +50,7 @@ def differences(pool: Pool, case: Case, settings: TrainingSettings = SGD, **more
     return of_losses, *largest_difference(case, working, weights)
 
 
-def test_a_covering_set_of_plans(pool: Pool) -> None:
+def test_a_covering_set_of_plans(pool: WorkerPool) -> None:
     choices = covering_choices(at_least=42)
     for kind, value in (("schedule", "interleaved"), ("schedule", "zero-bubble"), ("degrees", "per stage")):
         sizes = [len(make_case(choice, seed).plan.ranks) for seed, choice in enumerate(choices) if choice[kind] == value]
@@ -70,23 +68,23 @@ def test_a_covering_set_of_plans(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt", "llama", "bert", "t5", "vgg"])
-def test_equals_the_whole_batch_at_once(pool: Pool, family: str) -> None:
+def test_equals_the_whole_batch_at_once(pool: WorkerPool, family: str) -> None:
     layout = "padded" if family in ("t5", "vgg") else "packed"
     case = make_case(PLAIN | {"family": family, "layout": layout, "schedule": "zero-bubble", "recompute": "none"}, 11)
     assert max(differences(pool, case, whole=True)[:2]) <= TOLERANCE
 
 
-def test_twenty_steps(pool: Pool) -> None:
+def test_twenty_steps(pool: WorkerPool) -> None:
     assert max(differences(pool, make_case(PLAIN, 5, iterations=20))[:2]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_adamw_with_clipping_and_warm_up(pool: Pool, zero: int) -> None:
+def test_adamw_with_clipping_and_warm_up(pool: WorkerPool, zero: int) -> None:
     case = make_case(PLAIN | {"zero": zero, "dp": 2, "tp": 1, "pp": 2 if zero < 2 else 1}, 7, iterations=5)
     assert max(differences(pool, case, ADAMW)[:2]) <= TOLERANCE
 
 
-def test_weights_move(pool: Pool) -> None:
+def test_weights_move(pool: WorkerPool) -> None:
     """The tolerance would see a weight that is not updated."""
     case = make_case(PLAIN, 5)
     still = replace(SGD, rate=LearningRate(1e-30))
@@ -94,28 +92,28 @@ def test_weights_move(pool: Pool) -> None:
     assert largest_difference(case, outcomes, reference(case, SGD)[1])[0] > 100 * TOLERANCE
 
 
-def test_one_rank_is_exactly_plain_torch(pool: Pool) -> None:
+def test_one_rank_is_exactly_plain_torch(pool: WorkerPool) -> None:
     case = make_case(PLAIN | {"pp": 1, "tp": 1, "replicas": 1, "recompute": "none"}, 3)
     settings = replace(SGD, clip_norm=None)
     assert differences(pool, case, settings)[:2] == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_pipeline_is_exactly_plain_torch(pool: Pool, schedule: str) -> None:
+def test_a_pipeline_is_exactly_plain_torch(pool: WorkerPool, schedule: str) -> None:
     """Cutting changes no sum: each weight's gradients are added in the order of micro-batches, as in one process."""
     case = make_case(PLAIN | {"pp": 4, "tp": 1, "replicas": 1, "schedule": schedule, "family": "llama"}, 3)
     settings = replace(SGD, clip_norm=None)
     assert differences(pool, case, settings)[:2] == (0.0, 0.0)
 
 
-def test_batch_statistics_stay_exact_over_twenty_steps(pool: Pool) -> None:
+def test_batch_statistics_stay_exact_over_twenty_steps(pool: WorkerPool) -> None:
     """Two ranks add in the order of one process; any rounding would grow at the kinks of ReLU after batch norm."""
     case = make_case(PLAIN | {"family": "resnet", "layout": "padded", "pp": 3, "tp": 1, "dp": 2, "replicas": 1}, 3, iterations=20)
     assert differences(pool, case, replace(SGD, clip_norm=None, rate=LearningRate(0.02)))[1] == 0.0
 
 
 @pytest.mark.parametrize("split", [{"tp": 2}, {"dp": 2, "replicas": 2}], ids=["tp", "dp and replicas"])
-def test_batch_statistics_drift_no_more_than_one_process_does(pool: Pool, split: dict[str, int]) -> None:
+def test_batch_statistics_drift_no_more_than_one_process_does(pool: WorkerPool, split: dict[str, int]) -> None:
     """Where sums are reordered, an activation may fall on the other side of a ReLU's kink, which batch norm spreads over all samples. One
     process whose initial weights are off by 1e-7 goes astray as far."""
     plain = PLAIN | {"family": "resnet", "layout": "padded", "recompute": "none", "pp": 1, "tp": 1, "dp": 1, "replicas": 1}
@@ -137,7 +135,7 @@ def in_precision(case: Case, precision: str) -> Case:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_learns_alike_on_one_rank_and_on_eight(pool: Pool, precision: str) -> None:
+def test_half_precision_learns_alike_on_one_rank_and_on_eight(pool: WorkerPool, precision: str) -> None:
     split = in_precision(make_case(PLAIN | {"replicas": 1, "tp": 2, "pp": 4}, 9, 8), precision)
     alone = same_micro_batches(
         in_precision(make_case(PLAIN | {"pp": 1, "tp": 1, "replicas": 1, "recompute": "none"}, 9, 8), precision), split
@@ -163,7 +161,7 @@ def same_micro_batches(case: Case, other: Case) -> Case:
     return replace(case, works=tuple(works))
 
 
-def test_replicas_hold_equal_weights_and_statistics(pool: Pool) -> None:
+def test_replicas_hold_equal_weights_and_statistics(pool: WorkerPool) -> None:
     case = make_case(PLAIN | {"family": "resnet", "layout": "padded", "pp": 2, "tp": 1, "dp": 2}, 4)
     outcomes = pool.run(train_programs, case.plan, case.programs(), SGD)
     stage = case.plan.stages[0]
@@ -177,7 +175,7 @@ def test_replicas_hold_equal_weights_and_statistics(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt", "vgg"])
-def test_evaluation_counts_every_label_once(pool: Pool, family: str) -> None:
+def test_evaluation_counts_every_label_once(pool: WorkerPool, family: str) -> None:
     layout = "packed" if family == "gpt" else "padded"
     case = make_case(PLAIN | {"family": family, "layout": layout, "tp": 2, "dp": 2, "replicas": 1}, 6, iterations=1)
     alone = make_case(PLAIN | {"family": family, "layout": layout, "pp": 1, "tp": 1, "replicas": 1}, 6, iterations=1)

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from penstock.errors import InputError
-from penstock.runtime.optimizer import OptimizerSettings, make_optimizer
-from penstock.runtime.update import LossScale, TrainingSettings
+from penstock.runtime.optimizer import make_optimizer
+from penstock.runtime.settings import OptimizerSettings, TrainingSettings
+from penstock.runtime.update import LossScale
 
 
 def test_the_loss_scale_falls_on_overflow_and_rises_after_a_while() -> None:

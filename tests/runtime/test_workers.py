@@ -15,7 +15,7 @@ from runtime_cases import make_case
 from worker_jobs import fail_in_program, fail_on, hang_on, identify, kill_in_program, sleep
 
 from penstock.errors import InputError
-from penstock.runtime.workers import Pool, WorkerError, launch
+from penstock.runtime.workers import WorkerError, WorkerPool, launch
 
 pytestmark = pytest.mark.timeout(110)
 
@@ -39,7 +39,7 @@ def gone(pids: list[int], within_s: float = 10.0) -> bool:
 
 
 def test_results_come_in_the_order_of_ranks_and_workers_stay() -> None:
-    with Pool(3) as pool:
+    with WorkerPool(3) as pool:
         pids = pool.pids()
         assert pool.run(identify, "a") == [(0, 3, pids[0], "a"), (1, 3, pids[1], "a"), (2, 3, pids[2], "a")]
         assert [answer[3] for answer in pool.run_each(identify, [("x",), ("y",), ("z",)])] == ["x", "y", "z"]
@@ -47,7 +47,7 @@ def test_results_come_in_the_order_of_ranks_and_workers_stay() -> None:
 
 
 def test_an_exception_names_the_rank_and_ends_the_others() -> None:
-    pool = Pool(3)
+    pool = WorkerPool(3)
     pids = pool.pids()
     start = time.monotonic()
     with pytest.raises(WorkerError, match="rank 1 failed: ValueError: no luck"):
@@ -59,7 +59,7 @@ def test_an_exception_names_the_rank_and_ends_the_others() -> None:
 
 def test_a_failing_instruction_is_named() -> None:
     case = make_case(CHOICE, 0)
-    pool = Pool(2)
+    pool = WorkerPool(2)
     with pytest.raises(WorkerError, match=r"rank 1 failed in iteration 1 at forward of stage 1, micro-batch 1 \(instruction \d+ of \d+\): "
                                           "MemoryError: as if out of memory"):  # fmt: skip
         pool.run(fail_in_program, case.plan, case.programs(), 1)
@@ -67,7 +67,7 @@ def test_a_failing_instruction_is_named() -> None:
 
 def test_a_killed_rank_is_named_with_where_it_was() -> None:
     case = make_case(CHOICE, 0)
-    pool = Pool(2)
+    pool = WorkerPool(2)
     pids = pool.pids()
     start = time.monotonic()
     with pytest.raises(
@@ -78,7 +78,7 @@ def test_a_killed_rank_is_named_with_where_it_was() -> None:
 
 
 def test_a_kill_from_outside_ends_the_job_within_ten_seconds() -> None:
-    pool = Pool(2)
+    pool = WorkerPool(2)
     pids = pool.pids()
     threading.Timer(0.5, os.kill, (pids[0], signal.SIGKILL)).start()
     start = time.monotonic()
@@ -88,7 +88,7 @@ def test_a_kill_from_outside_ends_the_job_within_ten_seconds() -> None:
 
 
 def test_a_rank_that_hangs_is_told_when_time_is_up() -> None:
-    pool = Pool(2)
+    pool = WorkerPool(2)
     with pytest.raises(WorkerError, match=r"(?s)1 of 2 ranks did not finish in time.*rank 1 is before its first program"):
         pool.run(hang_on, 1, timeout_s=1.0)
 
@@ -97,10 +97,10 @@ def test_workers_go_with_their_launcher(tmp_path: Path) -> None:
     script = tmp_path / "launcher.py"
     script.write_text(
         "import sys, time\n"
-        "from penstock.runtime.workers import Pool\n"
+        "from penstock.runtime.workers import WorkerPool\n"
         "from worker_jobs import sleep\n"
         "if __name__ == '__main__':\n"
-        "    pool = Pool(2)\n"
+        "    pool = WorkerPool(2)\n"
         "    print(*pool.pids(), flush=True)\n"
         "    pool.run(sleep, 100.0)\n"
     )

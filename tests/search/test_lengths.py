@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.batching.plan import Sample
+from penstock.batching.plan import SampleLengths
 from penstock.batching.planner import costs_for, plan_batch
 from penstock.errors import InfeasibleError, InputError
 from penstock.plans.build import uniform_plan
@@ -18,10 +18,10 @@ from penstock.search import Request
 from penstock.search.lengths import LengthsChoice, _attended, _drawn, _of_one_length, search_for_lengths
 
 
-def lengths(count: int, longest: int, median: int = 60, decoder: bool = False) -> list[Sample]:
+def lengths(count: int, longest: int, median: int = 60, decoder: bool = False) -> list[SampleLengths]:
     draw = random.Random(3)
     drawn = lambda: max(8, min(longest, round(math.exp(draw.gauss(math.log(median), 1.0)))))  # noqa: E731
-    return [Sample(number, drawn(), drawn() if decoder else 0) for number in range(count)]
+    return [SampleLengths(number, drawn(), drawn() if decoder else 0) for number in range(count)]
 
 
 def request(model: str = "gpt-small", cluster: str = "4xa100-40gb", global_batch: int = 64, limit: float = math.inf) -> Request:
@@ -89,7 +89,7 @@ def test_encoders_with_decoders_are_padded() -> None:
 
 def test_what_fits_nowhere_is_said() -> None:
     with pytest.raises(InfeasibleError, match="The model takes 256 positions"):
-        search_for_lengths(request(), [*lengths(60, 256), Sample(60, 300)])
+        search_for_lengths(request(), [*lengths(60, 256), SampleLengths(60, 300)])
     with pytest.raises(InfeasibleError, match=r"--memory-limit allows 1\.0 GB"):
         search_for_lengths(request("gpt-1.3b", limit=1e9), lengths(60, 256))
     with pytest.raises(InputError, match="takes images"):

@@ -7,12 +7,13 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from training_jobs import TrainedPrograms, train_programs
 
 from penstock.plans.plan import Plan
 from penstock.programs.instructions import Program
-from penstock.runtime import rank, same_gpu
-from penstock.runtime.session import Outcome, train_programs
-from penstock.runtime.update import TrainingSettings
+from penstock.runtime import rank
+from penstock.runtime.settings import TrainingSettings
+from penstock.runtime.transport import same_gpu
 from penstock.runtime.workers import Worker
 
 
@@ -46,7 +47,7 @@ class Event:
         return Event()
 
 
-def train(worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], settings: TrainingSettings) -> Outcome:
+def train(worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], settings: TrainingSettings) -> TrainedPrograms:
     """Trains on CPU with the transport of processes that share a GPU."""
     torch.cuda.Stream, torch.cuda.Event = Stream, Event  # type: ignore[misc, assignment]
     torch.cuda.current_stream, torch.cuda.stream = Stream, nullcontext  # type: ignore[assignment]

@@ -107,6 +107,7 @@ class Scripted:
     """One client's connection; a wait takes one turn and no time."""
 
     where = "a scripted server"
+    may_forget = True
 
     def __init__(self, world: World, client: int) -> None:
         self._world, self._client = world, client

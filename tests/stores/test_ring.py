@@ -137,6 +137,24 @@ def test_how_far_all_ranks_are(connect: Connect) -> None:
     ring.purge()
 
 
+def test_a_plan_that_is_adopted_has_entries_of_its_own(connect: Connect) -> None:
+    """Programs of the plan before are not seen, a wait for one that never comes ends when it is called off, and purging takes them all."""
+    job = Job.new(1)
+    later = job.adopted(1, 2)
+    before, after = Ring(connect(), job, wait_s=30), Ring(connect(), later, wait_s=30)
+    before.publish(0, payloads(0, 1))
+    before.publish(1, payloads(1, 1))
+    after.publish(1, {0: b"new 0", 1: b"new 1"})
+    assert (later.generation, later.first, later.num_ranks, later.key) == (1, 1, 2, job.key)
+    assert [after.fetch(1, rank) for rank in range(2)] == [b"new 0", b"new 1"] and before.fetch(1, 0) == payloads(1, 1)[0]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(Ring(connect(), job, wait_s=30).fetch, 2, 0)
+        before.call_off(2, 0)
+        assert waiting.result(20) == b""
+    before.purge()
+    assert not connect().names(f"penstock/{job.id}/")
+
+
 def test_jobs_do_not_see_each_other(connect: Connect) -> None:
     mine, other = Job.new(1), Job.new(1)
     writer, reader = Ring(connect(), mine), Ring(connect(), other, wait_s=0.2)

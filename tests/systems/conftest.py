@@ -1,4 +1,4 @@
-"""Shared fixtures: the published tables and their independent judges where the machine has them, small clusters everywhere."""
+"""Shared fixtures: the published tables and their independent judges where the machine has them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-from penstock.clusters import Cluster, Link, Node, NodeRun, resolve_device
 
 SHARED = Path(__file__).parents[2].parent / "shared"
 DATA = Path(os.environ.get("PENSTOCK_DATA", SHARED / "data"))
@@ -42,10 +40,3 @@ def judge(published: Path) -> Callable[[str], ModuleType]:
         return module
 
     return load
-
-
-@pytest.fixture
-def two_nodes() -> Cluster:
-    """Two nodes of four V100s: ranks 0 to 3 and 4 to 7."""
-    node = Node("pair", resolve_device("v100-32gb"), 4, Link("inside", 150e9, 0.0), Link("between", 10e9, 0.0))
-    return Cluster("two nodes", (NodeRun(node, 2),))

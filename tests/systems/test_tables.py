@@ -1,4 +1,4 @@
-"""What the readers share: cells that are wrong are named, and every source can be opened by its text."""
+"""What the readers share: cells, folders and files that are wrong are named."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import InputError
-from penstock.interop import open_tables
 from penstock.models.shapes import Shape
-from penstock.systems.tables import existing_folder, read_checked, read_rows, ring_time_s, split_quantity
+from penstock.systems.tables import existing_folder, read_checked, read_rows, split_quantity
 
 
 def write(path: Path, text: str) -> Path:
@@ -62,26 +61,6 @@ def test_folders_and_json_are_checked(tmp_path: Path) -> None:
         read_checked(file, "numbers", dict[str, int], "a")
     with pytest.raises(InputError, match="entry 'c' is missing"):
         read_checked(file, "numbers", dict[str, int], "c")
-
-
-def test_open_tables_names_the_readers() -> None:
-    with pytest.raises(InputError, match=r"no reader of 'acesso' tables. Did you mean 'aceso'"):
-        open_tables("acesso:somewhere")
-    with pytest.raises(InputError, match="expected 'dynapipe:' and the path DIR/NAME"):
-        open_tables("dynapipe:")
-    for text in ("aceso:/nowhere/a", "fasop:/nowhere/f", "dynapipe:/nowhere/d/gpt_6.7b"):
-        with pytest.raises(InputError, match=r"/nowhere/.*does not exist"):
-            open_tables(text)
-
-
-def test_ring_time() -> None:
-    assert ring_time_s("all_reduce", 8e9, 4, 1e9) == pytest.approx(12.0)
-    assert ring_time_s("all_gather", 8e9, 4, 1e9) == ring_time_s("reduce_scatter", 8e9, 4, 1e9) == pytest.approx(6.0)
-    assert ring_time_s("all_to_all", 8e9, 4, 1e9) == pytest.approx(1.5)
-    assert ring_time_s("broadcast", 8e9, 4, 1e9) == pytest.approx(8.0)
-    assert ring_time_s("all_reduce", 8e9, 1, 1e9) == 0.0
-    with pytest.raises(InputError, match="Did you mean 'all_reduce'"):
-        ring_time_s("allreduce", 8e9, 4, 1e9)
 
 
 def test_split_quantity_separates_what_is_divided() -> None:

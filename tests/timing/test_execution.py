@@ -17,9 +17,9 @@ from penstock.errors import InputError
 from penstock.schedules.actions import Schedule, parse_schedule
 from penstock.schedules.orders import gpipe, one_forward_one_backward
 from penstock.schedules.rules import schedule_of
-from penstock.timing.execution import execute
+from penstock.timing.execution import event_arrays, execute
 from penstock.timing.order_memory import order_peak_bytes
-from penstock.timing.simulator import as_arrays, simulate
+from penstock.timing.simulator import simulate
 from penstock.timing.workload import Workload, links_of, workload_of
 
 
@@ -191,7 +191,7 @@ def test_workloads_are_checked(wrong: dict[str, object]) -> None:
 
 def test_is_fast() -> None:
     """Two million actions per second on one core with contention and the memory timeline; the best of several runs counts."""
-    from penstock.timing.event_kernels import run_events
+    from penstock.timing.clock import run_events
 
     stages, count = 8, 2048
     numbers = np.random.default_rng(0)
@@ -199,17 +199,10 @@ def test_is_fast() -> None:
         numbers.random((2, stages, count)), numbers.random((2, stages - 1, count)) / 4, contention="pair", stored_bytes=1, message_bytes=1,
         limit_bytes=3,
     )  # fmt: skip
-    actions, bounds = as_arrays(one_forward_one_backward(stages, count))
-    shapes = [(2, stages, count)] * 2 + [(2, stages - 1, count)] * 2 + [(stages,)] * 2
-    best = float("inf")
+    schedule, best = one_forward_one_backward(stages, count), float("inf")
     for _ in range(10):
-        times = [np.full(shape, np.inf) for shape in shapes]
-        memory = np.empty((stages + 2 * len(actions) + load.transfers_s.size, 3))
+        arrays = event_arrays(schedule, load)
         began = time.process_time()
-        run_events(
-            actions, bounds, np.array(load.devices), load.durations_s, load.transfers_s, load.links, load.overlap, load.after_s,
-            load.stored_bytes, load.waiting_bytes, load.workspace_bytes, load.message_bytes, load.limit_bytes, *times,
-            load.base_bytes.copy(), np.zeros(stages), memory, np.full(3, -1.0),
-        )  # fmt: skip
+        run_events(*arrays)
         best = min(best, time.process_time() - began)
-    assert len(actions) / best > 2e6
+    assert 2 * stages * count / best > 2e6

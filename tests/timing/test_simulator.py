@@ -104,7 +104,7 @@ def test_a_deadlock_names_the_action_that_waits() -> None:
 
 def test_is_fast() -> None:
     """Twenty million actions per second on one core; the best of several runs counts."""
-    from penstock.timing.order_kernels import run_orders
+    from penstock.timing.clock import Orders, run_orders
 
     schedule = one_forward_one_backward(8, 4096)
     actions = np.array([action for device in schedule for action in device], dtype=np.int32)
@@ -114,6 +114,6 @@ def test_is_fast() -> None:
     for _ in range(20):
         start, end = np.full((2, 8, 4096), np.inf), np.full((2, 8, 4096), np.inf)
         began = time.process_time()
-        run_orders(actions, bounds, durations, transfers, start, end)
+        run_orders(Orders(actions, bounds), durations, transfers, start, end)
         best = min(best, time.process_time() - began)
     assert len(actions) / best > 20e6

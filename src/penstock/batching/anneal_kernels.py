@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from penstock.batching.kernels import charge, price_set, price_windows, run_replica, split
 
-__all__ = ["MOVES", "State", "anneal", "compact", "deal", "evaluate", "fill", "warm"]
+__all__ = ["MOVES", "Annealing", "BestState", "State", "anneal", "compact", "deal", "evaluate", "fill", "warm"]
 
 MOVES = ("reorder", "replica", "ahead", "shift", "transfer", "swap", "split", "merge", "pool")
 """Kinds of moves, in the order of their weights."""
@@ -52,6 +52,31 @@ class State(NamedTuple):
     """[R, S] forward passes before the first backward pass"""
     mode: NDArray[np.int64]
     """[R, S, slots]"""
+
+
+class Annealing(NamedTuple):
+    """How to search."""
+
+    weights: NDArray[np.float64]
+    """How often each kind of move is tried, in the order of `MOVES`."""
+    two_sided: bool
+    """Whether samples have a second length."""
+    steps: int
+    hot: float
+    """The first temperature."""
+    cold: float
+    random: NDArray[np.uint64]
+    """[1] state of the random numbers."""
+
+
+class BestState(NamedTuple):
+    """Receives the best plan found: pieces of an order, and how replicas run them."""
+
+    order: NDArray[np.int64]
+    cuts: NDArray[np.int64]
+    seq: NDArray[np.int64]
+    num: NDArray[np.int64]
+    ahead: NDArray[np.int64]
 
 
 class _Work(NamedTuple):
@@ -537,9 +562,12 @@ def _move(state, tables, enc, dec, work, move, two_sided):  # type: ignore[no-un
 
 
 @_entry
-def anneal(state, tables, enc, dec, weights, two_sided, steps, hot, cold, random, order, cuts, seq, num, ahead):  # type: ignore[no-untyped-def]
-    """Improves the state for a number of steps at temperatures falling from `hot` to `cold`; order, cuts, seq, num and ahead receive
-    the best state found. Returns (its makespan, its number of micro-batches)."""
+def anneal(state, tables, enc, dec, annealing, kept):  # type: ignore[no-untyped-def]
+    """Improves the state for a number of steps at falling temperatures; `kept` receives the best state found.
+
+    Returns (its makespan, its number of micro-batches).
+    """
+    weights, two_sided, steps, hot, cold, random = annealing
     replicas, stages, slots = len(state.num), state.ahead.shape[1], len(state.filled)
     scratch, hop = np.empty((slots, 4, stages)), np.empty((slots, 2, max(stages - 1, 1)))
     work = _new_work(state, tables, random)
@@ -550,7 +578,7 @@ def anneal(state, tables, enc, dec, weights, two_sided, steps, hot, cold, random
     for r in range(replicas):
         spans[r] = evaluate(state, tables, r, scratch, hop)
     energy, best = _energy(spans)
-    pieces = _keep(state, order, cuts, seq, num, ahead)
+    pieces = _keep(state, kept)
     fall, temperature = (cold / hot) ** (1.0 / max(steps, 1)), hot
     for _ in range(steps):
         temperature *= fall
@@ -574,7 +602,7 @@ def anneal(state, tables, enc, dec, weights, two_sided, steps, hot, cold, random
                 state.filled[work.gone[g]] = 0
             if slowest < best:
                 best = slowest
-                pieces = _keep(state, order, cuts, seq, num, ahead)
+                pieces = _keep(state, kept)
         else:
             for r in range(replicas):
                 state.num[r], spans[r] = old_num[r], old_spans[r]
@@ -586,7 +614,8 @@ def anneal(state, tables, enc, dec, weights, two_sided, steps, hot, cold, random
 
 
 @_inner
-def _keep(state, order, cuts, seq, num, ahead):  # type: ignore[no-untyped-def]
+def _keep(state, kept):  # type: ignore[no-untyped-def]
+    order, cuts, seq, num, ahead = kept
     for r in range(len(num)):
         num[r] = state.num[r]
         _copy(ahead[r], 0, state.ahead[r], 0, ahead.shape[1])
@@ -596,7 +625,7 @@ def _keep(state, order, cuts, seq, num, ahead):  # type: ignore[no-untyped-def]
 def warm() -> None:
     """Compiles the kernels for the types they are called with."""
     from penstock.batching.example import small_costs
-    from penstock.batching.plan import Sample
+    from penstock.batching.plan import SampleLengths
     from penstock.batching.planner import plan_batch
 
-    plan_batch([Sample(0, 3, 1), Sample(1, 5, 2)], small_costs(), steps=2)
+    plan_batch([SampleLengths(0, 3, 1), SampleLengths(1, 5, 2)], small_costs(), steps=2)

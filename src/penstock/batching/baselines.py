@@ -6,34 +6,37 @@ recomputation mode that is fastest of those that fit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
+from msgspec.structs import replace
 
-from penstock.batching.costs import Floats, PipelineCosts
-from penstock.batching.fitting import positions
+from penstock.batching.costs import PipelineCosts
+from penstock.batching.fitting import TooLong, fit_samples, positions
 from penstock.batching.ordering import by_length
-from penstock.batching.plan import BatchPlan, MicroBatch, ReplicaBatch, Sample
-from penstock.batching.result import peak_bytes
+from penstock.batching.plan import BatchPlan, ReplicaBatch, SampleLengths
+from penstock.batching.workloads import batch_workload, is_priced
 from penstock.errors import InfeasibleError, InputError
-from penstock.models.shapes import Layout
+from penstock.models.micro_batch import MicroBatch
 from penstock.schedules.orders import with_depths
+from penstock.timing.execution import execute
 
-__all__ = ["Attention", "fixed_batches", "packed_rows", "run_baseline", "token_budget"]
+__all__ = ["Attention", "baseline_rows", "fixed_batches", "packed_rows", "run_baseline", "token_budget"]
 
 Attention = Literal["across", "inside"]
+_SIZES = (1, 2, 4, 8, 16, 32, 64)
+"""Rows of a micro-batch that are tried."""
 
 
-def fixed_batches(samples: Sequence[Sample], costs: PipelineCosts, rows: int) -> list[MicroBatch]:
+def fixed_batches(samples: Sequence[SampleLengths], costs: PipelineCosts, rows: int) -> list[MicroBatch]:
     """`rows` samples at a time, every row as long as the longest sample of the batch."""
     enc, dec = positions(samples, costs)
     lengths = _padded(int(enc.max()), costs), _padded(int(dec.max()), costs)
     return [_padded_batch(samples, costs, list(range(at, min(at + rows, len(samples)))), lengths) for at in range(0, len(samples), rows)]
 
 
-def token_budget(samples: Sequence[Sample], costs: PipelineCosts, max_tokens: int) -> list[MicroBatch]:
+def token_budget(samples: Sequence[SampleLengths], costs: PipelineCosts, max_tokens: int) -> list[MicroBatch]:
     """Samples sorted by length, together as long as the padded micro-batch has at most `max_tokens` positions."""
     enc, dec = positions(samples, costs)
     groups: list[list[int]] = []
@@ -51,7 +54,7 @@ def token_budget(samples: Sequence[Sample], costs: PipelineCosts, max_tokens: in
 
 
 def packed_rows(
-    samples: Sequence[Sample], costs: PipelineCosts, rows: int, row_length: int = 0, attention: Attention = "inside"
+    samples: Sequence[SampleLengths], costs: PipelineCosts, rows: int, row_length: int = 0, attention: Attention = "inside"
 ) -> list[MicroBatch]:
     """Samples packed into rows of one length (the longest sample's, unless given), longest first into the first row that has room;
     `rows` rows make a micro-batch. Attention `across` the samples of a row pays for the whole row, `inside` for each sample."""
@@ -68,7 +71,7 @@ def packed_rows(
             whole = _padded_batch(samples, costs, members, room)
             batches.append(replace(whole, row_sizes=tuple(map(len, group))))
         else:
-            batches.append(MicroBatch(tuple(samples[i].id for i in members), "packed", tuple(enc[members].tolist())))
+            batches.append(MicroBatch(0, tuple(samples[i].id for i in members), "packed", tuple(enc[members].tolist())))
     return batches
 
 
@@ -94,67 +97,70 @@ def _padded(length: int, costs: PipelineCosts) -> int:
     return -(-length // costs.round_to) * costs.round_to
 
 
-def _padded_batch(samples: Sequence[Sample], costs: PipelineCosts, members: list[int], lengths: tuple[int, int]) -> MicroBatch:
+def _padded_batch(samples: Sequence[SampleLengths], costs: PipelineCosts, members: list[int], lengths: tuple[int, int]) -> MicroBatch:
     chosen = [samples[i] for i in members]
     enc, dec = positions(chosen, costs)
     return MicroBatch(
-        tuple(sample.id for sample in chosen), "padded", tuple(enc.tolist()), lengths[0],
-        tuple(dec.tolist()) if costs.has_decoder else (), lengths[1],
+        0, tuple(sample.id for sample in chosen), "padded", tuple(enc.tolist()), tuple(dec.tolist()) if costs.has_decoder else (),
+        *lengths,
     )  # fmt: skip
+
+
+def baseline_rows(samples: Sequence[SampleLengths], costs: PipelineCosts, too_long: TooLong = "refuse") -> list[BatchPlan]:
+    """The plan of each usual way to cut a batch, at the size of micro-batches that suits it best; ways that fit at no size are left out.
+
+    Sizes are 1 to 64 rows, and budgets as large; `method` of a plan says which way it is.
+    """
+    kept = fit_samples(samples, costs, too_long).samples
+    enc, dec = positions(kept, costs)
+    longest = _padded(int(enc.max()), costs) + _padded(int(dec.max()), costs)
+    ways: dict[str, Callable[[int], list[MicroBatch]]] = {}
+    if "padded" in costs.layouts:
+        ways["{} rows padded to the longest sample"] = lambda rows: fixed_batches(kept, costs, rows)
+        ways["similar lengths, up to {} padded rows' tokens"] = lambda rows: token_budget(kept, costs, rows * longest)
+        ways["{} packed rows, attention across samples"] = lambda rows: packed_rows(kept, costs, rows, attention="across")
+    if "packed" in costs.layouts:
+        ways["{} packed rows, attention inside samples"] = lambda rows: packed_rows(kept, costs, rows)
+    found = (_best_size(name, cut, costs) for name, cut in ways.items())
+    return [plan for plan in found if plan is not None]
+
+
+def _best_size(name: str, cut: Callable[[int], list[MicroBatch]], costs: PipelineCosts) -> BatchPlan | None:
+    best: BatchPlan | None = None
+    for rows in _SIZES:
+        try:
+            plan = run_baseline(cut(rows), costs, name.format(rows))
+        except InfeasibleError:  # nor do larger ones fit
+            break
+        if best is None or plan.predicted_s < best.predicted_s:
+            best = plan
+    return best
 
 
 def run_baseline(batches: Sequence[MicroBatch], costs: PipelineCosts, method: str) -> BatchPlan:
     """The baseline's plan in the fastest mode that fits everywhere."""
-    prices = _prices(batches, costs)
-    plans = [plan for mode in range(len(costs.modes)) if (plan := _run(batches, prices, costs, mode, method)) is not None]
+    plans = [plan for mode in range(len(costs.modes)) if (plan := _run(batches, costs, mode, method)) is not None]
     if not plans:
         raise InfeasibleError(f"{method}: {len(batches)} micro-batches fit in no recomputation mode. Make them smaller.")
     return min(plans, key=lambda plan: plan.predicted_s)
 
 
-def _prices(batches: Sequence[MicroBatch], costs: PipelineCosts) -> Floats:
-    """[micro-batches, C, M, 5]"""
-    found = np.empty((len(batches), *next(iter(costs.layouts.values())).values.shape[3:]))
-    layouts: tuple[Layout, Layout] = ("padded", "packed")
-    for layout in layouts:
-        where = [at for at, batch in enumerate(batches) if batch.layout == layout]
-        if not where:
-            continue
-        shapes = [batches[at].shape for at in where]
-        if layout == "padded":
-            points = [(float(batches[at].num_rows), float(batches[at].row_length), batches[at].dec_row_length) for at in where]
-        else:
-            points = [(float(shape.tokens), shape.squares / shape.tokens, 0) for shape in shapes]
-        found[where] = costs.of_layout(layout).at(*np.array(points, dtype=np.float64).T)
-    return np.concatenate([found[..., :3], found[..., 3:5].max(axis=-1, keepdims=True), found[..., 5:]], axis=-1)
-
-
-def _run(batches: Sequence[MicroBatch], prices: Floats, costs: PipelineCosts, mode: int, method: str) -> BatchPlan | None:
+def _run(batches: Sequence[MicroBatch], costs: PipelineCosts, mode: int, method: str) -> BatchPlan | None:
     """All micro-batches in one mode, dealt in turn; None if they do not fit."""
-    from penstock.batching.kernels import simulate
-
-    replicas, stages = costs.num_replicas, costs.num_stages
-    ahead = np.arange(stages, 0, -1)
-    done = []
-    for r in range(replicas):
-        own = list(range(r, len(batches), replicas))
-        chosen = np.stack([prices[own, c, mode] for c in costs.stage_class[r]])  # [S, micro-batches, 5]
-        schedule = with_depths(ahead.tolist(), len(own))
-        peaks = peak_bytes(schedule, chosen, costs.state_bytes[r])
-        if not np.isfinite(chosen).all() or (np.array(peaks) > costs.limit_bytes[r]).any():
+    done, stages = [], costs.num_stages
+    for replica in range(costs.num_replicas):
+        dealt = enumerate(batches[replica :: costs.num_replicas])
+        own = tuple(replace(batch, index=index, recompute=(mode,) * stages) for index, batch in dealt)
+        schedule = with_depths(range(stages, 0, -1), len(own))
+        if not own:
+            done.append(ReplicaBatch((), schedule, 0.0, tuple(costs.state_bytes[replica].tolist())))
+            continue
+        if not is_priced(costs, own, replica):
             return None
-        tokens = np.array([(batches[at].shape.tokens, batches[at].shape.dec_tokens) for at in own], dtype=np.float64).reshape(-1, 2)
-        hop = _hop_s(costs.hops[r], tokens)
-        forward, backward = (np.ascontiguousarray(chosen[:, :, way].T) for way in (0, 1))
-        time_s = float(simulate(len(own), ahead, forward, backward, hop, np.empty((len(own), 2, stages)))) if own else 0.0
-        mine = tuple(replace(batches[at], recompute=(mode,) * stages) for at in own)
-        done.append(ReplicaBatch(mine, schedule, time_s, peaks))
+        found = execute(schedule, batch_workload(costs, own, replica))
+        if found.violation is not None:
+            return None
+        done.append(ReplicaBatch(own, schedule, found.pipeline_s, tuple(found.peak_bytes.tolist())))
     limits = tuple(tuple(map(float, row)) for row in costs.limit_bytes)
     slowest = max(replica.predicted_s for replica in done)
     return BatchPlan(tuple(done), slowest + costs.fixed_s, 0.0, limits, costs.name, method=method)
-
-
-def _hop_s(hops: Floats, tokens: Floats) -> Floats:
-    """[micro-batches, 2, S - 1] from lines [2, S - 1, 3] and tokens [micro-batches, 2]."""
-    lines = hops[None, ..., 0] + tokens[:, 0, None, None] * hops[None, ..., 1] + tokens[:, 1, None, None] * hops[None, ..., 2]
-    return np.ascontiguousarray(lines)

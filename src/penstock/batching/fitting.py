@@ -10,7 +10,7 @@ import numpy as np
 
 from penstock.batching.costs import PipelineCosts
 from penstock.batching.ordering import Ints
-from penstock.batching.plan import Sample
+from penstock.batching.plan import SampleLengths
 from penstock.batching.search import new_state
 from penstock.errors import InfeasibleError, InputError
 
@@ -24,20 +24,20 @@ _SHOWN = 5
 class Fitted:
     """What is left to plan, and what was done to the rest."""
 
-    samples: tuple[Sample, ...]
-    dropped: tuple[Sample, ...] = ()
-    truncated: tuple[Sample, ...] = ()
+    samples: tuple[SampleLengths, ...]
+    dropped: tuple[SampleLengths, ...] = ()
+    truncated: tuple[SampleLengths, ...] = ()
     """As they were."""
 
 
-def positions(samples: Sequence[Sample], costs: PipelineCosts) -> tuple[Ints, Ints]:
+def positions(samples: Sequence[SampleLengths], costs: PipelineCosts) -> tuple[Ints, Ints]:
     """Token positions that each sample takes on both sides."""
     enc = np.array([sample.length for sample in samples], dtype=np.int64) + costs.length_offset
     dec = np.array([sample.dec_length for sample in samples], dtype=np.int64)
     return np.maximum(enc, 1), dec + costs.dec_offset if costs.has_decoder else np.zeros_like(dec)
 
 
-def fit_samples(samples: Sequence[Sample], costs: PipelineCosts, too_long: TooLong = "refuse") -> Fitted:
+def fit_samples(samples: Sequence[SampleLengths], costs: PipelineCosts, too_long: TooLong = "refuse") -> Fitted:
     """Checks ids and lengths, prices every sample alone, and does as `too_long` says with those that fit nowhere."""
     _check(samples, costs)
     enc, dec = positions(samples, costs)
@@ -57,7 +57,7 @@ def fit_samples(samples: Sequence[Sample], costs: PipelineCosts, too_long: TooLo
     return Fitted(tuple(shorter.get(sample.id, sample) for sample in samples), truncated=tuple(bad))
 
 
-def _check(samples: Sequence[Sample], costs: PipelineCosts) -> None:
+def _check(samples: Sequence[SampleLengths], costs: PipelineCosts) -> None:
     for r, s in np.argwhere(costs.state_bytes >= costs.limit_bytes).tolist():
         state, limit = costs.state_bytes[r, s] / 1e9, costs.limit_bytes[r, s] / 1e9
         raise InfeasibleError(
@@ -86,13 +86,13 @@ def _fits(costs: PipelineCosts, enc: Ints, dec: Ints) -> list[bool]:
     return [bool(fine) for fine in fits[inverse.ravel()]]
 
 
-def _list(bad: Sequence[Sample], costs: PipelineCosts) -> str:
+def _list(bad: Sequence[SampleLengths], costs: PipelineCosts) -> str:
     texts = [f"{s.id} ({s.length}{f' + {s.dec_length}' if costs.has_decoder else ''} tokens)" for s in bad[:_SHOWN]]
     more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
     return f"sample {', '.join(texts)}{more} {'does' if len(bad) == 1 else 'do'} not fit"
 
 
-def _truncate(sample: Sample, costs: PipelineCosts) -> Sample:
+def _truncate(sample: SampleLengths, costs: PipelineCosts) -> SampleLengths:
     """The longest beginning of a sample that fits; the decoder's side gives way once the other is down to its size."""
     for part in ("length", "dec_length"):
         low, high = 0, getattr(sample, part)

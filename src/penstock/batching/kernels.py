@@ -14,10 +14,11 @@ from numba import njit
 from numpy.typing import NDArray
 
 from penstock.batching.costs import QUANTITIES
+from penstock.timing.special_clocks import run_ahead
 
 __all__ = [
     "PACKED", "PADDED", "Tables", "charge", "fit_stage", "hilbert_distances", "lookup", "price_set", "price_windows", "run_replica",
-    "simulate", "split", "warm",
+    "split", "warm",
 ]  # fmt: skip
 
 FORWARD, BACKWARD, STORED, PEAK, BACKWARD_PEAK = range(5)
@@ -284,7 +285,7 @@ def fit_stage(ids, n, cost, c, room, ahead, mode):  # type: ignore[no-untyped-de
     """Chooses modes of a stage so that it fits, walking its order: every micro-batch in its fastest mode, and at each overflow the
     one in flight is changed that frees most bytes of those needed per second added. Returns whether it fits.
 
-    The order is that of `simulate`: `ahead` forward passes, then a backward and a forward pass in turn. A change never raises a
+    The order is that of `run_ahead`: `ahead` forward passes, then a backward and a forward pass in turn. A change never raises a
     peak, so that what was checked before stays true.
     """
     modes = cost.shape[2]
@@ -354,36 +355,6 @@ def _make_room(ids, first, last, active, is_backward, cost, c, need, used, mode)
     return used
 
 
-@_entry
-def simulate(n, ahead, forward, backward, hop, arrives):  # type: ignore[no-untyped-def]
-    """When the last pass of a replica ends. Stage s runs ahead[s] forward passes, then a backward and a forward pass in turn.
-
-    forward, backward [n, S]; hop [n, 2, S - 1]; arrives [n, 2, S] is scratch. `ahead` never grows along the pipe, so that in the
-    order below everything an action waits for comes before it. A device sends results in the order in which they appear.
-    """
-    stages = len(ahead)
-    free, channel = np.zeros(stages), np.zeros(stages)
-    for step in range(n + min(ahead[0], n)):
-        for s in range(stages - 1, -1, -1):
-            j = step - min(ahead[s], n)
-            if 0 <= j < n:
-                ready = arrives[j, 1, s] if s < stages - 1 else 0.0
-                end = max(free[s], ready) + backward[j, s]
-                free[s] = end
-                if s > 0:
-                    channel[s] = max(channel[s], end) + hop[j, 1, s - 1]
-                    arrives[j, 1, s - 1] = channel[s]
-        if step < n:
-            ready = 0.0
-            for s in range(stages):
-                end = max(free[s], ready) + forward[step, s]
-                free[s] = end
-                if s < stages - 1:
-                    channel[s] = max(channel[s], end) + hop[step, 0, s]
-                    ready = channel[s]
-    return np.max(free)
-
-
 @_inner
 def run_replica(tables, r, ids, n, cost, shape, ahead, mode, scratch, hop):  # type: ignore[no-untyped-def]
     """Makespan of replica r with these micro-batches in this order; infinite if they do not fit. Fills mode [S, n].
@@ -403,7 +374,7 @@ def run_replica(tables, r, ids, n, cost, shape, ahead, mode, scratch, hop):  # t
             for s in range(stages - 1):
                 line = tables.hops[r, way, s]
                 hop[k, way, s] = line[0] + line[1] * shape[ids[k], 3] + line[2] * shape[ids[k], 4]
-    return simulate(n, ahead, scratch[:, 0], scratch[:, 1], hop, scratch[:, 2:])
+    return run_ahead(n, ahead, scratch[:, 0], scratch[:, 1], hop, scratch[:, 2:])
 
 
 def warm() -> None:

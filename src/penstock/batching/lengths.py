@@ -6,7 +6,7 @@ import csv
 import io
 from pathlib import Path
 
-from penstock.batching.plan import Sample
+from penstock.batching.plan import SampleLengths
 from penstock.errors import InputError
 from penstock.files import read_text
 
@@ -15,7 +15,7 @@ __all__ = ["read_lengths"]
 _ID, _LENGTH, _DEC_LENGTH = ("sample_id", "id"), ("enc_len", "length"), ("dec_len", "dec_length")
 
 
-def read_lengths(path: str | Path) -> list[Sample]:
+def read_lengths(path: str | Path) -> list[SampleLengths]:
     """The samples of a file; without ids they are numbered from 0."""
     rows = csv.DictReader(io.StringIO(read_text(path, "lengths")))
     names = [name.strip() for name in rows.fieldnames or ()]
@@ -28,7 +28,7 @@ def read_lengths(path: str | Path) -> list[Sample]:
     for number, row in enumerate(rows):
         values = [row.get(name) if name else default for name, default in ((id_name, str(number)), (length, ""), (dec_name, "0"))]
         try:
-            samples.append(Sample(*(int(value or "") for value in values)))
+            samples.append(SampleLengths(*(int(value or "") for value in values)))
         except ValueError:
             raise InputError(f"lengths '{path}', line {number + 2}: {dict(row)} does not hold whole numbers.") from None
     if not samples:

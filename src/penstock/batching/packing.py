@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.batching.costs import Floats, PipelineCosts
 from penstock.batching.ordering import Ints
-from penstock.batching.split import FILL, Split
+from penstock.batching.split import FILL, BatchSplit
 
 __all__ = ["equal_groups", "packed_splits", "sample_costs"]
 
@@ -23,7 +23,7 @@ _MOST_TOKENS = 65536
 """Tokens of the largest groups that are tried."""
 
 
-def packed_splits(costs: PipelineCosts, enc: Ints) -> list[Split]:
+def packed_splits(costs: PipelineCosts, enc: Ints) -> list[BatchSplit]:
     """Splits into different numbers of equal groups, the most promising first."""
     weights, total, pipelined = sample_costs(costs, enc), int(enc.sum()), 2 * (costs.num_stages - 1) * costs.num_replicas
     fewest = max(1, min(len(enc), total // _MOST_TOKENS))
@@ -31,7 +31,7 @@ def packed_splits(costs: PipelineCosts, enc: Ints) -> list[Split]:
     found = []
     for count in sorted(counts):
         order, cuts = equal_groups(weights, count, min(pipelined, count // 2))
-        found.append(Split(_objective_s(costs, enc, order, cuts), order, cuts))
+        found.append(BatchSplit(_objective_s(costs, enc, order, cuts), order, cuts))
     return sorted(found, key=lambda split: split.objective_s)[:_KEPT]
 
 

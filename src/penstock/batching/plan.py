@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,114 +12,23 @@ import msgspec
 
 from penstock.errors import InputError
 from penstock.files import read_json
-from penstock.models.shapes import Layout, Shape
+from penstock.models.micro_batch import MicroBatch
 from penstock.schedules.actions import Schedule, format_schedule, parse_schedule
 
-__all__ = ["VERSION", "BatchPlan", "MicroBatch", "ReplicaBatch", "Sample", "read_batch_plan"]
+__all__ = ["VERSION", "BatchPlan", "ReplicaBatch", "SampleLengths", "read_batch_plan"]
 
 VERSION = 1
+_WRITTEN = ("samples", "layout", "lengths", "row_length", "dec_lengths", "dec_row_length", "recompute", "row_sizes")
+"""What a file says of a micro-batch, by name; where it stands is its number."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class SampleLengths:
     """One sample of a global batch: its id and how many tokens it has (on the decoder's side too, where there is one)."""
 
     id: int
     length: int
     dec_length: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Samples that run together."""
-
-    samples: tuple[int, ...]
-    """Their ids, row by row (padded) or in the order in which they lie end to end (packed)."""
-    layout: Layout
-    lengths: tuple[int, ...]
-    """Token positions that each sample really fills."""
-    row_length: int = 0
-    """Tokens each row is padded to; 0 for a packed micro-batch, which has no rows."""
-    dec_lengths: tuple[int, ...] = ()
-    dec_row_length: int = 0
-    recompute: tuple[int, ...] = ()
-    """For each stage, which of its recomputation patterns (`Stage.recompute`) this micro-batch uses."""
-    row_sizes: tuple[int, ...] = ()
-    """How many samples share each row, attending across each other; empty where each has a row of its own."""
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of a padded micro-batch, sequences of a packed one."""
-        return len(self.row_sizes) or len(self.samples)
-
-    @property
-    def shape(self) -> Shape:
-        """What the whole micro-batch costs by."""
-        if self.layout == "packed":
-            return Shape.packed(self.lengths, self.dec_lengths)
-        return Shape.padded(self.num_rows, self.row_length, self.dec_row_length)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that count, both sides, padding left out."""
-        return sum(self.lengths) + sum(self.dec_lengths)
-
-    @property
-    def num_positions(self) -> int:
-        """Tokens that are computed, padding included."""
-        return self.shape.tokens + self.shape.dec_tokens
-
-    def shares(self, dp: int) -> tuple[tuple[int, int], ...]:
-        """Positions [first, last) in `samples` of each of `dp` ranks: equal rows if padded, about equal tokens if packed.
-
-        The shares follow each other, so that stages of different dp exchange whole neighbouring pieces.
-        """
-        if self.row_sizes:
-            ends = _running(self.row_sizes)
-            rows = _equal_cuts(len(self.row_sizes), dp)
-            return tuple((ends[first], ends[last]) for first, last in rows)
-        if self.layout == "padded":
-            return _equal_cuts(len(self.samples), dp)
-        return _balanced_cuts([n + m for n, m in zip(self.lengths, self.dec_lengths or (0,) * len(self.lengths), strict=True)], dp)
-
-    def share(self, dp: int, index: int) -> MicroBatch:
-        """The part that rank `index` of `dp` works on."""
-        first, last = self.shares(dp)[index]
-        sizes = self.row_sizes
-        if sizes:
-            low, high = _equal_cuts(len(sizes), dp)[index]
-            sizes = sizes[low:high]
-        return replace(
-            self, samples=self.samples[first:last], lengths=self.lengths[first:last], dec_lengths=self.dec_lengths[first:last],
-            row_sizes=sizes,
-        )  # fmt: skip
-
-
-def _running(sizes: tuple[int, ...]) -> list[int]:
-    ends = [0]
-    for size in sizes:
-        ends.append(ends[-1] + size)
-    return ends
-
-
-def _equal_cuts(count: int, parts: int) -> tuple[tuple[int, int], ...]:
-    """[first, last) of each part, the larger ones first."""
-    small, extra = divmod(count, parts)
-    ends = [part * small + min(part, extra) for part in range(parts + 1)]
-    return tuple(pairwise(ends))
-
-
-def _balanced_cuts(weights: list[int], parts: int) -> tuple[tuple[int, int], ...]:
-    """Consecutive parts, each ending where the running sum is nearest to its share."""
-    ends, total, running, at = [0], sum(weights), 0, 0
-    for part in range(1, parts):
-        goal = total * part / parts
-        while at < len(weights) and abs(running + weights[at] - goal) <= abs(running - goal):
-            running += weights[at]
-            at += 1
-        ends.append(at)
-    ends.append(len(weights))
-    return tuple(pairwise(ends))
 
 
 @dataclass(frozen=True)
@@ -160,9 +68,9 @@ class BatchPlan:
     """The source of costs."""
     steps: int = 0
     """Steps of search that were spent."""
-    dropped: tuple[Sample, ...] = ()
+    dropped: tuple[SampleLengths, ...] = ()
     """Samples left out because they fit nowhere."""
-    truncated: tuple[Sample, ...] = ()
+    truncated: tuple[SampleLengths, ...] = ()
     """Samples cut to the length that fits, with the length they had."""
     method: str = "planned"
     """How the micro-batches were made: `planned`, or the name of a baseline."""
@@ -193,6 +101,7 @@ class BatchPlan:
         data: dict[str, Any] = {"version": VERSION, **msgspec.to_builtins(self)}
         for replica, plain in zip(self.replicas, data["replicas"], strict=True):
             plain["schedule"] = format_schedule(replica.schedule).split("\n") if replica.schedule else []
+            plain["micro_batches"] = [{name: getattr(micro, name) for name in _WRITTEN} for micro in replica.micro_batches]
         return data
 
     @classmethod
@@ -202,10 +111,24 @@ class BatchPlan:
             raise InputError(f"{where} has version {data.get('version')!r}; this is version {VERSION}. Plan the batch again.")
         plain = {key: value for key, value in data.items() if key != "version"}
         try:
-            plain["replicas"] = [{**one, "schedule": parse_schedule("\n".join(one["schedule"]))} for one in plain["replicas"]]
+            plain["replicas"] = [
+                {
+                    **one,
+                    "schedule": parse_schedule("\n".join(one["schedule"])),
+                    "micro_batches": [_array(index, micro) for index, micro in enumerate(one["micro_batches"])],
+                }
+                for one in plain["replicas"]
+            ]
             return msgspec.convert(plain, cls)
         except (msgspec.ValidationError, KeyError, TypeError) as error:
             raise InputError(f"{where} is not a batch plan: {error}. Write one with `penstock batch --out`.") from None
+
+
+def _array(index: int, written: Mapping[str, Any]) -> list[Any]:
+    """A micro-batch as the array of its fields, which is how it is decoded, from what a file says of it by name."""
+    fields = msgspec.structs.asdict(MicroBatch(index, (), "padded"))
+    fields.update({name: written[name] for name in _WRITTEN if name in written or name in _WRITTEN[:3]})
+    return list(fields.values())
 
 
 def read_batch_plan(path: str | Path) -> BatchPlan:

@@ -10,7 +10,7 @@ from penstock.batching.bound import lower_bound_s
 from penstock.batching.costs import PipelineCosts
 from penstock.batching.fitting import TooLong, fit_samples, positions
 from penstock.batching.packing import packed_splits
-from penstock.batching.plan import BatchPlan, Sample
+from penstock.batching.plan import BatchPlan, SampleLengths
 from penstock.batching.result import finish
 from penstock.batching.search import improve, start, usual_steps
 from penstock.batching.split import best_splits
@@ -19,11 +19,17 @@ from penstock.errors import InputError
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
 
-__all__ = ["costs_for", "plan_batch", "plan_for"]
+__all__ = ["costs_for", "costs_of_batch", "plan_batch", "plan_with_orders"]
 
 
 def plan_batch(
-    samples: Sequence[Sample], costs: PipelineCosts, *, steps: int = 0, seed: int = 0, too_long: TooLong = "refuse", bound: bool = False
+    samples: Sequence[SampleLengths],
+    costs: PipelineCosts,
+    *,
+    steps: int = 0,
+    seed: int = 0,
+    too_long: TooLong = "refuse",
+    bound: bool = False,
 ) -> BatchPlan:
     """The best plan found at once, improved by `steps` steps of search; the same arguments give the same plan.
 
@@ -64,20 +70,20 @@ def costs_for(plan: Plan, longest: int, longest_dec: int = 0, costs: str = "", m
     return planned_costs(plan, model, cluster, source, longest, longest_dec, memory_limit_bytes=memory_limit_bytes)
 
 
-def plan_for(
-    plan: Plan, samples: Sequence[Sample], *, costs: str = "", steps: int | None = None, seed: int = 0, too_long: TooLong = "refuse",
-    memory_limit_bytes: float = math.inf,
-) -> BatchPlan:  # fmt: skip
-    """Plans a batch for a plan file: `costs_for` and `plan_batch` in one, with the bound; `steps` None is what the batch suggests.
-
-    With steps, each replica's micro-batches run in another order where one is better, see `reorder`.
-    """
-    from penstock.batching.reorder import with_better_orders
-
+def costs_of_batch(plan: Plan, samples: Sequence[SampleLengths], costs: str = "", memory_limit_bytes: float = math.inf) -> PipelineCosts:
+    """`costs_for` samples as long as the longest of a batch."""
     if not samples:
         raise InputError("the batch has no samples.")
     longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
-    prepared = costs_for(plan, longest, longest_dec, costs, memory_limit_bytes)
-    steps = usual_steps(prepared, len(samples)) if steps is None else steps
-    found = plan_batch(samples, prepared, steps=steps, seed=seed, too_long=too_long, bound=True)
-    return with_better_orders(found, prepared, steps, seed) if steps else found
+    return costs_for(plan, longest, longest_dec, costs, memory_limit_bytes)
+
+
+def plan_with_orders(
+    samples: Sequence[SampleLengths], costs: PipelineCosts, *, steps: int | None = None, seed: int = 0, too_long: TooLong = "refuse"
+) -> BatchPlan:
+    """`plan_batch` with the bound and with other orders of actions where these are better; `steps` None is what the batch suggests."""
+    from penstock.batching.reorder import with_better_orders
+
+    steps = usual_steps(costs, len(samples)) if steps is None else steps
+    found = plan_batch(samples, costs, steps=steps, seed=seed, too_long=too_long, bound=True)
+    return with_better_orders(found, costs, steps, seed) if steps else found

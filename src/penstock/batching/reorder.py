@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
+
 from penstock.batching.costs import PipelineCosts
 from penstock.batching.plan import BatchPlan, ReplicaBatch
+from penstock.batching.workloads import batch_workload
 from penstock.ordering.choose import better_order
 from penstock.ordering.injection import reordered
 from penstock.schedules.actions import FORWARD, Schedule
-from penstock.timing.batched import batch_workload
 from penstock.timing.execution import execute
 
 __all__ = ["with_better_orders"]
@@ -40,7 +42,7 @@ def _better(own: ReplicaBatch, costs: PipelineCosts, replica: int, steps: int, s
     if found is None or found.makespan_s >= own.predicted_s:
         return None
     entering = [action.micro_batch for action in found.schedule[0] if action.kind == FORWARD]
-    micro_batches = tuple(own.micro_batches[m] for m in entering)
+    micro_batches = tuple(msgspec.structs.replace(own.micro_batches[m], index=index) for index, m in enumerate(entering))
     schedule = _renumbered(found.schedule, entering)
     peaks = execute(schedule, batch_workload(costs, micro_batches, replica)).peak_bytes
     return ReplicaBatch(micro_batches, schedule, found.makespan_s, tuple(map(float, peaks)), found.name)

@@ -7,8 +7,9 @@ import numpy as np
 from penstock.batching.costs import Floats, PipelineCosts
 from penstock.batching.fitting import Fitted, positions
 from penstock.batching.ordering import Ints
-from penstock.batching.plan import BatchPlan, MicroBatch, ReplicaBatch
+from penstock.batching.plan import BatchPlan, ReplicaBatch
 from penstock.batching.search import Found, new_state, scratch_of
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.shapes import Layout
 from penstock.schedules.actions import FORWARD, Schedule
 from penstock.schedules.orders import with_depths
@@ -34,7 +35,7 @@ def finish(costs: PipelineCosts, fitted: Fitted, found: Found, bound_s: float, s
         modes = state.mode[r, :, : len(line)]
         schedule = with_depths([int(ahead) for ahead in found.ahead[r]], len(line))
         batches = tuple(
-            _micro_batch(costs, fitted, enc, dec, state.members[slot, : state.filled[slot]], state.shape[slot], modes[:, place])
+            _micro_batch(place, costs, fitted, enc, dec, state.members[slot, : state.filled[slot]], state.shape[slot], modes[:, place])
             for place, slot in enumerate(line)
         )
         chosen = np.stack([state.cost[line, costs.stage_class[r, s], modes[s]] for s in range(costs.num_stages)])
@@ -44,10 +45,13 @@ def finish(costs: PipelineCosts, fitted: Fitted, found: Found, bound_s: float, s
     return BatchPlan(tuple(replicas), slowest + costs.fixed_s, bound_s, limits, costs.name, steps, fitted.dropped, fitted.truncated, method)
 
 
-def _micro_batch(costs: PipelineCosts, fitted: Fitted, enc: Ints, dec: Ints, members: Ints, shape: Ints, modes: Ints) -> MicroBatch:
+def _micro_batch(
+    index: int, costs: PipelineCosts, fitted: Fitted, enc: Ints, dec: Ints, members: Ints, shape: Ints, modes: Ints
+) -> MicroBatch:
     """Longest first, so that rows of similar length lie together."""
     order = members[np.lexsort((members, -dec[members], -enc[members]))]
     return MicroBatch(
+        index,
         samples=tuple(fitted.samples[i].id for i in order),
         layout=_LAYOUTS[shape[0]],
         lengths=tuple(enc[order].tolist()),

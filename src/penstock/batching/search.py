@@ -14,7 +14,7 @@ from penstock.errors import InfeasibleError
 
 if TYPE_CHECKING:
     from penstock.batching.anneal_kernels import State
-    from penstock.batching.split import Split
+    from penstock.batching.split import BatchSplit
 
 __all__ = ["Found", "improve", "new_state", "scratch_of", "start", "usual_steps", "warm_ups"]
 
@@ -44,7 +44,7 @@ def usual_steps(costs: PipelineCosts, num_samples: int) -> int:
     return min(40_000, 80_000_000 // max(num_samples, 1))
 
 
-def start(costs: PipelineCosts, enc: Ints, dec: Ints, splits: Sequence[Split]) -> Found:
+def start(costs: PipelineCosts, enc: Ints, dec: Ints, splits: Sequence[BatchSplit]) -> Found:
     """The best of the splits, dealt to the replicas; one sample per micro-batch where none of them fits."""
     found = [run for split in splits if (run := _run(costs, enc, dec, split.order, split.cuts)) is not None]
     if not found:
@@ -88,7 +88,7 @@ def warm_ups(num_stages: int) -> list[list[int]]:
 
 def improve(costs: PipelineCosts, enc: Ints, dec: Ints, found: Found, steps: int, seed: int = 0) -> Found:
     """Anneals for `steps` steps; the same seed gives the same plan."""
-    from penstock.batching.anneal_kernels import anneal, fill
+    from penstock.batching.anneal_kernels import Annealing, BestState, anneal, fill
 
     pieces, replicas = len(found.cuts) - 1, costs.num_replicas
     widest = min(len(enc), costs.max_samples, max(_most_rows(costs), int(np.diff(found.cuts).max())))
@@ -98,16 +98,16 @@ def improve(costs: PipelineCosts, enc: Ints, dec: Ints, found: Found, steps: int
         state.seq[r, : len(line)], state.num[r] = line, len(line)
     state.ahead[:] = found.ahead
     slots = len(state.filled)
-    order, cuts, seq = np.empty(len(enc), np.int64), np.empty(slots + 1, np.int64), np.empty_like(state.seq)
-    num, ahead = np.empty_like(state.num), np.empty_like(state.ahead)
+    kept = BestState(
+        np.empty(len(enc), np.int64), np.empty(slots + 1, np.int64), np.empty_like(state.seq), np.empty_like(state.num),
+        np.empty_like(state.ahead),
+    )  # fmt: skip
     two_sided = bool(dec.any())
     hot = HOT * float(state.charge[:pieces].mean())
-    random = np.array([seed], dtype=np.uint64)
-    makespan, pieces = anneal(
-        state, costs.tables, enc, dec, _weights(costs, two_sided), two_sided, steps, hot, hot / COOLING, random,
-        order, cuts, seq, num, ahead,
-    )  # fmt: skip
-    return Found(makespan, order, cuts[: pieces + 1].copy(), tuple(seq[r, : num[r]].copy() for r in range(replicas)), ahead)
+    annealing = Annealing(_weights(costs, two_sided), two_sided, steps, hot, hot / COOLING, np.array([seed], dtype=np.uint64))
+    makespan, pieces = anneal(state, costs.tables, enc, dec, annealing, kept)
+    lines = tuple(kept.seq[r, : kept.num[r]].copy() for r in range(replicas))
+    return Found(makespan, kept.order, kept.cuts[: pieces + 1].copy(), lines, kept.ahead)
 
 
 def _weights(costs: PipelineCosts, two_sided: bool) -> Floats:

@@ -16,7 +16,7 @@ from penstock.batching.costs import PipelineCosts
 from penstock.batching.ordering import Ints, curves
 from penstock.errors import InfeasibleError
 
-__all__ = ["Split", "Windows", "best_splits", "window_sizes"]
+__all__ = ["BatchSplit", "Windows", "best_splits", "window_sizes"]
 
 FILL = 0.4
 """Of the largest micro-batch, for each stage but one."""
@@ -28,7 +28,7 @@ _COARSE, _FINE, _FINEST, _FEW = 4, 24, 48, 512
 """How finely sizes of windows are tried: to choose a curve, for many samples, for few, and how many are few."""
 
 
-class Split(NamedTuple):
+class BatchSplit(NamedTuple):
     """An order of the samples and where it is cut."""
 
     objective_s: float
@@ -37,9 +37,9 @@ class Split(NamedTuple):
     """First place of each micro-batch, and the end."""
 
 
-def best_splits(costs: PipelineCosts, enc: Ints, dec: Ints, keep: int = 6) -> list[Split]:
+def best_splits(costs: PipelineCosts, enc: Ints, dec: Ints, keep: int = 6) -> list[BatchSplit]:
     """The most promising splits, best first; of several orders all are split roughly and the best finely."""
-    orders, found = curves(enc, dec, costs.round_to), list[Split]()
+    orders, found = curves(enc, dec, costs.round_to), list[BatchSplit]()
     if len(orders) > 1:
         rough = [_sweep(costs, enc, dec, order, _COARSE) for order in orders]
         orders = [min(rough, key=lambda splits: splits[0].objective_s)[0].order]
@@ -91,19 +91,19 @@ class Windows:
         return value, np.array(cuts[::-1], dtype=np.int64)
 
 
-def _sweep(costs: PipelineCosts, enc: Ints, dec: Ints, order: Ints, fine: int) -> list[Split]:
+def _sweep(costs: PipelineCosts, enc: Ints, dec: Ints, order: Ints, fine: int) -> list[BatchSplit]:
     """Splits for rising τ until even the unbounded sum cannot make up for the fill."""
     windows = Windows(costs, enc, dec, order, fine)
     fill, replicas = FILL * (costs.num_stages - 1), costs.num_replicas
     free, cuts = windows.split(np.inf)
     if fill == 0:
-        return [Split(free / replicas, order, cuts)]
-    found: list[Split] = []
+        return [BatchSplit(free / replicas, order, cuts)]
+    found: list[BatchSplit] = []
     for bound in windows.least * SPREAD ** (np.arange(BOUNDS) / (BOUNDS - 1)):
         if found and fill * bound + free / replicas > found[0].objective_s * 1.05:
             break
         total, cuts = windows.split(bound * (1 + 1e-12))
         if all(len(cuts) != len(other.cuts) or (cuts != other.cuts).any() for other in found):
-            found.append(Split(fill * bound + total / replicas, order, cuts))
+            found.append(BatchSplit(fill * bound + total / replicas, order, cuts))
             found.sort(key=lambda one: one.objective_s)
     return found

@@ -9,36 +9,52 @@ import typer
 
 from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, out, print_json, table
 from penstock.errors import InputError
+from penstock.systems import SYSTEMS
 
 if TYPE_CHECKING:
-    from penstock.batching.plan import BatchPlan, MicroBatch
+    from collections.abc import Sequence
+
+    from penstock.batching.costs import PipelineCosts
+    from penstock.batching.plan import BatchPlan, SampleLengths
+    from penstock.models.micro_batch import MicroBatch
 
 __all__ = ["batch"]
 
 _SHOWN = 40
+_CONFIGURED = {name: system.batch_costs for name, system in SYSTEMS.items() if system.batch_costs is not None}
+"""Systems with configurations that batches are planned for."""
 
 
 def batch(
     lengths: Annotated[Path, typer.Option(help="CSV of the batch: sample_id,enc_len,dec_len, or a column length.")],
-    plan: Annotated[Path, typer.Option(help="A plan file (plan.json).")],
-    costs: Annotated[str, typer.Option(help="roofline, profile:FILE or a shipped profile; the plan's own if not given.")] = "",
+    plan: Annotated[Path | None, typer.Option(help="A plan file (plan.json); none with dynapipe:DIR/NAME.")] = None,
+    costs: Annotated[str, typer.Option(help="roofline, profile:FILE or a shipped profile; the plan's own if not given. dynapipe:DIR/NAME "
+                                       "plans by DynaPipe's tables for the configuration NAME of its configs.json.")] = "",
+    free_layers: Annotated[bool, typer.Option(help="dynapipe: move layers between the stages to suit this batch.")] = False,
     budget_steps: Annotated[
         int | None,
         typer.Option(help="Steps of search for micro-batches, and for their order; what the batch suggests if not given, 0 for none."),
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same plan.")] = 0,
     too_long: Annotated[Literal["refuse", "drop", "truncate"], typer.Option(help="What to do with samples that fit no device.")] = "refuse",
+    baselines: Annotated[
+        bool, typer.Option("--baselines", help="Show beside it what the usual ways to cut a batch would take: padded, packed, budgets.")
+    ] = False,
     path: Annotated[Path | None, typer.Option("--out", help="Write the planned batch to this file.")] = None,
     json: JsonFlag = False,
-) -> None:
+) -> None:  # fmt: skip
     """Plan one global batch: which samples run together, on which replica, in which order, recomputing what; time and memory to expect.
 
     The layout (padded or packed) and the recomputation patterns to choose from are the plan's. Status 3 if a sample fits nowhere.
 
     Example: penstock batch --lengths lengths.csv --plan plan.json --out batch.json
+
+    Example: penstock batch --lengths lengths.csv --costs dynapipe:DIR/gptA
     """
+    from penstock.batching.baselines import baseline_rows
     from penstock.batching.lengths import read_lengths
-    from penstock.batching.planner import plan_for
+    from penstock.batching.planner import costs_of_batch, plan_batch, plan_with_orders
+    from penstock.batching.search import usual_steps
     from penstock.files import write_json
     from penstock.plans.schema import read_plan
 
@@ -46,25 +62,56 @@ def batch(
         raise InputError(f"--budget-steps is {budget_steps}; 0 or more were expected.")
     if seed < 0:
         raise InputError(f"--seed is {seed}; 0 or more was expected.")
-    found = plan_for(read_plan(plan), read_lengths(lengths), costs=costs, steps=budget_steps, seed=seed, too_long=too_long)
+    samples = read_lengths(lengths)
+    if costs.partition(":")[0] in _CONFIGURED:
+        if plan is not None:
+            raise InputError(f"--plan does not go with --costs {costs}, whose configuration is the plan. Drop one of them.")
+        prepared = _configured_costs(costs, samples, free_layers)
+        steps = usual_steps(prepared, len(samples)) if budget_steps is None else budget_steps
+        found = plan_batch(samples, prepared, steps=steps, seed=seed, too_long=too_long, bound=True)
+    elif free_layers:
+        raise InputError("--free-layers belongs to --costs dynapipe:DIR/NAME; a plan's stages stay as they are. Drop it.")
+    elif plan is None:
+        raise InputError("--plan is missing. Give a plan file, as in `--plan plan.json`, or --costs dynapipe:DIR/NAME.")
+    else:
+        prepared = costs_of_batch(read_plan(plan), samples, costs)
+        found = plan_with_orders(samples, prepared, steps=budget_steps, seed=seed, too_long=too_long)
+    usual = baseline_rows(samples, prepared, too_long) if baselines else []
     if path is not None:
         write_json(path, found.to_dict())
     if json:
-        print_json({**_summary(found), "out": path, "batch": found.to_dict()})
+        compared = {"baselines": [{"method": one.method, **_figures(one)} for one in usual]} if baselines else {}
+        print_json({**_summary(found), **compared, "out": path, "batch": found.to_dict()})
         return
     _show(found)
+    if baselines:
+        out().print(table("the same batch, cut as usual", _BASELINE_COLUMNS, [_baseline_row(one, found) for one in (found, *usual)]))
     if path is not None:
         out().print(f"wrote it to {path}.", markup=False, soft_wrap=True)
 
 
-def _summary(found: BatchPlan) -> dict[str, Any]:
+def _configured_costs(costs: str, samples: Sequence[SampleLengths], free_layers: bool) -> PipelineCosts:
+    """What a batch costs in a configuration of another system, by that system's own cost model."""
+    kind, _, where = costs.partition(":")
+    if not where or "\0" in where:
+        raise InputError(f"costs '{costs}': expected {kind}:DIR/NAME.")
+    return _CONFIGURED[kind](where, samples, free_layers)
+
+
+def _figures(found: BatchPlan) -> dict[str, Any]:
     return {
         "predicted_s": found.predicted_s,
-        "bound_s": found.bound_s,
         "num_micro_batches": found.num_micro_batches,
         "num_tokens": found.num_tokens,
         "padding_share": found.padding_share,
         "peak_bytes": found.peak_bytes,
+    }
+
+
+def _summary(found: BatchPlan) -> dict[str, Any]:
+    return {
+        **_figures(found),
+        "bound_s": found.bound_s,
         "orders": [replica.order for replica in found.replicas],
         "dropped": len(found.dropped),
         "truncated": len(found.truncated),
@@ -91,6 +138,15 @@ def _show(found: BatchPlan) -> None:
     for what, samples in (("dropped", found.dropped), ("truncated", found.truncated)):
         for sample in samples:
             out().print(f"note: sample {sample.id} of {sample.length} tokens was {what}.", markup=False, soft_wrap=True)
+
+
+_BASELINE_COLUMNS = ("way", "time", "longer by", "micro-batches", "padding", "peak memory")
+
+
+def _baseline_row(one: BatchPlan, found: BatchPlan) -> list[Any]:
+    longer = "-" if one is found else f"{one.predicted_s / found.predicted_s - 1:.1%}"
+    padding, peak = f"{one.padding_share:.1%}", format_bytes(one.peak_bytes)
+    return [one.method, format_time(one.predicted_s), longer, one.num_micro_batches, padding, peak]
 
 
 _COLUMNS = ("micro-batch", "layout", "samples", "shape", "tokens", "recomputation by stage")

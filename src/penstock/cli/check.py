@@ -83,12 +83,14 @@ def _summary(plan: Plan, model: Model, cluster: Cluster) -> dict[str, Any]:
 def _show(plan: Plan, model: Model, cluster: Cluster) -> None:
     """The plan in a few lines and a table of its stages."""
     from penstock.plans.texts import format_counts
+    from penstock.schedules.rules import SCHEDULES
 
     batching, counts = plan.micro_batching, plan.micro_batches_per_replica
     division = f" = {format_counts(counts)} micro-batches of {batching.samples}" if counts else ""
     facts = [
         f"{model.name} ({format_count(model.num_parameters)} parameters, {plan.precision}) on {cluster.describe()}",
         f"{_plural(plan.num_stages, 'stage')}, {_plural(plan.num_replicas, 'replica')}, schedule {plan.schedule}",
+        SCHEDULES[plan.schedule].about,
         f"global batch {plan.global_batch}{division} ({batching.policy}, {batching.layout})",
     ]
     if plan.predicted is not None:

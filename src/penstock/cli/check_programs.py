@@ -26,7 +26,7 @@ def check_programs_at(path: Path, json: bool) -> None:
     from penstock.programs.check import check_programs
     from penstock.programs.files import read_programs
     from penstock.programs.flow import follow
-    from penstock.programs.picture import picture
+    from penstock.programs.problems import picture
 
     try:
         programs = read_programs(path)

@@ -56,14 +56,15 @@ def _trained(folder: Path, quiet: bool) -> list[float]:
     """The losses of a few steps with the plan, on the bundled texts; each demo trains anew."""
     from penstock.cli.train import show_comparison
     from penstock.plans.schema import read_plan
-    from penstock.runtime.trainer import Progress, Trainer, TrainRequest
+    from penstock.runtime.request import StepTold, TrainRequest
+    from penstock.runtime.trainer import Trainer
 
     shutil.rmtree(folder / "run", ignore_errors=True)
     plan = read_plan(folder / "plan.json")
     trainer = Trainer(TrainRequest(plan, str(_prepared(folder / "data")), _STEPS, str(folder / "run")))
     with progress(f"training {_MODEL} with {len(plan.ranks)} processes", _STEPS, quiet=quiet) as bar:
 
-        def told(step: Progress) -> None:
+        def told(step: StepTold) -> None:
             bar.describe(f"loss {step.loss:.4f}")
             bar.advance()
 
@@ -76,7 +77,7 @@ def _trained(folder: Path, quiet: bool) -> list[float]:
 def _prepared(path: Path) -> Path:
     """The bundled texts with a tokenizer trained on them, made once."""
     from penstock.data.bundled import bundled_files
-    from penstock.data.prepare import TextRequest, prepare_text
+    from penstock.data.text.prepare import TextRequest, prepare_text
 
     if not path.exists():
         prepare_text(TextRequest(tuple(bundled_files()), path, train_tokenizer=2048, limits=(192, 63)))

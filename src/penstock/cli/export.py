@@ -10,6 +10,7 @@ import typer
 
 from penstock.cli.console import JsonFlag, out, print_json
 from penstock.errors import InputError, near_misses
+from penstock.systems import SYSTEMS
 
 if TYPE_CHECKING:
     from penstock.models.ops import Model
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LAUNCHERS", "TARGETS", "WEIGHTS", "export", "export_plan", "export_weights", "parse_target"]
 
-TARGETS = ("megatron", "torchtitan", "deepspeed", "aceso", "fasop", "dynpipe")
+_PLAN_FILES = {name: system.plans for name, system in SYSTEMS.items() if system.plans is not None}
+TARGETS = ("megatron", "torchtitan", "deepspeed", *_PLAN_FILES)
 LAUNCHERS = ("slurm", "kubernetes", "torchrun")
 """Not other planners: what starts the plan's processes."""
 WEIGHTS = "huggingface"
@@ -75,9 +77,7 @@ _EXAMPLES = {
     "megatron": "flags.txt",
     "torchtitan": "recipe.py",
     "deepspeed": "config.json",
-    "aceso": "plan.json",
-    "fasop": "rows.csv",
-    "dynpipe": "folder",
+    **{name: files.write_example for name, files in _PLAN_FILES.items()},
     "slurm": "train.sbatch",
     "kubernetes": "train.yaml",
     "torchrun": "train.sh",
@@ -89,16 +89,15 @@ def export_plan(plan: Plan, target: Target, source: Path) -> None:
     """Writes a plan for another system, each file in one step or not at all; launch files name the plan's own file `source`."""
     from penstock.files import write_text
 
-    if target.system == "dynpipe":
-        from penstock.systems.dynpipe.files import write_files
-        from penstock.systems.dynpipe.plans import from_plan
-
-        write_files(target.path, *from_plan(plan, _model(plan)))
-        return
-    if target.path.is_dir():
+    files = _PLAN_FILES.get(target.system)
+    if target.path.is_dir() and not (files and files.writes_folder):
         raise InputError(f"--to: '{target.path}' is a directory, a file was expected.")
-    launched = target.system in LAUNCHERS
-    write_text(target.path, _launch_text(plan, target.system, source) if launched else _text(plan, target.system, _model(plan)))
+    if files is not None:
+        files.write(plan, _model(plan), target.path)
+    elif target.system in LAUNCHERS:
+        write_text(target.path, _launch_text(plan, target.system, source))
+    else:
+        write_text(target.path, _text(plan, target.system, _model(plan)))
 
 
 def export_weights(checkpoint: Path, folder: Path) -> None:
@@ -142,17 +141,9 @@ def _text(plan: Plan, system: str, model: Model) -> str:
         from penstock.interop.torchtitan import torchtitan_recipe
 
         return torchtitan_recipe(plan, model)
-    if system == "deepspeed":
-        from penstock.interop.deepspeed import deepspeed_config
+    from penstock.interop.deepspeed import deepspeed_config
 
-        return json_module.dumps(deepspeed_config(plan, model), indent=2) + "\n"
-    if system == "aceso":
-        from penstock.systems.aceso.plans import aceso_text, from_plan
-
-        return aceso_text(from_plan(plan, model))
-    from penstock.systems.fasop.rows import fasop_text, row_of_plan
-
-    return fasop_text([row_of_plan(plan, model)])
+    return json_module.dumps(deepspeed_config(plan, model), indent=2) + "\n"
 
 
 def _model(plan: Plan) -> Model:
@@ -161,16 +152,7 @@ def _model(plan: Plan) -> Model:
     from penstock.plans.references import model_of
 
     kind, _, folder = plan.costs.partition(":")
-    if kind not in ("aceso", "fasop") or not isinstance(plan.model, str) or plan.model in model_names():
+    chain = SYSTEMS[kind].chain if kind in SYSTEMS else None
+    if chain is None or not isinstance(plan.model, str) or plan.model in model_names():
         return model_of(plan)
-    from penstock.interop import AcesoTables, FasopTables
-
-    if kind == "fasop":
-        return FasopTables.open(folder).model(plan.model)
-    tables = AcesoTables.open(folder)
-    found = tables.split_name(plan.model)
-    if found is None:
-        raise InputError(
-            f"the plan is of model '{plan.model}', which {tables.name} does not hold. It has {', '.join(sorted(tables.names()))}."
-        )
-    return tables.model(*found)
+    return chain(folder, plan.model)

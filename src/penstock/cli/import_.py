@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from penstock.cli.console import JsonFlag, format_count, out, print_json
-from penstock.cli.import_plans import PlanSource, import_plan
+from penstock.cli.import_plans import import_plan
 from penstock.errors import InputError, PenstockError, near_misses
+from penstock.systems import SYSTEMS, PlanFile
 
 if TYPE_CHECKING:
     from penstock.models.ops import Model
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["import_"]
 
 
-class Source(NamedTuple):
+class ModuleSource(NamedTuple):
     """What can be imported: how it is written, an example, and the options that it reads."""
 
     form: str
@@ -30,11 +31,10 @@ class Source(NamedTuple):
 
 
 SOURCES = {
-    "module": Source("module:PATH.py:FUNCTION", "module:net.py:make", ("name", "dtype", "length")),
-    "dynpipe": Source("dynpipe:PATH", "dynpipe:hybrid_conf.json", ("model", "cluster", "global_batch", "partition", "mini_batch")),
-    "aceso": Source("aceso:PATH", "aceso:gpt_1_3B.json", ("model", "cluster")),
-    "fasop": Source("fasop:PATH", "fasop:gpt2XL.csv", ("model", "cluster", "global_batch", "row")),
-}
+    "module": ModuleSource("module:PATH.py:FUNCTION", "module:net.py:make", ("name", "dtype", "length")),
+    **{name: ModuleSource(f"{name}:PATH", f"{name}:{system.plans.read_example}", system.plans.options)
+       for name, system in SYSTEMS.items() if system.plans is not None},
+}  # fmt: skip
 
 
 def import_(
@@ -81,7 +81,7 @@ def import_(
     if kind != "module":
         if not rest or "\0" in rest:
             raise _unreadable(source, kind)
-        import_plan(PlanSource(kind, rest, model, cluster, global_batch, partition, mini_batch, row), path, json)
+        import_plan(kind, PlanFile(rest, model, cluster, global_batch, partition, mini_batch, row), path, json)
         return
     if length < 1:
         raise InputError(f"--length is {length}; 1 or more was expected.")

@@ -14,7 +14,7 @@ from penstock.cli.console import JsonFlag, Ticker, format_count, out, print_json
 from penstock.errors import InputError, near_misses
 
 if TYPE_CHECKING:
-    from penstock.data.manifest import Manifest
+    from penstock.data.manifest import DataManifest
 
 __all__ = ["prepare_data"]
 
@@ -43,8 +43,8 @@ def prepare_data(
     Example: penstock prepare-data bundled --train-tokenizer 2048 --out data
     """
     from penstock.data.bert import is_hdf5, prepare_bert
-    from penstock.data.cleaning import parse_split
     from penstock.data.images import is_cifar10, is_image_folder, prepare_images
+    from penstock.data.text.cleaning import parse_split
 
     paths, parts = _paths(inputs), parse_split(split)
     with _reporting(quiet=json) as report:
@@ -53,7 +53,7 @@ def prepare_data(
         elif any(is_cifar10(given) or is_image_folder(given) for given in paths):
             manifest = prepare_images(paths, path, parts, image_size, report)
         else:
-            from penstock.data.prepare import TextRequest, prepare_text
+            from penstock.data.text.prepare import TextRequest, prepare_text
 
             request = TextRequest(
                 tuple(paths), path, tokenizer, train_tokenizer, _weights(weights), parts, keep_duplicates, (max_input, max_target),
@@ -102,7 +102,7 @@ def _move(bar: Ticker, state: dict[str, object], what: str, done: int, total: in
     state["shown"] = place
 
 
-def _tell(manifest: Manifest, path: Path, json: bool) -> None:
+def _tell(manifest: DataManifest, path: Path, json: bool) -> None:
     if json:
         import msgspec
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, format_usd, out, print_json, progress, table
-from penstock.cli.search_tables import TABLES, TableRequest, search_tables
+from penstock.cli.search_tables import TABLES, search_tables
 from penstock.errors import InputError, near_misses
 from penstock.schedules.rules import DEFAULT_SCHEDULE, SEARCHED_SCHEDULES
+from penstock.systems import TableSearch
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
@@ -91,7 +92,7 @@ def search(
     if costs.partition(":")[0] in TABLES:
         _limit_bytes(memory_limit)
         search_tables(
-            TableRequest(costs, model, cluster, global_batch, parse_sizes(micro_batches), memory_limit, steps, path, json),
+            TableSearch(costs, model, cluster, global_batch, parse_sizes(micro_batches), memory_limit), path, steps, json,
             {"objective": objective != "time", "seq_length": seq_length, "lengths": lengths, "schedules": schedules != _SCHEDULES,
              "tokens": tokens, "time_budget": time_budget, "max_hops": max_hops != _MAX_HOPS, "top": top != _TOP, "baselines": baselines,
              "proof": proof, "export": export},

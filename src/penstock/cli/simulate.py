@@ -66,8 +66,8 @@ def simulate(
     Example: penstock simulate plan.json --lengths lengths.csv --schedule greedy
     """
     from penstock.reports.figure import check_figure_path, write_figure
-    from penstock.reports.traces import write_trace
     from penstock.timing.execution import execute
+    from penstock.timing.traces import write_trace
 
     if figure is not None:
         check_figure_path(figure)
@@ -122,7 +122,7 @@ def _batched(lengths: Path, plan: Plan, model: Model, cluster: Cluster, source: 
     from penstock.batching.lengths import read_lengths
     from penstock.batching.planned import planned_costs
     from penstock.batching.planner import plan_batch
-    from penstock.timing.batched import batch_workload
+    from penstock.batching.workloads import batch_workload
 
     samples = read_lengths(lengths)
     longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
@@ -193,8 +193,7 @@ def _devices(subject: _Subject, run: Execution) -> list[dict[str, Any]]:
     """What is told of each device."""
     from penstock.timing.order_memory import in_flight
 
-    held = in_flight(run.schedule)
-    pipeline_s = float(run.end_s[run.end_s < float("inf")].max())
+    held, pipeline_s = in_flight(run.schedule), run.pipeline_s
     rows = []
     for device, (ranks, busy_s, sending_s) in enumerate(zip(_ranks(subject), run.device_busy_s(), run.sending_s(), strict=True)):
         rows.append({

@@ -79,15 +79,14 @@ def _chosen(text: str, known: list[int], run: Path) -> list[int]:
 def _predicted(run: Path, plan: Plan, steps: list[int]) -> Predictions | None:
     """What the plan's costs expect of every rank, with the micro-batches that the steps had; None, with a note, where nobody can say."""
     from penstock.plans.ranks import seats_of
-    from penstock.plans.references import model_of
     from penstock.runtime.run_folder import read_request
+    from penstock.runtime.run_inputs import run_inputs
     from penstock.runtime.telemetry.predicting import predict_timelines
     from penstock.runtime.telemetry.spans_trace import predicted_spans
-    from penstock.runtime.trainer import planning_of
 
     seats = {rank: first for rank, (first, *_) in seats_of(plan).items()}  # a rank's first stage is that of its device group
     try:
-        timelines = list(predict_timelines(*planning_of(read_request(run), model_of(plan)), steps))
+        timelines = list(predict_timelines(*run_inputs(read_request(run)), steps))
     except PenstockError as error:
         err().print(f"note: without a prediction: {error}", markup=False, soft_wrap=True)
         return None

@@ -15,9 +15,9 @@ from penstock.errors import InputError
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.runtime.interrupts import Interrupted
-    from penstock.runtime.telemetry.predicting import Predicted
-    from penstock.runtime.trainer import Progress, TrainResult
-    from penstock.runtime.update import TrainingSettings
+    from penstock.runtime.request import StepTold, TrainResult
+    from penstock.runtime.settings import TrainingSettings
+    from penstock.runtime.telemetry.predicting import PredictedSteps
 
 __all__ = ["show_comparison", "train"]
 
@@ -72,8 +72,8 @@ def train(
     _check(counts, reserve_memory)
     if device == "timed":
         _refuse_learning(context)
-    from penstock.runtime.planner_processes import PlanningSettings
-    from penstock.runtime.trainer import Trainer, TrainRequest
+    from penstock.runtime.request import PlanningSettings, TrainRequest
+    from penstock.runtime.trainer import Trainer
 
     trainer = Trainer(TrainRequest(
         given, data, steps, str(path), _settings(given, steps, lr, warmup, clip, seed), device, eval_every,
@@ -86,7 +86,7 @@ def train(
     first = not under_torchrun or os.environ["RANK"] == "0"
     with progress("rehearsing" if device == "timed" else "training", steps - trainer.first_step, quiet=json or not first) as bar:
 
-        def told(step: Progress) -> None:
+        def told(step: StepTold) -> None:
             busy = "" if step.gpu_utilisation is None else f", GPU {step.gpu_utilisation:.0%} busy"
             loss = "" if step.loss is None else f"loss {step.loss:.4f}, "
             bar.describe(f"{loss}{format_count(step.tokens_per_s)} {unit}/s{busy}")
@@ -109,7 +109,7 @@ def train(
         raise _interrupted(result, steps, path)
 
 
-def _show(result: TrainResult, predicted: Predicted | None, unit: str) -> None:
+def _show(result: TrainResult, predicted: PredictedSteps | None, unit: str) -> None:
     done = "1 step" if result.num_steps == 1 else f"{result.num_steps} steps"
     speed = f"{format_time(result.time_s)} a step, {format_count(result.tokens_per_s)} {unit}/s"
     if result.losses:
@@ -172,15 +172,13 @@ def _check(counts: dict[str, int], reserve_memory: float) -> None:
 
 
 def _settings(plan: Plan, steps: int, lr: float, warmup: int, clip: float, seed: int) -> TrainingSettings:
-    from penstock.runtime.learning_rate import LearningRate
-    from penstock.runtime.optimizer import OptimizerSettings
-    from penstock.runtime.update import TrainingSettings
+    from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 
     rate = LearningRate(lr, warmup, steps, "cosine" if warmup else "constant", 0.1)
     return TrainingSettings(rate, OptimizerSettings(plan.optimizer), clip or None, seed)  # type: ignore[arg-type]
 
 
-def _rows(result: TrainResult, predicted: Predicted) -> list[dict[str, Any]]:
+def _rows(result: TrainResult, predicted: PredictedSteps) -> list[dict[str, Any]]:
     """Predicted and measured seconds of each stage for one micro-batch."""
     rows = []
     for stage, (forward_s, backward_s) in enumerate(zip(predicted.forward_s, predicted.backward_s, strict=True)):
@@ -198,7 +196,7 @@ def _rows(result: TrainResult, predicted: Predicted) -> list[dict[str, Any]]:
     return rows
 
 
-def _summary(result: TrainResult, predicted: Predicted | None) -> dict[str, Any]:
+def _summary(result: TrainResult, predicted: PredictedSteps | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "losses": result.losses,
         "evaluated": [{"step": one.step, "loss": one.loss, "accuracy": one.accuracy} for one in result.evaluated],
@@ -212,7 +210,7 @@ def _summary(result: TrainResult, predicted: Predicted | None) -> dict[str, Any]
     return found
 
 
-def show_comparison(result: TrainResult, predicted: Predicted) -> None:
+def show_comparison(result: TrainResult, predicted: PredictedSteps) -> None:
     """Predicted against measured times of each stage, and of a step."""
     columns = ("stage", "forward predicted", "measured", "backward predicted", "measured", "measured / predicted")
     rows = []

@@ -30,7 +30,7 @@ def open_costs(text: str = "roofline", cluster: Cluster | None = None) -> CostSo
     if kind in _TABLES:
         raise InputError(
             f"costs '{text}' are the tables of another planner, which know that planner's own models alone. `penstock search` takes "
-            f"{_TABLES['aceso']} and {_TABLES['fasop']}; here use {' or '.join(_FORMS.values())}."
+            f"{_TABLES['aceso']} and {_TABLES['fasop']}, `penstock batch` {_TABLES['dynapipe']}; here use {' or '.join(_FORMS.values())}."
         )
     if kind not in _FORMS or (kind == "roofline" and colon):
         close = near_misses(kind, [*_FORMS, *_TABLES])

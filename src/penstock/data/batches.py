@@ -141,4 +141,5 @@ class GlobalBatches:
         return np.stack(columns, axis=1).astype(np.int32)
 
     def _totals(self, samples: npt.NDArray[np.int64] | slice) -> npt.NDArray[np.int64]:
-        return self._truncated(samples).sum(axis=1, dtype=np.int64)
+        totals: npt.NDArray[np.int64] = self._truncated(samples).sum(axis=1, dtype=np.int64)
+        return totals

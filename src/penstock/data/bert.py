@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.data.cleaning import SPLITS
 from penstock.data.indexed import IndexedWriter, token_dtype
-from penstock.data.manifest import Manifest, Split, TaskRange, write_manifest
+from penstock.data.manifest import DataManifest, DataSplit, TaskRange, write_manifest
 from penstock.data.mixture import apportion
 from penstock.data.permutation import shuffled
+from penstock.data.text.cleaning import SPLITS
 from penstock.data.workers import Report, new_folder
 from penstock.errors import InputError, near_misses
 
@@ -36,7 +36,9 @@ def is_hdf5(path: Path) -> bool:
     return path.suffix in (".h5", ".hdf5")
 
 
-def prepare_bert(inputs: Sequence[Path], out: Path, split: Sequence[float], vocab_size: int, report: Report = lambda *_: None) -> Manifest:
+def prepare_bert(
+    inputs: Sequence[Path], out: Path, split: Sequence[float], vocab_size: int, report: Report = lambda *_: None
+) -> DataManifest:
     """Writes each part of the samples as a `.bin`/`.idx` pair, and the next-sentence labels as an array."""
     sizes = [_size(path) for path in inputs]
     total, at = sum(sizes), 0
@@ -55,7 +57,7 @@ def prepare_bert(inputs: Sequence[Path], out: Path, split: Sequence[float], voca
                 at += size
                 report("reading samples", at, total)
         splits = {SPLITS[code]: output.finish() for code, output in outputs.items()}
-        manifest = Manifest("bert", ["input"], splits, vocab_size, counts={"read": total, "kept": total})
+        manifest = DataManifest("bert", ["input"], splits, vocab_size, counts={"read": total, "kept": total})
         write_manifest(folder, manifest)
     return manifest
 
@@ -64,7 +66,7 @@ class _Output:
     """The files of one split."""
 
     def __init__(self, stack: ExitStack, folder: Path, split: str, vocab_size: int) -> None:
-        dtypes = (token_dtype(vocab_size), np.uint8, np.dtype("<u2"), token_dtype(vocab_size))
+        dtypes: tuple[np.dtype[Any], ...] = (token_dtype(vocab_size), np.dtype("u1"), np.dtype("<u2"), token_dtype(vocab_size))
         self._writers = [
             stack.enter_context(IndexedWriter(folder / f"{split}_{part}", dtype)) for part, dtype in zip(_PARTS, dtypes, strict=True)
         ]
@@ -78,9 +80,9 @@ class _Output:
         self._labels.append(label)
         self._num_tokens += len(parts[0])
 
-    def finish(self) -> Split:
+    def finish(self) -> DataSplit:
         np.save(self._labels_path, np.array(self._labels, np.int64), allow_pickle=False)
-        return Split(len(self._labels), {"input": self._num_tokens}, [TaskRange("bert", 0, len(self._labels))])
+        return DataSplit(len(self._labels), {"input": self._num_tokens}, [TaskRange("bert", 0, len(self._labels))])
 
 
 def _size(path: Path) -> int:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from penstock.data.batches import GlobalBatches, Lengths
 from penstock.data.indexed import IndexedTokens
-from penstock.data.manifest import Manifest, read_manifest
+from penstock.data.manifest import DataManifest, read_manifest
 from penstock.data.mixture import Mixture, Task
 from penstock.errors import InputError, near_misses
 
@@ -29,7 +29,7 @@ class DataSet:
 
     folder: Path
     split: str
-    manifest: Manifest
+    manifest: DataManifest
     ragged: dict[str, IndexedTokens]
     """Parts of samples with lengths of their own: `input`, `target`, BERT's others."""
     fixed: dict[str, Array]
@@ -42,7 +42,8 @@ class DataSet:
         """All parts of one sample, not truncated; views of the files, to be copied by whoever changes them."""
         if not 0 <= sample < len(self):
             raise IndexError(f"sample {sample} of {len(self)}")
-        return {name: part[sample] for name, part in (*self.ragged.items(), *self.fixed.items())}
+        parts: dict[str, Any] = {**self.ragged, **self.fixed}
+        return {name: part[sample] for name, part in parts.items()}
 
     @property
     def lengths(self) -> Lengths:
@@ -80,23 +81,24 @@ def open_data(folder: str | Path, split: str = "train") -> DataSet:
     names = (*manifest.sides, *(BERT_PARTS if manifest.kind == "bert" else ())) if manifest.kind != "images" else ()
     ragged = {name: IndexedTokens.open(folder / f"{split}_{name}") for name in names}
     fixed = {name: _open_array(folder / f"{split}_{name}.npy") for name in _fixed_names(manifest)}
-    for name, part in (*ragged.items(), *fixed.items()):
-        if len(part) != manifest.splits[split].samples:
-            raise InputError(f"'{folder}/{split}_{name}' has {len(part)} samples, data.json says {manifest.splits[split].samples}.")
+    sizes = {name: len(part) for name, part in ragged.items()} | {name: len(part) for name, part in fixed.items()}
+    for name, size in sizes.items():
+        if size != manifest.splits[split].samples:
+            raise InputError(f"'{folder}/{split}_{name}' has {size} samples, data.json says {manifest.splits[split].samples}.")
     return DataSet(folder, split, manifest, ragged, fixed)
 
 
-def _fixed_names(manifest: Manifest) -> tuple[str, ...]:
+def _fixed_names(manifest: DataManifest) -> tuple[str, ...]:
     return {"text": (), "bert": ("labels",), "images": ("images", "labels")}[manifest.kind]
 
 
 def _megatron(prefix: Path, split: str) -> DataSet:
     """A pair of files that Megatron-LM's own tools wrote, as one task of plain text."""
-    from penstock.data.manifest import Split, TaskRange
+    from penstock.data.manifest import DataSplit, TaskRange
 
     tokens = IndexedTokens.open(prefix)
-    whole = Split(len(tokens), {}, [TaskRange(prefix.name, 0, len(tokens))])
-    return DataSet(prefix, split, Manifest("text", ["input"], {split: whole}), {"input": tokens}, {})
+    whole = DataSplit(len(tokens), {}, [TaskRange(prefix.name, 0, len(tokens))])
+    return DataSet(prefix, split, DataManifest("text", ["input"], {split: whole}), {"input": tokens}, {})
 
 
 def _open_array(path: Path) -> Array:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.data.cleaning import SPLITS
-from penstock.data.manifest import Manifest, Split, TaskRange, write_manifest
+from penstock.data.manifest import DataManifest, DataSplit, TaskRange, write_manifest
 from penstock.data.mixture import apportion
 from penstock.data.permutation import shuffled
+from penstock.data.text.cleaning import SPLITS
 from penstock.data.workers import Report, new_folder
 from penstock.errors import InputError
 
@@ -50,7 +50,7 @@ def prepare_images(
     split: Sequence[float],
     image_size: int = 0,
     report: Report = lambda *_: None,
-) -> Manifest:
+) -> DataManifest:
     """Writes `images` (samples, channels, height, width) and `labels` of each split.
 
     Of CIFAR-10 the files called test* are the test split, and `split` divides the others. Images of folders are scaled and cut to
@@ -63,7 +63,7 @@ def prepare_images(
     raise InputError(f"{', '.join(map(str, inputs))}: neither CIFAR-10's binary files nor one folder with a sub-folder per class.")
 
 
-def _prepare_cifar10(files: list[Path], out: Path, split: Sequence[float], report: Report) -> Manifest:
+def _prepare_cifar10(files: list[Path], out: Path, split: Sequence[float], report: Report) -> DataManifest:
     rows = {file: _cifar_rows(file) for file in files}
     test = [file for file in files if file.name.startswith("test")]
     others = [(file, row) for file in files if file not in test for row in range(len(rows[file]))]
@@ -88,7 +88,7 @@ def _cifar_rows(file: Path) -> Array:
     return rows
 
 
-def _prepare_folder(folder: Path, out: Path, split: Sequence[float], image_size: int, report: Report) -> Manifest:
+def _prepare_folder(folder: Path, out: Path, split: Sequence[float], image_size: int, report: Report) -> DataManifest:
     try:
         from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError:
@@ -124,7 +124,7 @@ def _divide(places: list[Place], parts: Sequence[float]) -> list[list[Place]]:
 def _write(
     chosen: list[list[Place]], read: Callable[[Place], tuple[Array, int]], out: Path, shape: tuple[int, int, int],
     classes: list[str], report: Report,
-) -> Manifest:  # fmt: skip
+) -> DataManifest:  # fmt: skip
     total, done = sum(map(len, chosen)), 0
     if not total:
         raise InputError("there are no images to prepare.")
@@ -142,7 +142,7 @@ def _write(
                     report("reading images", done, total)
             images.flush()
             np.save(folder / f"{name}_labels.npy", labels, allow_pickle=False)
-            splits[name] = Split(len(places), {}, [TaskRange("images", 0, len(places))])
-        manifest = Manifest("images", [], splits, image_shape=shape, classes=classes, counts={"read": total, "kept": total})
+            splits[name] = DataSplit(len(places), {}, [TaskRange("images", 0, len(places))])
+        manifest = DataManifest("images", [], splits, image_shape=shape, classes=classes, counts={"read": total, "kept": total})
         write_manifest(folder, manifest)
     return manifest

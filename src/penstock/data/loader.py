@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from penstock.data.planners import BatchSource, PlannerPool, open_entry
 from penstock.data.planning import ProgramPlanner
-from penstock.data.samples import LoadedMicroBatch, Sample, Samples
+from penstock.data.samples import LoadedProgram, Samples
 from penstock.errors import InputError
-from penstock.stores import Job, open_store
+from penstock.stores import Job, Store, StoreError, open_store
 from penstock.stores.addresses import job_from_environment
 
 if TYPE_CHECKING:
@@ -21,9 +23,12 @@ if TYPE_CHECKING:
 
 __all__ = ["DynamicLoader"]
 
+_END_S = 5.0
+"""Longer than a fetch takes that was called off."""
+
 
 class DynamicLoader:
-    """Iterating yields `(micro_batches, program)` of one iteration after the other, for one rank.
+    """Iterating yields one iteration after the other, for one rank: a `LoadedProgram`.
 
     Planners are processes that work ahead: of `planners` in all on each of `num_nodes` nodes, the loader of the node's first rank
     (`starts_planners`) starts those of node `node`. They hand programs over through the store at `address`, under `job`; without
@@ -39,54 +44,57 @@ class DynamicLoader:
         node: int = 0, num_nodes: int = 1, starts_planners: bool | None = None, first_step: int = 0, prefetch_factor: int = 2,
         timeout: float = 1800.0, hang_s: float = 300.0,
     ) -> None:  # fmt: skip
-        self.source, self.planner, self.rank = source, planner, rank
-        self.step = first_step
-        """The iteration that comes next."""
-        self.wait_s = 0.0
-        """Time that training spent waiting for its next iteration, all in all."""
-        if rank not in planner.plan.ranks:
-            raise InputError(f"the plan has no rank {rank}; it has {len(planner.plan.ranks)}.")
         if planners < 0 or prefetch_factor < 1:
             raise InputError(f"{planners} planners and {prefetch_factor} iterations ahead make no sense; 0 and 1 are the least.")
         if planners and (job is None or not address):
             address, job = job_from_environment(len(planner.plan.ranks), first=first_step)
         if job is not None and job.first != first_step:
             raise InputError(f"the job begins at iteration {job.first}, this loader at {first_step}.")
+        self.source, self.rank = source, _member(rank, planner)
+        self.planner = planner
+        """Of the plan in force."""
+        self.step = first_step
+        """The iteration that comes next."""
+        self.wait_s = 0.0
+        """Time that training spent waiting for its next iteration, all in all."""
         self._address, self._job, self._planners, self._ahead, self._timeout_s = address, job, planners, prefetch_factor, timeout
+        self._feed: _Feed | None = None
         self.data, self.batches = source.open()
         self._samples = Samples(self.data, planner.form, source.limits)
-        self._current: dict[int, Sample] = {}
         self.pool: PlannerPool | None = None
         starts = rank == min(planner.plan.ranks) if starts_planners is None else starts_planners
         if planners and starts and job is not None:
             own = {"first": node * planners, "own": planners, "count": planners * num_nodes}
             self.pool = PlannerPool(source, planner, address, job, **own, hang_s=hang_s)
 
-    def __iter__(self) -> Iterator[tuple[list[LoadedMicroBatch], Program]]:
+    def adopt(self, step: int, planner: ProgramPlanner) -> None:
+        """Yields programs of another plan from iteration `step`, the next one, on; those fetched ahead for the plan before are discarded.
+
+        The loaders of all ranks adopt it, and so do the planners (`PlannerPool.adopt`, called here for those that this loader started).
+        """
+        if step != self.step:
+            raise InputError(f"a plan is to be adopted at iteration {step}, but {self.step} is next.")
+        _member(self.rank, planner)
+        if self._feed is not None:
+            self._feed.call_off()
+            self._feed = None
+        self.planner = planner
+        if self._job is not None:
+            self._job = self._job.adopted(step, len(planner.plan.ranks))
+        if self.pool is not None:
+            self.pool.adopt(step, planner)
+
+    def __iter__(self) -> Iterator[LoadedProgram]:
         """From the next iteration to the last; a thread fetches and reads ahead."""
-        if not self._planners:
-            yield from self._inline()
-            return
-        ready: queue.Queue[tuple[list[LoadedMicroBatch], Program] | BaseException | None] = queue.Queue(self._ahead)
-        stop = threading.Event()
-        threading.Thread(target=self._fetch, args=(self.step, ready, stop), name="loader", daemon=True).start()
         try:
-            while True:
-                start = time.perf_counter()
-                found = ready.get()
-                self.wait_s += time.perf_counter() - start
-                if found is None:
-                    return
-                if isinstance(found, BaseException):
-                    raise found
-                yield self._handed_over(found)
+            while self.source.num_steps is None or self.step < self.source.num_steps:
+                yield self._fetched() if self._planners else self.next_planned_here()
         finally:
-            stop.set()
-            while not ready.empty():  # lets a thread that is about to hand over go on, and end
-                ready.get_nowait()
+            self._end_feed()
 
     def close(self) -> None:
-        """Ends the planners that this loader started."""
+        """Ends the planners that this loader started, and its thread."""
+        self._end_feed()
         if self.pool is not None:
             self.pool.stop()
             self.pool = None
@@ -97,52 +105,88 @@ class DynamicLoader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def sample(self, iteration: int, sample: int, length: int, dec_length: int) -> Sample:
-        """A sample of the iteration that was yielded last, read ahead if it is this rank's: what a runtime asks for."""
-        return self._current.get(sample) or self._samples.sample(iteration, sample, length, dec_length)
-
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint keeps: the next iteration, and where its batch begins."""
         return self.batches.state(self.step)
 
-    def _steps(self, step: int) -> Iterator[int]:
-        while self.source.num_steps is None or step < self.source.num_steps:
-            yield step
-            step += 1
-
-    def next_planned_here(self) -> tuple[list[LoadedMicroBatch], Program]:
+    def next_planned_here(self) -> LoadedProgram:
         """The next iteration, planned by this rank: the same as planners give, for when the store is gone while others have theirs."""
         start = time.perf_counter()
         programs = self.planner.programs(self.data, self.batches[self.step])
-        found = self._loaded(next(program for program in programs if program.rank == self.rank))
+        found = self._samples.load(next(program for program in programs if program.rank == self.rank), self.planner.plan)
         self.wait_s += time.perf_counter() - start
-        return self._handed_over(found)
-
-    def _inline(self) -> Iterator[tuple[list[LoadedMicroBatch], Program]]:
-        for _ in self._steps(self.step):
-            yield self.next_planned_here()
-
-    def _handed_over(self, found: tuple[list[LoadedMicroBatch], Program]) -> tuple[list[LoadedMicroBatch], Program]:
-        self._current = {identity: sample for loaded in found[0] for identity, sample in loaded.samples.items()}
         self.step += 1
         return found
 
-    def _fetch(
-        self, first: int, ready: queue.Queue[tuple[list[LoadedMicroBatch], Program] | BaseException | None], stop: threading.Event
-    ) -> None:
-        try:
+    def _fetched(self) -> LoadedProgram:
+        """The next iteration, as planners hand it over."""
+        if self._feed is None:
             assert self._job is not None
-            with closing(open_store(self._address, self._job, wait_s=self._timeout_s)) as store:
-                for step in self._steps(first):
-                    program = open_entry(store.fetch(step, self.rank), f"the program of rank {self.rank} in iteration {step}")
-                    found = self._loaded(program)
-                    store.acknowledge(step, self.rank)
-                    if stop.is_set():
-                        return
-                    ready.put(found)
-            ready.put(None)
-        except BaseException as error:
-            ready.put(error)
+            store = partial(open_store, self._address, self._job, wait_s=self._timeout_s)
+            load = partial(self._samples.load, plan=self.planner.plan)
+            self._feed = _Feed(store, load, self.rank, range(self.step, self.source.num_steps or sys.maxsize), self._ahead)
+        start = time.perf_counter()
+        found = self._feed.next()
+        self.wait_s += time.perf_counter() - start
+        self.step += 1
+        return found
 
-    def _loaded(self, program: Program) -> tuple[list[LoadedMicroBatch], Program]:
-        return self._samples.load(program, self.planner.plan), program
+    def _end_feed(self) -> None:
+        if self._feed is not None:
+            self._feed.end()
+            self._feed = None
+
+
+class _Feed:
+    """A thread that fetches the programs of some iterations from the store and reads their samples, a few iterations ahead."""
+
+    def __init__(
+        self, open_own: Callable[[], Store], load: Callable[[Program], LoadedProgram], rank: int, steps: Iterable[int], ahead: int
+    ) -> None:
+        self._open, self._load, self._rank, self._steps = open_own, load, rank, steps
+        self._ready: queue.Queue[LoadedProgram | BaseException] = queue.Queue(ahead)
+        self._ended, self._at = threading.Event(), 0
+        self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
+        self._thread.start()
+
+    def next(self) -> LoadedProgram:
+        """The next iteration, or the failure that it met."""
+        found = self._ready.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def end(self) -> None:
+        """Discards what was fetched; the thread ends with what it is at."""
+        self._ended.set()
+        while not self._ready.empty():  # lets a thread that is about to hand over go on, and end
+            self._ready.get_nowait()
+
+    def call_off(self) -> None:
+        """Ends a thread that may wait for a program of a plan that is gone. One whose store does not answer is left to end by itself."""
+        self.end()
+        with suppress(StoreError), closing(self._open()) as store:
+            store.call_off(self._at, self._rank)
+        self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        try:
+            with closing(self._open()) as store:
+                for step in self._steps:
+                    self._at = step  # before the flag is looked at: who has set the flag then calls off what is waited for
+                    entry = b"" if self._ended.is_set() else store.fetch(step, self._rank)
+                    if not entry:
+                        return
+                    found = self._load(open_entry(entry, f"the program of rank {self._rank} in iteration {step}"))
+                    store.acknowledge(step, self._rank)
+                    self._ready.put(found)
+        except BaseException as error:
+            if not self._ended.is_set():
+                self._ready.put(error)
+
+
+def _member(rank: int, planner: ProgramPlanner) -> int:
+    """The rank, if the planner's plan has it."""
+    if rank not in planner.plan.ranks:
+        raise InputError(f"the plan has no rank {rank}; it has {len(planner.plan.ranks)}.")
+    return rank

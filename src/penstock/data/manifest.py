@@ -10,7 +10,7 @@ import msgspec
 from penstock.errors import InputError
 from penstock.files import read_text, write_bytes
 
-__all__ = ["MANIFEST", "Manifest", "Split", "TaskRange", "read_manifest", "write_manifest"]
+__all__ = ["MANIFEST", "DataManifest", "DataSplit", "TaskRange", "read_manifest", "write_manifest"]
 
 MANIFEST = "data.json"
 _VERSION = 1
@@ -25,7 +25,7 @@ class TaskRange(msgspec.Struct, frozen=True):
     weight: float | None = None
 
 
-class Split(msgspec.Struct, frozen=True):
+class DataSplit(msgspec.Struct, frozen=True):
     """One of train, validation and test."""
 
     samples: int
@@ -34,13 +34,13 @@ class Split(msgspec.Struct, frozen=True):
     tasks: list[TaskRange]
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class DataManifest(msgspec.Struct, frozen=True):
     """Kind, sides and splits of a folder, and how they were made."""
 
     kind: Literal["text", "bert", "images"]
     sides: list[str]
     """Names of the ragged parts that count as tokens: `input`, and `target` if there are pairs."""
-    splits: dict[str, Split]
+    splits: dict[str, DataSplit]
     vocab_size: int = 0
     end_token: int | None = None
     tokenizer: str | None = None
@@ -53,13 +53,13 @@ class Manifest(msgspec.Struct, frozen=True):
     version: int = _VERSION
 
 
-def read_manifest(folder: str | Path) -> Manifest:
+def read_manifest(folder: str | Path) -> DataManifest:
     """The manifest of a prepared folder."""
     path = Path(folder) / MANIFEST
     if not path.is_file():
         raise InputError(f"folder '{folder}' holds no prepared data ({MANIFEST} is missing). Make it with: penstock prepare-data")
     try:
-        found = msgspec.json.decode(read_text(path, "data manifest"), type=Manifest)
+        found = msgspec.json.decode(read_text(path, "data manifest"), type=DataManifest)
     except msgspec.DecodeError as error:
         raise InputError(f"data manifest '{path}' is not valid: {error}.") from None
     if found.version != _VERSION:
@@ -67,6 +67,6 @@ def read_manifest(folder: str | Path) -> Manifest:
     return found
 
 
-def write_manifest(folder: str | Path, manifest: Manifest) -> None:
+def write_manifest(folder: str | Path, manifest: DataManifest) -> None:
     """Writes the manifest, for people to read too."""
     write_bytes(Path(folder) / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")

@@ -1,4 +1,4 @@
-"""Planners: processes beside training that plan batches ahead, replaced when they die or hang.
+"""The processes that plan batches ahead of training, and the pool that starts, watches and replaces them.
 
 Planner i of n plans iterations i, i + n, i + 2n … after the last one that all ranks have acknowledged, and blocks on the store when it
 is far enough ahead. One that takes over from another begins at the same rule: it plans again what is still in store, which changes
@@ -75,8 +75,7 @@ class BatchSource:
     def open(self) -> tuple[DataSet, GlobalBatches]:
         """The data and its batches."""
         data = open_data(self.folder, self.split)
-        options = {"limits": self.limits, "seed": self.seed, "shuffle": self.shuffle}
-        batches = data.batches(self.samples_per_batch, self.tokens_per_batch, **options)
+        batches = data.batches(self.samples_per_batch, self.tokens_per_batch, limits=self.limits, seed=self.seed, shuffle=self.shuffle)
         if self.state is not None:
             batches.restore(self.state)
         return data, batches
@@ -209,9 +208,9 @@ def _trace(planner: ProgramPlanner, planned: BatchPlan) -> Any:
     """The simulated timeline of the slowest replica; None without costs."""
     if planner.costs is None or planned.method == "fixed":
         return None
-    from penstock.reports.traces import trace_of
-    from penstock.timing.batched import batch_workload
+    from penstock.batching.workloads import batch_workload
     from penstock.timing.execution import execute
+    from penstock.timing.traces import trace_of
 
     index, replica = max(enumerate(planned.replicas), key=lambda pair: pair[1].predicted_s)
     return trace_of(execute(replica.schedule, batch_workload(planner.costs, replica.micro_batches, index)))
@@ -226,16 +225,26 @@ class PlannerPool:
     ) -> None:  # fmt: skip
         if not 1 <= own <= count or not 0 <= first <= count - own:
             raise InputError(f"planners {first} to {first + own - 1} were asked for here, of {count} in all.")
-        self._common = (source, planner, address, job)
-        self._count, self._hang_s = count, hang_s
+        self._source, self._address, self._count, self._hang_s = source, address, count, hang_s
         self._context = get_context("spawn")
         self._watches = {index: self._context.Array("d", 3) for index in range(first, first + own)}
+        self.num_replaced = 0
+        self._begin(planner, job)
+
+    def _begin(self, planner: ProgramPlanner, job: Job) -> None:
+        """Starts the planners, and the thread that watches them."""
+        self._planner, self._job = planner, job
         self._processes = {index: self._start(index) for index in self._watches}
         self._wake, self._stopping = self._context.Pipe(duplex=False)
         self._deaths: Counter[int] = Counter()
-        self.num_replaced = 0
         self._thread = threading.Thread(target=self._supervise, name="planners", daemon=True)
         self._thread.start()
+
+    def adopt(self, step: int, planner: ProgramPlanner) -> None:
+        """Plans for another plan from iteration `step` on. What was planned ahead for the one before is left alone: ranks that adopt the
+        plan read the job's next generation, and the job's owner deletes the keys of all of them at the end."""
+        self.stop()
+        self._begin(planner, self._job.adopted(step, len(planner.plan.ranks)))
 
     @property
     def process_ids(self) -> list[int]:
@@ -246,6 +255,7 @@ class PlannerPool:
         """Ends the planners, at work or not."""
         self._stopping.close()
         self._thread.join()
+        self._wake.close()
         for process in self._processes.values():
             process.kill()
             process.join()
@@ -258,7 +268,7 @@ class PlannerPool:
 
     def _start(self, index: int) -> Any:
         self._watches[index][:] = _NOTHING
-        arguments = (*self._common, index, self._count, self._watches[index])
+        arguments = (self._source, self._planner, self._address, self._job, index, self._count, self._watches[index])
         process = self._context.Process(target=run_planner, args=arguments, name=f"planner-{index}", daemon=True)
         process.start()
         return process
@@ -304,14 +314,13 @@ class PlannerPool:
         log.warning("planner %d %s at iteration %d", index, what, step)
         if self._deaths[step] < _MOST_DEATHS:
             return True
-        source, planner, address, job = self._common
         try:
-            data, batches = source.open()
-            store: Store = open_store(address, job)
+            data, batches = self._source.open()
+            store: Store = open_store(self._address, self._job)
             failed = step if step >= 0 else _first_step(store.done() + 1, index, self._count)
             samples = describe_samples(batches[failed], len(data))
             message = f"iteration {failed} cannot be planned: its planner {what}, {_MOST_DEATHS} times. {samples}"
-            store.publish(failed, failure_entries(planner, message))
+            store.publish(failed, failure_entries(self._planner, message))
             store.close()
         except Exception:  # the ranks then end by their own time-out; this thread must not die without a word
             log.error("the failure could not be told to the ranks:\n%s", traceback.format_exc())

@@ -20,7 +20,8 @@ from penstock.errors import InputError, PenstockError
 if TYPE_CHECKING:
     from penstock.batching.costs import PipelineCosts
     from penstock.batching.fitting import TooLong
-    from penstock.batching.plan import BatchPlan, MicroBatch
+    from penstock.batching.plan import BatchPlan
+    from penstock.models.micro_batch import MicroBatch
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
     from penstock.programs.durations import StageWeights
@@ -58,14 +59,14 @@ class ProgramPlanner:
         """Which samples run together, where and in which order: as the plan fixes it, or as suits the batch."""
         if self.plan.micro_batching.policy == "fixed":
             return self._fixed(data, batch)
-        from penstock.batching.plan import Sample
+        from penstock.batching.plan import SampleLengths
         from penstock.batching.planner import plan_batch
 
         assert self.costs is not None
         own, dec = self.form.positions(batch.lengths)
         offsets = self.costs.length_offset, self.costs.dec_offset if self.costs.has_decoder else 0
         samples = [
-            Sample(identity, int(n) - offsets[0], int(m) - offsets[1])
+            SampleLengths(identity, int(n) - offsets[0], int(m) - offsets[1])
             for identity, n, m in zip(sample_ids(batch, len(data)), own, dec, strict=True)
         ]
         return plan_batch(samples, self.costs, steps=self.search_steps, seed=self.seed + batch.step, too_long=self.too_long)
@@ -81,19 +82,20 @@ class ProgramPlanner:
         replicas = []
         for first, last in pairwise(ends.tolist()):
             cuts = [*range(first, last, size), last]
-            micro_batches = tuple(self._fixed_micro_batch(ids[a:b], own[a:b], dec[a:b]) for a, b in pairwise(cuts))
+            ranges = enumerate(pairwise(cuts))
+            micro_batches = tuple(self._fixed_micro_batch(index, ids[a:b], own[a:b], dec[a:b]) for index, (a, b) in ranges)
             schedule = schedule_of(self.plan.schedule, self.plan.num_stages, len(micro_batches), self.plan.num_chunks)
             replicas.append(ReplicaBatch(micro_batches, schedule, 0.0, ()))
         return BatchPlan(tuple(replicas), 0.0, 0.0, (), self.plan.costs, method="fixed")
 
-    def _fixed_micro_batch(self, ids: list[int], own: Ints, dec: Ints) -> MicroBatch:
-        from penstock.batching.plan import MicroBatch
+    def _fixed_micro_batch(self, index: int, ids: list[int], own: Ints, dec: Ints) -> MicroBatch:
+        from penstock.models.micro_batch import MicroBatch
 
         if self.form.kind == "images":
-            return MicroBatch(tuple(ids), "padded", ())
+            return MicroBatch(index, tuple(ids), "padded")
         layout, two_sided = self.plan.micro_batching.layout, self.form.kind == "encoder-decoder"
         rows = (int(own.max()), int(dec.max())) if layout == "padded" else (0, 0)
-        return MicroBatch(tuple(ids), layout, tuple(own.tolist()), rows[0], tuple(dec.tolist()) if two_sided else (), rows[1])
+        return MicroBatch(index, tuple(ids), layout, tuple(own.tolist()), tuple(dec.tolist()) if two_sided else (), *rows)
 
     def programs(self, data: DataSet, batch: GlobalBatch) -> tuple[Program, ...]:
         """The programs of all ranks, proven safe; a `PlanningError` names the samples of a batch that cannot be planned."""
@@ -116,8 +118,8 @@ class ProgramPlanner:
 
     def _timed(self, planned: BatchPlan, work: Sequence[ReplicaWork]) -> list[ReplicaWork]:
         """The work with what its passes take, by the costs of the batch or, where it has none, of the plan's own micro-batches."""
+        from penstock.batching.workloads import batch_durations_s
         from penstock.programs.durations import durations_of
-        from penstock.timing.batched import batch_durations_s
 
         if self.plan.num_stages == 1:  # nothing travels
             return list(work)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,10 +13,11 @@ from penstock.data.dataset import DataSet
 from penstock.data.forms import Ints, SampleForm
 
 if TYPE_CHECKING:
+    from penstock.models.micro_batch import MicroBatch
     from penstock.plans.plan import Plan, Stage
-    from penstock.programs.instructions import MicroBatch, Place, Program
+    from penstock.programs.instructions import Place, Program
 
-__all__ = ["START_TOKEN", "LoadedMicroBatch", "Sample", "Samples"]
+__all__ = ["START_TOKEN", "LoadedMicroBatch", "LoadedProgram", "Sample", "Samples"]
 
 START_TOKEN = 0
 """What a decoder beside an encoder reads first, as T5 has it."""
@@ -44,6 +46,25 @@ class LoadedMicroBatch:
     micro: MicroBatch
     samples: dict[int, Sample]
     """By id."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedProgram:
+    """One iteration as a rank gets it: its program, and the samples that the program loads. Unpacks as `micro_batches, program`."""
+
+    micro_batches: list[LoadedMicroBatch]
+    program: Program
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.micro_batches, self.program))
+
+    def sample(self, iteration: int, sample: int, length: int, dec_length: int) -> Sample:
+        """A sample that this rank reads, by the id that the program names: what a runtime asks for."""
+        return self._samples[sample]
+
+    @cached_property
+    def _samples(self) -> dict[int, Sample]:
+        return {identity: sample for loaded in self.micro_batches for identity, sample in loaded.samples.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,13 +105,13 @@ class Samples:
         counted[length - self.form.counted(len(prompt), length, 0) :] = True
         return Sample(tokens[:-1], tokens[1:], counted=counted)
 
-    def load(self, program: Program, plan: Plan) -> list[LoadedMicroBatch]:
+    def load(self, program: Program, plan: Plan) -> LoadedProgram:
         """Reads what this rank's stages need of each micro-batch."""
         from penstock.programs.instructions import Load
 
         readers = {step.stage for step in program.instructions if isinstance(step, Load) and step.needs}
         shares = [share for place in program.places if place.stage in readers for share in _shares(place, plan.stages[place.stage])]
-        return [self._load(micro, shares, program.iteration) for micro in program.micro_batches]
+        return LoadedProgram([self._load(micro, shares, program.iteration) for micro in program.micro_batches], program)
 
     def _load(self, micro: MicroBatch, shares: list[tuple[int, int]], iteration: int) -> LoadedMicroBatch:
         places = sorted({place for dp, index in shares for place in range(*micro.share(dp, index))})

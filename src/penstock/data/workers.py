@@ -72,7 +72,7 @@ def in_order(pool: Pool, function: Callable[[T], R], arguments: Iterable[T]) -> 
     try:
         for argument in arguments:
             waiting.append(pool.submit(function, argument))
-            if len(waiting) > 2 * pool._max_workers:
+            if len(waiting) > 2 * pool._max_workers:  # type: ignore[attr-defined]  # it has no public name
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()

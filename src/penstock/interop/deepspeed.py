@@ -16,7 +16,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from penstock.interop.megatron import grid_of, refusal, whole_layers
+from penstock.plans.grid import grid_of, refusal, whole_layers
 from penstock.plans.references import cluster_of, model_of
 from penstock.schedules.rules import DEFAULT_SCHEDULE
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.errors import InputError
-from penstock.interop.megatron import BlockPart, Grid, grid_of, refusal, whole_layers
+from penstock.plans.grid import BlockPart, Grid, grid_of, refusal, whole_layers
 from penstock.plans.references import cluster_of, model_of
 
 if TYPE_CHECKING:

@@ -68,7 +68,8 @@ def refine(schedule: Schedule, workload: Workload, num_steps: int = 20_000, seed
 
     Times are those of `simulate`, memory that of `order_peak_bytes`; the given schedule has to fit the limits.
     """
-    from penstock.ordering.annealing_kernels import anneal
+    from penstock.ordering.annealing_kernels import Cooling, Memory, anneal
+    from penstock.timing.clock import Orders
 
     simulate(schedule, workload.durations_s, workload.transfers_s)  # refuses what does not fit the arrays, or deadlocks
     above = np.flatnonzero(order_peak_bytes(schedule, workload) > workload.limit_bytes * (1 + 1e-9))
@@ -77,10 +78,11 @@ def refine(schedule: Schedule, workload: Workload, num_steps: int = 20_000, seed
     actions, bounds = as_arrays(schedule)
     labels = np.arange(workload.num_micro_batches)
     temperature = _TEMPERATURE * float(workload.durations_s[:2].sum(axis=0).mean())
-    anneal(
-        actions, bounds, workload.durations_s, workload.transfers_s, workload.stored_bytes, workload.waiting_bytes,
-        workload.workspace_bytes, workload.base_bytes, workload.limit_bytes, num_steps, seed % 2**32, temperature, labels,
+    memory = Memory(
+        workload.stored_bytes, workload.waiting_bytes, workload.workspace_bytes, workload.base_bytes, workload.limit_bytes
     )  # fmt: skip
+    cooling = Cooling(num_steps, seed % 2**32, temperature)
+    anneal(Orders(actions, bounds), workload.durations_s, workload.transfers_s, memory, cooling, labels)
     rows = [Action(stage, kind, int(labels[m])) for stage, kind, m in actions.tolist()]
     return tuple(tuple(rows[first:last]) for first, last in pairwise(bounds))
 

@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
-from penstock.timing.order_kernels import peak_of_order
+from penstock.timing.clock import peak_of_order, run_orders
+from penstock.timing.workload import Floats
 
-__all__ = ["anneal", "warm"]
+__all__ = ["Cooling", "Memory", "anneal", "warm"]
 
 _ROUNDING = 1 + 1e-9  # sums of bytes that should equal a limit may exceed it in their last digits
 _COOLING = 60.0
 _REACH = 6
 
 
+class Memory(NamedTuple):
+    """What actions hold on their devices, see `timing.workload.Workload`."""
+
+    stored: Floats
+    waiting: Floats
+    workspace: Floats
+    base: Floats
+    limit: Floats
+
+
+class Cooling(NamedTuple):
+    """How long and how hot to search."""
+
+    num_steps: int
+    seed: int
+    temperature: float
+
+
 @njit(cache=True, nogil=True)
-def anneal(  # type: ignore[no-untyped-def]
-    actions, bounds, durations, transfers, stored, waiting, workspace, base, limit, num_steps, seed, temperature, labels
-):
-    """Improves `actions` in place and fills `labels`, the micro-batch that runs in the place of each; returns the best makespan.
+def anneal(orders, durations, transfers, memory, cooling, labels):  # type: ignore[no-untyped-def]
+    """Improves the actions of `orders` in place and fills `labels`, the micro-batch that runs in the place of each; returns the best
+    makespan.
 
     A step exchanges two micro-batches, moves one to another place, or moves an action of a device by a few positions. It is taken
     if no device exceeds its limit and the makespan does not rise by more than a random share of the temperature, which falls to
     1 / 60. A makespan is given up as soon as one device's clock and remaining work exceed that.
     """
-    np.random.seed(seed)
+    np.random.seed(cooling.seed)
+    actions, bounds = orders.actions, orders.bounds
     num_devices, count = len(bounds) - 1, len(labels)
-    ends = np.empty((2, durations.shape[1], count))
-    clock, left, position = np.empty(num_devices), np.empty(num_devices), np.empty(num_devices, np.int64)
-    now = best = _makespan(actions, bounds, labels, durations, transfers, np.inf, ends, clock, left, position)
+    ends = np.empty((durations.shape[0], durations.shape[1], count))
+    now = best = run_orders(orders, durations, transfers, None, ends, labels, np.inf)[1]
     best_actions, best_labels = actions.copy(), labels.copy()
-    for step in range(num_steps):
-        heat = temperature * _COOLING ** (-step / num_steps)
+    for step in range(cooling.num_steps):
+        heat = cooling.temperature * _COOLING ** (-step / cooling.num_steps)
         bound = now - heat * np.log(1.0 - np.random.random())
         kind = np.random.random()
         if kind < 0.5 and count > 1:
@@ -41,8 +61,8 @@ def anneal(  # type: ignore[no-untyped-def]
             swap = kind < 0.3
             _relabel(labels, a, b, swap)
             found = np.inf
-            if _all_fit(actions, bounds, labels, stored, waiting, workspace, base, limit):
-                found = _makespan(actions, bounds, labels, durations, transfers, bound, ends, clock, left, position)
+            if _all_fit(actions, bounds, labels, memory):
+                found = run_orders(orders, durations, transfers, None, ends, labels, bound * _ROUNDING)[1]
             if found > bound:
                 _relabel(labels, b, a, swap)
                 continue
@@ -57,9 +77,8 @@ def anneal(  # type: ignore[no-untyped-def]
                 continue
             _move(actions, a, b)
             found = np.inf
-            peak = peak_of_order(actions[first:last], labels, stored, waiting, workspace, base[device])
-            if peak <= limit[device] * _ROUNDING:
-                found = _makespan(actions, bounds, labels, durations, transfers, bound, ends, clock, left, position)
+            if _fits(actions[first:last], labels, memory, device):
+                found = run_orders(orders, durations, transfers, None, ends, labels, bound * _ROUNDING)[1]
             if found > bound:
                 _move(actions, b, a)
                 continue
@@ -114,57 +133,17 @@ def _may_pass(actions, a, b):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _all_fit(actions, bounds, labels, stored, waiting, workspace, base, limit):  # type: ignore[no-untyped-def]
-    for device in range(len(base)):
-        if limit[device] == np.inf:
-            continue
-        own = actions[bounds[device] : bounds[device + 1]]
-        if peak_of_order(own, labels, stored, waiting, workspace, base[device]) > limit[device] * _ROUNDING:
+def _all_fit(actions, bounds, labels, memory):  # type: ignore[no-untyped-def]
+    for device in range(len(memory.base)):
+        if memory.limit[device] < np.inf and not _fits(actions[bounds[device] : bounds[device + 1]], labels, memory, device):
             return False
     return True
 
 
 @njit(cache=True, nogil=True)
-def _makespan(actions, bounds, labels, durations, transfers, bound, ends, clock, left, position):  # type: ignore[no-untyped-def]
-    """When the last action ends; infinite if the order deadlocks, or as soon as it is certain to exceed the bound."""
-    num_devices, last, todo = len(bounds) - 1, durations.shape[1] - 1, len(actions)
-    for stage in range(last + 1):
-        for slot in range(len(labels)):
-            ends[0, stage, slot] = ends[1, stage, slot] = np.inf
-    for device in range(num_devices):
-        clock[device], left[device], position[device] = 0.0, 0.0, bounds[device]
-        for index in range(bounds[device], bounds[device + 1]):
-            left[device] += durations[actions[index, 1], actions[index, 0], labels[actions[index, 2]]]
-    longest = 0.0
-    while todo > 0:
-        before = todo
-        for device in range(num_devices):
-            while position[device] < bounds[device + 1]:
-                stage, kind, slot = actions[position[device]]
-                m, ready = labels[slot], 0.0
-                if kind == 0:
-                    if stage > 0:
-                        ready = ends[0, stage - 1, slot] + transfers[0, stage - 1, m]
-                elif kind < 3:
-                    ready = ends[0, stage, slot]
-                    if stage < last:
-                        ready = max(ready, ends[1, stage + 1, slot] + transfers[1, stage, m])
-                if ready == np.inf:
-                    break
-                begin, took = max(clock[device], ready), durations[kind, stage, m]
-                if begin + left[device] > bound * _ROUNDING:
-                    return np.inf
-                left[device] -= took
-                clock[device] = begin + took
-                if kind < 3:
-                    ends[min(kind, 1), stage, slot] = begin + took
-                position[device] += 1
-                todo -= 1
-        if todo == before:
-            return np.inf
-    for device in range(num_devices):
-        longest = max(longest, clock[device])
-    return longest
+def _fits(own, labels, memory, device):  # type: ignore[no-untyped-def]
+    peak = peak_of_order(own, labels, memory.stored, memory.waiting, memory.workspace, memory.base[device])
+    return peak <= memory.limit[device] * _ROUNDING
 
 
 def warm() -> None:

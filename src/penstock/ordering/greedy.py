@@ -97,18 +97,20 @@ def checked_order(order: Sequence[int], count: int) -> Integers:
 
 def _run(workload: Workload, greed: Greed, injection: Integers, reserve: bool) -> _Found | None:
     """What the policy gives; None where memory stops every device."""
-    from penstock.ordering.greedy_kernels import list_schedule
+    from penstock.ordering.greedy_kernels import GreedLoad, GreedRules, list_schedule
 
     count, kinds = workload.num_micro_batches, 3 if greed.split else 2
     devices = np.array(workload.devices)
     bounds = np.concatenate([[0], np.cumsum(np.bincount(devices) * count * kinds)]).astype(np.int64)
     actions = np.zeros((int(bounds[-1]), 3), dtype=np.int32)
     depths = np.array(greed.depths or [count] * workload.num_stages, dtype=np.int64)
-    written, makespan_s = list_schedule(
-        workload.durations_s, workload.transfers_s, devices, injection, depths, workload.stored_bytes, workload.waiting_bytes,
-        workload.workspace_bytes, workload.base_bytes, workload.limit_bytes, greed.split, _FIRST.index(greed.first),
-        _WEIGHTS.index(greed.weights), greed.patience, reserve, bounds, actions,
+    load = GreedLoad(
+        workload.durations_s, workload.transfers_s, devices, workload.stored_bytes, workload.waiting_bytes, workload.workspace_bytes,
+        workload.base_bytes, workload.limit_bytes,
     )  # fmt: skip
+    first, weights = _FIRST.index(greed.first), _WEIGHTS.index(greed.weights)
+    rules = GreedRules(injection, depths, greed.split, first, weights, greed.patience, reserve)
+    written, makespan_s = list_schedule(load, rules, bounds, actions)
     return _Found(actions, bounds, float(makespan_s)) if written == len(actions) else None
 
 

@@ -2,19 +2,61 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
-__all__ = ["list_schedule", "warm"]
+from penstock.timing.workload import Floats, Integers
+
+__all__ = ["GreedLoad", "GreedRules", "list_schedule", "warm"]
 
 _ROUNDING = 1 + 1e-9  # sums of bytes that should equal a limit may exceed it in their last digits
 
 
+class GreedLoad(NamedTuple):
+    """What is to be scheduled, see `timing.workload.Workload`."""
+
+    durations: Floats
+    transfers: Floats
+    devices: Integers
+    stored: Floats
+    waiting: Floats
+    workspace: Floats
+    base: Floats
+    limit: Floats
+
+
+class GreedRules(NamedTuple):
+    """What a device does first, see `greedy.Greed`; words are the numbers of their places in the lists there."""
+
+    order: Integers
+    """Micro-batches in the order of injection."""
+    depths: Integers
+    split: bool
+    first_kind: int
+    weights: int
+    patience: float
+    reserve: bool
+
+
+class _Progress(NamedTuple):
+    done: Integers
+    """[3, stages] F, B or I, W of each stage, in the order of injection."""
+    arrived: Floats
+    """[2, stages, micro-batches] when the input of F and of B is there, by position in the order."""
+
+
+class _Offers(NamedTuple):
+    """[3] the best F, B or I, W that a device could do: when, which stage, which position in the order."""
+
+    times: Floats
+    stages: Integers
+    positions: Integers
+
+
 @njit(cache=True, nogil=True)
-def list_schedule(  # type: ignore[no-untyped-def]
-    durations, transfers, devices, order, depths, stored, waiting, workspace, base, limit,
-    split, first_kind, weights, patience, reserve, bounds, actions,
-):  # fmt: skip
+def list_schedule(load, rules, bounds, actions):  # type: ignore[no-untyped-def]
     """Fills `actions` of device d from bounds[d] on; returns how many, fewer than all if memory stops every device, and the makespan.
 
     The device that can start something first does. What else it could start soon after, within `patience` times the duration of that,
@@ -25,9 +67,11 @@ def list_schedule(  # type: ignore[no-untyped-def]
     frees (2). With `reserve` a micro-batch comes to a device only once there is room for it in all stages of the device: those before
     it then always get through.
     """
+    durations, transfers, devices, stored, waiting, _, base, _ = load
+    order, reserve = rules.order, rules.reserve
     num_stages, count, num_devices = durations.shape[1], len(order), len(base)
-    done = np.zeros((3, num_stages), np.int64)  # F, B or I, W of each stage, in the order of injection
-    arrived = np.full((2, num_stages, count), np.inf)  # when the input of F and of B is there, by position in the order
+    progress = _Progress(np.zeros((3, num_stages), np.int64), np.full((2, num_stages, count), np.inf))
+    done, arrived = progress.done, progress.arrived
     for position in range(count):
         arrived[0, 0, position] = 0.0
     free, level, reserved, written = np.zeros(num_devices), base.copy(), np.zeros(num_devices), bounds.copy()
@@ -36,17 +80,16 @@ def list_schedule(  # type: ignore[no-untyped-def]
         first_of[devices[stage]] = stage
     next_time, next_stage, next_kind = np.empty(num_devices), np.empty(num_devices, np.int64), np.empty(num_devices, np.int64)
     stale = np.ones(num_devices, np.bool_)  # a choice changes only with the device's own state or with what arrives
-    times, stages, positions = np.empty(3), np.empty(3, np.int64), np.empty(3, np.int64)
+    offers = _Offers(np.empty(3), np.empty(3, np.int64), np.empty(3, np.int64))
     total = 0
     while True:
         device = 0
         for other in range(num_devices):
             if stale[other]:
-                forward_first = not ran_forward[other] if first_kind == 2 else first_kind == 0
+                forward_first = not ran_forward[other] if rules.first_kind == 2 else rules.first_kind == 0
                 next_time[other], next_stage[other], next_kind[other] = _choose(
-                    other, devices, durations, order, done, arrived, free[other], level[other] + reserved[other], limit[other], depths,
-                    stored, workspace, split, forward_first, weights, patience, reserve, first_of[other], times, stages, positions,
-                )  # fmt: skip
+                    other, load, rules, progress, free[other], level[other] + reserved[other], forward_first, first_of[other], offers
+                )
                 stale[other] = False
             if next_time[other] < next_time[device]:
                 device = other
@@ -89,29 +132,28 @@ def list_schedule(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _choose(  # type: ignore[no-untyped-def]
-    device, devices, durations, order, done, arrived, free, level, limit, depths, stored, workspace, split, forward_first, weights,
-    patience, reserve, first, times, stages, positions,
-):  # fmt: skip
+def _choose(device, load, rules, progress, free, level, forward_first, first, offers):  # type: ignore[no-untyped-def]
     """(time, stage, kind) of what the device would do next; the time is infinite if it can only wait."""
+    order, depths, split, weights = rules.order, rules.depths, rules.split, rules.weights
+    done, arrived = progress
+    times, stages, positions = offers
     count, blocked = len(order), False
     for row in range(3):  # the best F, B or I, W
         times[row], stages[row], positions[row] = np.inf, -1, count
-    for stage in range(first, len(devices)):
-        if devices[stage] != device:
+    for stage in range(first, len(load.devices)):
+        if load.devices[stage] != device:
             continue
         backward = done[1, stage]
         if backward < count and backward < done[0, stage]:
-            _offer(times, stages, positions, 1, max(free, arrived[1, stage, backward]), stage, backward)
+            _offer(offers, 1, max(free, arrived[1, stage, backward]), stage, backward)
         if split and done[2, stage] < backward:
-            _offer(times, stages, positions, 2, free, stage, done[2, stage])
+            _offer(offers, 2, free, stage, done[2, stage])
         forward = done[0, stage]
         if forward == count or arrived[0, stage, forward] == np.inf:
             continue
-        if forward - done[2 if split else 1, stage] < depths[stage] and _fits(
-            device, devices, stage, order[forward], order, done, level, limit, stored, workspace, split, reserve, first
-        ):
-            _offer(times, stages, positions, 0, max(free, arrived[0, stage, forward]), stage, forward)
+        shallow = forward - done[2 if split else 1, stage] < depths[stage]
+        if shallow and _fits(device, stage, order[forward], load, rules, done, level, first):
+            _offer(offers, 0, max(free, arrived[0, stage, forward]), stage, forward)
         elif arrived[0, stage, forward] <= free:
             blocked = True
     earliest = 0
@@ -121,7 +163,7 @@ def _choose(  # type: ignore[no-untyped-def]
     if times[earliest] == np.inf:
         return np.inf, -1, -1
     kinds = (0, 2 if split else 1, 3)
-    horizon = times[earliest] + patience * durations[kinds[earliest], stages[earliest], order[positions[earliest]]]
+    horizon = times[earliest] + rules.patience * load.durations[kinds[earliest], stages[earliest], order[positions[earliest]]]
     choice = 2
     if times[2] > horizon or not (weights == 0 or (weights == 2 and blocked)):
         preferred, other = (0, 1) if forward_first else (1, 0)
@@ -133,15 +175,18 @@ def _choose(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _offer(times, stages, positions, row, time, stage, position):  # type: ignore[no-untyped-def]
+def _offer(offers, row, time, stage, position):  # type: ignore[no-untyped-def]
     """Keeps the earliest, of equal ones the first in the order of injection."""
+    times, stages, positions = offers
     if time < times[row] or (time == times[row] and position < positions[row]):
         times[row], stages[row], positions[row] = time, stage, position
 
 
 @njit(cache=True, nogil=True)
-def _fits(device, devices, stage, m, order, done, level, limit, stored, workspace, split, reserve, first):  # type: ignore[no-untyped-def]
+def _fits(device, stage, m, load, rules, done, level, first):  # type: ignore[no-untyped-def]
     """Whether the device has room for the forward pass, and afterwards for any later pass of a micro-batch it then holds."""
+    devices, stored, workspace, limit = load.devices, load.stored, load.workspace, load.limit[device]
+    order, split, reserve = rules.order, rules.split, rules.reserve
     if limit == np.inf or (reserve and stage != first):
         return True
     needed, extra = stored[stage, m], workspace[0, stage, m]

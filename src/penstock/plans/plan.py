@@ -61,7 +61,7 @@ class Stage:
         return self.recompute[index] if self.recompute else ()
 
     def recomputed(self, index: int = 0) -> frozenset[int]:
-        """The same ops as positions within the stage, as `costs` and `models.modules` take them."""
+        """The ops recomputed under pattern `index` as positions within the stage, as `costs` and `models.modules` take them."""
         return frozenset(op - self.first for first, last in self.pattern(index) for op in range(first, last))
 
     def tp_groups(self, tp: int = 0) -> Iterator[tuple[int, ...]]:
@@ -150,7 +150,7 @@ class Plan:
     seq_length: int = 0
     """Tokens of a sample the plan was made for (with `dynamic` the usual or the longest); 0 for images."""
     dec_length: int = 0
-    """The same on the decoder's side; 0 without a decoder."""
+    """Tokens of a sample on the decoder's side; 0 without a decoder."""
     precision: str = "bf16"
     optimizer: str = "adamw"
     costs: str = "roofline"

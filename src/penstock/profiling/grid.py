@@ -10,11 +10,11 @@ from itertools import pairwise
 from penstock.models.ops import Model
 from penstock.models.shapes import Layout
 
-__all__ = ["Lengths", "Limits", "attention_grid", "mixed_lengths", "refine", "sweep_lengths", "sweep_size"]
+__all__ = ["GridLimits", "Lengths", "attention_grid", "mixed_lengths", "refine", "sweep_lengths", "sweep_size"]
 
 
 @dataclass(frozen=True)
-class Limits:
+class GridLimits:
     """The range of sizes worth measuring on a device: token positions, and samples for images."""
 
     min_tokens: int
@@ -25,7 +25,7 @@ class Limits:
     """How often an interval of the coarse grid may be halved."""
 
     @classmethod
-    def for_device(cls, kind: str) -> Limits:
+    def for_device(cls, kind: str) -> GridLimits:
         """GPUs saturate at thousands of tokens, a CPU at hundreds."""
         return cls(256, 65536, 2, 128, 2) if kind == "cuda" else cls(64, 2048, 2, 8, 1)
 
@@ -78,7 +78,7 @@ def sweep_lengths(model: Model, size: int) -> Lengths:
     return Lengths(whole // length, length, length if model.dec_length else 0)
 
 
-def attention_grid(limits: Limits, longest: int, fine: bool = True) -> list[tuple[int, int]]:
+def attention_grid(limits: GridLimits, longest: int, fine: bool = True) -> list[tuple[int, int]]:
     """(token positions, length) pairs, lengths in steps of 2 (about √2 if `fine`), from short sequences to one that fills the batch."""
     sizes = [limits.min_tokens * 4**k for k in range(12) if limits.min_tokens * 4**k <= limits.max_tokens]
     lengths = sorted({64 * 2**k for k in range(9)} | ({96 * 2**k for k in range(8)} if fine else set()))

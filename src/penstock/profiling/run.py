@@ -17,7 +17,7 @@ from penstock.costs.profile import DeviceProfile, OptimizerPoint, Profile, Serie
 from penstock.costs.profiled import DeviceCosts
 from penstock.models.modules import TORCH_DTYPES, Batch, Chain, TensorParallel, build_chain, random_batch
 from penstock.models.ops import ITEM_BYTES, Model, PlacedOp, TensorSpec
-from penstock.profiling.grid import Lengths, Limits, attention_grid, mixed_lengths, refine, sweep_lengths, sweep_size
+from penstock.profiling.grid import GridLimits, Lengths, attention_grid, mixed_lengths, refine, sweep_lengths, sweep_size
 from penstock.profiling.local import device_facts
 from penstock.profiling.marks import times_for
 from penstock.profiling.measure import OpMeasure, measure_ops, shortened
@@ -78,7 +78,7 @@ class Profiler:
     path: Path
     device: torch.device
     name: str
-    limits: Limits
+    limits: GridLimits
     profile: Profile = field(default_factory=Profile)
 
     @classmethod
@@ -89,7 +89,7 @@ class Profiler:
         name, facts = device_facts(where)
         today = datetime.date.today().isoformat()
         profile.devices.setdefault(name, DeviceProfile({**facts, "torch": torch.__version__, "date": today}))
-        return cls(path, where, name, Limits.for_device(where.type), profile)
+        return cls(path, where, name, GridLimits.for_device(where.type), profile)
 
     @property
     def here(self) -> DeviceProfile:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.profiling.run import Profiler, Unit
-from penstock.runtime.workers import Pool, Worker
+from penstock.runtime.workers import Worker, WorkerPool
 
 __all__ = ["measure_together"]
 
@@ -25,7 +25,7 @@ def measure_together(
 ) -> None:
     """Measures units into the profile at `path`, in step with the other processes, whose results are not kept."""
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
-    with Pool(processes, threads=threads) as pool, tempfile.TemporaryDirectory() as folder:
+    with WorkerPool(processes, threads=threads) as pool, tempfile.TemporaryDirectory() as folder:
         pool.run(_measure, str(path), folder, units, time_budget_s, listen=lambda rank, name: progress(name), timeout_s=24 * 3600.0)
 
 

@@ -3,7 +3,6 @@
 samples and ops complete, each exactly once              headers, flow
 loss weights sum to one                                  headers
 no use before receive or after free, nothing forgotten   flow
-memory within limits                                     flow, given `Limits`
 sends and receives match in shape, dtype and order       exchange
 reductions and shared weights agree over ranks           exchange
 no deadlock, with eager and with rendezvous sends        deadlock
@@ -19,23 +18,21 @@ from penstock.errors import InputError
 from penstock.programs.content import content_problems
 from penstock.programs.deadlock import deadlock_problems
 from penstock.programs.exchange import exchange_problems
-from penstock.programs.flow import Limits, follow
+from penstock.programs.flow import follow
 from penstock.programs.headers import header_problems
 from penstock.programs.instructions import Program
-from penstock.programs.problems import Problem
+from penstock.programs.problems import Problem, picture
 
 if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
-__all__ = ["Limits", "Problem", "check_programs", "require_safe"]
+__all__ = ["Problem", "check_programs", "require_safe"]
 
 _SHOWN = 20
 
 
-def check_programs(
-    programs: Sequence[Program], plan: Plan | None = None, model: Model | None = None, limits: Limits | None = None
-) -> list[Problem]:
+def check_programs(programs: Sequence[Program], plan: Plan | None = None, model: Model | None = None) -> list[Problem]:
     """The problems of the programs of all ranks of one iteration, none if they are safe.
 
     Where programs contradict each other in what they say of themselves, only that is told: the rest could not be judged.
@@ -46,7 +43,7 @@ def check_programs(
     if problems:
         return problems
     for program in programs:
-        problems += follow(program, limits)
+        problems += follow(program)
     mixed = [index for index, stage in enumerate(plan.stages) if stage.runs] if plan is not None and model is not None else []
     problems += exchange_problems(programs, mixed)
     problems += deadlock_problems(programs)
@@ -55,11 +52,9 @@ def check_programs(
     return problems
 
 
-def require_safe(programs: Sequence[Program], plan: Plan | None = None, model: Model | None = None, limits: Limits | None = None) -> None:
+def require_safe(programs: Sequence[Program], plan: Plan | None = None, model: Model | None = None) -> None:
     """Refuses programs that are not safe: what is wrong, and where that stands in the schedule."""
-    from penstock.programs.picture import picture
-
-    problems = check_programs(programs, plan, model, limits)
+    problems = check_programs(programs, plan, model)
     if not problems:
         return
     lines = [f"  {problem}" for problem in problems[:_SHOWN]]

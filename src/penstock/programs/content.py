@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from penstock.plans.ranks import seats_of
 from penstock.programs import instructions as i
 from penstock.programs.exchange import Transfer, matched
-from penstock.programs.needs import needs_of
 from penstock.programs.problems import Problem
-from penstock.programs.routing import Carried, Interval, Layout, Side, carried, entry_side, exit_side, shard
+from penstock.programs.routing import Carried, Interval, Side, TensorLayout, carried, entry_side, exit_side, needs_of, shard
 from penstock.programs.sharing import reduce_groups, sync_tied
 from penstock.schedules.rules import SCHEDULES
 
@@ -54,13 +53,13 @@ class _Content:
         self.carries = [{tensor.name: tensor for tensor in carried(model, stage.first)} for stage in plan.stages]
         """What enters each stage."""
         self.needs = [needs_of(model, stage.first, stage.last) for stage in plan.stages]
-        self.layouts: dict[tuple[int, int, Side], Layout] = {}
+        self.layouts: dict[tuple[int, int, Side], TensorLayout] = {}
 
-    def layout(self, replica: int, m: int, side: Side) -> Layout:
+    def layout(self, replica: int, m: int, side: Side) -> TensorLayout:
         key = (replica, m, side)
         if key not in self.layouts:
             table = next(program for program in self.programs if program.replica == replica).micro_batches
-            self.layouts[key] = Layout(side, table[m])
+            self.layouts[key] = TensorLayout(side, table[m])
         return self.layouts[key]
 
     def problems(self) -> Iterator[Problem]:
@@ -219,7 +218,7 @@ def _shown(tensors: Sequence[i.Tensor]) -> str:
     return ", ".join(f"{tensor.name}:{tensor.dtype}{list(tensor.shape)}" for tensor in tensors) or "nothing"
 
 
-def _region(tensor: Carried, layout: Layout, index: int, part: i.Part) -> tuple[Interval, tuple[Interval, ...]]:
+def _region(tensor: Carried, layout: TensorLayout, index: int, part: i.Part) -> tuple[Interval, tuple[Interval, ...]]:
     """Rows and columns of the whole micro-batch's tensor that a part is."""
     share, place = divmod(index, layout.side.tp)
     first, last = layout.held(tensor, share, place)

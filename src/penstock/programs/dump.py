@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.files import write_json, write_text
+from penstock.models.micro_batch import MicroBatch
 from penstock.programs.files import write_programs
-from penstock.programs.instructions import Forward, MicroBatch, Program
-from penstock.programs.picture import passes
+from penstock.programs.instructions import Forward, Program
+from penstock.programs.problems import passes
 
 __all__ = ["VARIABLE", "dump_iteration"]
 

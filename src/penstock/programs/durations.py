@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from penstock.clusters import Cluster
     from penstock.costs.source import CostSource
+    from penstock.models.micro_batch import MicroBatch
     from penstock.models.ops import Model, Op
     from penstock.plans.plan import Plan, Stage
-    from penstock.programs.instructions import MicroBatch
 
 __all__ = ["StageWeights", "durations_of", "priced_weights", "stage_weights"]
 

@@ -1,4 +1,4 @@
-"""One rank's program followed step by step: what each buffer holds, what is done, what is under way, how much memory that takes.
+"""One rank's program followed step by step: what each buffer holds, what is done, what is under way.
 
 buffer      empty ─ Load ────────────────────────────► batch    ─ Forward ─ Free ─► empty
             empty ─ ReceiveStart … ReceiveWait ──────► received ─ Forward, Backward ─ Free ─► empty
@@ -10,31 +10,17 @@ stage and micro-batch     nothing ─ Forward ─► forward ─ Backward ─►
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.models.ops import ITEM_BYTES
 from penstock.programs import instructions as i
 from penstock.programs.problems import Problem
 
-__all__ = ["Limits", "follow"]
+__all__ = ["follow"]
 
 _Key = tuple[i.Transferred, int, int]
 """What, cut, micro-batch."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Memory that each rank may use, and what it holds besides the buffers."""
-
-    limit_bytes: Mapping[int, float]
-    """Of each rank; those that are missing have no limit."""
-    base_bytes: Mapping[int, float] = field(default_factory=dict)
-    """Weights and all else that is always there."""
-    kept_bytes: Callable[[int, int, int], float] = lambda rank, stage, micro_batch: 0.0
-    """(rank, stage, micro-batch) → bytes held from the forward to the end of the backward pass, the carry that entered included."""
 
 
 @dataclass(slots=True)
@@ -47,7 +33,6 @@ class _Buffer:
     """(stage, micro-batch) of a batch, else what, cut and micro-batch."""
     tensors: dict[str, tuple[str, tuple[int, ...]]]
     """dtype and shape of each."""
-    size_bytes: float = 0.0
     pending: set[int] = field(default_factory=set)
     """Peers of transfers that were begun and not waited for."""
     begun: set[int] = field(default_factory=set)
@@ -56,18 +41,14 @@ class _Buffer:
     """What was received, and from whom."""
 
 
-def follow(program: i.Program, limits: Limits | None = None) -> list[Problem]:
+def follow(program: i.Program) -> list[Problem]:
     """Everything that is wrong within one rank."""
-    return _Flow(program, limits).run()
-
-
-def _bytes(tensor: i.Tensor | i.Part) -> int:
-    return math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
+    return _Flow(program).run()
 
 
 class _Flow:
-    def __init__(self, program: i.Program, limits: Limits | None) -> None:
-        self.program, self.limits = program, limits
+    def __init__(self, program: i.Program) -> None:
+        self.program = program
         self.places = {place.stage: place for place in program.places}
         self.last_stage = program.num_stages - 1
         self.problems: list[Problem] = []
@@ -86,9 +67,6 @@ class _Flow:
         self.stepped = False
         self.updated: set[tuple[int, int]] = set()
         """Stage and micro-batch of each update by itself."""
-        self.used = 0.0 if limits is None else float(limits.base_bytes.get(program.rank, 0.0))
-        self.limit = math.inf if limits is None else float(limits.limit_bytes.get(program.rank, math.inf))
-        self.over = False
         count = len(program.micro_batches)
         self.owed = {
             (place.stage, m)
@@ -141,17 +119,6 @@ class _Flow:
         for stage, m in sorted(self.owed - self.updated) if self.updated else ():
             self.wrong(f"stage {stage} updates its weights after each micro-batch, but not after micro-batch {m}")
 
-    # Memory
-
-    def grow(self, size_bytes: float) -> None:
-        self.used += size_bytes
-        if self.used > self.limit and not self.over:
-            self.over = True
-            self.wrong(f"holds {self.used:.6g} bytes, its limit is {self.limit:.6g}")
-
-    def kept(self, stage: int, m: int) -> float:
-        return 0.0 if self.limits is None else self.limits.kept_bytes(self.program.rank, stage, m)
-
     # Buffers
 
     def known(self, stage: int, m: int) -> bool:
@@ -168,9 +135,7 @@ class _Flow:
         if number in self.buffers:
             old = self.buffers[number]
             self.wrong(f"buffer {number} still holds {old.kind} {old.key}")
-            self.used -= old.size_bytes
         self.buffers[number] = buffer
-        self.grow(buffer.size_bytes)
 
     def holds(self, number: int | None, kind: str, key: tuple[Any, ...]) -> _Buffer | None:
         """The buffer, if it holds what is needed."""
@@ -233,7 +198,6 @@ class _Flow:
                 self.entered[stage, m] = dict(buffer.tensors)
         self.left[stage, m] = {tensor.name: (tensor.dtype, tensor.shape) for tensor in step.tensors}
         self.produce(step.result, ("activation", stage, m), step.tensors, stage < self.last_stage)
-        self.grow(self.kept(stage, m))
 
     def produce(self, number: int | None, key: _Key, tensors: tuple[i.Tensor, ...], wanted: bool) -> None:
         if wanted != (number is not None) or wanted != bool(tensors):
@@ -242,7 +206,7 @@ class _Flow:
             made = {tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}
             if len(made) < len(tensors):
                 self.wrong("names a tensor twice")
-            self.fill(number, _Buffer("result", key, dict(made), sum(map(_bytes, tensors))))
+            self.fill(number, _Buffer("result", key, dict(made)))
 
     def backward(self, step: i.Backward | i.BackwardInput) -> None:
         stage, m = step.stage, step.micro_batch
@@ -264,8 +228,6 @@ class _Flow:
         made = {tensor.name: (tensor.dtype, tensor.shape) for tensor in step.tensors}
         if (stage, m) in self.entered:
             self.same(made, self.entered[stage, m], "gradient", "carry that entered")
-        if self.state[stage, m] == "done":
-            self.grow(-self.kept(stage, m))
 
     def same(self, some: Mapping[str, Any], all_: Mapping[str, Any], one: str, other: str) -> None:
         for name, found in some.items():
@@ -280,7 +242,6 @@ class _Flow:
             self.wrong(f"stage {step.stage} has no first half of a backward pass of micro-batch {step.micro_batch} to complete")
         self.state[key] = "done"
         self.after_reduction(*key, True)
-        self.grow(-self.kept(*key))
 
     def after_reduction(self, stage: int, m: int, completes: bool) -> None:
         """A pass after the reduction has begun must be the announced one."""
@@ -330,8 +291,6 @@ class _Flow:
         for part in step.parts:
             if part.name not in buffer.tensors:
                 buffer.tensors[part.name] = (part.dtype, part.shape)
-                buffer.size_bytes += _bytes(part)
-                self.grow(_bytes(part))
             elif buffer.tensors[part.name] != (part.dtype, part.shape):
                 self.wrong(f"receives {part.dtype} {part.shape} of '{part.name}', other parts are of {buffer.tensors[part.name]}")
         buffer.parts += [(step.peer, part) for part in step.parts]
@@ -367,7 +326,6 @@ class _Flow:
                 continue
             if buffer.pending:
                 self.wrong(f"frees buffer {number} while {buffer.key} with rank {sorted(buffer.pending)} is under way")
-            self.used -= buffer.size_bytes
 
     def reduce_start(self, step: i.ReduceStart) -> None:
         stage = step.stage

@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
 
-from penstock.programs.instructions import MicroBatch, Place, Program
+from penstock.models.micro_batch import MicroBatch
+from penstock.programs.instructions import Place, Program
 from penstock.programs.problems import Problem
 
 __all__ = ["header_problems"]

@@ -34,23 +34,18 @@ counted over the global batch: gradients are then summed over replicas and dp, n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 
-from penstock.models.shapes import Shape
+from penstock.models.micro_batch import Count, Degree, MicroBatch
 
 __all__ = [
     "INSTRUCTIONS", "Backward", "BackwardInput", "BackwardWeight", "Dtype", "Forward", "Free", "Instruction", "Load", "MicroBatch",
     "Need", "Part", "Place", "Program", "ReceiveStart", "ReceiveWait", "ReduceGroup", "ReduceStart", "ReduceWait", "SendStart",
-    "SendWait", "Step", "StepStage", "SyncTied", "Tensor", "TiedRows", "Transferred",
+    "SendWait", "Step", "StepStage", "SyncTied", "Tensor", "TiedRows", "Transferred", "stage_of",
 ]  # fmt: skip
 
-_MOST = 2**63 - 1
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
-Degree: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=_MOST)]
 Word: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_.\-]*\Z")]
 """A name without spaces: of a carry tensor or an op."""
 Dtype: TypeAlias = Literal["bf16", "fp16", "fp32", "int64"]
@@ -285,6 +280,18 @@ INSTRUCTIONS: tuple[type[Instruction], ...] = (
 """Every kind; an executor must have a handler for each."""
 
 
+def stage_of(step: Instruction) -> int:
+    """The stage that an instruction belongs to, of a transfer the one at this end; -1: none."""
+    stage: int = getattr(step, "stage", -1)
+    if stage >= 0:
+        return stage
+    cut: int = getattr(step, "cut", -1)
+    if cut < 0:
+        return -1
+    receives, upwards = isinstance(step, ReceiveStart | ReceiveWait), getattr(step, "what", "") == "activation"
+    return cut + (receives == upwards)
+
+
 class Place(msgspec.Struct, frozen=True, array_like=True):
     """A stage on this rank, and which part of it. Entry and exit degrees differ only where the stage's runs say so."""
 
@@ -308,55 +315,6 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     def exit_share(self) -> int:
         """Which of `exit_dp` parts of the samples leaves here."""
         return self.index // self.exit_tp
-
-
-class MicroBatch(msgspec.Struct, frozen=True, array_like=True):
-    """Samples run together, all of them: a rank's own are those of `share(dp, index)`."""
-
-    index: Count
-    """Its number within the replica, which instructions name."""
-    samples: tuple[Count, ...]
-    """Ids in the data set's global batch, in order."""
-    layout: Literal["padded", "packed"]
-    lengths: tuple[Count, ...] = ()
-    """True length of each sample; none for images."""
-    dec_lengths: tuple[Count, ...] = ()
-    row_length: Count = 0
-    """Padded length of each row; 0 when packed."""
-    dec_row_length: Count = 0
-    row_sizes: tuple[Count, ...] = ()
-    """How many samples share each padded row, attending across each other; none where each has a row of its own."""
-    counted: tuple[Count, ...] = ()
-    """Positions of each sample that count in the loss; none: all of its (decoder's) true length, or one for an image."""
-    bounds: dict[Degree, Annotated[tuple[Count, ...], msgspec.Meta(min_length=3)]] = {}
-    """For each dp above 1 that a stage has, where the samples are divided: dp + 1 positions from 0 to their number."""
-
-    def share(self, dp: int, index: int) -> tuple[int, int]:
-        """[first, last) positions in `samples` that rank `index` of `dp` has; may be empty, then the rank skips the micro-batch."""
-        if dp == 1:
-            return 0, len(self.samples)
-        bounds = self.bounds[dp]
-        return bounds[index], bounds[index + 1]
-
-    def shape(self, dp: int = 1, index: int = 0) -> Shape:
-        """The share's size as the cost formulas and the carry's specs see it."""
-        first, last = self.share(dp, index)
-        if not self.lengths:
-            return Shape.images(last - first)
-        if self.layout == "packed":
-            return Shape.packed(self.lengths[first:last], self.dec_lengths[first:last])
-        rows = last - first if not self.row_sizes else self._rows_before(last) - self._rows_before(first)
-        return Shape.padded(rows, self.row_length, self.dec_row_length)
-
-    def _rows_before(self, position: int) -> int:
-        """Rows that end before a sample's position."""
-        ends = accumulate(self.row_sizes)
-        return sum(end <= position for end in ends)
-
-    def loss_tokens(self, first: int = 0, last: int | None = None) -> int:
-        """Positions that count in the loss, of some of the samples or of all."""
-        counts: Sequence[int] = self.counted or self.dec_lengths or self.lengths
-        return sum(counts[first:last]) if counts else len(self.samples[first:last])
 
 
 class Program(msgspec.Struct, frozen=True, array_like=True):

@@ -1,6 +1,6 @@
 """From plan, micro-batches and schedules to the programs of all ranks.
 
-All ranks derive the order of their transfers from one timeline (`timeline.Timeline`), on which a transfer has one moment: when its
+All ranks derive the order of their transfers from one timeline (`timeline.LoweringTimeline`), on which a transfer has one moment: when its
 sender is done and its receiver has a buffer for it. At both ends it is begun between the actions around that moment, or earlier:
 
     sender      │ F0 │ F1 ├─ SendStart 1 ──│ F2 │─ SendWait 1, Free ─      waited for when its buffer is needed again
@@ -26,10 +26,9 @@ from penstock.models.ops import Model
 from penstock.plans.plan import Plan
 from penstock.programs import instructions as i
 from penstock.programs.durations import durations_of, stage_weights
-from penstock.programs.needs import needs_of
-from penstock.programs.routing import Cut, Layout, Message, Side, carried, cut_of, entry_side, exit_side
+from penstock.programs.routing import Cut, Message, Side, TensorLayout, carried, cut_of, entry_side, exit_side, needs_of
 from penstock.programs.sharing import reduce_groups, sync_tied
-from penstock.programs.timeline import Timeline
+from penstock.programs.timeline import LoweringTimeline
 from penstock.programs.work import ReplicaWork, dp_degrees
 from penstock.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action
 from penstock.schedules.rules import SCHEDULES
@@ -113,10 +112,10 @@ class _Replica:
         self.common, self.replica, self.work = common, replica, work
         plan = common.plan
         durations_s = work.durations_s if work.durations_s is not None else durations_of(common.weights, work.micro_batches)
-        self.timeline = Timeline(work.schedule, durations_s)
+        self.timeline = LoweringTimeline(work.schedule, durations_s)
         self.groups = [stage.devices[replica] for stage in plan.stages]
         self._check()
-        self._layouts: dict[tuple[Side, int], Layout] = {}
+        self._layouts: dict[tuple[Side, int], TensorLayout] = {}
         self.ranks: dict[int, _Rank] = {}
         for stage, ranks in enumerate(self.groups):
             for index, rank in enumerate(ranks):
@@ -206,11 +205,11 @@ class _Replica:
             for m in count
         ]  # fmt: skip
 
-    def layout(self, side: Side, m: int) -> Layout:
+    def layout(self, side: Side, m: int) -> TensorLayout:
         """A micro-batch as the ranks of a side divide it."""
         found = self._layouts.get((side, m))
         if found is None:
-            found = self._layouts[side, m] = Layout(side, self.work.micro_batches[m])
+            found = self._layouts[side, m] = TensorLayout(side, self.work.micro_batches[m])
         return found
 
     def tensors(self, stage: int, m: int, index: int, forward: bool) -> tuple[i.Tensor, ...]:

@@ -18,11 +18,25 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from penstock.errors import InputError
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.ops import Model, TensorSpec
 from penstock.plans.plan import Stage
-from penstock.programs.instructions import Dtype, MicroBatch, Part, Tensor
+from penstock.programs.instructions import Dtype, Need, Part, Tensor
 
-__all__ = ["Carried", "Cut", "Interval", "Layout", "Message", "Side", "carried", "cut_of", "entry_side", "exit_side", "shard"]
+__all__ = [
+    "Carried",
+    "Cut",
+    "Interval",
+    "Message",
+    "Side",
+    "TensorLayout",
+    "carried",
+    "cut_of",
+    "entry_side",
+    "exit_side",
+    "needs_of",
+    "shard",
+]
 
 Interval = tuple[int, int]
 _SEQUENCE = ("tokens", "dec_tokens")
@@ -126,7 +140,7 @@ class Cut:
         self.gradients = tuple(tensor for tensor in carry if tensor.differentiable)
         self._columns: dict[tuple[str, int, int, int, int], tuple[tuple[Interval, Interval], ...]] = {}
 
-    def messages(self, before: Layout, after: Layout, gradient: bool = False) -> tuple[Message, ...]:
+    def messages(self, before: TensorLayout, after: TensorLayout, gradient: bool = False) -> tuple[Message, ...]:
         """All messages of a micro-batch over this cut: its activations, or its gradients back."""
         source, target = (after, before) if gradient else (before, after)
         receivers = target.side
@@ -141,7 +155,7 @@ class Cut:
                         lists[1].append(got)
         return tuple(Message(*pair, tuple(sent), tuple(got)) for pair, (sent, got) in sorted(found.items()))
 
-    def _sources(self, tensor: Carried, share: int, source: Layout, target: Layout, gradient: bool) -> list[int]:
+    def _sources(self, tensor: Carried, share: int, source: TensorLayout, target: TensorLayout, gradient: bool) -> list[int]:
         """The sending shares that have something of a receiving one."""
         if tensor.feature:
             first, last = target.rows(tensor, share)
@@ -152,7 +166,7 @@ class Cut:
         return [sender for sender in source.live if _spread(sender, source.live, target.live) == share]
 
     def _parts(
-        self, tensor: Carried, source: Layout, target: Layout, shares: Sequence[int], share: int, place: int
+        self, tensor: Carried, source: TensorLayout, target: TensorLayout, shares: Sequence[int], share: int, place: int
     ) -> Iterator[tuple[tuple[int, int], Part, Part]]:
         """((sender, receiver), the part as the sender has it, as the receiver has it) of one tensor on one receiver."""
         senders, receivers = source.side, target.side
@@ -209,7 +223,7 @@ def _overlaps(widths: Sequence[int], tp: int, lane: int, other_tp: int, place: i
         its_at += its[1] - its[0]
 
 
-class Layout:
+class TensorLayout:
     """One micro-batch on one side: who has which rows."""
 
     def __init__(self, side: Side, micro: MicroBatch) -> None:
@@ -260,3 +274,14 @@ class Layout:
         """All tensors on one rank of the side."""
         share, place = divmod(index, self.side.tp)
         return tuple(Tensor(tensor.name, tensor.dtype, self.shape(tensor, share, place)) for tensor in carry)
+
+
+def needs_of(model: Model, first: int, last: int) -> tuple[Need, ...]:
+    """What ops [first, last) read of a micro-batch besides the carry: embeddings ids, the model's first op its inputs, the last labels."""
+    needs: dict[Need, None] = {"inputs": None} if first == 0 else {}
+    for place in model.ops[first:last]:
+        if place.op.kind == "embedding":
+            needs["dec_inputs" if place.op.config.get("side") == "decoder" else "inputs"] = None
+    if last == model.num_ops:
+        needs["labels"] = None
+    return tuple(needs)

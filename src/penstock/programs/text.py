@@ -26,7 +26,7 @@ from penstock.errors import InputError, near_misses
 from penstock.programs import instructions as i
 from penstock.programs.words import Unreadable, Words, to_numbers, to_range
 
-__all__ = ["TITLE", "format_instruction", "format_program", "parse_instruction", "parse_program"]
+__all__ = ["TITLE", "describe", "format_instruction", "format_program", "parse_instruction", "parse_program"]
 
 TITLE = "penstock-program"
 _VERSION = 1
@@ -380,3 +380,13 @@ def _read_line(
     else:
         micro_batches.append(_checked(_parse_micro_batch(words)))
     words.end()
+
+
+def describe(step: i.Instruction) -> str:
+    """`forward of stage 1, micro-batch 3`, for people who read errors."""
+    name = format_instruction(step).split(" ", 1)[0]
+    stage, micro_batch, peer = i.stage_of(step), getattr(step, "micro_batch", None), getattr(step, "peer", None)
+    where = [f"stage {stage}"] if stage >= 0 else []
+    where += [f"micro-batch {micro_batch}"] if micro_batch is not None else []
+    where += [f"with rank {peer}"] if peer is not None else []
+    return f"{name} of {', '.join(where)}" if where else name

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
-from penstock.errors import InputError
-from penstock.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Schedule
+import numpy as np
 
-__all__ = ["Timeline"]
+from penstock.errors import InputError
+from penstock.schedules.actions import BACKWARD, INPUT_GRAD, Action, Schedule
+from penstock.timing.simulator import simulate
+from penstock.timing.workload import Floats
+
+__all__ = ["LoweringTimeline"]
 
 _SHORTEST = 1e-6
-"""As a share of the longest, so that no action takes no time at all."""
-
-Pass = tuple[int, int, bool]
-"""(stage, micro-batch, backward): what other stages wait for; the backward pass ends with B or I."""
+"""As a share of the longest, so that no action takes no time at all: then no two actions of a device start at one moment."""
 
 
-class Timeline:
+class LoweringTimeline:
     """Starts and ends of the actions on each device, in the order of the schedule."""
 
     def __init__(self, schedule: Schedule, durations_s: Sequence[Sequence[Sequence[float]]]) -> None:
         """`durations_s` is [kind][stage][micro-batch]; its sizes are those of the pipeline."""
         self.schedule = schedule
-        self.starts: list[list[float]] = [[] for _ in schedule]
-        self.ends: list[list[float]] = [[] for _ in schedule]
         self.position: dict[Action, int] = {}
         """Where an action stands on its device."""
         self.device: dict[int, int] = {}
         """The device of each stage."""
         self.backward: dict[tuple[int, int], Action] = {}
         """B or I of each stage and micro-batch."""
-        sizes = len(durations_s[0]), len(durations_s[0][0])
-        self._place(*sizes)
-        self._run(sizes[0], durations_s)
+        times = np.array(durations_s, dtype=np.float64).reshape(len(durations_s), len(durations_s[0]), -1)
+        _, num_stages, num_micro_batches = times.shape
+        self._place(num_stages, num_micro_batches)
+        times = np.maximum(times, _SHORTEST * times.max(initial=0.0) or 1.0)
+        found = simulate(schedule, times, np.zeros((2, max(num_stages - 1, 0), num_micro_batches)))
+        self.starts, self.ends = self._by_device(found.start_s), self._by_device(found.end_s)
 
     def _place(self, num_stages: int, num_micro_batches: int) -> None:
         for device, actions in enumerate(self.schedule):
@@ -50,41 +51,10 @@ class Timeline:
                         raise InputError(f"schedule: {action} is a second backward pass of the same stage and micro-batch.")
                     self.backward[action.stage, action.micro_batch] = action
 
-    def _run(self, num_stages: int, durations_s: Sequence[Sequence[Sequence[float]]]) -> None:
-        """Runs each device as far as it can, then those that waited for what it did."""
-        least = _SHORTEST * max((float(value) for kind in durations_s for row in kind for value in row), default=1.0) or 1.0
-        done: dict[Pass, float] = {}
-        waiting: dict[Pass, int] = {}
-        ready = deque(range(len(self.schedule)))
-        while ready:
-            device = ready.popleft()
-            actions, starts, ends = self.schedule[device], self.starts[device], self.ends[device]
-            time = ends[-1] if ends else 0.0
-            for action in actions[len(ends) :]:
-                stage, kind, micro = action
-                missing: Pass | None = None
-                for need in _needs(action, num_stages):
-                    if need not in done:
-                        missing = need
-                        break
-                    time = max(time, done[need])
-                if missing is not None:
-                    waiting[missing] = device
-                    break
-                starts.append(time)
-                time += max(durations_s[kind][stage][micro], least)
-                ends.append(time)
-                if kind == WEIGHT_GRAD:
-                    continue
-                made = (stage, micro, kind != FORWARD)
-                done[made] = time
-                if made in waiting:
-                    ready.append(waiting.pop(made))
-        for device, actions in enumerate(self.schedule):
-            if len(self.ends[device]) < len(actions):
-                raise InputError(
-                    f"schedule: device {device} waits for ever before {actions[len(self.ends[device])]}; the orders contradict."
-                )
+    def _by_device(self, times_s: Floats) -> list[list[float]]:
+        """Of each device, in the order of its actions."""
+        values = times_s.tolist()
+        return [[values[action.kind][action.stage][action.micro_batch] for action in actions] for actions in self.schedule]
 
     def start(self, action: Action) -> float:
         """When an action starts."""
@@ -93,13 +63,3 @@ class Timeline:
     def end(self, action: Action) -> float:
         """When an action ends."""
         return self.ends[self.device[action.stage]][self.position[action]]
-
-
-def _needs(action: Action, num_stages: int) -> tuple[Pass, ...]:
-    stage, kind, micro = action
-    if kind == FORWARD:
-        return ((stage - 1, micro, False),) if stage else ()
-    if kind == WEIGHT_GRAD:
-        return ((stage, micro, True),)
-    own = (stage, micro, False)
-    return (own, (stage + 1, micro, True)) if stage + 1 < num_stages else (own,)

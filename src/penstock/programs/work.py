@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.programs.instructions import MicroBatch
+from msgspec.structs import replace
+
+from penstock.models.micro_batch import MicroBatch
 from penstock.schedules.actions import Schedule
 
 if TYPE_CHECKING:
@@ -46,20 +48,15 @@ def work_of(batch: BatchPlan, plan: Plan, counted: Mapping[int, int] | None = No
     degrees = dp_degrees(plan)
     return tuple(
         ReplicaWork(
-            tuple(
-                MicroBatch(
-                    index, micro.samples, micro.layout, micro.lengths, micro.dec_lengths, micro.row_length, micro.dec_row_length,
-                    micro.row_sizes, tuple(counted[sample] for sample in micro.samples) if counted is not None else (),
-                    {dp: _bounds(micro.shares(dp)) for dp in degrees},
-                )
-                for index, micro in enumerate(replica.micro_batches)
-            ),
+            tuple(_placed(micro, degrees, counted) for micro in replica.micro_batches),
             replica.schedule,
             tuple(micro.recompute for micro in replica.micro_batches),
         )
         for replica in batch.replicas
-    )  # fmt: skip
+    )
 
 
-def _bounds(shares: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    return (0, *(last for _, last in shares))
+def _placed(micro: MicroBatch, degrees: Sequence[int], counted: Mapping[int, int] | None) -> MicroBatch:
+    """A micro-batch as programs hold it: with shares and loss positions, and without recomputation, which its forward passes name."""
+    own = tuple(counted[sample] for sample in micro.samples) if counted is not None else ()
+    return replace(micro, counted=own, bounds={dp: micro.even_bounds(dp) for dp in degrees}, recompute=())

@@ -4,54 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import perf_counter_ns
-from typing import Protocol
 
 from penstock.errors import InputError, PenstockError
-from penstock.programs.instructions import INSTRUCTIONS, Instruction, Program, ReceiveStart, ReceiveWait
-from penstock.programs.text import format_instruction
+from penstock.programs.instructions import INSTRUCTIONS, Instruction, Program
+from penstock.programs.text import describe
+from penstock.runtime.telemetry.observing import Observer
 
-__all__ = ["ExecutionError", "Executor", "Handler", "Observer", "describe", "stage_of"]
+__all__ = ["ExecutionError", "Executor", "Handler"]
 
 Handler = Callable[[Instruction], None]
 
 
-class Observer(Protocol):
-    """Told of every instruction: telemetry, and the launcher's eye on where each rank is."""
-
-    def begin(self, program: Program) -> None:
-        """A program is about to run."""
-
-    def at(self, index: int) -> None:
-        """Instruction `index` of the program is about to run."""
-
-    def done(self, index: int, start_ns: int, end_ns: int) -> None:
-        """It has run."""
-
-
 class ExecutionError(PenstockError):
     """An instruction failed; the message names rank, stage, instruction and micro-batch."""
-
-
-def stage_of(step: Instruction) -> int:
-    """The stage that an instruction belongs to, of a transfer the one at this end; -1: none."""
-    stage: int = getattr(step, "stage", -1)
-    if stage >= 0:
-        return stage
-    cut: int = getattr(step, "cut", -1)
-    if cut < 0:
-        return -1
-    receives, upwards = isinstance(step, ReceiveStart | ReceiveWait), getattr(step, "what", "") == "activation"
-    return cut + (receives == upwards)
-
-
-def describe(step: Instruction) -> str:
-    """`forward of stage 1, micro-batch 3`, for people who read errors."""
-    name = format_instruction(step).split(" ", 1)[0]
-    stage, micro_batch, peer = stage_of(step), getattr(step, "micro_batch", None), getattr(step, "peer", None)
-    where = [f"stage {stage}"] if stage >= 0 else []
-    where += [f"micro-batch {micro_batch}"] if micro_batch is not None else []
-    where += [f"with rank {peer}"] if peer is not None else []
-    return f"{name} of {', '.join(where)}" if where else name
 
 
 class Executor:

@@ -7,37 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.costs.memory import OPTIMIZER_CHUNK
 from penstock.models.modules.fused import has_triton
+from penstock.runtime.settings import OptimizerSettings
 
-__all__ = ["MasterAdamW", "Optimizer", "OptimizerSettings", "make_adamw", "make_optimizer"]
+__all__ = ["MasterAdamW", "Optimizer", "make_adamw", "make_optimizer", "torch_optimizer"]
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """torch's own optimizer over fp32 weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerSettings:
-    """What the update rule needs besides gradients and the learning rate."""
-
-    kind: Literal["adamw", "sgd"] = "adamw"
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    momentum: float = 0.9
-    """Of SGD."""
-
-    def make(self, parameters: list[nn.Parameter], lr: float = 1e-4) -> torch.optim.Optimizer:
-        """torch's optimizer, fused where the device has it."""
-        fused = all(parameter.device.type in ("cuda", "cpu") for parameter in parameters)
-        if self.kind == "adamw":
-            return torch.optim.AdamW(parameters, lr=lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, fused=fused)
-        return torch.optim.SGD(parameters, lr=lr, momentum=self.momentum, weight_decay=self.weight_decay, fused=fused)
+def torch_optimizer(settings: OptimizerSettings, parameters: list[nn.Parameter], lr: float = 1e-4) -> torch.optim.Optimizer:
+    """torch's optimizer, fused where the device has it."""
+    fused = all(parameter.device.type in ("cuda", "cpu") for parameter in parameters)
+    if settings.kind == "adamw":
+        return torch.optim.AdamW(parameters, lr=lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=fused)
+    return torch.optim.SGD(parameters, lr=lr, momentum=settings.momentum, weight_decay=settings.weight_decay, fused=fused)
 
 
 @dataclass
@@ -168,7 +158,7 @@ def _step_by_copies(piece: _Piece, factor: torch.Tensor | None) -> None:
 
 
 def _adamw_at_once(piece: _Piece, factor: torch.Tensor | None) -> None:
-    """The same in one pass over gradients, state and weights."""
+    """AdamW with fp32 masters in one pass over gradients, state and weights (a Triton kernel)."""
     from penstock.models.modules import triton_kernels
 
     master, state, rule = piece.master.detach(), piece.optimizer.state[piece.master], piece.optimizer.param_groups[0]
@@ -194,7 +184,7 @@ class MasterAdamW(_Masters):
     """AdamW with fp32 masters and moments."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float, chunk: int = OPTIMIZER_CHUNK) -> None:
-        super().__init__(parameters, lambda own: OptimizerSettings(weight_decay=weight_decay).make(own, lr), chunk)
+        super().__init__(parameters, lambda own: torch_optimizer(OptimizerSettings(weight_decay=weight_decay), own, lr), chunk)
 
 
 class _Plain(Optimizer):
@@ -231,15 +221,15 @@ def make_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettin
     """The optimizer as the weights' dtype needs it: with fp32 masters for half precision, plain for fp32."""
     own = list(parameters)
     if not own or own[0].dtype == torch.float32:
-        return _Plain(own, lambda inner: settings.make(inner, lr))
-    return _Masters(own, lambda inner: settings.make(inner, lr))
+        return _Plain(own, lambda inner: torch_optimizer(settings, inner, lr))
+    return _Masters(own, lambda inner: torch_optimizer(settings, inner, lr))
 
 
 def make_adamw(parameters: Iterable[nn.Parameter], *, lr: float = 1e-4, weight_decay: float = 0.01) -> Optimizer:
     """AdamW as the weights' dtype needs it."""
     own = list(parameters)
     if own and own[0].dtype == torch.float32:
-        return _Plain(own, lambda inner: OptimizerSettings(weight_decay=weight_decay).make(inner, lr))
+        return _Plain(own, lambda inner: torch_optimizer(OptimizerSettings(weight_decay=weight_decay), inner, lr))
     return MasterAdamW(own, lr=lr, weight_decay=weight_decay)
 
 

@@ -1,4 +1,4 @@
-"""What plans beside training: planner processes, and the store through which ranks get their programs.
+"""Starts and watches the processes that plan batches ahead of training, and the store through which ranks get their programs.
 
 The launcher starts them for its own workers. Under torchrun rank 0 serves the store, the ranks agree on it through their process group, and
 the first rank of each node starts the planners of that node.
@@ -11,54 +11,23 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from ipaddress import ip_address
 from typing import Any
 
 from penstock.data.planners import BatchSource, PlannerPool
 from penstock.data.planning import ProgramPlanner
 from penstock.errors import InputError
+from penstock.runtime.request import PlanningSettings
 from penstock.stores import Job, StoreError, open_store
-from penstock.stores.addresses import ADDRESS_VARIABLE
 
-__all__ = ["Handover", "PlanningSettings", "planners_here", "planners_of_nodes"]
+__all__ = ["Handover", "planners_here", "planners_of_nodes"]
 
 Handover = tuple[str, Job | None]
 """The store's address, and the job in it; no job: every rank plans for itself."""
 
 _LOOPBACK, _EVERYWHERE = "127.0.0.1", "0.0.0.0"
 _ID_BYTES, _KEY_BYTES, _PORT_BYTES = 8, 32, 4
-
-
-@dataclass(frozen=True)
-class PlanningSettings:
-    """How a run is planned while it runs."""
-
-    planners: int = 1
-    """Planner processes on each node; 0: every rank plans for itself, in step with training."""
-    store: str = ""
-    """Address of the store between planners and ranks; empty: what the environment names, or one that this job serves."""
-    away_s: float = 60.0
-    """How long the store may be away before the run ends, with a checkpoint."""
-    wait_s: float = 1800.0
-    """How long a rank waits for a program that does not come, though the store answers, before the run ends, with a checkpoint."""
-    hang_s: float = 300.0
-    """A planner that is at one iteration, or shows no life, for longer is replaced."""
-    search_steps: int = 0
-    """Steps of search for each batch of dynamic micro-batches, after the plan found at once."""
-
-    def __post_init__(self) -> None:
-        if self.planners < 0:
-            raise InputError(f"{self.planners} planners were asked for; 1 or more were expected, or 0 to plan in step with training.")
-        if not self.wait_s > 0:
-            raise InputError(f"ranks may wait for {self.wait_s} s for a program; a number of seconds above 0 was expected.")
-        if not self.away_s >= 0:
-            raise InputError(f"the store may be away for {self.away_s} s; a number of seconds was expected.")
-
-    @property
-    def address(self) -> str:
-        """Of a store that others serve; empty if the job serves its own."""
-        return self.store or os.environ.get(ADDRESS_VARIABLE, "")
 
 
 @contextmanager

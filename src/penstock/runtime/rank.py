@@ -14,18 +14,21 @@ from penstock.models.ops import Model
 from penstock.plans.plan import Plan
 from penstock.plans.ranks import seats_of
 from penstock.programs import instructions as i
-from penstock.runtime.accuracy import count_correct
-from penstock.runtime.executor import Executor, Observer
+from penstock.runtime.executor import Executor
+from penstock.runtime.parallel.accuracy import count_correct
 from penstock.runtime.parallel.gradients import gradients_of
 from penstock.runtime.parallel.rounds import rounds_of
+from penstock.runtime.parallel.stage import StageModule
 from penstock.runtime.parallel.stashing import WeightStash
 from penstock.runtime.parallel.tied import sync_tied
-from penstock.runtime.parallel.world import World
+from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.source import Source, load_share
-from penstock.runtime.stage import StageModule
+from penstock.runtime.telemetry.observing import Observer
+from penstock.runtime.transport.process_groups import make_transport
 from penstock.runtime.transport.slices import Landing, outgoing, prepare
-from penstock.runtime.transport.transport import Pending, make_transport
-from penstock.runtime.update import StepResult, TrainingSettings, Update
+from penstock.runtime.transport.transport import Pending
+from penstock.runtime.transport.world import ProcessGroups, World
+from penstock.runtime.update import StepResult, Update
 from penstock.schedules.rules import SCHEDULES
 
 __all__ = ["Evaluated", "Rank"]
@@ -44,42 +47,55 @@ class Evaluated:
 
 
 class Rank:
-    """Trains what a plan gives to this process."""
+    """Trains what the plan in force gives to this process.
+
+    `adopt` puts a plan in force, the first as any later one, between two programs. Process groups are shared by all plans of the process;
+    stages, gradients, optimizer and transport belong to the plan.
+    """
 
     def __init__(
-        self, plan: Plan, model: Model, source: Source, world: World, settings: TrainingSettings | None = None,
-        observer: Observer | None = None,
+        self, model: Model, groups: ProcessGroups, settings: TrainingSettings | None = None, observer: Observer | None = None
     ) -> None:  # fmt: skip
-        self.plan, self.model, self.source, self.world = plan, model, source, world
+        self.model, self.groups = model, groups
         self.settings = settings or TrainingSettings()
-        if plan.micro_batching.policy == "dynamic":
-            torch.backends.cuda.enable_cudnn_sdp(False)  # its attention is planned anew for 50 ms at each new shape
-        self.transport = make_transport(world)
-        self.stages: dict[int, StageModule] = {}
-        for seat in seats_of(plan).get(world.rank, ()):
-            own = StageModule(model, plan.stages[seat.stage], seat.stage, seat.replica, world, self.transport, seed=self.settings.seed)
-            self.stages[seat.stage] = own
-        self.gradients = {number: gradients_of(stage, world) for number, stage in self.stages.items()}
-        self.update = Update(list(self.gradients.values()), world, self.settings, model.num_ops, plan.precision)
+        self.executor = self._executor(observer)
+        self.result: StepResult | None = None
+        """Of the last step."""
+        self._source: Source | None = None
+        self._loss = torch.zeros((), dtype=torch.float64, device=groups.device)
+        self._correct = torch.zeros(2, dtype=torch.float64, device=groups.device)
+        _wake_autograd(groups.device)
+
+    def adopt(self, plan: Plan) -> None:
+        """Runs `plan` from the next program on, with initial weights; every process of the job calls it, between the same two programs.
+
+        What belonged to the plan before is let go. `rank_state.adopt_with_state` carries weights and optimizer state over.
+        """
+        self.plan, self.world = plan, World(plan, self.groups)
+        # cuDNN plans attention anew for 50 ms at each new shape, of which dynamic micro-batches have no end.
+        torch.backends.cuda.enable_cudnn_sdp(plan.micro_batching.policy != "dynamic")
         self.asynchronous = SCHEDULES[plan.schedule].asynchronous
+        self.transport = make_transport(self.world)
+        self.stages: dict[int, StageModule] = {}
+        for seat in seats_of(plan).get(self.world.rank, ()):
+            own = StageModule(
+                self.model, plan.stages[seat.stage], seat.stage, seat.replica, self.world, self.transport, seed=self.settings.seed
+            )
+            self.stages[seat.stage] = own
+        self.gradients = {number: gradients_of(stage, self.world) for number, stage in self.stages.items()}
+        self.update = Update(list(self.gradients.values()), self.world, self.settings, self.model.num_ops, plan.precision)
         self.stashes = {
             number: WeightStash([held.parameter for held in stage.held if held.parameter.requires_grad])
             for number, stage in self.stages.items()
             if self.asynchronous
         }
-        self.executor = self._executor(observer)
-        self.transport.warm_up()
-        _wake_autograd(world.device)
-        self.result: StepResult | None = None
-        """Of the last step."""
         self._buffers: dict[int, Any] = {}
         self._sends: dict[_Transfer, Pending] = {}
         self._receives: dict[_Transfer, tuple[Pending, list[Landing]]] = {}
-        self._loss = torch.zeros((), dtype=torch.float64, device=world.device)
-        self._correct = torch.zeros(2, dtype=torch.float64, device=world.device)
         self._split: set[int] = set()
         self._joins: list[list[bool]] = []
         """Passes of other ranks, backward or not, to join after each of this rank's own that are left."""
+        self.transport.warm_up()
 
     def _executor(self, observer: Observer | None) -> Executor:
         handlers = {
@@ -94,23 +110,24 @@ class Rank:
             executor.register(kind, handler)
         return executor
 
-    def train(self, program: i.Program) -> StepResult:
-        """Runs one iteration."""
-        self._begin(program)
+    def train(self, program: i.Program, source: Source) -> StepResult:
+        """Runs one iteration on samples of `source`."""
+        self._begin(program, source)
         self.executor.run(program)
         self._end(program)
         assert self.result is not None
         return self.result
 
-    def evaluate(self, program: i.Program) -> Evaluated:
-        """Runs forward passes alone."""
-        self._begin(program)
+    def evaluate(self, program: i.Program, source: Source) -> Evaluated:
+        """Runs forward passes alone, on samples of `source`."""
+        self._begin(program, source)
         self.executor.run(program)
         self._end(program)
         loss, correct, counted = self.world.gather(torch.cat([self._loss[None], self._correct])).sum(0).tolist()
         return Evaluated(loss, correct / max(1.0, counted))
 
-    def _begin(self, program: i.Program) -> None:
+    def _begin(self, program: i.Program, source: Source) -> None:
+        self._source = source
         if program.rank != self.world.rank:
             raise ValueError(f"a program of rank {program.rank} was given to rank {self.world.rank}")
         self.transport.begin(program)
@@ -131,7 +148,7 @@ class Rank:
         self.transport.end()
 
     def _join(self) -> None:
-        """Takes part in what other ranks do until this one's next pass."""
+        """Enters the ZeRO collectives of passes for which this rank has no micro-batch, up to its own next pass."""
         for backward in self._joins.pop() if self._joins else ():
             for stage in self.stages.values():
                 if stage.weights is not None:
@@ -142,10 +159,11 @@ class Rank:
     def load(self, step: i.Load) -> None:
         """Brings a micro-batch."""
         program = self._program
+        assert self._source is not None
         micro, stage = program.micro_batches[step.micro_batch], self.stages[step.stage]
         self._buffers[step.buffer] = {
             dp: load_share(
-                self.source, program, micro, micro.share(dp, stage.share(dp)), step.needs, self.world.device, self.settings.seed,
+                self._source, program, micro, micro.share(dp, stage.share(dp)), step.needs, self.world.device, self.settings.seed,
                 alone=self.asynchronous,
             )
             for dp in stage.dp_degrees

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.data.loader import DynamicLoader
-from penstock.plans.references import model_of
-from penstock.runtime.parallel.world import World
-from penstock.runtime.telemetry.observing import Observers, StageTimes, slowest_stages
+from penstock.runtime.request import WARM_UP, StepTold, TrainRequest, TrainResult
+from penstock.runtime.run_inputs import run_inputs
+from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages
 from penstock.runtime.telemetry.predicting import ProgramTimes
 from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
 from penstock.runtime.telemetry.steps import LineLog, StepRecord
 from penstock.runtime.timed import LEAD_S, TimedRank, TimedSettings
-from penstock.runtime.trainer import WARM_UP, Progress, TrainRequest, TrainResult, planning_of
+from penstock.runtime.transport.world import World
 
 if TYPE_CHECKING:
     from penstock.runtime.planner_processes import Handover
@@ -28,9 +28,9 @@ __all__ = ["rehearse_rank"]
 def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> TrainResult:
     """A job for workers: all steps of a run, by the times that the plan's costs say."""
     plan, out, (address, job) = request.plan, Path(request.out), handover
-    batches, planner = planning_of(request, model_of(plan))
-    times, world = ProgramTimes(planner), World(plan)
-    stages = StageTimes(WARM_UP if request.steps > WARM_UP else 0)
+    batches, planner = run_inputs(request)
+    times, world = ProgramTimes(planner), World(plan, worker.groups)
+    stages = StageSpans(WARM_UP if request.steps > WARM_UP else 0)
     steps_s, tokens = [], []
     with ExitStack() as stack:
         loader = stack.enter_context(
@@ -53,7 +53,7 @@ def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> 
                 log.write(
                     StepRecord(program.iteration, None, steps_s[-1], tokens[-1], speed, bubble_share=idle, planning_wait_s=loader.wait_s)
                 )
-                worker.tell(Progress(program.iteration, None, speed))
+                worker.tell(StepTold(program.iteration, None, speed))
             loader.wait_s, start_s = 0.0, time.perf_counter()
         usual_s = statistics.median(steps_s[WARM_UP:] or steps_s)
         return TrainResult(0, len(steps_s), (), (), usual_s, statistics.fmean(tokens) / usual_s, slowest_stages(world, stages), None)

@@ -7,34 +7,35 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.data.loader import DynamicLoader
-from penstock.data.planning import PlanningError
-from penstock.data.samples import Samples
+from penstock.data.planning import PlanningError, ProgramPlanner
+from penstock.data.samples import LoadedProgram, Samples
 from penstock.errors import PenstockError
 from penstock.plans.references import cluster_of, model_of
 from penstock.programs.check import require_safe
 from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
-from penstock.runtime.allocator import reserve
 from penstock.runtime.checkpoints.first_weights import open_weights
-from penstock.runtime.checkpoints.rank_state import load_rank, load_weights, rank_pieces, rank_state
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointWriter
-from penstock.runtime.parallel.world import World
 from penstock.runtime.rank import Rank
+from penstock.runtime.rank_state import load_rank, load_weights, rank_pieces, rank_state
+from penstock.runtime.request import WARM_UP, EvalRecord, StepTold, TrainRequest, TrainResult
+from penstock.runtime.run_inputs import batch_source, run_inputs
 from penstock.runtime.telemetry.flops import PeakTimes
 from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
-from penstock.runtime.telemetry.observing import Observers, StageTimes, slowest_stages
+from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages
 from penstock.runtime.telemetry.profiled_steps import ProfiledSteps
 from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
 from penstock.runtime.telemetry.steps import LineLog, StepRecord
 from penstock.runtime.telemetry.tensorboard import tensorboard_sink
-from penstock.runtime.trainer import WARM_UP, EvalRecord, Progress, TrainRequest, TrainResult, planning_of
+from penstock.runtime.transport.allocator import reserve
+from penstock.runtime.transport.world import World
 from penstock.runtime.workers import Worker
 from penstock.schedules.actions import FORWARD
 from penstock.schedules.orders import gpipe
@@ -42,24 +43,11 @@ from penstock.stores import StoreError
 
 if TYPE_CHECKING:
     from penstock.runtime.planner_processes import Handover
-    from penstock.runtime.source import Sample
 
-__all__ = ["Run"]
+__all__ = ["Run", "train_rank"]
 
 _SYNC_STEPS = 100
 """Clocks of several machines drift apart; so often they are compared again."""
-
-
-class _Switching:
-    """The samples of whatever runs now: training's loader, or the held-out split."""
-
-    def __init__(self, source: Any) -> None:
-        self.now = source
-
-    def sample(self, iteration: int, sample: int, length: int, dec_length: int) -> Sample:
-        """Asks the one that is switched on."""
-        found: Sample = self.now.sample(iteration, sample, length, dec_length)
-        return found
 
 
 class Run:
@@ -67,45 +55,49 @@ class Run:
 
     def __init__(self, worker: Worker, request: TrainRequest, handover: Handover, token: str) -> None:
         self.worker, self.request = worker, request
-        self.world = World(request.plan, worker.device, staged=worker.shared_gpu)
         self.model = model_of(request.plan)
         self.first_step = Checkpoint(request.resume).step if request.resume else 0
-        batches, planner = planning_of(request, self.model)
+        out, own = Path(request.out), request.plan.ranks[worker.rank]
+        self.spans = SpanRecorder(out / f"rank-{own:05d}.spans", own)
+        self.times = StageSpans(self.first_step + WARM_UP if request.steps - self.first_step > WARM_UP else 0)
+        self.profiled = ProfiledSteps(request.profile_steps, out, own)
+        observer = Observers(worker.status, self.spans, self.times, *([self.profiled] if request.profile_steps else []))
+        self.rank = Rank(self.model, worker.groups, request.settings, observer)
+        self.rank.adopt(request.plan)
+        batches, planner = run_inputs(request)
         address, self._job = handover
         self.loader = DynamicLoader(
-            batches, planner, self.world.rank, address=address, job=self._job, planners=1 if self._job else 0, starts_planners=False,
+            batches, planner, own, address=address, job=self._job, planners=1 if self._job else 0, starts_planners=False,
             first_step=self.first_step, timeout=request.planning.wait_s,
         )  # fmt: skip
         self._lost: StoreError | None = None
         """Why this rank gets no more programs."""
         self._saved = self.first_step
         """Steps that the last checkpoint of this run has behind it."""
-        self.samples = _Switching(self.loader)
-        out, process = Path(request.out), self.world.process[self.world.rank]
-        self.spans = SpanRecorder(out / f"rank-{self.world.rank:05d}.spans", self.world.rank)
-        self.times = StageTimes(self.first_step + WARM_UP if request.steps - self.first_step > WARM_UP else 0)
-        self.profiled = ProfiledSteps(request.profile_steps, out, self.world.rank)
-        observer = Observers(worker.status, self.spans, self.times, *([self.profiled] if request.profile_steps else []))
-        self.rank = Rank(request.plan, self.model, self.samples, self.world, request.settings, observer)
         if request.reserve_memory and self.world.device.type == "cuda":
             reserve(self.world.device, request.reserve_memory, len(self.world.ranks) if worker.shared_gpu else 1)
-        self.is_first = process == 0
+        self.is_first = worker.rank == 0
         self.log: LineLog | None = None
         if self.is_first:
             sink = tensorboard_sink(out / "tensorboard")
             self.log = LineLog(out / "steps.jsonl", *([] if sink is None else [sink]), anew=not self.first_step)
         self._notes: list[str] = []
-        """What is still to be said."""
+        """Notes for the launcher that were not sent yet."""
         self._given_up: set[str] = set()
         self.gpu = self._gpu_log(out)
         self._peaks = self._peak_times()
-        self.checkpoints = CheckpointWriter(out / "checkpoints", rank=process, world_size=len(self.world.ranks), token=token)
+        self.checkpoints = CheckpointWriter(out / "checkpoints", rank=worker.rank, world_size=len(self.world.ranks), token=token)
         if request.resume:
             load_rank(Checkpoint(request.resume), self.rank)
         elif request.weights:
             load_weights(open_weights(request.weights, self.model), self.rank)
-        self._evaluations = list(self._evaluation_programs(planner)) if request.eval_every else []
+        self._held_out, self._evaluations = self._evaluation(planner) if request.eval_every else (None, ())
         self.evaluated: list[EvalRecord] = []
+
+    @property
+    def world(self) -> World:
+        """That of the plan in force."""
+        return self.rank.world
 
     def __enter__(self) -> Run:
         return self
@@ -123,10 +115,11 @@ class Run:
         losses, times, tokens, ended_by = [], [], [], 0
         self._compare_clocks(self.first_step)
         start = time.perf_counter()
-        for program in self._programs():
+        for loaded in self._loaded_programs():
+            program = loaded.program
             wait_s, position = self.loader.wait_s, self.spans.position
             with self.profiled.around(program.iteration):
-                result = self.rank.train(program)
+                result = self.rank.train(program, loaded)
             losses.append(result.loss.item())
             end = time.perf_counter()
             times.append(end - start)
@@ -140,7 +133,7 @@ class Run:
             )  # fmt: skip
             if self.log is not None:
                 self.log.write(record)
-            self._after(step, Progress(step, losses[-1], tokens[-1] / times[-1], record.gpu_utilisation))
+            self._after(step, StepTold(step, losses[-1], tokens[-1] / times[-1], record.gpu_utilisation))
             if step + 1 < self.request.steps:
                 ended_by = self._ends_early()
                 if ended_by:
@@ -163,15 +156,14 @@ class Run:
         self.world.barrier()
         self.spans.mark_sync(number)
 
-    def _programs(self) -> Iterator[Program]:
-        """Of the steps that are left. A rank that loses the store plans one more step itself: others may have their programs of it, and
-        learn after it that it is the last."""
+    def _loaded_programs(self) -> Iterator[LoadedProgram]:
+        """Those of the steps that are left. A rank that loses the store plans one more step itself: others may have their programs of
+        it, and learn after it that it is the last."""
         try:
-            for _, program in self.loader:
-                yield program
+            yield from self.loader
         except StoreError as error:
             self._lost = error
-            yield self.loader.next_planned_here()[1]
+            yield self.loader.next_planned_here()
         except PlanningError as error:  # which every rank was told
             raise self._ended(error) from None
 
@@ -199,7 +191,7 @@ class Run:
         self._saved = done
         self.checkpoints.save(done, rank_pieces(self.rank), {**rank_state(self.rank), "data": self.loader.state_dict()})
 
-    def _after(self, step: int, told: Progress) -> None:
+    def _after(self, step: int, told: StepTold) -> None:
         """Evaluation, checkpoint, a word to the launcher."""
         request, done = self.request, step + 1
         if request.eval_every and (done % request.eval_every == 0 or done == request.steps):
@@ -213,14 +205,14 @@ class Run:
             self._notes.clear()
 
     def _gone_silent(self) -> Iterator[str]:
-        """What is no longer recorded, told once."""
+        """A note for each kind of record that a full disk ended, once."""
         for what, error in (("steps", self.log and self.log.error), ("spans", self.spans.error)):
             if error is not None and what not in self._given_up:
                 self._given_up.add(what)
                 yield f"{what} are no longer recorded: {error}."
 
     def _gpu_log(self, out: Path) -> DeviceLog | None:
-        """What samples this rank's GPU, if it has one that no rank before it samples."""
+        """The thread that samples this rank's GPU (NVML), if it has one that no rank before it samples."""
         uuid = gpu_uuid(self.world.device)
         if uuid is None or (self.worker.shared_gpu and self.worker.rank >= torch.cuda.device_count()):
             return None
@@ -254,22 +246,21 @@ class Run:
 
     def _evaluate(self, done: int) -> EvalRecord:
         """The mean over the held-out batches."""
-        self.samples.now = self._held_out
-        found = [self.rank.evaluate(program) for program in self._evaluations]
-        self.samples.now = self.loader
+        found = [self.rank.evaluate(program, self._held_out) for program in self._evaluations]
         return EvalRecord(done, statistics.fmean(one.loss for one in found), statistics.fmean(one.accuracy for one in found))
 
-    def _evaluation_programs(self, planner: Any) -> Any:
-        """This rank's forward passes over some batches of the held-out split, planned like training's."""
-        source, _ = planning_of(self.request, self.model, "validation")
+    def _evaluation(self, planner: ProgramPlanner) -> tuple[Samples, list[Program]]:
+        """Samples of the held-out split, and this rank's forward passes over some batches of it, planned like training's."""
+        source = batch_source(self.request, "validation")
         data, batches = source.open()
-        self._held_out = Samples(data, planner.form, source.limits)
+        found = []
         for number in range(self.request.eval_batches):
             planned = planner.programs(data, batches[number])
             work = [_forwards(program) for _, program in sorted({program.replica: program for program in planned}.items())]
             programs = lower(self.request.plan, self.model, work, number, training=False)
             require_safe(programs, self.request.plan, self.model)
-            yield next(program for program in programs if program.rank == self.world.rank)
+            found.append(next(program for program in programs if program.rank == self.world.rank))
+        return Samples(data, planner.form, source.limits), found
 
 
 def _forwards(program: Program) -> ReplicaWork:
@@ -288,3 +279,9 @@ def _forwards(program: Program) -> ReplicaWork:
         for group in range(groups)
     )
     return ReplicaWork(program.micro_batches, merged)
+
+
+def train_rank(worker: Worker, request: TrainRequest, handover: Handover, token: str) -> TrainResult:
+    """One rank's whole run: a job for workers, and what a process under torchrun calls."""
+    with Run(worker, request, handover, token) as run:
+        return run.train()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.errors import InputError
 from penstock.files import read_json, write_json
+from penstock.plans.plan import Plan
 from penstock.plans.schema import read_plan, write_plan
-
-if TYPE_CHECKING:
-    from penstock.plans.plan import Plan
-    from penstock.runtime.trainer import TrainRequest
+from penstock.runtime.request import PlanningSettings, TrainRequest
+from penstock.runtime.settings import TrainingSettings
 
 __all__ = ["plan_of_run", "read_request", "write_run"]
 
@@ -24,7 +22,7 @@ _FORMAT, _VERSION = "penstock-run", 1
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the batches of a run depend on besides the plan."""
+    """Data, steps, seed and options: with the plan, they decide every batch of a run."""
 
     data: str
     steps: int
@@ -55,9 +53,7 @@ def plan_of_run(folder: str | Path) -> Plan:
 
 def read_request(folder: str | Path) -> TrainRequest:
     """A request for the same batches as the run had; how it was updated and where it ran is not in it."""
-    from penstock.runtime.planner_processes import PlanningSettings
-    from penstock.runtime.trainer import TrainRequest
-    from penstock.runtime.update import TrainingSettings
+    from penstock.runtime.request import TrainRequest
 
     path = Path(folder) / _FACTS
     given = read_json(path, "run")

@@ -1,38 +1,22 @@
-"""Where the samples of micro-batches come from, and how a rank's share of one becomes tensors."""
+"""Samples into tensors: a rank's share of a micro-batch, read from whoever has the samples."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.data.samples import Sample
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.modules.batch import Batch, Sequences
-from penstock.models.ops import Model
-from penstock.programs.instructions import MicroBatch, Program
+from penstock.programs.instructions import Program
 
-__all__ = ["RandomSource", "Sample", "Source", "load_share"]
+__all__ = ["Source", "load_share"]
 
 Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One sample, truncated as its micro-batch says."""
-
-    inputs: Array
-    """Token ids, or an image."""
-    labels: Array
-    """For each position of the side that the loss is on; one number for an image."""
-    dec_inputs: Array | None = None
-    counted: Array | None = None
-    """Which labels count in the loss; None: all."""
-    types: Array | None = None
-    """Token types (BERT)."""
-    next_sentence: int | None = None
 
 
 class Source(Protocol):
@@ -40,33 +24,6 @@ class Source(Protocol):
 
     def sample(self, iteration: int, sample: int, length: int, dec_length: int) -> Sample:
         """A sample of one iteration's global batch, of these lengths (0 for images, and for a decoder that is not there)."""
-
-
-@dataclass(frozen=True)
-class RandomSource:
-    """Random samples of any length, the same for the same (seed, iteration, id): for tests, benchmarks and trying a plan out."""
-
-    model: Model
-    seed: int = 0
-
-    def sample(self, iteration: int, sample: int, length: int, dec_length: int) -> Sample:
-        """Draws the sample."""
-        generator = np.random.default_rng((self.seed, iteration, sample))
-        config = self.model.config
-        if not length:
-            size = config["image_size"]
-            image = generator.standard_normal((3, size, size), dtype=np.float32)
-            return Sample(image, np.array(generator.integers(config["num_classes"])))
-        vocab = config["vocab"]
-        loss_length = dec_length or length
-        bert = self.model.family == "bert"
-        return Sample(
-            generator.integers(1, vocab, length),
-            generator.integers(0, vocab, loss_length),
-            generator.integers(1, vocab, dec_length) if dec_length else None,
-            types=generator.integers(0, 2, length) if bert else None,
-            next_sentence=int(generator.integers(2)) if bert else None,
-        )
 
 
 def load_share(

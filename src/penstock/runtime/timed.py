@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from penstock.plans.plan import Plan
 from penstock.programs.instructions import (
     Backward,
     BackwardInput,
@@ -40,15 +39,16 @@ from penstock.programs.instructions import (
     StepStage,
     SyncTied,
 )  # fmt: skip
-from penstock.runtime.executor import Executor, Observer
-from penstock.runtime.parallel.world import World
+from penstock.runtime.executor import Executor
+from penstock.runtime.telemetry.observing import Observer
+from penstock.runtime.transport.process_groups import make_transport
 from penstock.runtime.transport.slices import DTYPES
-from penstock.runtime.transport.transport import Pending, make_transport
-from penstock.runtime.workers import Worker
+from penstock.runtime.transport.transport import Pending
+from penstock.runtime.transport.world import World
 from penstock.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from penstock.timing.workload import Workload
 
-__all__ = ["LEAD_S", "MOST_PAYLOAD_BYTES", "TimedRank", "TimedSettings", "run_timed"]
+__all__ = ["LEAD_S", "MOST_PAYLOAD_BYTES", "TimedRank", "TimedSettings"]
 
 MOST_PAYLOAD_BYTES = 64 * 1024
 _STAMP_BYTES = 8
@@ -203,14 +203,3 @@ def _payload_bytes(parts: Sequence[Part]) -> int:
     for part in parts:
         total += DTYPES[part.dtype].itemsize * torch.Size(part.sent_shape).numel()
     return max(_STAMP_BYTES, min(total, MOST_PAYLOAD_BYTES))
-
-
-def run_timed(
-    worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], workloads: Sequence[Workload], settings: TimedSettings
-) -> list[float]:
-    """A job for workers: the measured seconds of each iteration, whose programs are given for all ranks, `workloads` for the replicas."""
-    world = World(plan)
-    if world.rank < 0:
-        return []
-    rank, place = TimedRank(world, settings, worker.status), world.process[world.rank]
-    return [rank.run(iteration[place], workloads[iteration[place].replica]) for iteration in programs]

@@ -5,119 +5,35 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-from penstock.data.dataset import DataSet, open_data
-from penstock.data.forms import SampleForm, form_of
-from penstock.data.planners import BatchSource
-from penstock.data.planning import ProgramPlanner
+from penstock.data.dataset import open_data
+from penstock.data.forms import form_of
 from penstock.errors import InputError
 from penstock.plans.capabilities import unsupported
+from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import require_valid
+from penstock.runtime.checkpoints.first_weights import check_weights
+from penstock.runtime.checkpoints.folder import find_checkpoint
+from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.interrupts import Interrupts
-from penstock.runtime.planner_processes import Handover, PlanningSettings, planners_here, planners_of_nodes
+from penstock.runtime.planner_processes import planners_here, planners_of_nodes
+from penstock.runtime.rehearsing import rehearse_rank
+from penstock.runtime.request import TIMED, WARM_UP, StepTold, TrainRequest, TrainResult
+from penstock.runtime.run import train_rank
 from penstock.runtime.run_folder import write_run
-from penstock.runtime.update import TrainingSettings
-from penstock.runtime.workers import Pool, Worker, joined
+from penstock.runtime.run_inputs import run_inputs
+from penstock.runtime.telemetry.predicting import PredictedSteps, predict_steps
+from penstock.runtime.workers import WorkerPool, joined
 from penstock.schedules.rules import SCHEDULES
 
-if TYPE_CHECKING:
-    from penstock.models.ops import Model
-    from penstock.plans.plan import Plan
-    from penstock.runtime.telemetry.observing import StageTime
-    from penstock.runtime.telemetry.predicting import Predicted
-
-__all__ = ["EvalRecord", "Progress", "TrainRequest", "TrainResult", "Trainer", "train_rank"]
+__all__ = ["Trainer"]
 
 PROCESSES_PER_CORE = 8
-TIMED = "timed"
-WARM_UP = 2
-"""Iterations that measured times leave out."""
 _EVAL_SPLIT = "validation"
-
-
-@dataclass(frozen=True)
-class TrainRequest:
-    """Everything that a run is told; the same on every rank."""
-
-    plan: Plan
-    data: str
-    """A folder that `penstock prepare-data` wrote."""
-    steps: int
-    out: str
-    settings: TrainingSettings = field(default_factory=TrainingSettings)
-    device: str = ""
-    """`cpu` or `cuda`; empty: what the plan's cluster has. `timed`: stand-ins for devices that are not here, which compute nothing."""
-    eval_every: int = 0
-    """Steps between evaluations on the held-out split; 0: never."""
-    eval_batches: int = 4
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0: only at the end."""
-    resume: str = ""
-    """A checkpoint, or a folder of them, to go on from."""
-    weights: str = ""
-    """What to begin with in place of random weights: `hf:FOLDER`, or a checkpoint, or a folder of them."""
-    prompt_loss: bool = False
-    """Whether the tokens of inputs count in a decoder's loss."""
-    profile_steps: tuple[int, ...] = ()
-    """Steps of which every rank writes a torch.profiler trace."""
-    share_gpus: bool = False
-    """Whether several ranks may run on one GPU (each with its part of it, under MPS)."""
-    reserve_memory: float = 0.0
-    """Share of each GPU's memory that is taken at the start, so that no step waits for more; 0: none."""
-    planning: PlanningSettings = field(default_factory=PlanningSettings)
-    slower: Mapping[int, float] = field(default_factory=dict)
-    """Ranks whose timed devices take so many times as long as the costs say."""
-
-
-@dataclass(frozen=True)
-class EvalRecord:
-    """One evaluation."""
-
-    step: int
-    loss: float
-    accuracy: float
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What rank 0 tells the launcher after each step."""
-
-    step: int
-    loss: float | None
-    """None on timed devices."""
-    tokens_per_s: float
-    gpu_utilisation: float | None = None
-    """Of rank 0's device, where it is known."""
-    evaluated: EvalRecord | None = None
-    notes: tuple[str, ...] = ()
-    """What to say once, such as what cannot be recorded."""
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """What a run achieved."""
-
-    first_step: int
-    num_steps: int
-    """Those before it in a checkpoint not counted."""
-    losses: tuple[float, ...]
-    """One for each step; none on timed devices."""
-    evaluated: tuple[EvalRecord, ...]
-    time_s: float
-    """Median of one iteration, the first ones left out."""
-    tokens_per_s: float
-    """Useful tokens of one iteration over its median time."""
-    stages: dict[int, StageTime]
-    """Measured, on the slowest rank of each."""
-    checkpoint: str | None
-    """The folder of checkpoints; None on timed devices, which have nothing to keep."""
-    ended_by: int = 0
-    """The signal that ended it before its last step; 0: none."""
 
 
 class Trainer:
@@ -132,7 +48,7 @@ class Trainer:
         self.first_step = _first_step(self.request)
         """How many steps a checkpoint has behind it."""
 
-    def join(self, progress: Callable[[Progress], None] | None = None) -> TrainResult:
+    def join(self, progress: Callable[[StepTold], None] | None = None) -> TrainResult:
         """Trains as one of the processes that torchrun started."""
         import torch
         import torch.distributed as dist
@@ -140,7 +56,7 @@ class Trainer:
         request = self.request
         with (
             joined(request.device) as worker,
-            planners_of_nodes(request.planning, *planning_of(request, self.model), self.first_step) as handover,
+            planners_of_nodes(request.planning, *run_inputs(request), self.first_step) as handover,
             Interrupts(quiet=worker.rank != 0) as interrupts,
         ):
             if worker.rank == 0:
@@ -150,30 +66,30 @@ class Trainer:
             worker = replace(worker, tell=lambda told: progress(told) if progress else None, asked_to_end=lambda: interrupts.number)
             return train_rank(worker, request, handover, f"{int(token):x}")
 
-    def train(self, progress: Callable[[Progress], None] | None = None) -> TrainResult:
+    def train(self, progress: Callable[[StepTold], None] | None = None) -> TrainResult:
         """Starts the plan's processes, trains, and ends them; `progress` hears of every step. Ctrl-C and SIGTERM end it after the step that
         runs, with a checkpoint."""
         request, rehearses = self.request, self.request.device == TIMED
         write_run(request)
         threads = max(1, len(os.sched_getaffinity(0)) // len(request.plan.ranks))
         with (
-            planners_here(request.planning, *planning_of(request, self.model), self.first_step) as handover,
-            Pool(len(request.plan.ranks), device="cpu" if rehearses else request.device, threads=threads, timeout_s=_OPERATION_S) as pool,
+            planners_here(request.planning, *run_inputs(request), self.first_step) as handover,
+            WorkerPool(
+                len(request.plan.ranks), device="cpu" if rehearses else request.device, threads=threads, timeout_s=_OPERATION_S
+            ) as pool,
             nullcontext() if rehearses else Interrupts(pool.board.ask_to_end),
         ):
-            job = (_rehearse_rank, request, handover) if rehearses else (train_rank, request, handover, secrets.token_hex(8))
+            job = (rehearse_rank, request, handover) if rehearses else (train_rank, request, handover, secrets.token_hex(8))
             found: list[TrainResult] = pool.run(
                 *job, timeout_s=_RUN_S, listen=lambda rank, told: progress(told) if progress else None
             )  # fmt: skip
         return found[0]
 
-    def predicted(self, result: TrainResult) -> Predicted:
+    def predicted(self, result: TrainResult) -> PredictedSteps:
         """What the plan's costs say of the steps of a run, those left out that warm up."""
-        from penstock.runtime.telemetry.predicting import predict_steps
-
         last = result.first_step + result.num_steps
         first = result.first_step + WARM_UP if result.num_steps > WARM_UP else result.first_step
-        return predict_steps(*planning_of(self.request, self.model), range(first, last))
+        return predict_steps(*run_inputs(self.request), range(first, last))
 
 
 _OPERATION_S = 1800.0
@@ -209,12 +125,8 @@ def _checked(request: TrainRequest) -> TrainRequest:
     if request.eval_every and _EVAL_SPLIT not in data.manifest.splits:
         raise InputError(f"evaluation was asked for, but data '{request.data}' has no split '{_EVAL_SPLIT}'. Prepare it with one.")
     if request.resume:
-        from penstock.runtime.checkpoints.folder import find_checkpoint
-
         request = replace(request, resume=str(find_checkpoint(request.resume)))
     if request.weights:
-        from penstock.runtime.checkpoints.first_weights import check_weights
-
         if request.resume:
             raise InputError(
                 f"a run that goes on from '{request.resume}' has its weights from there; --weights '{request.weights}' is for one that "
@@ -277,61 +189,4 @@ def _require_slower(request: TrainRequest) -> None:
 def _first_step(request: TrainRequest) -> int:
     if not request.resume:
         return 0
-    from penstock.runtime.checkpoints.reader import Checkpoint
-
     return Checkpoint(request.resume).step
-
-
-def _limits(plan: Plan, data: DataSet, form: SampleForm) -> tuple[int | None, ...]:
-    """Longest input and target, so that a sample fills no more positions than the plan was made for."""
-    longest = plan.seq_length
-    if form.kind == "images":
-        return ()
-    if form.kind == "encoder-decoder":
-        return longest, plan.dec_length
-    if form.kind == "masked":
-        return (longest,)
-    if not form.paired:
-        return (longest + 1,)
-    target = min(int(data.lengths[1].max()), max(1, longest // 2))
-    return longest + 1 - target, target
-
-
-def _source(request: TrainRequest, model: Model, split: str = "train") -> BatchSource:
-    data = open_data(request.data, split)
-    limits = _limits(request.plan, data, form_of(model, data, prompt_loss=request.prompt_loss))
-    training = split == "train"
-    return BatchSource(
-        request.data, split, samples_per_batch=request.plan.global_batch, limits=limits, seed=request.settings.seed, shuffle=training,
-        num_steps=request.steps if training else request.eval_batches,
-    )  # fmt: skip
-
-
-def _planner(request: TrainRequest, model: Model) -> ProgramPlanner:
-    data = open_data(request.data)
-    costs = None
-    if request.plan.micro_batching.policy == "dynamic":
-        from penstock.batching.planner import costs_for
-
-        costs = costs_for(request.plan, request.plan.seq_length, request.plan.dec_length)
-    form = form_of(model, data, prompt_loss=request.prompt_loss)
-    return ProgramPlanner(request.plan, model, costs, form, request.planning.search_steps, seed=request.settings.seed)
-
-
-def train_rank(worker: Worker, request: TrainRequest, handover: Handover, token: str) -> TrainResult:
-    """One rank's whole run: a job for workers, and what a process under torchrun calls."""
-    from penstock.runtime.run import Run
-
-    with Run(worker, request, handover, token) as run:
-        return run.train()
-
-
-def _rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> TrainResult:
-    from penstock.runtime.rehearsing import rehearse_rank
-
-    return rehearse_rank(worker, request, handover)
-
-
-def planning_of(request: TrainRequest, model: Model, split: str = "train") -> tuple[BatchSource, ProgramPlanner]:
-    """Which batches a run takes, and who plans them."""
-    return _source(request, model, split), _planner(request, model)

@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from penstock.errors import InputError
-from penstock.runtime.learning_rate import LearningRate
-from penstock.runtime.optimizer import OptimizerSettings, make_optimizer
+from penstock.runtime.optimizer import make_optimizer
 from penstock.runtime.parallel.gradients import Gradients
-from penstock.runtime.parallel.world import World
+from penstock.runtime.settings import TrainingSettings
+from penstock.runtime.transport.world import World
 
-__all__ = ["LossScale", "StepResult", "TrainingSettings", "Update"]
-
-
-@dataclass(frozen=True)
-class TrainingSettings:
-    """What a run decides besides the plan."""
-
-    rate: LearningRate = field(default_factory=LearningRate)
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-    clip_norm: float | None = 1.0
-    """Gradients are scaled down where their global norm is larger; None: never."""
-    seed: int = 0
-    """Of initial weights and dropout."""
-
-    def __post_init__(self) -> None:
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise InputError(f"clip_norm is {self.clip_norm}; a number above 0 was expected, or none.")
+__all__ = ["LossScale", "StepResult", "Update"]
 
 
 @dataclass

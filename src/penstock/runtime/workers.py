@@ -25,13 +25,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError, PenstockError
 from penstock.runtime.interrupts import SIGNALS, unheard
 from penstock.runtime.telemetry.status import Status, StatusBoard
 
-__all__ = ["Pool", "Worker", "WorkerError", "joined", "launch"]
+if TYPE_CHECKING:
+    from penstock.runtime.transport.world import ProcessGroups
+
+__all__ = ["Worker", "WorkerError", "WorkerPool", "joined", "launch"]
 
 _GRACE_S = 1.0
 """How long after the first failure others are listened to: the first to be heard may only have lost its peer."""
@@ -46,18 +49,22 @@ class WorkerError(PenstockError):
 
 @dataclass(frozen=True)
 class Worker:
-    """What a job's function is told of its process."""
+    """A worker process as the function of a job sees it: its number, device, process groups, and its line to the launcher."""
 
     rank: int
     size: int
-    device: str
+    groups: ProcessGroups
+    """The process groups that plans have asked this process for; they know its device."""
     status: Status
-    shared_gpu: bool = False
-    """Several workers use this one's GPU."""
     tell: Callable[[Any], None] = lambda word: None
     """Says something to the launcher while the job runs."""
     asked_to_end: Callable[[], int] = lambda: 0
     """The signal that asks for an end of the job when it next can; 0: none came."""
+
+    @property
+    def shared_gpu(self) -> bool:
+        """Whether several workers use this one's GPU."""
+        return self.groups.staged
 
 
 Job = Callable[..., Any]
@@ -65,12 +72,12 @@ Job = Callable[..., Any]
 Listen = Callable[[int, Any], None]
 
 
-class Pool:
+class WorkerPool:
     """Worker processes that run one job after the other.
 
     `environment(rank)` are variables that a worker sets before it touches its device, such as its share of a GPU.
 
-    >>> with Pool(2) as pool: pool.run(os_getpid)   # doctest: +SKIP
+    >>> with WorkerPool(2) as pool: pool.run(os_getpid)   # doctest: +SKIP
     [4711, 4712]
     """
 
@@ -138,7 +145,7 @@ class Pool:
     def run_each(
         self, function: Job, arguments: list[tuple[Any, ...]], *, timeout_s: float | None = None, listen: Listen | None = None
     ) -> list[Any]:
-        """The same with arguments of its own for each worker."""
+        """Calls `function(worker, *own)` in every worker, `own` being its entry of `arguments`."""
         if self._broken:
             raise WorkerError("the workers were ended by an earlier failure. Start new ones.")
         try:
@@ -236,7 +243,7 @@ class Pool:
             connection.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -245,7 +252,7 @@ class Pool:
 
 def launch(function: Job, size: int, *arguments: Any, **options: Any) -> list[Any]:
     """Runs one job in `size` new processes; the results in the order of ranks."""
-    with Pool(size, **options) as pool:
+    with WorkerPool(size, **options) as pool:
         return pool.run(function, *arguments)
 
 
@@ -255,7 +262,8 @@ def joined(device: str) -> Iterator[Worker]:
     import torch
     import torch.distributed as dist
 
-    from penstock.runtime.allocator import use_expandable_segments
+    from penstock.runtime.transport.allocator import use_expandable_segments
+    from penstock.runtime.transport.world import ProcessGroups
 
     if device == "cuda":
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -265,9 +273,10 @@ def joined(device: str) -> Iterator[Worker]:
         torch.cuda.set_device(device)
         use_expandable_segments()
     dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    groups = ProcessGroups(device)
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         board = StatusBoard(Path(folder) / "status", dist.get_world_size())
-        yield Worker(dist.get_rank(), dist.get_world_size(), device, Status(board.path, dist.get_rank()))
+        yield Worker(dist.get_rank(), dist.get_world_size(), groups, Status(board.path, dist.get_rank()))
         dist.barrier()
 
 
@@ -294,7 +303,7 @@ def _lost_peer(message: str) -> bool:
 
 @dataclass(frozen=True)
 class _Start:
-    """What a worker is started with."""
+    """The arguments of a worker process."""
 
     rank: int
     size: int
@@ -341,7 +350,8 @@ def _open(start: _Start, tell: Callable[[Any], None]) -> Worker:
     import torch
     import torch.distributed as dist
 
-    from penstock.runtime.allocator import use_expandable_segments
+    from penstock.runtime.transport.allocator import use_expandable_segments
+    from penstock.runtime.transport.world import ProcessGroups
 
     torch.set_num_threads(start.threads)
     limit = timedelta(seconds=start.timeout_s)
@@ -357,7 +367,7 @@ def _open(start: _Start, tell: Callable[[Any], None]) -> Worker:
     backend = "gloo" if device == "cpu" or shared else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=start.rank, world_size=start.size, timeout=limit)
     status = Status(Path(start.status_path), start.rank)
-    return Worker(start.rank, start.size, device, status, shared, tell, status.asked_to_end)
+    return Worker(start.rank, start.size, ProcessGroups(device, staged=shared), status, tell, status.asked_to_end)
 
 
 def _told(rank: int, error: BaseException) -> str:

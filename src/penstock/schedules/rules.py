@@ -26,7 +26,7 @@ class ScheduleRules:
     name: str
     """As plan files and commands have it."""
     about: str
-    """One line for `penstock list schedules` and the documentation."""
+    """One line for people, as `penstock check` shows it."""
     order: Callable[[int, int, int], Schedule]
     """(device groups, chunks of each, micro-batches) → the actions of each group."""
     in_flight: Callable[[int, int, int, int], tuple[int, ...]]

@@ -6,8 +6,8 @@
     4  each sharpens its bound where that would be the weakest of all        `prove`
 
 A good plan early makes everything after it quick, since whatever cannot beat it is left out; so the order of the list matters for time, and
-for nothing else. All that was found so far is in `SearchProgress`: what is there when the time budget ends, or at Ctrl-C, is the answer.
-Everything else is deterministic.
+for nothing else. All that was found so far is in `Progress`: what is there when the time budget ends, or at Ctrl-C, is the answer, and
+everything else is deterministic.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from penstock.search.improvers import other_schedules, rebalanced_shares, refine
 from penstock.search.interleaved.interleaved_plans import InterleavedPlans
 from penstock.search.op_degrees.per_op_degrees import PerOpDegrees
 from penstock.search.partition.partitions import Partitions
-from penstock.search.progress import ProofLine, Searcher, SearchProgress, Watch, unwatched
+from penstock.search.progress import Progress, ProofLine, Searcher, Watch, unwatched
 from penstock.search.refine import MAX_HOPS
 from penstock.search.replicas.unequal import UnequalReplicas
 from penstock.search.space.families import families
 from penstock.search.space.request import Request
-from penstock.search.uniform import UniformGrid
+from penstock.search.uniform import UniformPlans
 
 __all__ = ["Outcome", "search", "search_plans"]
 
@@ -82,8 +82,8 @@ def search(
     """
     if top < 1:
         raise InputError(f"top is {top}; 1 or more was expected.")
-    progress = SearchProgress(watch, time.monotonic() + time_budget_s, known_s)
-    grid, partitions, unequal = UniformGrid(request, top), Partitions(list(families(request))), UnequalReplicas(request)
+    progress = Progress(watch, time.monotonic() + time_budget_s, known_s)
+    grid, partitions, unequal = UniformPlans(request, top), Partitions(list(families(request))), UnequalReplicas(request)
     per_op, interleaved = PerOpDegrees(partitions.families), InterleavedPlans(partitions.families)
     searchers: list[Searcher] = [*([grid] if prove else []), partitions, unequal, per_op, interleaved]
     progress.bound_s = min(searcher.bound() for searcher in searchers)
@@ -104,7 +104,7 @@ def search(
     return _outcome(request, progress, min(searcher.bound() for searcher in searchers), top)
 
 
-def _outcome(request: Request, progress: SearchProgress, bound_s: float, top: int) -> Outcome:
+def _outcome(request: Request, progress: Progress, bound_s: float, top: int) -> Outcome:
     """The best plans that differ, each with the bound written into it, and the weakest lines of the proof first."""
     ranked = sorted(progress.choices, key=lambda choice: (choice.estimate.time_s, choice.estimate.peak_bytes))
     choices = list({_likeness(choice): choice for choice in reversed(ranked)}.values())[::-1][:top]

@@ -8,7 +8,7 @@ from itertools import product
 from penstock.plans.validity import check_plan
 from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES, unchunked
 from penstock.search.assemble import estimated
-from penstock.search.progress import SearchProgress
+from penstock.search.progress import Progress
 from penstock.search.refine import refined
 from penstock.search.replicas.shares import rebalanced
 from penstock.search.space.request import Request
@@ -23,7 +23,7 @@ _MAX_OPS = 2000
 """in chains up to this length."""
 
 
-def refined_by_simulator(request: Request, progress: SearchProgress, max_hops: int) -> None:
+def refined_by_simulator(request: Request, progress: Progress, max_hops: int) -> None:
     """The best 1F1B plans, changed around their bottleneck, by the simulator."""
     plain = [choice for choice in progress.fastest(len(progress.choices)) if choice.plan.schedule == DEFAULT_SCHEDULE]
     for choice in [c for c in plain if c.estimate.time_s <= _NEARLY * progress.best_s][:_REFINED]:
@@ -33,7 +33,7 @@ def refined_by_simulator(request: Request, progress: SearchProgress, max_hops: i
             progress.add(better if better is not choice else None)
 
 
-def other_schedules(request: Request, progress: SearchProgress) -> None:
+def other_schedules(request: Request, progress: Progress) -> None:
     """The best 1F1B plans under schedules that split backward passes, which neither recompute nor divide single ops."""
     split = [name for name in unchunked(request.schedules) if SCHEDULES[name].splits_backward]
     for choice, schedule in product(progress.fastest(3), split):
@@ -47,7 +47,7 @@ def other_schedules(request: Request, progress: SearchProgress) -> None:
                 progress.add(found if found.estimate.fits else None)
 
 
-def rebalanced_shares(request: Request, progress: SearchProgress) -> None:
+def rebalanced_shares(request: Request, progress: Progress) -> None:
     """The best plans with numbers of micro-batches that suit the speeds of their replicas."""
     for choice in progress.fastest(5):
         plan = rebalanced(request.estimator, choice.plan)

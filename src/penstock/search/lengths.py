@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from penstock.batching.plan import BatchPlan, Sample
+from penstock.batching.plan import BatchPlan, SampleLengths
 from penstock.errors import InfeasibleError, InputError
 from penstock.models.shapes import Layout
 from penstock.plans.plan import MicroBatching, Plan, Predicted
@@ -77,7 +77,7 @@ class LengthsChoice:
 
 
 def search_for_lengths(
-    request: Request, samples: Sequence[Sample], *, top: int = 5, time_budget_s: float = math.inf,
+    request: Request, samples: Sequence[SampleLengths], *, top: int = 5, time_budget_s: float = math.inf,
     watch: Watch = lambda text, best_s, bound_s: None, judging: Callable[[int, int], None] = lambda done, all_: None,
 ) -> list[LengthsChoice]:  # fmt: skip
     """The fastest plans for batches of `request.frame.global_batch` such samples, best first."""
@@ -100,7 +100,7 @@ def search_for_lengths(
     return judged[:top]
 
 
-def _drawn(samples: Sequence[Sample], count: int) -> Iterator[list[Sample]]:
+def _drawn(samples: Sequence[SampleLengths], count: int) -> Iterator[list[SampleLengths]]:
     """Batches of the samples in some order, again from the start where they do not suffice; the same every time."""
     order = list(samples)
     random.Random(0).shuffle(order)
@@ -109,7 +109,7 @@ def _drawn(samples: Sequence[Sample], count: int) -> Iterator[list[Sample]]:
         yield [replace(sample, id=place) for place, sample in enumerate(taken)]
 
 
-def _of_one_length(request: Request, samples: Sequence[Sample]) -> Request:
+def _of_one_length(request: Request, samples: Sequence[SampleLengths]) -> Request:
     """The same number of tokens in samples of one length, in a number that many devices can divide."""
     own, decoder = [sample.length for sample in samples], [sample.dec_length for sample in samples]
     length = _attended(own)
@@ -125,7 +125,7 @@ def _attended(lengths: Sequence[int]) -> int:
     return max(8, 8 * round(sum(length * length for length in lengths) / sum(lengths) / 8))
 
 
-def _pipelines(request: Request, plans: Sequence[Plan], samples: Sequence[Sample]) -> Iterator[Plan]:
+def _pipelines(request: Request, plans: Sequence[Plan], samples: Sequence[SampleLengths]) -> Iterator[Plan]:
     """The different ways to lay stages on devices, with dynamic micro-batches of the real lengths."""
     from penstock.batching.planned import with_recompute_choices
 
@@ -144,7 +144,7 @@ def _pipelines(request: Request, plans: Sequence[Plan], samples: Sequence[Sample
         )  # fmt: skip
 
 
-def _judged(plan: Plan, batches: Sequence[Sequence[Sample]], request: Request) -> LengthsChoice:
+def _judged(plan: Plan, batches: Sequence[Sequence[SampleLengths]], request: Request) -> LengthsChoice:
     """What batches of a pipeline take; a sample that fits nowhere is an error."""
     from penstock.batching.planned import planned_costs
     from penstock.batching.planner import plan_batch

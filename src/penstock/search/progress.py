@@ -12,7 +12,7 @@ from typing import Protocol
 from penstock.search.choice import Choice
 from penstock.search.space.families import Subspace
 
-__all__ = ["GOOD_GAP", "ProofLine", "SearchProgress", "Searcher", "Watch", "unwatched", "weakest"]
+__all__ = ["GOOD_GAP", "Progress", "ProofLine", "Searcher", "Watch", "unwatched", "weakest"]
 
 GOOD_GAP = 0.03
 """A bound this near to the best plan is not made sharper."""
@@ -44,7 +44,7 @@ class ProofLine:
 
 
 @dataclass
-class SearchProgress:
+class Progress:
     """The state of one search: plans and bounds so far, the deadline, who watches."""
 
     watch: Watch
@@ -112,10 +112,10 @@ class Searcher(Protocol):
         Infinite where nothing is known yet: parts that only make sense beside plans of others are bounded while they are searched.
         """
 
-    def best(self, progress: SearchProgress) -> None:
+    def best(self, progress: Progress) -> None:
         """Adds the best plans that are faster than `progress.best_s`."""
 
-    def prove(self, progress: SearchProgress) -> None:
+    def prove(self, progress: Progress) -> None:
         """Sharpens the bound where it is below `progress.enough_s`, and adds a line to the proof for each subspace that may hold plans
         faster than the best."""
 

@@ -23,7 +23,7 @@ from penstock.plans.plan import Plan
 from penstock.plans.validity import check_plan
 from penstock.search.assemble import assembled
 from penstock.search.choice import Choice
-from penstock.search.progress import SearchProgress
+from penstock.search.progress import Progress
 from penstock.search.space.families import powers
 from penstock.search.space.request import Request, frame_of, micro_batch_sizes, resolved
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.timing.estimate import StageEstimate
 
-__all__ = ["UniformGrid", "best_plans", "plans_of_grid", "uniform_choices", "uniform_plans"]
+__all__ = ["UniformPlans", "best_plans", "plans_of_grid", "uniform_choices", "uniform_plans"]
 
 
 _GRID_DEVICES, _GRID_OPS = 256, 2000
 """Clusters and chains up to these sizes are also tried with all uniform plans, to show them beside the best."""
 
 
-class UniformGrid:
+class UniformPlans:
     """The searcher of uniform plans. They are among the exact partitions, which bound them: this one finds good plans at once, says what is
     missing where nothing fits, and shows what a grid would have found."""
 
@@ -54,7 +54,7 @@ class UniformGrid:
         """Nothing of its own."""
         return math.inf
 
-    def best(self, progress: SearchProgress) -> None:
+    def best(self, progress: Progress) -> None:
         """Tries all of them on a cluster of moderate size."""
         if self._request.cluster.num_devices > _GRID_DEVICES or self._request.model.num_ops > _GRID_OPS:
             return
@@ -63,7 +63,7 @@ class UniformGrid:
         except InfeasibleError as error:
             self.reason = error
 
-    def prove(self, progress: SearchProgress) -> None:
+    def prove(self, progress: Progress) -> None:
         """Nothing is left to prove."""
 
 

@@ -12,6 +12,7 @@ class MemoryValues:
     """A dictionary that can be waited on; one object is shared by all threads."""
 
     where = "the memory of this process"
+    may_forget = False
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}

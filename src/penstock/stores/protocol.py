@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from penstock.errors import InputError, PenstockError
@@ -37,6 +37,8 @@ class Job:
     """The first iteration of this run; those before it count as done."""
     away_s: float = 60.0
     """How long the server may be away before those who wait for it give up."""
+    generation: int = 0
+    """How many plans were adopted since the job began. Programs of each lie apart, so that nobody reads one of a plan that is gone."""
 
     def __post_init__(self) -> None:
         if not _JOB_ID.fullmatch(self.id):
@@ -48,6 +50,10 @@ class Job:
                 raise InputError(f"{name} of job '{self.id}' is {value}; it must be at least {least}.")
         if not 0 <= self.away_s < float("inf"):
             raise InputError(f"the store of job '{self.id}' may be away for {self.away_s} s; a number of seconds was expected.")
+
+    def adopted(self, first: int, num_ranks: int) -> Job:
+        """The same job under its next plan, which begins at iteration `first`; all who agree on this job agree on that one."""
+        return replace(self, first=first, num_ranks=num_ranks, generation=self.generation + 1)
 
     @classmethod
     def new(cls, num_ranks: int, *, capacity: int = 4, first: int = 0) -> Job:
@@ -66,7 +72,10 @@ class Store(Protocol):
         """Stores one entry for every rank; blocks until fewer than `capacity` iterations are in store."""
 
     def fetch(self, iteration: int, rank: int) -> bytes:
-        """This rank's entry, as soon as it is published; who asks for it needs none before it any more."""
+        """This rank's entry, as soon as it is published; who asks for it needs none before it any more. Nothing, if it was called off."""
+
+    def call_off(self, iteration: int, rank: int) -> None:
+        """Ends a wait for an entry that nobody will publish, because the plan that it would be a program of is gone."""
 
     def acknowledge(self, iteration: int, rank: int) -> None:
         """Says that this rank needs no iteration up to this one any more; the last rank's word frees it."""
@@ -89,6 +98,8 @@ class KeyValues(Protocol):
 
     where: str
     """The server in words, for messages; never with a password."""
+    may_forget: bool
+    """Whether the server may lose values and go on. One that ends with the job cannot, so a wait need not look after it."""
 
     def put(self, values: Mapping[str, bytes]) -> None:
         """Sets all of these, replacing what was there."""
@@ -100,7 +111,7 @@ class KeyValues(Protocol):
         """Those of the keys that are not there; cheaper than reading what may be large."""
 
     def wait(self, key: str, timeout_s: float) -> bytes | None:
-        """Blocks until the key is there, for a few seconds at most; None if it did not come. The value stays."""
+        """Blocks until the key is there, a few seconds at most where the server may forget; None if it did not come. The value stays."""
 
     def delete(self, keys: Sequence[str]) -> None:
         """Removes keys, those that are not there included."""

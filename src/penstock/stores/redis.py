@@ -24,6 +24,8 @@ _EXPIRY_S = 3 * 24 * 3600
 class RedisValues:
     """One connection to a server (`redis://[user:password@]host:port/db`, `rediss://` for TLS)."""
 
+    may_forget = True
+
     def __init__(self, url: str) -> None:
         self._redis = _import_redis()
         self._url = url

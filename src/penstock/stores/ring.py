@@ -12,8 +12,9 @@ So nothing is true only because the server says it. Each fact has an owner that 
 not all ranks have acknowledged. `freed` is no fact but a knock at the planner's door; the marks tell the same. Facts only ever grow (a mark
 goes up, an entry is the same whenever it is published), so saying one again is harmless, and a reader may keep what it has once seen.
 
-Whoever waits, blocks for a short while at a time, and then, as after each lost connection, looks whether the server still has its facts and
-says again what is missing. Why every program arrives, once the server stays up: let i be the first iteration that some rank lacks.
+Whoever waits for a server that may forget, blocks for a short while at a time, and then, as after each lost connection, looks whether the
+server still has its facts and says again what is missing. Why every program arrives, once the server stays up: let i be the first
+iteration that some rank lacks.
 
 - If i was published, its planner still keeps it, for not all ranks have acknowledged it. It is bound to wait soon, for room or in `drain`,
   and then puts the entry again. Only the rank itself, or a planner that has read the rank's own mark of i, deletes it.
@@ -50,7 +51,7 @@ class Ring:
         self.job = job
         self._values = values
         self._wait_s = wait_s
-        self._prefix = f"penstock/{job.id}/"
+        self._prefix = f"penstock/{job.id}/" + (f"{job.generation}/" if job.generation else "")
         self._kept: dict[int, dict[int, bytes]] = {}
         """Sealed entries published here, by iteration and rank, that are not known to be acknowledged by all ranks."""
         self._done: dict[int, int] = {}
@@ -72,9 +73,14 @@ class Ring:
         self._persist(lambda: self._put_entries(iteration, sealed))
 
     def fetch(self, iteration: int, rank: int) -> bytes:
-        """This rank's entry, as soon as it is published; who asks for it needs none before it any more."""
+        """This rank's entry, as soon as it is published; who asks for it needs none before it any more. Nothing, if it was called off."""
         self._done.setdefault(rank, iteration - 1)
         return self._await(self._entry(iteration, rank), f"rank {rank} for its program of iteration {iteration}; is a planner at work?")
+
+    def call_off(self, iteration: int, rank: int) -> None:
+        """Ends a wait for an entry that nobody will publish."""
+        key = self._entry(iteration, rank)
+        self._persist(lambda: self._values.put({key: seal(self.job.key, key, b"")}))
 
     def acknowledge(self, iteration: int, rank: int) -> None:
         """Says that this rank needs no iteration up to this one any more; the last rank's word frees it."""
@@ -168,7 +174,8 @@ class Ring:
     def _await(self, key: str, why: str, is_known: Callable[[], bool] = lambda: False) -> bytes:
         """The value of a key once it is there, or an empty one once it is known what it would tell; meanwhile, what the server has
         forgotten is said again."""
-        deadline, slice_s = time.monotonic() + self._wait_s, _FIRST_SLICE_S
+        deadline = time.monotonic() + self._wait_s
+        slice_s, last_slice_s = (_FIRST_SLICE_S, _LAST_SLICE_S) if self._values.may_forget else (self._wait_s, self._wait_s)
         while not is_known():
             if (left_s := deadline - time.monotonic()) <= 0:
                 raise StoreError(f"nothing came for {self._wait_s:g} s in {self._values.where}: waited {why}")
@@ -176,7 +183,7 @@ class Ring:
             if value is not None:
                 return open_seal(self.job.key, key, value)
             self._persist(self._say_again)
-            slice_s = min(2 * slice_s, _LAST_SLICE_S)
+            slice_s = min(2 * slice_s, last_slice_s)
         return b""
 
     def _say_again(self) -> None:

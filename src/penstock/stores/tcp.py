@@ -40,6 +40,8 @@ def serve_tcp(host: str = "127.0.0.1", port: int = 0) -> Any:
 class TcpValues:
     """One connection to a TCPStore."""
 
+    may_forget = False
+
     def __init__(self, host: str, port: int) -> None:
         self.where = f"TCPStore at {host}:{port}"
         self._host, self._port = host, port

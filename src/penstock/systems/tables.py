@@ -1,41 +1,37 @@
-"""What the readers share: tables whose errors name the cell, and cost arrays that start out infinite."""
+"""Reading tables of other planners: CSV rows whose errors name the cell, checked JSON, and ops that only a table describes."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Annotated, TypeVar
 
-import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
 
-from penstock.costs.table import CostTable, Floats
 from penstock.errors import InputError, near_misses
 from penstock.files import describe_validation_error, read_json, read_text
-from penstock.models.ops import Model, Op, Split, TensorSpec
-from penstock.models.shapes import Form, Quantity, Shape
-
-if TYPE_CHECKING:
-    from penstock.clusters import Cluster
+from penstock.models.ops import Op, Split, TensorSpec
+from penstock.models.shapes import Form, Quantity
 
 __all__ = [
-    "Costs",
+    "Count",
     "Row",
-    "device_names",
-    "distinct_chain",
     "existing_folder",
     "imported_op",
     "read_checked",
     "read_rows",
-    "ring_time_s",
-    "same_node",
     "split_quantity",
+    "validated",
 ]
 
 Record = TypeVar("Record")
+Count = Annotated[int, Field(strict=True, ge=1, le=10_000_000)]
+"""A field of a plan file that counts something: no size of a model or a cluster is larger."""
 _NONE = Quantity()
 
 
@@ -110,18 +106,23 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
 
 
 def read_checked(path: Path, what: str, kind: type[Record], key: str = "") -> Record:
-    """The JSON value in `path`, or its entry `key`, as a value of one kind, checked field by field."""
-    from pydantic import TypeAdapter, ValidationError
-
+    """The JSON object in `path`, or its entry `key`, as a value of one kind, checked field by field."""
     value = read_json(path, what)
     if key:
         if not isinstance(value, dict) or key not in value:
             raise InputError(f"{what} '{path}': the entry '{key}' is missing.")
         value = value[key]
+    return validated(kind, value, f"{what} '{path}'")
+
+
+def validated(kind: type[Record], data: object, where: str) -> Record:
+    """`data` as a value of one kind, or an error that names the fields; `where` names their origin."""
+    if not isinstance(data, dict):
+        raise InputError(f"{where} holds {reprlib.repr(data)}; an object was expected.")
     try:
-        return TypeAdapter(kind).validate_python(value)
+        return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
-        raise InputError(describe_validation_error(error, f"{what} '{path}'")) from None
+        raise InputError(describe_validation_error(error, where)) from None
 
 
 def existing_folder(folder: str | Path, what: str) -> Path:
@@ -151,53 +152,3 @@ def imported_op(
         name, "imported", {"table": table, "op": row}, tuple(carry), parameters=parameters, workspace=workspace,
         backward_workspace=backward_workspace, splits=(Split(kept=kept),) * num_algos, tp_limit=tp_limit, tied_to=tied_to,
     )  # fmt: skip
-
-
-def distinct_chain(model: Model) -> tuple[tuple[str, ...], np.ndarray[Any, np.dtype[np.int32]]]:
-    """The rows of a model's distinct ops, and for each position of the chain which of them it is."""
-    index = {op.signature: number for number, op in enumerate(model.distinct_ops)}
-    return tuple(str(op.config["op"]) for op in model.distinct_ops), np.array([index[p.op.signature] for p in model.ops], dtype=np.int32)
-
-
-class Costs:
-    """The arrays of a cost table while it is filled: times infinite until given, everything else zero."""
-
-    def __init__(self, model: Model, shapes: Sequence[Shape], tps: Sequence[int], algos: Sequence[int], devices: Sequence[str]) -> None:
-        self.op_names, self.chain = distinct_chain(model)
-        self.shapes, self.tps, self.algos, self.devices = tuple(shapes), tuple(tps), tuple(algos), tuple(devices)
-        size = (len(self.op_names), len(self.shapes), len(self.tps), len(self.algos))
-        self.forward_s: Floats = np.full((*size, len(self.devices)), np.inf)
-        self.backward_s: Floats = np.full_like(self.forward_s, np.inf)
-        self.parameters: Floats = np.zeros((size[0], *size[2:]))
-        self.kept_bytes: Floats = np.zeros(size)
-        self.workspace_bytes: Floats = np.zeros(size)
-        self.backward_workspace_bytes: Floats = np.zeros(size)
-        self.input_bytes: Floats = np.zeros(size)
-        self.output_bytes: Floats = np.zeros(size)
-
-    def table(self) -> CostTable:
-        """The filled table; imported tables hold tensor-parallel collectives in the ops' own times."""
-        comm = np.zeros_like(self.forward_s)
-        return CostTable(forward_comm_s=comm, backward_comm_s=comm, **vars(self))
-
-
-def device_names(cluster: Cluster | None, usual: Sequence[str]) -> tuple[str, ...]:
-    """Names of the cluster's device kinds, or the `usual` ones without a cluster."""
-    return tuple(device.name for device, _ in cluster.kinds) if cluster is not None else tuple(usual)
-
-
-def same_node(cluster: Cluster, ranks: Sequence[int]) -> bool:
-    """Whether all ranks sit in one machine."""
-    return len({cluster.node_index(rank) for rank in ranks}) <= 1
-
-
-def ring_time_s(kind: str, size_bytes: float, num_ranks: int, bandwidth_bytes_per_s: float) -> float:
-    """A collective as a ring would run it, without latency: what planners assume where nothing was measured."""
-    if num_ranks <= 1:
-        return 0.0
-    rounds = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0 / num_ranks}
-    if kind == "broadcast":
-        return size_bytes / bandwidth_bytes_per_s
-    if kind not in rounds:
-        raise InputError(f"collective '{kind}' is not known. {near_misses(kind, [*rounds, 'broadcast'])}")
-    return rounds[kind] * (num_ranks - 1) / num_ranks * size_bytes / bandwidth_bytes_per_s

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,10 @@ from penstock.schedules.actions import Action, Schedule
 from penstock.timing.simulator import Timeline, as_arrays, check_shapes, deadlock_message
 from penstock.timing.workload import Floats, Integers, Workload
 
-__all__ = ["Execution", "Violation", "execute"]
+if TYPE_CHECKING:
+    from penstock.timing.clock import Happened, HeldBytes, Orders, Work
+
+__all__ = ["Execution", "Violation", "event_arrays", "execute"]
 
 
 class Violation(NamedTuple):
@@ -81,32 +84,37 @@ def execute(schedule: Schedule, workload: Workload) -> Execution:
 
     Transfers over one link take turns in the order in which they were asked for; they begin as soon as there is something to send.
     """
-    from penstock.timing.event_kernels import run_events
+    from penstock.timing.clock import run_events
 
-    actions, bounds = as_arrays(schedule)
-    check_shapes(actions, workload.durations_s, workload.transfers_s)
+    orders, work, happened, held = event_arrays(schedule, workload)
+    check_shapes(orders.actions, workload.durations_s, workload.transfers_s)
     _check_placement(schedule, workload)
-    shape, cuts, num = workload.durations_s.shape, workload.transfers_s.shape, workload.num_devices
-    start, end, sent, arrived, after_start, after_end = (
-        np.full(dims, np.inf) for dims in (shape, shape, cuts, cuts, shape[1], shape[1])
-    )  # fmt: skip
-    peak, violation = np.zeros(num), np.full(3, -1.0)
-    memory = np.empty((num + 2 * len(actions) + workload.transfers_s.size, 3))
-    stuck, records = run_events(
-        actions, bounds, np.array(workload.devices), workload.durations_s, workload.transfers_s, workload.links, workload.overlap,
-        workload.after_s, workload.stored_bytes, workload.waiting_bytes, workload.workspace_bytes, workload.message_bytes,
-        workload.limit_bytes, start, end, sent, arrived, after_start, after_end, workload.base_bytes.copy(), peak, memory, violation,
-    )  # fmt: skip
+    stuck, count = run_events(orders, work, happened, held)
     if stuck >= 0:
-        raise InputError(deadlock_message(schedule, Action(*map(int, actions[stuck])), np.isfinite(end)))
-    device = int(violation[0])
-    first = None if device < 0 else Violation(device, float(violation[1]), float(violation[2]), float(workload.limit_bytes[device]))
-
+        raise InputError(deadlock_message(schedule, Action(*map(int, orders.actions[stuck])), np.isfinite(happened.end)))
+    records, (device, time_s, memory_bytes) = held.records[:count], held.violation.tolist()
+    violation = None if device < 0 else Violation(int(device), time_s, memory_bytes, float(workload.limit_bytes[int(device)]))
     return Execution(
-        start, end, schedule, workload=workload, transfer_start_s=sent, transfer_end_s=arrived, after_start_s=after_start,
-        after_end_s=after_end, peak_bytes=peak, memory_device=memory[:records, 0].astype(np.int64),
-        memory_time_s=memory[:records, 1].copy(), memory_bytes=memory[:records, 2].copy(), violation=first,
+        happened.start, happened.end, schedule, workload=workload, transfer_start_s=happened.sent, transfer_end_s=happened.arrived,
+        after_start_s=happened.after_start, after_end_s=happened.after_end, peak_bytes=held.peak,
+        memory_device=records[:, 0].astype(np.int64), memory_time_s=records[:, 1].copy(), memory_bytes=records[:, 2].copy(),
+        violation=violation,
     )  # fmt: skip
+
+
+def event_arrays(schedule: Schedule, workload: Workload) -> tuple[Orders, Work, Happened, HeldBytes]:
+    """What the event clock takes: the schedule, the workload, and arrays for it to fill."""
+    from penstock.timing.clock import Happened, HeldBytes, Orders, Work
+
+    orders = Orders(*as_arrays(schedule))
+    shape, cuts, num = workload.durations_s.shape, workload.transfers_s.shape, workload.num_devices
+    work = Work(
+        workload.durations_s, workload.transfers_s, np.array(workload.devices), workload.links, workload.overlap, workload.after_s,
+        workload.stored_bytes, workload.waiting_bytes, workload.workspace_bytes, workload.message_bytes, workload.limit_bytes,
+    )  # fmt: skip
+    happened = Happened(*(np.full(dims, np.inf) for dims in (shape, shape, cuts, cuts, shape[1], shape[1])))
+    most = num + 2 * len(orders.actions) + workload.transfers_s.size  # changes of memory: at first, by actions, by messages
+    return orders, work, happened, HeldBytes(workload.base_bytes.copy(), np.zeros(num), np.empty((most, 3)), np.full(3, -1.0))
 
 
 def _check_placement(schedule: Schedule, workload: Workload) -> None:

@@ -53,7 +53,7 @@ def _most(actions: Iterable[Action], changes: dict[int, int]) -> int:
 
 def order_peak_bytes(schedule: Schedule, workload: Workload) -> Floats:
     """The most bytes each device holds, messages that wait apart: [devices]."""
-    from penstock.timing.order_kernels import peak_of_order
+    from penstock.timing.clock import peak_of_order
 
     actions, bounds = as_arrays(schedule)
     none = np.arange(workload.num_micro_batches)

@@ -50,13 +50,12 @@ def simulate(schedule: Schedule, durations_s: Floats, transfers_s: Floats) -> Ti
     `durations_s` [2 or 4, stages, micro-batches] are of F and B, or of F, B, I and W; `transfers_s` [2, stages - 1, micro-batches]
     of activations from stage s to s + 1, and of gradients back. Transfers overlap with everything; `execution` has the rest.
     """
-    from penstock.timing.order_kernels import run_orders
+    from penstock.timing.clock import Orders, run_orders
 
     actions, bounds = as_arrays(schedule)
     check_shapes(actions, durations_s, transfers_s)
-    start = np.full(durations_s.shape, np.inf)
-    end = np.full(durations_s.shape, np.inf)
-    stuck = run_orders(actions, bounds, durations_s, transfers_s, start, end)
+    start, end = np.full(durations_s.shape, np.inf), np.empty(durations_s.shape)
+    stuck, _ = run_orders(Orders(actions, bounds), durations_s, transfers_s, start, end)
     if stuck >= 0:
         raise InputError(deadlock_message(schedule, Action(*map(int, actions[stuck])), np.isfinite(end)))
     return Timeline(start, end, schedule)

@@ -14,18 +14,18 @@ from pathlib import Path
 
 import torch
 
-from penstock.runtime.checkpoints.layout import Piece
+from penstock.runtime.checkpoints.layout import TensorPiece
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointWriter
 
 SHAPE = (6, 8)
 
 
-def pieces(step: int, rank: int, world_size: int) -> list[Piece]:
+def pieces(step: int, rank: int, world_size: int) -> list[TensorPiece]:
     """Rows of a few tensors, every element telling the step."""
     rows = SHAPE[0] // world_size
     box = ((rank * rows, (rank + 1) * rows), (0, SHAPE[1]))
-    return [Piece(f"weights/op{i}.weight", SHAPE, box, torch.full((rows, SHAPE[1]), float(step + i))) for i in range(4)]
+    return [TensorPiece(f"weights/op{i}.weight", SHAPE, box, torch.full((rows, SHAPE[1]), float(step + i))) for i in range(4)]
 
 
 def write_for_ever(folder: Path, rank: int, world_size: int, token: str, first: int, told: int) -> None:

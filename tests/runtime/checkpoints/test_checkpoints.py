@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from chain_pieces import chain_layouts, chain_pieces
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import small_batch, small_model
@@ -22,7 +23,7 @@ from penstock.errors import InputError
 from penstock.models.modules import Chain, TensorParallel, build_chain
 from penstock.models.ops import Model
 from penstock.runtime.checkpoints.folder import LATEST, latest_checkpoint, whole_checkpoints
-from penstock.runtime.checkpoints.layout import Piece, chain_layouts, chain_pieces, stored_shapes
+from penstock.runtime.checkpoints.layout import TensorPiece, stored_shapes
 from penstock.runtime.checkpoints.manifest import MANIFEST
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointError, CheckpointWriter
@@ -32,7 +33,7 @@ KINDS = ("weights", "exp_avg", "exp_avg_sq")
 quick = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def save(folder: Path, ranks: Sequence[Iterable[Piece]], step: int = 1, state: Any = None, **more: Any) -> Checkpoint:
+def save(folder: Path, ranks: Sequence[Iterable[TensorPiece]], step: int = 1, state: Any = None, **more: Any) -> Checkpoint:
     """A checkpoint of what all ranks hold, each with a writer of its own."""
     writers = [CheckpointWriter(folder, rank=rank, world_size=len(ranks), token="one", **more) for rank in range(len(ranks))]
     for writer, pieces in zip(writers, ranks, strict=True):
@@ -54,16 +55,16 @@ def test_any_division_loads_under_any_other(data: st.DataObject, tmp_path_factor
     shape = (data.draw(st.integers(1, 7)), data.draw(st.integers(1, 7)))
     whole = torch.arange(shape[0] * shape[1], dtype=torch.float32).reshape(shape)
     boxes = [(r, c) for r in random_rows(data, shape[0]) for c in random_rows(data, shape[1])]
-    ranks: list[list[Piece]] = [[] for _ in range(data.draw(st.integers(1, 3)))]
+    ranks: list[list[TensorPiece]] = [[] for _ in range(data.draw(st.integers(1, 3)))]
     for box in boxes:
-        ranks[data.draw(st.integers(0, len(ranks) - 1))].append(Piece("weights/w", shape, box, _cut(whole, box)))
+        ranks[data.draw(st.integers(0, len(ranks) - 1))].append(TensorPiece("weights/w", shape, box, _cut(whole, box)))
     checkpoint = save(tmp_path_factory.mktemp("any"), ranks)
     assert torch.equal(checkpoint.read("weights/w"), whole)
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
     for rows in random_rows(data, shape[0]):
         for columns in random_rows(data, shape[1]):
             target = torch.full([rows[1] - rows[0], columns[1] - columns[0]], -1, dtype=dtype)
-            checkpoint.load([Piece("weights/w", shape, (rows, columns), target)])
+            checkpoint.load([TensorPiece("weights/w", shape, (rows, columns), target)])
             assert torch.equal(target, _cut(whole, (rows, columns)).to(dtype))
             assert torch.equal(checkpoint.read("weights/w", (rows, columns)), _cut(whole, (rows, columns)))
 
@@ -113,10 +114,10 @@ def test_models_move_between_plans(family: str, tmp_path: Path) -> None:
                 same(chains, whole, dtype)
 
 
-def adamw_pieces(chain: Chain, optimizer: MasterAdamW) -> list[Piece]:
+def adamw_pieces(chain: Chain, optimizer: MasterAdamW) -> list[TensorPiece]:
     """fp32 masters and moments, which lie in flat runs over many parameters."""
     layouts = {id(tensor): layout for layout, tensor in chain_layouts(chain)}
-    found: list[Piece] = []
+    found: list[TensorPiece] = []
     for run in optimizer._pieces:
         state = run.optimizer.state[run.master]
         for kind, flat in (("weights", run.master.detach()), ("exp_avg", state["exp_avg"]), ("exp_avg_sq", state["exp_avg_sq"])):
@@ -165,19 +166,19 @@ def test_the_optimizer_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_training_goes_on_while_it_is_written(tmp_path: Path) -> None:
     weight = torch.ones(1000, 1000)
     writer = CheckpointWriter(tmp_path)
-    writer.save(1, [Piece("weights/w", (1000, 1000), ((0, 1000), (0, 1000)), weight)], {})
+    writer.save(1, [TensorPiece("weights/w", (1000, 1000), ((0, 1000), (0, 1000)), weight)], {})
     weight.zero_()  # after save returns the tensor may change
     writer.wait()
     assert torch.equal(Checkpoint(tmp_path).read("weights/w"), torch.ones(1000, 1000))
     copies = [tensor.data_ptr() for tensor in writer._copies.values()]
-    writer.save(2, [Piece("weights/w", (1000, 1000), ((0, 1000), (0, 1000)), weight)], {})
+    writer.save(2, [TensorPiece("weights/w", (1000, 1000), ((0, 1000), (0, 1000)), weight)], {})
     writer.wait()
     assert [tensor.data_ptr() for tensor in writer._copies.values()] == copies  # the same memory again
     assert not Checkpoint(tmp_path).read("weights/w").any()
 
 
-def one(step: int, value: float = 0.0) -> list[Piece]:
-    return [Piece("weights/w", (3, 2), ((0, 3), (0, 2)), torch.full((3, 2), value or float(step)))]
+def one(step: int, value: float = 0.0) -> list[TensorPiece]:
+    return [TensorPiece("weights/w", (3, 2), ((0, 3), (0, 2)), torch.full((3, 2), value or float(step)))]
 
 
 def test_all_sorts_of_tensors(tmp_path: Path) -> None:
@@ -185,7 +186,7 @@ def test_all_sorts_of_tensors(tmp_path: Path) -> None:
         "scalar": torch.tensor(2.5), "empty": torch.zeros(0, 4), "half": torch.randn(3).half(), "whole": torch.arange(5),
         "flag": torch.tensor([True, False]), "deep": torch.randn(2, 3, 4, 5), "turned": torch.randn(4, 6).t(),
     }  # fmt: skip
-    pieces = [Piece(f"weights/{n}", tuple(t.shape), tuple((0, s) for s in t.shape), t) for n, t in tensors.items()]
+    pieces = [TensorPiece(f"weights/{n}", tuple(t.shape), tuple((0, s) for s in t.shape), t) for n, t in tensors.items()]
     checkpoint = save(tmp_path, [pieces], state={"seed": 2**62, "data": {"position": 17, "epoch": [1, 2]}, "scale": 2.0})
     for name, tensor in tensors.items():
         found = checkpoint.read(f"weights/{name}")
@@ -199,7 +200,7 @@ def test_only_the_bytes_asked_for_are_read(tmp_path: Path) -> None:
     """A page of a large tensor: the rest is a hole in the file, which a read of everything would have to bring in."""
     whole = torch.zeros(4096, 4096)
     whole[7, 9] = 5
-    checkpoint = save(tmp_path, [[Piece("weights/w", (4096, 4096), ((0, 4096), (0, 4096)), whole)]])
+    checkpoint = save(tmp_path, [[TensorPiece("weights/w", (4096, 4096), ((0, 4096), (0, 4096)), whole)]])
     del whole
     gc.collect()
     before = _resident_bytes()
@@ -249,20 +250,20 @@ def test_leftovers_of_a_killed_run_go(tmp_path: Path) -> None:
 def test_parts_of_a_killed_start_are_never_taken(tmp_path: Path) -> None:
     """Rank 1 of an earlier start wrote its part of step 5, rank 0 did not: the next start must not put its own beside it."""
     old = CheckpointWriter(tmp_path, rank=1, world_size=2, token="first")
-    old.save(5, [Piece("weights/w", (4,), ((2, 4),), torch.full((2,), 1.0))], {})
+    old.save(5, [TensorPiece("weights/w", (4,), ((2, 4),), torch.full((2,), 1.0))], {})
     old.wait()
     new = [CheckpointWriter(tmp_path, rank=rank, world_size=2, token="second", limit_s=30) for rank in (0, 1)]
-    new[0].save(5, [Piece("weights/w", (4,), ((0, 2),), torch.full((2,), 2.0))], {})
+    new[0].save(5, [TensorPiece("weights/w", (4,), ((0, 2),), torch.full((2,), 2.0))], {})
     time.sleep(0.1)
     assert new[0].busy and latest_checkpoint(tmp_path) is None
-    new[1].save(5, [Piece("weights/w", (4,), ((2, 4),), torch.full((2,), 2.0))], {})
+    new[1].save(5, [TensorPiece("weights/w", (4,), ((2, 4),), torch.full((2,), 2.0))], {})
     new[0].wait()
     assert torch.equal(Checkpoint(tmp_path).read("weights/w"), torch.full((4,), 2.0))
 
 
 def test_what_cannot_be_completed_is_told_and_loses_nothing(tmp_path: Path) -> None:
     save(tmp_path, [one(1)])
-    half = [Piece("weights/w", (3, 2), ((0, 2), (0, 2)), torch.zeros(2, 2))]
+    half = [TensorPiece("weights/w", (3, 2), ((0, 2), (0, 2)), torch.zeros(2, 2))]
     writer = CheckpointWriter(tmp_path)
     writer.save(2, half, {})
     with pytest.raises(CheckpointError, match=r"step 2 .* not whole: tensor 'weights/w' of shape \[3, 2\]: 2 of its 6 elements"):
@@ -315,7 +316,7 @@ def test_wrong_models_are_refused(tmp_path: Path) -> None:
 
 def test_damage_is_found(tmp_path: Path) -> None:
     whole = torch.randn(64, 64)
-    checkpoint = save(tmp_path, [[Piece("weights/w", (64, 64), ((0, 64), (0, 64)), whole)]])
+    checkpoint = save(tmp_path, [[TensorPiece("weights/w", (64, 64), ((0, 64), (0, 64)), whole)]])
     file = checkpoint.path / "rank-00000.safetensors"
     data = bytearray(file.read_bytes())
     data[-5] ^= 1
@@ -343,7 +344,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
 
 def test_a_manifest_that_exchanges_tensors(tmp_path: Path) -> None:
     """Its boxes are fine, but the file holds something else under the key."""
-    checkpoint = save(tmp_path, [[*one(1), Piece("weights/v", (4,), ((0, 4),), torch.zeros(4))]])
+    checkpoint = save(tmp_path, [[*one(1), TensorPiece("weights/v", (4,), ((0, 4),), torch.zeros(4))]])
     manifest = checkpoint.path / MANIFEST
     manifest.write_text(manifest.read_text().replace('"key":"weights/w"', '"key":"weights/v"'))
     with pytest.raises(InputError, match=r"has shape \[4\], not that of box"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from chain_pieces import chain_pieces
 
 from penstock.errors import InputError
 from penstock.models.catalog import resolve_model
@@ -15,7 +16,6 @@ from penstock.models.modules import TensorParallel, build_chain
 from penstock.models.modules.hf_weights import load_hf_weights, read_safetensors
 from penstock.models.ops import Model
 from penstock.runtime.checkpoints.huggingface import export_hf_checkpoint
-from penstock.runtime.checkpoints.layout import chain_pieces
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointWriter
 

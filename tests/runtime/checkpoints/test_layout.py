@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from chain_pieces import chain_layouts, chain_pieces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import small_model
@@ -17,7 +18,7 @@ from penstock.models.modules import Chain, TensorParallel, build_chain
 from penstock.models.ops import Model
 from penstock.models.resnet import ResNetConfig, resnet
 from penstock.models.vgg import VggConfig, vgg
-from penstock.runtime.checkpoints.layout import Layout, Piece, Run, chain_layouts, chain_pieces, own_share, stored_shapes
+from penstock.runtime.checkpoints.layout import CheckpointLayout, FlatRun, TensorPiece, own_share, stored_shapes
 from penstock.runtime.checkpoints.manifest import cover_problem
 
 MODELS = {
@@ -35,7 +36,7 @@ def algos_of(model: Model, algo: int) -> list[int]:
     return [min(algo, len(placed.op.splits) - 1) for placed in model.ops]
 
 
-def put(pieces: Iterable[Piece], into: dict[str, torch.Tensor]) -> None:
+def put(pieces: Iterable[TensorPiece], into: dict[str, torch.Tensor]) -> None:
     """Writes pieces into global tensors."""
     for piece in pieces:
         whole = into.setdefault(piece.name, torch.full(piece.shape, math.nan))
@@ -87,7 +88,7 @@ def test_a_flat_range_is_a_few_boxes_in_order(shape: list[int], data: st.DataObj
     numel = math.prod(shape)
     start = data.draw(st.integers(0, numel))
     stop = data.draw(st.integers(start, numel))
-    layout = Layout("op.weight", tuple(shape), tuple((Run(0, 0, size),) for size in shape))
+    layout = CheckpointLayout("op.weight", tuple(shape), tuple((FlatRun(0, 0, size),) for size in shape))
     numbers = torch.arange(numel).reshape(shape)
     found = list(layout.flat_pieces(numbers.reshape(-1)[start:stop], start))
     assert len(found) <= max(1, 2 * len(shape))
@@ -100,7 +101,7 @@ def test_fused_weights_are_cut_part_by_part() -> None:
     chain = build_chain(MODELS["llama"], 2, 3, tp=TensorParallel(1, 2))
     (weight, bias) = (layout for layout, _ in chain_layouts(chain))
     assert weight.name == "layers.0.qkv.weight" and weight.shape == (64, 32) and weight.local_shape == (32, 32)
-    assert weight.runs == ((Run(0, 16, 16), Run(16, 40, 8), Run(24, 56, 8)), (Run(0, 0, 32),))
+    assert weight.runs == ((FlatRun(0, 16, 16), FlatRun(16, 40, 8), FlatRun(24, 56, 8)), (FlatRun(0, 0, 32),))
     assert bias.runs == weight.runs[:1]
 
 
@@ -142,4 +143,4 @@ def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="elements 3000 to 6072"):
         list(layout.flat_pieces(weight.detach().reshape(-1), 3000))
     with pytest.raises(ValueError, match="cannot be box"):
-        Piece("w", (4,), ((0, 3),), torch.zeros(4))
+        TensorPiece("w", (4,), ((0, 3),), torch.zeros(4))

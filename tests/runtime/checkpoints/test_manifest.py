@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.errors import InputError
 from penstock.runtime.checkpoints.manifest import (
     Box,
-    Manifest,
+    CheckpointManifest,
     RankPart,
     StoredPiece,
     StoredTensor,
@@ -114,7 +114,7 @@ def damaged(*path: Any, value: Any) -> bytes:
 
 def test_a_good_one_is_read_back() -> None:
     found = decode_manifest(json.dumps(GOOD).encode(), "it")
-    assert isinstance(found, Manifest) and msgspec.to_builtins(found) == GOOD
+    assert isinstance(found, CheckpointManifest) and msgspec.to_builtins(found) == GOOD
 
 
 TENSOR = ("tensors", "weights/w")

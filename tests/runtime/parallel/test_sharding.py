@@ -10,16 +10,14 @@ import pytest
 import torch
 from runtime_cases import Case, Choice, largest_difference, make_case, reference
 from sharding_jobs import count_bytes
+from training_jobs import train_programs
 
 from penstock.plans.references import model_of
 from penstock.programs.check import check_programs
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
-from penstock.runtime.learning_rate import LearningRate
-from penstock.runtime.optimizer import OptimizerSettings
-from penstock.runtime.session import train_programs
-from penstock.runtime.update import TrainingSettings
-from penstock.runtime.workers import Pool
+from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
+from penstock.runtime.workers import WorkerPool
 from penstock.schedules.actions import FORWARD
 from penstock.schedules.orders import gpipe
 
@@ -32,12 +30,12 @@ PLAIN: Choice = {"family": "gpt", "pp": 1, "tp": 1, "dp": 2, "replicas": 1, "sch
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4, timeout_s=60) as workers:
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(4, timeout_s=60) as workers:
         yield workers
 
 
-def differences(pool: Pool, case: Case, settings: TrainingSettings) -> float:
+def differences(pool: WorkerPool, case: Case, settings: TrainingSettings) -> float:
     working = [outcome for outcome in pool.run(train_programs, case.plan, case.programs(), settings) if outcome.losses]
     losses, weights = reference(case, settings)
     assert len(working) == len(case.plan.ranks)
@@ -47,7 +45,7 @@ def differences(pool: Pool, case: Case, settings: TrainingSettings) -> float:
 
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("family", ["gpt", "llama", "bert", "t5", "vgg"])
-def test_two_ranks_equal_one_process(pool: Pool, family: str, zero: int) -> None:
+def test_two_ranks_equal_one_process(pool: WorkerPool, family: str, zero: int) -> None:
     layout = "padded" if family in ("t5", "vgg") else "packed"
     assert differences(pool, make_case(PLAIN | {"family": family, "layout": layout, "zero": zero}, 3, 4), ADAMW) <= TOLERANCE
 
@@ -63,7 +61,7 @@ def test_two_ranks_equal_one_process(pool: Pool, family: str, zero: int) -> None
     ],
     ids=["replicas of unequal work", "sequence parallel", "degrees of each op", "batch statistics"],
 )
-def test_other_splits(pool: Pool, zero: int, more: dict[str, Any]) -> None:
+def test_other_splits(pool: WorkerPool, zero: int, more: dict[str, Any]) -> None:
     settings = ADAMW if more.get("family") != "resnet" else TrainingSettings(LearningRate(0.05), OptimizerSettings("sgd"))
     case = make_case(PLAIN | {"zero": zero} | more, 5)
     if more.get("replicas") == 2:
@@ -71,7 +69,7 @@ def test_other_splits(pool: Pool, zero: int, more: dict[str, Any]) -> None:
     assert differences(pool, case, settings) <= TOLERANCE
 
 
-def test_both_levels_give_the_same_bits(pool: Pool) -> None:
+def test_both_levels_give_the_same_bits(pool: WorkerPool) -> None:
     cases = [make_case(PLAIN | {"zero": zero}, 3) for zero in (2, 3)]
     two, three = (pool.run(train_programs, case.plan, case.programs(), ADAMW) for case in cases)
     assert two[0].losses == three[0].losses and two[0].norms == three[0].norms
@@ -80,7 +78,7 @@ def test_both_levels_give_the_same_bits(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_learns_like_without(pool: Pool, precision: str) -> None:
+def test_half_precision_learns_like_without(pool: WorkerPool, precision: str) -> None:
     cases = []
     for zero in (0, 2, 3):
         made = make_case(PLAIN | {"zero": zero}, 9, 8)
@@ -93,7 +91,7 @@ def test_half_precision_learns_like_without(pool: Pool, precision: str) -> None:
     assert plain.losses[-1] < plain.losses[0]
 
 
-def test_memory_falls_level_by_level(pool: Pool) -> None:
+def test_memory_falls_level_by_level(pool: WorkerPool) -> None:
     """Without: weights, gradients and two moments, 4 units of fp32. Two ranks halve the moments (1), gradients (2) and weights (3)."""
     found, weights = {}, 0
     for zero in (0, 1, 2, 3):
@@ -106,7 +104,7 @@ def test_memory_falls_level_by_level(pool: Pool) -> None:
     assert found[3][1] < 2.9 * weights < found[1][1]
 
 
-def test_evaluation_with_unequal_work(pool: Pool) -> None:
+def test_evaluation_with_unequal_work(pool: WorkerPool) -> None:
     found = []
     for zero in (0, 3):
         case = make_case(PLAIN | {"zero": zero, "replicas": 2}, 5, iterations=1)

@@ -12,6 +12,7 @@ import torch
 from oracles.pipedream import emulate
 from runtime_cases import Case, Choice, largest_difference, make_case, with_count
 from torch import nn
+from training_jobs import train_programs
 
 from penstock.costs.sources import open_costs
 from penstock.errors import InputError
@@ -22,13 +23,11 @@ from penstock.plans.validity import check_plan
 from penstock.programs import instructions as i
 from penstock.programs.check import check_programs
 from penstock.programs.lower import lower
-from penstock.runtime.learning_rate import LearningRate
-from penstock.runtime.optimizer import OptimizerSettings
 from penstock.runtime.parallel.stashing import WeightStash
-from penstock.runtime.session import train_programs
-from penstock.runtime.trainer import Trainer, TrainRequest
-from penstock.runtime.update import TrainingSettings
-from penstock.runtime.workers import Pool
+from penstock.runtime.request import TrainRequest
+from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
+from penstock.runtime.trainer import Trainer
+from penstock.runtime.workers import WorkerPool
 from penstock.schedules.rules import SCHEDULES, schedule_of
 from penstock.timing.estimate import Estimate, Estimator
 
@@ -41,8 +40,8 @@ PLAIN: Choice = {"family": "llama", "pp": 3, "tp": 1, "dp": 1, "replicas": 1, "s
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(5, timeout_s=60) as workers:
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(5, timeout_s=60) as workers:
         yield workers
 
 
@@ -67,7 +66,7 @@ def asynchronous(choice: Choice, seed: int, iterations: int = 2, count: int = 20
     ],
     ids=["two stages", "three, AdamW", "four, recomputed", "tp", "dp", "degrees of each stage", "convolutions", "one stage"],
 )
-def test_equals_an_emulation_of_the_delays(pool: Pool, more: dict[str, Any], settings: TrainingSettings) -> None:
+def test_equals_an_emulation_of_the_delays(pool: WorkerPool, more: dict[str, Any], settings: TrainingSettings) -> None:
     case = asynchronous(PLAIN | more, 3)
     assert check_plan(replace(case.plan, micro_batching=replace(case.plan.micro_batching, policy="dynamic")), case.model) == []
     programs = case.programs()
@@ -78,7 +77,7 @@ def test_equals_an_emulation_of_the_delays(pool: Pool, more: dict[str, Any], set
     assert largest_difference(case, working, weights)[0] <= 1e-5
 
 
-def test_the_delay_is_seen(pool: Pool) -> None:
+def test_the_delay_is_seen(pool: WorkerPool) -> None:
     """An emulation with other delays, or none, is far away."""
     case = asynchronous(PLAIN, 3)
     outcomes = [outcome for outcome in pool.run(train_programs, case.plan, case.programs(), SGD) if outcome.losses]
@@ -88,7 +87,7 @@ def test_the_delay_is_seen(pool: Pool) -> None:
         assert largest_difference(case, outcomes, weights)[0] > 1e-4
 
 
-def test_it_learns(pool: Pool) -> None:
+def test_it_learns(pool: WorkerPool) -> None:
     """Twelve times the same twenty micro-batches: as good as with updates in step, within what the delay costs."""
     case = asynchronous(PLAIN | {"recompute": "none"}, 5, iterations=1)
     programs = case.programs() * 12

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.costs.sources import open_costs
+from penstock.models.micro_batch import MicroBatch
 from penstock.plans.build import uniform_plan
 from penstock.plans.references import cluster_of, model_of
-from penstock.programs.instructions import MicroBatch
 from penstock.runtime.telemetry.flops import PeakTimes
 from penstock.timing.estimate import Estimator
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.programs.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction, Program, ReceiveWait, Step
-from penstock.runtime.telemetry.observing import Observers, StageTimes
+from penstock.runtime.telemetry.observing import Observers, StageSpans
 from penstock.runtime.telemetry.status import Status, StatusBoard
 
 STEPS: tuple[Instruction, ...] = (
@@ -21,8 +21,8 @@ def program(iteration: int, training: bool = True) -> Program:
 
 
 def test_times_of_each_stage_add_up() -> None:
-    times = StageTimes(first_iteration=1)
-    both = Observers(times, StageTimes())
+    times = StageSpans(first_iteration=1)
+    both = Observers(times, StageSpans())
     for one in (program(0), program(1), program(2, training=False)):
         both.begin(one)
         for index in range(len(STEPS)):

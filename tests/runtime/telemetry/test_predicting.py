@@ -14,8 +14,9 @@ from penstock.data.images import prepare_images
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.references import cluster_of, model_of
+from penstock.runtime.request import TrainRequest
+from penstock.runtime.run_inputs import run_inputs
 from penstock.runtime.telemetry.predicting import predict_steps
-from penstock.runtime.trainer import TrainRequest, planning_of
 from penstock.timing.estimate import Estimator
 
 STEPS = range(2, 5)
@@ -32,7 +33,7 @@ def estimate(plan: Plan) -> float:
 
 def test_dynamic_micro_batches_are_predicted_as_their_planner_does(data: str) -> None:
     plan = replace(plan_of(pp=2, replicas=2), micro_batching=MicroBatching("packed", "dynamic"))
-    source, planner = planning_of(TrainRequest(plan, data, 5, "run"), model_of(plan))
+    source, planner = run_inputs(TrainRequest(plan, data, 5, "run"))
     found = predict_steps(source, planner, STEPS)
     opened, batches = source.open()
     times = [planner.batch_plan(opened, batches[step]).predicted_s for step in STEPS]
@@ -43,12 +44,12 @@ def test_dynamic_micro_batches_are_predicted_as_their_planner_does(data: str) ->
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_fixed_micro_batches_of_real_samples_take_less_than_full_ones(data: str, layout: str) -> None:
     plan = plan_of(layout, pp=2)
-    source, planner = planning_of(TrainRequest(plan, data, 5, "run"), model_of(plan))
+    source, planner = run_inputs(TrainRequest(plan, data, 5, "run"))
     found = predict_steps(source, planner, STEPS)
     assert 0.05 * estimate(plan) < found.time_s < estimate(plan)
     # One stage alone: the step is its passes one after the other, and what follows them.
     alone = plan_of(layout)
-    source, planner = planning_of(TrainRequest(alone, data, 5, "run"), model_of(alone))
+    source, planner = run_inputs(TrainRequest(alone, data, 5, "run"))
     one = predict_steps(source, planner, range(2, 3))
     fixed_s = costs_for(alone, alone.seq_length).fixed_s
     assert one.time_s == pytest.approx(4 * (one.forward_s[0] + one.backward_s[0]) + fixed_s)
@@ -62,5 +63,5 @@ def test_images_and_other_schedules_are_predicted_as_the_plan_is(data: str, tmp_
     images = replace(uniform_plan("resnet-tiny", "2xcpu", global_batch=8, micro_batch=4), model=model)
     split = uniform_plan("gpt-tiny", "2xcpu", global_batch=16, micro_batch=4, pp=2, schedule="zero-bubble")
     for plan, folder in ((images, str(tmp_path / "images")), (split, data)):
-        found = predict_steps(*planning_of(TrainRequest(plan, folder, 5, "run"), model_of(plan)), STEPS)
+        found = predict_steps(*run_inputs(TrainRequest(plan, folder, 5, "run")), STEPS)
         assert found.time_s == estimate(plan) and len(found.forward_s) == plan.num_stages

@@ -14,15 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runtime_cases import Choice, make_case, with_count
 from standins import one_gpu
+from training_jobs import train_programs
 
 from penstock.programs.instructions import Part, Program, ReceiveStart, SendStart
-from penstock.runtime.learning_rate import LearningRate
-from penstock.runtime.optimizer import OptimizerSettings
-from penstock.runtime.session import train_programs
+from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.transport import same_gpu
 from penstock.runtime.transport.same_gpu import _Mailbox, _size
-from penstock.runtime.update import TrainingSettings
-from penstock.runtime.workers import Pool
+from penstock.runtime.workers import WorkerPool
 
 CAPACITY = 8 * 512
 EMPTY = Program(0, 0, 0, 1, 2, 1, 1, (), (), ())
@@ -85,8 +83,8 @@ PLAIN: Choice = {"family": "gpt", "pp": 4, "tp": 1, "dp": 1, "replicas": 1, "sch
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[tuple[Pool, Pool]]:
-    with Pool(4, timeout_s=60) as plain, Pool(4, timeout_s=60) as sharing:
+def pools() -> Iterator[tuple[WorkerPool, WorkerPool]]:
+    with WorkerPool(4, timeout_s=60) as plain, WorkerPool(4, timeout_s=60) as sharing:
         yield plain, sharing
 
 

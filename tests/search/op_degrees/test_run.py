@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 from runtime_cases import Case, largest_difference, make_works, reference
+from training_jobs import train_programs
 
 from penstock.programs.check import check_programs
-from penstock.runtime.learning_rate import LearningRate
-from penstock.runtime.optimizer import OptimizerSettings
-from penstock.runtime.session import train_programs
-from penstock.runtime.update import TrainingSettings
-from penstock.runtime.workers import Pool
+from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
+from penstock.runtime.workers import WorkerPool
 from penstock.search import Request, search
 
 pytestmark = pytest.mark.timeout(120)
@@ -33,7 +31,7 @@ def test_a_found_plan_equals_one_process(tmp_path: Path) -> None:
     assert all(check_programs(programs, plan, request.model) == [] for programs in case.programs())
     # Without clipping: the norm of a million gradients in fp32 depends on how they are divided, by more than the tolerance.
     settings = TrainingSettings(LearningRate(0.05), OptimizerSettings("sgd"), clip_norm=None)
-    with Pool(4, timeout_s=60) as pool:
+    with WorkerPool(4, timeout_s=60) as pool:
         outcomes = pool.run(train_programs, plan, case.programs(), settings)
     losses, weights = reference(case, settings)
     assert outcomes[0].losses == pytest.approx(losses, rel=1e-5)

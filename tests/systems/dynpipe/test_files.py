@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import InputError
 from penstock.systems.dynpipe.files import (
-    Partition,
+    DynPipePartition,
     Topology,
     read_files,
     read_partition,
@@ -37,7 +37,7 @@ def written(tmp_path: Path, data: object) -> Path:
 def test_the_published_plan_of_vgg16_on_eight_gpus(tmp_path: Path) -> None:
     topology, partition = read_topology(written(tmp_path, TOPOLOGY)), read_partition(written(tmp_path, PARTITION))
     assert topology == Topology((0, 1, 2, 2), ((0, 1, 2, 3, 4, 5), (6,), (7,))) and topology.num_stages == 3
-    assert partition == Partition((15, 5, 18), (0, 0.5, 0), (72,), (12, 72, 72))
+    assert partition == DynPipePartition((15, 5, 18), (0, 0.5, 0), (72,), (12, 72, 72))
     require_match(topology, partition)
     write_topology(tmp_path / "t.json", topology)
     write_partition(tmp_path / "p.json", partition)
@@ -57,7 +57,7 @@ def test_round_trips(tmp_path_factory: pytest.TempPathFactory, stages: list[tupl
         start += width
     depth = tuple(range(len(stages), 0, -1)) if depths else None
     topology = Topology((*modules, len(stages) - 1), tuple(ranks), depth)
-    partition = Partition(tuple(s[2] for s in stages), tuple(s[3] for s in stages), (12,), tuple(12 // s[0] for s in stages))
+    partition = DynPipePartition(tuple(s[2] for s in stages), tuple(s[3] for s in stages), (12,), tuple(12 // s[0] for s in stages))
     write_topology(folder / "t.json", topology)
     write_partition(folder / "p.json", partition)
     assert read_topology(folder / "t.json") == topology and read_partition(folder / "p.json") == partition
@@ -116,7 +116,7 @@ def test_other_values(data: object, tmp_path: Path) -> None:
 
 
 def test_files_of_different_plans() -> None:
-    partition = Partition((15, 23), (0, 0), (72,), (24, 72))
+    partition = DynPipePartition((15, 23), (0, 0), (72,), (24, 72))
     with pytest.raises(InputError, match="the DynPipe topology has 1 stages, the partition 2"):
         require_match(Topology((0, 0), ((0,),)), partition)
     with pytest.raises(InputError, match="stage 0: batch_size 24 × 2 ranks is 48, but batch_size_all is 72"):
@@ -127,7 +127,7 @@ def test_nothing_wrong_is_written(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the criterion shares"):
         write_topology(tmp_path / "t.json", Topology((0, 1), ((0,), (1,))))
     with pytest.raises(InputError, match="recompute_ratio has 0 entries"):
-        write_partition(tmp_path / "p.json", Partition((3,), (), (8,), (8,)))
+        write_partition(tmp_path / "p.json", DynPipePartition((3,), (), (8,), (8,)))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -148,7 +148,7 @@ def test_a_folder_of_both_files(tmp_path: Path) -> None:
 
 def test_files_that_do_not_belong_together_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has 1 stages, the partition 2"):
-        write_files(tmp_path / "new", Topology((0, 0), ((0,),)), Partition((15, 23), (0, 0), (72,), (72, 72)))
+        write_files(tmp_path / "new", Topology((0, 0), ((0,),)), DynPipePartition((15, 23), (0, 0), (72,), (72, 72)))
     with pytest.raises(InputError, match="the criterion shares"):
-        write_files(tmp_path / "new", Topology((0, 1), ((0,), (1,))), Partition((15, 23), (0, 0), (72,), (72, 72)))
+        write_files(tmp_path / "new", Topology((0, 1), ((0,), (1,))), DynPipePartition((15, 23), (0, 0), (72,), (72, 72)))
     assert list(tmp_path.iterdir()) == []

@@ -20,14 +20,14 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
 from penstock.plans.validity import check_plan
 from penstock.systems.dynpipe.blocks import block_ends, num_module_ops, pieces
-from penstock.systems.dynpipe.files import Partition, Topology, read_files, write_files
+from penstock.systems.dynpipe.files import DynPipePartition, Topology, read_files, write_files
 from penstock.systems.dynpipe.plans import _ratio, from_plan, to_plan
 
 VGG = resolve_model("vgg16")
 
 
 def imported(
-    topology: Topology, partition: Partition | None = None, model: str | Model = VGG, cluster: str = "8xv100-16gb", **more: Any
+    topology: Topology, partition: DynPipePartition | None = None, model: str | Model = VGG, cluster: str = "8xv100-16gb", **more: Any
 ) -> Plan:
     """The plan of a model of the catalogue on a cluster given by its shorthand."""
     found = resolve_model(model) if isinstance(model, str) else model
@@ -40,11 +40,13 @@ def side_by_side(widths: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(*bounds)) for bounds in pairwise([0, *accumulate(widths)]))
 
 
-def files(counts: tuple[int, ...], widths: tuple[int, ...], batch: int, ratios: tuple[float, ...] = ()) -> tuple[Topology, Partition]:
+def files(
+    counts: tuple[int, ...], widths: tuple[int, ...], batch: int, ratios: tuple[float, ...] = ()
+) -> tuple[Topology, DynPipePartition]:
     """Two files in the form in which they are written."""
     stages = len(counts)
     topology = Topology((*range(stages), stages - 1), side_by_side(widths), tuple(range(stages - 1, -1, -1)))
-    return topology, Partition(counts, ratios or (0,) * stages, (batch,), tuple(batch // width for width in widths))
+    return topology, DynPipePartition(counts, ratios or (0,) * stages, (batch,), tuple(batch // width for width in widths))
 
 
 @st.composite
@@ -197,7 +199,7 @@ def changed(**fields: Any) -> Plan:
 def test_the_good_plan_itself() -> None:
     topology, partition = from_plan(changed())
     assert topology == Topology((0, 1, 1), ((0, 1), (2, 3)), (1, 0))
-    assert partition == Partition((10, 28), (0, 0), (8,), (4, 4))
+    assert partition == DynPipePartition((10, 28), (0, 0), (8,), (4, 4))
 
 
 @pytest.mark.parametrize(
@@ -276,13 +278,11 @@ def test_an_imported_plan_trains(tmp_path: Path) -> None:
     """Two stages of a small VGG in two processes, against a plain emulation of the same delays."""
     from oracles.pipedream import emulate
     from runtime_cases import MODELS, Case, largest_difference, make_works
+    from training_jobs import train_programs
 
     from penstock.plans.capabilities import unsupported
-    from penstock.runtime.learning_rate import LearningRate
-    from penstock.runtime.optimizer import OptimizerSettings
-    from penstock.runtime.session import train_programs
-    from penstock.runtime.update import TrainingSettings
-    from penstock.runtime.workers import Pool
+    from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
+    from penstock.runtime.workers import WorkerPool
 
     write_files(tmp_path, *files((4, 9), (1, 1), 4, (0.5, 0)))
     model = model_from_mapping(MODELS["vgg"], "test", "vgg")
@@ -291,7 +291,7 @@ def test_an_imported_plan_trains(tmp_path: Path) -> None:
     works = tuple(make_works(plan, model, random.Random(seed)) for seed in range(2))
     programs = Case(plan, model, works).programs()
     sgd = TrainingSettings(LearningRate(0.05), OptimizerSettings(plan.optimizer), clip_norm=None)
-    with Pool(2, timeout_s=60) as pool:
+    with WorkerPool(2, timeout_s=60) as pool:
         outcomes = pool.run(train_programs, plan, programs, sgd)
     losses, weights = emulate(model, plan.stages, [one[0] for one in programs], sgd)
     assert outcomes[0].losses == pytest.approx(losses, rel=1e-6)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles.fasop import Stage, best_by_trying, last_backwards, step_s
+from oracles.fasop import Stage, best_by_trying, step_s
 
 from penstock.errors import InfeasibleError, InputError, ProfileMissingError
 from penstock.systems.fasop import kernels as kernels
@@ -62,15 +62,6 @@ def write_tables(folder: Path, seed: int, kinds: dict[str, int], nodes: str, lay
 
 
 GPT = ["embedding_layer", "block", "block", "post_process"]
-
-
-@given(
-    st.lists(st.floats(0.01, 5), min_size=1, max_size=7), st.lists(st.floats(0, 3), min_size=6, max_size=6), st.integers(1, 12),
-)  # fmt: skip
-def test_1f1b_equals_the_event_by_event_twin(compute: list[float], hops: list[float], count: int) -> None:
-    ends = np.zeros(len(compute))
-    kernels.finish(np.array(compute), np.array(hops[: len(compute)]), count, ends)
-    assert ends == pytest.approx(last_backwards(compute, hops, count), rel=1e-12)
 
 
 def stages_of(problem: FasopProblem, plan: dict[str, Any]) -> list[Stage]:

@@ -1,4 +1,4 @@
-"""A small multi-task text set that comes with Penstock, so that everything runs offline; `generate.py` wrote it."""
+"""A small multi-task text set that comes with Penstock, so that everything runs offline; `tests/bundled_texts.py` wrote it."""
 
 from __future__ import annotations
 

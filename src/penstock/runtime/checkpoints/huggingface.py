@@ -17,7 +17,7 @@ from penstock.models.modules import TORCH_DTYPES
 from penstock.models.modules.hf_weights import HfState, HfWeight, hf_names, read_safetensors
 from penstock.models.ops import Model
 from penstock.runtime.checkpoints.files import sync_folder, write_safetensors
-from penstock.runtime.checkpoints.layout import WEIGHTS, Piece, stored_shapes
+from penstock.runtime.checkpoints.layout import WEIGHTS, TensorPiece, stored_shapes
 from penstock.runtime.checkpoints.reader import Checkpoint
 
 __all__ = ["HfFolder", "export_hf_checkpoint"]
@@ -50,7 +50,7 @@ class HfFolder:
                     raise InputError(f"weight '{name}' has shape {self._tensors.shape(name)}; {expected} is expected for '{key}'.")
             state.compare_copies(key)
 
-    def load(self, pieces: Iterable[Piece]) -> None:
+    def load(self, pieces: Iterable[TensorPiece]) -> None:
         """Fills the pieces' tensors, whatever their dtype and device."""
         for piece in pieces:
             key = piece.name.removeprefix(f"{WEIGHTS}/")

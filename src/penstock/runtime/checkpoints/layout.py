@@ -19,12 +19,19 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from penstock.models.modules import Chain, OpModule, build_op
+from penstock.models.modules import OpModule, build_op
 from penstock.models.ops import Model, PlacedOp
 from penstock.runtime.checkpoints.manifest import Box, intersection, volume, whole_box
 
 __all__ = [
-    "BUFFERS", "WEIGHTS", "Layout", "Piece", "Run", "chain_layouts", "chain_pieces", "own_share", "parameter_layout", "stored_shapes",
+    "BUFFERS",
+    "WEIGHTS",
+    "CheckpointLayout",
+    "FlatRun",
+    "TensorPiece",
+    "own_share",
+    "parameter_layout",
+    "stored_shapes",
     "whole_layout",
 ]  # fmt: skip
 
@@ -33,7 +40,7 @@ WEIGHTS, BUFFERS = "weights", "buffers"
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class TensorPiece:
     """A tensor and the box of the global tensor that it is."""
 
     name: str
@@ -57,7 +64,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Run:
+class FlatRun:
     """Neighbouring indices of one dimension, here and in the global tensor."""
 
     local: int
@@ -66,17 +73,15 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Layout:
+class CheckpointLayout:
     """Where one local tensor of a rank lies."""
 
     name: str
     """`op.parameter`; a weight that ops share has the name of its owner."""
     shape: tuple[int, ...]
     """Of the global tensor."""
-    runs: tuple[tuple[Run, ...], ...]
+    runs: tuple[tuple[FlatRun, ...], ...]
     """For each dimension: the local tensor is the product of these."""
-    owned: bool = True
-    """False where the weight's owner is an op elsewhere, which saves it."""
     kind: str = field(default=WEIGHTS, compare=False)
     """Of the tensor itself."""
 
@@ -85,14 +90,14 @@ class Layout:
         """Of the tensor on this rank."""
         return tuple(sum(run.length for run in runs) for runs in self.runs)
 
-    def pieces(self, tensor: torch.Tensor, kind: str = "") -> Iterator[Piece]:
+    def pieces(self, tensor: torch.Tensor, kind: str = "") -> Iterator[TensorPiece]:
         """The pieces of a local tensor: the weight, or anything of its shape (a moment)."""
         if tuple(tensor.shape) != self.local_shape:
             raise ValueError(f"{self.name}: a tensor of shape {tuple(tensor.shape)}, {self.local_shape} was expected")
         for local, place in self._boxes():
-            yield Piece(f"{kind or self.kind}/{self.name}", self.shape, place, tensor[_slices(local)])
+            yield TensorPiece(f"{kind or self.kind}/{self.name}", self.shape, place, tensor[_slices(local)])
 
-    def flat_pieces(self, flat: torch.Tensor, start: int, kind: str = "") -> Iterator[Piece]:
+    def flat_pieces(self, flat: torch.Tensor, start: int, kind: str = "") -> Iterator[TensorPiece]:
         """The pieces of elements [start, start + len(flat)) of the local tensor laid flat, as sharded optimizers hold them."""
         stop = start + flat.numel()
         if flat.dim() != 1 or not 0 <= start <= stop <= math.prod(self.local_shape):
@@ -107,7 +112,7 @@ class Layout:
                     continue
                 inside = tuple((a - origin, b - origin) for (a, b), (origin, _) in zip(shared, block, strict=True))
                 moved = tuple((a - at + to, b - at + to) for (a, b), (at, _), (to, _) in zip(shared, local, place, strict=True))
-                yield Piece(f"{kind or self.kind}/{self.name}", self.shape, moved, view[_slices(inside)])
+                yield TensorPiece(f"{kind or self.kind}/{self.name}", self.shape, moved, view[_slices(inside)])
 
     def _boxes(self) -> Iterator[tuple[Box, Box]]:
         """(local box, global box) of every part."""
@@ -154,11 +159,11 @@ class _LightCat(TorchFunctionMode):
         return narrow.expand([parts[0].shape[d] if r else narrow.shape[d] for d, r in enumerate(repeated)])
 
 
-def _runs(module: OpModule, parameter: str) -> tuple[tuple[Run, ...], ...]:
+def _runs(module: OpModule, parameter: str) -> tuple[tuple[FlatRun, ...], ...]:
     """Asks the op's own cut: it is given the indices of each dimension in place of the weight."""
     shape, shard = module.whole_shapes[parameter], module.shards[parameter]
     if shard is None:
-        return tuple((Run(0, 0, size),) for size in shape)
+        return tuple((FlatRun(0, 0, size),) for size in shape)
     found = []
     for dim, size in enumerate(shape):
         index = torch.arange(size).view([size if d == dim else 1 for d in range(len(shape))]).expand(shape)
@@ -170,47 +175,24 @@ def _runs(module: OpModule, parameter: str) -> tuple[tuple[Run, ...], ...]:
     return tuple(found)
 
 
-def _neighbours(indices: Sequence[int]) -> tuple[Run, ...]:
+def _neighbours(indices: Sequence[int]) -> tuple[FlatRun, ...]:
     starts = [0, *(i for i in range(1, len(indices)) if indices[i] != indices[i - 1] + 1), len(indices)]
-    return tuple(Run(a, indices[a], b - a) for a, b in pairwise(starts))
+    return tuple(FlatRun(a, indices[a], b - a) for a, b in pairwise(starts))
 
 
-def parameter_layout(module: OpModule, name: str, *, owned: bool = True, known: dict[Any, Any] | None = None) -> Layout:
+def parameter_layout(module: OpModule, name: str, *, known: dict[Any, Any] | None = None) -> CheckpointLayout:
     """Where an op's parameter lies; `known` remembers how ops of one kind are cut."""
     known = {} if known is None else known
     cut = (module.op.signature, name, module.algo, module.tp.rank, module.tp.size)
     if cut not in known:
         known[cut] = _runs(module, name)
     owner = module.op.tied_to if module.op.tied_to and name == "weight" else module.name
-    return Layout(f"{owner}.{name}", module.whole_shapes[name], known[cut], owned)
+    return CheckpointLayout(f"{owner}.{name}", module.whole_shapes[name], known[cut])
 
 
-def whole_layout(name: str, shape: Sequence[int], kind: str = WEIGHTS) -> Layout:
+def whole_layout(name: str, shape: Sequence[int], kind: str = WEIGHTS) -> CheckpointLayout:
     """The layout of a tensor that every rank has whole."""
-    return Layout(name, tuple(shape), tuple((Run(0, 0, size),) for size in shape), kind=kind)
-
-
-def chain_layouts(chain: Chain) -> Iterator[tuple[Layout, torch.Tensor]]:
-    """Layout and tensor of every parameter and every buffer of the chain; one that two ops share comes once, with its owner."""
-    seen: set[int] = set()
-    here = {module.name for module in chain.ops}
-    known: dict[Any, Any] = {}
-    for module in chain.ops:
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            borrowed = name == "weight" and module.op.tied_to and module.op.tied_to not in here
-            yield parameter_layout(module, name, owned=not borrowed, known=known), parameter
-        for name, buffer in module.named_buffers(recurse=False):
-            yield whole_layout(f"{module.name}.{name}", buffer.shape, BUFFERS), buffer
-
-
-def chain_pieces(chain: Chain, *, owned: bool = False) -> Iterator[Piece]:
-    """The pieces of all weights and buffers of a chain: with `owned` those it has to save, otherwise all, to be loaded."""
-    for layout, tensor in chain_layouts(chain):
-        if layout.owned or not owned:
-            yield from layout.pieces(tensor.detach())
+    return CheckpointLayout(name, tuple(shape), tuple((FlatRun(0, 0, size),) for size in shape), kind=kind)
 
 
 def stored_shapes(model: Model, kinds: Sequence[str] = (WEIGHTS,), scalars: Sequence[str] = ()) -> dict[str, tuple[int, ...]]:

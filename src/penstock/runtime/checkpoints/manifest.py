@@ -14,8 +14,8 @@ import msgspec
 from penstock.errors import InputError
 
 __all__ = [
-    "FORMAT", "MANIFEST", "VERSION", "Box", "Manifest", "RankPart", "StoredPiece", "StoredTensor", "cover_problem", "decode_manifest",
-    "intersection", "merge_parts", "volume", "whole_box",
+    "FORMAT", "MANIFEST", "VERSION", "Box", "CheckpointManifest", "RankPart", "StoredPiece", "StoredTensor", "cover_problem",
+    "decode_manifest", "intersection", "merge_parts", "volume", "whole_box",
 ]  # fmt: skip
 
 FORMAT, VERSION = "penstock checkpoint", 1
@@ -70,7 +70,7 @@ class RankPart(msgspec.Struct, frozen=True):
     tensors: list[tuple[str, StoredTensor]]
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class CheckpointManifest(msgspec.Struct, frozen=True):
     """A whole checkpoint."""
 
     step: int
@@ -84,7 +84,7 @@ class Manifest(msgspec.Struct, frozen=True):
     version: int = VERSION
 
 
-def merge_parts(step: int, state: dict[str, Any], parts: Iterable[RankPart]) -> Manifest:
+def merge_parts(step: int, state: dict[str, Any], parts: Iterable[RankPart]) -> CheckpointManifest:
     """The manifest of what all ranks wrote; a box that several ranks wrote is taken from the first. Holes and overlaps are refused."""
     files: dict[str, int] = {}
     heads: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -104,7 +104,7 @@ def merge_parts(step: int, state: dict[str, Any], parts: Iterable[RankPart]) -> 
         problem = cover_problem(tensor.shape, [piece.box for piece in tensor.pieces])
         if problem:
             raise ValueError(f"tensor '{name}' of shape {list(tensor.shape)}: {problem}")
-    return Manifest(step, state, files, tensors)
+    return CheckpointManifest(step, state, files, tensors)
 
 
 def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str:
@@ -132,10 +132,10 @@ def _text(box: Box) -> str:
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 
-def decode_manifest(data: bytes, where: str) -> Manifest:
+def decode_manifest(data: bytes, where: str) -> CheckpointManifest:
     """The manifest in `data`, every field checked: what it names is inside its own folder, and its tensors are whole."""
     try:
-        manifest = msgspec.json.decode(data, type=Manifest)
+        manifest = msgspec.json.decode(data, type=CheckpointManifest)
     except (msgspec.DecodeError, RecursionError) as error:  # a ValidationError is a DecodeError
         raise InputError(f"{where} cannot be read: {error}.") from None
     if manifest.format != FORMAT or manifest.version != VERSION:

@@ -13,7 +13,7 @@ import torch
 from penstock.errors import InputError, near_misses
 from penstock.runtime.checkpoints.files import DTYPE_NAMES, checksum, tensor_bytes
 from penstock.runtime.checkpoints.folder import find_checkpoint
-from penstock.runtime.checkpoints.layout import Piece
+from penstock.runtime.checkpoints.layout import TensorPiece
 from penstock.runtime.checkpoints.manifest import MANIFEST, Box, StoredPiece, StoredTensor, decode_manifest, intersection, whole_box
 
 __all__ = ["Checkpoint"]
@@ -82,7 +82,7 @@ class Checkpoint:
             if given[name] != tuple(shape):
                 raise InputError(f"{self._where}: '{name}' has shape {list(given[name])}, the model needs {list(shape)}.")
 
-    def load(self, pieces: Iterable[Piece]) -> None:
+    def load(self, pieces: Iterable[TensorPiece]) -> None:
         """Fills the pieces' tensors, whatever their dtype and device."""
         for piece in pieces:
             stored = self._tensor(piece.name)

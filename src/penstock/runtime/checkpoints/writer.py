@@ -23,7 +23,7 @@ from penstock.errors import InputError, PenstockError
 from penstock.files import write_bytes
 from penstock.runtime.checkpoints.files import DTYPE_NAMES, write_safetensors
 from penstock.runtime.checkpoints.folder import commit, drop_leftovers, partial_folder, prune
-from penstock.runtime.checkpoints.layout import Piece
+from penstock.runtime.checkpoints.layout import TensorPiece
 from penstock.runtime.checkpoints.manifest import MANIFEST, Box, RankPart, StoredPiece, StoredTensor, merge_parts
 
 __all__ = ["CheckpointError", "CheckpointWriter"]
@@ -36,7 +36,7 @@ class CheckpointError(PenstockError):
 
 
 class _Head(NamedTuple):
-    """What is said of a piece."""
+    """Name, place and dtype of a piece whose bytes are copied apart."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class CheckpointWriter:
         """Whether a checkpoint is still being written: `save` would wait for it."""
         return self._thread is not None and self._thread.is_alive()
 
-    def save(self, step: int, pieces: Iterable[Piece], state: Mapping[str, Any]) -> None:
+    def save(self, step: int, pieces: Iterable[TensorPiece], state: Mapping[str, Any]) -> None:
         """Begins a checkpoint of step `step`; returns once the tensors are copied, so that they may change.
 
         `state` is what JSON can hold; that of rank 0 is kept. Waits for the checkpoint before, and raises what went wrong with it.
@@ -159,7 +159,7 @@ class CheckpointWriter:
 
 
 def _copied_event(device: torch.device | None) -> Any:
-    """What tells that the copies from a GPU are complete; None where they already are."""
+    """A CUDA event that comes after the copies from a GPU; None where they are complete already."""
     if device is None:
         return None
     with torch.cuda.device(device):

@@ -1,1 +1,1 @@
-"""What ranks do together: process groups, tensor and sequence parallelism, ZeRO, tied weights, gradient sums."""
+"""A stage on several ranks: tensor and sequence parallelism, ZeRO, tied weights, sums of gradients."""

@@ -20,9 +20,10 @@ from torch import nn
 
 from penstock.programs.instructions import ReduceStart
 from penstock.programs.sharing import ranks_with
+from penstock.runtime.parallel.held import Held
 from penstock.runtime.parallel.sharding import Done, ShardedWeights
-from penstock.runtime.parallel.world import World
-from penstock.runtime.stage import Held, StageModule
+from penstock.runtime.parallel.stage import StageModule
+from penstock.runtime.transport.world import World
 
 __all__ = ["Bucket", "BucketedGradients", "Gradients", "ShardedGradients", "gradients_of", "holders_of"]
 
@@ -98,7 +99,7 @@ class Gradients:
         """Weights were updated: whoever uses them gets them."""
 
     def share_loaded(self) -> None:
-        """What `kept` gave was read from a checkpoint."""
+        """The weights of `kept` were read from a checkpoint: whoever else uses them gets them."""
 
     def _launch_statistics(self) -> None:
         """Running statistics (batch norm) become their mean over the ranks, so that any of these can stand for all."""

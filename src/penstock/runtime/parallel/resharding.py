@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
+from penstock.models.micro_batch import MicroBatch
 from penstock.models.modules.base import Carry
 from penstock.models.ops import Model
-from penstock.programs.instructions import MicroBatch
-from penstock.programs.routing import Cut, Layout, Side, carried
+from penstock.programs.routing import Cut, Side, TensorLayout, carried
 from penstock.runtime.transport.slices import DTYPES, outgoing, prepare
 from penstock.runtime.transport.transport import RESHARD, Transport
 
@@ -35,7 +35,7 @@ class Reshard:
         """Gradients as the ops before left the carry; zero where another rank has the gradient of the same weights."""
         cut = self._cut
         found = self._move(gradients, micro, gradient=True)
-        layout = Layout(cut.before, micro)
+        layout = TensorLayout(cut.before, micro)
         share, place = divmod(self._index, cut.before.tp)
         for tensor in cut.gradients:
             if tensor.name not in found:
@@ -45,7 +45,7 @@ class Reshard:
     def _move(self, tensors: Carry, micro: MicroBatch, gradient: bool) -> Carry:
         result: Carry = {}
         sends, receives, landings = [], [], []
-        for message in self._cut.messages(Layout(self._cut.before, micro), Layout(self._cut.after, micro), gradient):
+        for message in self._cut.messages(TensorLayout(self._cut.before, micro), TensorLayout(self._cut.after, micro), gradient):
             mine = outgoing(tensors, message.sent) if message.sender == self._index else []
             if message.receiver == self._index:
                 arriving = prepare(result, message.received, self._device)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.programs.instructions import Backward, Forward, Program
-from penstock.runtime.parallel.world import World
+from penstock.runtime.transport.world import World
 
 __all__ = ["joined_passes", "rounds_of"]
 
@@ -40,7 +40,7 @@ def joined_passes(passes: Sequence[Sequence[bool]], own: int) -> list[list[bool]
 
 
 def rounds_of(program: Program, world: World) -> list[list[bool]]:
-    """What this rank joins in one iteration; the ranks tell each other what they have to do."""
+    """The passes of other ranks that this rank joins in one iteration (`joined_passes`); the ranks tell each other theirs."""
     mine = [isinstance(step, Backward) for step in program.instructions if isinstance(step, Forward | Backward)]
     counts = world.gather(torch.tensor([len(mine)], device=world.device)).flatten().tolist()
     padded = torch.tensor(mine + [False] * (max(counts) - len(mine)), dtype=torch.int64, device=world.device)

@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from penstock.runtime.parallel.world import World
-    from penstock.runtime.stage import Held
+    from penstock.runtime.parallel.held import Held
+    from penstock.runtime.transport.world import World
 
 __all__ = ["Done", "Shard", "ShardedWeights"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from penstock.programs.instructions import SyncTied, TiedRows
-from penstock.runtime.stage import StageModule
+from penstock.runtime.parallel.stage import StageModule
 from penstock.runtime.transport.transport import TIED, Transport
 
 __all__ = ["sync_tied"]

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.clusters import Cluster
+    from penstock.models.micro_batch import MicroBatch
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
-    from penstock.programs.instructions import MicroBatch
 
 __all__ = ["PeakTimes"]
 

@@ -1,17 +1,29 @@
-"""Observers of an executor: several at once, and one that adds up where each stage's time went."""
+"""Observers are told of every instruction that an executor runs: several at once, and one that adds up where each stage's time went."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.programs.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction, Program, ReceiveWait
-from penstock.runtime.executor import Observer
 
 if TYPE_CHECKING:
-    from penstock.runtime.parallel.world import World
+    from penstock.runtime.transport.world import World
 
-__all__ = ["Observers", "StageTime", "StageTimes", "slowest_stages"]
+__all__ = ["Observer", "Observers", "StageSpans", "StageTime", "slowest_stages"]
+
+
+class Observer(Protocol):
+    """Told of every instruction: telemetry, and the launcher's eye on where each rank is."""
+
+    def begin(self, program: Program) -> None:
+        """A program is about to run."""
+
+    def at(self, index: int) -> None:
+        """Instruction `index` of the program is about to run."""
+
+    def done(self, index: int, start_ns: int, end_ns: int) -> None:
+        """It has run."""
 
 
 class Observers:
@@ -48,7 +60,7 @@ class StageTime:
     """Forward passes."""
 
 
-class StageTimes:
+class StageSpans:
     """Adds up the passes of each stage from `first_iteration` on: those before may still warm up."""
 
     def __init__(self, first_iteration: int = 0) -> None:
@@ -80,7 +92,7 @@ class StageTimes:
             self.stages.setdefault(stage, StageTime()).wait_s += time_s
 
 
-def slowest_stages(world: World, times: StageTimes) -> dict[int, StageTime]:
+def slowest_stages(world: World, times: StageSpans) -> dict[int, StageTime]:
     """Each stage on the rank that took longest for it, the same on every rank."""
     import torch
 

@@ -10,11 +10,12 @@ import statistics
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
+from penstock.batching.workloads import batch_workload
 from penstock.schedules.actions import BACKWARD, FORWARD
 from penstock.schedules.rules import SCHEDULES
-from penstock.timing.batched import batch_workload
 from penstock.timing.execution import Execution, execute
 from penstock.timing.workload import Floats, Workload
 
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
     from penstock.programs.instructions import Program
     from penstock.timing.planned import PlannedPipeline
 
-__all__ = ["Predicted", "ProgramTimes", "predict_steps", "predict_timelines"]
+__all__ = ["PredictedSteps", "ProgramTimes", "predict_steps", "predict_timelines"]
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PredictedSteps:
     """Seconds of a step, and of one micro-batch on each stage."""
 
     time_s: float
@@ -40,13 +41,13 @@ class Predicted:
     forward_s: tuple[float, ...]
     """Mean over the micro-batches of the replica that takes longest."""
     backward_s: tuple[float, ...]
-    """The same, recomputation included."""
+    """Mean over the micro-batches of the replica that takes longest, recomputation included."""
     source: str
     """Where the costs come from."""
 
 
-def predict_steps(source: BatchSource, planner: ProgramPlanner, steps: range) -> Predicted:
-    """What these steps of a run should take."""
+def predict_steps(source: BatchSource, planner: ProgramPlanner, steps: range) -> PredictedSteps:
+    """Predicts these steps of a run: their median time, and the passes of each stage."""
     plan = planner.plan
     if not _is_priced(planner):
         return _of_plan(plan)
@@ -58,7 +59,7 @@ def predict_steps(source: BatchSource, planner: ProgramPlanner, steps: range) ->
         for own, one in zip(passes, replicas, strict=True):
             own.append(one.workload.durations_s)
     means = np.stack([np.concatenate(own, axis=2).mean(axis=2) for own in passes]).max(axis=0)  # [kinds, stages]
-    return Predicted(statistics.median(times_s), tuple(means[FORWARD].tolist()), tuple(means[BACKWARD].tolist()), costs.name)
+    return PredictedSteps(statistics.median(times_s), tuple(means[FORWARD].tolist()), tuple(means[BACKWARD].tolist()), costs.name)
 
 
 def predict_timelines(source: BatchSource, planner: ProgramPlanner, steps: Iterable[int]) -> Iterator[list[Execution]]:
@@ -81,12 +82,11 @@ class ProgramTimes:
         self._alike = None if self._costs is not None else _pipeline(planner).workload
 
     def workload(self, program: Program) -> Workload:
-        """Of the program's replica; only the stages of the program's own rank have their recomputation."""
+        """Passes and transfers of the program's replica; recomputation is known, and counted, on the stages of the program's own rank."""
         if self._alike is not None:
             count = len(program.micro_batches)
             same = {name: np.repeat(getattr(self._alike, name)[..., :1], count, axis=2) for name in ("durations_s", "transfers_s")}
             return replace(self._alike, **same)
-        from penstock.batching.plan import MicroBatch
         from penstock.programs.instructions import Forward
 
         assert self._costs is not None
@@ -94,13 +94,7 @@ class ProgramTimes:
         for step in program.instructions:
             if isinstance(step, Forward):
                 patterns[step.micro_batch][step.stage] = step.pattern
-        micro_batches = [
-            MicroBatch(
-                one.samples, one.layout, one.lengths, one.row_length, one.dec_lengths, one.dec_row_length, tuple(patterns[one.index]),
-                one.row_sizes,
-            )
-            for one in program.micro_batches
-        ]  # fmt: skip
+        micro_batches = [msgspec.structs.replace(one, recompute=tuple(patterns[one.index])) for one in program.micro_batches]
         return batch_workload(self._costs, micro_batches, program.replica)
 
 
@@ -133,8 +127,8 @@ def _of_batches(source: BatchSource, planner: ProgramPlanner, costs: PipelineCos
         yield [execute(own.schedule, batch_workload(costs, own.micro_batches, number)) for number, own in enumerate(replicas)]
 
 
-def _of_plan(plan: Plan) -> Predicted:
-    """What a step should take by the plan alone."""
+def _of_plan(plan: Plan) -> PredictedSteps:
+    """Predicts a step from the plan's own micro-batches, where real ones have no price."""
     from penstock.costs.sources import open_costs
     from penstock.plans.references import cluster_of, model_of
     from penstock.timing.estimate import Estimator
@@ -143,4 +137,4 @@ def _of_plan(plan: Plan) -> Predicted:
     found = Estimator(model_of(plan), cluster, open_costs(plan.costs, cluster)).estimate(plan)
     works = [stage.work for stage in found.stages]
     forward_s, backward_s = tuple(work.forward_pass_s for work in works), tuple(work.backward_pass_s for work in works)
-    return Predicted(found.time_s, forward_s, backward_s, found.source)
+    return PredictedSteps(found.time_s, forward_s, backward_s, found.source)

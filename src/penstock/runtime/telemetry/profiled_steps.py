@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from penstock.programs import instructions as i
-from penstock.runtime.executor import describe
+from penstock.programs.text import describe
 
 __all__ = ["ProfiledSteps"]
 

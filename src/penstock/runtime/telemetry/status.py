@@ -6,8 +6,7 @@ import mmap
 import struct
 from pathlib import Path
 
-from penstock.programs.instructions import INSTRUCTIONS, Program
-from penstock.runtime.executor import stage_of
+from penstock.programs.instructions import INSTRUCTIONS, Program, stage_of
 
 __all__ = ["Status", "StatusBoard"]
 

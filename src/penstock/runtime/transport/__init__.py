@@ -1,1 +1,1 @@
-"""How tensors travel between ranks."""
+"""The processes of a job and their groups, and how tensors travel between them."""

@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 from penstock.plans.ranks import pairs_of
 from penstock.programs.instructions import Program, ReceiveStart, SendStart
-from penstock.runtime.allocator import plain_segments
-from penstock.runtime.parallel.world import World
+from penstock.runtime.transport.allocator import plain_segments
 from penstock.runtime.transport.slices import DTYPES
 from penstock.runtime.transport.transport import PIPELINE, RESHARD, TIED, Addressed, Pending
+from penstock.runtime.transport.world import World
 
 __all__ = ["SameGpuTransport"]
 

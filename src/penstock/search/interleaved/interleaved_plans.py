@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.search.interleaved.chunked_plans import best_interleaved, divides_evenly
 from penstock.search.interleaved.ways import Interleaving, interleavings
-from penstock.search.progress import ProofLine, SearchProgress, weakest
+from penstock.search.progress import Progress, ProofLine, weakest
 from penstock.search.space.families import PlanFamily
 
 __all__ = ["InterleavedPlans"]
@@ -28,7 +28,7 @@ class InterleavedPlans:
         """Of the ways that might be faster than the best plan before they were searched."""
         return weakest(self._lines)
 
-    def best(self, progress: SearchProgress) -> None:
+    def best(self, progress: Progress) -> None:
         """Solves ways that might be faster than the best plan so far, in the order of their bounds."""
         every = (way for family in self._families for way in interleavings(family))
         self._ways = sorted((way for way in every if way.bound_s < progress.best_s and divides_evenly(way)), key=lambda way: way.bound_s)
@@ -40,7 +40,7 @@ class InterleavedPlans:
             progress.tell(f"interleaved: {way}")
             progress.add(best_interleaved(way, progress.best_s))
 
-    def prove(self, progress: SearchProgress) -> None:
+    def prove(self, progress: Progress) -> None:
         """Bounds ways by the places of their cuts, as far as they would be the weakest of all."""
         enough_s, ways = progress.enough_s, [way for way in self._ways if way.bound_s < progress.best_s]
         self._lines = [self._line(way) for way in ways]

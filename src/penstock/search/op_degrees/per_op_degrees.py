@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.search.op_degrees.mixed_plans import free_bound_s, mixed_plans
-from penstock.search.progress import ProofLine, SearchProgress, weakest
+from penstock.search.progress import Progress, ProofLine, weakest
 from penstock.search.space.families import PlanFamily, Subspace
 
 __all__ = ["PerOpDegrees"]
@@ -24,7 +24,7 @@ class PerOpDegrees:
         """Of the subspaces that were looked at."""
         return weakest(self._lines)
 
-    def best(self, progress: SearchProgress) -> None:
+    def best(self, progress: Progress) -> None:
         """Solves families that may be faster than the best plan so far. The first answer of each is a bound, so that nothing is left to
         prove; where time is up, what the ops take alone is one."""
         for family in self._families:
@@ -41,6 +41,6 @@ class PerOpDegrees:
                 if plans.bound_s < progress.best_s:
                     progress.add(plans.best(progress.best_s))
 
-    def prove(self, progress: SearchProgress) -> None:
+    def prove(self, progress: Progress) -> None:
         """Adds the lines of the search."""
         progress.lines += [line for line in self._lines if line.bound_s < progress.best_s]

@@ -10,7 +10,7 @@ from penstock.schedules.rules import unchunked
 from penstock.search.bounds.by_ops import family_bound, promise_s
 from penstock.search.bounds.crossing import crossing_bound_s
 from penstock.search.partition.pipelines import best_pipeline, bound_of_subspace
-from penstock.search.progress import ProofLine, SearchProgress, weakest
+from penstock.search.progress import Progress, ProofLine, weakest
 from penstock.search.space.families import PlanFamily
 
 __all__ = ["Partitions"]
@@ -39,7 +39,7 @@ class Partitions:
             return weakest(self._lines)
         return self._ranked[0][0] if self._ranked else math.inf
 
-    def best(self, progress: SearchProgress) -> None:
+    def best(self, progress: Progress) -> None:
         """Solves families in the order of what equal stages would take: a short plan makes the rest quick."""
         promising = sorted(((max(promise_s(family), bound_s), bound_s, family) for bound_s, family in self._ranked), key=lambda e: e[:2])
         least_s = promising[0][0] if promising and math.isfinite(promising[0][0]) else progress.bound_s
@@ -55,7 +55,7 @@ class Partitions:
             if progress.best_s <= cap * least_s:
                 return
 
-    def prove(self, progress: SearchProgress) -> None:
+    def prove(self, progress: Progress) -> None:
         """Bounds the subspaces by whole stages, the weakest first, until all are near enough; plans that are met on the way count."""
         best_s = progress.best_s
         weak = sorted((

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from penstock.search.progress import ProofLine, SearchProgress
+from penstock.search.progress import Progress, ProofLine
 from penstock.search.replicas.replica_families import replica_families
 from penstock.search.space.request import Request
 
@@ -25,7 +25,7 @@ class UnequalReplicas:
             return self._proven_s
         return self._ranked[0].bound_s if self._ranked else math.inf
 
-    def best(self, progress: SearchProgress) -> None:
+    def best(self, progress: Progress) -> None:
         """Solves families in the order of their bounds."""
         for family in self._ranked:
             if family.bound_s >= progress.best_s or progress.out_of_time():
@@ -33,7 +33,7 @@ class UnequalReplicas:
             progress.tell(str(family))
             progress.add(family.best(progress.best_s))
 
-    def prove(self, progress: SearchProgress) -> None:
+    def prove(self, progress: Progress) -> None:
         """Bounds families by the programme over all cuts, as far as they would be the weakest of all."""
         enough_s, proven_s = progress.enough_s, math.inf
         for family in self._ranked:

@@ -1,1 +1,96 @@
-"""Aceso (EuroSys 2024): its profiled database, its plan files, its cost rules, and the search over them."""
+"""Aceso: profiled tables of ops, plan files with degrees of each op, its rules for time and memory, and a search by them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.errors import InputError
+from penstock.systems.system import PlanFile, PlanFiles, System, TableAnswer, TableSearch, unknown_name
+
+if TYPE_CHECKING:
+    from penstock.clusters import Cluster
+    from penstock.models.ops import Model
+    from penstock.plans.plan import Plan
+
+__all__ = ["ACESO"]
+
+
+def _read(file: PlanFile, model: Model, cluster: Cluster) -> tuple[Plan, list[str]]:
+    from penstock.plans.references import cluster_reference, model_reference
+    from penstock.systems.aceso.plans import read_aceso_plan, to_plan
+
+    plan = to_plan(
+        read_aceso_plan(file.path), model, model_ref=model_reference(file.model), cluster_ref=cluster_reference(file.cluster),
+        cluster=cluster,
+    )  # fmt: skip
+    return plan, []
+
+
+def _write(plan: Plan, model: Model, path: Path) -> None:
+    from penstock.systems.aceso.plans import from_plan, write_aceso_plan
+
+    write_aceso_plan(path, from_plan(plan, model))
+
+
+def _chain(folder: str, name: str) -> Model:
+    from penstock.systems.aceso.tables import AcesoTables
+
+    tables = AcesoTables.open(folder)
+    found = tables.split_name(name)
+    if found is None:
+        raise unknown_name(tables.name, "model", name, list(tables.names()))
+    return tables.model(*found)
+
+
+def _search(asked: TableSearch, progress: Callable[[str], None]) -> TableAnswer:
+    from penstock.systems.aceso.plans import searched_text
+    from penstock.systems.aceso.search import AcesoProblem, search_aceso
+    from penstock.systems.aceso.tables import AcesoTables
+
+    model = _chain(asked.folder, asked.model)
+    nodes, per_node = _nodes(asked.cluster)
+    if asked.global_batch is None:
+        raise InputError("--global-batch is missing: Aceso's tables do not name it.")
+    if asked.memory_limit_gb is None:
+        raise InputError("--memory-limit is missing: Aceso's tables do not say how much a GPU holds. It used 28 of GPUs with 32.")
+    memory_mb, tables = asked.memory_limit_gb * 1000, AcesoTables.open(asked.folder)
+    sizes = tuple(asked.micro_batches) or tables.micro_batches(model)
+    answer = search_aceso(AcesoProblem(tables, model, nodes, per_node, asked.global_batch, sizes, memory_mb), progress)
+    plan = answer.plan
+    columns = (plan[name] for name in ("num_ops_in_each_stage", "num_gpus", "model_parallel_size_of_each_op",
+                                       "data_parallel_size_of_each_op", "recompute_ops"))  # fmt: skip
+    stages = [
+        {"ops": ops, "gpus": gpus, "tp": sorted(set(tp)), "dp": sorted(set(dp)), "recomputed": sum(again)}
+        for ops, gpus, tp, dp, again in zip(*columns, strict=True)
+    ]
+    size = plan["micro_batch_size"]
+    return TableAnswer(
+        f"best plan of {model.name} on {nodes} × {per_node} GPUs, global batch {asked.global_batch} ({asked.costs})",
+        answer.time_s, answer.bound_s, stages, {"micro_batch": size, "num_gpus": nodes * per_node, "memory_limit_mb": memory_mb},
+        f"at most {memory_mb:,.0f} MB (of 2²⁰ bytes, as Aceso counts) on a GPU; micro-batches of {size}", searched_text(plan, model),
+    )  # fmt: skip
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    """Nodes and GPUs of each: `2x8`."""
+    from penstock.systems.aceso.search import MAX_STAGES
+
+    match = re.fullmatch(r"\s*([1-9][0-9]{0,5})\s*[x×]\s*([1-9][0-9]{0,5})\s*", text)
+    if match is None:
+        raise InputError(
+            f"--cluster is '{text}'; nodes x GPUs, such as 2x8, were expected: Aceso's tables hold the one kind of GPUs that they were "
+            "measured on, with its links."
+        )
+    nodes, per_node = int(match[1]), int(match[2])
+    if nodes * per_node > MAX_STAGES * 8:
+        raise InputError(f"--cluster is '{text}', {nodes * per_node} GPUs; Aceso's plans have up to {MAX_STAGES} stages of 8.")
+    return nodes, per_node
+
+
+ACESO = System(
+    "aceso", PlanFiles(_read, _write, "gpt_1_3B.json", "plan.json", ("model", "cluster"), ("model", "cluster"), "Aceso's plan does"),
+    search=_search, chain=_chain,
+)  # fmt: skip

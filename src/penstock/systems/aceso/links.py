@@ -22,10 +22,6 @@ SENTINELS = (1e6, 1e7, 1e9)
 """Written where Aceso could not measure; compared exactly, since a real backward pass can take more than 1e6 microseconds."""
 
 _NAME = re.compile(r"prim_(?P<table>.+)_(?P<kind>all_gather|all_reduce|reduce_scatter|all_to_all)_(?P<gpus>\d+)gpus\.csv")
-_SHARDED = ("all_gather", "all_to_all")
-"""Collectives whose measured size is one rank's share of the tensor; for the others it is all of it."""
-
-
 @dataclass(frozen=True)
 class MessageTable:
     """Bandwidth between two GPUs by message size."""
@@ -33,13 +29,6 @@ class MessageTable:
     size_mb: Floats
     gb_per_s: Floats
     """As in the file; 1 GB is 1024 MB there."""
-
-    def time_s(self, size_bytes: float) -> float:
-        """Time of one message, its bandwidth interpolated in the logarithm of its size."""
-        if size_bytes <= 0:
-            return 0.0
-        bandwidth = float(np.interp(math.log(size_bytes / MB), np.log(self.size_mb), self.gb_per_s))
-        return size_bytes / (bandwidth * 1024 * MB)
 
     def exact_us(self, megabytes: float) -> float:
         """Time as Aceso's own model has it: one power of two below the message, and 1 GB/s taken as 0.001 MB/us."""
@@ -105,30 +94,3 @@ class CollectiveTables:
             if (key := int(f"{size:.0f}")) in known:
                 return known[key]
         return None
-
-    def time_s(self, kind: str, num_gpus: int, size_bytes: float) -> float | None:
-        """Time for a tensor of this whole size, interpolated in both logarithms; None where nothing was measured."""
-        curve = self._curve(kind, num_gpus)
-        if curve is None:
-            return None
-        log_mb, log_ms = curve
-        local_mb = size_bytes / MB / (num_gpus if kind in _SHARDED else 1)
-        if local_mb <= 0:
-            return 0.0
-        beyond = max(math.log(local_mb) - float(log_mb[-1]), 0.0)  # above the largest size bandwidth stays what it was there
-        return math.exp(float(np.interp(math.log(local_mb), log_mb, log_ms)) + beyond) * 1e-3
-
-    def _curve(self, kind: str, num_gpus: int) -> tuple[Floats, Floats] | None:
-        """Sizes and times of all models' tables together: a collective does not know whose tensor it carries."""
-        key = (kind, num_gpus)
-        if key not in self._curves:
-            times: dict[float, list[float]] = {}
-            for table, other, gpus in self._files:
-                if (other, gpus) == key:
-                    for size, time in self.raw(table, kind, num_gpus).items():
-                        if time not in SENTINELS and time > 0:
-                            times.setdefault(max(size, 0.25), []).append(time)  # 0 MB stands for everything below a half
-            sizes = sorted(times)
-            medians = [float(np.median(times[size])) for size in sizes]
-            self._curves[key] = (np.log(sizes), np.log(medians)) if sizes else None
-        return self._curves[key]

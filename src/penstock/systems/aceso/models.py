@@ -15,14 +15,14 @@ from pathlib import Path
 from penstock.errors import InputError
 from penstock.models.ops import Block, Op
 
-__all__ = ["FAMILIES", "SAME_TABLE", "Family", "layer_runs", "residual_runs"]
+__all__ = ["FAMILIES", "SAME_TABLE", "AcesoFamily", "layer_runs", "residual_runs"]
 
 SAME_TABLE = {("t5", "22B"): "11B"}
 """Sizes that reuse the ops of another one."""
 
 
 @dataclass(frozen=True)
-class Family:
+class AcesoFamily:
     """What the op tables of a model family do not say themselves."""
 
     dtype: str
@@ -35,21 +35,21 @@ class Family:
 
 
 FAMILIES = {
-    "gpt": Family(
+    "gpt": AcesoFamily(
         "fp16", {"350M": 24, "1_3B": 24, "2_6B": 32, "6_7B": 32, "13B": 40}, (("encoder-embedding", 1, False), ("layers", 13, True)), 2048
     ),
-    "t5": Family(
+    "t5": AcesoFamily(
         "fp16",
         {"770M": 24, "3B": 24, "6B": 24, "11B": 24, "22B": 48},
         (("encoder-embedding", 1, False), ("encoder", 13, True), ("enc-final-layernorm", 1, False),
          ("decoder-embedding", 1, False), ("decoder", 21, True)),
         2048, 512,
     ),
-    "resnet": Family("fp32", {}),
+    "resnet": AcesoFamily("fp32", {}),
 }  # fmt: skip
 
 
-def layer_runs(ops: Sequence[Op], family: Family, layers: int, path: Path) -> tuple[tuple[Block, int], ...]:
+def layer_runs(ops: Sequence[Op], family: AcesoFamily, layers: int, path: Path) -> tuple[tuple[Block, int], ...]:
     """A transformer: its repeated rows once per layer, the rows after them once."""
     expected = sum(count for _, count, _ in family.runs)
     if len(ops) <= expected:

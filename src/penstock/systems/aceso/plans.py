@@ -12,22 +12,22 @@ A split (`algo`) says something of multiplications and convolutions that are div
 from __future__ import annotations
 
 import json
-import reprlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from penstock.errors import InputError, near_misses
-from penstock.files import describe_validation_error, read_json, write_text
+from penstock.files import read_json, write_text
 from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
 from penstock.plans.references import cluster_of, model_of, with_precision
 from penstock.plans.validity import require_valid
 from penstock.schedules.rules import DEFAULT_SCHEDULE
+from penstock.systems.tables import Count, validated
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -35,19 +35,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AcesoPlan",
-    "Group",
+    "OpGroup",
     "aceso_text",
     "from_plan",
     "groups",
     "read_aceso_plan",
     "searched_text",
     "to_plan",
-    "validated",
     "write_aceso_plan",
 ]
 
-Kind = TypeVar("Kind")
-Count = Annotated[int, Field(strict=True, ge=1, le=10_000_000)]
 Flag = Annotated[bool, Field(strict=True)]
 Bit = Annotated[int, Field(strict=True, ge=0, le=1)]
 Setting = tuple[int, tuple[int, int, int, int]]
@@ -147,36 +144,6 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
-@dataclass(frozen=True)
-class _Short:
-    """A value whose repr stays short."""
-
-    value: object
-
-    def __repr__(self) -> str:
-        return reprlib.repr(self.value)
-
-
-@dataclass(frozen=True)
-class _Few:
-    """The first problems pydantic found, their values shortened."""
-
-    error: ValidationError
-
-    def errors(self) -> list[dict[str, Any]]:
-        return [{**problem, "input": _Short(problem["input"])} for problem in self.error.errors()[:5]]
-
-
-def validated(kind: type[Kind], data: object, where: str) -> Kind:
-    """`data` as a value of one kind, or an error that names the fields; `where` names their origin."""
-    if not isinstance(data, dict):
-        raise InputError(f"{where} holds {reprlib.repr(data)}; an object was expected.")
-    try:
-        return TypeAdapter(kind).validate_python(data)
-    except ValidationError as error:
-        raise InputError(describe_validation_error(_Few(error), where)) from None
-
-
 def read_aceso_plan(path: str | Path) -> AcesoPlan:
     """The plan of one of Aceso's JSON files, checked."""
     plan = validated(AcesoPlan, read_json(path, "Aceso plan"), f"Aceso plan '{path}'")
@@ -256,7 +223,7 @@ def _stage_problems(plan: AcesoPlan, stage: int, lists: Sequence[str]) -> Iterat
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class OpGroup:
     """Ops [first, last) of a chain here that are the ops `names` of Aceso's chain: the smallest piece both can cut out."""
 
     first: int
@@ -272,16 +239,16 @@ def _is_table_chain(model: Model) -> bool:
     return source == "aceso"
 
 
-def groups(model: Model) -> list[Group]:
+def groups(model: Model) -> list[OpGroup]:
     """The chain in groups, in order; one op each for a chain of `AcesoTables`."""
     if _is_table_chain(model):
-        return [Group(placed.index, placed.index + 1, (placed.name,)) for placed in model.ops]
+        return [OpGroup(placed.index, placed.index + 1, (placed.name,)) for placed in model.ops]
     found, first = [], 0
     for (block, copy), ops in groupby(model.ops, lambda placed: (placed.block, placed.copy)):
         names = [placed.op.name for placed in ops]
         pairs = _PAIRS[model.family].get(block, " ".join(f"{name}={name}" for name in names))
         for here, there in (pair.split("=") for pair in pairs.split()):
-            found.append(Group(first, first + len(here.split("+")), tuple(f"{block}.{copy}.{name}" for name in there.split("+"))))
+            found.append(OpGroup(first, first + len(here.split("+")), tuple(f"{block}.{copy}.{name}" for name in there.split("+"))))
             first = found[-1].last
     return found
 
@@ -364,7 +331,7 @@ def _require_same_sizes(aceso: AcesoPlan, model: Model) -> None:
             raise InputError(f"{name} of the Aceso plan is {getattr(aceso, name)}, of model '{model.name}' {expected}.")
 
 
-def _with_one_split(own: Sequence[Setting], model: Model, piece: Group) -> list[Setting]:
+def _with_one_split(own: Sequence[Setting], model: Model, piece: OpGroup) -> list[Setting]:
     """The settings of a group with the split of its first op, which is what is multiplied; 0 where there is nothing to choose."""
     splits = min(len(placed.op.splits) for placed in model.ops[piece.first : piece.last])
     algo = own[0][1][2] if splits > 1 else 0

@@ -7,29 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.costs.table import CostTable, Floats
-from penstock.errors import InputError, ProfileMissingError, near_misses
+from penstock.costs.table import Floats
+from penstock.errors import InputError, near_misses
 from penstock.models.ops import ITEM_BYTES, Model, Op, TensorSpec
-from penstock.models.shapes import Shape
 from penstock.systems.aceso.links import MB, SENTINELS, CollectiveTables, MessageTable, collective_files, read_messages
 from penstock.systems.aceso.models import FAMILIES, SAME_TABLE, layer_runs, residual_runs
-from penstock.systems.tables import Costs, device_names, existing_folder, imported_op, read_rows, ring_time_s, same_node, split_quantity
-
-if TYPE_CHECKING:
-    from penstock.clusters import Cluster
+from penstock.systems.tables import existing_folder, imported_op, read_rows, split_quantity
 
 __all__ = ["AcesoTables", "OpTable"]
 
 _NAME = re.compile(r"(?P<table>(?P<family>[a-z0-9]+)_(?P<size>.+))_mbs(?P<mbs>\d+)_tp(?P<tp>\d+)_algo(?P<algo>\d+)\.csv")
 _COLUMNS = ("forward-compute", "backward-compute", "input_size", "output_size", "weights", "activations", "fwd_reserved", "bwd_reserved")
-_BYTES = ("input_bytes", "output_bytes", "", "kept_bytes", "workspace_bytes", "backward_workspace_bytes")
-"""The array that each column after the two times fills; weights are handled apart."""
-
-
 @dataclass(frozen=True)
 class OpTable:
     """One file: a row for each op, in the order and the units of the file (microseconds, MB)."""
@@ -56,7 +47,7 @@ def _read_op_table(path: Path) -> OpTable:
 
 @dataclass(frozen=True)
 class AcesoTables:
-    """A folder of Aceso's tables as a cost source; open it with `AcesoTables.open(folder)`."""
+    """A folder of Aceso's tables; open it with `AcesoTables.open(folder)`."""
 
     name: str
     files: Mapping[str, Mapping[tuple[int, int, int], Path]]
@@ -85,16 +76,6 @@ class AcesoTables:
         return cls(
             f"aceso:{folder}", files, CollectiveTables(collective_files(path)), intra, read_messages(inter) if inter.exists() else intra
         )
-
-    @property
-    def p2p_intra_gb_per_s(self) -> Floats:
-        """Raw bandwidths inside a node, for messages of 1, 2, 4… MB."""
-        return self.p2p_intra.gb_per_s
-
-    @property
-    def p2p_inter_gb_per_s(self) -> Floats:
-        """Raw bandwidths between nodes."""
-        return self.p2p_inter.gb_per_s
 
     @cached_property
     def models(self) -> tuple[tuple[str, str], ...]:
@@ -132,35 +113,6 @@ class AcesoTables:
         """Micro-batch sizes that were profiled."""
         return tuple(sorted({mbs for mbs, _, _ in self.files[self._own(model)]}))
 
-    def shapes(self, model: Model) -> tuple[Shape, ...]:
-        """The same as micro-batches of the model's usual length."""
-        return tuple(model.usual_shape(mbs) for mbs in self.micro_batches(model))
-
-    def tps(self, model: Model) -> tuple[int, ...]:
-        """Tensor-parallel degrees that were profiled."""
-        return tuple(sorted({tp for _, tp, _ in self.files[self._own(model)]}))
-
-    def table(self, model: Model, shapes: Sequence[Shape], tps: Sequence[int], cluster: Cluster | None = None) -> CostTable:
-        """All op costs; micro-batch sizes and degrees that were not profiled have infinite times."""
-        table = self._own(model)
-        devices = device_names(cluster, ("aceso",))
-        if len(devices) > 1:
-            raise InputError(f"{self.name} was measured on one device kind; the cluster has {', '.join(devices)}.")
-        if shapes and not any(shape == model.usual_shape(shape.samples) for shape in shapes):
-            length = f"padded samples of {model.seq_length} tokens" if model.seq_length else "images"
-            raise ProfileMissingError(f"{self.name} holds only {length} for {model.name}; {shapes[0]} was asked for.")
-        algos = sorted({algo for _, _, algo in self.files[table]})
-        costs = Costs(model, shapes, tps, algos, devices)
-        for t, tp in enumerate(tps):
-            for a, algo in enumerate(algos):
-                for mbs in self.micro_batches(model):
-                    if (mbs, tp, algo) in self.files[table]:
-                        rows = self._read(table, mbs, tp, algo).rows(costs.op_names)
-                        costs.parameters[:, t, a] = rows[:, 4] * MB / ITEM_BYTES[model.dtype]
-                        for s in (s for s, shape in enumerate(shapes) if shape == model.usual_shape(mbs)):
-                            _fill(costs, (slice(None), s, t, a), rows)
-        return costs.table()
-
     def op_rows(self, model: Model, micro_batch: int, tp: int, algo: int = 0, partial: bool = False) -> Floats | None:
         """[ops of the chain, 8] the rows of one file in its own units (microseconds, MB).
 
@@ -172,28 +124,9 @@ class AcesoTables:
         rows = self._read(table, micro_batch, tp, algo).rows([place.op.config["op"] for place in model.ops])
         return rows if partial or bool(np.isfinite(rows[:, :2]).all()) else None
 
-    def collective_s(self, kind: str, size_bytes: float, cluster: Cluster, ranks: Sequence[int]) -> float:
-        """Interpolated from the measurements inside one node; elsewhere a ring over the measured messages."""
-        measured = self.collectives.time_s(kind, len(ranks), size_bytes) if len(ranks) > 1 and same_node(cluster, ranks) else None
-        if measured is not None or size_bytes <= 0 or len(ranks) < 2:
-            return measured or 0.0
-        share = size_bytes / len(ranks)
-        link = self.p2p_intra if same_node(cluster, ranks) else self.p2p_inter
-        return ring_time_s(kind, size_bytes, len(ranks), share / link.time_s(share))
-
     def exact_collective_ms(self, kind: str, num_gpus: int, megabytes: float, model: Model) -> float | None:
         """Aceso's own lookup in the model's tables, sentinels as they stand; None where it finds nothing."""
         return self.collectives.exact_ms(self._own(model), kind, num_gpus, megabytes)
-
-    def transfer_s(self, size_bytes: float, cluster: Cluster, sender: int, receiver: int) -> float:
-        """Time of one message, from the bandwidths measured inside or between nodes."""
-        return (self.p2p_intra if same_node(cluster, (sender, receiver)) else self.p2p_inter).time_s(size_bytes)
-
-    def optimizer_s(
-        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0
-    ) -> float:
-        """Zero: Aceso neither measures nor models the optimizer step."""
-        return 0.0
 
     def _table_name(self, family: str, size: str) -> str:
         if family not in FAMILIES:
@@ -243,12 +176,3 @@ class AcesoTables:
                 tied_to=names[0] if name.endswith("post-process") else "",
             ))  # fmt: skip
         return ops
-
-
-def _fill(costs: Costs, at: tuple[slice, int, int, int], rows: Floats) -> None:
-    """Copies the rows of one file into the arrays, in seconds and bytes."""
-    costs.forward_s[at] = rows[:, :1] * 1e-6
-    costs.backward_s[at] = rows[:, 1:2] * 1e-6
-    for column, name in enumerate(_BYTES, 2):
-        if name:
-            getattr(costs, name)[at] = rows[:, column] * MB

@@ -11,11 +11,11 @@ import numpy as np
 
 from penstock.costs.table import Floats
 
-__all__ = ["Grid"]
+__all__ = ["CostGrid"]
 
 
 @dataclass(frozen=True)
-class Grid:
+class CostGrid:
     """Values of Q quantities on the points of a grid; each axis ends in a virtual point at twice its largest that holds none."""
 
     axes: tuple[Floats, ...]
@@ -25,7 +25,7 @@ class Grid:
     """The same shape."""
 
     @classmethod
-    def of(cls, points: Sequence[Sequence[float]], values: Sequence[Sequence[float]]) -> Grid:
+    def of(cls, points: Sequence[Sequence[float]], values: Sequence[Sequence[float]]) -> CostGrid:
         """A grid from scattered points; NaN is a missing value, and of two at one point the larger counts."""
         where = np.array(points)
         axes = [np.unique(column) for column in where.T]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from penstock.models.ops import Model
 
-__all__ = ["Piece", "block_ends", "num_module_ops", "pieces"]
+__all__ = ["BlockPiece", "block_ends", "num_module_ops", "pieces"]
 
 _BOTTLENECK = "conv1 bn1=2 conv2 bn2=2 conv3 bn3 downsample{projection} relu"
 _LISTINGS = {
@@ -42,7 +42,7 @@ _LISTINGS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class BlockPiece:
     """Ops [first, last) that are `num_calculations` lines of DynPipe's listing, of which the last ends the last of `num_blocks`."""
 
     first: int
@@ -56,16 +56,16 @@ def num_module_ops(model: Model) -> int:
     return model.num_ops - (model.ops[-1].op.kind in ("loss", "class_loss"))
 
 
-def pieces(model: Model) -> tuple[Piece, ...]:
+def pieces(model: Model) -> tuple[BlockPiece, ...]:
     """The chain, but for the loss, in the smallest pieces that both sides can tell apart."""
     listing = {} if "source" in model.config else _LISTINGS.get(model.family, {})  # chains of imported tables have ops of their own
-    found: list[Piece] = []
+    found: list[BlockPiece] = []
     for (block, _), ops in groupby(model.ops[: num_module_ops(model)], lambda placed: (placed.block, placed.copy)):
         names = [placed.op.name for placed in ops]
         text = listing.get(block) or listing.get(block.rpartition(".")[2], "")
         for size, calculations, blocks in _parse(text, names) if text else _plain(len(names), bool(listing)):
             first = found[-1].last if found else 0
-            found.append(Piece(first, first + size, calculations, blocks))
+            found.append(BlockPiece(first, first + size, calculations, blocks))
     return tuple(found)
 
 

@@ -12,10 +12,10 @@ from pydantic import Field
 
 from penstock.errors import InputError
 from penstock.files import read_json, write_text
-from penstock.systems.aceso.plans import Count, validated
+from penstock.systems.tables import Count, validated
 
 __all__ = [
-    "PARTITION_FILE", "TOPOLOGY_FILE", "Partition", "Topology", "read_files", "read_partition", "read_topology", "require_match",
+    "PARTITION_FILE", "TOPOLOGY_FILE", "DynPipePartition", "Topology", "read_files", "read_partition", "read_topology", "require_match",
     "write_files", "write_partition", "write_topology",
 ]  # fmt: skip
 
@@ -53,7 +53,7 @@ class Topology:
 
 
 @dataclass(frozen=True)
-class Partition:
+class DynPipePartition:
     """`vgg16_8.json`, `vpipe.json`: what each stage holds and how many samples its replicas get."""
 
     __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 (pydantic's name for it)
@@ -117,25 +117,25 @@ def _short(values: tuple[int, ...]) -> str:
     return str(list(values)) if len(values) <= 12 else f"[{', '.join(map(str, values[:12]))}, …]"
 
 
-def read_partition(path: str | Path) -> Partition:
+def read_partition(path: str | Path) -> DynPipePartition:
     """The partition of a file, checked."""
     where = f"DynPipe partition '{path}'"
-    partition = validated(Partition, read_json(path, "DynPipe partition"), where)
+    partition = validated(DynPipePartition, read_json(path, "DynPipe partition"), where)
     _require(_partition_problems(partition), where)
     return partition
 
 
-def write_partition(path: str | Path, partition: Partition) -> None:
+def write_partition(path: str | Path, partition: DynPipePartition) -> None:
     """Writes a partition that `read_partition` gives back."""
     _require(_partition_problems(partition), f"the DynPipe partition to write to '{path}'")
     write_text(path, json.dumps(partition.to_dict(), indent=4) + "\n")
 
 
-def _partition_problems(partition: Partition) -> Iterator[str]:
+def _partition_problems(partition: DynPipePartition) -> Iterator[str]:
     stages, total = len(partition.partition), partition.batch_size_all[0]
     if not stages:
         yield "partition is empty; the blocks of at least one stage were expected."
-    for field in fields(Partition):
+    for field in fields(DynPipePartition):
         values = getattr(partition, field.name)
         if field.name != "batch_size_all" and len(values) != stages:
             yield f"{field.name} has {len(values)} entries, partition has {stages}."
@@ -144,7 +144,7 @@ def _partition_problems(partition: Partition) -> Iterator[str]:
             yield f"batch_size.{stage} is {samples}, which does not divide batch_size_all {total}."
 
 
-def require_match(topology: Topology, partition: Partition) -> None:
+def require_match(topology: Topology, partition: DynPipePartition) -> None:
     """Refuses two files that do not belong together."""
     stages = len(partition.partition)
     if topology.num_stages != stages:
@@ -163,7 +163,7 @@ def _require(problems: Iterator[str], where: str) -> None:
         raise InputError(f"{where} is not valid:\n" + "\n".join(f"  {problem}" for problem in found[:10]))
 
 
-def read_files(path: str | Path, partition: str | Path | None = None) -> tuple[Topology, Partition | None]:
+def read_files(path: str | Path, partition: str | Path | None = None) -> tuple[Topology, DynPipePartition | None]:
     """A folder with both files or a topology alone, or a topology file; a partition that is given counts before the folder's."""
     path = Path(path)
     if path.is_dir():
@@ -172,7 +172,7 @@ def read_files(path: str | Path, partition: str | Path | None = None) -> tuple[T
     return read_topology(path), None if partition is None else read_partition(partition)
 
 
-def write_files(folder: str | Path, topology: Topology, partition: Partition) -> None:
+def write_files(folder: str | Path, topology: Topology, partition: DynPipePartition) -> None:
     """Writes both files into a folder from which `read_files` gives them back."""
     require_match(topology, partition)
     _require(_topology_problems(topology), f"the DynPipe topology to write to '{folder}'")

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import reprlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, count, pairwise
 from typing import TYPE_CHECKING
 
 from penstock.errors import InputError
-from penstock.interop.megatron import refusal
+from penstock.plans.grid import refusal
 from penstock.plans.plan import Degrees, MicroBatching, Pattern, Plan, Stage
 from penstock.plans.references import cluster_of, model_of, with_precision
 from penstock.plans.texts import format_ops, format_ranks
 from penstock.plans.validity import require_valid
 from penstock.schedules.rules import SCHEDULES
-from penstock.systems.dynpipe.blocks import Piece, block_ends, num_module_ops, pieces
-from penstock.systems.dynpipe.files import Partition, Topology, require_match
+from penstock.systems.dynpipe.blocks import BlockPiece, block_ends, num_module_ops, pieces
+from penstock.systems.dynpipe.files import DynPipePartition, Topology, require_match
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,7 +41,7 @@ IMAGES = ("vgg", "resnet")
 
 def to_plan(
     topology: Topology,
-    partition: Partition | None,
+    partition: DynPipePartition | None,
     model: Model,
     cluster: Cluster,
     *,
@@ -73,7 +73,7 @@ def to_plan(
     return plan
 
 
-def _mini_batch(topology: Topology, partition: Partition | None, given: int | None) -> int:
+def _mini_batch(topology: Topology, partition: DynPipePartition | None, given: int | None) -> int:
     if partition is None:
         if given is None:
             raise InputError("a DynPipe topology has no batch size. Give the mini-batch, or the partition file.")
@@ -112,7 +112,7 @@ def _depth_notes(topology: Topology) -> tuple[str, ...]:
     return (f"DynPipe would run {_listed(usual)} mini-batches ahead; the stages of this plan run {_listed(own)}.",)
 
 
-def _counts(topology: Topology, partition: Partition | None, model: Model) -> tuple[int, ...]:
+def _counts(topology: Topology, partition: DynPipePartition | None, model: Model) -> tuple[int, ...]:
     """DynPipe's blocks of each stage, from the partition, or from modules that are blocks."""
     total, modules = max(block_ends(model)), topology.module_to_stage_map[:-1]
     found = Counter(modules)
@@ -158,7 +158,7 @@ def _bounds(counts: Sequence[int], model: Model) -> list[int]:
     return bounds
 
 
-def _recompute(stage: int, ratio: float, first: int, last: int, model: Model, chain: Sequence[Piece]) -> tuple[Pattern, ...]:
+def _recompute(stage: int, ratio: float, first: int, last: int, model: Model, chain: Sequence[BlockPiece]) -> tuple[Pattern, ...]:
     """The pattern that recomputes a share of the stage's last calculations."""
     own = [piece for piece in chain if first <= piece.first and piece.last <= last]
     total = sum(piece.num_calculations for piece in own)
@@ -176,7 +176,7 @@ def _recompute(stage: int, ratio: float, first: int, last: int, model: Model, ch
     return (((start, min(last, num_module_ops(model))),),) if wanted else ()
 
 
-def from_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> tuple[Topology, Partition]:
+def from_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> tuple[Topology, DynPipePartition]:
     """The files that say the same as a plan; replicas become ranks of the stages, and what DynPipe does not know is refused."""
     model, cluster = model or model_of(plan), cluster or cluster_of(plan)
     require_valid(plan, model, cluster)
@@ -192,7 +192,7 @@ def from_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None = 
     samples, last = (plan.micro_batching.samples or 0) * plan.num_replicas, plan.num_stages - 1
     topology = Topology((*range(plan.num_stages), last), ranks, _depths(plan.num_stages))
     _require_ranks(topology)
-    return topology, Partition(
+    return topology, DynPipePartition(
         partition=tuple(ends[stage.last] - ends[stage.first] for stage in plan.stages),
         recompute_ratio=tuple(_share(index, stage, model, chain) for index, stage in enumerate(plan.stages)),
         batch_size_all=(samples,),
@@ -231,7 +231,7 @@ def _require_plain(index: int, stage: Stage) -> None:
             raise refusal(TARGET, index, what, hint)
 
 
-def _share(index: int, stage: Stage, model: Model, chain: Sequence[Piece]) -> float:
+def _share(index: int, stage: Stage, model: Model, chain: Sequence[BlockPiece]) -> float:
     """The share of the stage's calculations that is recomputed; they must be the last ones."""
     own = [piece for piece in chain if stage.first <= piece.first < stage.last]
     again, end = sorted(stage.first + position for position in stage.recomputed()), own[-1].last
@@ -250,5 +250,5 @@ def _ratio(recomputed: int, total: int) -> float:
     """The shortest decimal of which DynPipe makes `recomputed`: it cuts off the fraction of ratio × total."""
     if recomputed in (0, total):
         return recomputed // total
-    tried = ((-(-recomputed * 10**digits // total) + more) / 10**digits for digits in count(1) for more in (0, 1))
+    tried: Iterator[float] = ((-(-recomputed * 10**digits // total) + more) / 10**digits for digits in count(1) for more in (0, 1))
     return next(ratio for ratio in tried if int(ratio * total) == recomputed)  # 0.29 × 100 is below 29

@@ -1,7 +1,7 @@
 """A step time below which no plan is, under FASOP's costs.
 
 Placement is relaxed: GPUs of each kind are counted, and stages that send each other messages inside nodes must be able to stand on the
-same ones (`fasop_forms`). What is left is a dynamic programme over (stages behind, layers, GPUs used, form of the stage), which is run for
+same ones (`forms`). What is left is a dynamic programme over (stages behind, layers, GPUs used, form of the stage), which is run for
 boxes: an interval of the time of the longest path beside the sum, and some last stages. The box with the least bound is split until
 it is narrow.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.systems.fasop.forms import Relaxed, relax
+from penstock.systems.fasop.forms import RelaxedCase, relax
 from penstock.systems.fasop.rules import Case, FasopProblem, Option
 
 __all__ = ["lower_bound_s"]
@@ -44,7 +44,7 @@ _TIED_RESOLUTION = 0.002
 class _Box:
     """Plans of one micro-batch size by the longest path beside their sum, and by their last stage."""
 
-    relaxed: Relaxed
+    relaxed: RelaxedCase
     low_s: float
     high_s: float
     last: np.ndarray
@@ -53,7 +53,7 @@ class _Box:
     """For the programme to work in, shared by all boxes of the size: new memory for each would take longer than the work in it."""
 
     @classmethod
-    def of(cls, relaxed: Relaxed, known_s: float) -> _Box:
+    def of(cls, relaxed: RelaxedCase, known_s: float) -> _Box:
         """All plans below a known time."""
         rows = 2 * len(relaxed.case.gradient_bits) * relaxed.steps.room.shape[1] * len(relaxed.steps.base)
         space = np.empty((rows, _LABELS)), np.empty((rows, _LABELS)), np.empty(rows, np.int64)

@@ -15,13 +15,13 @@ import numpy as np
 
 from penstock.systems.fasop.rules import INTER_OVERHEAD, INTRA_OVERHEAD, Case, FasopProblem, Option
 
-__all__ = ["Form", "Relaxed", "Steps", "relax"]
+__all__ = ["PlacementForm", "RelaxedCase", "Steps", "relax"]
 
 MOST_FORMS = 64
 """Beyond, a run forgets what it holds when a stage joins it, which only lets more plans through."""
 
 
-class Form(NamedTuple):
+class PlacementForm(NamedTuple):
     """A stage as the first of a run: kinds of nodes, groups that stay together, and GPUs of a group over all stages of the run."""
 
     option: int
@@ -46,7 +46,7 @@ class Steps(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Relaxed:
+class RelaxedCase:
     """One micro-batch size with stages in forms."""
 
     case: Case
@@ -62,10 +62,10 @@ class Relaxed:
         return after
 
 
-def relax(problem: FasopProblem, options: list[Option], case: Case, units: np.ndarray, limit: np.ndarray) -> Relaxed:
+def relax(problem: FasopProblem, options: list[Option], case: Case, units: np.ndarray, limit: np.ndarray) -> RelaxedCase:
     """Forms and hops of one micro-batch size; an option takes units [C, counts] of what there is a `limit` of."""
     forms = [
-        Form(c, option.kinds, groups, option.num_devices // groups)
+        PlacementForm(c, option.kinds, groups, option.num_devices // groups)
         for c, option in enumerate(options) for groups in sorted({1, option.dp})
         if _fits(problem, option.kinds, groups, option.num_devices // groups)
     ]  # fmt: skip
@@ -107,7 +107,7 @@ def relax(problem: FasopProblem, options: list[Option], case: Case, units: np.nd
         option, (units @ stride)[option], room, half, ring, far,
         np.array(base), np.array(begin), np.array(target, np.int64), np.array(hop, float),
     )  # fmt: skip
-    return Relaxed(case, steps, tied)
+    return RelaxedCase(case, steps, tied)
 
 
 def _fits(problem: FasopProblem, kinds: tuple[int, ...], groups: int, size: int) -> bool:
@@ -117,13 +117,13 @@ def _fits(problem: FasopProblem, kinds: tuple[int, ...], groups: int, size: int)
     return sum(held) >= groups and (groups == 1 or len(held) > 1)
 
 
-def _joined(problem: FasopProblem, run: Form, stage: Form) -> Form | None:
+def _joined(problem: FasopProblem, run: PlacementForm, stage: PlacementForm) -> PlacementForm | None:
     """The run with a stage in front of it, None if they cannot stand on the same nodes."""
     kinds, groups = tuple(k for k in run.kinds if k in stage.kinds), math.gcd(run.groups, stage.groups)
     if not kinds or (run.groups == 1) != (stage.groups == 1) or (groups == 1 < run.groups):
         return None
     size = (run.groups * run.size + stage.groups * stage.size) // groups
-    return Form(stage.option, kinds, groups, size) if _fits(problem, kinds, groups, size) else None
+    return PlacementForm(stage.option, kinds, groups, size) if _fits(problem, kinds, groups, size) else None
 
 
 def _fastest(problem: FasopProblem, kinds: tuple[int, ...]) -> float:
@@ -131,12 +131,14 @@ def _fastest(problem: FasopProblem, kinds: tuple[int, ...]) -> float:
     return max(nodes[k].intra_bits_per_s for k in kinds)
 
 
-def _network(problem: FasopProblem, a: Form, b: Form) -> float:
+def _network(problem: FasopProblem, a: PlacementForm, b: PlacementForm) -> float:
     nodes = list(problem.kinds.values())
     return min(max(nodes[k].inter_bits_per_s for k in form.kinds) for form in (a, b))
 
 
-def _tied_s(problem: FasopProblem, case: Case, options: tuple[Option, Option], forms: tuple[Form, Form], near: bool) -> float:
+def _tied_s(
+    problem: FasopProblem, case: Case, options: tuple[Option, Option], forms: tuple[PlacementForm, PlacementForm], near: bool
+) -> float:
     """The least the tied embedding takes: over the network, or inside nodes that may hold the first and the last stage."""
     (a, b), (one, other) = options, forms
     shared = tuple(k for k in one.kinds if k in other.kinds)

@@ -43,7 +43,7 @@ class FasopModel:
 
 @dataclass(frozen=True)
 class NodeKind:
-    """A machine kind of one of FASOP's node tables, in the units of the file; the properties give Penstock's."""
+    """A machine kind of one of FASOP's node tables, in the units of the file."""
 
     instance: str
     gpu: str
@@ -52,31 +52,6 @@ class NodeKind:
     inter_bits_per_s: float
     usable_mem_gib: float
     usd_per_hour: float
-
-    @property
-    def device(self) -> str:
-        """Name of the device kind on a cost table built without a cluster."""
-        return self.gpu.lower()
-
-    @property
-    def intra_bandwidth_bytes_per_s(self) -> float:
-        """Between two GPUs of the node."""
-        return self.intra_bits_per_s / 8
-
-    @property
-    def inter_bandwidth_bytes_per_s(self) -> float:
-        """The node's network."""
-        return self.inter_bits_per_s / 8
-
-    @property
-    def memory_bytes(self) -> int:
-        """Usable memory of one GPU."""
-        return int(self.usable_mem_gib * 2**30)
-
-    @property
-    def price_usd_per_h(self) -> float:
-        """Price of the whole node."""
-        return self.usd_per_hour
 
 
 @dataclass(frozen=True)

@@ -10,47 +10,13 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from penstock.systems.fasop.rules import INTER_OVERHEAD, INTRA_OVERHEAD, Case
+from penstock.systems.fasop.rules import INTER_OVERHEAD, INTRA_OVERHEAD, Case, Counted, Sketches
+from penstock.timing.special_clocks import run_alike
 
-__all__ = ["climb", "deal", "finish", "improve", "judge", "messages", "narrowest", "sketch", "start", "warm"]
+__all__ = ["climb", "deal", "improve", "judge", "messages", "narrowest", "sketch", "start", "warm"]
 
 _PASSES = 6
 """Over all pairs of stages, when layers are moved."""
-
-
-@njit(cache=True, nogil=True)
-def finish(compute, hops, num_micro_batches, ends):  # type: ignore[no-untyped-def]
-    """Fills `ends` with the last backward of each stage under 1F1B; sends do not hold up the sender, a hop costs the same both ways.
-
-    In round r stage s runs the forward of micro-batch r + D - 1 - s, which it needs before its backward of r:
-
-        round    -2  -1   0      1
-        stage 0  F0  F1  F2 B0  F3 B1
-        stage 1      F0  F1 B0  F2 B1
-        stage 2          F0 B0  F1 B1
-    """
-    depth = len(compute)
-    arrival = np.zeros(depth)
-    ends[:] = 0.0
-    for r in range(1 - depth, num_micro_batches):
-        for s in range(depth - 1, -1, -1):
-            m = r + depth - 1 - s
-            if m < 0 or m >= num_micro_batches:
-                continue
-            begin = ends[s]
-            if s > 0 and arrival[s] > begin:
-                begin = arrival[s]
-            ends[s] = begin + compute[s] / 3
-            if s + 1 < depth:
-                arrival[s + 1] = ends[s] + hops[s]
-        if r < 0:
-            continue
-        back = 0.0
-        for s in range(depth - 1, -1, -1):
-            begin = ends[s] if ends[s] > back else back
-            ends[s] = begin + 2 * compute[s] / 3
-            if s > 0:
-                back = ends[s] + hops[s - 1]
 
 
 @njit(cache=True, nogil=True)
@@ -166,7 +132,7 @@ def judge(case, layers, option, hops, ring, tied, limit, compute, ends):  # type
         if before + m * compute[s] >= limit or after + total + (2 * (m - 1) + max(0, m - 1 - k)) * compute[s] / 3 >= limit:
             return np.inf
         before += compute[s] + 2 * hops[s] if s + 1 < depth else 0.0
-    finish(compute, hops, m, ends)
+    run_alike(compute, hops, m, ends)
     first, step = 0, 0.0
     for s in range(depth):
         dp = case.dp[option[s]]
@@ -492,14 +458,15 @@ def _least_work(case, kind, units, num_kinds):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def sketch(case, kind, units, limit, node, intra_s, inter_s, tied_s, ring, tau, value, depth, back):  # type: ignore[no-untyped-def]
-    """Rough plans: value [kinds + 1, layers + 1, states] is the least sum of times and hops of layers i.. with GPUs of each kind used.
+def sketch(case, counted, tau, found):  # type: ignore[no-untyped-def]
+    """Fills `found` with rough plans: the least sum of times and hops of layers i.. with GPUs of each kind used.
 
     No stage takes more than `tau` with its hop there and back. GPUs of a kind fill node after node; whether a hop stays inside a node
-    follows from how many are used. `tied_s` [C] is added for the first and the last stage, the first one's gradients at bandwidth
-    `ring` [C]. The first index is the kind of the stage at hand (the last for none); a state is the mixed-radix number of GPUs used.
-    `back` packs (kind and state of the stage behind, first layer of it, option) into one number.
+    follows from how many are used.
     """
+    kind, units, limit, node = counted.kind, counted.units, counted.limit, counted.node
+    intra_s, inter_s, tied_s, ring = counted.intra_s, counted.inter_s, counted.tied_s, counted.ring
+    value, depth, back = found.value, found.depth, found.back
     num_kinds, num_layers, num_states = len(limit), len(case.gradient_bits) - 1, value.shape[2]
     weight, need = _least_work(case, kind, units, num_kinds)
     stride = np.ones(num_kinds, np.int64)
@@ -562,6 +529,5 @@ def warm() -> None:
     start(case, plan[0], plan[1], plan[2], 0, False, np.inf, 1.0)
     improve(case, plan, np.array([2, 0, 0, 1000]), np.inf, 1, True)
     deal(case, plan[1], plan[2], 0, False, np.zeros((2, 1), np.int64))
-    shape = (2, 3, 3)
-    tables = np.zeros(shape), np.zeros(shape, np.int32), np.zeros(shape, np.int64)
-    sketch(case, one - 1, one, np.array([2]), np.array([2]), np.ones(1), np.ones(1), np.ones(1), np.ones(1), 9.0, *tables)
+    two, ones = np.array([2]), np.ones(1)
+    sketch(case, Counted(one - 1, one, two, two, ones, ones, ones, ones), 9.0, Sketches.empty(1, 2, 3))

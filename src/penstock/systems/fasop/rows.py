@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError
 from penstock.files import write_text
-from penstock.interop.megatron import grid_of, refusal
 from penstock.plans.build import block_ranges
+from penstock.plans.grid import grid_of, refusal
 from penstock.plans.references import cluster_of, model_of
 from penstock.schedules.rules import DEFAULT_SCHEDULE
 from penstock.systems.tables import Row, read_rows

@@ -15,10 +15,11 @@ import numpy as np
 
 from penstock.costs.table import Floats
 from penstock.errors import InfeasibleError, InputError, near_misses
-from penstock.systems.fasop.inputs import OUTER_LAYERS, FasopModel, NodeKind
+from penstock.models.shapes import Shape
+from penstock.systems.fasop.inputs import FasopModel, NodeKind
 from penstock.systems.fasop.tables import FasopTables
 
-__all__ = ["Case", "FasopProblem", "Option", "build_case", "micro_batches_of", "options_of"]
+__all__ = ["Case", "Counted", "FasopProblem", "Option", "Sketches", "build_case", "micro_batches_of", "options_of"]
 
 INTER_OVERHEAD, INTRA_OVERHEAD = 1.05, 3.5
 """FASOP's fitted ratios of a link's bandwidth to what one message reaches."""
@@ -124,6 +125,52 @@ class Case(NamedTuple):
     per_node: int
 
 
+class Counted(NamedTuple):
+    """A case in which GPUs are counted by kind and not placed on nodes, for rough plans: C options, K kinds."""
+
+    kind: np.ndarray  # [C] the kind of an option's GPUs, -1 for several
+    units: np.ndarray  # [C] GPUs that a stage takes, in the units in which they are counted
+    limit: np.ndarray  # [K] units of a kind
+    node: np.ndarray  # [K] units of one node
+    intra_s: np.ndarray  # [C] a message to the next stage, inside a node
+    inter_s: np.ndarray  # [C] the same between nodes
+    tied_s: np.ndarray  # [C] the tied embedding, half of it for the first and half for the last stage
+    ring: np.ndarray  # [C] bits per second of the first stage's gradients
+
+
+class Sketches(NamedTuple):
+    """Rough plans as a programme's tables [kinds + 1, layers + 1, states]: the kind of the stage at hand (the last index for none), the
+    layer it begins with, and the mixed-radix number of GPUs used from it on."""
+
+    value: np.ndarray  # least seconds
+    depth: np.ndarray  # stages
+    back: np.ndarray  # (kind and state of the stage behind, first layer of it, option) in one number
+
+    @classmethod
+    def empty(cls, num_kinds: int, num_layers: int, num_states: int) -> Sketches:
+        """Room for the programme to work in."""
+        shape = (num_kinds + 1, num_layers + 1, num_states)
+        return cls(np.zeros(shape), np.zeros(shape, np.int32), np.zeros(shape, np.int64))
+
+    def options(self, num_options: int) -> list[np.ndarray]:
+        """The options of the best rough plan with each kind in front."""
+        num_layers, num_states = self.value.shape[1] - 1, self.value.shape[2]
+        found = []
+        for kind in range(self.value.shape[0] - 1):
+            state = int(np.argmin(self.value[kind, 0]))
+            if not np.isfinite(self.value[kind, 0, state]):
+                continue
+            chosen: list[int] = []
+            layer, at = 0, kind
+            while layer < num_layers:
+                behind, option = divmod(int(self.back[at, layer, state]), num_options)
+                behind, layer = divmod(behind, num_layers + 1)
+                at, state = divmod(behind, num_states)
+                chosen.append(option)
+            found.append(np.array(chosen))
+        return found
+
+
 def micro_batches_of(problem: FasopProblem) -> list[int]:
     """Samples that a micro-batch may hold over all replicas: divisors of the global batch that some option can run."""
     batch = problem.model.global_batch_size
@@ -186,11 +233,9 @@ def _prefix(rows: Sequence[Floats]) -> Floats:
 
 def _kept_bytes(model: FasopModel, tp: int, mbs: int) -> tuple[Floats, Floats]:
     """Activations of each layer: those of one micro-batch at a time (the head's), and those of every one in flight."""
-    hidden, tokens = model.hidden_size, model.sequence_length * mbs
-    block = tokens * hidden * (10 + 24 / tp + 5 * model.num_attention_heads * model.sequence_length / (hidden * tp))
-    once = [4 * tokens * (hidden + model.vocab_size) / tp if layer == "post_process" else 0.0 for layer in model.layer_types]
-    outer = {"embedding_layer": tokens * hidden / tp, "post_process": 0.0}
-    return np.array(once), np.array([outer[layer] if layer in OUTER_LAYERS else block for layer in model.layer_types])
+    kept = np.array([model.kept_bytes(layer).at(Shape(mbs), tp) for layer in model.layer_types])
+    head = np.array([layer == "post_process" for layer in model.layer_types])
+    return np.where(head, kept, 0.0), np.where(head, 0.0, kept)
 
 
 def too_small(problem: FasopProblem) -> InfeasibleError:

@@ -1,0 +1,58 @@
+"""A planned batch as a workload: micro-batches of unequal cost, each with its own recomputation, by the costs it was planned with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.batching.costs import PipelineCosts
+from penstock.models.micro_batch import MicroBatch
+from penstock.timing.workload import Floats, Workload, workload_of
+
+__all__ = ["batch_durations_s", "batch_workload", "is_priced"]
+
+
+def batch_workload(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: int) -> Workload:
+    """What one replica runs; sends of a device take turns, as the planner of batches assumes."""
+    chosen = _chosen(costs, micro_batches, replica)  # [stages, micro-batches, quantities]
+    forward_s, backward_s, stored, peak, other_peak, backward_peak = np.moveaxis(chosen, 2, 0)
+    tokens = np.array([[1.0, batch.shape().tokens, batch.shape().dec_tokens] for batch in micro_batches])
+    backward = np.maximum(0.0, backward_peak - stored)
+    return workload_of(
+        np.stack([forward_s, backward_s]),
+        costs.hops[replica] @ tokens.T,
+        contention="device",
+        after_s=costs.fixed_s,
+        stored_bytes=stored,
+        workspace_bytes=np.stack([np.maximum(0.0, np.maximum(peak, other_peak) - stored), backward, backward, backward]),
+        base_bytes=costs.state_bytes[replica],
+        limit_bytes=costs.limit_bytes[replica],
+    )
+
+
+def is_priced(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: int) -> bool:
+    """Whether the costs have times and bytes of all of them; what is larger than anything that was asked for has none."""
+    return bool(np.isfinite(_chosen(costs, micro_batches, replica)).all())
+
+
+def batch_durations_s(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: int) -> list[list[list[float]]] | None:
+    """[kind][stage][micro-batch] of one replica, kinds as in `actions`; None where the costs have no price for one of them."""
+    if not micro_batches or not is_priced(costs, micro_batches, replica):
+        return None
+    forward_s, backward_s = np.moveaxis(_chosen(costs, micro_batches, replica), 2, 0)[:2]
+    half_s = (backward_s / 2).tolist()
+    return [forward_s.tolist(), backward_s.tolist(), half_s, half_s]
+
+
+def _chosen(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: int) -> Floats:
+    """Costs of each micro-batch on each stage in the mode it runs in there."""
+    classes = costs.stage_class[replica]
+    found = []
+    for batch in micro_batches:
+        shape = batch.shape()
+        padded = (batch.num_rows, batch.row_length, batch.dec_row_length)
+        point = padded if batch.layout == "padded" else (shape.tokens, shape.squares / max(shape.tokens, 1), 0)
+        modes = np.array(batch.recompute or [0] * len(classes))
+        found.append(costs.of_layout(batch.layout).at(*point)[classes, modes])
+    return np.stack(found, axis=1)

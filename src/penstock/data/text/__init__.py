@@ -1,0 +1,1 @@
+"""Text: from lines of JSONL and a tokenizer to token files."""

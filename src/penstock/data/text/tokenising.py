@@ -1,0 +1,105 @@
+"""The second pass over JSONL: the samples that stay become tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.data.indexed import token_dtype
+from penstock.data.text.cleaning import DROPPED
+from penstock.data.text.lines import Form, LineSpan, read_samples
+from penstock.data.text.tokenizer import load_tokenizer
+
+__all__ = ["TokenJob", "Tokens", "chosen", "tokenise"]
+
+_BATCH = 256
+
+
+@dataclass(frozen=True)
+class TokenJob:
+    """What a process must know to tokenise."""
+
+    form: Form
+    vocab_size: int
+    end: int | None
+    limits: tuple[int | None, int | None]
+    over_long: Literal["truncate", "drop"]
+    tokenizer_path: str
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Samples of one split in one piece: for each side lengths and tokens end to end."""
+
+    lengths: list[npt.NDArray[np.int32]]
+    tokens: list[npt.NDArray[Any]]
+
+
+def chosen(piece: LineSpan, form: Form, wanted: npt.NDArray[np.bool_]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """The texts of the chosen samples of a piece, each with its number."""
+    number = -1
+    for texts in read_samples(piece, form):
+        if texts is None:
+            continue
+        number += 1
+        if wanted[number]:
+            yield texts, number
+
+
+_loaded: dict[str, Any] = {}
+
+
+def tokenise(argument: tuple[LineSpan, npt.NDArray[np.uint8], TokenJob]) -> tuple[dict[int, Tokens], Counter[str]]:
+    """The samples of a piece as tokens, by split."""
+    piece, codes, job = argument
+    if job.tokenizer_path not in _loaded:
+        _loaded.clear()
+        _loaded[job.tokenizer_path] = load_tokenizer(job.tokenizer_path)
+    tokenizer, counts = _loaded[job.tokenizer_path], Counter[str]()
+    kept: dict[int, list[list[list[int]]]] = {}
+    batch: list[tuple[tuple[str, ...], int]] = []
+
+    def flush() -> None:
+        columns = zip(*(texts for texts, _ in batch), strict=True)
+        sides = [tokenizer.encode_batch_fast(list(column), add_special_tokens=False) for column in columns]
+        for (_, number), *encoded in zip(batch, *sides, strict=True):
+            sample = _fitted([part.ids for part in encoded], job, counts)
+            if sample is not None:
+                kept.setdefault(int(codes[number]), []).append(sample)
+        batch.clear()
+
+    for entry in chosen(piece, job.form, codes != DROPPED):
+        batch.append(entry)
+        if len(batch) == _BATCH:
+            flush()
+    if batch:
+        flush()
+    dtype = token_dtype(job.vocab_size)
+    return {code: _joined(samples, dtype) for code, samples in kept.items()}, counts
+
+
+def _fitted(sides: list[list[int]], job: TokenJob, counts: Counter[str]) -> list[list[int]] | None:
+    """A sample with its end token and within its limits, or None if it is dropped."""
+    if not all(sides):
+        counts["without tokens"] += 1
+        return None
+    result, cut = [], False
+    for index, tokens in enumerate(sides):
+        end = [job.end] if job.end is not None and index == len(sides) - 1 else []
+        limit = job.limits[index]
+        if limit is not None and len(tokens) + len(end) > limit:
+            tokens, cut = tokens[: limit - len(end)], True
+        result.append(tokens + end)
+    counts["over-long"] += cut
+    return None if cut and job.over_long == "drop" else result
+
+
+def _joined(samples: list[list[list[int]]], dtype: np.dtype[Any]) -> Tokens:
+    sides = list(zip(*samples, strict=True))
+    lengths = [np.fromiter(map(len, side), np.int32, len(side)) for side in sides]
+    return Tokens(lengths, [np.concatenate([np.array(tokens, dtype) for tokens in side]) for side in sides])

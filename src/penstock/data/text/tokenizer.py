@@ -1,0 +1,120 @@
+"""Tokenizers from any of the files they come in, or trained on the spot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.errors import InputError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["END_TOKENS", "find_end_token", "load_tokenizer", "train_tokenizer"]
+
+END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
+"""Names under which vocabularies have the token that ends a text, in the order in which they are looked for."""
+
+_EXPECTED = "a tokenizer.json, a vocab.json beside merges.txt, a vocab.txt (WordPiece), a SentencePiece .model, or a folder of one of these"
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer in a file or folder."""
+    given, path = path, Path(path)
+    if path.is_dir():
+        path = next((path / name for name in _LOADERS if (path / name).is_file()), next(iter(sorted(path.glob("*.model"))), path))
+    if not path.exists():
+        raise InputError(f"tokenizer '{given}' does not exist. Expected is {_EXPECTED}.")
+    if path.is_dir():
+        raise InputError(f"folder '{given}' holds no tokenizer. Expected is {_EXPECTED}.")
+    load = _LOADERS.get(path.name) or _SUFFIXES.get(path.suffix)
+    if load is None:
+        raise InputError(f"tokenizer '{given}' is of no known kind. Expected is {_EXPECTED}.")
+    try:
+        return load(path)
+    except InputError:
+        raise
+    except Exception as error:  # the library raises bare Exceptions
+        raise InputError(f"tokenizer '{path}' cannot be read: {error}.") from None
+
+
+def _whole(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path))
+
+
+def _byte_level_bpe(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    merges = path.with_name("merges.txt")
+    if not merges.is_file():
+        raise InputError(f"'{path}' needs a merges.txt beside it.")
+    tokenizer = Tokenizer(models.BPE.from_file(str(path), str(merges)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([name for name in END_TOKENS if tokenizer.token_to_id(name) is not None])
+    return tokenizer
+
+
+def _word_piece(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordPiece.from_file(str(path), unk_token="[UNK]"))
+    if tokenizer.token_to_id("[UNK]") is None:
+        raise InputError(f"vocabulary '{path}' has no [UNK]: it is not one of WordPiece.")
+    words = [word for word in tokenizer.get_vocab() if not word.startswith("[")]
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=all(word == word.lower() for word in words))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(
+        [name for name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if tokenizer.token_to_id(name) is not None]
+    )
+    return tokenizer
+
+
+def _sentencepiece(path: Path) -> Tokenizer:
+    from penstock.data.text.sentencepiece import read_sentencepiece
+
+    return read_sentencepiece(path)
+
+
+# What a folder is searched for, in this order.
+_LOADERS: dict[str, Callable[[Path], Tokenizer]] = {
+    "tokenizer.json": _whole,
+    "vocab.json": _byte_level_bpe,
+    "vocab.txt": _word_piece,
+    "merges.txt": lambda path: _byte_level_bpe(path.with_name("vocab.json")),
+}
+_SUFFIXES: dict[str, Callable[[Path], Tokenizer]] = {".json": _whole, ".model": _sentencepiece, ".txt": _word_piece}
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE of at most this many tokens, with an end-of-text and a padding token."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    specials = [END_TOKENS[0], "<|pad|>"]
+    if vocab_size < len(alphabet) + len(specials):
+        raise InputError(
+            f"a vocabulary of {vocab_size} is too small: {len(alphabet)} bytes and {len(specials)} special tokens need a place."
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def find_end_token(tokenizer: Tokenizer, wanted: str) -> int | None:
+    """The id of the token that ends a text: the named one, the usual one for `auto`, None for `none`."""
+    if wanted == "none":
+        return None
+    if wanted == "auto":
+        return next((found for name in END_TOKENS if (found := tokenizer.token_to_id(name)) is not None), None)
+    found = tokenizer.token_to_id(wanted)
+    if found is None:
+        raise InputError(f"the tokenizer has no token '{wanted}' to end texts with. Use one of its tokens, auto or none.")
+    return int(found)

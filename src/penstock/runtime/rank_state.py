@@ -1,0 +1,198 @@
+"""A rank of a plan into a checkpoint and out of one: weights, optimizer state and running statistics, whatever the plan.
+
+Weights are saved in fp32 where the optimizer has masters of them. Over all ranks every part of every tensor is saved once; those that hold
+the same share the work.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from penstock.errors import InputError
+from penstock.runtime.checkpoints.layout import (
+    BUFFERS,
+    WEIGHTS,
+    CheckpointLayout,
+    TensorPiece,
+    own_share,
+    parameter_layout,
+    stored_shapes,
+    whole_layout,
+)
+from penstock.runtime.checkpoints.reader import Checkpoint
+from penstock.runtime.checkpoints.writer import CheckpointWriter
+from penstock.runtime.parallel.gradients import holders_of
+
+if TYPE_CHECKING:
+    from penstock.models.modules import OpModule
+    from penstock.plans.plan import Plan
+    from penstock.runtime.parallel.held import Held
+    from penstock.runtime.parallel.stage import StageModule
+    from penstock.runtime.rank import Rank
+
+__all__ = ["PieceSource", "adopt_with_state", "load_rank", "load_weights", "rank_pieces", "rank_state"]
+
+_OWN = (WEIGHTS, BUFFERS)
+
+
+class PieceSource(Protocol):
+    """A checkpoint, or a Hugging Face folder, from which weights are read."""
+
+    def load(self, pieces: Iterable[TensorPiece]) -> None:
+        """Fills the pieces' tensors."""
+
+
+def rank_pieces(rank: Rank) -> Iterator[TensorPiece]:
+    """This rank's part of a checkpoint: views of its tensors, valid until its next step."""
+    known: dict[Any, Any] = {}
+    optimizer = rank.update.optimizer
+    for number, stage in rank.stages.items():
+        for held in _saved_here(rank, stage, number):
+            layout = parameter_layout(held.module, held.name, known=known)
+            state = optimizer.state(held.parameter) if held.parameter.requires_grad else {}
+            yield from _pieces(layout, held, state.pop("master", held.parameter.detach()))
+            for kind, value in state.items():
+                if value.dim():
+                    yield from _pieces(layout, held, value, kind)
+                elif not held.start:  # a number that is kept for a weight as a whole (the count of its steps) is no part of it
+                    yield from whole_layout(layout.name, ()).pieces(value, kind)
+        for piece, module in _modules(stage):
+            if module.tp.rank == 0 and holders_of(stage, piece)[0] == rank.world.rank:
+                yield from _buffers(module)
+
+
+def _pieces(layout: CheckpointLayout, held: Held, tensor: torch.Tensor, kind: str = "") -> Iterator[TensorPiece]:
+    """Where a weight, or something of its shape, lies: the whole of it, or a flat part."""
+    return layout.pieces(tensor, kind) if held.start is None else layout.flat_pieces(tensor, held.start, kind)
+
+
+def _saved_here(rank: Rank, stage: StageModule, number: int) -> Iterator[Held]:
+    """The weights that this rank saves: its own of ZeRO-1, and its share of what several ranks hold alike."""
+    own = rank.gradients[number]
+    groups = own.saved_with()
+    for piece in range(len(stage.pieces)):
+        frozen = [held for held in own.kept() if held.piece == piece and not held.parameter.requires_grad]
+        groups.append((frozen, holders_of(stage, piece) if stage.weights is None else (rank.world.rank,)))
+    here = {place.name for place in stage.model.ops[stage.stage.first : stage.stage.last]}
+    for group, ranks in groups:
+        if rank.world.rank in ranks:
+            for index in own_share([held.parameter.nbytes for held in group], ranks.index(rank.world.rank), len(ranks)):
+                held = group[index]
+                borrowed = held.name == "weight" and held.place.op.tied_to and held.place.op.tied_to not in here
+                repeated = not held.divided and held.module.tp.rank > 0
+                if not borrowed and not repeated:
+                    yield held
+
+
+def _modules(stage: StageModule) -> Iterator[tuple[int, OpModule]]:
+    for number, piece in enumerate(stage.pieces):
+        for module in piece.chain.ops:
+            yield number, module
+
+
+def _buffers(module: OpModule) -> Iterator[TensorPiece]:
+    for name, buffer in module.named_buffers(recurse=False):
+        yield from whole_layout(f"{module.name}.{name}", buffer.shape, BUFFERS).pieces(buffer)
+
+
+def rank_state(rank: Rank) -> dict[str, Any]:
+    """The part of a checkpoint that is no tensor: model, seed, optimizer, precision, loss scale. A run adds its data position."""
+    scale = rank.update.scale
+    return {
+        "model": rank.plan.model if isinstance(rank.plan.model, str) else dict(rank.plan.model),
+        "seed": rank.settings.seed,
+        "optimizer": rank.settings.optimizer.kind,
+        "precision": rank.plan.precision,
+        "loss_scale": None if scale is None else asdict(scale),
+    }
+
+
+@torch.no_grad()
+def load_rank(checkpoint: Checkpoint, rank: Rank) -> None:
+    """Sets this rank's weights, statistics and optimizer state."""
+    kinds = tuple(kind for kind in checkpoint.kinds if kind not in _OWN)
+    scalars = {kind for kind in kinds if checkpoint.is_scalar(kind)}
+    _check(checkpoint, rank, kinds, scalars)
+    _load(checkpoint, rank, kinds, scalars)
+    scale = checkpoint.state.get("loss_scale")
+    if rank.update.scale is not None and scale is not None:
+        for name, value in scale.items():
+            setattr(rank.update.scale, name, value)
+
+
+def adopt_with_state(rank: Rank, plan: Plan, step: int, folder: str | Path) -> None:
+    """Puts `plan` in force before step `step` with all that training has reached: weights, optimizer state, statistics, loss scale.
+
+    Every process of the job calls it between the same two steps, also one to which either plan gives nothing. What differs travels through
+    a checkpoint in `folder`, which all processes share and which is empty again afterwards; the same plan moves nothing.
+    """
+    if plan == rank.plan:
+        return
+    if (plan.model, plan.precision) != (rank.plan.model, rank.plan.precision):
+        raise InputError(f"a plan of model '{plan.model}' in {plan.precision} cannot go on with what one of '{rank.plan.model}' in "
+                         f"{rank.plan.precision} has learned. Use plans of one model and precision.")  # fmt: skip
+    place, before = rank.groups.place[0], rank.world
+    if before.rank >= 0:
+        writer = CheckpointWriter(folder, rank=place, world_size=len(before.ranks), token=f"adopt_{step}")
+        writer.save(step, rank_pieces(rank), rank_state(rank))
+        writer.wait()
+    rank.groups.barrier()  # the first process completes the checkpoint
+    rank.adopt(plan)
+    if rank.world.rank >= 0:
+        load_rank(Checkpoint(folder), rank)
+    rank.groups.barrier()
+    if place == 0:
+        shutil.rmtree(folder)
+        Path(folder).mkdir()
+
+
+@torch.no_grad()
+def load_weights(source: PieceSource, rank: Rank) -> None:
+    """Sets this rank's weights and statistics from anything that can fill pieces of them; the optimizer starts anew."""
+    _load(source, rank, (), set())
+
+
+def _load(source: PieceSource, rank: Rank, kinds: tuple[str, ...], scalars: set[str]) -> None:
+    known: dict[Any, Any] = {}
+    for number, stage in rank.stages.items():
+        own = rank.gradients[number]
+        updated = {id(held.parameter) for held in own.updated_here()}
+        for held in own.kept():
+            layout = parameter_layout(held.module, held.name, known=known)
+            if id(held.parameter) in updated:
+                rank.update.optimizer.load_state(held.parameter, _state(source, held, layout, kinds, scalars))
+            else:
+                source.load(_pieces(layout, held, held.parameter.detach()))
+        own.share_loaded()
+        for _, module in _modules(stage):
+            source.load(_buffers(module))
+
+
+def _check(checkpoint: Checkpoint, rank: Rank, kinds: tuple[str, ...], scalars: set[str]) -> None:
+    before, now = checkpoint.state.get("optimizer"), rank.settings.optimizer.kind
+    if kinds and before != now:
+        raise InputError(
+            f"checkpoint '{checkpoint.path}' has the optimizer state of {before}, but {now} is asked for. "
+            f"Train with {before}, or take the weights alone with --weights in place of --resume."
+        )
+    expected = stored_shapes(rank.model, (WEIGHTS, *(kind for kind in kinds if kind not in scalars)), sorted(scalars))
+    checkpoint.check(expected, kinds=(*_OWN, *kinds))
+
+
+def _state(source: PieceSource, held: Held, layout: CheckpointLayout, kinds: tuple[str, ...], scalars: set[str]) -> dict[str, torch.Tensor]:
+    """The optimizer's state of one weight (master, moments, step count), in the shape in which this rank keeps it."""
+    device = held.parameter.device
+    shape = held.parameter.shape
+    state = {"master": torch.empty(shape, device=device)}
+    source.load(_pieces(layout, held, state["master"]))
+    for kind in kinds:
+        state[kind] = torch.empty(() if kind in scalars else shape, device=device)
+        one = whole_layout(layout.name, ()).pieces(state[kind], kind) if kind in scalars else _pieces(layout, held, state[kind], kind)
+        source.load(one)
+    return state

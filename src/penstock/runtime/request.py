@@ -1,0 +1,134 @@
+"""What a run is told, and what it tells: the request that is the same on every rank, progress after each step, and the result."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from penstock.errors import InputError
+from penstock.runtime.settings import TrainingSettings
+from penstock.stores.addresses import ADDRESS_VARIABLE
+
+if TYPE_CHECKING:
+    from penstock.plans.plan import Plan
+    from penstock.runtime.telemetry.observing import StageTime
+
+__all__ = ["TIMED", "WARM_UP", "EvalRecord", "PlanningSettings", "StepTold", "TrainRequest", "TrainResult"]
+
+TIMED = "timed"
+"""The device of a rehearsal, on which ops are waits."""
+WARM_UP = 2
+"""Iterations that measured times leave out."""
+
+
+@dataclass(frozen=True)
+class PlanningSettings:
+    """How a run is planned while it runs."""
+
+    planners: int = 1
+    """Planner processes on each node; 0: every rank plans for itself, in step with training."""
+    store: str = ""
+    """Address of the store between planners and ranks; empty: what the environment names, or one that this job serves."""
+    away_s: float = 60.0
+    """How long the store may be away before the run ends, with a checkpoint."""
+    wait_s: float = 1800.0
+    """How long a rank waits for a program that does not come, though the store answers, before the run ends, with a checkpoint."""
+    hang_s: float = 300.0
+    """A planner that is at one iteration, or shows no life, for longer is replaced."""
+    search_steps: int = 0
+    """Steps of search for each batch of dynamic micro-batches, after the plan found at once."""
+
+    def __post_init__(self) -> None:
+        if self.planners < 0:
+            raise InputError(f"{self.planners} planners were asked for; 1 or more were expected, or 0 to plan in step with training.")
+        if not self.wait_s > 0:
+            raise InputError(f"ranks may wait for {self.wait_s} s for a program; a number of seconds above 0 was expected.")
+        if not self.away_s >= 0:
+            raise InputError(f"the store may be away for {self.away_s} s; a number of seconds was expected.")
+
+    @property
+    def address(self) -> str:
+        """Of a store that others serve; empty if the job serves its own."""
+        return self.store or os.environ.get(ADDRESS_VARIABLE, "")
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """Everything that a run is told; the same on every rank."""
+
+    plan: Plan
+    data: str
+    """A folder that `penstock prepare-data` wrote."""
+    steps: int
+    out: str
+    settings: TrainingSettings = field(default_factory=TrainingSettings)
+    device: str = ""
+    """`cpu` or `cuda`; empty: what the plan's cluster has. `timed`: stand-ins for devices that are not here, which compute nothing."""
+    eval_every: int = 0
+    """Steps between evaluations on the held-out split; 0: never."""
+    eval_batches: int = 4
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0: only at the end."""
+    resume: str = ""
+    """A checkpoint, or a folder of them, to go on from."""
+    weights: str = ""
+    """What to begin with in place of random weights: `hf:FOLDER`, or a checkpoint, or a folder of them."""
+    prompt_loss: bool = False
+    """Whether the tokens of inputs count in a decoder's loss."""
+    profile_steps: tuple[int, ...] = ()
+    """Steps of which every rank writes a torch.profiler trace."""
+    share_gpus: bool = False
+    """Whether several ranks may run on one GPU (each with its part of it, under MPS)."""
+    reserve_memory: float = 0.0
+    """Share of each GPU's memory that is taken at the start, so that no step waits for more; 0: none."""
+    planning: PlanningSettings = field(default_factory=PlanningSettings)
+    slower: Mapping[int, float] = field(default_factory=dict)
+    """Ranks whose timed devices take so many times as long as the costs say."""
+
+
+@dataclass(frozen=True)
+class EvalRecord:
+    """One evaluation."""
+
+    step: int
+    loss: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class StepTold:
+    """What rank 0 tells the launcher after each step."""
+
+    step: int
+    loss: float | None
+    """None on timed devices."""
+    tokens_per_s: float
+    gpu_utilisation: float | None = None
+    """Of rank 0's device, where it is known."""
+    evaluated: EvalRecord | None = None
+    notes: tuple[str, ...] = ()
+    """What to say once, such as what cannot be recorded."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run achieved."""
+
+    first_step: int
+    num_steps: int
+    """Those before it in a checkpoint not counted."""
+    losses: tuple[float, ...]
+    """One for each step; none on timed devices."""
+    evaluated: tuple[EvalRecord, ...]
+    time_s: float
+    """Median of one iteration, the first ones left out."""
+    tokens_per_s: float
+    """Useful tokens of one iteration over its median time."""
+    stages: dict[int, StageTime]
+    """Measured, on the slowest rank of each."""
+    checkpoint: str | None
+    """The folder of checkpoints; None on timed devices, which have nothing to keep."""
+    ended_by: int = 0
+    """The signal that ended it before its last step; 0: none."""

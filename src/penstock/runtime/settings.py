@@ -1,0 +1,74 @@
+"""What a run decides besides its plan: learning rate, update rule, clipping, seed. Without torch, so that commands can ask cheaply."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from penstock.errors import InputError
+
+__all__ = ["LearningRate", "OptimizerSettings", "TrainingSettings"]
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRate:
+    """Rises from 0 to `peak` over `warmup_steps`, then stays or falls to `peak` × `end_share` at `total_steps`.
+
+    >>> [round(LearningRate(1.0, warmup_steps=2, total_steps=6, decay="linear").at(step), 2) for step in range(7)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+
+    peak: float = 3e-4
+    warmup_steps: int = 0
+    total_steps: int = 0
+    """Where the fall ends; needed unless `decay` is constant."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    end_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.peak) and self.peak > 0):
+            raise InputError(f"the learning rate is {self.peak}; a number above 0 was expected.")
+        if self.decay != "constant" and self.total_steps <= self.warmup_steps:
+            raise InputError(
+                f"the learning rate falls ({self.decay}) until step {self.total_steps}, but rises until step {self.warmup_steps}. "
+                "Use fewer warm-up steps, or more steps."
+            )
+
+    def at(self, step: int) -> float:
+        """The rate of step `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return self.peak
+        done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        left = 1.0 - done if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return self.peak * (self.end_share + (1.0 - self.end_share) * left)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerSettings:
+    """AdamW or SGD, with all that it needs besides gradients and the learning rate."""
+
+    kind: Literal["adamw", "sgd"] = "adamw"
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.9
+    """SGD only."""
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Learning rate, update rule, clipping and seed: what decides a run's losses besides its batches."""
+
+    rate: LearningRate = field(default_factory=LearningRate)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    clip_norm: float | None = 1.0
+    """Gradients are scaled down where their global norm is larger; None: never."""
+    seed: int = 0
+    """Decides initial weights and dropout."""
+
+    def __post_init__(self) -> None:
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise InputError(f"clip_norm is {self.clip_norm}; a number above 0 was expected, or none.")

@@ -1,0 +1,112 @@
+"""The record by which a published planning system is known to the commands: what of it can be searched, imported, exported, batched.
+
+A new system is a package with its readers and rules and one such record in its `__init__`, listed in `penstock.systems`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import InputError, near_misses
+
+if TYPE_CHECKING:
+    from penstock.batching.costs import PipelineCosts
+    from penstock.batching.plan import SampleLengths
+    from penstock.clusters import Cluster
+    from penstock.models.ops import Model
+    from penstock.plans.plan import Plan
+
+__all__ = ["PlanFile", "PlanFiles", "System", "TableAnswer", "TableSearch", "unknown_name"]
+
+
+@dataclass(frozen=True)
+class PlanFile:
+    """A plan of another system as the user names it: its file, and what the file leaves open."""
+
+    path: str
+    model: str
+    cluster: str
+    global_batch: int | None = None
+    partition: Path | None = None
+    mini_batch: int | None = None
+    row: int | None = None
+
+
+@dataclass(frozen=True)
+class PlanFiles:
+    """A system's plan files: how they are read and written, and what `penstock import` asks for beside them."""
+
+    read: Callable[[PlanFile, Model, Cluster], tuple[Plan, list[str]]]
+    """The plan that a file means, and remarks."""
+    write: Callable[[Plan, Model, Path], None]
+    read_example: str
+    write_example: str
+    options: tuple[str, ...]
+    """Fields of `PlanFile` beside the path that are read; others are refused."""
+    required: tuple[str, ...]
+    """Those without which a file means no plan."""
+    lack: str
+    """The beginning of "… not name it", told where one of them is missing."""
+    writes_folder: bool = False
+
+
+@dataclass(frozen=True)
+class TableSearch:
+    """What the user asks of a search over a system's own tables; None and empty where the tables may say it."""
+
+    costs: str
+    """As on the command line: `aceso:DIR`."""
+    model: str
+    cluster: str
+    global_batch: int | None
+    micro_batches: Sequence[int]
+    memory_limit_gb: float | None
+
+    @property
+    def folder(self) -> str:
+        """The folder of the tables."""
+        kind, _, folder = self.costs.partition(":")
+        if not folder or "\0" in folder:
+            raise InputError(f"costs '{self.costs}': expected {kind}:DIR.")
+        return folder
+
+
+@dataclass(frozen=True)
+class TableAnswer:
+    """The plan that a search over a system's tables found, in the words of a table of stages."""
+
+    title: str
+    time_s: float
+    bound_s: float
+    stages: Sequence[Mapping[str, Any]]
+    facts: Mapping[str, Any]
+    note: str
+    text: str
+    """The plan's file as the system itself has it."""
+    usd_per_step: float | None = None
+
+
+@dataclass(frozen=True)
+class System:
+    """A published planning system; what it does not have is None."""
+
+    name: str
+    """As it is written before the colon: `aceso:PATH`."""
+    plans: PlanFiles | None = None
+    search: Callable[[TableSearch, Callable[[str], None]], TableAnswer] | None = None
+    """The best plan by the system's own tables and rules; the second argument is told how far the search is."""
+    chain: Callable[[str, str], Model] | None = None
+    """The model that the tables in a folder have under a name."""
+    batch_costs: Callable[[str, Sequence[SampleLengths], bool], PipelineCosts] | None = None
+    """What micro-batches cost by the configuration at DIR/NAME; True places its layers so that these samples are fastest."""
+
+
+def unknown_name(where: str, what: str, name: str, known: Sequence[str]) -> InputError:
+    """The error of a name that a folder of tables does not have, with all that it has."""
+    names = sorted(known)
+    close = near_misses(name, names)
+    hint = f" {close}" if close.startswith("Did") else ""
+    return InputError(f"{what} '{name}': {where} has no such {what}.{hint} It has {', '.join(names)}.")

@@ -1,0 +1,155 @@
+"""Jobs for workers: a rank of a plan on random samples, programs that it runs, and what came of them. Tests and benchmarks use them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from penstock.data.samples import Sample
+from penstock.models.ops import Model
+from penstock.plans.plan import Plan
+from penstock.plans.references import model_of
+from penstock.programs.instructions import Program
+from penstock.runtime.rank import Evaluated, Rank
+from penstock.runtime.settings import TrainingSettings
+from penstock.runtime.source import Source
+from penstock.runtime.telemetry.observing import Observer
+from penstock.runtime.timed import TimedRank, TimedSettings
+from penstock.runtime.transport.world import ProcessGroups, World
+from penstock.runtime.update import StepResult
+from penstock.runtime.workers import Worker
+from penstock.timing.workload import Workload
+
+__all__ = ["OpenRank", "RandomSource", "TrainedPrograms", "Weight", "collected", "open_rank", "rank_of", "run_timed", "train_programs"]
+
+
+@dataclass(frozen=True)
+class RandomSource:
+    """Random samples of any length, the same for the same (seed, iteration, id)."""
+
+    model: Model
+    seed: int = 0
+
+    def sample(self, iteration: int, sample: int, length: int, dec_length: int) -> Sample:
+        """Draws the sample."""
+        generator = np.random.default_rng((self.seed, iteration, sample))
+        config = self.model.config
+        if not length:
+            size = config["image_size"]
+            image = generator.standard_normal((3, size, size), dtype=np.float32)
+            return Sample(image, np.array(generator.integers(config["num_classes"])))
+        vocab = config["vocab"]
+        loss_length = dec_length or length
+        bert = self.model.family == "bert"
+        return Sample(
+            generator.integers(1, vocab, length),
+            generator.integers(0, vocab, loss_length),
+            generator.integers(1, vocab, dec_length) if dec_length else None,
+            types=generator.integers(0, 2, length) if bert else None,
+            next_sentence=int(generator.integers(2)) if bert else None,
+        )
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight as one rank holds it."""
+
+    op: int
+    name: str
+    tp_rank: int
+    tp_size: int
+    algo: int
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TrainedPrograms:
+    """What running some programs gave on one rank; nothing on one without work."""
+
+    losses: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
+    evaluated: tuple[Evaluated, ...] = ()
+    weights: tuple[Weight, ...] = ()
+    statistics: tuple[torch.Tensor, ...] = ()
+    """Running statistics of its ops."""
+
+
+class OpenRank(Rank):
+    """A rank with a source of its own, so that programs alone are enough to train."""
+
+    source: Source
+
+    def train(self, program: Program, source: Source | None = None) -> StepResult:
+        """Runs one iteration."""
+        return super().train(program, source or self.source)
+
+    def evaluate(self, program: Program, source: Source | None = None) -> Evaluated:
+        """Runs forward passes alone."""
+        return super().evaluate(program, source or self.source)
+
+
+def rank_of(
+    plan: Plan, groups: ProcessGroups, settings: TrainingSettings, source: Source | None = None, model: Model | None = None,
+    observer: Observer | None = None,
+) -> OpenRank:  # fmt: skip
+    """This process' rank of a plan, on random samples unless told otherwise."""
+    model = model or model_of(plan)
+    rank = OpenRank(model, groups, settings, observer)
+    rank.source = source or RandomSource(model)
+    rank.adopt(plan)
+    return rank
+
+
+def open_rank(
+    worker: Worker, plan: Plan, settings: TrainingSettings, source: Source | None = None, model: Model | None = None
+) -> OpenRank | None:
+    """This worker's rank of a plan; None if the plan has no work for it."""
+    rank = rank_of(plan, worker.groups, settings, source, model, worker.status)
+    return rank if rank.world.rank >= 0 else None
+
+
+def train_programs(worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], settings: TrainingSettings) -> TrainedPrograms:
+    """Trains (or evaluates) with the programs of each iteration, given for all ranks, and returns the weights."""
+    rank = open_rank(worker, plan, settings)
+    if rank is None:
+        return TrainedPrograms()
+    losses, norms, evaluated = [], [], []
+    place = rank.world.process[rank.world.rank]
+    for iteration in programs:
+        own = iteration[place]
+        if own.training:
+            result = rank.train(own)
+            losses.append(result.loss.item())
+            norms.append(float("nan") if result.norm is None else result.norm.item())
+        else:
+            evaluated.append(rank.evaluate(own))
+    return TrainedPrograms(tuple(losses), tuple(norms), tuple(evaluated), *collected(rank))
+
+
+def collected(rank: Rank) -> tuple[tuple[Weight, ...], tuple[torch.Tensor, ...]]:
+    """Weights and statistics of a rank; where weights are divided, all ranks must ask."""
+    with ExitStack() as stack:
+        for stage in rank.stages.values():
+            stack.enter_context(stage.whole_weights())
+        held = [one for stage in rank.stages.values() for one in stage.held]
+        weights = tuple(
+            Weight(one.place.index, one.name, one.module.tp.rank, one.module.tp.size, one.module.algo, one.parameter.detach().cpu().clone())
+            for one in held
+        )
+    statistics = tuple(buffer.cpu() for stage in rank.stages.values() for module in stage.modules() for buffer in module.buffers())
+    return weights, statistics
+
+
+def run_timed(
+    worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], workloads: Sequence[Workload], settings: TimedSettings
+) -> list[float]:
+    """A job for workers: the measured seconds of each iteration, whose programs are given for all ranks, `workloads` for the replicas."""
+    world = World(plan, worker.groups)
+    if world.rank < 0:
+        return []
+    rank, place = TimedRank(world, settings, worker.status), world.process[world.rank]
+    return [rank.run(iteration[place], workloads[iteration[place].replica]) for iteration in programs]
