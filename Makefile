@@ -29,6 +29,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.compiled: $(VENV)/.installed $(KERNELS)
+	@find src -name "*.nb[ic]" -delete  # a cache of one kernel may hold types of another module that has changed
 	$(BIN)/python -m penstock.kernels
 	@touch $@
 
