@@ -44,7 +44,7 @@ def test_a_file_comes_before_a_shipped_profile(tmp_path: Path, monkeypatch: pyte
     [
         ("rofline", "costs 'rofline' is not known. Did you mean 'roofline'"),
         ("", "costs '' is not known"),
-        ("roofline:x", "is not known"),
+        ("roofline:x", "expected roofline"),
         ("profile:", "expected profile:FILE"),
         ("profile", "expected profile:FILE"),
         ("profile:\0", "expected profile:FILE"),

@@ -12,7 +12,7 @@ import typer
 from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, format_usd, out, print_json, progress, table
 from penstock.cli.search_tables import TABLES, search_tables
 from penstock.errors import InputError, near_misses
-from penstock.schedules.rules import DEFAULT_SCHEDULE, SEARCHED_SCHEDULES
+from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES, SEARCHED_SCHEDULES
 from penstock.systems import TableSearch
 
 if TYPE_CHECKING:
@@ -227,7 +227,8 @@ def _schedules(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in SEARCHED_SCHEDULES:
-            raise InputError(f"--schedules has '{name}'. {near_misses(name, SEARCHED_SCHEDULES)}")
+            known = f"It is never searched, though plans may name it. Searched: {', '.join(SEARCHED_SCHEDULES)}."
+            raise InputError(f"--schedules has '{name}'. {known if name in SCHEDULES else near_misses(name, SEARCHED_SCHEDULES)}")
     return names
 
 

@@ -24,7 +24,12 @@ class DeviceBytes(NamedTuple):
 
 
 class CostSource(Protocol):
-    """Times and bytes, in the units of their names."""
+    """Times and bytes, in the units of their names.
+
+    A source of its own kind need not fill a `CostTable` by hand: `Roofline(cluster=…).table(…)` has the chain, the bytes and which degrees
+    are possible, and `dataclasses.replace` puts other times in, as `Profiled` does. Halves of a backward pass are no part of it: `timing`
+    takes half of an op's `backward_s` for its weights' gradients.
+    """
 
     @property
     def name(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from penstock.clusters import Cluster
@@ -15,7 +16,12 @@ from penstock.errors import InputError, near_misses
 __all__ = ["open_costs", "shipped_profiles"]
 
 SHIPPED = Path(__file__).with_name("shipped")
-_FORMS = {"roofline": "roofline", "profile": "profile:FILE"}
+_SOURCES: dict[str, tuple[str, Callable[[str, Cluster | None], CostSource]]] = {
+    "roofline": ("roofline", lambda path, cluster: Roofline(cluster=cluster)),
+    "profile": ("profile:FILE", lambda path, cluster: _profile(path)),
+}
+"""Each kind of source: how it is written, and what opens it, given what stands behind the colon."""
+_FORMS = [form for form, _ in _SOURCES.values()]
 _TABLES = {"aceso": "aceso:DIR", "fasop": "fasop:DIR", "dynapipe": "dynapipe:DIR/NAME"}
 """Tables of other planners. They know those planners' own models alone, and are searched by those planners' own rules."""
 
@@ -30,16 +36,15 @@ def open_costs(text: str = "roofline", cluster: Cluster | None = None) -> CostSo
     if kind in _TABLES:
         raise InputError(
             f"costs '{text}' are the tables of another planner, which know that planner's own models alone. `penstock search` takes "
-            f"{_TABLES['aceso']} and {_TABLES['fasop']}, `penstock batch` {_TABLES['dynapipe']}; here use {' or '.join(_FORMS.values())}."
+            f"{_TABLES['aceso']} and {_TABLES['fasop']}, `penstock batch` {_TABLES['dynapipe']}; here use {' or '.join(_FORMS)}."
         )
-    if kind not in _FORMS or (kind == "roofline" and colon):
-        close = near_misses(kind, [*_FORMS, *_TABLES])
-        raise InputError(f"costs '{text}' is not known. {close} Write one of {', '.join(_FORMS.values())}.")
-    if kind == "roofline":
-        return Roofline(cluster=cluster)
-    if not path or "\0" in path:
-        raise InputError(f"costs '{text}': expected {_FORMS[kind]}.")
-    return _profile(path)
+    if kind not in _SOURCES:
+        close = near_misses(kind, [*_SOURCES, *_TABLES])
+        raise InputError(f"costs '{text}' is not known. {close} Write one of {', '.join(_FORMS)}.")
+    form, opened = _SOURCES[kind]
+    if bool(colon) != (":" in form) or bool(path) != bool(colon) or "\0" in path:
+        raise InputError(f"costs '{text}': expected {form}.")
+    return opened(path, cluster)
 
 
 def shipped_profiles() -> dict[str, Path]:

@@ -21,7 +21,12 @@ __all__ = ["CHUNKED_SCHEDULE", "DEFAULT_SCHEDULE", "SCHEDULES", "SEARCHED_SCHEDU
 
 @dataclass(frozen=True)
 class ScheduleRules:
-    """All that is particular to a schedule. A device group runs one stage, or with `chunked` several."""
+    """All that is particular to a schedule. A device group runs one stage, or with `chunked` several.
+
+    `pipeline_s` is one formula for all: an order with another bubble than 1F1B's, less `fill_relief` and chunks, needs a term of its own
+    there (a test holds it against the clock). The search cuts stages for what 1F1B or ZB-H1 hold, so an order that holds more is best
+    left to plans that name it: `searched=False`.
+    """
 
     name: str
     """As plan files and commands have it."""

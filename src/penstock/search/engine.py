@@ -5,9 +5,9 @@
     3  the best plans are improved: simulator, schedule, shares              `improvers`
     4  each sharpens its bound where that would be the weakest of all        `prove`
 
-A good plan early makes everything after it quick, since whatever cannot beat it is left out; so the order of the list matters for time, and
-for nothing else. All that was found so far is in `Progress`: what is there when the time budget ends, or at Ctrl-C, is the answer, and
-everything else is deterministic.
+A good plan early makes everything after it quick, since whatever cannot beat it is left out; so the order of the list matters for time,
+and for the answer only where time runs out. All that was found so far is in `Progress`: what is there when the time budget ends, or at
+Ctrl-C, is the answer, and everything else is deterministic.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ def search(
     """Search a parsed `Request`.
 
     top          plans that are returned
-    prove        False skips tightening the bound and trying uniform plans beside
+    prove        False skips tightening the bound, and the grid of uniform plans, which is there to be shown beside the best
     max_hops     changes by which the best 1F1B plans are refined
-    known_s      without `prove`, only plans faster than this are looked for
-    worth        told the first bound; InfeasibleError where it says that not even such a plan would be of use
+    known_s      time of a plan known from elsewhere, as of a cheaper cluster (`money`): only faster ones are looked for
+    worth        asked with the first bound, by `money` again: InfeasibleError where not even such a plan would be of use
     """
     if top < 1:
         raise InputError(f"top is {top}; 1 or more was expected.")
@@ -97,9 +97,9 @@ def search(
         other_schedules(request, progress)
         rebalanced_shares(request, progress)
         if not progress.choices:
-            raise grid.reason or _nothing_fits(request)
+            raise grid.reason or _nothing_found(request, progress)
         # The proof for unequal replicas takes longest, so it comes last, when some weak line may already make it needless.
-        for searcher in (partitions, per_op, interleaved, unequal) if prove else ():
+        for searcher in sorted(searchers, key=lambda searcher: searcher is unequal) if prove else ():
             searcher.prove(progress)
     return _outcome(request, progress, min(searcher.bound() for searcher in searchers), top)
 
@@ -125,7 +125,11 @@ def _with_bound(choice: Choice, bound_s: float) -> Plan:
     return replace(choice.plan, predicted=replace(choice.plan.predicted, lower_bound_s=bound_s))
 
 
-def _nothing_fits(request: Request) -> InfeasibleError:
+def _nothing_found(request: Request, progress: Progress) -> InfeasibleError:
+    if progress.stopped:
+        return InfeasibleError(f"no plan of {request.model.name} on {request.cluster.describe()} was found in time. Allow more of it.")
+    if progress.known_s < math.inf:
+        return InfeasibleError(f"no plan of {request.model.name} on {request.cluster.describe()} is faster than {progress.known_s:.4g} s.")
     batch, sizes = request.frame.global_batch, request.micro_batches
     return InfeasibleError(
         f"no plan of {request.model.name} fits on {request.cluster.describe()} with a global batch of {batch}"

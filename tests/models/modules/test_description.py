@@ -16,6 +16,7 @@ from small_models import small_batch, small_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from penstock.models.catalog import FAMILIES
 from penstock.models.kept import kept_bytes
 from penstock.models.modules import TORCH_DTYPES, Batch, TensorParallel, build_chain, build_op
 from penstock.models.ops import Model, PlacedOp
@@ -39,6 +40,11 @@ ATTENTION_FLOPS = {
     ),
 }
 """torch counts the fused kernel only on CUDA."""
+
+
+def test_every_family_is_held_to_its_modules() -> None:
+    convolutional = {"resnet", "vgg"}  # in `test_convolution.py`
+    assert {family for family, _, _ in CASES} | convolutional == set(FAMILIES)
 
 
 def steps(model: Model, batch: Batch) -> Iterator[tuple[PlacedOp, dict[str, torch.Tensor], dict[str, torch.Tensor], int, int]]:
