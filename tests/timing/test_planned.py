@@ -16,7 +16,7 @@ from penstock.plans.references import cluster_of, model_of
 from penstock.plans.schema import read_plan
 from penstock.timing.execution import Execution, execute
 from penstock.timing.order_memory import in_flight
-from penstock.timing.planned import PlannedPipeline, planned_pipeline, simulated
+from penstock.timing.planned import PlannedPipeline, clocked, planned_pipeline, simulated
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "plans").glob("*.json"))
 
@@ -106,3 +106,17 @@ def test_the_roofline_is_a_source_like_any() -> None:
     plan = gpt()
     same = planned_pipeline(plan, model_of(plan), cluster_of(plan), Roofline())
     assert np.array_equal(same.workload.durations_s, run(plan)[0].workload.durations_s)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 32])
+@pytest.mark.parametrize("more", [{}, {"schedule": "zero-bubble"}, {"schedule": "interleaved", "chunks": 3}, {"schedule": "gpipe"}])
+def test_what_is_shown_is_what_the_simulator_says(more: dict[str, Any], count: int) -> None:
+    """Formulas are near it as well; chunks are only shorter steps to fill where micro-batches come in whole rounds."""
+    plan = gpt(global_batch=count, micro_batch=1, **more)
+    pipeline, found = run(plan)
+    shown = clocked(plan, pipeline.estimate)
+    assert shown.time_s == pytest.approx(found.makespan_s, rel=1e-12)
+    assert sum(time_s for _, time_s in shown.shares()) == pytest.approx(shown.time_s)
+    assert shown.tokens_per_s == pytest.approx(count * plan.seq_length / shown.time_s)
+    assert clocked(plan, shown) == shown and shown.formula_s == pipeline.estimate.time_s
+    assert 0.9 * shown.formula_s < shown.time_s and (shown.time_s <= shown.formula_s * 1.01 or (plan.num_chunks > 1 and count < 4))

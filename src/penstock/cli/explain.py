@@ -58,11 +58,12 @@ def _estimate(path: Path, costs: str | None) -> Estimate:
     from penstock.plans.schema import read_plan
     from penstock.plans.validity import require_valid
     from penstock.timing.estimate import estimate
+    from penstock.timing.planned import clocked
 
     plan = read_plan(path)
     require_valid(plan, where=f"plan '{path}'")
     cluster = cluster_of(plan)
-    return estimate(plan, model_of(plan), cluster, open_costs(costs or plan.costs, cluster))
+    return clocked(plan, estimate(plan, model_of(plan), cluster, open_costs(costs or plan.costs, cluster)))
 
 
 def _unsupported(path: Path) -> list[str]:
@@ -83,7 +84,7 @@ def _what_if(path: Path, costs: str | None, quiet: bool) -> tuple[list[Rival], l
 
     plan = read_plan(path)
     request = request_of(plan, open_costs(costs or plan.costs, cluster_of(plan)))
-    own = Choice.of(plan, request.estimator.estimate(plan), "exact")
+    own = Choice.of(plan, request.estimator.estimate(plan), "exact").clocked()
     with progress("other plans", quiet=quiet) as bar:
         found = found_beside(request, tell=lambda text: bar.describe(f"other plans: {text}"))
         rows = relaxed(request, [own, *found[:1]], tell=lambda change: bar.describe(f"what if: {change}"))

@@ -109,7 +109,7 @@ def _planned(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> 
     from penstock.timing.planned import planned_pipeline
 
     found = planned_pipeline(plan, model, cluster, source)
-    where = "by the formulas of `penstock explain`, where no message is hidden behind compute"
+    where = "by the closed formula that bounds are of, where no message is hidden behind compute"
     replica = found.estimate.replica if plan.micro_batching.per_replica else None
     return _Subject(
         plan, plan.schedule, replica, f"schedule {plan.schedule}", found.workload, found.schedule, where, found.estimate.time_s,

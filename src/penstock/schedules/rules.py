@@ -37,7 +37,7 @@ class ScheduleRules:
     in_flight: Callable[[int, int, int, int], tuple[int, ...]]
     """(device groups, group, micro-batches, chunks) → the most micro-batches whose activations each chunk of that group holds."""
     fill_relief: int = 0
-    """How many times a stage's weight gradients of one micro-batch run while the pipeline fills and drains; see `pipeline_s`."""
+    """How many times a stage's weight gradients of one micro-batch run while the pipeline fills and drains, at most; see `pipeline_s`."""
     min_groups: int = 1
     """Device groups that it needs."""
     chunked: bool = False
@@ -65,14 +65,19 @@ class ScheduleRules:
         gradients alone. The slowest group is never idle between its first and its last micro-batch; the others add the time to reach
         it and to come back, less what of their weight gradients fits there:
 
-            micro-batches · max(t) + Σ others max(0, t - fill_relief · w) / chunks
+            micro-batches · max(t) + Σ others max(0, t - relief · w) / chunks
+
+        The relief is `fill_relief` from as many micro-batches as groups on. With one micro-batch only the drain can be filled, relief 1;
+        each further one fills the way to one more group (exactly so for equal groups, as the clock shows).
 
         >>> SCHEDULES["1f1b"].pipeline_s([1.0, 2.0, 1.0], num_micro_batches=4)
         10.0
         """
         slowest = max(range(len(times_s)), key=lambda group: times_s[group])
         weights = weight_s if self.fill_relief else [0.0] * len(times_s)
-        fill_s = sum(max(0.0, times_s[group] - self.fill_relief * weights[group]) for group in range(len(times_s)) if group != slowest)
+        filled = min(1.0, (num_micro_batches - 1) / max(len(times_s) - 1, 1))
+        relief = 1 + (self.fill_relief - 1) * filled if self.fill_relief else 0.0
+        fill_s = sum(max(0.0, times_s[group] - relief * weights[group]) for group in range(len(times_s)) if group != slowest)
         return num_micro_batches * times_s[slowest] + fill_s / (num_chunks if self.chunked else 1)
 
 

@@ -29,6 +29,12 @@ class Choice:
         """Writes the estimate into the plan."""
         return cls(with_prediction(plan, estimate), estimate, kind)
 
+    def clocked(self) -> Choice:
+        """The same plan, timed by the clock instead of the closed formula."""
+        from penstock.timing.planned import clocked
+
+        return Choice.of(self.plan, clocked(self.plan, self.estimate), self.kind)
+
     @property
     def tp(self) -> int | str:
         """The tensor-parallel degree, or the range of degrees where stages differ."""

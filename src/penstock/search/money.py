@@ -117,7 +117,8 @@ def offers(
 
         try:
             # With more nodes the same plan is as fast, and dearer.
-            known_s = min((offer.hours * 3600 / steps for offer in found if prune and _is_part(offer.cluster, cluster)), default=math.inf)
+            parts = [offer.choice.estimate for offer in found if prune and _is_part(offer.cluster, cluster)]
+            known_s = min((estimate.formula_s for estimate in parts), default=math.inf)
             outcome = search(request.on(cluster), top=1, prove=False, known_s=known_s, worth=worth)
         except InfeasibleError:
             continue

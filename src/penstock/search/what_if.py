@@ -98,7 +98,7 @@ def found_beside(request: Request, budget_s: float = BUDGET_S, tell: Tell = lamb
             tell("uniform plans")
             estimate = request.estimator.estimate(plan)
             if estimate.fits:
-                found.append(Choice.of(plan, estimate))
+                found.append(Choice.of(plan, estimate).clocked())
     return sorted(found, key=lambda choice: (choice.estimate.time_s, choice.estimate.peak_bytes))
 
 

@@ -114,24 +114,43 @@ class Estimate:
     """The slowest, of which the stages tell."""
     per_replica: tuple[int, ...] = ()
     """Micro-batches of each replica."""
+    formula_s: float = 0.0
+    """The iteration by closed formula, where no message is hidden behind compute; what bounds are of. `time_s` is the same until the
+    clock has been asked, see `planned.clocked`."""
 
     @property
     def peak_bytes(self) -> float:
         """Memory of the fullest device."""
         return max(stage.memory.total_bytes for stage in self.stages)
 
+    def with_times(self, time_s: float, pipeline_s: float) -> Estimate:
+        """The same iteration with other times; rates, money and idle time follow."""
+        slower, later_s = time_s / self.time_s, pipeline_s - self.pipeline_s
+        return dataclasses.replace(
+            self, time_s=time_s, pipeline_s=pipeline_s, samples_per_s=self.samples_per_s / slower, mfu=self.mfu / slower,
+            tokens_per_s=None if self.tokens_per_s is None else self.tokens_per_s / slower,
+            price_usd=None if self.price_usd is None else self.price_usd * slower,
+            stages=tuple(dataclasses.replace(stage, bubble_s=max(0.0, stage.bubble_s + later_s)) for stage in self.stages),
+        )  # fmt: skip
+
     def shares(self) -> list[tuple[str, float]]:
-        """Where the iteration goes, as seen from the bottleneck's devices; the parts sum to `time_s`."""
+        """Where the iteration goes, as seen from the bottleneck's devices; the parts sum to `time_s`.
+
+        Of messages, gradient sync and the optimizer only what is not hidden behind compute.
+        """
         own = [stage for stage in self.stages if stage.group == self.stages[self.bottleneck].group]
         work = sum((stage.work for stage in own), StagePasses())
         last = max({stage.group for stage in self.stages}, key=lambda group: sum(_after(self.stages, group)))
         sync, optimizer = _after(self.stages, last)
+        shown = (self.time_s - self.pipeline_s) / (sync + optimizer) if sync + optimizer else 0.0
         times = self.num_micro_batches
+        messages_s = work.transfer_in_s + work.transfer_out_s
+        idle_s = self.pipeline_s - (work.total_s - messages_s) * times
+        transfers_s = min(messages_s * times, idle_s)
         return [
             ("forward", work.forward_s * times), ("backward", work.backward_s * times), ("recomputation", work.recompute_s * times),
-            ("tp collectives", work.tp_s * times), ("transfers", (work.transfer_in_s + work.transfer_out_s) * times),
-            ("waiting for the host", work.waiting_s * times), ("bubble", self.pipeline_s - work.total_s * times),
-            ("gradient sync", sync), ("optimizer", optimizer),
+            ("tp collectives", work.tp_s * times), ("transfers", transfers_s), ("waiting for the host", work.waiting_s * times),
+            ("bubble", idle_s - transfers_s), ("gradient sync", shown * sync), ("optimizer", shown * optimizer),
         ]  # fmt: skip
 
 
@@ -203,7 +222,7 @@ class Estimator:
             time_s, pipeline, count, samples, plan.global_batch / time_s, tokens / time_s if tokens else None,
             None if price_per_h is None else price_per_h * time_s / 3600, price_per_h, self._mfu(plan, time_s),
             max(range(slowest, plan.num_stages, groups), key=lambda stage: work[stage].total_s),
-            all(stage.fits for stage in stages), tuple(stages), self.source.name, self._notes(plan), replica, counts,
+            all(stage.fits for stage in stages), tuple(stages), self.source.name, self._notes(plan), replica, counts, time_s,
         )  # fmt: skip
 
     def paces(self, plan: Plan) -> list[Pace]:
