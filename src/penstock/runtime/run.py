@@ -26,6 +26,7 @@ from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import load_rank, load_weights, rank_pieces, rank_state
 from penstock.runtime.request import WARM_UP, EvalRecord, StepTold, TrainRequest, TrainResult
+from penstock.runtime.run_folder import CHECKPOINTS, STEPS
 from penstock.runtime.run_inputs import batch_source, run_inputs
 from penstock.runtime.telemetry.flops import PeakTimes
 from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
@@ -80,13 +81,13 @@ class Run:
         self.log: LineLog | None = None
         if self.is_first:
             sink = tensorboard_sink(out / "tensorboard")
-            self.log = LineLog(out / "steps.jsonl", *([] if sink is None else [sink]), anew=not self.first_step)
+            self.log = LineLog(out / STEPS, *([] if sink is None else [sink]), anew=not self.first_step)
         self._notes: list[str] = []
         """Notes for the launcher that were not sent yet."""
         self._given_up: set[str] = set()
         self.gpu = self._gpu_log(out)
         self._peaks = self._peak_times()
-        self.checkpoints = CheckpointWriter(out / "checkpoints", rank=worker.rank, world_size=len(self.world.ranks), token=token)
+        self.checkpoints = CheckpointWriter(out / CHECKPOINTS, rank=worker.rank, world_size=len(self.world.ranks), token=token)
         if request.resume:
             load_rank(Checkpoint(request.resume), self.rank)
         elif request.weights:
@@ -149,7 +150,7 @@ class Run:
         mean_tokens = statistics.fmean(tokens)
         return TrainResult(
             self.first_step, len(losses), tuple(losses), tuple(self.evaluated), usual, mean_tokens / usual,
-            slowest_stages(self.world, self.times), str(Path(self.request.out) / "checkpoints"), ended_by,
+            slowest_stages(self.world, self.times), str(Path(self.request.out) / CHECKPOINTS), ended_by,
         )  # fmt: skip
 
     def _compare_clocks(self, number: int) -> None:

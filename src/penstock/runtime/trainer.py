@@ -24,7 +24,7 @@ from penstock.runtime.planner_processes import planners_here, planners_of_nodes
 from penstock.runtime.rehearsing import rehearse_rank
 from penstock.runtime.request import TIMED, WARM_UP, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run import train_rank
-from penstock.runtime.run_folder import write_run
+from penstock.runtime.run_folder import own_folder
 from penstock.runtime.run_inputs import run_inputs
 from penstock.runtime.telemetry.predicting import PredictedSteps, predict_steps
 from penstock.runtime.workers import WorkerPool, joined
@@ -54,13 +54,13 @@ class Trainer:
         import torch.distributed as dist
 
         request = self.request
+        first = os.environ.get("RANK", "0") == "0"
         with (
+            own_folder(request) if first else nullcontext(),  # before any rank is met: a refusal is then all that is said
             joined(request.device) as worker,
             planners_of_nodes(request.planning, *run_inputs(request), self.first_step) as handover,
             Interrupts(quiet=worker.rank != 0) as interrupts,
         ):
-            if worker.rank == 0:
-                write_run(request)
             token = torch.tensor([secrets.randbits(62)])
             dist.broadcast(token, 0)
             worker = replace(worker, tell=lambda told: progress(told) if progress else None, asked_to_end=lambda: interrupts.number)
@@ -70,9 +70,9 @@ class Trainer:
         """Starts the plan's processes, trains, and ends them; `progress` hears of every step. Ctrl-C and SIGTERM end it after the step that
         runs, with a checkpoint."""
         request, rehearses = self.request, self.request.device == TIMED
-        write_run(request)
         threads = max(1, len(os.sched_getaffinity(0)) // len(request.plan.ranks))
         with (
+            own_folder(request),
             planners_here(request.planning, *run_inputs(request), self.first_step) as handover,
             WorkerPool(
                 len(request.plan.ranks), device="cpu" if rehearses else request.device, threads=threads, timeout_s=_OPERATION_S
