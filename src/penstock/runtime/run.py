@@ -23,6 +23,7 @@ from penstock.programs.work import ReplicaWork
 from penstock.runtime.checkpoints.first_weights import open_weights
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointWriter
+from penstock.runtime.divergence import MAX_DROPPED, DivergedError, describe_divergence, is_diverged
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import load_rank, load_weights, rank_pieces, rank_state
 from penstock.runtime.request import WARM_UP, EvalRecord, StepTold, TrainRequest, TrainResult
@@ -37,6 +38,7 @@ from penstock.runtime.telemetry.steps import LineLog, StepRecord
 from penstock.runtime.telemetry.tensorboard import tensorboard_sink
 from penstock.runtime.transport.allocator import reserve
 from penstock.runtime.transport.world import World
+from penstock.runtime.update import StepResult
 from penstock.runtime.workers import Worker
 from penstock.schedules.actions import FORWARD
 from penstock.schedules.orders import gpipe
@@ -73,6 +75,8 @@ class Run:
         )  # fmt: skip
         self._lost: StoreError | None = None
         """Why this rank gets no more programs."""
+        self._dropped = 0
+        """Updates in a row that were not kept."""
         self._saved = self.first_step
         """Steps that the last checkpoint of this run has behind it."""
         if request.reserve_memory and self.world.device.type == "cuda":
@@ -122,13 +126,15 @@ class Run:
             with self.profiled.around(program.iteration):
                 result = self.rank.train(program, loaded)
             losses.append(result.loss.item())
+            norm = None if result.norm is None else result.norm.item()
+            self._check_finite(program, result, losses[-1], norm)
             end = time.perf_counter()
             times.append(end - start)
             tokens.append(int(result.tokens.item()))
             step = program.iteration
             record = StepRecord(
                 step, losses[-1], times[-1], tokens[-1], tokens[-1] / times[-1], self._mfu(program, tokens[-1], times[-1]), result.rate,
-                gradient_norm=None if result.norm is None else result.norm.item(),
+                gradient_norm=norm, skipped=result.skipped,
                 bubble_share=max(0.0, 1.0 - float(self.spans.busy_ns(position)[COMPUTE]) * 1e-9 / times[-1]), planning_wait_s=wait_s,
                 **self._memory(), **self._sampled(),
             )  # fmt: skip
@@ -152,6 +158,22 @@ class Run:
             self.first_step, len(losses), tuple(losses), tuple(self.evaluated), usual, mean_tokens / usual,
             slowest_stages(self.world, self.times), str(Path(self.request.out) / CHECKPOINTS), ended_by,
         )  # fmt: skip
+
+    def _check_finite(self, program: Program, result: StepResult, loss: float, norm: float | None) -> None:
+        """Ends the run, on all ranks, before anything of a step that is not finite is saved; or counts that its update was dropped."""
+        if not is_diverged(loss, norm, scaled=self.rank.update.scale is not None):
+            self._dropped = 0
+            return
+        self._dropped += 1
+        what = describe_divergence(self.rank, program, result)
+        if self.request.settings.on_nan == "skip" and self._dropped < MAX_DROPPED:
+            if self.is_first:
+                self._notes.append(f"{what}. Its update was dropped.")
+            return
+        self.checkpoints.wait()
+        self.world.barrier()  # the first rank to fail ends the others, rank 0 included, which completes the checkpoint before
+        advice = f"It was the {MAX_DROPPED}th in a row" if self._dropped > 1 else "--on-nan skip would drop such updates"
+        raise DivergedError(f"{what}. Nothing of this step was saved. {advice}; look at the samples, or lower --lr.")
 
     def _compare_clocks(self, number: int) -> None:
         self.world.barrier()

@@ -112,6 +112,8 @@ def _checked(request: TrainRequest) -> TrainRequest:
             f"gradients are to be clipped to a norm of {request.settings.clip_norm:g}, but under schedule '{plan.schedule}' no rank knows "
             "those of all stages. Use --clip 0."
         )
+    if SCHEDULES[plan.schedule].asynchronous and request.settings.on_nan != "stop":
+        raise InputError(f"under schedule '{plan.schedule}' stages update by themselves, so no update can be dropped. Use --on-nan stop.")
     device = request.device or ("cpu" if {cluster.device(rank).name for rank in plan.ranks} == {"cpu"} else "cuda")
     _require_devices(plan, device, request.share_gpus)
     _require_slower(request)
