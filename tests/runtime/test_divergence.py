@@ -23,7 +23,7 @@ from penstock.plans.schema import write_plan
 from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
-from penstock.runtime.checkpoints.folder import whole_checkpoints
+from penstock.runtime.checkpoints.folder import step_of, whole_checkpoints
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.divergence import MAX_DROPPED, DivergedError, describe_divergence, is_diverged
 from penstock.runtime.run import Run
@@ -125,6 +125,8 @@ def test_a_run_that_diverges_keeps_what_was_good(data: str, tmp_path: Path, caps
     assert run(["train", str(tmp_path / "plan.json"), *given]) == 1
     told = " ".join(capsys.readouterr().err.split())
     assert "is nan on rank 0, stage 0, micro-batch 0, samples " in told and "Nothing of this step was saved" in told
-    for saved in whole_checkpoints(tmp_path / "run" / "checkpoints"):
+    good = whole_checkpoints(tmp_path / "run" / "checkpoints")
+    assert f"Step {step_of(good[-1])} is safe. Go on with:" in told
+    for saved in good:
         checkpoint = Checkpoint(saved)
         assert all(torch.isfinite(checkpoint.read(name)).all() for name in checkpoint.manifest.tensors)

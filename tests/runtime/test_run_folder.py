@@ -14,7 +14,7 @@ import pytest
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.runtime.request import TrainRequest
-from penstock.runtime.run_folder import own_folder, read_request
+from penstock.runtime.run_folder import own_folder, read_request, safe_step
 from penstock.runtime.run_lock import run_lock
 
 pytestmark = pytest.mark.timeout(60)
@@ -61,6 +61,15 @@ def test_the_same_run_goes_on_and_another_does_not(tmp_path: Path) -> None:
         assert read_request(out).steps == 9
     with pytest.raises(InputError, match="holds a run already"):
         own_folder(request_of(out, resume=str(foreign))).__enter__()
+
+
+def test_what_is_safe_after_a_failure(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert "nothing to go on from" in safe_step(request_of(out), 0)
+    assert "Step 7 is safe" in (told := safe_step(request_of(out, resume="other/save"), 7)) and told.endswith("--resume 'other/save'")
+    add_checkpoint(out)
+    told = safe_step(request_of(out, resume="other/save"), 2)
+    assert "Step 3 is safe" in told and told.endswith(f"--out '{out}' --resume '{out}'")
 
 
 HOLD = """

@@ -47,7 +47,10 @@ def train(
     clip: Annotated[float, typer.Option(help="Largest norm of the gradients; 0: any, as asynchronous schedules need.")] = 1.0,
     on_nan: Annotated[str, typer.Option(help="At a loss or gradients that are not finite: stop, or skip the update.")] = "stop",
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations on the held-out split; 0: never.")] = 0,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: only at the end.")] = 0,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Steps between checkpoints, of which there is one every ten minutes besides; 0: only at the end.")
+    ] = 500,
+    keep: Annotated[int, typer.Option(help="Checkpoints that stay, the newest ones; the best by evaluation stays besides.")] = 2,
     resume: Annotated[str, typer.Option(metavar="CHECKPOINT", help="Go on from this checkpoint, or the latest of a folder.")] = "",
     weights: Annotated[
         str, typer.Option(metavar="SOURCE", help="Begin with the weights of hf:FOLDER (safetensors of Hugging Face) or of a checkpoint.")
@@ -79,9 +82,9 @@ def train(
 
     trainer = Trainer(TrainRequest(
         given, data, steps, str(path), _settings(given, steps, lr, warmup, clip, seed, on_nan), device, eval_every,
-        checkpoint_every=checkpoint_every, resume=resume, weights=weights, profile_steps=_steps(torch_profile), share_gpus=share_gpus,
-        reserve_memory=reserve_memory, planning=PlanningSettings(planners, store, store_timeout, search_steps=budget_steps),
-        slower=_slower(slow or []),
+        checkpoint_every=checkpoint_every, keep=keep, resume=resume, weights=weights, profile_steps=_steps(torch_profile),
+        share_gpus=share_gpus, reserve_memory=reserve_memory,
+        planning=PlanningSettings(planners, store, store_timeout, search_steps=budget_steps), slower=_slower(slow or []),
     ))  # fmt: skip
     unit = "tokens" if given.seq_length else "images"
     under_torchrun = "WORLD_SIZE" in os.environ and "RANK" in os.environ
@@ -132,8 +135,8 @@ def _interrupted(result: TrainResult, steps: int, path: Path) -> Interrupted:
 
 
 _LEARNING = (
-    "share_gpus", "reserve_memory", "lr", "warmup", "clip", "on_nan", "eval_every", "checkpoint_every", "resume", "weights",
-    "torch_profile",
+    "share_gpus", "reserve_memory", "lr", "warmup", "clip", "on_nan", "eval_every", "checkpoint_every", "keep", "resume",
+    "weights", "torch_profile",
 )  # fmt: skip
 """Options that ask for what only devices that compute can give."""
 

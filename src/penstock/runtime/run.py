@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -21,8 +22,10 @@ from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.runtime.checkpoints.first_weights import open_weights
+from penstock.runtime.checkpoints.folder import best_checkpoint
+from penstock.runtime.checkpoints.intervals import SaveInterval
 from penstock.runtime.checkpoints.reader import Checkpoint
-from penstock.runtime.checkpoints.writer import CheckpointWriter
+from penstock.runtime.checkpoints.writer import BEST_LOSS, CheckpointWriter
 from penstock.runtime.divergence import MAX_DROPPED, DivergedError, describe_divergence, is_diverged
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import load_rank, load_weights, rank_pieces, rank_state
@@ -91,7 +94,12 @@ class Run:
         self._given_up: set[str] = set()
         self.gpu = self._gpu_log(out)
         self._peaks = self._peak_times()
-        self.checkpoints = CheckpointWriter(out / CHECKPOINTS, rank=worker.rank, world_size=len(self.world.ranks), token=token)
+        self.checkpoints = CheckpointWriter(
+            out / CHECKPOINTS, rank=worker.rank, world_size=len(self.world.ranks), token=token, keep=request.keep
+        )  # fmt: skip
+        best = best_checkpoint(out / CHECKPOINTS)
+        self._best_loss = math.inf if best is None else best[1]
+        self._interval = SaveInterval()
         if request.resume:
             load_rank(Checkpoint(request.resume), self.rank)
         elif request.weights:
@@ -142,9 +150,11 @@ class Run:
                 self.log.write(record)
             self._after(step, StepTold(step, losses[-1], tokens[-1] / times[-1], record.gpu_utilisation))
             if step + 1 < self.request.steps:
-                ended_by = self._ends_early()
+                ended_by, is_due = self._agreed()
                 if ended_by:
                     break
+                if is_due and self._saved <= step:
+                    self._save(step + 1)
             if (step + 1) % _SYNC_STEPS == 0:
                 self._compare_clocks(step + 1)
             self.loader.wait_s = 0.0
@@ -190,38 +200,44 @@ class Run:
         except PlanningError as error:  # which every rank was told
             raise self._ended(error) from None
 
-    def _ends_early(self) -> int:
-        """The signal that asks any of the ranks to end; asked of all after each step, so that they end after the same one. Raises on all of
-        them where one has lost the store."""
-        lost, number = self.world.gather(torch.tensor([int(self._lost is not None), self.worker.asked_to_end()])).amax(0).tolist()
+    def _agreed(self) -> tuple[int, bool]:
+        """The signal that asks any of the ranks to end, and whether it is time for a checkpoint, which none is still writing; asked of all
+        after each step, so that they do so after the same one. Raises on all of them where one has lost the store."""
+        is_due = self.is_first and self.request.checkpoint_every > 0 and self._interval.is_over(time.monotonic())
+        own = [int(self._lost is not None), self.worker.asked_to_end(), int(is_due), int(self.checkpoints.busy)]
+        lost, number, due, busy = self.world.gather(torch.tensor(own)).amax(0).tolist()
         if lost:
             raise self._ended(self._lost or StoreError("another rank gets no more programs from the store."))
-        return int(number)
+        return int(number), bool(due and not busy)
 
     def _ended(self, error: PenstockError) -> PenstockError:
-        """Saves what was trained, on all ranks, before the run ends; the error, with where to go on from."""
-        done, folder = self.loader.step, self.checkpoints.folder
+        """Saves what was trained, on all ranks, before the run ends; the error, with how far it came."""
+        done = self.loader.step
         if not done:
             return error
         if done > self._saved:
             self._save(done)
         self.checkpoints.wait()
         self.world.barrier()  # the first rank to fail ends the others, rank 0 included, which completes the checkpoint
-        where = folder if self._saved > self.first_step else self.request.resume
-        return type(error)(f"{str(error).rstrip('.')}. The run ended after {done} steps; go on from there with --resume '{where}'.")
+        return type(error)(f"{str(error).rstrip('.')}. The run ended after {done} steps.")
 
-    def _save(self, done: int) -> None:
-        self._saved = done
-        self.checkpoints.save(done, rank_pieces(self.rank), {**rank_state(self.rank), "data": self.loader.state_dict()})
+    def _save(self, done: int, best_loss: float | None = None) -> None:
+        self._saved, start_s = done, time.monotonic()
+        state = {**rank_state(self.rank), "data": self.loader.state_dict()}
+        self.checkpoints.save(done, rank_pieces(self.rank), state if best_loss is None else {**state, BEST_LOSS: best_loss})
+        self._interval.saved(start_s, time.monotonic())
 
     def _after(self, step: int, told: StepTold) -> None:
         """Evaluation, checkpoint, a word to the launcher."""
         request, done = self.request, step + 1
+        best_loss = None
         if request.eval_every and (done % request.eval_every == 0 or done == request.steps):
             self.evaluated.append(self._evaluate(done))
             told = replace(told, evaluated=self.evaluated[-1])
-        if request.checkpoint_every and done % request.checkpoint_every == 0:
-            self._save(done)
+            if self.evaluated[-1].loss < self._best_loss:
+                best_loss = self._best_loss = self.evaluated[-1].loss
+        if (request.checkpoint_every and done % request.checkpoint_every == 0) or best_loss is not None:
+            self._save(done, best_loss)
         if self.is_first:
             self._notes += self._gone_silent()
             self.worker.tell(replace(told, notes=tuple(self._notes)))

@@ -13,12 +13,12 @@ from penstock.errors import InputError
 from penstock.files import read_json, write_json
 from penstock.plans.plan import Plan
 from penstock.plans.schema import read_plan, write_plan
-from penstock.runtime.checkpoints.folder import latest_checkpoint
+from penstock.runtime.checkpoints.folder import latest_checkpoint, step_of
 from penstock.runtime.request import PlanningSettings, TrainRequest
 from penstock.runtime.run_lock import run_lock
 from penstock.runtime.settings import TrainingSettings
 
-__all__ = ["CHECKPOINTS", "STEPS", "own_folder", "plan_of_run", "read_request"]
+__all__ = ["CHECKPOINTS", "STEPS", "own_folder", "plan_of_run", "read_request", "safe_step"]
 
 CHECKPOINTS, STEPS = "checkpoints", "steps.jsonl"
 _PLAN, _FACTS = "plan.json", "run.json"
@@ -67,6 +67,16 @@ def _refuse_other_run(out: Path, resume: str) -> None:
         f"'{out}' holds a run already ({found}), which this one would overwrite. Nothing was changed. Either\n{go_on}"
         f"  keep both apart:     penstock train … --out '{out}-2'"
     )
+
+
+def safe_step(request: TrainRequest, first_step: int) -> str:
+    """Which step of a run that has failed is on disk, and the command that goes on from it; `first_step` is where the run began."""
+    out = Path(request.out)
+    saved = latest_checkpoint(out / CHECKPOINTS)
+    if saved is None and not request.resume:
+        return f"No checkpoint had been written: there is nothing to go on from. Start it again with another --out, or remove '{out}'."
+    where, step = (request.resume, first_step) if saved is None else (str(out), step_of(saved))
+    return f"Step {step} is safe. Go on with: penstock train … --out '{out}' --resume '{where}'"
 
 
 def plan_of_run(folder: str | Path) -> Plan:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from penstock.data.dataset import open_data
 from penstock.data.forms import form_of
-from penstock.errors import InputError
+from penstock.errors import InputError, PenstockError
 from penstock.plans.capabilities import unsupported
 from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of, model_of
@@ -24,10 +24,10 @@ from penstock.runtime.planner_processes import planners_here, planners_of_nodes
 from penstock.runtime.rehearsing import rehearse_rank
 from penstock.runtime.request import TIMED, WARM_UP, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run import train_rank
-from penstock.runtime.run_folder import own_folder
+from penstock.runtime.run_folder import own_folder, safe_step
 from penstock.runtime.run_inputs import run_inputs
 from penstock.runtime.telemetry.predicting import PredictedSteps, predict_steps
-from penstock.runtime.workers import WorkerPool, joined
+from penstock.runtime.workers import WorkerError, WorkerPool, joined
 from penstock.schedules.rules import SCHEDULES
 
 __all__ = ["Trainer"]
@@ -64,7 +64,10 @@ class Trainer:
             token = torch.tensor([secrets.randbits(62)])
             dist.broadcast(token, 0)
             worker = replace(worker, tell=lambda told: progress(told) if progress else None, asked_to_end=lambda: interrupts.number)
-            return train_rank(worker, request, handover, f"{int(token):x}")
+            try:
+                return train_rank(worker, request, handover, f"{int(token):x}")
+            except PenstockError as error:
+                raise (self._with_safe_step(error) if first else error) from None
 
     def train(self, progress: Callable[[StepTold], None] | None = None) -> TrainResult:
         """Starts the plan's processes, trains, and ends them; `progress` hears of every step. Ctrl-C and SIGTERM end it after the step that
@@ -80,10 +83,17 @@ class Trainer:
             nullcontext() if rehearses else Interrupts(pool.board.ask_to_end),
         ):
             job = (rehearse_rank, request, handover) if rehearses else (train_rank, request, handover, secrets.token_hex(8))
-            found: list[TrainResult] = pool.run(
-                *job, timeout_s=_RUN_S, listen=lambda rank, told: progress(told) if progress else None
-            )  # fmt: skip
+            try:
+                found: list[TrainResult] = pool.run(
+                    *job, timeout_s=_RUN_S, listen=lambda rank, told: progress(told) if progress else None
+                )  # fmt: skip
+            except WorkerError as error:
+                raise error if rehearses else self._with_safe_step(error) from None
         return found[0]
+
+    def _with_safe_step(self, error: PenstockError) -> PenstockError:
+        """The failure of a run, with what of it is not lost."""
+        return type(error)(f"{str(error).rstrip()}\n{safe_step(self.request, self.first_step)}")
 
     def predicted(self, result: TrainResult) -> PredictedSteps:
         """What the plan's costs say of the steps of a run, those left out that warm up."""
@@ -105,6 +115,8 @@ def _checked(request: TrainRequest) -> TrainRequest:
     require_valid(plan, model, cluster)
     if request.steps < 1:
         raise InputError(f"{request.steps} steps were asked for; 1 or more was expected.")
+    if request.keep < 1:
+        raise InputError(f"{request.keep} checkpoints are to be kept; keep at least 1.")
     if refused := unsupported(plan, model):
         raise InputError("the plan cannot be run:\n" + "\n".join(f"  {problem}" for problem in refused))
     if SCHEDULES[plan.schedule].asynchronous and request.device != TIMED and request.settings.clip_norm is not None:
