@@ -130,6 +130,7 @@ def _checked(request: TrainRequest) -> TrainRequest:
     _require_devices(plan, device, request.share_gpus)
     _require_slower(request)
     data = open_data(request.data)
+    data.check()
     form_of(model, data, prompt_loss=request.prompt_loss)
     if len(data) < plan.global_batch:
         raise InputError(
@@ -138,6 +139,8 @@ def _checked(request: TrainRequest) -> TrainRequest:
         )
     if request.eval_every and _EVAL_SPLIT not in data.manifest.splits:
         raise InputError(f"evaluation was asked for, but data '{request.data}' has no split '{_EVAL_SPLIT}'. Prepare it with one.")
+    if request.eval_every:
+        open_data(request.data, _EVAL_SPLIT).check()
     if request.resume:
         request = replace(request, resume=str(find_checkpoint(request.resume)))
     if request.weights:
