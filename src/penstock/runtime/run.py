@@ -23,6 +23,7 @@ from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.runtime.checkpoints.first_weights import open_weights
 from penstock.runtime.checkpoints.folder import best_checkpoint
+from penstock.runtime.checkpoints.going_on import RUN, run_facts
 from penstock.runtime.checkpoints.intervals import SaveInterval
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import BEST_LOSS, CheckpointWriter
@@ -100,6 +101,8 @@ class Run:
         best = best_checkpoint(out / CHECKPOINTS)
         self._best_loss = math.inf if best is None else best[1]
         self._interval = SaveInterval()
+        seed, global_batch = request.settings.seed, request.plan.global_batch
+        self._facts = run_facts(self.model, request.data, seed=seed, global_batch=global_batch) if self.is_first else {}
         if request.resume:
             load_rank(Checkpoint(request.resume), self.rank)
         elif request.weights:
@@ -223,7 +226,7 @@ class Run:
 
     def _save(self, done: int, best_loss: float | None = None) -> None:
         self._saved, start_s = done, time.monotonic()
-        state = {**rank_state(self.rank), "data": self.loader.state_dict()}
+        state = {**rank_state(self.rank), "data": self.loader.state_dict(), RUN: self._facts}
         self.checkpoints.save(done, rank_pieces(self.rank), state if best_loss is None else {**state, BEST_LOSS: best_loss})
         self._interval.saved(start_s, time.monotonic())
 

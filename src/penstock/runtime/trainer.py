@@ -12,15 +12,18 @@ from dataclasses import replace
 from penstock.data.dataset import open_data
 from penstock.data.forms import form_of
 from penstock.errors import InputError, PenstockError
+from penstock.models.ops import Model
 from penstock.plans.capabilities import unsupported
 from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import require_valid
 from penstock.runtime.checkpoints.first_weights import check_weights
 from penstock.runtime.checkpoints.folder import find_checkpoint
+from penstock.runtime.checkpoints.going_on import check_goes_on, run_facts
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.planner_processes import planners_here, planners_of_nodes
+from penstock.runtime.rank_state import check_state
 from penstock.runtime.rehearsing import rehearse_rank
 from penstock.runtime.request import TIMED, WARM_UP, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run import train_rank
@@ -143,6 +146,7 @@ def _checked(request: TrainRequest) -> TrainRequest:
         open_data(request.data, _EVAL_SPLIT).check()
     if request.resume:
         request = replace(request, resume=str(find_checkpoint(request.resume)))
+        _require_same_run(request, model)
     if request.weights:
         if request.resume:
             raise InputError(
@@ -152,6 +156,15 @@ def _checked(request: TrainRequest) -> TrainRequest:
         check_weights(request.weights, model)
     _require_steps(request)
     return replace(request, device=device)
+
+
+def _require_same_run(request: TrainRequest, model: Model) -> None:
+    """Refuses a checkpoint that is damaged, or of another run than the request's; only the plan may be another."""
+    checkpoint, seed = Checkpoint(request.resume), request.settings.seed
+    check_goes_on(checkpoint, run_facts(model, request.data, seed=seed, global_batch=request.plan.global_batch))
+    check_state(checkpoint, model, request.settings.optimizer.kind)
+    if os.environ.get("RANK", "0") == "0":  # one reader is enough
+        checkpoint.verify_small()
 
 
 def _require_steps(request: TrainRequest) -> None:
