@@ -103,3 +103,14 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path: Path) -> None:
         IndexedWriter(tmp_path / "part", np.complex128)
     with IndexedWriter(tmp_path / "part", "int32") as writer, pytest.raises(ValueError, match="lengths sum to 3"):
         writer.add_many(np.arange(2), np.array([3]))
+
+
+def test_a_sequence_outside_of_its_file_is_found_by_a_check(tmp_path: Path) -> None:
+    index = megatron_index(4, 4, [2, 3, 1], [0, 1, 2, 3])
+    (tmp_path / "text.bin").write_bytes(np.arange(6, dtype="<i4").tobytes())
+    (tmp_path / "text.idx").write_bytes(index)
+    IndexedTokens.open(tmp_path / "text").check()
+    for place, value in ((34 + 4, 99), (34 + 4, -1), (34 + 12 + 8, 7), (34 + 12 + 8, -8)):  # the second length, the second place
+        (tmp_path / "text.idx").write_bytes(index[:place] + value.to_bytes(4, "little", signed=True) + index[place + 4 :])
+        with pytest.raises(InputError, match="is damaged: sequence 1 would lie outside"):
+            IndexedTokens.open(tmp_path / "text").check()

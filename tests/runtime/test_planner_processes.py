@@ -156,7 +156,7 @@ def test_a_store_that_restarts_is_survived_and_one_that_stays_away_ends_the_run_
     assert "Traceback" not in ended.stderr and ended.stderr.count("error:") == 1 and str(redis[0].password) not in ended.stderr
     said = " ".join(ended.stderr.split())
     assert re.search(r"Redis at 127\.0\.0\.1:\d+ has not answered for 3 s|another rank gets no more programs from the store", said)
-    assert f"The run ended after {done} steps; go on from there with --resume '{tmp_path / 'run' / 'checkpoints'}'." in said
+    assert f"The run ended after {done} steps. Step {done} is safe. Go on with:" in said and f"--resume '{tmp_path / 'run'}'" in said
 
     start(0)
     again = run(case, tmp_path / "again", {}, *options, "--resume", str(tmp_path / "run" / "checkpoints"))
@@ -182,7 +182,7 @@ def test_a_planner_without_progress_on_a_store_that_answers_ends_the_run_with_a_
     done, said = steps_done(out), " ".join(str(ended.value).split())
     assert 3 < done < STEPS
     assert re.search(r"nothing came for 3 s in TCPStore|another rank gets no more programs from the store", said)
-    assert f"The run ended after {done} steps; go on from there with --resume '{out / 'checkpoints'}'." in said
+    assert f"The run ended after {done} steps. Step {done} is safe. Go on with:" in said and f"--resume '{out}'" in said
     assert list((out / "checkpoints").glob(f"*step-{done}"))
 
 

@@ -53,13 +53,16 @@ def test_a_run_goes_on_under_another_plan(data: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_used_again(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run from the start replaces the steps of the one before; one that goes on adds to them, and counts what is left."""
+    """A run from the start is refused before anything is touched; one that goes on adds to the steps, and counts what is left."""
     write_plan(tmp_path / "plan.json", plan_of())
     command = ["train", str(tmp_path / "plan.json"), "--data", data, "--out", str(tmp_path / "run")]
-    for options, steps in ((("--steps", "3"), 3), (("--steps", "2"), 2), (("--steps", "4", "--resume", str(tmp_path / "run")), 4)):
-        assert run([*command, *options]) == 0
+    again = ("--steps", "5", "--resume", str(tmp_path / "run"))
+    for options, status, steps in ((("--steps", "3"), 0, 3), (("--steps", "5"), 2, 3), (again, 0, 5)):
+        assert run([*command, *options]) == status
         assert [record.step for record in read_steps(tmp_path / "run" / "steps.jsonl")] == list(range(steps))
-    assert "trained 2 steps" in (told := capsys.readouterr()).out and told.err.splitlines()[-1].split("so far")[0].count("2/2") == 1
+    told = capsys.readouterr()
+    assert "holds a run already" in told.err and "Traceback" not in told.err
+    assert "trained 2 steps" in told.out and told.err.splitlines()[-1].split("so far")[0].count("2/2") == 1
 
 
 def test_a_full_disk_is_told_once_and_training_goes_on(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from pathlib import Path
@@ -44,8 +45,12 @@ def train(
     lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 3e-4,
     warmup: Annotated[int, typer.Option(help="Steps in which the learning rate rises; it then falls as a cosine.")] = 0,
     clip: Annotated[float, typer.Option(help="Largest norm of the gradients; 0: any, as asynchronous schedules need.")] = 1.0,
+    on_nan: Annotated[str, typer.Option(help="At a loss or gradients that are not finite: stop, or skip the update.")] = "stop",
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations on the held-out split; 0: never.")] = 0,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0: only at the end.")] = 0,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Steps between checkpoints, of which there is one every ten minutes besides; 0: only at the end.")
+    ] = 500,
+    keep: Annotated[int, typer.Option(help="Checkpoints that stay, the newest ones; the best by evaluation stays besides.")] = 2,
     resume: Annotated[str, typer.Option(metavar="CHECKPOINT", help="Go on from this checkpoint, or the latest of a folder.")] = "",
     weights: Annotated[
         str, typer.Option(metavar="SOURCE", help="Begin with the weights of hf:FOLDER (safetensors of Hugging Face) or of a checkpoint.")
@@ -76,10 +81,10 @@ def train(
     from penstock.runtime.trainer import Trainer
 
     trainer = Trainer(TrainRequest(
-        given, data, steps, str(path), _settings(given, steps, lr, warmup, clip, seed), device, eval_every,
-        checkpoint_every=checkpoint_every, resume=resume, weights=weights, profile_steps=_steps(torch_profile), share_gpus=share_gpus,
-        reserve_memory=reserve_memory, planning=PlanningSettings(planners, store, store_timeout, search_steps=budget_steps),
-        slower=_slower(slow or []),
+        given, data, steps, str(path), _settings(given, steps, lr, warmup, clip, seed, on_nan), device, eval_every,
+        checkpoint_every=checkpoint_every, keep=keep, resume=resume, weights=weights, profile_steps=_steps(torch_profile),
+        share_gpus=share_gpus, reserve_memory=reserve_memory,
+        planning=PlanningSettings(planners, store, store_timeout, search_steps=budget_steps), slower=_slower(slow or []),
     ))  # fmt: skip
     unit = "tokens" if given.seq_length else "images"
     under_torchrun = "WORLD_SIZE" in os.environ and "RANK" in os.environ
@@ -129,7 +134,10 @@ def _interrupted(result: TrainResult, steps: int, path: Path) -> Interrupted:
     return Interrupted(result.ended_by, f"{name} ended the run after {done} of {steps} steps. {where}")
 
 
-_LEARNING = ("share_gpus", "reserve_memory", "lr", "warmup", "clip", "eval_every", "checkpoint_every", "resume", "weights", "torch_profile")
+_LEARNING = (
+    "share_gpus", "reserve_memory", "lr", "warmup", "clip", "on_nan", "eval_every", "checkpoint_every", "keep", "resume",
+    "weights", "torch_profile",
+)  # fmt: skip
 """Options that ask for what only devices that compute can give."""
 
 
@@ -171,11 +179,11 @@ def _check(counts: dict[str, int], reserve_memory: float) -> None:
         raise InputError(f"--reserve-memory is {reserve_memory}; a share of the memory from 0 to below 1, such as 0.9, was expected.")
 
 
-def _settings(plan: Plan, steps: int, lr: float, warmup: int, clip: float, seed: int) -> TrainingSettings:
+def _settings(plan: Plan, steps: int, lr: float, warmup: int, clip: float, seed: int, on_nan: str) -> TrainingSettings:
     from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 
     rate = LearningRate(lr, warmup, steps, "cosine" if warmup else "constant", 0.1)
-    return TrainingSettings(rate, OptimizerSettings(plan.optimizer), clip or None, seed)  # type: ignore[arg-type]
+    return TrainingSettings(rate, OptimizerSettings(plan.optimizer), clip or None, seed, on_nan)  # type: ignore[arg-type]
 
 
 def _rows(result: TrainResult, predicted: PredictedSteps) -> list[dict[str, Any]]:
@@ -198,7 +206,7 @@ def _rows(result: TrainResult, predicted: PredictedSteps) -> list[dict[str, Any]
 
 def _summary(result: TrainResult, predicted: PredictedSteps | None) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "losses": result.losses,
+        "losses": [loss if math.isfinite(loss) else None for loss in result.losses],
         "evaluated": [{"step": one.step, "loss": one.loss, "accuracy": one.accuracy} for one in result.evaluated],
         "time_s": result.time_s,
         "tokens_per_s": result.tokens_per_s,

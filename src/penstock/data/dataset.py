@@ -45,6 +45,11 @@ class DataSet:
         parts: dict[str, Any] = {**self.ragged, **self.fixed}
         return {name: part[sample] for name, part in parts.items()}
 
+    def check(self) -> None:
+        """Refuses files of which some sample cannot be read."""
+        for part in self.ragged.values():
+            part.check()
+
     @property
     def lengths(self) -> Lengths:
         """For each side the lengths of all samples, from the index alone; images count as one."""

@@ -65,6 +65,17 @@ class IndexedTokens:
             raise InputError(f"token file '{prefix}.bin' has {len(tokens)} bytes, but its index ends at {expected}: it was cut short.")
         return cls(prefix, lengths, places, documents, tokens[: len(tokens) // dtype.itemsize * dtype.itemsize].view(dtype))
 
+    def check(self) -> None:
+        """Refuses an index with a sequence outside of its token file; touches every length and place, as opening does not."""
+        size = self.dtype.itemsize
+        ends = self.places + self.lengths.astype(np.int64) * size
+        wrong = (self.lengths < 0) | (self.places < 0) | (self.places % size != 0) | (ends > len(self._tokens) * size)
+        if wrong.any():
+            raise self._damaged(int(wrong.argmax()))
+
+    def _damaged(self, index: int) -> InputError:
+        return InputError(f"'{self.prefix}.idx' is damaged: sequence {index} would lie outside of '{self.prefix}.bin'.")
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -72,7 +83,7 @@ class IndexedTokens:
         place, rest = divmod(int(self.places[index]), self.dtype.itemsize)
         length = int(self.lengths[index])
         if rest or place < 0 or length < 0 or place + length > len(self._tokens):
-            raise InputError(f"'{self.prefix}.idx' is damaged: sequence {index} would lie outside of '{self.prefix}.bin'.")
+            raise self._damaged(index)
         return self._tokens[place : place + length]
 
     @property

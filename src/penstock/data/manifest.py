@@ -64,7 +64,20 @@ def read_manifest(folder: str | Path) -> DataManifest:
         raise InputError(f"data manifest '{path}' is not valid: {error}.") from None
     if found.version != _VERSION:
         raise InputError(f"data manifest '{path}' has version {found.version}; this Penstock reads {_VERSION}. Prepare the data again.")
+    for name, split in found.splits.items():
+        if problem := _problem(split):
+            raise InputError(f"data manifest '{path}', split '{name}': {problem}. Prepare the data again.")
     return found
+
+
+def _problem(split: DataSplit) -> str:
+    """Why tasks and samples of a split do not belong together: tasks follow each other and have every sample; empty if all is well."""
+    at = 0
+    for task in split.tasks:
+        if not at == task.start <= task.stop <= split.samples:
+            return f"task '{task.name}' has samples {task.start} to {task.stop}, but {at} to at most {split.samples} was expected"
+        at = task.stop
+    return "" if at == split.samples else f"its tasks have {at} samples, the split {split.samples}"
 
 
 def write_manifest(folder: str | Path, manifest: DataManifest) -> None:

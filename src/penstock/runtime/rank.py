@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,8 @@ class Rank:
         self.executor = self._executor(observer)
         self.result: StepResult | None = None
         """Of the last step."""
+        self.losses: list[tuple[int, int, torch.Tensor]] = []
+        """Stage, micro-batch and loss of the passes of the last step that end here; nobody waits for the device until they are read."""
         self._source: Source | None = None
         self._loss = torch.zeros((), dtype=torch.float64, device=groups.device)
         self._correct = torch.zeros(2, dtype=torch.float64, device=groups.device)
@@ -90,6 +93,8 @@ class Rank:
             if self.asynchronous
         }
         self._buffers: dict[int, Any] = {}
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Running statistics, and what they were before a step that may be dropped."""
         self._sends: dict[_Transfer, Pending] = {}
         self._receives: dict[_Transfer, tuple[Pending, list[Landing]]] = {}
         self._split: set[int] = set()
@@ -132,6 +137,8 @@ class Rank:
             raise ValueError(f"a program of rank {program.rank} was given to rank {self.world.rank}")
         self.transport.begin(program)
         self._loss, self._correct = torch.zeros_like(self._loss), torch.zeros_like(self._correct)
+        self.losses = []
+        self._before = [(own, own.clone()) for own in self._statistics()] if program.training and self.settings.on_nan == "skip" else []
         self._split = {step.stage for step in program.instructions if isinstance(step, i.BackwardInput)}
         if any(stage.weights is not None for stage in self.stages.values()):
             self._joins = rounds_of(program, self.world)[::-1]
@@ -146,6 +153,9 @@ class Rank:
                 f"{len(self._sends) + len(self._receives)} transfers that nobody waited for; the program was not complete"
             )
         self.transport.end()
+
+    def _statistics(self) -> Iterator[torch.Tensor]:
+        return (own for stage in self.stages.values() for piece in stage.pieces for op in piece.chain.ops for own in op.buffers())
 
     def _join(self) -> None:
         """Enters the ZeRO collectives of passes for which this rank has no micro-batch, up to its own next pass."""
@@ -183,6 +193,7 @@ class Rank:
         if step.result is not None:
             self._buffers[step.result] = result
         elif "loss" in result and stage.pieces[-1].tp.rank == 0:
+            self.losses.append((step.stage, step.micro_batch, result["loss"].detach()))
             self._loss += result["loss"].double() * (micro.loss_tokens() / program.loss_tokens if self.asynchronous else 1.0)
         if program.training and step.stage in self.stashes:
             self.stashes[step.stage].use(step.micro_batch)
@@ -264,6 +275,9 @@ class Rank:
         first = 0 in self.stages and self.stages[0].index == 0
         tokens = _useful_tokens(self._program) if first else 0
         self.result = self.update.step(self._program.iteration, self._loss, tokens, updates=not self.asynchronous)
+        if self.result.skipped:  # the forward passes of a step that is dropped have changed running statistics too
+            for own, before in self._before:
+                own.copy_(before)
 
     def step_stage(self, step: i.StepStage) -> None:
         """Updates the weights of one stage from one micro-batch."""

@@ -31,12 +31,13 @@ from penstock.runtime.parallel.gradients import holders_of
 
 if TYPE_CHECKING:
     from penstock.models.modules import OpModule
+    from penstock.models.ops import Model
     from penstock.plans.plan import Plan
     from penstock.runtime.parallel.held import Held
     from penstock.runtime.parallel.stage import StageModule
     from penstock.runtime.rank import Rank
 
-__all__ = ["PieceSource", "adopt_with_state", "load_rank", "load_weights", "rank_pieces", "rank_state"]
+__all__ = ["PieceSource", "adopt_with_state", "check_state", "load_rank", "load_weights", "rank_pieces", "rank_state"]
 
 _OWN = (WEIGHTS, BUFFERS)
 
@@ -116,9 +117,7 @@ def rank_state(rank: Rank) -> dict[str, Any]:
 @torch.no_grad()
 def load_rank(checkpoint: Checkpoint, rank: Rank) -> None:
     """Sets this rank's weights, statistics and optimizer state."""
-    kinds = tuple(kind for kind in checkpoint.kinds if kind not in _OWN)
-    scalars = {kind for kind in kinds if checkpoint.is_scalar(kind)}
-    _check(checkpoint, rank, kinds, scalars)
+    kinds, scalars = check_state(checkpoint, rank.model, rank.settings.optimizer.kind)
     _load(checkpoint, rank, kinds, scalars)
     scale = checkpoint.state.get("loss_scale")
     if rank.update.scale is not None and scale is not None:
@@ -174,15 +173,19 @@ def _load(source: PieceSource, rank: Rank, kinds: tuple[str, ...], scalars: set[
             source.load(_buffers(module))
 
 
-def _check(checkpoint: Checkpoint, rank: Rank, kinds: tuple[str, ...], scalars: set[str]) -> None:
-    before, now = checkpoint.state.get("optimizer"), rank.settings.optimizer.kind
+def check_state(checkpoint: Checkpoint, model: Model, now: str) -> tuple[tuple[str, ...], set[str]]:
+    """Refuses a checkpoint of another model or another optimizer than `now`; the kinds of its optimizer's state, and which are scalars."""
+    kinds = tuple(kind for kind in checkpoint.kinds if kind not in _OWN)
+    scalars = {kind for kind in kinds if checkpoint.is_scalar(kind)}
+    before = checkpoint.state.get("optimizer")
     if kinds and before != now:
         raise InputError(
             f"checkpoint '{checkpoint.path}' has the optimizer state of {before}, but {now} is asked for. "
             f"Train with {before}, or take the weights alone with --weights in place of --resume."
         )
-    expected = stored_shapes(rank.model, (WEIGHTS, *(kind for kind in kinds if kind not in scalars)), sorted(scalars))
+    expected = stored_shapes(model, (WEIGHTS, *(kind for kind in kinds if kind not in scalars)), sorted(scalars))
     checkpoint.check(expected, kinds=(*_OWN, *kinds))
+    return kinds, scalars
 
 
 def _state(source: PieceSource, held: Held, layout: CheckpointLayout, kinds: tuple[str, ...], scalars: set[str]) -> dict[str, torch.Tensor]:

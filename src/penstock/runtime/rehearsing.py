@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from penstock.data.loader import DynamicLoader
 from penstock.runtime.request import WARM_UP, StepTold, TrainRequest, TrainResult
+from penstock.runtime.run_folder import STEPS
 from penstock.runtime.run_inputs import run_inputs
 from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages
 from penstock.runtime.telemetry.predicting import ProgramTimes
@@ -37,7 +38,7 @@ def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> 
             DynamicLoader(batches, planner, world.rank, address=address, job=job, planners=1 if job else 0, starts_planners=False)
         )
         spans = stack.enter_context(closing(SpanRecorder(out / f"rank-{world.rank:05d}.spans", world.rank)))
-        log = stack.enter_context(closing(LineLog(out / "steps.jsonl", anew=True))) if worker.rank == 0 else None
+        log = stack.enter_context(closing(LineLog(out / STEPS, anew=True))) if worker.rank == 0 else None
         rank = TimedRank(world, TimedSettings(slower=request.slower), Observers(worker.status, spans, stages))
         world.barrier()
         spans.mark_sync(0)

@@ -69,8 +69,10 @@ class TrainRequest:
     eval_every: int = 0
     """Steps between evaluations on the held-out split; 0: never."""
     eval_batches: int = 4
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0: only at the end."""
+    checkpoint_every: int = 500
+    """Steps between checkpoints, of which there is one every ten minutes besides; 0: only at the end."""
+    keep: int = 2
+    """Checkpoints that stay, the newest ones; the best by evaluation stays besides."""
     resume: str = ""
     """A checkpoint, or a folder of them, to go on from."""
     weights: str = ""

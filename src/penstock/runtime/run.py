@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -21,11 +22,16 @@ from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.runtime.checkpoints.first_weights import open_weights
+from penstock.runtime.checkpoints.folder import best_checkpoint
+from penstock.runtime.checkpoints.going_on import RUN, run_facts
+from penstock.runtime.checkpoints.intervals import SaveInterval
 from penstock.runtime.checkpoints.reader import Checkpoint
-from penstock.runtime.checkpoints.writer import CheckpointWriter
+from penstock.runtime.checkpoints.writer import BEST_LOSS, CheckpointWriter
+from penstock.runtime.divergence import MAX_DROPPED, DivergedError, describe_divergence, is_diverged
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import load_rank, load_weights, rank_pieces, rank_state
 from penstock.runtime.request import WARM_UP, EvalRecord, StepTold, TrainRequest, TrainResult
+from penstock.runtime.run_folder import CHECKPOINTS, STEPS
 from penstock.runtime.run_inputs import batch_source, run_inputs
 from penstock.runtime.telemetry.flops import PeakTimes
 from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
@@ -36,6 +42,7 @@ from penstock.runtime.telemetry.steps import LineLog, StepRecord
 from penstock.runtime.telemetry.tensorboard import tensorboard_sink
 from penstock.runtime.transport.allocator import reserve
 from penstock.runtime.transport.world import World
+from penstock.runtime.update import StepResult
 from penstock.runtime.workers import Worker
 from penstock.schedules.actions import FORWARD
 from penstock.schedules.orders import gpipe
@@ -72,6 +79,8 @@ class Run:
         )  # fmt: skip
         self._lost: StoreError | None = None
         """Why this rank gets no more programs."""
+        self._dropped = 0
+        """Updates in a row that were not kept."""
         self._saved = self.first_step
         """Steps that the last checkpoint of this run has behind it."""
         if request.reserve_memory and self.world.device.type == "cuda":
@@ -80,13 +89,20 @@ class Run:
         self.log: LineLog | None = None
         if self.is_first:
             sink = tensorboard_sink(out / "tensorboard")
-            self.log = LineLog(out / "steps.jsonl", *([] if sink is None else [sink]), anew=not self.first_step)
+            self.log = LineLog(out / STEPS, *([] if sink is None else [sink]), anew=not self.first_step)
         self._notes: list[str] = []
         """Notes for the launcher that were not sent yet."""
         self._given_up: set[str] = set()
         self.gpu = self._gpu_log(out)
         self._peaks = self._peak_times()
-        self.checkpoints = CheckpointWriter(out / "checkpoints", rank=worker.rank, world_size=len(self.world.ranks), token=token)
+        self.checkpoints = CheckpointWriter(
+            out / CHECKPOINTS, rank=worker.rank, world_size=len(self.world.ranks), token=token, keep=request.keep
+        )  # fmt: skip
+        best = best_checkpoint(out / CHECKPOINTS)
+        self._best_loss = math.inf if best is None else best[1]
+        self._interval = SaveInterval()
+        seed, global_batch = request.settings.seed, request.plan.global_batch
+        self._facts = run_facts(self.model, request.data, seed=seed, global_batch=global_batch) if self.is_first else {}
         if request.resume:
             load_rank(Checkpoint(request.resume), self.rank)
         elif request.weights:
@@ -121,13 +137,15 @@ class Run:
             with self.profiled.around(program.iteration):
                 result = self.rank.train(program, loaded)
             losses.append(result.loss.item())
+            norm = None if result.norm is None else result.norm.item()
+            self._check_finite(program, result, losses[-1], norm)
             end = time.perf_counter()
             times.append(end - start)
             tokens.append(int(result.tokens.item()))
             step = program.iteration
             record = StepRecord(
                 step, losses[-1], times[-1], tokens[-1], tokens[-1] / times[-1], self._mfu(program, tokens[-1], times[-1]), result.rate,
-                gradient_norm=None if result.norm is None else result.norm.item(),
+                gradient_norm=norm, skipped=result.skipped,
                 bubble_share=max(0.0, 1.0 - float(self.spans.busy_ns(position)[COMPUTE]) * 1e-9 / times[-1]), planning_wait_s=wait_s,
                 **self._memory(), **self._sampled(),
             )  # fmt: skip
@@ -135,9 +153,11 @@ class Run:
                 self.log.write(record)
             self._after(step, StepTold(step, losses[-1], tokens[-1] / times[-1], record.gpu_utilisation))
             if step + 1 < self.request.steps:
-                ended_by = self._ends_early()
+                ended_by, is_due = self._agreed()
                 if ended_by:
                     break
+                if is_due and self._saved <= step:
+                    self._save(step + 1)
             if (step + 1) % _SYNC_STEPS == 0:
                 self._compare_clocks(step + 1)
             self.loader.wait_s = 0.0
@@ -149,8 +169,24 @@ class Run:
         mean_tokens = statistics.fmean(tokens)
         return TrainResult(
             self.first_step, len(losses), tuple(losses), tuple(self.evaluated), usual, mean_tokens / usual,
-            slowest_stages(self.world, self.times), str(Path(self.request.out) / "checkpoints"), ended_by,
+            slowest_stages(self.world, self.times), str(Path(self.request.out) / CHECKPOINTS), ended_by,
         )  # fmt: skip
+
+    def _check_finite(self, program: Program, result: StepResult, loss: float, norm: float | None) -> None:
+        """Ends the run, on all ranks, before anything of a step that is not finite is saved; or counts that its update was dropped."""
+        if not is_diverged(loss, norm, scaled=self.rank.update.scale is not None):
+            self._dropped = 0
+            return
+        self._dropped += 1
+        what = describe_divergence(self.rank, program, result)
+        if self.request.settings.on_nan == "skip" and self._dropped < MAX_DROPPED:
+            if self.is_first:
+                self._notes.append(f"{what}. Its update was dropped.")
+            return
+        self.checkpoints.wait()
+        self.world.barrier()  # the first rank to fail ends the others, rank 0 included, which completes the checkpoint before
+        advice = f"It was the {MAX_DROPPED}th in a row" if self._dropped > 1 else "--on-nan skip would drop such updates"
+        raise DivergedError(f"{what}. Nothing of this step was saved. {advice}; look at the samples, or lower --lr.")
 
     def _compare_clocks(self, number: int) -> None:
         self.world.barrier()
@@ -167,38 +203,44 @@ class Run:
         except PlanningError as error:  # which every rank was told
             raise self._ended(error) from None
 
-    def _ends_early(self) -> int:
-        """The signal that asks any of the ranks to end; asked of all after each step, so that they end after the same one. Raises on all of
-        them where one has lost the store."""
-        lost, number = self.world.gather(torch.tensor([int(self._lost is not None), self.worker.asked_to_end()])).amax(0).tolist()
+    def _agreed(self) -> tuple[int, bool]:
+        """The signal that asks any of the ranks to end, and whether it is time for a checkpoint, which none is still writing; asked of all
+        after each step, so that they do so after the same one. Raises on all of them where one has lost the store."""
+        is_due = self.is_first and self.request.checkpoint_every > 0 and self._interval.is_over(time.monotonic())
+        own = [int(self._lost is not None), self.worker.asked_to_end(), int(is_due), int(self.checkpoints.busy)]
+        lost, number, due, busy = self.world.gather(torch.tensor(own)).amax(0).tolist()
         if lost:
             raise self._ended(self._lost or StoreError("another rank gets no more programs from the store."))
-        return int(number)
+        return int(number), bool(due and not busy)
 
     def _ended(self, error: PenstockError) -> PenstockError:
-        """Saves what was trained, on all ranks, before the run ends; the error, with where to go on from."""
-        done, folder = self.loader.step, self.checkpoints.folder
+        """Saves what was trained, on all ranks, before the run ends; the error, with how far it came."""
+        done = self.loader.step
         if not done:
             return error
         if done > self._saved:
             self._save(done)
         self.checkpoints.wait()
         self.world.barrier()  # the first rank to fail ends the others, rank 0 included, which completes the checkpoint
-        where = folder if self._saved > self.first_step else self.request.resume
-        return type(error)(f"{str(error).rstrip('.')}. The run ended after {done} steps; go on from there with --resume '{where}'.")
+        return type(error)(f"{str(error).rstrip('.')}. The run ended after {done} steps.")
 
-    def _save(self, done: int) -> None:
-        self._saved = done
-        self.checkpoints.save(done, rank_pieces(self.rank), {**rank_state(self.rank), "data": self.loader.state_dict()})
+    def _save(self, done: int, best_loss: float | None = None) -> None:
+        self._saved, start_s = done, time.monotonic()
+        state = {**rank_state(self.rank), "data": self.loader.state_dict(), RUN: self._facts}
+        self.checkpoints.save(done, rank_pieces(self.rank), state if best_loss is None else {**state, BEST_LOSS: best_loss})
+        self._interval.saved(start_s, time.monotonic())
 
     def _after(self, step: int, told: StepTold) -> None:
         """Evaluation, checkpoint, a word to the launcher."""
         request, done = self.request, step + 1
+        best_loss = None
         if request.eval_every and (done % request.eval_every == 0 or done == request.steps):
             self.evaluated.append(self._evaluate(done))
             told = replace(told, evaluated=self.evaluated[-1])
-        if request.checkpoint_every and done % request.checkpoint_every == 0:
-            self._save(done)
+            if self.evaluated[-1].loss < self._best_loss:
+                best_loss = self._best_loss = self.evaluated[-1].loss
+        if (request.checkpoint_every and done % request.checkpoint_every == 0) or best_loss is not None:
+            self._save(done, best_loss)
         if self.is_first:
             self._notes += self._gone_silent()
             self.worker.tell(replace(told, notes=tuple(self._notes)))

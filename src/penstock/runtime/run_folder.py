@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,11 +13,14 @@ from penstock.errors import InputError
 from penstock.files import read_json, write_json
 from penstock.plans.plan import Plan
 from penstock.plans.schema import read_plan, write_plan
+from penstock.runtime.checkpoints.folder import latest_checkpoint, step_of
 from penstock.runtime.request import PlanningSettings, TrainRequest
+from penstock.runtime.run_lock import run_lock
 from penstock.runtime.settings import TrainingSettings
 
-__all__ = ["plan_of_run", "read_request", "write_run"]
+__all__ = ["CHECKPOINTS", "STEPS", "own_folder", "plan_of_run", "read_request", "safe_step"]
 
+CHECKPOINTS, STEPS = "checkpoints", "steps.jsonl"
 _PLAN, _FACTS = "plan.json", "run.json"
 _FORMAT, _VERSION = "penstock-run", 1
 
@@ -31,17 +36,47 @@ class _Facts:
     search_steps: int
 
 
-def write_run(request: TrainRequest) -> None:
-    """Makes the folder of a run, and writes down what is run."""
+@contextmanager
+def own_folder(request: TrainRequest) -> Iterator[None]:
+    """Makes the folder of a run, keeps others out of it while entered, and writes down what is run. A folder that holds another run is
+    refused: its steps would be overwritten, and its checkpoints make room for new ones."""
     out = Path(request.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"'{out}' cannot hold a run: {error.strerror}.") from None
-    write_plan(out / _PLAN, request.plan)
-    data = str(Path(request.data).resolve())
-    facts = _Facts(data, request.steps, request.settings.seed, request.prompt_loss, request.planning.search_steps)
-    write_json(out / _FACTS, {"format": _FORMAT, "version": _VERSION, **asdict(facts)})
+    with run_lock(out):
+        _refuse_other_run(out, request.resume)
+        write_plan(out / _PLAN, request.plan)
+        data = str(Path(request.data).resolve())
+        facts = _Facts(data, request.steps, request.settings.seed, request.prompt_loss, request.planning.search_steps)
+        write_json(out / _FACTS, {"format": _FORMAT, "version": _VERSION, **asdict(facts)})
+        yield
+
+
+def _refuse_other_run(out: Path, resume: str) -> None:
+    """A run that ended before its first step left nothing to lose; one that goes on from a checkpoint of the folder is the same run."""
+    steps, saved = out / STEPS, latest_checkpoint(out / CHECKPOINTS)
+    if saved is None and not (steps.is_file() and steps.stat().st_size):
+        return
+    if resume and Path(resume).resolve().is_relative_to(out.resolve()):
+        return
+    found = "steps, but no checkpoint" if saved is None else f"checkpoints up to {saved.name}"
+    go_on = "" if saved is None else f"  go on with it:       penstock train … --out '{out}' --resume '{out}'\n"
+    raise InputError(
+        f"'{out}' holds a run already ({found}), which this one would overwrite. Nothing was changed. Either\n{go_on}"
+        f"  keep both apart:     penstock train … --out '{out}-2'"
+    )
+
+
+def safe_step(request: TrainRequest, first_step: int) -> str:
+    """Which step of a run that has failed is on disk, and the command that goes on from it; `first_step` is where the run began."""
+    out = Path(request.out)
+    saved = latest_checkpoint(out / CHECKPOINTS)
+    if saved is None and not request.resume:
+        return f"No checkpoint had been written: there is nothing to go on from. Start it again with another --out, or remove '{out}'."
+    where, step = (request.resume, first_step) if saved is None else (str(out), step_of(saved))
+    return f"Step {step} is safe. Go on with: penstock train … --out '{out}' --resume '{where}'"
 
 
 def plan_of_run(folder: str | Path) -> Plan:

@@ -68,7 +68,11 @@ class TrainingSettings:
     """Gradients are scaled down where their global norm is larger; None: never."""
     seed: int = 0
     """Decides initial weights and dropout."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """What to do about a loss or gradients that are not finite: end the run, or drop the update and go on."""
 
     def __post_init__(self) -> None:
+        if self.on_nan not in ("stop", "skip"):
+            raise InputError(f"--on-nan is '{self.on_nan}'; stop or skip was expected.")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise InputError(f"clip_norm is {self.clip_norm}; a number above 0 was expected, or none.")

@@ -11,23 +11,26 @@ from dataclasses import replace
 
 from penstock.data.dataset import open_data
 from penstock.data.forms import form_of
-from penstock.errors import InputError
+from penstock.errors import InputError, PenstockError
+from penstock.models.ops import Model
 from penstock.plans.capabilities import unsupported
 from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import require_valid
 from penstock.runtime.checkpoints.first_weights import check_weights
 from penstock.runtime.checkpoints.folder import find_checkpoint
+from penstock.runtime.checkpoints.going_on import check_goes_on, run_facts
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.planner_processes import planners_here, planners_of_nodes
+from penstock.runtime.rank_state import check_state
 from penstock.runtime.rehearsing import rehearse_rank
 from penstock.runtime.request import TIMED, WARM_UP, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run import train_rank
-from penstock.runtime.run_folder import write_run
+from penstock.runtime.run_folder import own_folder, safe_step
 from penstock.runtime.run_inputs import run_inputs
 from penstock.runtime.telemetry.predicting import PredictedSteps, predict_steps
-from penstock.runtime.workers import WorkerPool, joined
+from penstock.runtime.workers import WorkerError, WorkerPool, joined
 from penstock.schedules.rules import SCHEDULES
 
 __all__ = ["Trainer"]
@@ -54,25 +57,28 @@ class Trainer:
         import torch.distributed as dist
 
         request = self.request
+        first = os.environ.get("RANK", "0") == "0"
         with (
+            own_folder(request) if first else nullcontext(),  # before any rank is met: a refusal is then all that is said
             joined(request.device) as worker,
             planners_of_nodes(request.planning, *run_inputs(request), self.first_step) as handover,
             Interrupts(quiet=worker.rank != 0) as interrupts,
         ):
-            if worker.rank == 0:
-                write_run(request)
             token = torch.tensor([secrets.randbits(62)])
             dist.broadcast(token, 0)
             worker = replace(worker, tell=lambda told: progress(told) if progress else None, asked_to_end=lambda: interrupts.number)
-            return train_rank(worker, request, handover, f"{int(token):x}")
+            try:
+                return train_rank(worker, request, handover, f"{int(token):x}")
+            except PenstockError as error:
+                raise (self._with_safe_step(error) if first else error) from None
 
     def train(self, progress: Callable[[StepTold], None] | None = None) -> TrainResult:
         """Starts the plan's processes, trains, and ends them; `progress` hears of every step. Ctrl-C and SIGTERM end it after the step that
         runs, with a checkpoint."""
         request, rehearses = self.request, self.request.device == TIMED
-        write_run(request)
         threads = max(1, len(os.sched_getaffinity(0)) // len(request.plan.ranks))
         with (
+            own_folder(request),
             planners_here(request.planning, *run_inputs(request), self.first_step) as handover,
             WorkerPool(
                 len(request.plan.ranks), device="cpu" if rehearses else request.device, threads=threads, timeout_s=_OPERATION_S
@@ -80,10 +86,17 @@ class Trainer:
             nullcontext() if rehearses else Interrupts(pool.board.ask_to_end),
         ):
             job = (rehearse_rank, request, handover) if rehearses else (train_rank, request, handover, secrets.token_hex(8))
-            found: list[TrainResult] = pool.run(
-                *job, timeout_s=_RUN_S, listen=lambda rank, told: progress(told) if progress else None
-            )  # fmt: skip
+            try:
+                found: list[TrainResult] = pool.run(
+                    *job, timeout_s=_RUN_S, listen=lambda rank, told: progress(told) if progress else None
+                )  # fmt: skip
+            except WorkerError as error:
+                raise error if rehearses else self._with_safe_step(error) from None
         return found[0]
+
+    def _with_safe_step(self, error: PenstockError) -> PenstockError:
+        """The failure of a run, with what of it is not lost."""
+        return type(error)(f"{str(error).rstrip()}\n{safe_step(self.request, self.first_step)}")
 
     def predicted(self, result: TrainResult) -> PredictedSteps:
         """What the plan's costs say of the steps of a run, those left out that warm up."""
@@ -105,6 +118,8 @@ def _checked(request: TrainRequest) -> TrainRequest:
     require_valid(plan, model, cluster)
     if request.steps < 1:
         raise InputError(f"{request.steps} steps were asked for; 1 or more was expected.")
+    if request.keep < 1:
+        raise InputError(f"{request.keep} checkpoints are to be kept; keep at least 1.")
     if refused := unsupported(plan, model):
         raise InputError("the plan cannot be run:\n" + "\n".join(f"  {problem}" for problem in refused))
     if SCHEDULES[plan.schedule].asynchronous and request.device != TIMED and request.settings.clip_norm is not None:
@@ -112,10 +127,13 @@ def _checked(request: TrainRequest) -> TrainRequest:
             f"gradients are to be clipped to a norm of {request.settings.clip_norm:g}, but under schedule '{plan.schedule}' no rank knows "
             "those of all stages. Use --clip 0."
         )
+    if SCHEDULES[plan.schedule].asynchronous and request.settings.on_nan != "stop":
+        raise InputError(f"under schedule '{plan.schedule}' stages update by themselves, so no update can be dropped. Use --on-nan stop.")
     device = request.device or ("cpu" if {cluster.device(rank).name for rank in plan.ranks} == {"cpu"} else "cuda")
     _require_devices(plan, device, request.share_gpus)
     _require_slower(request)
     data = open_data(request.data)
+    data.check()
     form_of(model, data, prompt_loss=request.prompt_loss)
     if len(data) < plan.global_batch:
         raise InputError(
@@ -124,8 +142,11 @@ def _checked(request: TrainRequest) -> TrainRequest:
         )
     if request.eval_every and _EVAL_SPLIT not in data.manifest.splits:
         raise InputError(f"evaluation was asked for, but data '{request.data}' has no split '{_EVAL_SPLIT}'. Prepare it with one.")
+    if request.eval_every:
+        open_data(request.data, _EVAL_SPLIT).check()
     if request.resume:
         request = replace(request, resume=str(find_checkpoint(request.resume)))
+        _require_same_run(request, model)
     if request.weights:
         if request.resume:
             raise InputError(
@@ -135,6 +156,15 @@ def _checked(request: TrainRequest) -> TrainRequest:
         check_weights(request.weights, model)
     _require_steps(request)
     return replace(request, device=device)
+
+
+def _require_same_run(request: TrainRequest, model: Model) -> None:
+    """Refuses a checkpoint that is damaged, or of another run than the request's; only the plan may be another."""
+    checkpoint, seed = Checkpoint(request.resume), request.settings.seed
+    check_goes_on(checkpoint, run_facts(model, request.data, seed=seed, global_batch=request.plan.global_batch))
+    check_state(checkpoint, model, request.settings.optimizer.kind)
+    if os.environ.get("RANK", "0") == "0":  # one reader is enough
+        checkpoint.verify_small()
 
 
 def _require_steps(request: TrainRequest) -> None:

@@ -46,8 +46,10 @@ class StepResult:
     rate: float
     tokens: torch.Tensor
     """Of the global batch, both sides, padding left out; samples where there are no tokens."""
+    shares: torch.Tensor
+    """(ranks, …) of each rank: the squared norms of its gradients op by op (none under asynchronous updates), its tokens, its loss."""
     skipped: bool = False
-    """fp16: the gradients overflowed, and the weights stayed as they were."""
+    """The weights stayed as they were: fp16's gradients overflowed, or what is not finite is to be skipped."""
 
 
 class Update:
@@ -73,36 +75,43 @@ class Update:
     @torch.no_grad()
     def step(self, iteration: int, loss: torch.Tensor, tokens: int, *, updates: bool = True) -> StepResult:
         """One update, unless stages do that by themselves; `loss` and `tokens` are this rank's shares of them."""
-        needs_norm = updates and (self.settings.clip_norm is not None or self.scale is not None)
-        shares = torch.zeros(self._num_ops + 2 if needs_norm else 2, dtype=torch.float64, device=self.world.device)
+        shares = torch.zeros(self._num_ops + 2 if updates else 2, dtype=torch.float64, device=self.world.device)
         shares[-2] = tokens
         shares[-1] = loss
-        if needs_norm:
+        if updates:  # also where nothing is clipped: a norm that is not finite ends the run
             self._add_squares(shares)
         # Added rank by rank, then op by op: the sum depends on nothing but the plan.
-        total = self.world.gather(shares).sum(0)
-        norm = total[:-2].sum().sqrt() / self._scale_value() if needs_norm else None
+        gathered = self.world.gather(shares)
+        total = gathered.sum(0)
         rate = self.settings.rate.at(iteration)
         if not updates:
-            return StepResult(total[-1], norm, rate, total[-2])
+            return StepResult(total[-1], None, rate, total[-2], gathered)
+        norm = total[:-2].sum().sqrt() / self._scale_value()
         factor = self._factor(norm)
-        if self.scale is not None and norm is not None:
-            overflowed = not math.isfinite(norm.item())
-            self.scale.after(overflowed)
-            if overflowed:
-                self._zero()
-                return StepResult(total[-1], norm, rate, total[-2], skipped=True)
+        if self._is_dropped(norm, total[-1]):
+            self._zero()
+            return StepResult(total[-1], norm, rate, total[-2], gathered, skipped=True)
         self.optimizer.set_rate(rate)
         self.optimizer.step(factor)
         for own in self.gradients:
             own.share_updates()
         self._zero()
-        return StepResult(total[-1], norm, rate, total[-2])
+        return StepResult(total[-1], norm, rate, total[-2], gathered)
 
-    def _factor(self, norm: torch.Tensor | None) -> torch.Tensor | None:
+    def _is_dropped(self, norm: torch.Tensor, loss: torch.Tensor) -> bool:
+        """Whether the weights are to stay as they are. Only those who must know it now wait for the device here: a run that stops at what
+        is not finite learns of it when it reads the loss, and never saves the weights."""
+        if self.scale is None and self.settings.on_nan == "stop":
+            return False
+        found_norm, found_loss = torch.stack([norm, loss]).tolist()
+        if self.scale is not None:
+            self.scale.after(not math.isfinite(found_norm))
+        return not (math.isfinite(found_norm) and math.isfinite(found_loss))
+
+    def _factor(self, norm: torch.Tensor) -> torch.Tensor | None:
         """What gradients are multiplied by before the update; None: nothing to do."""
         factor = torch.full((), 1.0 / self._scale_value(), device=self.world.device)
-        if self.settings.clip_norm is not None and norm is not None:
+        if self.settings.clip_norm is not None:
             factor = factor * (self.settings.clip_norm / (norm + 1e-6)).clamp(max=1.0).float()
         return None if factor.device.type == "cpu" and factor.item() == 1.0 else factor
 

@@ -221,7 +221,9 @@ def test_opening_what_is_not_prepared(tmp_path: Path) -> None:
     manifest = tmp_path / "out" / "data.json"
     good = manifest.read_text()
     changes = (
-        (good.replace('"version": 1', '"version": 2'), "version 2"), (good.replace('"samples": 1', '"samples": 2'), "data.json says 2"),
+        (good.replace('"version": 1', '"version": 2'), "version 2"),
+            (good.replace('"samples": 1', '"samples": 2'), "its tasks have 1 samples, the split 2"),
+            (good.replace('"samples": 1', '"samples": 2').replace('"stop": 1', '"stop": 2'), "data.json says 2"),
         (good[:50], "not valid"), (good.replace('"text"', '"song"'), "Invalid enum value"),
     )  # fmt: skip
     for bad, message in changes:

@@ -22,11 +22,11 @@ from small_models import small_batch, small_model
 from penstock.errors import InputError
 from penstock.models.modules import Chain, TensorParallel, build_chain
 from penstock.models.ops import Model
-from penstock.runtime.checkpoints.folder import LATEST, latest_checkpoint, whole_checkpoints
+from penstock.runtime.checkpoints.folder import BEST, LATEST, best_checkpoint, latest_checkpoint, step_of, whole_checkpoints
 from penstock.runtime.checkpoints.layout import TensorPiece, stored_shapes
 from penstock.runtime.checkpoints.manifest import MANIFEST
 from penstock.runtime.checkpoints.reader import Checkpoint
-from penstock.runtime.checkpoints.writer import CheckpointError, CheckpointWriter
+from penstock.runtime.checkpoints.writer import BEST_LOSS, CheckpointError, CheckpointWriter
 from penstock.runtime.optimizer import MasterAdamW
 
 KINDS = ("weights", "exp_avg", "exp_avg_sq")
@@ -221,6 +221,17 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert (tmp_path / LATEST).read_text() == "save-000004-step-20\n" and Checkpoint(tmp_path).step == 20
     assert sorted(path.name for path in tmp_path.iterdir()) == [LATEST, "save-000003-step-30", "save-000004-step-20"]
     assert Checkpoint(tmp_path / "save-000003-step-30").step == 30
+
+
+def test_the_best_is_kept_besides(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, keep=1)
+    for step, state in ((10, {BEST_LOSS: 2.5}), (20, {}), (30, {BEST_LOSS: 2.25}), (40, {}), (50, {})):
+        writer.save(step, one(step), state)
+        writer.wait()
+    assert [path.name for path in whole_checkpoints(tmp_path)] == ["save-000003-step-30", "save-000005-step-50"]
+    assert best_checkpoint(tmp_path) == (tmp_path / "save-000003-step-30", 2.25) and step_of(whole_checkpoints(tmp_path)[0]) == 30
+    (tmp_path / BEST).write_text("save-000099-step-1 0.5")  # gone, as by hand
+    assert best_checkpoint(tmp_path) is None and best_checkpoint(tmp_path / "nowhere") is None
 
 
 def test_what_has_no_manifest_is_no_checkpoint(tmp_path: Path) -> None:

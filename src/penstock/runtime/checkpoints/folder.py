@@ -2,6 +2,7 @@
 
     checkpoints/
       latest                        name of the newest one, for people and scripts; written last
+      best                          name of the one with the lowest held-out loss, and that loss; it is never pruned
       save-000007-step-1400/        whole: it has been given this name after everything in it was on disk
         manifest.json  rank-00000.safetensors  rank-00001.safetensors …
       .partial-1600-TOKEN/          being written
@@ -23,9 +24,12 @@ from penstock.files import write_text
 from penstock.runtime.checkpoints.files import sync_folder
 from penstock.runtime.checkpoints.manifest import MANIFEST
 
-__all__ = ["LATEST", "commit", "drop_leftovers", "find_checkpoint", "latest_checkpoint", "partial_folder", "prune", "whole_checkpoints"]
+__all__ = [
+    "BEST", "LATEST", "best_checkpoint", "commit", "drop_leftovers", "find_checkpoint", "latest_checkpoint", "mark_best", "partial_folder",
+    "prune", "step_of", "whole_checkpoints",
+]  # fmt: skip
 
-LATEST = "latest"
+LATEST, BEST = "latest", "best"
 _NAME = re.compile(r"save-(\d{6,18})-step-(\d{1,18})")
 _PARTIAL, _TRASH = ".partial-", ".trash-"
 
@@ -47,6 +51,28 @@ def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:
 def latest_checkpoint(folder: str | Path) -> Path | None:
     """The whole checkpoint written last, whether or not its run lived to say so in `latest`; None if there is none."""
     return next(reversed(whole_checkpoints(folder)), None)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The steps that a checkpoint of a folder of them has behind it, by its name."""
+    match = _NAME.fullmatch(checkpoint.name)
+    assert match is not None
+    return int(match[2])
+
+
+def best_checkpoint(folder: str | Path) -> tuple[Path, float] | None:
+    """The checkpoint with the lowest held-out loss, and that loss; None if nothing was evaluated."""
+    try:
+        name, loss = (Path(folder) / BEST).read_text(encoding="utf-8").split()
+        found = Path(folder) / name, float(loss)
+    except (OSError, ValueError):  # not there, or not ours: as if nothing had been evaluated
+        return None
+    return found if (found[0] / MANIFEST).is_file() else None
+
+
+def mark_best(folder: Path, whole: Path, loss: float) -> None:
+    """Makes a whole checkpoint the best."""
+    write_text(folder / BEST, f"{whole.name} {loss!r}\n")
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -78,9 +104,11 @@ def commit(folder: Path, partial: Path, step: int) -> Path:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Deletes all but the `keep` checkpoints written last."""
+    """Deletes all but the `keep` checkpoints written last, and the best."""
+    best = best_checkpoint(folder)
     for path in whole_checkpoints(folder)[:-keep]:
-        _delete(folder, path)
+        if best is None or path != best[0]:
+            _delete(folder, path)
 
 
 def _delete(folder: Path, path: Path) -> None:
@@ -97,5 +125,5 @@ def drop_leftovers(folder: Path, token: str) -> None:
             shutil.rmtree(path, ignore_errors=True)
         elif path.name.startswith(_PARTIAL) and not path.name.endswith(f"-{token}"):
             _delete(folder, path)
-        elif path.name.startswith(f".{LATEST}.") and path.is_file():
+        elif path.name.startswith((f".{LATEST}.", f".{BEST}.")) and path.is_file():
             path.unlink(missing_ok=True)

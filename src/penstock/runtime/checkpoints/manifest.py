@@ -140,6 +140,8 @@ def decode_manifest(data: bytes, where: str) -> CheckpointManifest:
         raise InputError(f"{where} cannot be read: {error}.") from None
     if manifest.format != FORMAT or manifest.version != VERSION:
         raise InputError(f"{where} is '{manifest.format}' version {manifest.version}; this is a reader of '{FORMAT}' version {VERSION}.")
+    if manifest.step < 0:
+        raise InputError(f"{where} says that it has {manifest.step} steps behind it. Use an earlier checkpoint.")
     for file in manifest.files:
         if not file.endswith(".safetensors") or "/" in file or "\\" in file or file.startswith("."):
             raise InputError(f"{where} names the file '{file}'; a .safetensors file of its own folder was expected.")

@@ -1,7 +1,7 @@
 """Writing checkpoints while training goes on: tensors are copied to the host, a thread brings them to disk.
 
     every rank   copy ─ rank-R.safetensors ─ fsync ─ rank-R.json
-    rank 0                                           wait for all rank-*.json ─ manifest.json ─ rename ─ latest ─ prune
+    rank 0                                           wait for all rank-*.json ─ manifest.json ─ rename ─ latest, best ─ prune
 
 The ranks meet in the folder, which they must share; nothing is sent. A kill at any moment leaves what was whole before.
 """
@@ -22,11 +22,14 @@ import torch
 from penstock.errors import InputError, PenstockError
 from penstock.files import write_bytes
 from penstock.runtime.checkpoints.files import DTYPE_NAMES, write_safetensors
-from penstock.runtime.checkpoints.folder import commit, drop_leftovers, partial_folder, prune
+from penstock.runtime.checkpoints.folder import commit, drop_leftovers, mark_best, partial_folder, prune
 from penstock.runtime.checkpoints.layout import TensorPiece
 from penstock.runtime.checkpoints.manifest import MANIFEST, Box, RankPart, StoredPiece, StoredTensor, merge_parts
 
-__all__ = ["CheckpointError", "CheckpointWriter"]
+__all__ = ["BEST_LOSS", "CheckpointError", "CheckpointWriter"]
+
+BEST_LOSS = "best_loss"
+"""In the state of a checkpoint whose held-out loss is the lowest so far: that loss."""
 
 _POLL_S = 0.02
 
@@ -142,7 +145,9 @@ class CheckpointWriter:
         for file in files:
             file.unlink()
         write_bytes(partial / MANIFEST, msgspec.json.encode(manifest))
-        commit(self.folder, partial, step)
+        whole = commit(self.folder, partial, step)
+        if BEST_LOSS in state:
+            mark_best(self.folder, whole, state[BEST_LOSS])
         prune(self.folder, self.keep)
 
     def _wait_for(self, files: list[Path], step: int) -> None:

@@ -28,6 +28,8 @@ class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Model flops, without padding and recomputation, over what the devices could do at their peak."""
     learning_rate: float | None = None
     gradient_norm: float | None = None
+    skipped: bool = False
+    """The update was dropped: fp16's gradients overflowed, or what is not finite is skipped."""
     allocated_bytes: int | None = None
     """Most memory in use on this rank's device during the step."""
     reserved_bytes: int | None = None

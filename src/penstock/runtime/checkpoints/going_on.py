@@ -1,0 +1,65 @@
+"""Which run a checkpoint is of: seed, batches, data, tokenizer and model, without which going on would be another training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from penstock.data.dataset import open_data
+from penstock.data.fingerprints import fingerprint, tokenizer_fingerprint
+from penstock.errors import InputError
+from penstock.models.ops import Model
+from penstock.runtime.checkpoints.reader import Checkpoint
+
+__all__ = ["RUN", "check_goes_on", "run_facts"]
+
+RUN = "run"
+"""Where the facts are in a checkpoint's state."""
+_MAY_CHANGE = ("dtype", "dropout", "attention_dropout", "fused_attention", "seq_length")
+"""Fields of a model that other weights do not follow from; a longest length that weights depend on shows in their shapes."""
+
+
+def run_facts(model: Model, data: str, *, seed: int, global_batch: int) -> dict[str, Any]:
+    """What must stay the same in a run that goes on, whatever its plan, by the names that a user knows."""
+    held = open_data(data)
+    return {
+        "--seed": seed,
+        "global batch": global_batch,
+        "tokenizer": tokenizer_fingerprint(held),
+        "--data": {"folder": str(Path(data).resolve()), "fingerprint": fingerprint(held)},
+        "model family": model.family,
+        **{f"model's {name}": _plain(value) for name, value in model.config.items() if name not in _MAY_CHANGE},
+    }
+
+
+def check_goes_on(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
+    """Refuses a checkpoint of a run with other facts, with both values of each that differs."""
+    before = checkpoint.state.get(RUN)
+    if not isinstance(before, dict):
+        return
+    wrong = [
+        f"  {name}: {_shown(before[name])} in the checkpoint, {_shown(now)} asked for"
+        for name, now in facts.items()
+        if name in before and _compared(before[name]) != _compared(now)
+    ]
+    if wrong:
+        raise InputError(
+            f"checkpoint '{checkpoint.path}' is of another run:\n" + "\n".join(wrong) + "\nGo on with what it had, "
+            "or begin a new run with its weights by --weights in place of --resume."
+        )
+
+
+def _compared(value: Any) -> Any:
+    """Data may have been moved; what is in it counts."""
+    return value["fingerprint"] if isinstance(value, dict) and "fingerprint" in value else value
+
+
+def _shown(value: Any) -> str:
+    return f"'{value['folder']}' ({value['fingerprint']})" if isinstance(value, dict) and "folder" in value else repr(value)
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from JSON."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,0 +1,72 @@
+"""A loss or gradients that are not finite: in whose hands they first were so, and how many such updates in a row are dropped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.errors import PenstockError
+from penstock.plans.ranks import seats_of
+
+if TYPE_CHECKING:
+    from penstock.programs.instructions import Program
+    from penstock.runtime.rank import Rank
+    from penstock.runtime.update import StepResult
+
+__all__ = ["MAX_DROPPED", "DivergedError", "describe_divergence", "is_diverged"]
+
+MAX_DROPPED = 5
+"""A run ends after so many updates in a row that were dropped: they are no accident."""
+_MAX_SAMPLES, _MAX_NAMED = 16, 4
+
+
+class DivergedError(PenstockError):
+    """Training cannot go on: its numbers are no longer finite."""
+
+
+def is_diverged(loss: float, norm: float | None, *, scaled: bool) -> bool:
+    """Whether an update is not to be kept. `scaled`: gradients of a scaled loss may overflow, for which the scale has its own cure."""
+    return not math.isfinite(loss) or (norm is not None and not scaled and not math.isfinite(norm))
+
+
+def describe_divergence(rank: Rank, program: Program, result: StepResult) -> str:
+    """What is not finite, and where: rank, stage, micro-batch and samples of a loss; ranks, stages and ops of gradients.
+
+    All ranks call it, and all get the same.
+    """
+    stages = {number: ", ".join(str(seat.stage) for seat in seats) for number, seats in seats_of(rank.plan).items()}
+    named = []
+    for number, (stage, micro_batch, count, *ids) in zip(rank.world.ranks, _bad_losses(rank, program), strict=True):
+        if count:
+            more = f" and {count - len(ids)} more" if count > len(ids) else ""
+            samples = ", ".join(str(one) for one in ids[:count])
+            named.append(f"rank {number}, stage {stage}, micro-batch {micro_batch}, samples {samples}{more}")
+    if named:
+        return f"the loss of step {program.iteration} is {result.loss.item()} on {_listed(named, '; ')}"
+    for number, row in zip(rank.world.ranks, result.shares.cpu(), strict=True):
+        ops = [rank.model.ops[int(place)].name for place in torch.nonzero(~torch.isfinite(row[:-2])).flatten()]
+        if ops:
+            named.append(f"rank {number}, stage {stages[number]}, ops {_listed(ops)}")
+    norm = "" if result.norm is None else f", the norm of its gradients {result.norm.item():g}"
+    return f"the loss of step {program.iteration} is {result.loss.item():g}{norm}: not finite on {_listed(named, '; ')}"
+
+
+def _bad_losses(rank: Rank, program: Program) -> list[list[int]]:
+    """Of every rank: stage, number, size and first samples of its first micro-batch whose loss is not finite; zeros if it has none."""
+    row = [0] * (3 + _MAX_SAMPLES)
+    for stage, number, loss in rank.losses:
+        if not math.isfinite(loss.item()):
+            samples = program.micro_batches[number].samples
+            first = list(samples[:_MAX_SAMPLES])
+            row = [stage, number, len(samples), *first, *[0] * (_MAX_SAMPLES - len(first))]
+            break
+    found: list[list[int]] = rank.world.gather(torch.tensor(row, device=rank.world.device)).tolist()
+    return found
+
+
+def _listed(names: Sequence[str], between: str = ", ") -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return between.join(names[:_MAX_NAMED]) + more

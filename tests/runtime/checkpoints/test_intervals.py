@@ -1,0 +1,31 @@
+"""How long a run goes without a checkpoint, by a clock of the test's own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.runtime.checkpoints.intervals import SaveInterval
+from penstock.runtime.run import Run
+
+
+def test_ten_minutes_or_a_hundred_times_what_the_last_one_cost() -> None:
+    interval = SaveInterval(_last_s=100.0)
+    assert not interval.is_over(699.0) and interval.is_over(700.0)
+    interval.saved(700.0, 702.0)
+    assert not interval.is_over(1301.0) and interval.is_over(1302.0)
+    interval.saved(1302.0, 1312.0)
+    assert not interval.is_over(2311.0) and interval.is_over(2312.0)
+
+
+@pytest.mark.parametrize(("every", "is_first", "busy", "expected"), [(500, 1, 0, 1), (0, 1, 0, 0), (500, 0, 0, 0), (500, 1, 1, 0)])
+def test_the_first_rank_asks_for_one_that_no_rank_still_writes(every: int, is_first: int, busy: int, expected: int) -> None:
+    stub: Any = SimpleNamespace(
+        is_first=bool(is_first), request=SimpleNamespace(checkpoint_every=every), _interval=SaveInterval(_last_s=-1e9), _lost=None,
+        worker=SimpleNamespace(asked_to_end=lambda: 15), checkpoints=SimpleNamespace(busy=False),
+        world=SimpleNamespace(gather=lambda own: torch.stack([own, torch.tensor([0, 0, 0, busy])])),
+    )  # fmt: skip
+    assert Run._agreed(stub) == (15, bool(expected))
