@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from runtime_cases import Case, Choice, largest_difference, make_case, reference
 from sharding_jobs import count_bytes
 from training_jobs import train_programs
 
+from penstock.models.modules import build_chain
 from penstock.plans.references import model_of
 from penstock.programs.check import check_programs
 from penstock.programs.lower import lower
@@ -67,6 +69,17 @@ def test_other_splits(pool: WorkerPool, zero: int, more: dict[str, Any]) -> None
     if more.get("replicas") == 2:
         assert any(len({len(one.micro_batches) for one in work}) == 2 for work in case.works)
     assert differences(pool, case, settings) <= TOLERANCE
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_weights_that_do_not_divide(pool: WorkerPool, zero: int) -> None:
+    """Three ranks: the last part of most weights is shorter, and padded where parts lie end to end. One that is smaller than the number
+    of ranks leaves the last without any."""
+    odd = {"num_classes": 2, "widths": [7, 11], "classifier_width": 25}
+    case = make_case(PLAIN | {"dp": 3, "family": "vgg", "layout": "padded", "zero": zero}, 3, 4, **odd)
+    sizes = [math.prod(shape) for op in build_chain(case.model).ops for shape in op.whole_shapes.values()]
+    assert sum(size % 3 > 0 for size in sizes) > 5 and min(sizes) < 3
+    assert differences(pool, case, ADAMW) <= TOLERANCE
 
 
 def test_both_levels_give_the_same_bits(pool: WorkerPool) -> None:
