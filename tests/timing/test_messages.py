@@ -35,7 +35,8 @@ def nodes(count: int, per_node: int = 2) -> Cluster:
 
 
 def plan_of(*stages: Stage, **more: Any) -> Plan:
-    return Plan("tiny", "test", 8, stages, MicroBatching("padded", "fixed", 2), len(stages[0].devices), seq_length=8, precision="fp32", **more)
+    batching = MicroBatching("padded", "fixed", 2)
+    return Plan("tiny", "test", 8, stages, batching, len(stages[0].devices), seq_length=8, precision="fp32", **more)
 
 
 def two_stages(first: tuple[tuple[int, ...], ...], second: tuple[tuple[int, ...], ...]) -> Plan:

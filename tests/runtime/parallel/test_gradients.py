@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from bucket_jobs import train_in_small_buckets
@@ -36,7 +37,7 @@ def test_weights_go_into_buckets_until_one_is_full() -> None:
     found = [held for bucket in buckets for held in bucket.held]
     assert sorted(id(held.parameter) for held in found) == sorted(id(held.parameter) for held in stage.held) and len(buckets) > 5
     assert [held.place.index for held in found] == sorted((held.place.index for held in found), reverse=True)
-    for bucket, following in zip(buckets, buckets[1:], strict=False):
+    for bucket, following in pairwise(buckets):
         assert bucket.flat.nbytes + following.held[0].parameter.nbytes > BUCKET_BYTES
         assert len(bucket.held) == 1 or bucket.flat.nbytes <= BUCKET_BYTES
     for bucket in buckets:

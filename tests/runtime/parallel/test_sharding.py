@@ -9,19 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_cases import Case, Choice, largest_difference, make_case, reference
+from runtime_cases import Case, Choice, evaluation_programs, largest_difference, make_case, plain_evaluation, reference
 from sharding_jobs import count_bytes
 from training_jobs import train_programs
 
 from penstock.models.modules import build_chain
 from penstock.plans.references import model_of
 from penstock.programs.check import check_programs
-from penstock.programs.lower import lower
-from penstock.programs.work import ReplicaWork
+from penstock.runtime.rank import Evaluated
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.workers import WorkerPool
-from penstock.schedules.actions import FORWARD
-from penstock.schedules.orders import gpipe
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -121,16 +118,11 @@ def test_evaluation_with_unequal_work(pool: WorkerPool) -> None:
     found = []
     for zero in (0, 3):
         case = make_case(PLAIN | {"zero": zero, "replicas": 2}, 5, iterations=1)
-        forward = tuple(_forwards(replace(work, patterns=())) for work in case.works[0])
-        assert len({len(work.micro_batches) for work in forward}) == 2
-        programs = lower(case.plan, case.model, forward, 0, training=False)
+        assert len({len(work.micro_batches) for work in case.works[0]}) == 2
+        programs = evaluation_programs(case)
         assert check_programs(programs, case.plan, case.model) == []
         outcomes = pool.run(train_programs, case.plan, [programs], ADAMW)
         assert len({outcome.evaluated for outcome in outcomes}) == 1
         found.append(outcomes[0].evaluated[0])
-    assert found[0] == found[1]
-
-
-def _forwards(work: ReplicaWork) -> ReplicaWork:
-    full = gpipe(1, len(work.micro_batches))
-    return replace(work, schedule=tuple(tuple(action for action in actions if action.kind == FORWARD) for actions in full))
+    loss, accuracy = plain_evaluation(case, ADAMW)
+    assert found[0] == found[1] == Evaluated(pytest.approx(loss, rel=1e-5), pytest.approx(accuracy))
