@@ -88,6 +88,10 @@ def test_groups_that_reduce_over_one_network(stages: list[Stage], sharing: list[
     assert gradient_sharing(nodes(2), plan_of(*stages)) == sharing
 
 
+def test_a_group_inside_a_node_leaves_its_network_to_the_others() -> None:
+    assert gradient_sharing(nodes(2, 4), two_stages(((0,), (4,)), ((1,), (2,)))) == [1, 1]
+
+
 def test_gradients_are_summed_at_their_share_of_the_network() -> None:
     """An all-reduce of two ranks moves as much as the gradients have; two groups on a network of 100 have 50 each."""
     plan = two_stages(((0,), (2,)), ((1,), (3,)))
