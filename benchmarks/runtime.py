@@ -215,7 +215,7 @@ def timed(ranks: int, micro_batches: int = 32, unit_s: float = 0.02) -> None:
             for name, times in (("equal", None), ("own", work.durations_s.tolist())):
                 own = (ReplicaWork(micros, order, durations_s=times),)
                 programs = [lower(plan, model_of(plan), own, iteration) for iteration in range(3)]
-                off = [one / simulated - 1 for one in pool.run(run_timed, plan, programs, [work], TimedSettings())[0]]
+                off = [one / simulated - 1 for one, _ in pool.run(run_timed, plan, programs, [work], TimedSettings())[0]]
                 print(f"{schedule:12} {name:>10} {simulated:9.3f}s {min(off):+12.2%} {max(off):+13.2%}")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import torch
 from small_models import SIZES
+from torch.nn import functional as F
 from training_jobs import RandomSource
 
 from penstock.models.micro_batch import MicroBatch
@@ -26,6 +27,8 @@ from penstock.programs.work import ReplicaWork
 from penstock.runtime.optimizer import torch_optimizer
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.source import load_share
+from penstock.schedules.actions import FORWARD
+from penstock.schedules.orders import gpipe
 from penstock.schedules.rules import schedule_of
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -247,6 +250,42 @@ def reference(
             torch.nn.utils.clip_grad_norm_([p for p in chain.parameters() if p.grad is not None], settings.clip_norm)
         optimizer.step()
     return losses, {name: value.detach() for name, value in _named(chain, model)}
+
+
+def evaluation_programs(case: Case) -> tuple[Program, ...]:
+    """Forward passes alone over the micro-batches of the first iteration, for all ranks."""
+    works = []
+    for work in case.works[0]:
+        full = gpipe(case.plan.num_stages, len(work.micro_batches))
+        forwards = tuple(tuple(action for action in actions if action.kind == FORWARD) for actions in full)
+        works.append(replace(work, schedule=forwards, patterns=()))
+    return lower(case.plan, case.model, works, 3, training=False)
+
+
+@torch.no_grad()
+def plain_evaluation(case: Case, settings: TrainingSettings) -> tuple[float, float]:
+    """(loss, accuracy) of the same micro-batches by torch's own mean cross entropy over all labels that count, and the most likely ones."""
+    chain, source = build_chain(case.model, seed=settings.seed), RandomSource(case.model)
+    programs = {program.replica: program for program in evaluation_programs(case)}
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    follows: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for program in programs.values():
+        for micro in program.micro_batches:
+            needs = ("inputs", "dec_inputs", "labels")
+            batch = load_share(source, program, micro, (0, len(micro.samples)), needs, torch.device("cpu"), settings.seed)
+            carry: dict[str, torch.Tensor] = {}
+            for op in list(chain.ops)[:-1]:
+                carry = op(carry, batch)
+            labels = batch.targets if batch.labels is None else batch.labels
+            live = batch.weights > 0
+            seen.append((carry["logits"][live], labels[live]))
+            if batch.next_sentence is not None:
+                follows.append((carry["next_sentence"], batch.next_sentence))
+    logits, labels = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    loss = F.cross_entropy(logits, labels).item()
+    if follows:
+        loss += F.cross_entropy(*(torch.cat(parts) for parts in zip(*follows, strict=True))).item()
+    return loss, (logits.argmax(-1) == labels).double().mean().item()
 
 
 def _named(chain: Any, model: Model) -> Iterator[tuple[str, torch.Tensor]]:

@@ -146,10 +146,11 @@ def collected(rank: Rank) -> tuple[tuple[Weight, ...], tuple[torch.Tensor, ...]]
 
 def run_timed(
     worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], workloads: Sequence[Workload], settings: TimedSettings
-) -> list[float]:
-    """A job for workers: the measured seconds of each iteration, whose programs are given for all ranks, `workloads` for the replicas."""
+) -> list[tuple[float, float]]:
+    """A job for workers: of each iteration, whose programs are given for all ranks, `workloads` for the replicas, its seconds by the wall
+    clock and by the devices' own."""
     world = World(plan, worker.groups)
     if world.rank < 0:
         return []
     rank, place = TimedRank(world, settings, worker.status), world.process[world.rank]
-    return [rank.run(iteration[place], workloads[iteration[place].replica]) for iteration in programs]
+    return [(rank.run(iteration[place], workloads[iteration[place].replica]), rank.device_s) for iteration in programs]

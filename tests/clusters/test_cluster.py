@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from itertools import combinations
 
 import pytest
@@ -143,13 +142,15 @@ def test_a_spoilt_dict_is_refused(path: tuple[str | int, ...], value: object, me
         cluster_from_dict(plain)
 
 
-def test_sixteen_thousand_devices_are_fast() -> None:
-    start = time.perf_counter()
+def test_sixteen_thousand_devices_take_few_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slowest of 134 million links is found by looking at a handful."""
     cluster = resolve_cluster("1024xp5.48xlarge+1024xp4d.24xlarge")
     cluster = dataclasses.replace(cluster, overrides=(_override((0, 8192), (8192, 16384), 1, across=True),))
     assert cluster.num_devices == 16384
     assert all(cluster.device(rank) is cluster.node_of(rank).device for rank in range(16384))
     assert cluster.link(0, 16383).bandwidth_bytes_per_s == 1e9
-    assert cluster.slowest_link(range(16384)).bandwidth_bytes_per_s == 1e9
+    looks: list[tuple[int, int]] = []
+    usual = Cluster.link
+    monkeypatch.setattr(Cluster, "link", lambda self, a, b: (looks.append((a, b)), usual(self, a, b))[1])
+    assert cluster.slowest_link(range(16384)).bandwidth_bytes_per_s == 1e9 and len(looks) < 100
     assert len(json.dumps(cluster_to_dict(cluster))) < 5000
-    assert time.perf_counter() - start < 1.0

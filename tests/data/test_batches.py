@@ -72,7 +72,7 @@ def test_a_run_resumes_exactly_from_a_state_or_from_a_step(options: dict[str, in
     state = stopped.state(77)
     resumed = make(lengths, **options)
     resumed.restore(state)
-    assert resumed._starts.get(77, state["position"]) == state["position"]
+    assert state["position"] == sum(map(len, whole[:77]))
     assert [batch.samples.tolist() for batch in islice(resumed.from_step(77), 43)] == whole[77:]
     assert [batch.samples.tolist() for batch in islice(make(lengths, **options).from_step(77), 43)] == whole[77:]
     assert resumed[3].samples.tolist() == whole[3]

@@ -101,12 +101,10 @@ def request_of(data: str, dynamic: bool, **degrees: int) -> TrainRequest:
     return TrainRequest(plan, data, 6, "", replace(ADAMW, seed=1))
 
 
-def await_entry(address: str, name: str, limit_s: float = 60.0) -> None:
-    """Returns once an entry is in store, and stays there: nobody fetches yet."""
+def await_entry(address: str, name: str) -> None:
+    """Returns once an entry is in store, and stays there: nobody fetches yet. The test's time-out ends a wait in vain."""
     with closing(connect(address)) as values:
-        end = time.monotonic() + limit_s
         while not values.names(name):
-            assert time.monotonic() < end, f"nobody published {name}"
             time.sleep(0.02)
 
 

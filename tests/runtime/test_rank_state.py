@@ -7,12 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoint_jobs import train_part
 from runtime_cases import Case, Choice, largest_difference, make_case, reference
+from training_jobs import OpenRank, rank_of
 
 from penstock.programs.instructions import Program
 from penstock.runtime.checkpoints.reader import Checkpoint
+from penstock.runtime.checkpoints.writer import CheckpointWriter
+from penstock.runtime.rank_state import load_rank, rank_pieces, rank_state
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
+from penstock.runtime.transport.world import ProcessGroups
+from penstock.runtime.update import LossScale
 from penstock.runtime.workers import WorkerError, WorkerPool
 
 pytestmark = pytest.mark.timeout(200)
@@ -85,6 +91,50 @@ def test_the_same_curve_as_without_the_break(name: str, pool: WorkerPool, tmp_pa
         )
     if "resnet" in name:
         assert any(kind == "buffers" for kind in checkpoint.kinds)
+
+
+def alone(case: Case, settings: TrainingSettings = SGD) -> OpenRank:
+    """The only rank of a plan, in this process."""
+    return rank_of(case.plan, ProcessGroups(), settings, model=case.model)
+
+
+def save_alone(rank: OpenRank, folder: Path, step: int) -> None:
+    writer = CheckpointWriter(folder, rank=0, world_size=1, token="test", limit_s=60)
+    writer.save(step, rank_pieces(rank), rank_state(rank))
+    writer.wait()
+
+
+def statistics_of(rank: OpenRank) -> dict[str, torch.Tensor]:
+    modules = [module for stage in rank.stages.values() for module in stage.modules()]
+    return {f"{module.name}.{name}": buffer.clone() for module in modules for name, buffer in module.named_buffers()}
+
+
+def test_running_statistics_come_back(tmp_path: Path) -> None:
+    """They move no loss of training, only evaluation reads them: they are compared themselves."""
+    case = make_case(ONE | {"family": "resnet", "layout": "padded"}, 3, iterations=2)
+    before, after = alone(case), alone(case)
+    for (program,) in case.programs():
+        before.train(program)
+    save_alone(before, tmp_path, 2)
+    fresh = statistics_of(after)
+    load_rank(Checkpoint(tmp_path), after)
+    saved, loaded = statistics_of(before), statistics_of(after)
+    assert loaded.keys() == saved.keys() and len(saved) > 10
+    for name, values in saved.items():
+        assert torch.equal(loaded[name], values) and not torch.equal(values, fresh[name]), name
+
+
+def test_the_loss_scale_comes_back(tmp_path: Path) -> None:
+    """A run that has found its scale goes on with it, and with the steps it has counted towards a larger one."""
+    case = make_case(ONE, 3, iterations=1, dtype="fp16")
+    case = replace(case, plan=replace(case.plan, precision="fp16"))
+    before, after = alone(case), alone(case)
+    found = LossScale(value=128.0, good_steps=17)
+    before.update.scale = found
+    save_alone(before, tmp_path, 1)
+    assert after.update.scale == LossScale() != found
+    load_rank(Checkpoint(tmp_path), after)
+    assert after.update.scale == found
 
 
 @pytest.mark.parametrize(("precision", "other"), [("bf16", "fp32"), ("fp32", "bf16"), ("bf16", "bf16"), ("fp16", "fp16")])

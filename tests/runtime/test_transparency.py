@@ -8,19 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_cases import Case, Choice, covering_choices, largest_difference, make_case, reference
+from runtime_cases import (
+    Case,
+    Choice,
+    covering_choices,
+    evaluation_programs,
+    largest_difference,
+    make_case,
+    plain_evaluation,
+    reference,
+)
 from training_jobs import train_programs
 
 from penstock.models.modules import build_chain
 from penstock.plans.references import model_of
 from penstock.plans.validity import check_plan
 from penstock.programs.check import check_programs
-from penstock.programs.lower import lower
-from penstock.programs.work import ReplicaWork
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.workers import WorkerPool
-from penstock.schedules.actions import FORWARD
-from penstock.schedules.orders import gpipe
 from penstock.schedules.rules import schedule_of
 
 pytestmark = pytest.mark.timeout(280)
@@ -59,8 +64,7 @@ def test_a_covering_set_of_plans(pool: WorkerPool) -> None:
     for seed, choice in enumerate(choices):
         case = make_case(choice, seed)
         assert check_plan(case.plan, case.model) == []
-        if choice["degrees"] != "per op":
-            assert all(check_programs(programs, case.plan, case.model) == [] for programs in case.programs())
+        assert all(check_programs(programs, case.plan, case.model) == [] for programs in case.programs())
         of_losses, of_weights, where = differences(pool, case)
         if max(of_losses, of_weights) > TOLERANCE:
             wrong.append(f"{seed} {choice}: losses {of_losses:.1e}, weights {of_weights:.1e} ({where})")
@@ -181,16 +185,11 @@ def test_evaluation_counts_every_label_once(pool: WorkerPool, family: str) -> No
     alone = make_case(PLAIN | {"family": family, "layout": layout, "pp": 1, "tp": 1, "replicas": 1}, 6, iterations=1)
     found = []
     for one in (case, same_micro_batches(alone, case)):
-        forward = tuple(_schedule_of_forwards(one, replace(replica, patterns=())) for replica in one.works[0])
-        programs = lower(one.plan, one.model, forward, 3, training=False)
+        programs = evaluation_programs(one)
         assert check_programs(programs, one.plan, one.model) == []
         outcomes = pool.run(train_programs, one.plan, [programs], SGD)
         assert len({outcome.evaluated for outcome in outcomes if outcome.evaluated}) == 1
         found.append(outcomes[0].evaluated[0])
-    assert found[0].loss == pytest.approx(found[1].loss, rel=1e-5)
-    assert found[0].accuracy == found[1].accuracy
-
-
-def _schedule_of_forwards(case: Case, work: ReplicaWork) -> ReplicaWork:
-    full = gpipe(case.plan.num_stages, len(work.micro_batches))
-    return replace(work, schedule=tuple(tuple(action for action in actions if action.kind == FORWARD) for actions in full))
+    loss, accuracy = plain_evaluation(case, SGD)
+    assert [one.loss for one in found] == pytest.approx([loss] * 2, rel=1e-5)
+    assert [one.accuracy for one in found] == pytest.approx([accuracy] * 2)

@@ -166,10 +166,8 @@ def test_a_server_that_stays_away_ends_the_wait_with_a_message(fragile: Fragile)
     job = Job.new(1)
     reader = ring(fragile, job, away_s=0.5)
     threading.Timer(0.2, fragile.kill).start()
-    start = time.monotonic()
     with pytest.raises(StoreError, match=r"Redis at 127\.0\.0\.1:\d+ has not answered for 0\.5 s"):
         reader.fetch(0, 0)
-    assert time.monotonic() - start < 5
 
 
 def test_a_server_that_hangs_counts_as_gone(fragile: Fragile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,14 +192,13 @@ def test_a_server_that_hangs_and_goes_on_is_survived(fragile: Fragile, monkeypat
         assert got.result(20) == b"late"
 
 
-def test_a_wrong_password_is_told_at_once_and_not_shown(shared_redis: RedisServer) -> None:
+def test_a_wrong_password_is_told_at_once_and_not_shown(shared_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.stores.redis._FIRST_CONNECT_S", 1000.0)  # whoever tries again runs into the test's time-out
     assert shared_redis.password is not None
-    start = time.monotonic()
     for login in (":wrong-word@", ""):
         with pytest.raises(StoreError, match="refuses us") as refused:
             RedisValues(f"redis://{login}{shared_redis.host}:{shared_redis.port}/0")
         assert "wrong-word" not in str(refused.value) and shared_redis.password not in str(refused.value)
-    assert time.monotonic() - start < 5
 
 
 def test_nothing_answers(monkeypatch: pytest.MonkeyPatch, shared_redis: RedisServer) -> None:

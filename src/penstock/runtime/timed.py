@@ -93,6 +93,8 @@ class TimedRank:
         self.executor = Executor(observer)
         for kind, handler in handlers.items():
             self.executor.register(kind, handler)
+        self.device_s = 0.0
+        """Of the last iteration: its seconds by the devices' own clocks, which do not know how late the machine woke."""
         self._random = random.Random(f"{self.settings.seed} {world.rank}")
         self._ready: dict[int, float] = {}
         """When what lies in each buffer is there."""
@@ -118,7 +120,9 @@ class TimedRank:
         sleep_until(begin)
         self.executor.run(program)
         sleep_until(self._now)
-        return self.world.gather(torch.tensor([time.monotonic()], dtype=torch.float64)).max().item() - begin
+        ended, woke = self.world.gather(torch.tensor([self._now, time.monotonic()], dtype=torch.float64)).max(0).values.tolist()
+        self.device_s = ended - begin
+        return woke - begin
 
     def _nothing(self, step: object) -> None:
         pass

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from runtime_cases import Case, Choice, largest_difference, make_case, reference
+from runtime_cases import Case, Choice, evaluation_programs, largest_difference, make_case, plain_evaluation, reference
 from sharding_jobs import count_bytes
 from training_jobs import train_programs
 
+from penstock.models.modules import build_chain
 from penstock.plans.references import model_of
 from penstock.programs.check import check_programs
-from penstock.programs.lower import lower
-from penstock.programs.work import ReplicaWork
+from penstock.runtime.rank import Evaluated
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.workers import WorkerPool
-from penstock.schedules.actions import FORWARD
-from penstock.schedules.orders import gpipe
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -69,6 +68,17 @@ def test_other_splits(pool: WorkerPool, zero: int, more: dict[str, Any]) -> None
     assert differences(pool, case, settings) <= TOLERANCE
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_weights_that_do_not_divide(pool: WorkerPool, zero: int) -> None:
+    """Three ranks: the last part of most weights is shorter, and padded where parts lie end to end. One that is smaller than the number
+    of ranks leaves the last without any."""
+    odd = {"num_classes": 2, "widths": [7, 11], "classifier_width": 25}
+    case = make_case(PLAIN | {"dp": 3, "family": "vgg", "layout": "padded", "zero": zero}, 3, 4, **odd)
+    sizes = [math.prod(shape) for op in build_chain(case.model).ops for shape in op.whole_shapes.values()]
+    assert sum(size % 3 > 0 for size in sizes) > 5 and min(sizes) < 3
+    assert differences(pool, case, ADAMW) <= TOLERANCE
+
+
 def test_both_levels_give_the_same_bits(pool: WorkerPool) -> None:
     cases = [make_case(PLAIN | {"zero": zero}, 3) for zero in (2, 3)]
     two, three = (pool.run(train_programs, case.plan, case.programs(), ADAMW) for case in cases)
@@ -108,16 +118,11 @@ def test_evaluation_with_unequal_work(pool: WorkerPool) -> None:
     found = []
     for zero in (0, 3):
         case = make_case(PLAIN | {"zero": zero, "replicas": 2}, 5, iterations=1)
-        forward = tuple(_forwards(replace(work, patterns=())) for work in case.works[0])
-        assert len({len(work.micro_batches) for work in forward}) == 2
-        programs = lower(case.plan, case.model, forward, 0, training=False)
+        assert len({len(work.micro_batches) for work in case.works[0]}) == 2
+        programs = evaluation_programs(case)
         assert check_programs(programs, case.plan, case.model) == []
         outcomes = pool.run(train_programs, case.plan, [programs], ADAMW)
         assert len({outcome.evaluated for outcome in outcomes}) == 1
         found.append(outcomes[0].evaluated[0])
-    assert found[0] == found[1]
-
-
-def _forwards(work: ReplicaWork) -> ReplicaWork:
-    full = gpipe(1, len(work.micro_batches))
-    return replace(work, schedule=tuple(tuple(action for action in actions if action.kind == FORWARD) for actions in full))
+    loss, accuracy = plain_evaluation(case, ADAMW)
+    assert found[0] == found[1] == Evaluated(pytest.approx(loss, rel=1e-5), pytest.approx(accuracy))

@@ -60,13 +60,14 @@ def test_what_is_not_a_number_is_left_out(tmp_path: Path) -> None:
 
 
 def test_writing_never_waits(tmp_path: Path) -> None:
-    """A sink that hangs holds up the thread, not the one who writes; one that fails is remembered."""
+    """A sink that hangs holds up the thread, not the one who writes, who would else never come to open the gate; one that fails is
+    remembered."""
     gate = threading.Event()
-    log = LineLog(tmp_path / "s.jsonl", lambda record: gate.wait(20))  # type: ignore[arg-type, return-value]
-    begin = time.monotonic()
+    passed: list[object] = []
+    log = LineLog(tmp_path / "s.jsonl", lambda record: (gate.wait(), passed.append(record))[1])  # type: ignore[func-returns-value]
     for step in range(1000):
         log.write(StepRecord(step))
-    assert time.monotonic() - begin < 5
+    assert not passed
     gate.set()
     log.close()
     assert len(read_steps(tmp_path / "s.jsonl")) == 1000 and log.error is None
@@ -149,20 +150,21 @@ def test_why_there_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_samples_reach_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", library())
     log = DeviceLog("GPU-b", tmp_path / "devices.jsonl", interval_s=0.01)
-    time.sleep(0.3)
+    while len(list(read_lines(tmp_path / "devices.jsonl", DeviceSample))) < 4:  # until the test's time-out, if they do not come
+        time.sleep(0.01)
     log.close()
     found = list(read_lines(tmp_path / "devices.jsonl", DeviceSample))
-    assert len(found) >= 4 and found[-1] == log.latest and log.latest.device == "GPU-b"  # type: ignore[union-attr]
+    assert found[-1] == log.latest and log.latest.device == "GPU-b"  # type: ignore[union-attr]
 
 
 def test_a_driver_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were it waited for, nobody would open the gate."""
     gate, left = threading.Event(), []
-    hangs = {"nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(used=gate.wait(30)), "nvmlShutdown": lambda: left.append(True)}
+    hangs = {"nvmlDeviceGetMemoryInfo": lambda _: SimpleNamespace(used=gate.wait()), "nvmlShutdown": lambda: left.append(True)}
     monkeypatch.setitem(sys.modules, "pynvml", library(**hangs))
     monkeypatch.setattr("penstock.runtime.telemetry.nvml._LEAVE_S", 0.1)
-    begin = time.monotonic()
     log = DeviceLog("GPU-a", tmp_path / "devices.jsonl")
     assert log.latest is None
     log.close()
-    assert time.monotonic() - begin < 10 and not left
+    assert not left
     gate.set()

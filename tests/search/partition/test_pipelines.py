@@ -63,7 +63,8 @@ def test_little_memory_is_met_by_recomputing_some_ops() -> None:
     plan, estimate = tight[-1]
     assert estimate.peak_bytes <= 0.6 * roomy.peak_bytes
     assert estimate.time_s >= roomy.time_s
-    assert any(stage.recomputed() for stage in plan.stages) or plan.micro_batching.samples < 16
+    again = sum(len(stage.recomputed()) for stage in plan.stages)
+    assert 0 < again < model_of(plan).num_ops  # some ops, neither none nor all
 
 
 def test_mixed_clusters_use_what_helps() -> None:
@@ -113,6 +114,10 @@ def test_the_same_request_gives_the_same_plan() -> None:
 
 
 def test_what_no_uniform_plan_can_do_may_still_be_possible() -> None:
-    """The grid needs every layer recomputed or none; the exact search recomputes what it must."""
+    """Half of the model does not fit on the smaller device, which gets less than half; too large for both is refused."""
+    with pytest.raises(InfeasibleError):
+        best_plans("gpt-2.6b", "1xa100-40gb+1xt4", 8, micro_batches=[1])
+    best = search_plans("gpt-2.6b", "1xa100-40gb+1xt4", 8, micro_batches=[1], top=1).choices[0]
+    assert best.estimate.fits and best.plan.num_stages == 2
     with pytest.raises(InfeasibleError):
         search_plans("gpt-175b", "8xa100-40gb", 64)

@@ -125,7 +125,7 @@ class Gradients:
 class BucketedGradients(Gradients):
     """In flat buffers, each summed once an iteration."""
 
-    def __init__(self, stage: StageModule, world: World, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(self, stage: StageModule, world: World, bucket_bytes: int) -> None:
         super().__init__(stage, world)
         ranks_of = {number: holders_of(stage, number) for number in range(len(stage.pieces))}
         self.buckets = list(_buckets(stage, ranks_of, bucket_bytes))
@@ -268,7 +268,7 @@ class ShardedGradients(Gradients):
 
 def gradients_of(stage: StageModule, world: World) -> Gradients:
     """As the stage's ZeRO level wants them."""
-    return BucketedGradients(stage, world) if stage.weights is None else ShardedGradients(stage, stage.weights, world)
+    return BucketedGradients(stage, world, BUCKET_BYTES) if stage.weights is None else ShardedGradients(stage, stage.weights, world)
 
 
 def holders_of(stage: StageModule, piece: int) -> tuple[int, ...]:

@@ -1,0 +1,53 @@
+"""Gradients in buckets: many that fill give what one does, and what plain torch gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from bucket_jobs import train_in_small_buckets
+from runtime_cases import Choice, largest_difference, make_case, reference
+from training_jobs import rank_of
+
+from penstock.runtime.parallel.gradients import BucketedGradients
+from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
+from penstock.runtime.transport.world import ProcessGroups
+from penstock.runtime.workers import WorkerPool
+
+SGD = TrainingSettings(LearningRate(0.05), OptimizerSettings("sgd"))
+BUCKET_BYTES = 2**13
+TOLERANCE = 1e-5
+TWO: Choice = {"family": "llama", "pp": 1, "tp": 1, "dp": 1, "replicas": 2, "schedule": "1f1b", "layout": "packed", "recompute": "none",
+               "cuts": "even", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(2, timeout_s=60) as workers:
+        yield workers
+
+
+def test_weights_go_into_buckets_until_one_is_full() -> None:
+    """Every weight lies in one bucket, last op first; all but the last of a run would overflow with the first weight of the next."""
+    case = make_case(TWO | {"replicas": 1}, 3)
+    rank = rank_of(case.plan, ProcessGroups(), SGD)
+    (stage,) = rank.stages.values()
+    buckets = BucketedGradients(stage, rank.world, BUCKET_BYTES).buckets
+    found = [held for bucket in buckets for held in bucket.held]
+    assert sorted(id(held.parameter) for held in found) == sorted(id(held.parameter) for held in stage.held) and len(buckets) > 5
+    assert [held.place.index for held in found] == sorted((held.place.index for held in found), reverse=True)
+    for bucket, following in pairwise(buckets):
+        assert bucket.flat.nbytes + following.held[0].parameter.nbytes > BUCKET_BYTES
+        assert len(bucket.held) == 1 or bucket.flat.nbytes <= BUCKET_BYTES
+    for bucket in buckets:
+        assert all(held.parameter.grad.untyped_storage()._cdata == bucket.flat.untyped_storage()._cdata for held in bucket.held)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_many_full_buckets_are_all_summed(pool: WorkerPool, zero: int) -> None:
+    case = make_case(TWO | {"zero": zero}, 3)
+    outcomes = pool.run(train_in_small_buckets, case.plan, case.programs(), SGD, BUCKET_BYTES)
+    losses, weights = reference(case, SGD)
+    assert outcomes[0].losses == pytest.approx(losses, rel=TOLERANCE)
+    assert largest_difference(case, outcomes, weights)[0] <= TOLERANCE

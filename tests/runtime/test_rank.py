@@ -1,0 +1,47 @@
+"""One rank alone, in this process: what it evaluates is what plain torch finds."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from runtime_cases import Choice, evaluation_programs, make_case, plain_evaluation
+from training_jobs import rank_of
+
+from penstock.programs.instructions import Free
+from penstock.runtime.settings import TrainingSettings
+from penstock.runtime.transport.world import ProcessGroups
+
+ONE: Choice = {"family": "gpt", "pp": 1, "tp": 1, "dp": 1, "replicas": 1, "schedule": "gpipe", "layout": "packed", "recompute": "none",
+               "cuts": "even", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["gpt", "bert", "t5", "vgg"])
+def test_loss_and_accuracy_are_those_of_plain_torch(family: str) -> None:
+    case = make_case(ONE | {"family": family, "layout": "padded" if family in ("t5", "vgg") else "packed"}, 6, iterations=1)
+    (program,) = evaluation_programs(case)
+    found = rank_of(case.plan, ProcessGroups(), TrainingSettings()).evaluate(program)
+    loss, accuracy = plain_evaluation(case, TrainingSettings())
+    assert found.loss == pytest.approx(loss, rel=1e-6) and found.accuracy == pytest.approx(accuracy) and loss > 0
+
+
+def test_accuracy_is_seen() -> None:
+    """All labels are the same, and the outputs all favour it: every one of them is hit."""
+    case = make_case(ONE | {"family": "vgg", "layout": "padded"}, 6, iterations=1)
+    (program,) = evaluation_programs(case)
+    rank = rank_of(case.plan, ProcessGroups(), TrainingSettings())
+    hits = {}
+    for label in range(case.model.config["num_classes"]):
+        rank.stages[0].held[-1].parameter.data = torch.eye(case.model.config["num_classes"])[label] * 1e6
+        hits[label] = rank.evaluate(program).accuracy
+    assert sum(hits.values()) == pytest.approx(1.0) and max(hits.values()) > 0
+
+
+def test_a_buffer_that_is_never_freed_is_told() -> None:
+    case = make_case(ONE, 3, iterations=1)
+    program = case.programs()[0][0]
+    frees = [at for at, step in enumerate(program.instructions) if isinstance(step, Free)]
+    kept = tuple(step for at, step in enumerate(program.instructions) if at != frees[-1])
+    rank = rank_of(case.plan, ProcessGroups(), TrainingSettings())
+    with pytest.raises(ValueError, match=r"ended iteration 0 with buffers \[\d+\]"):
+        rank.train(msgspec.structs.replace(program, instructions=kept))

@@ -1,0 +1,53 @@
+"""The list of planted bugs keeps up with the sources: every bug can still be planted, and every room has some."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "src" / "penstock"
+NO_LOGIC = {"__init__", "errors", "kernels"}
+"""No room, or nothing in it that could be wrong without every test failing."""
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+BUGS = _load("planted_bugs").PLANTED
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_it_can_still_be_planted(bug: Any) -> None:
+    text = (SOURCES / bug.file).read_text()
+    planted = bug.planted_in(text)
+    assert planted != text
+    compile(planted, bug.file, "exec")
+    assert bug.tests and all((ROOT / test).exists() for test in bug.tests)
+
+
+def test_names_are_unique_and_every_room_has_a_bug() -> None:
+    assert len({bug.name for bug in BUGS}) == len(BUGS) >= 60
+    rooms = {path.name.removesuffix(".py") for path in SOURCES.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert {bug.room for bug in BUGS} == rooms - NO_LOGIC
+
+
+def test_one_of_each_room_is_quick() -> None:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        mutants = _load("mutants")
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    quick = mutants.chosen(None, None, True)
+    assert [bug.room for bug in quick] == list(dict.fromkeys(bug.room for bug in BUGS))
+    assert mutants.chosen("clusters", None, False) == [bug for bug in BUGS if bug.room == "clusters"]

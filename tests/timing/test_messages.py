@@ -1,0 +1,117 @@
+"""What a message gets of its node's network while others cross it too: every time written down by hand.
+
+A device's link moves 1000 bytes a second inside a node; a node's network moves 100, which all that cross it at once share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.clusters import DEVICES, Cluster, Link, Node, NodeRun
+from penstock.models import Model
+from penstock.models.catalog import model_from_mapping
+from penstock.plans.degrees import DegreeRun
+from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
+from penstock.timing.messages import cut_times_s, gradient_sharing, sync_s, tied_s
+
+INSIDE, NETWORK = 1000.0, 100.0
+CARRY_BYTES = 2 * 8 * 32 * 4
+"""Two samples of eight tokens of 32 fp32 numbers; the gradient that comes back is as large."""
+TIED_BYTES = 64 * 32 * 4
+"""The embedding of 64 words, which the first and the last op share."""
+
+
+def gpt(tied: bool = False) -> Model:
+    """Two layers of eight ops, one op before and three after them; 20 in all."""
+    sizes = {"layers": 2, "hidden": 32, "heads": 4, "seq_length": 8, "vocab": 64, "dtype": "fp32", "tied": tied}
+    return model_from_mapping({"family": "gpt", **sizes}, "test", "tiny")
+
+
+def nodes(count: int, per_node: int = 2) -> Cluster:
+    node = Node("test", DEVICES["a100-40gb"], per_node, Link("in", INSIDE, 0.0), Link("out", NETWORK, 0.0))
+    return Cluster("test", (NodeRun(node, count),))
+
+
+def plan_of(*stages: Stage, **more: Any) -> Plan:
+    batching = MicroBatching("padded", "fixed", 2)
+    return Plan("tiny", "test", 8, stages, batching, len(stages[0].devices), seq_length=8, precision="fp32", **more)
+
+
+def two_stages(first: tuple[tuple[int, ...], ...], second: tuple[tuple[int, ...], ...]) -> Plan:
+    return plan_of(Stage(0, 9, first), Stage(9, 20, second))
+
+
+def cut_s(plan: Plan, cluster: Cluster) -> list[tuple[float, float]]:
+    return cut_times_s(lambda stage, op: gpt(), cluster, plan, 2, 0)
+
+
+def both(bandwidth: float) -> Any:
+    """Activations there and gradients back at this pace."""
+    return pytest.approx((CARRY_BYTES / bandwidth, CARRY_BYTES / bandwidth))
+
+
+def test_a_cut_alone_has_the_whole_network() -> None:
+    assert cut_s(two_stages(((0,),), ((2,),)), nodes(2)) == [both(NETWORK)]
+    assert cut_s(two_stages(((0,),), ((1,),)), nodes(2)) == [both(INSIDE)]
+
+
+def test_replicas_over_one_network_share_it_both_ways() -> None:
+    """Two replicas, the first stages on one node and the second on the other: each message gets half, also the gradient back."""
+    assert cut_s(two_stages(((0,), (1,)), ((2,), (3,))), nodes(2)) == [both(NETWORK / 2)] * 2
+
+
+def test_the_busier_of_two_nodes_counts() -> None:
+    """The first stages have a node each, the second ones share one: that one's network is what both messages wait for."""
+    assert cut_s(two_stages(((0,), (2,)), ((4,), (5,))), nodes(3)) == [both(NETWORK / 2)] * 2
+    assert cut_s(two_stages(((4,), (5,)), ((0,), (2,))), nodes(3)) == [both(NETWORK / 2)] * 2
+
+
+def test_who_stays_inside_a_node_takes_nothing_of_its_network() -> None:
+    assert cut_s(two_stages(((0,), (1,)), ((2,), (4,))), nodes(2, 3)) == [both(INSIDE), both(NETWORK)]
+
+
+@pytest.mark.parametrize(
+    ("stages", "sharing"),
+    [
+        ([Stage(0, 9, ((0,), (2,))), Stage(9, 20, ((1,), (3,)))], [2, 2]),  # each stage has a rank on both nodes
+        ([Stage(0, 9, ((0,), (1,))), Stage(9, 20, ((2,), (3,)))], [1, 1]),  # none crosses
+        ([Stage(0, 20, ((0, 1), (2, 3)), Degrees(2, 1))], [2]),  # tp 2: two groups, one for each half of the weights
+        ([Stage(0, 20, ((0, 1, 2, 3),), Degrees(2, 2))], [2]),  # the same by dp
+        ([Stage(0, 20, ((0, 1, 2, 3),), Degrees(1, 4))], [1]),  # one group of all
+        ([Stage(0, 5, ((0,), (2,))), Stage(5, 9, ((1,), (3,))), Stage(9, 14, ((0,), (2,))), Stage(14, 20, ((1,), (3,)))], [2, 2, 2, 2]),
+    ],
+    ids=["two stages", "inside", "tp", "tp and dp", "dp", "chunks count once"],
+)
+def test_groups_that_reduce_over_one_network(stages: list[Stage], sharing: list[int]) -> None:
+    assert gradient_sharing(nodes(2), plan_of(*stages)) == sharing
+
+
+def test_a_group_inside_a_node_leaves_its_network_to_the_others() -> None:
+    assert gradient_sharing(nodes(2, 4), two_stages(((0,), (4,)), ((1,), (2,)))) == [1, 1]
+
+
+def test_gradients_are_summed_at_their_share_of_the_network() -> None:
+    """An all-reduce of two ranks moves as much as the gradients have; two groups on a network of 100 have 50 each."""
+    plan = two_stages(((0,), (2,)), ((1,), (3,)))
+    found = [sync_s(nodes(2), plan, stage, DegreeRun(stage.first, stage.last, 1, 1), 1000, 2) for stage in plan.stages]
+    assert found == [pytest.approx(1000 * 4 / (NETWORK / 2))] * 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "bandwidth"),
+    [
+        (((0,),), ((2,),), NETWORK),
+        (((0,),), ((1,),), INSIDE),
+        (((0,), (1,)), ((2,), (3,)), NETWORK / 2),
+        (((0,), (2,)), ((1,), (3,)), INSIDE),
+    ],
+    ids=["alone", "inside a node", "two replicas over one network", "two replicas, each inside its node"],
+)
+def test_a_tied_weight_is_summed_at_its_share_of_the_network(
+    first: tuple[tuple[int, ...], ...], second: tuple[tuple[int, ...], ...], bandwidth: float
+) -> None:
+    """One all-reduce between each pair of ends, while the other replicas' pairs do the same."""
+    found = tied_s(gpt(tied=True), nodes(2), two_stages(first, second))
+    assert found == [pytest.approx(TIED_BYTES / bandwidth)] * 2
