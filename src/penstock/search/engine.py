@@ -37,6 +37,8 @@ from penstock.search.uniform import UniformPlans
 
 __all__ = ["Outcome", "search", "search_plans"]
 
+_MOST_PER_SAMPLE = 64
+"""Devices that can share the work on one sample with any use: eight in a tensor-parallel group, eight such stages."""
 _CLOCKED = 24
 """Plans, the best by formula, that are timed by the clock; formulas are a few percent off, most of all with few micro-batches."""
 
@@ -144,7 +146,12 @@ def _nothing_found(request: Request, progress: Progress) -> InfeasibleError:
         return InfeasibleError(f"no plan of {request.model.name} on {request.cluster.describe()} was found in time. Allow more of it.")
     if progress.known_s < math.inf:
         return InfeasibleError(f"no plan of {request.model.name} on {request.cluster.describe()} is faster than {progress.known_s:.4g} s.")
-    batch, sizes = request.frame.global_batch, request.micro_batches
+    batch, sizes, devices = request.frame.global_batch, request.micro_batches, request.cluster.num_devices
+    if devices > _MOST_PER_SAMPLE * batch:
+        return InfeasibleError(
+            f"no plan gives {devices} devices ({request.cluster.describe()}) work on a global batch of {batch}: each sample would be "
+            f"divided among {devices // batch} of them. Use at most {_MOST_PER_SAMPLE * batch} devices, or a larger batch."
+        )
     return InfeasibleError(
         f"no plan of {request.model.name} fits on {request.cluster.describe()} with a global batch of {batch}"
         + (f" in micro-batches of {', '.join(map(str, sizes))}" if sizes else "")

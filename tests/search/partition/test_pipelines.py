@@ -121,3 +121,8 @@ def test_what_no_uniform_plan_can_do_may_still_be_possible() -> None:
     assert best.estimate.fits and best.plan.num_stages == 2
     with pytest.raises(InfeasibleError):
         search_plans("gpt-175b", "8xa100-40gb", 64)
+
+
+def test_more_devices_than_work_are_told_apart_from_too_few() -> None:
+    with pytest.raises(InfeasibleError, match=r"no plan gives 4096 devices .* work on a global batch of 2: .* Use at most 128 devices"):
+        search_plans("gpt-tiny", "4096xh100", 2)
