@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.costs.source import CostSource
@@ -41,6 +41,8 @@ _MOST_PER_SAMPLE = 64
 """Devices that can share the work on one sample with any use: eight in a tensor-parallel group, eight such stages."""
 _CLOCKED = 24
 """Plans, the best by formula, that are timed by the clock; formulas are a few percent off, most of all with few micro-batches."""
+_CLOCKED_ACTIONS = 1_000_000
+"""Passes of all of them together, beyond which only as many are timed as are shown: long pipelines of thousands of micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +120,22 @@ def _outcome(request: Request, progress: Progress, bound_s: float, top: int) -> 
     """The best plans that differ, by the clock, each with the bound written into it, and the weakest lines of the proof first."""
     ranked = sorted(progress.choices, key=_by_time)
     different = list({_likeness(choice): choice for choice in reversed(ranked)}.values())[::-1]
-    choices = sorted((choice.clocked() for choice in different[: max(_CLOCKED, 3 * top)]), key=_by_time)[:top]
+    choices = sorted(_timed(different[: max(_CLOCKED, 3 * top)], top), key=_by_time)[:top]
     require_valid(choices[0].plan, request.model, request.cluster, where="the plan found")
     formula_s = ranked[0].estimate.formula_s
     bound_s = min(bound_s, formula_s)
     lines = sorted(progress.lines, key=lambda line: line.bound_s)
     return Outcome(tuple(replace(c, plan=_with_bound(c, bound_s)) for c in choices), bound_s, formula_s, tuple(lines), progress.stopped)
+
+
+def _timed(choices: Sequence[Choice], top: int) -> Iterator[Choice]:
+    """The first of some plans as the clock times them: `top` at least, more while that is quick."""
+    left = _CLOCKED_ACTIONS
+    for number, choice in enumerate(choices):
+        if number >= top and left <= 0:
+            return
+        left -= 2 * choice.plan.num_stages * choice.estimate.num_micro_batches
+        yield choice.clocked()
 
 
 def _by_time(choice: Choice) -> tuple[float, float]:
