@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import signal
 import sys
 import time
@@ -52,8 +54,10 @@ def start(
     _check_free(path)
     server = start_redis(host, port, insecure=insecure, tls_cert=tls_cert, tls_key=tls_key)
     started, before = time.monotonic(), signal.signal(signal.SIGTERM, _interrupt)
+    handle = -1
     try:
         write_store_file(str(path), StoreFile(server.address, secrets.token_bytes(32)))
+        handle = _lock(path)
         _tell(server, path, insecure, json)
         while True:
             said = deque(server.log(), maxlen=5)
@@ -68,11 +72,14 @@ def start(
     finally:
         signal.signal(signal.SIGTERM, before)
         server.stop()
-        path.unlink(missing_ok=True)
+        if handle >= 0:
+            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):  # and nobody else's that took its place
+                path.unlink()
+            os.close(handle)
 
 
 def _check_free(path: Path) -> None:
-    """The file may be left over from another store, but not be anything else: it is removed in the end."""
+    """The file may be left over from a store that has ended, but not be anything else: it is removed in the end."""
     from penstock.stores.addresses import read_store_file
 
     if path.exists():
@@ -80,6 +87,18 @@ def _check_free(path: Path) -> None:
             read_store_file(str(path))
         except InputError as error:
             raise InputError(f"--out '{path}' exists and is not left over from a store: {error}") from None
+        os.close(_lock(path))
+
+
+def _lock(path: Path) -> int:
+    """Holds a store's file for as long as the handle is open, or this process lives; refused where another process does."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise InputError(f"--out '{path}' is the file of a store that runs. End that one, or use another --out.") from None
+    return handle
 
 
 def _interrupt(number: int, frame: Any) -> None:

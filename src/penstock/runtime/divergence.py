@@ -45,13 +45,13 @@ def describe_divergence(rank: Rank, program: Program, result: StepResult) -> str
             samples = ", ".join(str(one) for one in ids[:count])
             named.append(f"rank {number}, stage {stage}, micro-batch {micro_batch}, samples {samples}{more}")
     if named:
-        return f"the loss of step {program.iteration} is {result.loss.item()} on {_listed(named, '; ')}"
+        return f"{_listed(named, '; ')}: the loss of step {program.iteration} is {result.loss.item()}"
     for number, row in zip(rank.world.ranks, result.shares.cpu(), strict=True):
         ops = [rank.model.ops[int(place)].name for place in torch.nonzero(~torch.isfinite(row[:-2])).flatten()]
         if ops:
             named.append(f"rank {number}, stage {stages[number]}, ops {_listed(ops)}")
-    norm = "" if result.norm is None else f", the norm of its gradients {result.norm.item():g}"
-    return f"the loss of step {program.iteration} is {result.loss.item():g}{norm}: not finite on {_listed(named, '; ')}"
+    norm = math.nan if result.norm is None else result.norm.item()
+    return f"{_listed(named, '; ')}: the norm of the gradients of step {program.iteration} is {norm:g}, its loss {result.loss.item():g}"
 
 
 def _bad_losses(rank: Rank, program: Program) -> list[list[int]]:
