@@ -111,3 +111,9 @@ def test_groups_are_of_equal_weight(weights: list[int], count: int, small: int) 
     assert len(sums) <= count
     if not small:
         assert sums.max() <= sum(weights) / count + max(weights)
+
+
+def test_the_heaviest_samples_are_dealt_first() -> None:
+    """Six light ones fill up what a heavy one leaves; dealt before it, they would lie on both sides, and it on top of three."""
+    order, cuts = equal_groups(np.array([1.0] * 6 + [6.0]), 2)
+    assert sorted(map(sorted, np.split(order, cuts[1:-1]))) == [[0, 1, 2, 3, 4, 5], [6]]

@@ -90,7 +90,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(folder: Path, tmp_path: Path) 
     done = len(losses_of(run))
     assert f"SIGINT ended the run after {done} of {ENDLESS} steps" in err and f"go on from there with --resume '{run}'" in err
     assert "Traceback" not in err and f"trained {done} steps" in told
-    eventually(lambda: not processes_of(process.pid), 10)
+    eventually(lambda: not processes_of(process.pid))
     assert Checkpoint(find_checkpoint(run)).step == done
     for out, options in ((run, ("--resume", str(run))), (tmp_path / "straight", ())):
         subprocess.run(command(folder, out, done + 2, *options), check=True, timeout=60, capture_output=True)
@@ -111,7 +111,7 @@ def test_a_second_one_ends_at_once(folder: Path, tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=20)
     assert process.returncode == 143 and "SIGTERM: the run ends at once" in err and "Traceback" not in err
-    eventually(lambda: not processes_of(process.pid), 10)
+    eventually(lambda: not processes_of(process.pid))
     assert not list((run / "checkpoints").glob("save-*"))
 
 
@@ -126,5 +126,5 @@ def test_sigterm_under_torchrun(folder: Path, tmp_path: Path) -> None:
         _, err = process.communicate(timeout=60)
     done = len(losses_of(run))
     assert err.count(f"SIGTERM ended the run after {done} of {ENDLESS} steps") == 1, err
-    eventually(lambda: not any(processes_of(pid) for pid in ranks), 10)
+    eventually(lambda: not any(processes_of(pid) for pid in ranks))
     assert Checkpoint(find_checkpoint(run)).step == done

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import InputError
+from penstock.ordering.annealing import Candidate
 from penstock.ordering.choose import MADE, ORDERS, better_order, order_of
 from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES, schedule_of
 from penstock.timing.execution import execute
@@ -53,6 +54,17 @@ def test_a_better_order_is_better_by_the_event_clock() -> None:
     assert run.violation is None and run.makespan_s < execute(own, work).makespan_s and found.makespan_s == run.pipeline_s
     assert better_order(work, own, 2000) == found
     assert better_order(work, found.schedule, 0) is None
+
+
+def test_an_order_that_does_not_fit_is_never_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best of all orders by time holds more than there is room for, as one that is made by another clock may."""
+    roomy, tight = unequal(), unequal(limit_bytes=15.0)
+    quick, own = order_of("search", roomy), order_of("adaptive", tight)
+    assert execute(quick, tight).violation is not None and execute(quick, tight).makespan_s < execute(own, tight).makespan_s
+    monkeypatch.setattr("penstock.ordering.choose.candidates", lambda workload: [Candidate("quick", quick, 0.0)])
+    assert better_order(tight, own, 0) is None
+    found = better_order(roomy, own, 0)
+    assert found is not None and found.name == "quick"
 
 
 def test_equal_micro_batches_of_one_stage_leave_nothing_to_gain() -> None:

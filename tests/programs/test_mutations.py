@@ -9,11 +9,17 @@ from typing import Any
 
 import msgspec
 import pytest
-from programs.cases import Case, random_case
+from programs.cases import Case, random_case, small
 
+from penstock.models.micro_batch import MicroBatch
+from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.programs import instructions as i
 from penstock.programs.check import check_programs
+from penstock.programs.lower import lower
 from penstock.programs.problems import picture
+from penstock.programs.work import ReplicaWork
+from penstock.schedules.actions import FORWARD
+from penstock.schedules.rules import schedule_of
 
 CASES = 1000
 POOL = 50
@@ -313,3 +319,40 @@ def test_every_corruption_is_caught(kind: Mutation) -> None:
         if done % 100 == 0:
             assert str(problems[0]) in picture(programs, problems[0])
         done += 1
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_every_buffer_must_be_freed(training: bool) -> None:
+    """Each `Free` left out in turn, in a program that uses no number twice: what lies there at the end is told by its number."""
+    model = small("gpt")
+    plan = Plan("test", "cpu", 1, (Stage(0, model.num_ops, ((0,),)),), MicroBatching(policy="dynamic"))
+    micros = tuple(MicroBatch(m, (m,), "packed", (5 + m,)) for m in range(3))
+    order = schedule_of("gpipe", 1, 3)
+    if not training:
+        order = tuple(tuple(action for action in actions if action.kind == FORWARD) for actions in order)
+    (program,) = lower(plan, model, [ReplicaWork(micros, order)], training=training)
+    program = with_own_numbers(program)
+    assert check_programs([program], plan, model) == []
+    frees = [at for at, step in enumerate(program.instructions) if isinstance(step, i.Free)]
+    assert len(frees) == 3
+    for at in frees:
+        (number,) = program.instructions[at].buffers  # type: ignore[union-attr]
+        steps = [step for place, step in enumerate(program.instructions) if place != at]
+        problems = check_programs([replace(program, instructions=tuple(steps))], plan, model)
+        assert [problem.text for problem in problems] == [f"buffer {number} (batch (0, {number})) is never freed"]
+
+
+def with_own_numbers(program: i.Program) -> i.Program:
+    """A program of loads and forward passes of one stage, micro-batch m in buffer m."""
+    steps: Steps = []
+    numbers: dict[int, int] = {}
+    for step in program.instructions:
+        if isinstance(step, i.Load):
+            numbers[step.buffer] = step.micro_batch
+            step = replace(step, buffer=step.micro_batch)
+        elif isinstance(step, i.Forward):
+            step = replace(step, batch=step.micro_batch)
+        elif isinstance(step, i.Free):
+            step = i.Free(tuple(numbers[number] for number in step.buffers))
+        steps.append(step)
+    return replace(program, instructions=tuple(steps))
