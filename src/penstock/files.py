@@ -16,8 +16,8 @@ from typing import Any
 from penstock.errors import InputError, near_misses
 
 __all__ = [
-    "check_writable", "describe_validation_error", "read_json", "read_text", "read_yaml", "readable_file", "short_repr", "write_bytes",
-    "write_json", "write_text",
+    "check_folder", "check_writable", "decoded", "describe_validation_error", "parsed_json", "read_json", "read_text", "read_yaml",
+    "readable_bytes", "readable_file", "short_repr", "write_bytes", "write_json", "write_text",
 ]  # fmt: skip
 
 
@@ -47,20 +47,35 @@ def readable_file(path: str | Path, what: str) -> Path:
 
 def read_text(path: str | Path, what: str) -> str:
     """The UTF-8 text of a file, without the mark that spreadsheets put before it."""
-    path = readable_file(path, what)
+    return decoded(readable_bytes(path, what, MAX_TEXT_BYTES), path, what)
+
+
+def decoded(data: bytes, path: str | Path, what: str) -> str:
+    """The UTF-8 text in the bytes of a file."""
     try:
-        if (size := path.stat().st_size) > MAX_TEXT_BYTES:
-            raise InputError(f"{what} '{path}' has {size / 2**30:.1f} GiB; at most {MAX_TEXT_BYTES // 2**30} GiB of text is read.")
-        return path.read_text(encoding="utf-8-sig")
+        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise InputError(f"{what} '{path}' is not UTF-8 text (byte {error.start}).") from None
+
+
+def readable_bytes(path: str | Path, what: str, max_bytes: int | None = None) -> bytes:
+    """All bytes of a regular file, up to a limit."""
+    path = readable_file(path, what)
+    try:
+        if max_bytes is not None and (size := path.stat().st_size) > max_bytes:
+            raise InputError(f"{what} '{path}' has {size / 2**30:.1f} GiB; at most {max_bytes / 2**30:.0f} GiB of it would be read.")
+        return path.read_bytes()
     except OSError as error:
         raise InputError(f"{what} '{path}' cannot be read: {error.strerror}.") from None
 
 
 def read_json(path: str | Path, what: str) -> Any:
     """The JSON value in a file; names given twice are refused. NaN is let through, so that whoever checks the value can name its field."""
-    text = read_text(path, what)
+    return parsed_json(read_text(path, what), path, what)
+
+
+def parsed_json(text: str, path: str | Path, what: str) -> Any:
+    """The JSON value of a text that was read from `path`."""
     try:
         return json.loads(text, object_pairs_hook=_once_each)
     except json.JSONDecodeError as error:
@@ -117,15 +132,16 @@ def write_text(path: str | Path, text: str) -> None:
 def write_bytes(path: str | Path, data: bytes) -> None:
     """Replaces `path` in one step: readers see the old file or the new, never half of it."""
     path = Path(path)
-    check_writable(path)
+    _check_no_directory(path)
     if _is_special(path):  # /dev/stdout, a named pipe: nothing to replace
         _write_through(path, data)
         return
     if path.is_symlink():  # the link stays, what it leads to is replaced
         path = Path(os.path.realpath(path))
+    _home(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)
     except OSError as error:
         raise InputError(f"'{path}' cannot be written: {error.strerror}.") from None
     try:
@@ -147,21 +163,56 @@ def write_bytes(path: str | Path, data: bytes) -> None:
 
 def check_writable(path: str | Path) -> None:
     """Refuses a name that no file can be written under, before the work whose result it is to hold: an existing directory, a place inside
-    of something that is none, a name that is empty or too long, a folder without the right to write."""
+    of something that is none, a name that is empty or too long, a folder that takes no files."""
     path = Path(path)
-    if not path.name or os.path.isdir(path):
+    _check_no_directory(path)
+    if not _is_special(path):  # /dev/stdout, a named pipe: written through, not replaced
+        _check_takes_files(_home(Path(os.path.realpath(path)) if path.is_symlink() else path), path)
+
+
+def check_folder(path: str | Path) -> None:
+    """Refuses a name that is no folder and cannot become one, or one that takes no files."""
+    path = Path(path)
+    if _is_directory(path):
+        _check_takes_files(path, path)
+    elif os.path.lexists(path):
+        raise InputError(f"'{path}' cannot be written: it is not a directory.")
+    else:
+        _check_takes_files(_home(path), path)
+
+
+def _check_no_directory(path: Path) -> None:
+    if not path.name or _is_directory(path):
         raise InputError(f"'{path}' cannot be written: it is a directory, the name of a file was expected.")
-    home = next(parent for parent in path.parents if os.path.exists(parent))
+
+
+def _is_directory(path: Path) -> bool:
+    """Whether there is a directory; a name that cannot be looked up is told."""
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return False
+    except NotADirectoryError:
+        return False  # told with the part that is none
+    except (OSError, ValueError) as error:  # a name too long, a NUL in the name, links in a circle
+        raise InputError(f"'{path}' cannot be written: {getattr(error, 'strerror', None) or error}.") from None
+
+
+def _home(path: Path) -> Path:
+    """The nearest directory above a place that there is; anything else is refused."""
+    home = next(parent for parent in path.absolute().parents if os.path.exists(parent))
     if not os.path.isdir(home):
         raise InputError(f"'{path}' cannot be written: '{home}' is not a directory.")
+    return home
+
+
+def _check_takes_files(home: Path, path: Path) -> None:
+    """Makes a nameless file in `home`: rights, mounts and quotas say no in more ways than can be asked for."""
     try:
-        os.lstat(path)
-    except FileNotFoundError:
-        pass  # as it should be: the file is still to be made
-    except (OSError, ValueError) as error:
-        raise InputError(f"'{path}' cannot be written: {getattr(error, 'strerror', None) or error}.") from None
-    if not os.path.exists(path) and not os.access(home, os.W_OK | os.X_OK):
-        raise InputError(f"'{path}' cannot be written: there is no right to write in '{home}'.")
+        with tempfile.TemporaryFile(dir=home):
+            pass
+    except OSError as error:
+        raise InputError(f"'{path}' cannot be written: '{home}' takes no files ({error.strerror}).") from None
 
 
 def _is_special(path: Path) -> bool:

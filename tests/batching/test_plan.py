@@ -65,7 +65,20 @@ def test_lengths_are_read_with_and_without_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a,b\n1,2\n", "length\n", "length\nx\n", "length\n1.5\n", "sample_id,enc_len\n1,\n", "sample_id,enc_len\n1\n"]
+    "text",
+    [
+        "",
+        "a,b\n1,2\n",
+        "length\n",
+        "length\n0\n",
+        "length\n-5\n",
+        f"length\n{'9' * 30}\n",
+        "enc_len,dec_len\n5,-1\n",
+        "length\nx\n",
+        "length\n1.5\n",
+        "sample_id,enc_len\n1,\n",
+        "sample_id,enc_len\n1\n",
+    ],
 )
 def test_lengths_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "lengths.csv"

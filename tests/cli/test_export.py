@@ -104,7 +104,8 @@ def test_what_cannot_be_expressed_leaves_no_file(target: str, tmp_path: Path, ca
     (tmp_path / "old").write_text("as it was")
     assert run(["export", str(EXAMPLES / "llama-8b-mixed.json"), "--to", f"{target}:{tmp_path / 'old'}"]) == 2
     told = capsys.readouterr()
-    assert told.out == "" and ("cannot express" in told.err or "has no model like" in told.err or "none of Aceso" in told.err)
+    reasons = ("cannot express", "has no model like", "none of Aceso", "is not a directory")
+    assert told.out == "" and any(reason in told.err for reason in reasons)
     assert [path.name for path in tmp_path.iterdir()] == ["old"] and (tmp_path / "old").read_text() == "as it was"
 
 
@@ -117,7 +118,7 @@ def test_what_cannot_be_expressed_leaves_no_file(target: str, tmp_path: Path, ca
         ("megatron", "megatron:PATH was expected, as in megatron:flags.txt"),
         ("fasop:", "fasop:PATH was expected, as in fasop:rows.csv"),
         ("", "there is no export to ''"),
-        ("deepspeed:/", "is a directory, a file was expected"),
+        ("deepspeed:/", "is a directory"),
         ("dynpip:x", "Did you mean 'dynpipe'?"),
         ("dynpipe:", "dynpipe:PATH was expected, as in dynpipe:folder"),
     ],

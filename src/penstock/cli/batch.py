@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, out, print_json, table
+from penstock.cli.options import MAX_SEARCH_STEPS, SEED, file_to_write, within
 from penstock.errors import InputError
 from penstock.systems import SYSTEMS
 
@@ -33,14 +34,17 @@ def batch(
     free_layers: Annotated[bool, typer.Option(help="dynapipe: move layers between the stages to suit this batch.")] = False,
     budget_steps: Annotated[
         int | None,
-        typer.Option(help="Steps of search for micro-batches, and for their order; what the batch suggests if not given, 0 for none."),
+        typer.Option(
+            callback=within(0, MAX_SEARCH_STEPS),
+            help="Steps of search for micro-batches, and for their order; what the batch suggests if not given, 0 for none.",
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same plan.")] = 0,
+    seed: Annotated[int, typer.Option(callback=within(0, SEED), help="The same seed gives the same plan.")] = 0,
     too_long: Annotated[Literal["refuse", "drop", "truncate"], typer.Option(help="What to do with samples that fit no device.")] = "refuse",
     baselines: Annotated[
         bool, typer.Option("--baselines", help="Show beside it what the usual ways to cut a batch would take: padded, packed, budgets.")
     ] = False,
-    path: Annotated[Path | None, typer.Option("--out", help="Write the planned batch to this file.")] = None,
+    path: Annotated[Path | None, typer.Option("--out", callback=file_to_write, help="Write the planned batch to this file.")] = None,
     json: JsonFlag = False,
 ) -> None:  # fmt: skip
     """Plan one global batch: which samples run together, on which replica, in which order, recomputing what; time and memory to expect.
@@ -58,10 +62,6 @@ def batch(
     from penstock.files import write_json
     from penstock.plans.schema import read_plan
 
-    if budget_steps is not None and budget_steps < 0:
-        raise InputError(f"--budget-steps is {budget_steps}; 0 or more were expected.")
-    if seed < 0:
-        raise InputError(f"--seed is {seed}; 0 or more was expected.")
     samples = read_lengths(lengths)
     if costs.partition(":")[0] in _CONFIGURED:
         if plan is not None:

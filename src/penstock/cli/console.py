@@ -68,7 +68,10 @@ def _console(stderr: bool) -> Console:
     return Visible(stderr=stderr, highlight=False, width=_PIPED_WIDTH if piped else None)
 
 
-_HIDDEN = [*range(0x20), *range(0x7F, 0xA0), *range(0x200E, 0x2010), *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_HIDDEN = [
+    *range(0x20), *range(0x7F, 0xA0), *range(0x200E, 0x2010), *range(0x202A, 0x202F), *range(0x2066, 0x206A),
+    *range(0xD800, 0xE000),  # bytes of a name that are no text; no stream takes them
+]  # fmt: skip
 _SHOWN = {code: repr(chr(code))[1:-1] for code in _HIDDEN if chr(code) not in "\n\t"}
 
 

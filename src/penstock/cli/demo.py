@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.console import JsonFlag, out, print_json, progress
+from penstock.cli.options import folder_to_write
 
 if TYPE_CHECKING:
     from penstock.costs.profiled import Profiled
@@ -23,7 +24,9 @@ _STEPS = 6
 
 
 def demo(
-    folder: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where profile, plan, data and run go.")] = Path("runs/demo"),
+    folder: Annotated[
+        Path, typer.Option("--out", metavar="DIR", callback=folder_to_write, help="Where profile, plan, data and run go.")
+    ] = Path("runs/demo"),
     json: JsonFlag = False,
 ) -> None:
     """Measure a small GPT on this machine's processor, find a plan for two processes, explain it, and train with it for a few steps. Needs

@@ -10,6 +10,7 @@ import typer
 
 from penstock.cli.console import JsonFlag, out, print_json
 from penstock.errors import InputError, near_misses
+from penstock.files import check_folder, check_writable
 from penstock.systems import SYSTEMS
 
 if TYPE_CHECKING:
@@ -63,13 +64,19 @@ def export(
         out().print(f"wrote {target.path}", markup=False, soft_wrap=True)
 
 
-def parse_target(text: str) -> Target:
-    """The system and the file of `SYSTEM:PATH`."""
+def parse_target(text: str, option: str = "--to") -> Target:
+    """The system and the file of `SYSTEM:PATH`, if something can be written there."""
     system, colon, path = text.partition(":")
     if system not in _EXAMPLES:
-        raise InputError(f"--to is '{text}': there is no export to '{system}'. {near_misses(system, _EXAMPLES)} Write SYSTEM:PATH.")
+        raise InputError(f"{option} is '{text}': there is no export to '{system}'. {near_misses(system, _EXAMPLES)} Write SYSTEM:PATH.")
     if not colon or not path or "\0" in path:
-        raise InputError(f"--to is '{text}'; {system}:PATH was expected, as in {system}:{_EXAMPLES[system]}.")
+        raise InputError(f"{option} is '{text}'; {system}:PATH was expected, as in {system}:{_EXAMPLES[system]}.")
+    files = _PLAN_FILES.get(system)
+    check = check_folder if system == WEIGHTS or (files and files.writes_folder) else check_writable
+    try:
+        check(path)
+    except InputError as error:
+        raise InputError(f"{option}: {error}") from None
     return Target(system, Path(path))
 
 
@@ -90,8 +97,6 @@ def export_plan(plan: Plan, target: Target, source: Path) -> None:
     from penstock.files import write_text
 
     files = _PLAN_FILES.get(target.system)
-    if target.path.is_dir() and not (files and files.writes_folder):
-        raise InputError(f"--to: '{target.path}' is a directory, a file was expected.")
     if files is not None:
         files.write(plan, _model(plan), target.path)
     elif target.system in LAUNCHERS:

@@ -13,7 +13,9 @@ import typer
 
 from penstock.cli.console import JsonFlag, format_count, out, print_json
 from penstock.cli.import_plans import import_plan
+from penstock.cli.options import BATCH, file_to_write, within
 from penstock.errors import InputError, PenstockError, near_misses
+from penstock.files import readable_file
 from penstock.systems import SYSTEMS, PlanFile
 
 if TYPE_CHECKING:
@@ -42,16 +44,19 @@ def import_(
                                           "(module, example inputs), or (module, function of samples and length). Or plans: dynpipe:PATH, "
                                           "a topology file, or a folder with topology.json and perhaps partition.json; aceso:PATH, the "
                                           "JSON of a plan; fasop:PATH, a CSV of results.")],
-    path: Annotated[Path, typer.Option("--out", help="Description or plan to write (.json).")],
+    path: Annotated[Path, typer.Option("--out", callback=file_to_write, help="Description or plan to write (.json).")],
     name: Annotated[str, typer.Option(help="module: name of the model; the function's if not given.")] = "",
     dtype: Annotated[str, typer.Option(help="module: bf16, fp16 or fp32, what the model trains in.")] = "fp32",
-    length: Annotated[int, typer.Option(help="module: the longest samples an example function is asked for.")] = 128,
+    length: Annotated[int, typer.Option(callback=within(1, 2**20),
+                                        help="module: the longest samples an example function is asked for.")] = 128,
     model: Annotated[str, typer.Option(help="Plans: the model that they are for, as for `search`.")] = "",
     cluster: Annotated[str, typer.Option(help="Plans: the cluster whose devices are the ranks, as for `search`.")] = "",
-    global_batch: Annotated[int | None, typer.Option(help="dynpipe, fasop: samples of an iteration; DynPipe's is a stream of "
+    global_batch: Annotated[int | None, typer.Option(callback=within(1, BATCH),
+                                                     help="dynpipe, fasop: samples of an iteration; DynPipe's is a stream of "
                                                      "mini-batches.")] = None,
     partition: Annotated[Path | None, typer.Option(help="dynpipe: the partition file, if PATH is a topology file.")] = None,
-    mini_batch: Annotated[int | None, typer.Option(help="dynpipe: samples of a mini-batch, for a topology alone.")] = None,
+    mini_batch: Annotated[int | None, typer.Option(callback=within(1, BATCH),
+                                                   help="dynpipe: samples of a mini-batch, for a topology alone.")] = None,
     row: Annotated[int | None, typer.Option(help="fasop: which row, 1 is the first below the header; the fastest that fits and is placed "
                                             "on the cluster's nodes if not given.")] = None,
     json: JsonFlag = False,
@@ -83,8 +88,6 @@ def import_(
             raise _unreadable(source, kind)
         import_plan(kind, PlanFile(rest, model, cluster, global_batch, partition, mini_batch, row), path, json)
         return
-    if length < 1:
-        raise InputError(f"--length is {length}; 1 or more was expected.")
     file, function = _parse(source)
     module, example = _call(_load(file, function), source)
     traced = _trace(module, example, name or function, dtype, length)
@@ -112,9 +115,7 @@ def _parse(source: str) -> tuple[Path, str]:
     file, _, function = source.partition(":")[2].rpartition(":")
     if not file or not function.isidentifier():
         raise _unreadable(source, "module")
-    path = Path(file)
-    if "\0" in file or not path.is_file():
-        raise InputError(f"SOURCE is '{source}': file '{file}' does not exist.")
+    path = readable_file(file, "SOURCE: file")
     if path.suffix != ".py":
         raise InputError(f"SOURCE is '{source}': '{file}' is not a Python file (.py).")
     return path, function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import sys
@@ -18,6 +19,8 @@ from penstock.errors import InputError, PenstockError, near_misses
 
 __all__ = ["VERBS", "Verb", "main", "run"]
 
+_UsageError: Any = typer.BadParameter.__base__
+"""What typer raises for an option that is unknown, missing or not of its type; it has no public name there."""
 _TRACEBACK_VARIABLE = "PENSTOCK_TRACEBACK"
 
 
@@ -130,8 +133,14 @@ def _command() -> Any:
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit status: 0 done, 1 failed, 2 wrong input, 3 no feasible plan, 130 interrupted."""
     try:
-        _command()(args=list(arguments) or ["--help"], prog_name="penstock")
-    except SystemExit as leaving:  # how typer ends, with or without a usage error of its own
+        _check_text(arguments)
+        found = _command()(args=list(arguments) or ["--help"], prog_name="penstock", standalone_mode=False)
+        return found if isinstance(found, int) else 0
+    except _UsageError as error:
+        verb = next((word for word in arguments if not word.startswith("-")), "")
+        console.print_error(f"{error.format_message()} `penstock{f' {verb}' if verb else ''} --help` lists what there is.")
+        return InputError.exit_status
+    except SystemExit as leaving:
         return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except PenstockError as error:
         _tell(str(error))
@@ -140,11 +149,20 @@ def run(arguments: Sequence[str]) -> int:
         console.print_error("interrupted.")
         return 130
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # whoever looked it up: no such name can be right
+            _tell(f"'{error.filename}': {error.strerror}.")
+            return InputError.exit_status
         _tell(f"{type(error).__name__}: {error}")
         if not _debugging():
             console.err().print(f"This was not expected. To see where: {_TRACEBACK_VARIABLE}=1, or `penstock --debug VERB ...`.")
         return 1
-    return 0
+
+
+def _check_text(arguments: Sequence[str]) -> None:
+    """Refuses bytes that are no text: they could be neither looked up in a vocabulary nor written into a plan."""
+    for word in arguments:
+        if any("\ud800" <= letter <= "\udfff" for letter in word):
+            raise InputError(f"'{word}' is not UTF-8 text. Rename what it names.")
 
 
 def _tell(message: str) -> None:

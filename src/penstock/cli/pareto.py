@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.console import JsonFlag, format_time, format_usd, out, print_json, progress, table
+from penstock.cli.options import BATCH, BIG, folder_to_write, within
 from penstock.cli.search import choice_row, parse_sizes
-from penstock.errors import InputError
 
 if TYPE_CHECKING:
     from penstock.search import Offer
@@ -23,14 +23,19 @@ __all__ = ["pareto"]
 def pareto(
     model: Annotated[str, typer.Option(help="Model name, YAML file, traced description (.json) or hf:PATH.")],
     cluster: Annotated[str, typer.Option(help="The pool: kinds of nodes with the most of each, such as 4xp4d.24xlarge+8xg5.24xlarge.")],
-    global_batch: Annotated[int, typer.Option(help="Samples of one iteration.")],
+    global_batch: Annotated[int, typer.Option(callback=within(1, BATCH), help="Samples of one iteration.")],
     costs: Annotated[str, typer.Option(help="roofline, profile:FILE (or the name of a shipped profile).")] = "roofline",
-    seq_length: Annotated[int | None, typer.Option(help="Tokens of a sample; the model's usual length if not given.")] = None,
+    seq_length: Annotated[
+        int | None, typer.Option(callback=within(1, BATCH), help="Tokens of a sample; the model's usual length if not given.")
+    ] = None,
     micro_batches: Annotated[str, typer.Option(help="Micro-batch sizes to try, such as 1,2,4; powers of two if not given.")] = "",
-    steps: Annotated[int | None, typer.Option(help="Iterations to train for.")] = None,
-    tokens: Annotated[float | None, typer.Option(help="Tokens to train for, instead of --steps.")] = None,
+    steps: Annotated[int | None, typer.Option(callback=within(1, BIG), help="Iterations to train for.")] = None,
+    tokens: Annotated[
+        float | None, typer.Option(callback=within(0, 1e18, above=True), help="Tokens to train for, instead of --steps.")
+    ] = None,
     folder: Annotated[
-        Path | None, typer.Option("--out", help="Folder for pareto.csv, pareto.json, the chart and a plan for each choice.")
+        Path | None,
+        typer.Option("--out", callback=folder_to_write, help="Folder for pareto.csv, pareto.json, the chart and a plan for each choice."),
     ] = None,
     dominated: Annotated[bool, typer.Option("--dominated", help="Also show choices that others beat, and which.")] = False,
     json: JsonFlag = False,
@@ -41,9 +46,6 @@ def pareto(
     """
     from penstock.search import Request, num_steps, offers
 
-    for name, value in (("--global-batch", global_batch), ("--seq-length", seq_length), ("--steps", steps)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} is {value}; 1 or more was expected.")
     request = Request.of(model, cluster, global_batch, costs, seq_length, parse_sizes(micro_batches), math.inf)
     count = num_steps(request, steps, tokens)
     with progress("comparing clusters", quiet=json) as bar:

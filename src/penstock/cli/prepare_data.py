@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from penstock.cli.console import JsonFlag, Ticker, format_count, out, print_json, progress, table
+from penstock.cli.options import folder_to_write, within
 from penstock.errors import InputError, near_misses
 
 if TYPE_CHECKING:
@@ -23,19 +24,19 @@ _POLICIES = ("truncate", "drop")
 
 def prepare_data(
     inputs: Annotated[list[str], typer.Argument(metavar="INPUT…", help="JSONL files, each a task; images; HDF5 shards; or `bundled`.")],
-    path: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist, or be empty.")],
+    path: Annotated[Path, typer.Option("--out", callback=folder_to_write, help="Folder to write; it must not exist, or be empty.")],
     tokenizer: Annotated[str | None, typer.Option(help="tokenizer.json, vocab.json, vocab.txt, SentencePiece .model, or a folder.")] = None,
     train_tokenizer: Annotated[int | None, typer.Option(metavar="N", help="Train a byte-level BPE of N tokens instead.")] = None,
     weights: Annotated[str | None, typer.Option(help="Share of each task in training, as in 3,1,1; without: its share of samples.")] = None,
     split: Annotated[str, typer.Option(help="Parts for train, validation and test.")] = "949,50,1",
-    max_input: Annotated[int | None, typer.Option(help="Longest input, in tokens.")] = None,
-    max_target: Annotated[int | None, typer.Option(help="Longest target, in tokens.")] = None,
+    max_input: Annotated[int | None, typer.Option(callback=within(2, 2**31 - 1), help="Longest input, in tokens.")] = None,
+    max_target: Annotated[int | None, typer.Option(callback=within(2, 2**31 - 1), help="Longest target, in tokens.")] = None,
     over_long: Annotated[str, typer.Option(help="What happens to longer samples: truncate or drop.")] = "truncate",
     keep_duplicates: Annotated[bool, typer.Option("--keep-duplicates", help="Keep samples that are equal to earlier ones.")] = False,
     end_token: Annotated[str, typer.Option(help="Token put after each target; auto: the tokenizer's usual one; none.")] = "auto",
-    image_size: Annotated[int, typer.Option(help="Height and width of images from folders.")] = 0,
-    vocab_size: Annotated[int, typer.Option(help="Vocabulary of HDF5 shards.")] = 30522,
-    workers: Annotated[int, typer.Option(help="Processes; 0: one per processor.")] = 0,
+    image_size: Annotated[int, typer.Option(callback=within(0, 4096), help="Height and width of images from folders.")] = 0,
+    vocab_size: Annotated[int, typer.Option(callback=within(1, 2**31 - 1), help="Vocabulary of HDF5 shards.")] = 30522,
+    workers: Annotated[int, typer.Option(callback=within(0, 256), help="Processes; 0: one per processor.")] = 0,
     json: JsonFlag = False,
 ) -> None:
     """Turn samples into indexed files: JSONL of {"input", "target"} or {"text"}, CIFAR-10's binary files, folders of images, BERT shards.

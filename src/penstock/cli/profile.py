@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.console import JsonFlag, out, print_json, progress, table
+from penstock.cli.options import BIG, file_to_write, within
 
 __all__ = ["profile"]
 
@@ -16,12 +17,14 @@ _NOISY = 0.5
 
 
 def profile(
-    path: Annotated[str, typer.Option("--out", help="Profile to write, or to go on with (`.json`, `.json.gz`).")],
+    path: Annotated[str, typer.Option("--out", callback=file_to_write, help="Profile to write, or to go on with (`.json`, `.json.gz`).")],
     model: Annotated[list[str] | None, typer.Option("--model", help="Model name, YAML file or hf:PATH; may be repeated.")] = None,
     device: Annotated[str, typer.Option(help="`cpu` or `cuda`.")] = "cpu",
     tp: Annotated[str, typer.Option(help="Tensor-parallel degrees whose shards are measured.")] = "1,2,4,8",
     merge: Annotated[list[str] | None, typer.Option(help="Profiles of other machines to take in; may be repeated.")] = None,
-    time_budget: Annotated[float, typer.Option(help="Stop after this many seconds; run again to go on. 0: no limit.")] = 0.0,
+    time_budget: Annotated[
+        float, typer.Option(callback=within(0, BIG), help="Stop after this many seconds; run again to go on. 0: no limit.")
+    ] = 0.0,
     json: JsonFlag = False,
 ) -> None:
     """Measure ops (forward, backward, memory), the optimizer, and, under torchrun, collectives and transfers.
@@ -30,7 +33,7 @@ def profile(
 
     Example: penstock profile --model gpt-small --device cpu --out profile.json
     """
-    _check_request(path, bool(model or merge), time_budget)
+    _check_request(path, bool(model or merge))
     degrees = _degrees(tp)
     models = _models(model or [])
     _check_device(device)
@@ -61,14 +64,12 @@ def profile(
     _tell(profiler, path, len(units) - done, json)
 
 
-def _check_request(path: str, has_work: bool, time_budget_s: float) -> None:
+def _check_request(path: str, has_work: bool) -> None:
     """Refuses what could only fail, or do nothing, later."""
     from penstock.errors import InputError
 
     if os.path.exists(path) and not os.path.isfile(path):
         raise InputError(f"--out is '{path}', which is not a file; the name of a file (.json, .json.gz) was expected.")
-    if not time_budget_s >= 0:
-        raise InputError(f"--time-budget is {time_budget_s}; seconds of 0 or more were expected.")
     if not has_work and "WORLD_SIZE" not in os.environ and not os.path.exists(path):
         raise InputError("nothing to measure: give --model (such as gpt-small), or --merge. Links alone are measured under torchrun.")
 

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, format_usd, out, print_json, progress, table
+from penstock.cli.options import BATCH, BIG, file_to_write, within
 from penstock.cli.search_tables import TABLES, search_tables
 from penstock.errors import InputError, near_misses
 from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES, SEARCHED_SCHEDULES
 from penstock.systems import TableSearch
 
 if TYPE_CHECKING:
+    from penstock.cli.export import Target
     from penstock.plans.plan import Plan
     from penstock.search import Choice, Outcome
 
@@ -43,7 +45,9 @@ def search(
             "fasop:DIR's settings have their own."
         ),
     ] = "",
-    global_batch: Annotated[int | None, typer.Option(help="Samples of one iteration; fasop:DIR's settings have their own.")] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(callback=within(1, BATCH), help="Samples of one iteration; fasop:DIR's settings have their own.")
+    ] = None,
     costs: Annotated[
         str,
         typer.Option(
@@ -54,22 +58,34 @@ def search(
     objective: Annotated[
         str, typer.Option(help="time, cost, time@cost<=USD or cost@time<=HOURS; all but time may leave nodes out.")
     ] = "time",
-    seq_length: Annotated[int | None, typer.Option(help="Tokens of a sample; the model's usual length if not given.")] = None,
+    seq_length: Annotated[
+        int | None, typer.Option(callback=within(1, BATCH), help="Tokens of a sample; the model's usual length if not given.")
+    ] = None,
     lengths: Annotated[
         Path | None, typer.Option(help="CSV of sample lengths: plan for micro-batches that are cut batch by batch, see `penstock batch`.")
     ] = None,
     micro_batches: Annotated[str, typer.Option(help="Micro-batch sizes to try, such as 1,2,4; powers of two if not given.")] = "",
     schedules: Annotated[str, typer.Option(help=f"Schedules to choose from, besides {DEFAULT_SCHEDULE}.")] = _SCHEDULES,
     memory_limit: Annotated[
-        float | None, typer.Option(help="Use at most this many GB (10⁹ bytes; with aceso:DIR 1000 of its MB) of each device.")
+        float | None,
+        typer.Option(
+            callback=within(0, BIG, above=True), help="Use at most this many GB (10⁹ bytes; with aceso:DIR 1000 of its MB) of each device."
+        ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Iterations to train for, for hours and money.")] = None,
-    tokens: Annotated[float | None, typer.Option(help="Tokens to train for, instead of --steps.")] = None,
-    time_budget: Annotated[float | None, typer.Option(help="Stop after this many seconds with the best plan so far.")] = None,
-    max_hops: Annotated[int, typer.Option(help="Changes in a row by which the best plan is refined under the simulator.")] = _MAX_HOPS,
-    top: Annotated[int, typer.Option(help="How many plans to show.")] = _TOP,
+    steps: Annotated[int | None, typer.Option(callback=within(1, BIG), help="Iterations to train for, for hours and money.")] = None,
+    tokens: Annotated[
+        float | None, typer.Option(callback=within(0, 1e18, above=True), help="Tokens to train for, instead of --steps.")
+    ] = None,
+    time_budget: Annotated[
+        float | None, typer.Option(callback=within(0, BIG, above=True), help="Stop after this many seconds with the best plan so far.")
+    ] = None,
+    max_hops: Annotated[
+        int, typer.Option(callback=within(0, 1000), help="Changes in a row by which the best plan is refined under the simulator.")
+    ] = _MAX_HOPS,
+    top: Annotated[int, typer.Option(callback=within(1, 1000), help="How many plans to show.")] = _TOP,
     path: Annotated[
-        Path | None, typer.Option("--out", help="Write the plans here: the best to this file, the next to NAME.2.json, …")
+        Path | None,
+        typer.Option("--out", callback=file_to_write, help="Write the plans here: the best to this file, the next to NAME.2.json, …"),
     ] = None,
     baselines: Annotated[bool, typer.Option("--baselines", help="Show what simpler searches find, from the same costs.")] = False,
     proof: Annotated[bool, typer.Option("--proof", help="Show how the bound came about.")] = False,
@@ -88,9 +104,8 @@ def search(
     from penstock.search import Objective, Request, num_steps
     from penstock.search import search as find
 
-    _check(global_batch, seq_length, top, steps, max_hops, time_budget, tokens)
+    target = _target(export)
     if costs.partition(":")[0] in TABLES:
-        _limit_bytes(memory_limit)
         search_tables(
             TableSearch(costs, model, cluster, global_batch, parse_sizes(micro_batches), memory_limit), path, steps, json,
             {"objective": objective != "time", "seq_length": seq_length, "lengths": lengths, "schedules": schedules != _SCHEDULES,
@@ -110,8 +125,8 @@ def search(
 
         _check_lengths(seq_length=seq_length, micro_batches=micro_batches, objective=not goal.is_time, baselines=baselines, proof=proof)
         plans = search_lengths(request, lengths, top, time_budget, steps, tokens, json, path)
-        if export:
-            _export(plans[0], export, path)
+        if target:
+            _export(plans[0], target, path)
         return
     count = num_steps(request, steps, tokens)
     notes: list[str] = []
@@ -130,8 +145,8 @@ def search(
             notes.append(f"of {cluster}, {offer.cluster.name} is best for {objective}")
         outcome = find(request, top=top, time_budget_s=time_budget or math.inf, watch=tell, max_hops=max_hops)
     paths = write_plans(path, [choice.plan for choice in outcome.choices])
-    if export:
-        _export(outcome.choices[0].plan, export, path)
+    if target:
+        _export(outcome.choices[0].plan, target, path)
     rows = baseline_rows(request, outcome) if baselines else []
     if json:
         print_json({
@@ -154,25 +169,6 @@ def search(
         )
 
 
-def _check(
-    global_batch: int | None,
-    seq_length: int | None,
-    top: int,
-    steps: int | None,
-    max_hops: int,
-    time_budget: float | None,
-    tokens: float | None,
-) -> None:
-    for name, value in (("--global-batch", global_batch), ("--seq-length", seq_length), ("--top", top), ("--steps", steps)):
-        if value is not None and value < 1:
-            raise InputError(f"{name} is {value}; 1 or more was expected.")
-    if max_hops < 0:
-        raise InputError(f"--max-hops is {max_hops}; 0 or more was expected.")
-    for name, amount in (("--time-budget", time_budget), ("--tokens", tokens)):
-        if amount is not None and not amount > 0:
-            raise InputError(f"{name} is {amount}; more than 0 was expected.")
-
-
 def _check_lengths(**given: object) -> None:
     for name, value in given.items():
         if value:
@@ -181,10 +177,17 @@ def _check_lengths(**given: object) -> None:
             )
 
 
-def _export(plan: Plan, text: str, path: Path | None) -> None:
-    from penstock.cli.export import export_plan, parse_target
+def _target(text: str) -> Target | None:
+    """What `--export` names, checked before the search whose plan it is to get."""
+    from penstock.cli.export import parse_target
 
-    export_plan(plan, parse_target(text), path or Path("plan.json"))
+    return parse_target(text, "--export") if text else None
+
+
+def _export(plan: Plan, target: Target, path: Path | None) -> None:
+    from penstock.cli.export import export_plan
+
+    export_plan(plan, target, path or Path("plan.json"))
 
 
 def write_plans(path: Path | None, plans: Sequence[Plan]) -> list[Path]:
@@ -237,11 +240,7 @@ def _schedules(text: str) -> list[str]:
 
 
 def _limit_bytes(limit_gb: float | None) -> float:
-    if limit_gb is None:
-        return math.inf
-    if not (math.isfinite(limit_gb) and limit_gb > 0):
-        raise InputError(f"--memory-limit is {limit_gb}; a number of GB above 0 was expected.")
-    return limit_gb * 1e9
+    return math.inf if limit_gb is None else limit_gb * 1e9
 
 
 def choice_row(choice: Choice, count: int = 1) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.console import JsonFlag, format_bytes, format_time, out, print_json, table
+from penstock.cli.options import file_to_write
 from penstock.errors import InputError, near_misses
 
 if TYPE_CHECKING:
@@ -55,8 +56,10 @@ def simulate(
         typer.Option(help="What if: the same stages in the order of another schedule, or one made for them: adaptive, greedy or search."),
     ] = None,
     costs: Annotated[str | None, typer.Option(help="roofline or profile:FILE; if not given, those the plan names.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev (t.json, or t.json.gz).")] = None,
-    figure: Annotated[Path | None, typer.Option(help="Draw the timeline into a .svg, .png or .pdf file.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(callback=file_to_write, help="Write a trace for ui.perfetto.dev (t.json, or t.json.gz).")
+    ] = None,
+    figure: Annotated[Path | None, typer.Option(callback=file_to_write, help="Draw the timeline into a .svg, .png or .pdf file.")] = None,
     json: JsonFlag = False,
 ) -> None:
     """Run one iteration of a plan in simulation: who computes when, who waits, what is sent, how memory rises and falls.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.console import JsonFlag, err, out, print_json, table
+from penstock.cli.options import file_to_write
 from penstock.errors import InputError, PenstockError
 
 if TYPE_CHECKING:
@@ -23,7 +24,10 @@ _LAST = 10
 
 def trace(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `penstock train --out` was given.")],
-    path: Annotated[Path, typer.Option("--out", metavar="TRACE", help="Trace to write for ui.perfetto.dev (t.json, or t.json.gz).")],
+    path: Annotated[
+        Path,
+        typer.Option("--out", metavar="TRACE", callback=file_to_write, help="Trace to write for ui.perfetto.dev (t.json, or t.json.gz)."),
+    ],
     steps: Annotated[str, typer.Option(help=f"A step (3) or a range of them (10-19); if not given, the last {_LAST}.")] = "",
     measured_only: Annotated[bool, typer.Option("--measured-only", help="Leave out what the plan's costs predict.")] = False,
     json: JsonFlag = False,

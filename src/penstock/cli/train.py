@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.console import JsonFlag, err, format_count, format_time, out, print_json, progress, table
+from penstock.cli.options import BIG, MAX_PLANNERS, MAX_SEARCH_STEPS, SEED, within
 from penstock.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def train(
     context: typer.Context,
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file, as `penstock search --out` writes it.")],
     data: Annotated[str, typer.Option(help="Folder that `penstock prepare-data` wrote.")],
-    steps: Annotated[int, typer.Option(help="Iterations in all, those before a checkpoint included.")],
+    steps: Annotated[int, typer.Option(callback=within(1, BIG), help="Iterations in all, those before a checkpoint included.")],
     path: Annotated[Path, typer.Option("--out", metavar="RUN", help="Folder for checkpoints, steps and spans.")],
     compare: Annotated[bool, typer.Option("--compare", help="Print predicted against measured times of each stage.")] = False,
     device: Annotated[
@@ -42,27 +43,50 @@ def train(
     reserve_memory: Annotated[
         float, typer.Option(metavar="SHARE", help="Share of each GPU's memory to take at the start, such as 0.9; 0: as it is needed.")
     ] = 0.0,
-    lr: Annotated[float, typer.Option(help="Highest learning rate.")] = 3e-4,
-    warmup: Annotated[int, typer.Option(help="Steps in which the learning rate rises; it then falls as a cosine.")] = 0,
-    clip: Annotated[float, typer.Option(help="Largest norm of the gradients; 0: any, as asynchronous schedules need.")] = 1.0,
+    lr: Annotated[float, typer.Option(callback=within(0, 1e6), help="Highest learning rate.")] = 3e-4,
+    warmup: Annotated[
+        int, typer.Option(callback=within(0, BIG), help="Steps in which the learning rate rises; it then falls as a cosine.")
+    ] = 0,
+    clip: Annotated[
+        float, typer.Option(callback=within(0, BIG), help="Largest norm of the gradients; 0: any, as asynchronous schedules need.")
+    ] = 1.0,
     on_nan: Annotated[str, typer.Option(help="At a loss or gradients that are not finite: stop, or skip the update.")] = "stop",
-    eval_every: Annotated[int, typer.Option(help="Steps between evaluations on the held-out split; 0: never.")] = 0,
+    eval_every: Annotated[
+        int, typer.Option(callback=within(0, BIG), help="Steps between evaluations on the held-out split; 0: never.")
+    ] = 0,
     checkpoint_every: Annotated[
-        int, typer.Option(help="Steps between checkpoints, of which there is one every ten minutes besides; 0: only at the end.")
+        int,
+        typer.Option(
+            callback=within(0, BIG), help="Steps between checkpoints, of which there is one every ten minutes besides; 0: only at the end."
+        ),
     ] = 500,
-    keep: Annotated[int, typer.Option(help="Checkpoints that stay, the newest ones; the best by evaluation stays besides.")] = 2,
+    keep: Annotated[
+        int, typer.Option(callback=within(1, BIG), help="Checkpoints that stay, the newest ones; the best by evaluation stays besides.")
+    ] = 2,
     resume: Annotated[str, typer.Option(metavar="CHECKPOINT", help="Go on from this checkpoint, or the latest of a folder.")] = "",
     weights: Annotated[
         str, typer.Option(metavar="SOURCE", help="Begin with the weights of hf:FOLDER (safetensors of Hugging Face) or of a checkpoint.")
     ] = "",
-    planners: Annotated[int, typer.Option(help="Planner processes on each node; 0: every rank plans for itself (for debugging).")] = 1,
-    budget_steps: Annotated[int, typer.Option(help="Steps of search for each batch of dynamic micro-batches; 0: plan at once.")] = 0,
+    planners: Annotated[
+        int,
+        typer.Option(
+            callback=within(0, MAX_PLANNERS), help="Planner processes on each node; 0: every rank plans for itself (for debugging)."
+        ),
+    ] = 1,
+    budget_steps: Annotated[
+        int,
+        typer.Option(
+            callback=within(0, MAX_SEARCH_STEPS), help="Steps of search for each batch of dynamic micro-batches; 0: plan at once."
+        ),
+    ] = 0,
     store: Annotated[
         str, typer.Option(help="Store between planners and ranks, such as file:store.json; PENSTOCK_STORE, or one of its own if not given.")
     ] = "",
-    store_timeout: Annotated[float, typer.Option(help="Seconds that the store may be away before the run ends with a checkpoint.")] = 60.0,
+    store_timeout: Annotated[
+        float, typer.Option(callback=within(0, BIG), help="Seconds that the store may be away before the run ends with a checkpoint.")
+    ] = 60.0,
     torch_profile: Annotated[str, typer.Option(metavar="STEPS", help="Write torch.profiler traces of these steps, such as 3,4.")] = "",
-    seed: Annotated[int, typer.Option(help="Of weights, dropout and the order of samples.")] = 0,
+    seed: Annotated[int, typer.Option(callback=within(0, SEED), help="Of weights, dropout and the order of samples.")] = 0,
     json: JsonFlag = False,
 ) -> None:
     """Train a plan's model on prepared data, on this machine's devices, or as one of the processes that torchrun started.
@@ -72,9 +96,7 @@ def train(
     from penstock.plans.schema import read_plan
 
     given = read_plan(plan)
-    counts = {"--steps": steps - 1, "--warmup": warmup, "--eval-every": eval_every, "--checkpoint-every": checkpoint_every,
-              "--budget-steps": budget_steps}  # fmt: skip
-    _check(counts, reserve_memory)
+    _check(reserve_memory)
     if device == "timed":
         _refuse_learning(context)
     from penstock.runtime.request import PlanningSettings, TrainRequest
@@ -170,11 +192,8 @@ def _steps(text: str) -> tuple[int, ...]:
         raise InputError(f"--torch-profile is '{text}'; steps such as 3,4 were expected.") from None
 
 
-def _check(counts: dict[str, int], reserve_memory: float) -> None:
-    """Refuses numbers that mean nothing."""
-    for name, value in counts.items():
-        if value < 0:
-            raise InputError(f"{name} is {value + (name == '--steps')}; a number of steps was expected.")
+def _check(reserve_memory: float) -> None:
+    """Refuses a share that is none."""
     if not 0 <= reserve_memory < 1:
         raise InputError(f"--reserve-memory is {reserve_memory}; a share of the memory from 0 to below 1, such as 0.9, was expected.")
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import InputError
-from penstock.files import write_bytes
+from penstock.files import MAX_TEXT_BYTES, decoded, parsed_json, readable_bytes, short_repr, write_bytes
 from penstock.models.ops import Op
 from penstock.models.shapes import Shape
 
@@ -201,20 +202,48 @@ def _encode(device: DeviceProfile) -> dict[str, Any]:
     }  # fmt: skip
 
 
+_LARGEST = 1e15
+"""Above any time in seconds and any size in bytes."""
+_SIGNED = ("growth_bytes", "spread")
+"""What an op gives up may be more than what it keeps."""
+
+
+def _number(value: Any, what: str, low: float = 0.0) -> float:
+    """A measured number, if it can be one."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and low <= value <= _LARGEST):
+        raise ValueError(f"{what} is {short_repr(value)}; a finite number from {low:g} to {_LARGEST:g} was expected")
+    return float(value)
+
+
 def _series(row: dict[str, Any]) -> Series:
-    series = Series(SeriesKey(**row["key"]), row["kind"], {name: [float(v) for v in row[name]] for name in COLUMNS})
-    rows = series.rows()
-    if not rows or not all(math.isfinite(value) for values in rows for value in values) or min(series.columns["size"]) <= 0:
-        raise ValueError(f"a series of {series.kind} has no points, or one without a size or a finite value")
+    what = f"a series of {row['kind']}"
+    columns = {
+        name: [_number(value, f"{name} in {what}", -_LARGEST if name in _SIGNED else 0.0) for value in row[name]] for name in COLUMNS
+    }
+    series = Series(_of_fields(SeriesKey, row["key"]), str(row["kind"]), columns)
+    if not series.rows() or min(series.columns["size"]) <= 0:
+        raise ValueError(f"{what} has no points, or one without a size")
     return series
+
+
+def _of_fields(kind: type[Any], row: dict[str, Any]) -> Any:
+    """One of the small records, its numbers checked."""
+    found = kind(**row)
+    for entry in fields(kind):
+        value = getattr(found, entry.name)
+        if entry.type in ("float", "int"):
+            _number(value, f"{entry.name} of {kind.__name__}")
+        elif entry.type == "str" and not isinstance(value, str):
+            raise ValueError(f"{entry.name} of {kind.__name__} is {short_repr(value)}; text was expected")
+    return found
 
 
 def _decode(data: dict[str, Any]) -> DeviceProfile:
     series: Iterable[Series] = map(_series, data["series"])
     return DeviceProfile(
-        about=dict(data["about"]), series={s.key: s for s in series}, optimizer=[OptimizerPoint(**p) for p in data["optimizer"]],
-        links=[LinkPoint(**p) for p in data["links"]], base_bytes=float(data["base_bytes"]),
-        whole={signature: WholeFactors(**factors) for signature, factors in data["whole"].items()},
+        about=dict(data["about"]), series={s.key: s for s in series}, optimizer=[_of_fields(OptimizerPoint, p) for p in data["optimizer"]],
+        links=[_of_fields(LinkPoint, p) for p in data["links"]], base_bytes=_number(data["base_bytes"], "base_bytes"),
+        whole={signature: _of_fields(WholeFactors, factors) for signature, factors in data["whole"].items()},
         held_out=[(str(what), float(error)) for what, error in data["held_out"]], out_of_memory=list(data["out_of_memory"]),
         done=list(data["done"]),
     )  # fmt: skip
@@ -223,18 +252,19 @@ def _decode(data: dict[str, Any]) -> DeviceProfile:
 def read_profile(path: str | Path) -> Profile:
     """Reads a profile; anything else is refused with what is wrong."""
     path = Path(path)
+    if not os.path.lexists(path):
+        raise InputError(f"profile '{path}' does not exist. Make one with `penstock profile --model M --out {path}`.")
+    raw = readable_bytes(path, "profile", MAX_TEXT_BYTES)
     try:
-        raw = path.read_bytes()
-        data = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-    except FileNotFoundError:
-        raise InputError(f"profile '{path}' does not exist. Make one with `penstock profile --model M --out {path}`.") from None
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+        plain = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"profile '{path}' cannot be read: {error}.") from None
+    data = parsed_json(decoded(plain, path, "profile"), path, "profile")
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise InputError(f"'{path}' is not a profile (expected \"format\": \"{FORMAT}\").")
     if data.get("version") != VERSION:
         raise InputError(f"profile '{path}' has version {data.get('version')!r}; this Penstock reads version {VERSION}. Measure it again.")
     try:
         return Profile({name: _decode(device) for name, device in data["devices"].items()})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(f"profile '{path}' is damaged: {type(error).__name__} {error}. Measure it again.") from None

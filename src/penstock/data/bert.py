@@ -22,6 +22,7 @@ from penstock.data.permutation import shuffled
 from penstock.data.text.cleaning import SPLITS
 from penstock.data.workers import Report, new_folder
 from penstock.errors import InputError, near_misses
+from penstock.files import readable_file
 
 __all__ = ["is_hdf5", "prepare_bert"]
 
@@ -107,6 +108,7 @@ def _file(path: Path) -> Any:
         import h5py
     except ImportError:
         raise InputError("HDF5 shards need the Python package 'h5py'. Install it with: pip install 'penstock[data]'") from None
+    readable_file(path, "shard")
     try:
         return h5py.File(path, "r")
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,18 +31,18 @@ Place = tuple[Path, int]
 
 def is_cifar10(path: Path) -> bool:
     """Whether a path is one of CIFAR-10's binary files, or a folder of them."""
-    return path.suffix == ".bin" if path.is_file() else bool(_cifar_files(path))
+    return path.suffix == ".bin" if os.path.isfile(path) else os.path.isdir(path) and bool(_cifar_files(path))
 
 
 def is_image_folder(path: Path) -> bool:
     """Whether a folder has sub-folders with images in them."""
-    return path.is_dir() and any(
+    return os.path.isdir(path) and any(
         file.suffix.lower() in _SUFFIXES for folder in path.iterdir() if folder.is_dir() for file in folder.iterdir()
     )
 
 
 def _cifar_files(path: Path) -> list[Path]:
-    return sorted(path.glob("*_batch*.bin")) if path.is_dir() else [path]
+    return sorted(path.glob("*_batch*.bin")) if os.path.isdir(path) else [path]
 
 
 def prepare_images(

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InputError
+from penstock.files import readable_file
 
 __all__ = ["IndexedTokens", "IndexedWriter", "token_dtype"]
 
@@ -111,12 +112,11 @@ def _read_index(path: Path) -> tuple[Ints, int, int, np.dtype[Any]]:
 
 
 def _map(path: Path, what: str) -> Ints:
+    readable_file(path, what)
     try:
         if path.stat().st_size == 0:
             return np.zeros(0, np.uint8)
         return np.memmap(path, np.uint8, "r").view(np.ndarray)
-    except FileNotFoundError:
-        raise InputError(f"{what} '{path}' does not exist.") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{what} '{path}' cannot be mapped: {error}.") from None
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from penstock.errors import InputError, PenstockError
+from penstock.files import check_folder
 
 __all__ = ["Pool", "Report", "in_order", "new_folder", "start_pool"]
 
@@ -32,11 +33,12 @@ Pool = ProcessPoolExecutor | None
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder to fill, which gets its name only when it is complete; what was there before must be empty."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    check_folder(out)
+    if out.exists() and any(out.iterdir()):
         raise InputError(f"'{out}' exists and is not an empty folder. Remove it, or choose another.")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name[:40]}.", dir=out.parent))
     except OSError as error:
         raise InputError(f"'{out}' cannot be written: {error.strerror}.") from None
     try:

@@ -128,7 +128,7 @@ class Predicted:
     """Money for one iteration; None where a node has no price."""
     price_usd_per_h: float | None = None
     lower_bound_s: float | None = None
-    """No plan of the searched kind is faster than this by closed formula, which hides no message behind compute; `time_s` is the clock's."""
+    """No plan of the searched kind is faster by closed formula, which hides no message behind compute; `time_s` is the clock's."""
     memory: tuple[StageMemory, ...] = ()
     """One for each stage, or none."""
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from penstock.errors import InputError
-from penstock.files import read_text, write_bytes, write_text
+from penstock.files import MAX_TEXT_BYTES, decoded, readable_bytes, write_bytes, write_text
 from penstock.programs.binary import MARK, decode, encode
 from penstock.programs.instructions import Program
 from penstock.programs.text import TITLE, format_program, parse_program
@@ -37,11 +36,8 @@ def holds_programs(path: str | Path) -> bool:
 def read_program(path: str | Path) -> Program:
     """The program of one file, whichever form it has."""
     path, where = Path(path), f"program '{path}'"
-    try:
-        data = path.read_bytes() if path.is_file() else b""
-    except OSError as error:
-        raise InputError(f"{where} cannot be read: {error.strerror}.") from None
-    return decode(data, where) if data.startswith(MARK) else parse_program(read_text(path, "program"), where)
+    data = readable_bytes(path, "program", MAX_TEXT_BYTES)
+    return decode(data, where) if data.startswith(MARK) else parse_program(decoded(data, path, "program"), where)
 
 
 def read_programs(path: str | Path) -> list[Program]:

@@ -156,9 +156,9 @@ TRAIN = ["--train-tokenizer", "300"]
         (["--tokenizer", "nowhere"], "tokenizer 'nowhere' does not exist"), ([], "give a tokenizer"),
         (["--train-tokenizer", "100"], "too small"), ([*TRAIN, "--weights", "1,2"], "2 weights were given for 1 inputs"),
         ([*TRAIN, "--weights", "x"], "--weights is 'x'"), ([*TRAIN, "--weights", "-1"], "not shares"),
-        ([*TRAIN, "--split", "0,1"], "--split is '0,1'"), ([*TRAIN, "--max-input", "1"], "at least 2 tokens"),
+        ([*TRAIN, "--split", "0,1"], "--split is '0,1'"), ([*TRAIN, "--max-input", "1"], "--max-input is 1; 2 or more"),
         ([*TRAIN, "--over-long", "dorp"], "Did you mean 'drop'"), ([*TRAIN, "--end-token", "<none>"], "no token '<none>'"),
-        ([*TRAIN, "--workers", "-1"], "-1 workers"),
+        ([*TRAIN, "--workers", "-1"], "--workers is -1"),
     ],
 )  # fmt: skip
 def test_wrong_options(tmp_path: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,7 +174,7 @@ def test_inputs_that_cannot_be(tmp_path: Path) -> None:
         ((), "no input"),
         (same, "2 inputs are called 'a'"),
         ((tmp_path / "c.jsonl",), "does not exist"),
-        ((tmp_path,), "not a file"),
+        ((tmp_path,), "is a directory"),
     ):
         with pytest.raises(InputError, match=message):
             prepare_text(TextRequest(inputs, tmp_path / "out", train_tokenizer=300))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.errors import InputError
+from penstock.files import readable_file
 
 __all__ = ["BadLine", "Form", "LineSpan", "detect_form", "pieces_of", "read_samples"]
 
@@ -49,13 +51,10 @@ class BadLine(Exception):
 def pieces_of(path: Path, piece_bytes: int = _PIECE_BYTES) -> list[LineSpan]:
     """A file in pieces, in order."""
     try:
-        size = path.stat().st_size
-        if not path.is_file():
-            raise InputError(f"input '{path}' is not a file.")
-        with open(path, "rb"):
-            pass
-    except FileNotFoundError:
-        raise InputError(f"input '{path}' does not exist.") from None
+        with open(readable_file(path, "input"), "rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(0)
+            stream.read(1)  # some files can be opened only
     except OSError as error:
         raise InputError(f"input '{path}' cannot be read: {error.strerror}.") from None
     return [LineSpan(path, start, min(start + piece_bytes, size)) for start in range(0, size, piece_bytes)]
@@ -66,6 +65,8 @@ def _lines(piece: LineSpan) -> Iterator[bytes]:
         if piece.start:
             stream.seek(piece.start - 1)
             stream.readline()  # the rest of a line that begins in the piece before
+        elif stream.read(len(BOM_UTF8)) != BOM_UTF8:  # the mark that spreadsheets put before a text
+            stream.seek(0)
         place = stream.tell()
         while place < piece.stop and (line := stream.readline()):
             place += len(line)
@@ -88,7 +89,7 @@ def read_samples(piece: LineSpan, form: Form) -> Iterator[tuple[str, ...] | None
 
 def detect_form(path: Path) -> Form:
     """Whether a file holds pairs or plain text, from its first line."""
-    for piece in pieces_of(path, max(os.path.getsize(path), 1) if path.is_file() else 1):
+    for piece in pieces_of(path, max(os.path.getsize(path), 1) if os.path.isfile(path) else 1):
         for number, line in enumerate(_lines(piece), start=1):
             if not line.strip():
                 continue

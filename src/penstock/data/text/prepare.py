@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from penstock.data.indexed import IndexedWriter, token_dtype
 from penstock.data.manifest import DataManifest, DataSplit, TaskRange, write_manifest
@@ -22,12 +22,9 @@ from penstock.data.text.cleaning import SPLITS
 from penstock.data.text.lines import Form, LineSpan, detect_form, pieces_of
 from penstock.data.text.looking import Codes, look
 from penstock.data.text.tokenising import TokenJob, chosen, tokenise
-from penstock.data.text.tokenizer import find_end_token, load_tokenizer, train_tokenizer
+from penstock.data.text.tokenizer import check_vocab_size, find_end_token, load_tokenizer, train_tokenizer
 from penstock.data.workers import Pool, Report, in_order, new_folder, start_pool
 from penstock.errors import InputError
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 __all__ = ["TextRequest", "check_weights", "prepare_text", "task_names"]
 
@@ -60,13 +57,14 @@ def prepare_text(request: TextRequest, report: Report = lambda *_: None) -> Data
     """Writes the token files and returns what they hold."""
     names = task_names(request.inputs)
     _check(request)
+    given = None if request.tokenizer is None else load_tokenizer(request.tokenizer)  # what is wrong with it is told before the work
     form = detect_form(request.inputs[0])
     pieces = [pieces_of(path) for path in request.inputs]
     small = sum(piece.stop - piece.start for parts in pieces for piece in parts) < _INLINE_BYTES
     with new_folder(request.out) as folder, start_pool(1 if small else request.workers) as pool:
         counts: Counter[str] = Counter()
         codes = look(pool, pieces, form, request.split, request.keep_duplicates, counts, report)
-        tokenizer = _tokenizer(request, form, pieces, codes)
+        tokenizer = given or train_tokenizer(_training_texts(form, pieces, codes), request.train_tokenizer or 0)
         tokenizer.save(str(folder / "tokenizer.json"))
         end = find_end_token(tokenizer, request.end_token)
         job = TokenJob(form, tokenizer.get_vocab_size(), end, request.limits, request.over_long, str(folder / "tokenizer.json"))
@@ -101,17 +99,13 @@ def check_weights(weights: Sequence[float] | None, num_inputs: int) -> None:
 def _check(request: TextRequest) -> None:
     if (request.tokenizer is None) == (request.train_tokenizer is None):
         raise InputError("give a tokenizer (--tokenizer PATH), or the size of one to train (--train-tokenizer N).")
+    if request.train_tokenizer is not None:
+        check_vocab_size(request.train_tokenizer)
     check_weights(request.weights, len(request.inputs))
     if any(limit is not None and limit < 2 for limit in request.limits):
         raise InputError(f"limits are {request.limits}; a side needs room for at least 2 tokens.")
     if request.workers < 1:
         raise InputError(f"{request.workers} workers cannot work; give at least 1.")
-
-
-def _tokenizer(request: TextRequest, form: Form, pieces: list[list[LineSpan]], codes: Codes) -> Tokenizer:
-    if request.tokenizer is not None:
-        return load_tokenizer(request.tokenizer)
-    return train_tokenizer(_training_texts(form, pieces, codes), request.train_tokenizer or 0)
 
 
 def _training_texts(form: Form, pieces: list[list[LineSpan]], codes: Codes) -> Iterator[str]:

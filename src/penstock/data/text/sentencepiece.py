@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError
+from penstock.files import MAX_TEXT_BYTES, readable_bytes
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -41,10 +42,9 @@ class _Model:
 
 def read_sentencepiece(path: str | Path) -> Tokenizer:
     """The tokenizer of a unigram or BPE model."""
+    data = readable_bytes(path, "SentencePiece model", MAX_TEXT_BYTES)
     try:
-        model = _parse(Path(path).read_bytes())
-    except OSError as error:
-        raise InputError(f"SentencePiece model '{path}' cannot be read: {error.strerror}.") from None
+        model = _parse(data)
     except (ValueError, IndexError, struct.error, TypeError):
         raise InputError(f"'{path}' is not a SentencePiece model: it cannot be parsed.") from None
     if not model.pieces or model.algorithm not in (_UNIGRAM, _BPE):

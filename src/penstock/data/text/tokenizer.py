@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import InputError
+from penstock.files import readable_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["END_TOKENS", "find_end_token", "load_tokenizer", "train_tokenizer"]
+__all__ = ["END_TOKENS", "check_vocab_size", "find_end_token", "load_tokenizer", "train_tokenizer"]
 
 END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 """Names under which vocabularies have the token that ends a text, in the order in which they are looked for."""
 
+_SPECIALS, _NUM_BYTES = (END_TOKENS[0], "<|pad|>"), 256
+MAX_VOCAB = 2_000_000
+"""Above any vocabulary in use; the trainer takes the memory of a whole one at the start, and ends the process where it gets none."""
 _EXPECTED = "a tokenizer.json, a vocab.json beside merges.txt, a vocab.txt (WordPiece), a SentencePiece .model, or a folder of one of these"
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer in a file or folder."""
     given, path = path, Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         path = next((path / name for name in _LOADERS if (path / name).is_file()), next(iter(sorted(path.glob("*.model"))), path))
-    if not path.exists():
-        raise InputError(f"tokenizer '{given}' does not exist. Expected is {_EXPECTED}.")
-    if path.is_dir():
+    if os.path.isdir(path):
         raise InputError(f"folder '{given}' holds no tokenizer. Expected is {_EXPECTED}.")
+    if not os.path.lexists(path):
+        raise InputError(f"tokenizer '{given}' does not exist. Expected is {_EXPECTED}.")
+    readable_file(path, "tokenizer")
     load = _LOADERS.get(path.name) or _SUFFIXES.get(path.suffix)
     if load is None:
         raise InputError(f"tokenizer '{given}' is of no known kind. Expected is {_EXPECTED}.")
@@ -90,20 +96,24 @@ _LOADERS: dict[str, Callable[[Path], Tokenizer]] = {
 _SUFFIXES: dict[str, Callable[[Path], Tokenizer]] = {".json": _whole, ".model": _sentencepiece, ".txt": _word_piece}
 
 
+def check_vocab_size(vocab_size: int) -> None:
+    """Refuses a vocabulary that no tokenizer can be trained to have."""
+    if vocab_size > MAX_VOCAB:
+        raise InputError(f"a vocabulary of {vocab_size:,} is too large: at most {MAX_VOCAB:,} tokens are trained.")
+    if vocab_size < _NUM_BYTES + len(_SPECIALS):
+        raise InputError(f"a vocabulary of {vocab_size} is too small: {_NUM_BYTES} bytes and {len(_SPECIALS)} special tokens need a place.")
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A byte-level BPE of at most this many tokens, with an end-of-text and a padding token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+    check_vocab_size(vocab_size)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    specials = [END_TOKENS[0], "<|pad|>"]
-    if vocab_size < len(alphabet) + len(specials):
-        raise InputError(
-            f"a vocabulary of {vocab_size} is too small: {len(alphabet)} bytes and {len(specials)} special tokens need a place."
-        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(_SPECIALS), initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 

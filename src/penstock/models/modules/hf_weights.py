@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from penstock.errors import InputError, near_misses
-from penstock.files import read_json
+from penstock.files import read_json, readable_file
 from penstock.models.modules.base import OpModule
 from penstock.models.modules.build import Chain, build_op
 from penstock.models.ops import Model, PlacedOp
@@ -324,6 +324,7 @@ class Safetensors(Mapping[str, torch.Tensor]):
 def _open_safetensors(path: Path) -> Any:
     from safetensors import SafetensorError, safe_open
 
+    readable_file(path, "weight file")
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:

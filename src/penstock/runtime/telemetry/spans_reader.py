@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InputError
-from penstock.files import short_repr
+from penstock.files import readable_bytes, short_repr
 from penstock.runtime.telemetry.spans import EVALUATION, FIRST_MARK, FORMAT, ITERATION, LOST, NUM_CATEGORIES, RECORD, SYNC, VERSION
 
 __all__ = ["RankSpans", "aligned", "iteration_shares", "read_run", "read_spans"]
@@ -55,10 +55,7 @@ class RankSpans:
 
 def read_spans(path: str | Path) -> RankSpans:
     """The spans of one file; the half record that a killed process may leave at its end is ignored."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise InputError(f"span file '{path}' cannot be read: {error.strerror}.") from None
+    data = readable_bytes(path, "span file")
     line, end, body = data[:_LONGEST_HEADER].partition(b"\n")
     try:
         header = json.loads(line)

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import InputError
+from penstock.files import readable_bytes
 
 __all__ = ["LineLog", "StepRecord", "read_lines", "read_steps"]
 
@@ -92,11 +93,7 @@ def _finite(record: msgspec.Struct) -> msgspec.Struct:
 
 def read_lines(path: str | Path, kind: type[msgspec.Struct]) -> Iterator[msgspec.Struct]:
     """The records of a file; a half line that a killed run may leave at the end is ignored, as are fields of later versions."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise InputError(f"log '{path}' cannot be read: {error.strerror}.") from None
-    *lines, _half = data.split(b"\n")
+    *lines, _half = readable_bytes(path, "log").split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
             yield msgspec.json.decode(line, type=kind)

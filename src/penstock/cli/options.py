@@ -1,0 +1,67 @@
+"""Checks of options that many verbs have, made while the command line is read and so before any work: numbers, and names to write to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from penstock.errors import InputError
+from penstock.files import check_folder, check_writable
+
+__all__ = ["BATCH", "BIG", "MAX_PLANNERS", "MAX_SEARCH_STEPS", "SEED", "file_to_write", "folder_to_write", "within"]
+
+SEED = 2**63 - 1
+"""Generators of random numbers are seeded with 64 bits, one of which is a sign."""
+BIG = 10**15
+"""Above any number of steps, tokens or seconds that somebody could mean; sums and products of such numbers still fit into 64 bits or a
+float."""
+BATCH = 10**8
+"""Samples of an iteration, tokens of a sample: beyond it even counting takes longer than anybody waits."""
+MAX_SEARCH_STEPS = 100_000_000
+"""Steps of search for one batch: an hour and more of a processor."""
+MAX_PLANNERS = 64
+"""Processes on one machine, each of which holds a copy of the planner."""
+
+Callback = Callable[..., Any]
+
+
+def within(low: float, high: float, *, above: bool = False) -> Callback:
+    """A callback that refuses a number that is not finite, below `low` (or equal to it, with `above`), or beyond `high`; None passes."""
+
+    def check(param: typer.CallbackParam, value: Any) -> Any:
+        if value is None:
+            return value
+        name = param.opts[0]
+        if math.isnan(value) or value < low or (above and value == low):
+            expected = f"more than {low:g} was" if above else f"{low:,} or more was"
+            raise InputError(f"{name} is {value}; {expected} expected.")
+        if value > high:
+            raise InputError(f"{name} is {value}; at most {high:,} was expected.")
+        return value
+
+    return check
+
+
+def file_to_write(param: typer.CallbackParam, value: Any) -> Any:
+    """A callback that refuses a name under which no file can be written."""
+    if value is not None:
+        _named(param, lambda: check_writable(value))
+    return value
+
+
+def folder_to_write(param: typer.CallbackParam, value: Path | None) -> Path | None:
+    """A callback that refuses a name that is no folder and cannot become one."""
+    if value is not None:
+        _named(param, lambda: check_folder(value))
+    return value
+
+
+def _named(param: typer.CallbackParam, check: Callable[[], None]) -> None:
+    try:
+        check()
+    except InputError as error:
+        raise InputError(f"{param.opts[0]}: {error}") from None
