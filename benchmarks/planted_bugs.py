@@ -41,7 +41,7 @@ def _bug(name: str, file: str, old: str, new: str, why: str, *tests: str, pick: 
 
 
 _GROUND = (
-    _bug("a spreadsheet's mark is read as text", "files.py", 'encoding="utf-8-sig"', 'encoding="utf-8"',
+    _bug("a spreadsheet's mark is read as text", "files.py", 'decode("utf-8-sig")', 'decode("utf-8")',
          "files that Excel saves begin with a mark", "test_files.py"),
     _bug("a name given twice is taken", "files.py", "if len(found) < len(pairs):", "if len(found) > len(pairs):",
          "the first of two values is lost silently", "test_files.py"),

@@ -25,7 +25,8 @@ def read_lengths(path: str | Path) -> list[SampleLengths]:
         names = [name.strip() for name in next(rows, [])]
         columns = _columns(names, path)
         for number, row in enumerate(filter(None, rows)):
-            values = [row[column] if column is not None else default for column, default in zip(columns, (str(number), "", "0"), strict=True)]
+            usual = (str(number), "", "0")
+            values = [default if column is None else row[column] for column, default in zip(columns, usual, strict=True)]
             samples.append(SampleLengths(*map(int, values)))
             if not (1 <= samples[-1].length <= MAX_LENGTH and 0 <= samples[-1].dec_length <= MAX_LENGTH):
                 raise InputError(f"lengths '{path}', sample {number + 1}: {short_repr(row)}; 1 to {MAX_LENGTH:,} tokens were expected.")
