@@ -20,6 +20,7 @@ from penstock.runtime.checkpoints.first_weights import check_weights
 from penstock.runtime.checkpoints.folder import find_checkpoint
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.interrupts import Interrupts
+from penstock.runtime.main_guard import require_guarded_main
 from penstock.runtime.planner_processes import planners_here, planners_of_nodes
 from penstock.runtime.rehearsing import rehearse_rank
 from penstock.runtime.request import TIMED, WARM_UP, StepTold, TrainRequest, TrainResult
@@ -69,6 +70,7 @@ class Trainer:
     def train(self, progress: Callable[[StepTold], None] | None = None) -> TrainResult:
         """Starts the plan's processes, trains, and ends them; `progress` hears of every step. Ctrl-C and SIGTERM end it after the step that
         runs, with a checkpoint."""
+        require_guarded_main()
         request, rehearses = self.request, self.request.device == TIMED
         write_run(request)
         threads = max(1, len(os.sched_getaffinity(0)) // len(request.plan.ranks))
