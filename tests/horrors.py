@@ -319,7 +319,8 @@ def all_cases(folder: Path) -> list[Case]:
     add("prepare-data", "--train-tokenizer", "good/texts.jsonl --workers 1 --out data --train-tokenizer @", sizes)
     for option in ("--max-input", "--max-target", "--workers", "--image-size", "--vocab-size"):
         add("prepare-data", option, f"{text} --out data {option} @", WHOLE)
-    add("prepare-data", "--weights", f"{text} --out data --weights @", REAL | {"two": "1,2", "zero": "0"})
+    shares = {name: value for name, value in REAL.items() if name != "1e300"}
+    add("prepare-data", "--weights", f"{text} --out data --weights @", shares | {"two": "1,2", "zero": "0"})
     add(
         "prepare-data",
         "--split",
@@ -327,7 +328,7 @@ def all_cases(folder: Path) -> list[Case]:
         {k: v for k, v in REAL.items() if k != "1e300"} | {"zero": "0", "four": "1,1,1,1"},
     )
     add("prepare-data", "--over-long", f"{text} --out data --over-long @", NAMES)
-    add("prepare-data", "--end-token", f"{text} --out data --end-token @", NAMES)
+    add("prepare-data", "--end-token", f"{text} --out data --end-token @", {k: v for k, v in NAMES.items() if k != "colon"})
     add("import", "SOURCE", "@ --out net.json", NAMES | {"no-name": "", "no-file": "module:", "no-function": "module:good/net.py"})
     add("import", "SOURCE FILE", "module:@:make --out net.json", FILES | _of("net", folder))
     add("import", "SOURCE function", "module:good/net.py:@ --out net.json", NAMES)

@@ -78,8 +78,9 @@ def _fits(costs: PipelineCosts, enc: Ints, dec: Ints) -> list[bool]:
     """Whether each sample runs alone; each distinct pair of lengths is priced once."""
     from penstock.batching.anneal_kernels import fill
 
-    pairs, inverse = np.unique(np.stack([enc, dec]), axis=1, return_inverse=True)
-    count = pairs.shape[1]
+    keys, inverse = np.unique(enc * (int(dec.max()) + 1) + dec, return_inverse=True)
+    pairs = np.stack(np.divmod(keys, int(dec.max()) + 1))
+    count = len(keys)
     state = new_state(costs, count, 1)
     fill(state, costs.tables, np.ascontiguousarray(pairs[0]), np.ascontiguousarray(pairs[1]), np.arange(count), np.arange(count + 1))
     fits = np.isfinite(state.charge) & (pairs[0] <= costs.max_length)

@@ -209,8 +209,12 @@ def price_windows(tables, enc, dec, order, sizes, cap, start, charges):  # type:
     raw = np.empty(tables.values0.shape[3])
     cost = np.empty((tables.sizes[0], modes, 5))
     line, known = np.empty((len(tables.x0), len(raw))), np.zeros(len(tables.x0), np.bool_)
+    rows, charge = np.full((2, len(sizes)), -1), np.empty(len(sizes))  # the last window of each size
     last_row = last_row_dec = -1
     in_y, in_z = (0, 0.0), (0, 0.0)
+    falling = True  # then the first of a window is its longest
+    for i in range(1, n):
+        falling = falling and enc[order[i]] <= enc[order[i - 1]] and dec[order[i]] <= dec[order[i - 1]]
     used = 0
     for i in range(n):
         start[i] = used
@@ -222,15 +226,17 @@ def price_windows(tables, enc, dec, order, sizes, cap, start, charges):  # type:
             while size < sizes[k]:
                 sample = order[i + size]
                 longest, longest_dec = max(longest, enc[sample]), max(longest_dec, dec[sample])
-                size += 1
+                size = sizes[k] if falling else size + 1
             row, row_dec = -(-longest // unit) * unit, -(-longest_dec // unit) * unit
-            if row != last_row or row_dec != last_row_dec:
-                last_row, last_row_dec = row, row_dec
-                known[:] = False
-                in_y, in_z = _cell(tables.y0, float(row)), _cell(tables.z0, float(row_dec))
-            _along(tables.values0, tables.x0, in_y, in_z, float(size), line, known, raw)
-            _derive(raw, modes, cost)
-            found = worst_charge(cost, tables, size)
+            if row != rows[0, k] or row_dec != rows[1, k]:  # neighbours mostly have the same windows
+                if row != last_row or row_dec != last_row_dec:
+                    last_row, last_row_dec = row, row_dec
+                    known[:] = False
+                    in_y, in_z = _cell(tables.y0, float(row)), _cell(tables.z0, float(row_dec))
+                _along(tables.values0, tables.x0, in_y, in_z, float(size), line, known, raw)
+                _derive(raw, modes, cost)
+                rows[0, k], rows[1, k], charge[k] = row, row_dec, worst_charge(cost, tables, size)
+            found = charge[k]
             if (found > cap and k > 0) or found == np.inf or size * (row + row_dec) > tables.sizes[6]:
                 break
             charges[used] = found

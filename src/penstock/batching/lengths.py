@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.batching.plan import SampleLengths
@@ -20,29 +21,36 @@ _ID, _LENGTH, _DEC_LENGTH = ("sample_id", "id"), ("enc_len", "length"), ("dec_le
 def read_lengths(path: str | Path) -> list[SampleLengths]:
     """The samples of a file; without ids they are numbered from 0."""
     rows = csv.reader(io.StringIO(read_text(path, "lengths")))
-    samples, number = [], 0
     try:
-        names = [name.strip() for name in next(rows, [])]
-        columns = _columns(names, path)
-        for number, row in enumerate(filter(None, rows)):
-            usual = (str(number), "", "0")
-            values = [default if column is None else row[column] for column, default in zip(columns, usual, strict=True)]
-            samples.append(SampleLengths(*map(int, values)))
-            if not (1 <= samples[-1].length <= MAX_LENGTH and 0 <= samples[-1].dec_length <= MAX_LENGTH):
-                raise InputError(f"lengths '{path}', sample {number + 1}: {short_repr(row)}; 1 to {MAX_LENGTH:,} tokens were expected.")
-    except (ValueError, IndexError):
-        raise InputError(f"lengths '{path}', sample {number + 1}: {short_repr(row)} does not hold whole numbers.") from None
+        columns = _columns([name.strip() for name in next(rows, [])], path)
+        lines = [row for row in rows if row]
     except csv.Error as error:
         raise InputError(f"lengths '{path}' are not valid CSV: line {rows.line_num}: {error}.") from None
-    if not samples:
+    if not lines:
         raise InputError(f"lengths '{path}' hold no samples.")
-    return samples
+    try:  # column by column: there may be a million
+        ids, own, decoder = ([int(row[at]) for row in lines] if at is not None else default(len(lines)) for at, default in columns)
+    except (ValueError, IndexError):
+        bad = next(number for number, row in enumerate(lines) if not all(_is_whole(row, at) for at, _ in columns))
+        raise InputError(f"lengths '{path}', sample {bad + 1}: {short_repr(lines[bad])} does not hold whole numbers.") from None
+    if not (min(own) >= 1 and max(own) <= MAX_LENGTH and min(decoder) >= 0 and max(decoder) <= MAX_LENGTH):
+        bad = next(number for number, pair in enumerate(zip(own, decoder, strict=True))
+                   if not (1 <= pair[0] <= MAX_LENGTH and 0 <= pair[1] <= MAX_LENGTH))  # fmt: skip
+        raise InputError(f"lengths '{path}', sample {bad + 1}: {short_repr(lines[bad])}; 1 to {MAX_LENGTH:,} tokens were expected.")
+    return list(map(SampleLengths, ids, own, decoder))
 
 
-def _columns(names: list[str], path: str | Path) -> list[int | None]:
-    """Where id, length and decoder's length stand; None: nowhere."""
+def _is_whole(row: list[str], column: int | None) -> bool:
+    try:
+        return column is None or int(row[column]) is not None
+    except (ValueError, IndexError):
+        return False
+
+
+def _columns(names: list[str], path: str | Path) -> list[tuple[int | None, Callable[[int], Sequence[int]]]]:
+    """Where id, length and decoder's length stand (None: nowhere), and what a number of samples has without."""
     found = [next((names.index(name) for name in known if name in names), None) for known in (_ID, _LENGTH, _DEC_LENGTH)]
     if found[1] is None:
         there = short_repr(names) if names else "(none)"
         raise InputError(f"lengths '{path}' have the columns {there}; one of {' or '.join(_LENGTH)} is needed.")
-    return found
+    return list(zip(found, (range, range, lambda count: [0] * count), strict=True))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, out, print_json, table
+from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, out, print_json, progress, table
 from penstock.cli.options import MAX_SEARCH_STEPS, SEED, file_to_write, within
 from penstock.errors import InputError
 from penstock.systems import SYSTEMS
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.batching.costs import PipelineCosts
+    from penstock.batching.fitting import TooLong
     from penstock.batching.plan import BatchPlan, SampleLengths
     from penstock.models.micro_batch import MicroBatch
 
@@ -57,25 +58,12 @@ def batch(
     """
     from penstock.batching.baselines import baseline_rows
     from penstock.batching.lengths import read_lengths
-    from penstock.batching.planner import costs_of_batch, plan_batch, plan_with_orders
-    from penstock.batching.search import usual_steps
     from penstock.files import write_json
-    from penstock.plans.schema import read_plan
 
-    samples = read_lengths(lengths)
-    if costs.partition(":")[0] in _CONFIGURED:
-        if plan is not None:
-            raise InputError(f"--plan does not go with --costs {costs}, whose configuration is the plan. Drop one of them.")
-        prepared = _configured_costs(costs, samples, free_layers)
-        steps = usual_steps(prepared, len(samples)) if budget_steps is None else budget_steps
-        found = plan_batch(samples, prepared, steps=steps, seed=seed, too_long=too_long, bound=True)
-    elif free_layers:
-        raise InputError("--free-layers belongs to --costs dynapipe:DIR/NAME; a plan's stages stay as they are. Drop it.")
-    elif plan is None:
-        raise InputError("--plan is missing. Give a plan file, as in `--plan plan.json`, or --costs dynapipe:DIR/NAME.")
-    else:
-        prepared = costs_of_batch(read_plan(plan), samples, costs)
-        found = plan_with_orders(samples, prepared, steps=budget_steps, seed=seed, too_long=too_long)
+    with progress("reading lengths", quiet=True) as bar:
+        samples = read_lengths(lengths)
+        bar.describe(f"planning {len(samples):,} samples")
+        found, prepared = _planned(samples, plan, costs, free_layers, budget_steps, seed, too_long)
     usual = baseline_rows(samples, prepared, too_long) if baselines else []
     if path is not None:
         write_json(path, found.to_dict())
@@ -88,6 +76,29 @@ def batch(
         out().print(table("the same batch, cut as usual", _BASELINE_COLUMNS, [_baseline_row(one, found) for one in (found, *usual)]))
     if path is not None:
         out().print(f"wrote it to {path}.", markup=False, soft_wrap=True)
+
+
+def _planned(
+    samples: Sequence[SampleLengths], plan: Path | None, costs: str, free_layers: bool, budget_steps: int | None, seed: int,
+    too_long: TooLong,
+) -> tuple[BatchPlan, PipelineCosts]:  # fmt: skip
+    """The batch under a plan, or in a configuration of another system; and what it was priced by."""
+    from penstock.batching.planner import costs_of_batch, plan_batch, plan_with_orders
+    from penstock.batching.search import usual_steps
+    from penstock.plans.schema import read_plan
+
+    if costs.partition(":")[0] in _CONFIGURED:
+        if plan is not None:
+            raise InputError(f"--plan does not go with --costs {costs}, whose configuration is the plan. Drop one of them.")
+        prepared = _configured_costs(costs, samples, free_layers)
+        steps = usual_steps(prepared, len(samples)) if budget_steps is None else budget_steps
+        return plan_batch(samples, prepared, steps=steps, seed=seed, too_long=too_long, bound=True), prepared
+    if free_layers:
+        raise InputError("--free-layers belongs to --costs dynapipe:DIR/NAME; a plan's stages stay as they are. Drop it.")
+    if plan is None:
+        raise InputError("--plan is missing. Give a plan file, as in `--plan plan.json`, or --costs dynapipe:DIR/NAME.")
+    prepared = costs_of_batch(read_plan(plan), samples, costs)
+    return plan_with_orders(samples, prepared, steps=budget_steps, seed=seed, too_long=too_long), prepared
 
 
 def _configured_costs(costs: str, samples: Sequence[SampleLengths], free_layers: bool) -> PipelineCosts:

@@ -22,6 +22,7 @@ from penstock.runtime.checkpoints.folder import find_checkpoint
 from penstock.runtime.checkpoints.going_on import check_goes_on, run_facts
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.interrupts import Interrupts
+from penstock.runtime.main_guard import require_guarded_main
 from penstock.runtime.planner_processes import planners_here, planners_of_nodes
 from penstock.runtime.rank_state import check_state
 from penstock.runtime.rehearsing import rehearse_rank
@@ -75,6 +76,7 @@ class Trainer:
     def train(self, progress: Callable[[StepTold], None] | None = None) -> TrainResult:
         """Starts the plan's processes, trains, and ends them; `progress` hears of every step. Ctrl-C and SIGTERM end it after the step that
         runs, with a checkpoint."""
+        require_guarded_main()
         request, rehearses = self.request, self.request.device == TIMED
         threads = max(1, len(os.sched_getaffinity(0)) // len(request.plan.ranks))
         with (

@@ -14,7 +14,7 @@ from typing import Annotated, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from penstock.errors import InputError, near_misses
-from penstock.files import describe_validation_error, read_json, read_text
+from penstock.files import describe_validation_error, read_json, read_text, short_repr
 from penstock.models.ops import Op, Split, TensorSpec
 from penstock.models.shapes import Form, Quantity
 
@@ -92,7 +92,8 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
     header = [cell.strip() for cell in lines[0]]
     missing = [column for column in columns if column not in header]
     if missing:
-        raise InputError(f"table '{path}', row 1: no column '{missing[0]}'. The header is '{','.join(header)}', expected '{expected}'.")
+        found = short_repr(",".join(header))
+        raise InputError(f"table '{path}', row 1: no column '{missing[0]}'. The header is {found}, expected '{expected}'.")
     rows = []
     for number, cells in enumerate(lines[1:], 2):
         if not cells:

@@ -59,6 +59,8 @@ def trace_module(module: nn.Module, example: Example, name: str = "traced", dtyp
     make, length = _maker(example, length)
     if dtype not in TORCH_DTYPES:
         raise InputError(f"trace of '{name}': dtype is {dtype!r}; known: {', '.join(TORCH_DTYPES)}.")
+    if next(module.parameters(), None) is None:
+        raise InputError(f"trace of '{name}': {type(module).__name__} has no parameters, so there is nothing to train or to divide.")
     short, middle, long = (max(1, length * quarters // 4) for quarters in (1, 2, 3))
     # Four lengths, so that a cube cannot pass for a square. Never one sample: torch skips copies where the first dimension is 1.
     points = [(2, short), (3, short), (2, middle), (4, long), (3, length)]
