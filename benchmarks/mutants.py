@@ -75,7 +75,8 @@ def try_bug(bug: PlantedBug, copy: Path) -> bool:
 def run_tests(bug: PlantedBug, copy: Path) -> int | None:
     """pytest's status; None if it did not end in time."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *bug.tests, *(("-k", bug.pick) if bug.pick else ())]
-    environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "CI": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    tables = os.environ.get("PENSTOCK_DATA", str(ROOT.parent / "shared" / "data"))  # tests look for them beside their own folder
+    environment = {**os.environ, "PENSTOCK_DATA": tables, "PYTHONPATH": str(copy / "src"), "CI": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
         command, cwd=copy, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
