@@ -122,3 +122,10 @@ def test_traces_are_json_whatever_devices_are_called(tmp_path: Path) -> None:
 def test_a_plain_timeline_has_a_trace_too() -> None:
     timeline = simulate(one_forward_one_backward(3, 4), PASSES, np.zeros((2, 2, 4)))
     assert len(slices(trace_of(timeline))) == 3
+
+
+def test_the_beginning_alone_is_the_first_columns_of_the_whole() -> None:
+    timeline = simulate(one_forward_one_backward(3, 4), PASSES, np.zeros((2, 2, 4)))
+    whole, beginning = (draw_text(timeline, width, until_s=until_s).splitlines() for width, until_s in ((57, 100.0), (30, 9.0)))
+    assert beginning == [*(row[:30].rstrip() for row in whole[:3]), "F─ forward, B═ backward; 27 columns = the first 9 of 18 s"]
+    assert whole == draw_text(timeline, 57).splitlines()
