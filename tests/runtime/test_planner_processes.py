@@ -23,8 +23,8 @@ from stores.conftest import require_redis
 from penstock.cli import main
 from penstock.data import open_data
 from penstock.data.bundled import bundled_files
-from penstock.data.planning import sample_ids
 from penstock.data.text.prepare import TextRequest, prepare_text
+from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
 from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
@@ -186,21 +186,17 @@ def test_a_planner_without_progress_on_a_store_that_answers_ends_the_run_with_a_
     assert list((out / "checkpoints").glob(f"*step-{done}"))
 
 
-def test_a_damaged_sample_is_named_after_a_checkpoint(case: Case, tmp_path: Path) -> None:
+def test_a_damaged_sample_is_told_before_anything_starts(case: Case, tmp_path: Path) -> None:
     data = tmp_path / "data"
     shutil.copytree(case.request.data, data)
-    batch = open_data(data).batches(BATCH, seed=SETTINGS.seed)[5]
+    sample = open_data(data).batches(BATCH, seed=SETTINGS.seed)[5].samples[7]
     index = np.memmap(data / "train_input.idx", np.uint8, "r+")
-    index[34:][: 4 * len(open_data(data))].view("<i4")[batch.samples[7]] = -500
+    index[34:][: 4 * len(open_data(data))].view("<i4")[sample] = -500
     index.flush()
-    ids = ", ".join(map(str, sample_ids(batch, len(open_data(data)))))
     request = replace(case.request, data=str(data), out=str(tmp_path / "run"), planning=PlanningSettings())
-    with pytest.raises(
-        WorkerError, match=rf"(?s)iteration 5 cannot be planned: .*{batch.samples[7]}.* Its samples are {ids}\. The run ended"
-    ):
+    with pytest.raises(InputError, match=r"train_input\.idx' is damaged"):
         Trainer(request).train()
-    assert steps_done(tmp_path / "run") == 5
-    assert [path.name[-6:] for path in (tmp_path / "run" / "checkpoints").glob("*-step-*")] == ["step-5"]
+    assert not (tmp_path / "run").exists()
 
 
 def test_two_nodes_share_the_planning(case: Case, tmp_path: Path) -> None:
@@ -241,10 +237,10 @@ def test_two_nodes_share_the_planning(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "status", "message"),
     [
-        ("--planners", "-1", 2, "-1 planners were asked for"),
+        ("--planners", "-1", 2, "--planners is -1; 0 or more was expected"),
         ("--store", "ftp://there", 2, "store address begins with 'ftp:'"),
         ("--store", "redis://127.0.0.1:1", 1, "does not answer"),
-        ("--store-timeout", "-1", 2, "may be away for -1.0 s"),
+        ("--store-timeout", "-1", 2, "--store-timeout is -1.0; 0 or more was expected"),
         ("--budget-steps", "-1", 2, "--budget-steps is -1"),
     ],
 )

@@ -43,7 +43,7 @@ def train(
     reserve_memory: Annotated[
         float, typer.Option(metavar="SHARE", help="Share of each GPU's memory to take at the start, such as 0.9; 0: as it is needed.")
     ] = 0.0,
-    lr: Annotated[float, typer.Option(callback=within(0, 1e6), help="Highest learning rate.")] = 3e-4,
+    lr: Annotated[float, typer.Option(callback=within(0, 1e30), help="Highest learning rate.")] = 3e-4,
     warmup: Annotated[
         int, typer.Option(callback=within(0, BIG), help="Steps in which the learning rate rises; it then falls as a cosine.")
     ] = 0,

@@ -167,9 +167,9 @@ def test_long_micro_batches_divide_their_tokens() -> None:
 
 def test_only_plans_faster_than_a_known_one_are_looked_for() -> None:
     request = Request.of("gpt-tiny", "4xa10g", 8, "roofline", None, (), math.inf)
-    best_s = search(request, top=1, prove=False).choices[0].estimate.time_s
+    best_s = search(request, top=1, prove=False).formula_s
     with pytest.raises(InfeasibleError):
         search(request, top=1, prove=False, known_s=best_s * (1 - 1e-6))
     with pytest.raises(InfeasibleError, match="good enough"):
         search(request, top=1, prove=False, worth=lambda bound_s: False)
-    assert search(request, top=1, prove=False, known_s=best_s * 1.01).choices[0].estimate.time_s == pytest.approx(best_s)
+    assert search(request, top=1, prove=False, known_s=best_s * 1.01).formula_s == pytest.approx(best_s)
