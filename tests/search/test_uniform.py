@@ -88,7 +88,8 @@ def test_the_best_is_the_best_of_all() -> None:
         if found.fits:
             fastest[way] = min(found.time_s, fastest.get(way, math.inf))
     choices = best_plans("gpt-1.3b", "2xa100-40gb", 32, top=10_000)
-    assert [choice.estimate.time_s for choice in choices] == sorted(fastest.values())
+    assert sorted(choice.estimate.formula_s for choice in choices) == sorted(fastest.values())
+    assert [choice.estimate.time_s for choice in choices] == sorted(choice.estimate.time_s for choice in choices)
 
 
 def test_more_memory_is_never_worse() -> None:

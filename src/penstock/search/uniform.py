@@ -83,7 +83,8 @@ def best_plans(
     True
     """
     request = Request.of(model_ref, cluster_ref, global_batch, costs, seq_length, micro_batches, memory_limit_bytes)
-    return [choice.clocked() for choice in uniform_choices(request, top, progress, max_tp)]
+    timed = [choice.clocked() for choice in uniform_choices(request, top, progress, max_tp)]
+    return sorted(timed, key=lambda choice: (choice.estimate.time_s, choice.estimate.peak_bytes))
 
 
 def uniform_choices(request: Request, top: int, progress: Callable[[], None], max_tp: int | None = None) -> list[Choice]:
