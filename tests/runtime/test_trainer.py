@@ -132,7 +132,7 @@ def test_a_failure_is_told_in_one_message(data: str, tmp_path: Path, monkeypatch
         ({"model_ref": "gpt-small", "seq_length": 64}, ("--steps", "0"), "--steps is 0"),
         ({}, ("--resume", "nowhere"), "'nowhere' holds no checkpoint"),
         ({}, ("--device", "abacus"), "cpu or cuda was expected"),
-        ({}, ("--lr", "-1"), "the learning rate is -1"),
+        ({}, ("--lr", "-1"), "--lr is -1.0; 0 or more was expected"),
         ({}, ("--torch-profile", "x"), "--torch-profile is 'x'"),
         ({}, ("--torch-profile", "2,3"), "step 3 is to be profiled, but this run has steps 0 to 2"),
         ({}, ("--data", "nowhere"), "folder 'nowhere' holds no prepared data"),
