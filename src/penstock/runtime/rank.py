@@ -75,8 +75,6 @@ class Rank:
         What belonged to the plan before is let go. `rank_state.adopt_with_state` carries weights and optimizer state over.
         """
         self.plan, self.world = plan, World(plan, self.groups)
-        # cuDNN plans attention anew for 50 ms at each new shape, of which dynamic micro-batches have no end.
-        torch.backends.cuda.enable_cudnn_sdp(plan.micro_batching.policy != "dynamic")
         self.asynchronous = SCHEDULES[plan.schedule].asynchronous
         self.transport = make_transport(self.world)
         self.stages: dict[int, StageModule] = {}
@@ -174,7 +172,7 @@ class Rank:
         self._buffers[step.buffer] = {
             dp: load_share(
                 self._source, program, micro, micro.share(dp, stage.share(dp)), step.needs, self.world.device, self.settings.seed,
-                alone=self.asynchronous,
+                alone=self.asynchronous, usual_length=self.plan.seq_length,
             )
             for dp in stage.dp_degrees
         }  # fmt: skip

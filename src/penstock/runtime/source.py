@@ -28,11 +28,11 @@ class Source(Protocol):
 
 def load_share(
     source: Source, program: Program, micro: MicroBatch, bounds: tuple[int, int], needs: Collection[str], device: torch.device, seed: int,
-    *, alone: bool = False,
+    *, alone: bool = False, usual_length: int = 0,
 ) -> Batch:  # fmt: skip
     """Samples [first, last) of a micro-batch, at least one, as tensors. What a stage does not read is not fetched.
 
-    Its loss is its part of the global batch's, or, `alone`, that of the micro-batch.
+    Its loss is its part of the global batch's, or, `alone`, that of the micro-batch. Rows of `usual_length` come again and again.
     """
     first, last = bounds
     ids = micro.samples[first:last]
@@ -46,6 +46,7 @@ def load_share(
         totals = (micro.loss_tokens(), len(micro.samples)) if alone else (program.loss_tokens, program.num_samples)
         _add_labels(batch, micro, samples, bounds, *totals)
     batch.step, batch.seed, batch.training = program.iteration, seed, program.training
+    batch.repeats = micro.row_length == usual_length > 0
     return _moved(batch, device)
 
 

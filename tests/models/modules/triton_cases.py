@@ -7,7 +7,9 @@ import itertools
 import torch
 from torch.nn import functional as F
 
+from penstock.models.modules import fused
 from penstock.models.modules import triton_kernels as kernels
+from penstock.models.modules.ragged_attention import ragged_attention
 
 
 def norms() -> None:
@@ -46,8 +48,81 @@ def losses() -> None:
 def columns() -> None:
     for rows, width in ((1, 5), (1000, 300), (129, 128)):
         x = torch.randn(rows, width)
-        torch.testing.assert_close(kernels.column_sums(x), x.sum(0), rtol=1e-4, atol=1e-4)
+        found = torch.ones(width)
+        kernels.add_column_sums(kernels.column_parts(x), found)
+        torch.testing.assert_close(found, x.sum(0) + 1, rtol=1e-4, atol=1e-4)
     print("columns")
+
+
+def gelus() -> None:
+    for (rows, width), approximate in itertools.product(((1, 5), (300, 200)), ("none", "tanh")):
+        x, grad = 3 * torch.randn(rows, width), torch.randn(rows, width)
+        source = x.clone().requires_grad_()
+        F.gelu(source, approximate=approximate).backward(grad)
+        found, parts = kernels.gelu_gradient(grad, x, approximate == "tanh")
+        assert source.grad is not None
+        torch.testing.assert_close(found, source.grad)
+        torch.testing.assert_close(parts.sum(0), source.grad.sum(0), rtol=1e-4, atol=1e-4)
+    print("gelu")
+
+
+def carried_sums() -> None:
+    """A bias before a GELU gets the sums that come with the gradient, unless that was changed on its way."""
+    fused.has_kernels = lambda x: True
+    for changed in (False, True):
+        x, bias = torch.randn(40, 16), torch.zeros(16)
+        source = x.clone().requires_grad_()
+        fused.gelu(source).backward(torch.ones(40, 16))
+        dx, parts = kernels.gelu_gradient(torch.ones(40, 16), x, False)
+        setattr(dx, fused._SUMS, (parts, dx._version))
+        if changed:
+            dx.add_(1.0)
+        fused._add_column_sums(dx, bias)
+        assert source.grad is not None
+        torch.testing.assert_close(bias, source.grad.sum(0) + 40.0 * changed, rtol=1e-4, atol=1e-4)
+    print("carried")
+
+
+def plain_attention(
+    parts: list[torch.Tensor], counts: tuple[int, int, int], lengths: list[int], causal: bool, window: int
+) -> torch.Tensor:
+    """Each sample alone, in fp64."""
+    results = []
+    for one in torch.cat(parts, 1).double().split(lengths):
+        query, key, value = one.transpose(0, 1).split(list(counts))
+        key, value = (x.repeat_interleave(counts[0] // counts[1], 0) for x in (key, value))
+        distance = torch.arange(len(one[:, 0]))[:, None] - torch.arange(len(one[:, 0]))[None, :]
+        hidden = (distance < 0) & causal | (distance >= (window or len(one)))
+        scores = (query @ key.transpose(1, 2) * 0.2).masked_fill(hidden, -float("inf"))
+        results.append((scores.softmax(-1) @ value).transpose(0, 1))
+    return torch.cat(results)
+
+
+def attention() -> None:
+    cases = (
+        ([5, 3, 40, 1, 130, 17], (2, 2, 2), True, 0, [6]),
+        ([5, 70, 1, 130], (4, 2, 2), True, 0, [4, 2, 2]),
+        ([100, 1, 1, 60], (2, 1, 1), False, 0, [3, 1]),
+        ([150], (2, 2, 2), True, 70, [6]),
+        ([33] * 5, (2, 2, 2), True, 9, [4, 2]),
+        ([126, 4, 2], (1, 1, 1), True, 0, [3]),
+        ([64, 64, 1], (1, 1, 1), False, 0, [3]),
+    )
+    for lengths, counts, causal, window, cuts in cases:
+        joint = torch.randn(sum(lengths), sum(counts), 16)
+        ours, theirs = ([part.clone().requires_grad_() for part in joint.split(cuts, 1)] for _ in range(2))
+        sizes = torch.tensor(lengths)
+        ends = sizes.cumsum(0)
+        pieces = (edges.repeat_interleave(sizes).int() for edges in (ends - sizes, ends))
+        found = ragged_attention(ours, counts, *pieces, scale=0.2, causal=causal, window=window)
+        wanted = plain_attention(theirs, counts, lengths, causal, window)
+        grad = torch.randn_like(found)
+        found.backward(grad)
+        wanted.backward(grad.double())
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-5)
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-5)
+    print("attention")
 
 
 def updates() -> None:
@@ -74,4 +149,7 @@ if __name__ == "__main__":
     norms()
     losses()
     columns()
+    gelus()
+    carried_sums()
+    attention()
     updates()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from penstock.errors import InputError
 from penstock.models.modules.base import Carry, OpModule
 from penstock.models.modules.batch import Batch, Sequences
 from penstock.models.modules.dropout import keyed_dropout
+from penstock.models.modules.fused import LARGE, has_triton
 from penstock.models.modules.init import stable_hash
 from penstock.models.modules.parallel import copy_to
 
@@ -100,6 +103,10 @@ def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
+RAGGED_WIDTHS = (16, 32, 64, 128)
+"""Widths of a head that our own kernels are made for."""
+
+
 @functools.cache
 def _varlen_parameters() -> frozenset[str]:
     from torch.nn.attention.varlen import varlen_attn
@@ -107,11 +114,23 @@ def _varlen_parameters() -> frozenset[str]:
     return frozenset(inspect.signature(varlen_attn).parameters)
 
 
+@contextmanager
+def _cudnn(allowed: bool) -> Iterator[None]:
+    """Attention of torch runs with cuDNN's kernel, or without; the process's own setting comes back."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(allowed)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 class Attention(OpModule):
     """Scaled dot-product attention; heads are divided under tp.
 
-    Kernels: the variable-length one on CUDA in half precision for packed rows and for padding in both directions; otherwise
-    `scaled_dot_product_attention`, row by row of a padded batch or sequence by sequence of a packed one.
+    Kernels in half precision on a GPU: those of `ragged_attention` for packed rows, for padding in both directions and for large padded
+    rows; cuDNN's where rows have a length that comes again and again, since it plans anew for 50 ms at each shape; torch's otherwise.
+    Elsewhere `scaled_dot_product_attention`, row by row of a padded batch or sequence by sequence of a packed one.
     """
 
     def build(self) -> None:
@@ -126,20 +145,19 @@ class Attention(OpModule):
 
     def forward(self, carry: Carry, batch: Batch) -> Carry:
         own = batch.side(self.config["side"])
-        query, key, value = self._heads(carry, own)
-        context = self._attend(query, key, value, own, batch, carry)
+        context = self._attend(self._parts(carry, own), own, batch, carry)
         return self.following(carry, **{self.config["output"]: context.reshape(context.shape[0], -1)})
 
-    def _heads(self, carry: Carry, own: Sequences) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _parts(self, carry: Carry, own: Sequences) -> list[torch.Tensor]:
+        """(tokens, heads, width) tensors that hold queries, keys and values one after the other, in as few as there are."""
         c = self.config
+        joint = carry[c["source"]]
+        heads = joint.view(joint.shape[0], -1, self.width)
         if c["cross_source"]:
-            query = carry[c["source"]].unflatten(-1, (self.heads, self.width))
-            key, value = carry[c["cross_source"]].unflatten(-1, (2 * self.kv_heads, self.width)).chunk(2, 1)
-            return query, key, value
-        heads = carry[c["source"]].unflatten(-1, (-1, self.width))
-        if not c["qk_norm"] and not c["rotary"]:  # gradients are then joined in one step
-            query, key, value = heads.split([self.heads, self.kv_heads, self.kv_heads], 1)
-            return query, key, value
+            other = carry[c["cross_source"]]
+            return [heads, other.view(other.shape[0], -1, self.width)]
+        if not c["qk_norm"] and not c["rotary"]:
+            return [heads]
         both, value = heads.split([self.heads + self.kv_heads, self.kv_heads], 1)
         if c["qk_norm"]:
             query, key = both.split([self.heads, self.kv_heads], 1)
@@ -151,29 +169,49 @@ class Attention(OpModule):
             angles = own.memo(("rotary", self.width, str(c["rotary"]), both.dtype), lambda: [part.to(both.dtype) for part in rotary_angles(
                 own.positions, self.width, c["rotary"]["theta"], c["rotary"]["scaling"])])  # fmt: skip
             both = _Rotate.apply(both, *angles)
-        query, key = both.split([self.heads, self.kv_heads], 1)
-        return query, key, value
+        return [both, value]
 
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, own: Sequences, batch: Batch, carry: Carry
-    ) -> torch.Tensor:
+    def _attend(self, parts: list[torch.Tensor], own: Sequences, batch: Batch, carry: Carry) -> torch.Tensor:
         c = self.config
         keys = batch.side("own") if c["cross_source"] else own
         if c["bias_source"] and own.layout == "packed":
             raise InputError(f"op '{self.name}': relative position bias has no packed kernel; use the padded layout.")
-        # Padding in both directions is left out by the variable-length kernel: pads form pieces of their own.
-        pieces = own.layout == "packed" or not (c["causal"] or c["cross_source"])
-        if pieces and c["fused"] and not c["bias_source"] and self._has_varlen(query):
-            return self._varlen(query, key, value, own, keys)
+        is_half = parts[0].is_cuda and parts[0].dtype in (torch.bfloat16, torch.float16)
+        if is_half and c["fused"] and not c["bias_source"]:
+            if self._is_ragged(parts[0], own):
+                return self._ragged(parts, own)
+            if own.layout == "packed":
+                return self._varlen(*self._split(parts), own, keys)
         if own.layout == "packed":
-            return self._piecewise(query, key, value, own, keys, batch)
-        rows = (x.unflatten(0, (-1, side.row_length)).transpose(1, 2) for x, side in ((query, own), (key, keys), (value, keys)))
+            return self._piecewise(*self._split(parts), own, keys, batch)
+        lengths = [own.row_length, *[keys.row_length] * (len(parts) - 1)]
+        rows = [part.unflatten(0, (-1, length)).transpose(1, 2) for part, length in zip(parts, lengths, strict=True)]
         masks = self._mask(own, keys, carry)
-        context = self._kernel(*rows, masks=masks, row_keys=own.row_keys(), batch=batch)
+        with _cudnn(batch.repeats) if is_half else nullcontext():
+            context = self._kernel(*self._split(rows), masks=masks, row_keys=own.row_keys(), batch=batch)
         return context.transpose(1, 2).flatten(0, 1)
 
-    def _has_varlen(self, query: torch.Tensor) -> bool:
-        return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    def _split(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Queries, keys and values, cut along the dimension of heads; a joint tensor in one step, so that gradients are joined in one."""
+        counts = [self.heads, self.kv_heads, self.kv_heads]
+        if len(parts) == 1:
+            return list(parts[0].split_with_sizes(counts, 1))
+        cut = 1 if parts[0].shape[1] == self.heads else 2
+        return [piece for part, held in zip(parts, (counts[:cut], counts[cut:]), strict=True) for piece in part.split_with_sizes(held, 1)]
+
+    def _is_ragged(self, part: torch.Tensor, own: Sequences) -> bool:
+        """Whether our own kernels run: for padded causal rows, which torch's can do too, where skipping padding is worth their launch."""
+        c = self.config
+        if c["cross_source"] or not has_triton() or self.width not in RAGGED_WIDTHS:
+            return False
+        return own.layout == "packed" or not c["causal"] or (part.numel() >= 4 * LARGE and not own.full)
+
+    def _ragged(self, parts: list[torch.Tensor], own: Sequences) -> torch.Tensor:
+        from penstock.models.modules.ragged_attention import ragged_attention
+
+        counts = self.heads, self.kv_heads, self.kv_heads
+        c = self.config
+        return ragged_attention(parts, counts, *own.pieces(), scale=self.scale, causal=c["causal"], window=c["window"] or 0)
 
     def _varlen(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, own: Sequences, keys: Sequences) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from penstock.models.shapes import Layout, Shape
@@ -43,22 +43,31 @@ class Sequences:
     _memo: dict[object, Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        device = self.ids.device
-        spans = self.lengths if self.layout == "packed" else (self.row_length,) * len(self.lengths)
-        starts = torch.tensor([0, *spans], device="cpu").cumsum(0)
+        # numpy counts here: torch's small ops on a host wake all of its threads, which takes longer than they work.
+        lengths = np.array(self.lengths, dtype=np.int64)
+        spans = lengths if self.layout == "packed" else np.full(len(lengths), self.row_length)
+        starts = np.zeros(len(spans) + 1, np.int64)
+        np.cumsum(spans, out=starts[1:])
         tokens = int(starts[-1])
         if tokens != self.ids.numel():
             raise ValueError(f"{tokens} token positions expected from the lengths, {self.ids.numel()} ids given")
-        spread = torch.tensor(spans)
-        self.positions = (torch.arange(tokens) - starts[:-1].repeat_interleave(spread)).to(device)
-        self._row_of = torch.arange(len(spans)).repeat_interleave(spread).to(device)
-        edges = [0]
-        for start, span, length in zip(starts[:-1].tolist(), spans, self.lengths, strict=True):
-            edges += [start + length] + ([start + span] if span > length else [])
-        self.bounds = torch.tensor(edges, dtype=torch.int32, device=device)
-        self.longest = max(b - a for a, b in pairwise(edges))
-        self.first_tokens = starts[:-1].to(device)
-        self.full = all(length == span for length, span in zip(self.lengths, spans, strict=True))
+        rows = np.repeat(np.arange(len(spans)), spans)
+        # A row is one piece, or, with padding behind its sequence, two.
+        edges = np.unique(np.concatenate((starts, starts[:-1] + lengths))).astype(np.int32)
+        self.longest = int(np.diff(edges).max())
+        self.full = bool((lengths == spans).all())
+        made = {"positions": np.arange(tokens) - starts[rows], "_row_of": rows, "bounds": edges, "first_tokens": starts[:-1]}
+        for name, values in made.items():
+            setattr(self, name, torch.from_numpy(values).to(self.ids.device))
+
+    def pieces(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens,) int32 where the piece of each token begins, and where it ends."""
+        return self.memo("pieces", self._pieces)
+
+    def _pieces(self) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes, tokens = self.bounds.diff(), self.ids.numel()
+        begins, ends = (edges.repeat_interleave(sizes, output_size=tokens) for edges in (self.bounds[:-1], self.bounds[1:]))
+        return begins, ends
 
     def memo(self, key: object, make: Callable[[], T]) -> T:
         """`make()`, made once for this micro-batch and shared by all ops that ask for `key`."""
@@ -102,6 +111,8 @@ class Batch:
     step: int = 0
     seed: int = 0
     training: bool = True
+    repeats: bool = False
+    """Micro-batches of this very shape come again and again, so that what is prepared for a shape pays."""
 
     def side(self, name: str) -> Sequences:
         """The sequences of `own` or `decoder`."""

@@ -1,6 +1,7 @@
 """Ops that one kernel runs where torch has several: on a GPU, for tensors so large that kernels and not their launches take the time.
 
     norm                its input's gradient comes with that of the residual stream, and with its weights', in one pass
+    gelu                its gradient comes with the sums that are the gradient of a bias before it
     linear              adds weight gradients where they are kept instead of making them first
 """
 
@@ -14,10 +15,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["has_kernels", "has_triton", "linear", "norm"]
+__all__ = ["LARGE", "gelu", "has_kernels", "has_triton", "linear", "norm"]
 
 LARGE = 2**22
 """Elements from which on a kernel takes longer than its launch."""
+_LARGE_PRODUCT = 2**34
+"""Multiplications from which on a product takes a GPU longer than its launch takes the host."""
+_SUMS = "_penstock_column_sums"
+"""Attribute of a gradient: (parts of its columns' sums, its version when they were made)."""
 _WIDEST = 2**14
 """Columns that a norm's kernel holds at once."""
 
@@ -86,17 +91,44 @@ class _Linear(torch.autograd.Function):
         ctx.weight.grad.addmm_(grad.t(), x)
         _tell(ctx.weight)
         if ctx.bias is not None:
-            ctx.bias.grad.add_(_column_sums(grad))
+            _add_column_sums(grad, ctx.bias.grad)
             _tell(ctx.bias)
         return dx, None, None
 
 
-def _column_sums(x: torch.Tensor) -> torch.Tensor:
+def _add_column_sums(x: torch.Tensor, result: torch.Tensor) -> None:
     if not has_kernels(x):
-        return x.sum(0)
+        result.add_(x.sum(0))
+        return
     from penstock.models.modules import triton_kernels
 
-    return triton_kernels.column_sums(x.contiguous())
+    parts, version = getattr(x, _SUMS, (None, 0))
+    if version != x._version:  # somebody has added to it since
+        parts = None
+    triton_kernels.add_column_sums(triton_kernels.column_parts(x.contiguous()) if parts is None else parts, result)
+
+
+class _Gelu(torch.autograd.Function):
+    """GELU; the gradient that it hands on brings the sums of its columns along, which a bias before it wants."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, approximate: str) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.approximate = approximate
+        return F.gelu(x, approximate=approximate)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        from penstock.models.modules import triton_kernels
+
+        dx, parts = triton_kernels.gelu_gradient(grads[0].contiguous(), ctx.saved_tensors[0].contiguous(), ctx.approximate == "tanh")
+        setattr(dx, _SUMS, (parts, dx._version))
+        return dx, None
+
+
+def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """GELU of each value, by the error function or ("tanh") approximately."""
+    return _Gelu.apply(x, approximate) if has_kernels(x) and torch.is_grad_enabled() else F.gelu(x, approximate=approximate)
 
 
 def _tell(parameter: nn.Parameter) -> None:
@@ -107,8 +139,13 @@ def _tell(parameter: nn.Parameter) -> None:
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x · weightᵀ + bias; for a trained weight that no other op uses."""
-    in_place = torch.is_grad_enabled() and not _is_watched() and _is_kept(weight) and (bias is None or _is_kept(bias))
+    in_place = _pays(x, weight) and torch.is_grad_enabled() and not _is_watched() and _is_kept(weight) and (bias is None or _is_kept(bias))
     return _Linear.apply(x, weight, bias) if in_place else F.linear(x, weight, bias)
+
+
+def _pays(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a product is large enough: where a GPU waits for its host, a function of ours would take the host longer than torch's."""
+    return not x.is_cuda or x.numel() * weight.shape[0] >= _LARGE_PRODUCT
 
 
 def _is_kept(parameter: torch.Tensor) -> bool:

@@ -139,10 +139,10 @@ class Linear(OpModule):
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
+    return fused.gelu(x, "tanh")
 
 
-FUNCTIONS = {"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "silu": F.silu, "relu": F.relu}
+FUNCTIONS = {"gelu": fused.gelu, "gelu_tanh": _gelu_tanh, "silu": F.silu, "relu": F.relu}
 
 
 def _function_gradient(name: str, grad: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:

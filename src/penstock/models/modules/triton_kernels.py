@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["adamw", "column_sums", "cross_entropy", "cross_entropy_gradient", "norm", "norm_gradient"]
+__all__ = ["adamw", "add_column_sums", "column_parts", "cross_entropy", "cross_entropy_gradient", "gelu_gradient", "norm", "norm_gradient"]
 
 _LOSS_BLOCK = 4096
 _COLUMNS, _ROWS = 128, 32
@@ -112,6 +112,40 @@ def _column_sums(x, parts, rows, width, share, ROWS: tl.constexpr, COLUMNS: tl.c
     tl.store(parts + part * width + at, tl.sum(total, 0), mask=at < width)
 
 
+@triton.jit(do_not_specialize=["count"])
+def _add_columns(parts, result, count, width, COLUMNS: tl.constexpr):
+    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = at < width
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for part in range(count):
+        total += tl.load(parts + part * width + at, mask=inside, other=0.0)
+    tl.store(result + at, tl.load(result + at, mask=inside, other=0.0).to(tl.float32) + total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "share"])
+def _gelu_gradient(grad, x, dx, parts, rows, width, share, TANH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    part = tl.program_id(1)
+    last = tl.minimum((part + 1) * share, rows)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(part * share, last, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < last)[:, None] & (at < width)[None, :]
+        place = row[:, None].to(tl.int64) * width + at[None, :]
+        value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        own = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        if TANH:
+            square = value * value
+            bent = 1.0 - 2.0 / (tl.exp(1.5957691216057308 * value * (1.0 + 0.044715 * square)) + 1.0)  # tanh
+            slope = 0.5 * (1.0 + bent) + 0.5 * value * (1.0 - bent * bent) * 0.7978845608028654 * (1.0 + 0.134145 * square)
+        else:
+            slope = 0.5 * (1.0 + tl.erf(value * 0.7071067811865476)) + value * 0.3989422804014327 * tl.exp(-0.5 * value * value)
+        result = (own * slope).to(dx.dtype.element_ty)
+        tl.store(dx + place, result, mask=inside)
+        total += result.to(tl.float32)
+    tl.store(parts + part * width + at, tl.sum(total, 0), mask=at < width)
+
+
 @triton.jit(do_not_specialize=["count", "shift"])
 def _adamw(
     weight, grad, master, average, square, factor, count, shift, lr, first, second, eps, decay, first_sum, second_sum, BLOCK: tl.constexpr
@@ -159,11 +193,11 @@ def norm_gradient(
     rows, width = x.shape
     programs = min(rows, _programs(x.device))
     dx = torch.empty_like(x)
-    parts = [torch.empty((programs, width), dtype=torch.float32, device=x.device) for _ in range(1 if mean is None else 2)]
+    parts = torch.empty((1 if mean is None else 2, programs, width), dtype=torch.float32, device=x.device)
     _norm_gradient[(programs,)](
         grad, x, weight, mean, rstd, added, dx, parts[0], parts[-1], rows, width, RMS=mean is None, ADDED=added is not None, **_block(width)
     )
-    for_weight, *for_bias = (part.sum(0).to(weight.dtype) for part in parts)
+    for_weight, *for_bias = parts.sum(1).to(weight.dtype)
     return dx, for_weight, for_bias[0] if for_bias else None
 
 
@@ -183,14 +217,36 @@ def cross_entropy_gradient(logits: torch.Tensor, labels: torch.Tensor, log_sums:
     return result
 
 
-def column_sums(x: torch.Tensor) -> torch.Tensor:
-    """The sum of each column, in fp32."""
-    rows, width = x.shape
+def _column_grid(rows: int, width: int, device: torch.device) -> tuple[int, int, int]:
+    """Programs over columns, programs over rows, and the rows of each."""
     columns = triton.cdiv(width, _COLUMNS)
-    splits = max(1, min(triton.cdiv(rows, 4 * _ROWS), 2 * _programs(x.device) // columns))
+    splits = max(1, min(triton.cdiv(rows, 4 * _ROWS), 2 * _programs(device) // columns))
+    return columns, splits, triton.cdiv(rows, splits)
+
+
+def column_parts(x: torch.Tensor) -> torch.Tensor:
+    """(parts, width) fp32 sums of some rows each; added up, the sum of each column."""
+    rows, width = x.shape
+    columns, splits, share = _column_grid(rows, width, x.device)
     parts = torch.empty((splits, width), dtype=torch.float32, device=x.device)
-    _column_sums[(columns, splits)](x, parts, rows, width, triton.cdiv(rows, splits), ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4)
-    return parts.sum(0)
+    _column_sums[(columns, splits)](x, parts, rows, width, share, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4)
+    return parts
+
+
+def add_column_sums(parts: torch.Tensor, result: torch.Tensor) -> None:
+    """Adds to `result` the sums of which `column_parts` made parts."""
+    count, width = parts.shape
+    _add_columns[(triton.cdiv(width, _COLUMNS),)](parts, result, count, width, COLUMNS=_COLUMNS, num_warps=1)
+
+
+def gelu_gradient(grad: torch.Tensor, x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """grad × gelu'(x), and the parts of its columns' sums."""
+    rows, width = x.shape
+    columns, splits, share = _column_grid(rows, width, x.device)
+    dx = torch.empty_like(x)
+    parts = torch.empty((splits, width), dtype=torch.float32, device=x.device)
+    _gelu_gradient[(columns, splits)](grad, x, dx, parts, rows, width, share, TANH=tanh, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4)
+    return dx, parts
 
 
 def adamw(
