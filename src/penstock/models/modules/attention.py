@@ -204,7 +204,7 @@ class Attention(OpModule):
         c = self.config
         if c["cross_source"] or not has_triton() or self.width not in RAGGED_WIDTHS:
             return False
-        return own.layout == "packed" or not c["causal"] or (part.numel() >= 4 * LARGE and not own.full)
+        return own.layout == "packed" or not c["causal"] or (part.numel() >= 2 * LARGE and not own.full)
 
     def _ragged(self, parts: list[torch.Tensor], own: Sequences) -> torch.Tensor:
         from penstock.models.modules.ragged_attention import ragged_attention

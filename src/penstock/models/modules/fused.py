@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 __all__ = ["LARGE", "gelu", "has_kernels", "has_triton", "linear", "norm"]
 
-LARGE = 2**22
+LARGE = 2**23
 """Elements from which on a kernel takes longer than its launch."""
 _LARGE_PRODUCT = 2**34
 """Multiplications from which on a product takes a GPU longer than its launch takes the host."""

@@ -241,7 +241,7 @@ def _key_gradient(
 
 
 FORWARD = {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 3}
-FOR_QUERY = {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2}
+FOR_QUERY = {"QUERIES": 64, "KEYS": 32, "num_warps": 4, "num_stages": 3}
 FOR_KEY = {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2}
 """Tiles and warps of the three kernels."""
 
