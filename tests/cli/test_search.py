@@ -137,3 +137,16 @@ def test_lengths_go_with_no_option_for_one_length(lengths: Path, more: list[str]
     asked = ["search", "--model", "gpt-small", "--cluster", "2xa100-40gb", "--global-batch", "64", "--lengths", str(lengths)]
     assert run([*asked, *more]) == 2
     assert f"{more[0]} does not go with --lengths" in capsys.readouterr().err
+
+
+def test_plans_for_the_lengths_of_prepared_data(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    asked = ["search", "--model", "gpt-tiny", "--cluster", "2xcpu", "--global-batch", "16", "--data", data, "--top", "1"]
+    assert run([*asked, "--out", str(path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "lengths up to 128, global batch 16" in shown and f"penstock train {path} --data" in shown
+    assert read_plan(path).micro_batching.policy == "dynamic"
+    assert run([*asked, "--seq-length", "40", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["tokens_per_micro_batch"] <= 16 * 40
+    assert run([*asked, "--lengths", "lengths.csv"]) == 2
+    assert "Give one of them" in capsys.readouterr().err

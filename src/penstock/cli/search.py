@@ -64,6 +64,9 @@ def search(
     lengths: Annotated[
         Path | None, typer.Option(help="CSV of sample lengths: plan for micro-batches that are cut batch by batch, see `penstock batch`.")
     ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder that `penstock prepare-data` wrote: plan, in the same way, for the lengths of its samples.")
+    ] = None,
     micro_batches: Annotated[str, typer.Option(help="Micro-batch sizes to try, such as 1,2,4; powers of two if not given.")] = "",
     schedules: Annotated[str, typer.Option(help=f"Schedules to choose from, besides {DEFAULT_SCHEDULE}.")] = _SCHEDULES,
     memory_limit: Annotated[
@@ -108,9 +111,9 @@ def search(
     if costs.partition(":")[0] in TABLES:
         search_tables(
             TableSearch(costs, model, cluster, global_batch, parse_sizes(micro_batches), memory_limit), path, steps, json,
-            {"objective": objective != "time", "seq_length": seq_length, "lengths": lengths, "schedules": schedules != _SCHEDULES,
-             "tokens": tokens, "time_budget": time_budget, "max_hops": max_hops != _MAX_HOPS, "top": top != _TOP, "baselines": baselines,
-             "proof": proof, "export": export},
+            {"objective": objective != "time", "seq_length": seq_length, "lengths": lengths, "data": data,
+             "schedules": schedules != _SCHEDULES, "tokens": tokens, "time_budget": time_budget, "max_hops": max_hops != _MAX_HOPS,
+             "top": top != _TOP, "baselines": baselines, "proof": proof, "export": export},
         )  # fmt: skip
         return
     if not cluster or global_batch is None:
@@ -120,11 +123,14 @@ def search(
     request = Request.of(
         model, cluster, global_batch, costs, seq_length, parse_sizes(micro_batches), _limit_bytes(memory_limit), names
     )  # fmt: skip
-    if lengths is not None:
-        from penstock.cli.search_lengths import search_lengths
+    if lengths is not None or data is not None:
+        from penstock.cli.search_lengths import lengths_of, search_lengths
 
-        _check_lengths(seq_length=seq_length, micro_batches=micro_batches, objective=not goal.is_time, baselines=baselines, proof=proof)
-        plans = search_lengths(request, lengths, top, time_budget, steps, tokens, json, path)
+        _check_lengths(
+            seq_length=lengths and seq_length, micro_batches=micro_batches, objective=not goal.is_time, baselines=baselines, proof=proof
+        )
+        samples = lengths_of(request, lengths, data)
+        plans = search_lengths(request, lengths or data, samples, top, time_budget, steps, tokens, json, path)  # type: ignore[arg-type]
         if target:
             _export(plans[0], target, path)
         return
@@ -173,7 +179,8 @@ def _check_lengths(**given: object) -> None:
     for name, value in given.items():
         if value:
             raise InputError(
-                f"--{name.replace('_', '-')} does not go with --lengths, whose batches are planned one by one, for time. Drop one of them."
+                f"--{name.replace('_', '-')} does not go with --lengths or --data, whose batches are planned one by one, for time. "
+                "Drop one of them."
             )
 
 

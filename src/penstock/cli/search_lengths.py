@@ -1,4 +1,4 @@
-"""`penstock search --lengths`: plans whose micro-batches are cut batch by batch, for samples of many lengths."""
+"""`penstock search --lengths` and `--data`: plans whose micro-batches are cut batch by batch, for samples of many lengths."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from penstock.cli.console import format_bytes, format_count, format_time, format_usd, out, print_json, progress, table
 
 if TYPE_CHECKING:
+    from penstock.batching.plan import SampleLengths
     from penstock.plans.plan import Plan
     from penstock.search import LengthsChoice, Request
 
-__all__ = ["search_lengths"]
+__all__ = ["lengths_of", "search_lengths"]
 
 _COLUMNS = (
     "pp", "tp", "dp", "replicas", "zero", "micro-batches", "tokens in one", "padding", "time", "tokens/s", "to its bound", "peak memory",
@@ -21,16 +24,39 @@ _COLUMNS = (
 )  # fmt: skip
 
 
+_MOST = 200_000
+"""Samples of a data set that are looked at, spread over all of it: some batches are drawn from them."""
+
+
+def lengths_of(request: Request, lengths: Path | None, data: Path | None) -> list[SampleLengths]:
+    """The samples to plan for: of a CSV file, or of prepared data as the request's model takes them, cut to its longest length."""
+    from penstock.batching.lengths import read_lengths
+    from penstock.batching.plan import SampleLengths
+    from penstock.data.dataset import open_data
+    from penstock.data.filled import filled_positions
+    from penstock.data.forms import form_of
+    from penstock.errors import InputError
+
+    if (lengths is None) == (data is None):
+        raise InputError("--lengths and --data both say which samples to plan for. Give one of them.")
+    if lengths is not None:
+        return read_lengths(lengths)
+    assert data is not None
+    found = open_data(data)
+    found.check()
+    filled = filled_positions(form_of(request.model, found), found, request.frame.seq_length, request.frame.dec_length)
+    taken = np.union1d(np.linspace(0, len(filled.own) - 1, min(_MOST, len(filled.own))).astype(int), filled.own.argmax())
+    return [SampleLengths(int(at), max(1, int(filled.own[at])), int(filled.dec[at])) for at in taken]
+
+
 def search_lengths(
-    request: Request, path: Path, top: int, time_budget: float | None, steps: int | None, tokens: float | None, json: bool,
-    target: Path | None,
+    request: Request, path: Path, samples: list[SampleLengths], top: int, time_budget: float | None, steps: int | None,
+    tokens: float | None, json: bool, target: Path | None,
 ) -> list[Plan]:  # fmt: skip
     """Searches, shows and writes; the plans, best first."""
-    from penstock.batching.lengths import read_lengths
     from penstock.cli.search import write_plans
     from penstock.search import search_for_lengths
 
-    samples = read_lengths(path)
     with progress("searching", quiet=json) as bar:
         choices = search_for_lengths(
             request, samples, top=top, time_budget_s=time_budget or math.inf,
@@ -84,5 +110,7 @@ def _facts(best: LengthsChoice, count: int, lengths: Path, paths: Sequence[Path]
         usd = "" if price is None else f" and {format_usd(price * count)}"
         facts.append(f"{count:,} iterations take {best.time_s * count / 3600:,.2f} hours{usd}")
     if paths:
-        facts.append(f"wrote {', '.join(map(str, paths))}; `penstock batch --lengths {lengths} --plan {paths[0]}` shows micro-batches.")
+        follows = f"penstock train {paths[0]} --data {lengths} …` trains it" if lengths.is_dir() else (
+            f"penstock batch --lengths {lengths} --plan {paths[0]}` shows micro-batches")  # fmt: skip
+        facts.append(f"wrote {', '.join(map(str, paths))}; `{follows}.")
     return facts

@@ -111,6 +111,8 @@ def train(
     unit = "tokens" if given.seq_length else "images"
     under_torchrun = "WORLD_SIZE" in os.environ and "RANK" in os.environ
     first = not under_torchrun or os.environ["RANK"] == "0"
+    for note in trainer.notes() if first else ():
+        err().print(f"note: {note}", markup=False, soft_wrap=True)
     with progress("rehearsing" if device == "timed" else "training", steps - trainer.first_step, quiet=json or not first) as bar:
 
         def told(step: StepTold) -> None:

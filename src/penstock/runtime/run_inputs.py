@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from penstock.data.dataset import DataSet, open_data
-from penstock.data.forms import SampleForm, form_of
+from penstock.data.dataset import open_data
+from penstock.data.filled import side_limits
+from penstock.data.forms import form_of
 from penstock.data.planners import BatchSource
 from penstock.data.planning import ProgramPlanner
-from penstock.plans.plan import Plan
 from penstock.plans.references import model_of
 from penstock.runtime.request import TrainRequest
 
@@ -21,7 +21,8 @@ def run_inputs(request: TrainRequest) -> tuple[BatchSource, ProgramPlanner]:
 def batch_source(request: TrainRequest, split: str = "train") -> BatchSource:
     """The batches of a split: those of all steps, shuffled, or the first few of a held-out one in their order."""
     data = open_data(request.data, split)
-    limits = _limits(request.plan, data, form_of(model_of(request.plan), data, prompt_loss=request.prompt_loss))
+    form = form_of(model_of(request.plan), data, prompt_loss=request.prompt_loss)
+    limits = side_limits(form, data, request.plan.seq_length, request.plan.dec_length)
     training = split == "train"
     return BatchSource(
         request.data, split, samples_per_batch=request.plan.global_batch, limits=limits, seed=request.settings.seed, shuffle=training,
@@ -38,18 +39,3 @@ def program_planner(request: TrainRequest) -> ProgramPlanner:
         costs = costs_for(plan, plan.seq_length, plan.dec_length)
     form = form_of(model, open_data(request.data), prompt_loss=request.prompt_loss)
     return ProgramPlanner(plan, model, costs, form, request.planning.search_steps, seed=request.settings.seed)
-
-
-def _limits(plan: Plan, data: DataSet, form: SampleForm) -> tuple[int | None, ...]:
-    """Longest input and target, so that a sample fills no more positions than the plan was made for."""
-    longest = plan.seq_length
-    if form.kind == "images":
-        return ()
-    if form.kind == "encoder-decoder":
-        return longest, plan.dec_length
-    if form.kind == "masked":
-        return (longest,)
-    if not form.paired:
-        return (longest + 1,)
-    target = min(int(data.lengths[1].max()), max(1, longest // 2))
-    return longest + 1 - target, target

@@ -21,6 +21,7 @@ from penstock.runtime.checkpoints.first_weights import check_weights
 from penstock.runtime.checkpoints.folder import find_checkpoint
 from penstock.runtime.checkpoints.going_on import check_goes_on, run_facts
 from penstock.runtime.checkpoints.reader import Checkpoint
+from penstock.runtime.data_notes import data_notes
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.main_guard import require_guarded_main
 from penstock.runtime.planner_processes import planners_here, planners_of_nodes
@@ -51,6 +52,10 @@ class Trainer:
         self.model = model_of(request.plan)
         self.first_step = _first_step(self.request)
         """How many steps a checkpoint has behind it."""
+
+    def notes(self) -> list[str]:
+        """What is worth knowing before the first step: data that the plan was not made for."""
+        return data_notes(self.request)
 
     def join(self, progress: Callable[[StepTold], None] | None = None) -> TrainResult:
         """Trains as one of the processes that torchrun started."""
