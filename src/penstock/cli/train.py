@@ -87,6 +87,9 @@ def train(
     ] = 60.0,
     torch_profile: Annotated[str, typer.Option(metavar="STEPS", help="Write torch.profiler traces of these steps, such as 3,4.")] = "",
     seed: Annotated[int, typer.Option(callback=within(0, SEED), help="Of weights, dropout and the order of samples.")] = 0,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="On a GPU: the same losses to the bit in every run, at some cost in speed.")
+    ] = False,
     json: JsonFlag = False,
 ) -> None:
     """Train a plan's model on prepared data, on this machine's devices, or as one of the processes that torchrun started.
@@ -103,7 +106,7 @@ def train(
     from penstock.runtime.trainer import Trainer
 
     trainer = Trainer(TrainRequest(
-        given, data, steps, str(path), _settings(given, steps, lr, warmup, clip, seed, on_nan), device, eval_every,
+        given, data, steps, str(path), _settings(given, steps, lr, warmup, clip, seed, on_nan, deterministic), device, eval_every,
         checkpoint_every=checkpoint_every, keep=keep, resume=resume, weights=weights, profile_steps=_steps(torch_profile),
         share_gpus=share_gpus, reserve_memory=reserve_memory,
         planning=PlanningSettings(planners, store, store_timeout, search_steps=budget_steps), slower=_slower(slow or []),
@@ -160,7 +163,7 @@ def _interrupted(result: TrainResult, steps: int, path: Path) -> Interrupted:
 
 _LEARNING = (
     "share_gpus", "reserve_memory", "lr", "warmup", "clip", "on_nan", "eval_every", "checkpoint_every", "keep", "resume",
-    "weights", "torch_profile",
+    "weights", "torch_profile", "deterministic",
 )  # fmt: skip
 """Options that ask for what only devices that compute can give."""
 
@@ -200,11 +203,13 @@ def _check(reserve_memory: float) -> None:
         raise InputError(f"--reserve-memory is {reserve_memory}; a share of the memory from 0 to below 1, such as 0.9, was expected.")
 
 
-def _settings(plan: Plan, steps: int, lr: float, warmup: int, clip: float, seed: int, on_nan: str) -> TrainingSettings:
+def _settings(
+    plan: Plan, steps: int, lr: float, warmup: int, clip: float, seed: int, on_nan: str, deterministic: bool
+) -> TrainingSettings:
     from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 
     rate = LearningRate(lr, warmup, steps, "cosine" if warmup else "constant", 0.1)
-    return TrainingSettings(rate, OptimizerSettings(plan.optimizer), clip or None, seed, on_nan)  # type: ignore[arg-type]
+    return TrainingSettings(rate, OptimizerSettings(plan.optimizer), clip or None, seed, on_nan, deterministic)  # type: ignore[arg-type]
 
 
 def _rows(result: TrainResult, predicted: PredictedSteps) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ from penstock.runtime.checkpoints.going_on import RUN, run_facts
 from penstock.runtime.checkpoints.intervals import SaveInterval
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import BEST_LOSS, CheckpointWriter
+from penstock.runtime.determinism import always_the_same
 from penstock.runtime.divergence import MAX_DROPPED, DivergedError, describe_divergence, is_diverged
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import load_rank, load_weights, rank_pieces, rank_state
@@ -62,6 +63,8 @@ class Run:
 
     def __init__(self, worker: Worker, request: TrainRequest, handover: Handover, token: str) -> None:
         self.worker, self.request = worker, request
+        if request.settings.deterministic:
+            always_the_same()
         self.model = model_of(request.plan)
         self.first_step = Checkpoint(request.resume).step if request.resume else 0
         out, own = Path(request.out), request.plan.ranks[worker.rank]

@@ -71,6 +71,9 @@ class TrainingSettings:
     on_nan: Literal["stop", "skip"] = "stop"
     """What to do about a loss or gradients that are not finite: end the run, or drop the update and go on."""
 
+    deterministic: bool = False
+    """On a GPU: two runs give the same bits, at the price of slower kernels where the fast ones add in any order."""
+
     def __post_init__(self) -> None:
         if self.on_nan not in ("stop", "skip"):
             raise InputError(f"--on-nan is '{self.on_nan}'; stop or skip was expected.")

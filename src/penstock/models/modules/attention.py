@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.errors import InputError
 from penstock.models.modules.base import Carry, OpModule
@@ -288,6 +289,11 @@ class Attention(OpModule):
         causal = self.config["causal"] and not masks
         if self.config["fused"]:
             mask = masks[0] if masks else None
+            if mask is not None and query.is_cuda and torch.are_deterministic_algorithms_enabled():
+                with sdpa_kernel(SDPBackend.MATH):  # the fast kernel for masks adds in any order on the way back
+                    return F.scaled_dot_product_attention(
+                        query, key, value, attn_mask=mask, scale=self.scale, enable_gqa=self.heads != self.kv_heads
+                    )
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=causal, scale=self.scale, enable_gqa=self.heads != self.kv_heads
             )

@@ -82,7 +82,8 @@ def _gradient(logits: torch.Tensor, kept: torch.Tensor, index: torch.Tensor, min
         chance = torch.softmax(logits[rows], -1, dtype=torch.float32)
         torch.mul(chance, factor[rows], out=grad[rows])
         del chance
-    grad.scatter_add_(1, index, -(scale * mine)[:, None].to(grad.dtype))
+    # Not scatter_add_: on a GPU it adds in any order, which torch refuses where bits are to be the same.
+    grad[torch.arange(len(grad), device=grad.device), index[:, 0]] -= (scale * mine).to(grad.dtype)
     return grad
 
 
