@@ -67,11 +67,11 @@ def _forward_blocks(
         keys = start + tl.arange(0, KEYS)
         scores = tl.dot(query, tl.trans(_rows(key, keys, key_stride, tokens, WIDTH)))
         if MASKED:
-            # A row that sees nothing yet gathers nonsense, which the first key that it sees multiplies by zero.
-            scores = tl.where(_visible(at[:, None], keys[None, :], starts[:, None], ends[:, None], CAUSAL, WINDOW), scores, -1e30)
+            scores = tl.where(_visible(at[:, None], keys[None, :], starts[:, None], ends[:, None], CAUSAL, WINDOW), scores, -float("inf"))
         above = tl.maximum(highest, tl.max(scores, 1) * scale)
-        chances = tl.exp2(scores * scale - above[:, None])
-        fade = tl.exp2(highest - above)
+        base = tl.where(above == -float("inf"), 0.0, above) if MASKED else above  # a row may have seen nothing yet
+        chances = tl.exp2(scores * scale - base[:, None])
+        fade = tl.exp2(highest - base)
         total = total * fade + tl.sum(chances, 1)
         values = _rows(value, keys, value_stride, tokens, WIDTH)
         acc = tl.dot(chances.to(values.dtype), values, acc * fade[:, None])
@@ -95,7 +95,7 @@ def _forward(
     value += value_at + head // group * WIDTH
     low, clear, shared, high = _key_range(first, last, starts, ends, tokens, CAUSAL, WINDOW, KEYS)
     total = tl.zeros((QUERIES,), tl.float32)
-    highest = tl.full((QUERIES,), -1e30, tl.float32)
+    highest = tl.full((QUERIES,), -float("inf"), tl.float32)
     acc = tl.zeros((QUERIES, WIDTH), tl.float32)
     total, highest, acc = _forward_blocks(
         total, highest, acc, own, key, value, low, clear, at, begins, finishes, tokens, key_stride, value_stride, scale,
