@@ -25,7 +25,7 @@ from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingS
 from penstock.runtime.workers import WorkerError, WorkerPool
 from penstock.stores import Job
 from penstock.stores.addresses import connect
-from penstock.stores.tcp import serve_tcp
+from penstock.stores.tcp_server import TcpServer
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -101,9 +101,9 @@ def request_of(data: str, dynamic: bool, **degrees: int) -> TrainRequest:
     return TrainRequest(plan, data, 6, "", replace(ADAMW, seed=1))
 
 
-def await_entry(address: str, name: str) -> None:
+def await_entry(address: str, job: Job, name: str) -> None:
     """Returns once an entry is in store, and stays there: nobody fetches yet. The test's time-out ends a wait in vain."""
-    with closing(connect(address)) as values:
+    with closing(connect(address, job.key)) as values:
         while not values.names(name):
             time.sleep(0.02)
 
@@ -113,12 +113,12 @@ def test_loader_and_planners_adopt_it_too(data: str, tmp_path: Path, dynamic: bo
     """Programs that planners made ahead for the plan before are run by nobody; the others are those that a restart plans."""
     requests = [request_of(data, dynamic, **degrees) for degrees in ({"pp": 2}, {"tp": 2})]
     source, planners = batch_source(requests[0]), [program_planner(request) for request in requests]
-    server = serve_tcp("127.0.0.1")
-    address, job = f"tcp://127.0.0.1:{server.port}", Job.new(2)
-    settings = requests[0].settings
-    with WorkerPool(2, timeout_s=90) as pool, PlannerPool(source, planners[0], address, job) as planning:
+    job = Job.new(2)
+    server = TcpServer(job.key)
+    address, settings = f"tcp://127.0.0.1:{server.port}", requests[0].settings
+    with server, WorkerPool(2, timeout_s=90) as pool, PlannerPool(source, planners[0], address, job) as planning:
         steps = [(0, planners[0]), (BREAK, planners[1])]
-        await_entry(address, f"penstock/{job.id}/entry/{BREAK}/")  # planned for the plan before, to be discarded
+        await_entry(address, job, f"penstock/{job.id}/entry/{BREAK}/")  # planned for the plan before, to be discarded
         found = pool.run(
             train_loaded, source, steps, settings, tmp_path / "moving", (address, job),
             listen=lambda rank, step: planning.adopt(step, planners[1]),
