@@ -46,6 +46,11 @@ _GROUND = (
     _bug("a name given twice is taken", "files.py", "if len(found) < len(pairs):", "if len(found) > len(pairs):",
          "the first of two values is lost silently", "test_files.py"),
 )
+_WRITING = (
+    _bug("the first of two files stays", "files.py", "        group.vanish()\n        raise", "        raise",
+         "a full disk leaves half of what was asked for", "test_files.py", "cli/test_simulate.py"),
+    _bug("files appear one by one", "files.py", "    outer = _GROUP.get()\n", "    outer = None\n", "a group is not one", "test_files.py"),
+)  # fmt: skip
 _CLUSTERS = (
     _bug("two networks, the faster counts", "clusters/cluster.py",
          "return min(node.inter.bandwidth_bytes_per_s / max(node.num_rails, num_flows)",
@@ -166,6 +171,13 @@ _STORES = (
          "stores/test_sealing.py", "stores/test_server.py"),
 )  # fmt: skip
 _DATA = (
+    _bug("the last, smaller micro-batch is lost", "data/planning.py", "cuts = [*range(first, last, size), last]",
+         "cuts = [*range(first, last + 1, size)]",
+         "a global batch that does not divide", "data/test_loader.py"),
+    _bug("the last epoch's rest is lost", "data/batches.py", "return step * self.samples_per_batch, (step + 1) * self.samples_per_batch",
+         "step += step * self.samples_per_batch // self.mixture.epoch_size\n"
+         "            return step * self.samples_per_batch, (step + 1) * self.samples_per_batch",
+         "batches that do not divide an epoch go on into the next", "data/test_batches.py"),
     _bug("every epoch in the same order", "data/mixture.py", "places = shuffled(places, self.epoch_size, self.seed, epoch)",
          "places = shuffled(places, self.epoch_size, self.seed)", "the epoch is not in the seed", "data/test_mixture.py",
          "data/test_batches.py"),
@@ -177,6 +189,16 @@ _DATA = (
          "a run goes on with other data", "data/test_batches.py"),
     _bug("limits are ignored", "data/batches.py", "np.minimum(lengths[samples], limit) for", "lengths[samples] for",
          "samples are longer than the plan's", "data/test_batches.py"),
+)  # fmt: skip
+_SERVING = (
+    _bug("a stranger is served", "stores/tcp_server.py", "if not is_proof(said[NONCE_BYTES:], self._key, \"client\", mine, its):",
+         "if len(said) < NONCE_BYTES:", "the proof is not looked at", "stores/test_tcp.py"),
+    _bug("the same challenge for all", "stores/tcp_server.py", "mine = fresh_nonce()", "mine = bytes(NONCE_BYTES)",
+         "what was overheard opens the next connection", "stores/test_tcp.py"),
+    _bug("any server is believed", "stores/tcp.py", "if not is_proof(answer, self._key, \"server\", its, mine):", "if not answer:",
+         "programs go to whoever took the port", "stores/test_tcp.py"),
+    _bug("a server's proof is a client's", "stores/proof.py", 'f"penstock {role} ".encode() + server', 'b"penstock " + server',
+         "a server can be made to answer for a stranger", "stores/test_tcp.py"),
 )  # fmt: skip
 _INTEROP = (
     _bug("DeepSpeed's parts without the first", "interop/deepspeed.py", '"parts": [0, *accumulate(len(part) for part in grid.parts)]',
@@ -236,9 +258,70 @@ _RUNTIME = (
     _bug("ZeRO-1 owners keep their updates", "runtime/parallel/gradients.py", "if bucket.owner is None or len(bucket.ranks) == 1:",
          "if bucket.owner is None or len(bucket.ranks) >= 1:", "ranks drift apart", "runtime/parallel/test_gradients.py"),
 )  # fmt: skip
+_TRAINING = (
+    _bug("labels weigh a little less", "runtime/source.py", "width, np.float32).div_(loss_tokens)",
+         "width, np.float32).div_(loss_tokens + 1)",
+         "off by one: the loss of a batch is no mean", "runtime/test_source.py"),
+    _bug("images weigh as those of their micro-batch", "runtime/source.py", "1.0 / loss_tokens)\n        return",
+         "1.0 / len(samples))\n        return", "a mean of means, times their number", "runtime/test_source.py"),
+    _bug("labels weigh as those of their micro-batch", "runtime/source.py", "if alone else (program.loss_tokens, program.num_samples)",
+         "if alone or True else (program.loss_tokens, program.num_samples)", "micro-batches of unequal size", "runtime/test_source.py"),
+    _bug("evaluation drops out", "runtime/source.py", "program.iteration, seed, program.training", "program.iteration, seed, True",
+         "the mode of training stays on", "runtime/test_rank.py"),
+    _bug("the same is dropped out in every step", "runtime/source.py", "batch.training = program.iteration, seed,",
+         "batch.training = 0, seed,", "a network within the network is trained", "runtime/test_source.py"),
+    _bug("evaluation keeps graphs", "runtime/parallel/stage.py", "with torch.set_grad_enabled(training),",
+         "with torch.set_grad_enabled(True),", "no_grad is missing: memory as in training", "runtime/parallel/test_stage.py"),
+    _bug("the norm is that of the largest share", "runtime/update.py", "norm = total[:-2].sum().sqrt() / self._scale_value()",
+         "norm = gathered[:, :-2].amax(0).sum().sqrt() / self._scale_value()", "a maximum over ranks where a sum belongs",
+         "runtime/parallel/test_gradients.py", pick="clipping"),
+    _bug("the norm is that of the scaled loss", "runtime/update.py", "norm = total[:-2].sum().sqrt() / self._scale_value()",
+         "norm = total[:-2].sum().sqrt()", "clipped to a 65536th", "runtime/test_update.py"),
+    _bug("the loss scale is taken out twice", "runtime/update.py", "factor = torch.full((), 1.0 / self._scale_value(),",
+         "factor = torch.full((), 1.0 / self._scale_value() ** 2,", "updates too small to see under AdamW", "runtime/test_update.py"),
+    _bug("small gradients are scaled up", "runtime/update.py", ".clamp(max=1.0).float()", ".float()", "clipping has no upper end",
+         "runtime/test_update.py"),
+    _bug("a dropped step keeps its gradients", "runtime/update.py",
+         "            self._zero()\n            return StepResult(total[-1], norm, rate, total[-2], gathered, skipped=True)",
+         "            return StepResult(total[-1], norm, rate, total[-2], gathered, skipped=True)", "the next step has them too",
+         "runtime/test_divergence.py", pick="skipped"),
+    _bug("the learning rate starts anew", "runtime/update.py", "        rate = self.settings.rate.at(iteration)",
+         "        self._since = getattr(self, '_since', -1) + 1\n        rate = self.settings.rate.at(self._since)",
+         "warm-up again after every resume", "runtime/test_rank_state.py", pick="same_curve"),
+    _bug("the learning rate is a step late", "runtime/update.py", "        rate = self.settings.rate.at(iteration)",
+         "        rate = self.settings.rate.at(max(0, iteration - 1))", "off by one", "runtime/test_update.py"),
+    _bug("a resumed optimizer is a step ahead", "runtime/optimizer.py",
+         "{name: value.to(parameter.device).clone() for", "{name: value.to(parameter.device) + (value.dim() == 0) for",
+         "Adam's correction of the beginning is off", "runtime/test_update.py", "runtime/test_rank_state.py"),
+    _bug("a resumed half-precision optimizer is a step ahead", "runtime/optimizer.py", "                    kept[name] = value.clone()\n",
+         "                    kept[name] = value + 1\n", "Adam's correction of the beginning is off", "runtime/test_update.py"),
+    _bug("every rank has weights of its own", "runtime/rank.py", "self.transport, seed=self.settings.seed\n",
+         "self.transport, seed=self.settings.seed + self.world.rank\n", "replicas and tensor-parallel parts start apart",
+         "runtime/parallel/test_gradients.py"),
+    _bug("the norm counts what others own", "runtime/parallel/gradients.py",
+         "first = bucket.ranks[0] if bucket.owner is None else bucket.owner", "first = bucket.ranks[0]",
+         "ZeRO-1: only owners have the sums", "runtime/parallel/test_gradients.py"),
+    _bug("the norm counts shared weights twice", "runtime/parallel/gradients.py", "not whole_elsewhere and not copy_of_tied:",
+         "not whole_elsewhere:", "both stages have the whole sum", "runtime/parallel/test_gradients.py"),
+    _bug("the norm counts undivided weights twice", "runtime/parallel/gradients.py",
+         "whole_elsewhere = not held.divided and held.module.tp.rank > 0", "whole_elsewhere = False", "every tp rank has them",
+         "runtime/parallel/test_gradients.py"),
+    _bug("statistics are summed", "runtime/parallel/gradients.py", "(flat / count).split(", "flat.split(",
+         "running statistics grow with dp", "runtime/test_transparency.py", pick="statistics"),
+    _bug("the last share of a shared weight wins", "runtime/parallel/tied.py", "_rows(gradient, source).add_(got[source])",
+         "_rows(gradient, source).copy_(got[source])", "the stage's own share is lost", "runtime/test_transparency.py", pick="covering"),
+    _bug("parts of a shared weight are not looked for", "runtime/parallel/tied.py",
+         "return tensor if which.rows is None else tensor[which.rows[0] : which.rows[1]]",
+         "return tensor if which.rows is None else tensor[: which.rows[1] - which.rows[0]]", "right where tp is the same on both ends",
+         "runtime/test_transparency.py", pick="covering"),
+    _bug("ranks meet on all interfaces", "runtime/transport/rendezvous.py",
+         "is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=limit)",
+         "is_master=True, wait_for_workers=False, timeout=limit) if not listener.close() else None  # type: ignore[func-returns-value]",
+         "what a TCPStore does by itself", "runtime/transport/test_rendezvous.py"),
+)  # fmt: skip
 _PROFILING = (
     _bug("a transfer there and back is one", "profiling/links.py", '/ (2 if kind == "transfer" else 1)', "/ 1",
-         "links seem half as fast", "profiling/test_links.py"),
+         "links seem half as fast", "profiling/test_links.py", pick="message"),
     _bug("a shortened model is whole", "profiling/measure.py", "(block, min(count, copies)) for", "(block, max(count, copies)) for",
          "profiles take for ever", "profiling/test_measure.py", pick="shortened"),
 )  # fmt: skip
@@ -254,6 +337,6 @@ _CLI = (
 )  # fmt: skip
 
 PLANTED = (
-    *_GROUND, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS, *_STORES, *_DATA,
-    *_INTEROP, *_SYSTEMS, *_RUNTIME, *_PROFILING, *_REPORTS, *_CLI,
+    *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
+    *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_RUNTIME, *_TRAINING, *_PROFILING, *_REPORTS, *_CLI,
 )  # fmt: skip

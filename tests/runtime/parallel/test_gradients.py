@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from bucket_jobs import train_in_small_buckets
 from runtime_cases import Choice, largest_difference, make_case, reference
-from training_jobs import rank_of
+from training_jobs import rank_of, train_programs
 
 from penstock.runtime.parallel.gradients import BucketedGradients
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
@@ -50,4 +50,20 @@ def test_many_full_buckets_are_all_summed(pool: WorkerPool, zero: int) -> None:
     outcomes = pool.run(train_in_small_buckets, case.plan, case.programs(), SGD, BUCKET_BYTES)
     losses, weights = reference(case, SGD)
     assert outcomes[0].losses == pytest.approx(losses, rel=TOLERANCE)
+    assert largest_difference(case, outcomes, weights)[0] <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "split",
+    [{"tp": 2}, {"replicas": 2}, {"replicas": 2, "zero": 1}, {"replicas": 2, "zero": 2}, {"replicas": 2, "zero": 3}, {"pp": 2}],
+    ids=lambda split: " ".join(f"{name} {value}" for name, value in split.items()),
+)
+def test_clipping_goes_by_the_norm_of_all_gradients_each_once(pool: WorkerPool, split: Choice) -> None:
+    """Of weights that are divided, alike on both ranks, owned by one of them, or shared by two stages (GPT's embedding). By plain SGD,
+    which a wrong norm moves elsewhere; AdamW would hide it."""
+    case = make_case(TWO | {"family": "gpt", "replicas": 1} | split, 3)
+    settings = TrainingSettings(LearningRate(1.0), OptimizerSettings("sgd", weight_decay=0.0, momentum=0.0), clip_norm=0.1)
+    outcomes = pool.run(train_programs, case.plan, case.programs(), settings)
+    losses, weights = reference(case, settings)
+    assert outcomes[0].losses == pytest.approx(losses, rel=TOLERANCE) and min(outcomes[0].norms) > 0.1
     assert largest_difference(case, outcomes, weights)[0] <= TOLERANCE
