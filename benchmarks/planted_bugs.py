@@ -91,6 +91,11 @@ _PLANS = (
          "return [ranks[first + outer * share + inner * part] for share in range(self.dp) for part in range(self.cp)]",
          "return [ranks[outer * share + inner * part] for share in range(self.dp) for part in range(self.cp)]",
          "gradients of other weights are summed", "plans/test_degrees.py", "plans/test_ranks.py"),
+    _bug("ZeRO-3 passes in a pipeline", "plans/validity.py", "if stage.zero > MAX_ZERO_IN_PIPELINE and plan.num_stages > 1:",
+         "if stage.zero > MAX_ZERO_IN_PIPELINE and plan.num_stages > 2:", "off by one", "plans/test_validity.py"),
+    _bug("chunks may lie on other devices", "plans/validity.py", "if stage.devices != plan.stages[index % groups].devices:",
+         "if len(stage.devices) != len(plan.stages[index % groups].devices):", "the schedule takes them for one group",
+         "plans/test_validity.py"),
 )  # fmt: skip
 _COSTS = (
     _bug("ZeRO divides gradients a level early", "costs/memory.py", "for level in (3, 2, 1)]", "for level in (3, 1, 1)]",
@@ -122,6 +127,10 @@ _TIMING = (
          "INPUT_GRAD: -1, WEIGHT_GRAD: 0}\n_WAITING", "weight gradients still need the activations", "schedules", "timing"),
     _bug("a share of samples is rounded down", "timing/pipeline.py", "rows = -(-samples // dp)", "rows = max(1, samples // dp)",
          "the largest share decides", "timing"),
+    _bug("the first group's gradients decide", "timing/estimate.py", "time_s = pipeline + max(sum(_after(stages, group))",
+         "time_s = pipeline + min(sum(_after(stages, group))", "the last to end decides", "timing/test_estimate.py"),
+    _bug("slower is cheaper", "timing/estimate.py", "self.price_usd * slower", "self.price_usd / slower",
+         "a quotient upside down", "timing"),
 )  # fmt: skip
 _ORDERING = (
     _bug("the last stage waits for its own successor", "ordering/adaptive.py", "last = workload.num_stages - 1",
@@ -189,6 +198,9 @@ _DATA = (
          "a run goes on with other data", "data/test_batches.py"),
     _bug("limits are ignored", "data/batches.py", "np.minimum(lengths[samples], limit) for", "lengths[samples] for",
          "samples are longer than the plan's", "data/test_batches.py"),
+    _bug("the weights of tasks are ignored", "data/mixture.py",
+         "return apportion(self.epoch_size, [task.weight or 0.0 for task in self.tasks])",
+         "return [task.size for task in self.tasks]", "a mixture is what there is", "data/test_mixture.py"),
 )  # fmt: skip
 _SERVING = (
     _bug("a stranger is served", "stores/tcp_server.py", "if not is_proof(said[NONCE_BYTES:], self._key, \"client\", mine, its):",
@@ -318,6 +330,23 @@ _TRAINING = (
          "is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=limit)",
          "is_master=True, wait_for_workers=False, timeout=limit) if not listener.close() else None  # type: ignore[func-returns-value]",
          "what a TCPStore does by itself", "runtime/transport/test_rendezvous.py"),
+    _bug("one checkpoint too few is kept", "runtime/checkpoints/folder.py", "whole_checkpoints(folder)[:-keep]",
+         "whole_checkpoints(folder)[: 1 - keep or None]", "off by one", "runtime/checkpoints/test_checkpoints.py", pick="kept"),
+    _bug("the best checkpoint goes with the others", "runtime/checkpoints/folder.py", "if best is None or path != best[0]:", "if path:",
+         "only the last ones are kept", "runtime/checkpoints/test_checkpoints.py", pick="kept"),
+    _bug("a run goes on from its first checkpoint", "runtime/checkpoints/folder.py", "next(reversed(whole_checkpoints(folder)), None)",
+         "next(iter(whole_checkpoints(folder)), None)", "steps are trained twice", "runtime/checkpoints/test_checkpoints.py"),
+    _bug("checkpoints may cost anything", "runtime/checkpoints/intervals.py", "max(self.longest_s, self._stood_s / self.share)",
+         "min(self.longest_s, self._stood_s / self.share)", "one after each step", "runtime/checkpoints/test_intervals.py"),
+    _bug("a signal must reach all ranks", "runtime/run.py", "self.world.gather(torch.tensor(own)).amax(0)",
+         "self.world.gather(torch.tensor(own)).amin(0)", "one rank alone is asked to end", "runtime/checkpoints/test_intervals.py"),
+    _bug("updates dropped long ago count", "runtime/run.py", "            self._dropped = 0\n            return\n", "            return\n",
+         "the fifth of a week ends the run", "runtime/test_divergence.py"),
+    _bug("a run resumes a step late", "runtime/run.py", "self.first_step = Checkpoint(request.resume).step if",
+         "self.first_step = Checkpoint(request.resume).step + 1 if", "off by one: a batch is never seen", "cli/test_train.py",
+         pick="resum"),
+    _bug("MFU counts the forward pass alone", "runtime/telemetry/flops.py", "np.array((op.flops.form(1) + op.backward_flops.form(1)).coeff",
+         "np.array((op.flops.form(1)).coeff", "a third of the truth", "runtime/telemetry"),
 )  # fmt: skip
 _PROFILING = (
     _bug("a transfer there and back is one", "profiling/links.py", '/ (2 if kind == "transfer" else 1)', "/ 1",

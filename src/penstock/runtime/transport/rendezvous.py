@@ -37,7 +37,10 @@ def join_group(backend: str) -> None:
     """Joins the ranks that torchrun, or Slurm with the same variables, started. Where rank 0 itself serves their store, and all are on one
     machine by their own word, nobody else reaches it. (The store of torchrun's agent is torchrun's.)"""
     host = os.environ.get("MASTER_ADDR", "")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not means_loopback(host):
+    is_here = means_loopback(host)
+    if is_here:
+        only_here()
+    if not is_here or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         dist.init_process_group(backend)
         return
     port, rank, size = (int(os.environ[name]) for name in ("MASTER_PORT", "RANK", "WORLD_SIZE"))
