@@ -37,9 +37,9 @@ def received(connection: socket.socket) -> bytes:
 
 def test_nobody_reaches_it_from_outside(server: TcpServer) -> None:
     """127.0.0.2 is this machine too, and would be answered by whoever listens on all addresses."""
-    socket.create_connection(("127.0.0.1", server.port), 5).close()
+    socket.create_connection(("127.0.0.1", server.port), 60).close()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", server.port), 5)
+        socket.create_connection(("127.0.0.2", server.port), 60)
 
 
 def test_a_stranger_gets_nothing(server: TcpServer) -> None:
@@ -48,7 +48,7 @@ def test_a_stranger_gets_nothing(server: TcpServer) -> None:
         with pytest.raises(StoreError, match=r"store at 127\.0\.0\.1:\d+ refuses us: this process does not hold the key of its job"):
             TcpValues("127.0.0.1", server.port, OTHER)
         request = b"\x00" * 7 + b"\x10" + b"\x92\xa4read\x91\xa6secret" + b"\x00" * 64
-        with socket.create_connection(("127.0.0.1", server.port), 5) as stranger:  # asks at once, as if no proof were needed
+        with socket.create_connection(("127.0.0.1", server.port), 60) as stranger:  # asks at once, as if no proof were needed
             stranger.sendall(request)
             said = received(stranger)
         assert said.startswith(GREETING) and len(said) == len(GREETING) + NONCE_BYTES
@@ -63,16 +63,16 @@ def test_what_was_overheard_proves_nothing_later(server: TcpServer) -> None:
         return greeting[len(GREETING) :]
 
     mine = bytes(NONCE_BYTES)
-    with socket.create_connection(("127.0.0.1", server.port), 5) as first:
+    with socket.create_connection(("127.0.0.1", server.port), 60) as first:
         nonce = greeted(first)
         overheard = mine + proof(KEY, "client", nonce, mine)
         first.sendall(overheard)
         assert first.recv(PROOF_BYTES, socket.MSG_WAITALL) == proof(KEY, "server", nonce, mine)
-    with socket.create_connection(("127.0.0.1", server.port), 5) as again:
+    with socket.create_connection(("127.0.0.1", server.port), 60) as again:
         assert greeted(again) != nonce
         again.sendall(overheard)
         assert received(again) == b""
-    with socket.create_connection(("127.0.0.1", server.port), 5) as mirror:  # the server's own word does not do for a client's
+    with socket.create_connection(("127.0.0.1", server.port), 60) as mirror:  # the server's own word does not do for a client's
         nonce = greeted(mirror)
         mirror.sendall(mine + proof(KEY, "server", nonce, mine))
         assert received(mirror) == b""
@@ -129,9 +129,10 @@ def test_other_servers_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_proves_nothing_is_sent_away(server: TcpServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_PROOF_S", 0.05)
-    with socket.create_connection(("127.0.0.1", server.port), 5) as silent:
-        assert len(received(silent)) == len(GREETING) + NONCE_BYTES
+    with monkeypatch.context() as hasty:
+        hasty.setattr(server_module, "_PROOF_S", 0.05)
+        with socket.create_connection(("127.0.0.1", server.port), 60) as silent:
+            assert len(received(silent)) == len(GREETING) + NONCE_BYTES
     TcpValues("127.0.0.1", server.port, KEY).close()  # and keeps nobody out
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from penstock.runtime.workers import WorkerPool
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def listening(process: int) -> list[tuple[str, int]]:
