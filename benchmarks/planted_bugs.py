@@ -319,7 +319,7 @@ _TRAINING = (
          "whole_elsewhere = not held.divided and held.module.tp.rank > 0", "whole_elsewhere = False", "every tp rank has them",
          "runtime/parallel/test_gradients.py"),
     _bug("statistics are summed", "runtime/parallel/gradients.py", "(flat / count).split(", "flat.split(",
-         "running statistics grow with dp", "runtime/test_transparency.py", pick="statistics"),
+         "running statistics grow with dp", "runtime/parallel/test_gradients.py", pick="statistics"),
     _bug("the last share of a shared weight wins", "runtime/parallel/tied.py", "_rows(gradient, source).add_(got[source])",
          "_rows(gradient, source).copy_(got[source])", "the stage's own share is lost", "runtime/test_transparency.py", pick="covering"),
     _bug("parts of a shared weight are not looked for", "runtime/parallel/tied.py",
@@ -343,8 +343,7 @@ _TRAINING = (
     _bug("updates dropped long ago count", "runtime/run.py", "            self._dropped = 0\n            return\n", "            return\n",
          "the fifth of a week ends the run", "runtime/test_divergence.py"),
     _bug("a run resumes a step late", "runtime/run.py", "self.first_step = Checkpoint(request.resume).step if",
-         "self.first_step = Checkpoint(request.resume).step + 1 if", "off by one: a batch is never seen", "cli/test_train.py",
-         pick="resum"),
+         "self.first_step = Checkpoint(request.resume).step + 1 if", "off by one: a batch is never seen", "runtime/test_trainer.py"),
     _bug("MFU counts the forward pass alone", "runtime/telemetry/flops.py", "np.array((op.flops.form(1) + op.backward_flops.form(1)).coeff",
          "np.array((op.flops.form(1)).coeff", "a third of the truth", "runtime/telemetry"),
 )  # fmt: skip
