@@ -21,6 +21,10 @@ _LONGEST_WAIT_S = 10.0
 """What one request waits at most, so that a server that is cut off is noticed, and keeps no wait of a client that is."""
 
 
+class _Closed(StoreError):
+    """The server has closed the connection."""
+
+
 class TcpValues:
     """One connection to the server of a job, which both ends begin by proving that they hold its key."""
 
@@ -85,7 +89,7 @@ class TcpValues:
         self._send(mine + proof(self._key, "client", its, mine))
         try:
             answer = self._receive(PROOF_BYTES)
-        except StoreError:
+        except _Closed:
             raise StoreError(f"{self.where} refuses us: this process does not hold the key of its job.") from None
         if not is_proof(answer, self._key, "server", its, mine):
             raise StoreError(f"{self.where} is not that of this job: it does not hold the job's key.")
@@ -123,4 +127,4 @@ class TcpValues:
         """Its server is the launcher, which the job does not outlive: there is nothing to wait for."""
         if isinstance(error, TimeoutError):
             return StoreError(f"{self.where} has said nothing for {_ANSWER_S:g} s: the launcher of the job hangs, or the network is cut.")
-        return StoreError(f"{self.where} is gone: the launcher of the job has ended.")
+        return _Closed(f"{self.where} is gone: the launcher of the job has ended.")

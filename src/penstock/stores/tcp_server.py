@@ -18,7 +18,7 @@ __all__ = ["LENGTH_BYTES", "TcpServer"]
 
 LENGTH_BYTES = 8
 """A request and its answer are msgpack behind their length."""
-_PROOF_S = 10.0
+_PROOF_S = 30.0
 """How long a stranger may keep a connection."""
 
 
