@@ -75,6 +75,12 @@ _MODELS = (
          "the same losses, all activations kept", "runtime/parallel/test_stage.py"),
     _bug("recomputed statistics move twice", "models/modules/convolution.py", "mean, var = mean.clone(), var.clone()",
          "mean, var = mean, var", "the second run of a forward pass moves them again", "models/modules/test_convolution.py"),
+    _bug("dropout is not made up for", "models/modules/dropout.py",
+         "return x * keep_mask(row_keys, x.shape[-1], probability, key) / (1 - probability)",
+         "return x * keep_mask(row_keys, x.shape[-1], probability, key)", "evaluation sees larger numbers than training",
+         "models/modules/test_dropout.py"),
+    _bug("weights of equal shape start equal", "models/modules/init.py", "stable_hash(seed, op_name, param_name)",
+         "stable_hash(seed, param_name)", "the same on every plan", "models/modules/test_init.py"),
 )  # fmt: skip
 _SCHEDULES = (
     _bug("1F1B runs one further ahead", "schedules/orders.py", "return with_depths(range(num_stages, 0, -1), num_micro_batches)",
@@ -347,6 +353,8 @@ _TRAINING = (
          pick="goes_on_under"),
     _bug("MFU counts the forward pass alone", "runtime/telemetry/flops.py", "np.array((op.flops.form(1) + op.backward_flops.form(1)).coeff",
          "np.array((op.flops.form(1)).coeff", "a third of the truth", "runtime/telemetry"),
+    _bug("what was trained is evaluated", "runtime/run.py", 'source = batch_source(self.request, "validation")',
+         "source = batch_source(self.request)", "the loss that is told is too good", "runtime/test_run.py"),
 )  # fmt: skip
 _PROFILING = (
     _bug("a transfer there and back is one", "profiling/links.py", '/ (2 if kind == "transfer" else 1)', "/ 1",
