@@ -136,7 +136,7 @@ _TIMING = (
     _bug("the first group's gradients decide", "timing/estimate.py", "time_s = pipeline + max(sum(_after(stages, group))",
          "time_s = pipeline + min(sum(_after(stages, group))", "the last to end decides", "timing/test_estimate.py"),
     _bug("slower is cheaper", "timing/estimate.py", "self.price_usd * slower", "self.price_usd / slower",
-         "a quotient upside down", "timing"),
+         "a quotient upside down", "timing/test_estimate.py"),
 )  # fmt: skip
 _ORDERING = (
     _bug("the last stage waits for its own successor", "ordering/adaptive.py", "last = workload.num_stages - 1",
