@@ -18,6 +18,8 @@ from penstock.runtime.source import load_share
 from penstock.runtime.transport.world import ProcessGroups
 from penstock.runtime.workers import WorkerPool
 
+pytestmark = pytest.mark.timeout(300)
+
 SGD = TrainingSettings(LearningRate(0.05), OptimizerSettings("sgd"))
 BUCKET_BYTES = 2**13
 TOLERANCE = 1e-5
@@ -27,7 +29,7 @@ TWO: Choice = {"family": "llama", "pp": 1, "tp": 1, "dp": 1, "replicas": 2, "sch
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(2, timeout_s=60) as workers:
+    with WorkerPool(2, timeout_s=200) as workers:
         yield workers
 
 
