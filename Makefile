@@ -4,6 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --constraint constraints.txt
+LOG := $(VENV)/setup.log
+EXTRAS := dev,hf,redis,data,tensorboard,oracles
+
+# $(call quietly,WHAT,COMMAND), neither with a comma, says what it does in one line, and all that the command said only if it fails.
+quietly = @echo '$(1)'; { $(2); } > $(LOG).part 2>&1; status=$$?; cat $(LOG).part >> $(LOG); \
+	test $$status = 0 || { cat $(LOG).part >&2; echo 'make setup failed: $(1). What it said is above and in $(LOG)' >&2; }; \
+	rm $(LOG).part; exit $$status
 
 # The rooms that import no torch, or hardly any, are held to strict types; those not built yet are skipped.
 ROOMS := models clusters costs plans timing search batching schedules ordering programs stores data systems interop reports cli
@@ -23,15 +30,18 @@ help:
 setup: $(VENV)/.compiled
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) torch  # alone and first, so that nothing after it brings another build
-	$(PIP) --editable '.[dev,hf,redis,data,tensorboard,oracles]'
+	@$(PYTHON) -m venv $(VENV)
+	@echo "== $$(date)" >> $(LOG)
+	@: torch alone and first, so that nothing after it brings another build
+	$(call quietly,1/3 torch (minutes),$(PIP) torch)
+	$(call quietly,2/3 Penstock and what it needs,$(PIP) --editable '.[$(EXTRAS)]')
 	@touch $@
 
 $(VENV)/.compiled: $(VENV)/.installed $(KERNELS)
 	@find src -name "*.nb[ic]" -delete  # a cache of one kernel may hold types of another module that has changed
-	$(BIN)/python -m penstock.kernels
+	$(call quietly,3/3 compiling kernels (a minute or two),$(BIN)/python -m penstock.kernels)
 	@touch $@
+	@echo 'ready: source $(BIN)/activate; all that was said is in $(LOG)'
 
 demo: setup
 	$(BIN)/penstock demo

@@ -37,11 +37,12 @@ from penstock.plans.references import model_of
 from penstock.programs.instructions import Program
 from penstock.stores import Job
 from penstock.stores.server import start_redis
-from penstock.stores.tcp import serve_tcp
+from penstock.stores.tcp_server import TcpServer
 from penstock.timing.workload import Workload
 
 STAGES, REPLICAS, WARM_UP = 4, 2, 4
 LONGEST = 1600, 448
+_KEY = bytes(32)
 
 
 def make_planner(folder: Path, search_steps: int) -> ProgramPlanner:
@@ -100,7 +101,7 @@ def measure(address: str, source: BatchSource, planner: ProgramPlanner) -> dict[
     from penstock.runtime.workers import WorkerPool
 
     ranks, steps = planner.plan.ranks, source.num_steps or 0
-    job = Job.new(len(ranks))
+    job = Job("job", _KEY, len(ranks))
     marks: list[tuple[float, float]] = []
     with WorkerPool(len(ranks)) as workers, PlannerPool(source, planner, address, job) as planners:
 
@@ -134,7 +135,7 @@ def main() -> None:
     if arguments.steps < WARM_UP + 12:
         parser.error(f"--steps {arguments.steps} leaves too little to measure; {WARM_UP + 12} or more were expected.")
     folder = Path(tempfile.mkdtemp())
-    server: Any = serve_tcp() if arguments.store == "tcp" else start_redis()
+    server: Any = TcpServer(_KEY) if arguments.store == "tcp" else start_redis()
     try:
         write_index(folder / "index", 200_000)
         source = BatchSource(str(folder / "index"), tokens_per_batch=arguments.tokens, limits=LONGEST, num_steps=arguments.steps)
@@ -147,8 +148,7 @@ def main() -> None:
         for _ in range(arguments.rounds):
             print(json.dumps({**told, **measure(address, source, planner)}), flush=True)
     finally:
-        if arguments.store == "redis":
-            server.stop()
+        server.close() if arguments.store == "tcp" else server.stop()
         shutil.rmtree(folder)
 
 

@@ -29,10 +29,12 @@ from penstock.stores import Job
 from penstock.stores.addresses import connect
 from penstock.stores.ring import Ring
 
+_KEY = bytes(32)
+
 
 def read(address: str, job: Job, rank: int, iterations: int, arrivals: Any) -> None:
     """One rank: notes when each program arrived, then acknowledges it."""
-    ring, times_s = Ring(connect(address), job, wait_s=60), []
+    ring, times_s = Ring(connect(address, job.key), job, wait_s=60), []
     for iteration in range(iterations):
         ring.fetch(iteration, rank)
         times_s.append(time.monotonic())
@@ -42,12 +44,12 @@ def read(address: str, job: Job, rank: int, iterations: int, arrivals: Any) -> N
 
 def measure(name: str, address: str, num_ranks: int, iterations: int, size_bytes: int) -> dict[str, Any]:
     """Publishes one iteration at a time, as fast as the slowest rank reads."""
-    job, context = Job.new(num_ranks, capacity=1), multiprocessing.get_context("spawn")
+    job, context = Job("job", _KEY, num_ranks, capacity=1), multiprocessing.get_context("spawn")
     arrivals = context.Queue()
     readers = [context.Process(target=read, args=(address, job, rank, iterations, arrivals)) for rank in range(num_ranks)]
     for reader in readers:
         reader.start()
-    values = connect(address)
+    values = connect(address, job.key)
     ring, starts_s, memory_bytes = Ring(values, job, wait_s=60), [], []
     for iteration in range(iterations):
         ring.drain()  # waiting for slow ranks is not part of the round trip
@@ -81,7 +83,7 @@ def _program(iteration: int, rank: int) -> bytes:
 
 def plan_until(address: str, job: Job, planner: int, planners: int, last: Any) -> None:
     """One planner: every `planners`-th iteration, up to the last one that the ranks are to train; now faster than they, now slower."""
-    ring, pace, iteration = Ring(connect(address), job, wait_s=60), random.Random(-1 - planner), planner
+    ring, pace, iteration = Ring(connect(address, job.key), job, wait_s=60), random.Random(-1 - planner), planner
     while last.value < 0 or iteration <= last.value:
         time.sleep(pace.choice(_PACES_S))
         ring.publish(iteration, {rank: _program(iteration, rank) for rank in range(job.num_ranks)})
@@ -91,7 +93,7 @@ def plan_until(address: str, job: Job, planner: int, planners: int, last: Any) -
 
 def train_until(address: str, job: Job, rank: int, last: Any, progress: Any, in_step: Any, results: Any) -> None:
     """One rank: trains up to the iteration `last`, once that is known, some milliseconds for each; tells what it got, and its waits."""
-    ring, pace, got, waits_s = Ring(connect(address), job, wait_s=60), random.Random(rank), Counter[bytes](), []
+    ring, pace, got, waits_s = Ring(connect(address, job.key), job, wait_s=60), random.Random(rank), Counter[bytes](), []
     iteration = 0
     while last.value < 0 or iteration <= last.value:
         start_s = time.monotonic()
@@ -166,16 +168,17 @@ def main() -> None:
         print(json.dumps(found))
         sys.exit(found["duplicated"] > 0 or found["lost"] > 0)
     from penstock.stores.server import start_redis
-    from penstock.stores.tcp import serve_tcp
+    from penstock.stores.tcp_server import TcpServer
 
     rows = []
-    tcp, redis = serve_tcp(), start_redis()
+    tcp, redis = TcpServer(_KEY), start_redis()
     try:
-        for name, address in (("TCPStore", f"tcp://127.0.0.1:{tcp.port}"), ("Redis", redis.address)):
+        for name, address in (("the launcher's", f"tcp://127.0.0.1:{tcp.port}"), ("Redis", redis.address)):
             rows.append(measure(name, address, arguments.ranks or 8, arguments.iterations, arguments.bytes))
             print(json.dumps(rows[-1]), flush=True)
     finally:
         redis.stop()
+        tcp.close()
     print("| store | ranks | bytes each | median ms | p99 ms | entries left | keys after purge | memory growth |\n" + "|---" * 8 + "|")
     for r in rows:
         figures = (r["store"], r["ranks"], r["bytes_per_rank"], r["median_ms"], r["p99_ms"], r["entries_left"], r["keys_after_purge"])

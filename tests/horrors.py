@@ -267,7 +267,8 @@ def all_cases(folder: Path) -> list[Case]:
         REFUSED,
     )
     add("search", "--out", f"{search} --out @", TO_WRITE)
-    add("search", "--export", f"{search} --export @", NAMES | {"no-path": "megatron:"})
+    add("search", "--export", f"{search} --export @", NAMES | {"no-path": "megatron:", "weights": "huggingface:weights"})
+    add("search", "--export", f"{search} --export @", {"no-model": "torchtitan:recipe.py"})
     add("search", "--export PATH", f"{search} --export megatron:@", TO_WRITE)
     pool = "--model gpt-small --cluster 1xp4d.24xlarge --global-batch 8"
     add("pareto", "--model", "--model @ --cluster 1xp4d.24xlarge --global-batch 8", NAMES)
@@ -298,6 +299,7 @@ def all_cases(folder: Path) -> list[Case]:
     add("batch", "--costs", f"{batch} --costs @", NAMES | {"dynapipe": "dynapipe:nowhere/x"})
     train = "good/plan.json --data good --steps 1 --out run"
     add("train", "PLAN", "@ --data good --steps 1 --out run", FILES)
+    add("train", "--out", "good/plan.json --data good --steps 1 --out @", FOLDERS)
     add("train", "--data", "good/plan.json --data @ --steps 1 --out run", FILES)
     add("train", "--steps", "good/plan.json --data good --steps @ --out run", WHOLE | {"zero": "0"})
     for option in ("--warmup", "--eval-every", "--planners", "--budget-steps", "--seed"):
@@ -328,7 +330,7 @@ def all_cases(folder: Path) -> list[Case]:
         {k: v for k, v in REAL.items() if k != "1e300"} | {"zero": "0", "four": "1,1,1,1"},
     )
     add("prepare-data", "--over-long", f"{text} --out data --over-long @", NAMES)
-    add("prepare-data", "--end-token", f"{text} --out data --end-token @", {k: v for k, v in NAMES.items() if k != "colon"})
+    add("prepare-data", "--end-token", f"{text} --out data --end-token @", NAMES)
     add("import", "SOURCE", "@ --out net.json", NAMES | {"no-name": "", "no-file": "module:", "no-function": "module:good/net.py"})
     add("import", "SOURCE FILE", "module:@:make --out net.json", FILES | _of("net", folder))
     add("import", "SOURCE function", "module:good/net.py:@ --out net.json", NAMES)
@@ -358,7 +360,7 @@ def all_cases(folder: Path) -> list[Case]:
     add("profile", "--time-budget", "--out p.json --model gpt-small --time-budget @", REAL)
     add("demo", "--out", "--out @", FOLDERS)
     add("store", "--port", "start --port @", WHOLE | {"high": "65536"})
-    add("store", "--out", "start --out @", {k: v for k, v in FILES.items() if k in ("directory", "binary", "list.json")})
+    add("store", "--out", "start --out @", TO_WRITE | {k: v for k, v in FILES.items() if k in ("binary", "list.json")})
     for verb in (
         "search",
         "train",

@@ -273,6 +273,7 @@ def plain_evaluation(case: Case, settings: TrainingSettings) -> tuple[float, flo
         for micro in program.micro_batches:
             needs = ("inputs", "dec_inputs", "labels")
             batch = load_share(source, program, micro, (0, len(micro.samples)), needs, torch.device("cpu"), settings.seed)
+            batch.training = False  # whatever the loader says
             carry: dict[str, torch.Tensor] = {}
             for op in list(chain.ops)[:-1]:
                 carry = op(carry, batch)

@@ -7,9 +7,19 @@ import threading
 from pathlib import Path
 
 import pytest
+from full_disk import small_files
 
 from penstock.errors import InputError
-from penstock.files import MAX_PROBLEMS, check_writable, describe_validation_error, read_json, read_text, read_yaml, write_text
+from penstock.files import (
+    MAX_PROBLEMS,
+    check_writable,
+    describe_validation_error,
+    read_json,
+    read_text,
+    read_yaml,
+    write_text,
+    written_together,
+)
 
 
 def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
@@ -111,3 +121,26 @@ def test_a_million_problems_are_told_in_a_few_lines() -> None:
         TypeAdapter(list[int]).validate_python(["x"] * 1000)
     lines = describe_validation_error(wrong.value, "lengths").splitlines()
     assert len(lines) == MAX_PROBLEMS + 2 and lines[-1].strip() == f"… and {1000 - MAX_PROBLEMS} more problems"
+
+
+def test_files_written_together_appear_all_or_none(tmp_path: Path) -> None:
+    (tmp_path / "first").write_text("old")
+    with pytest.raises(InputError, match=r"second' cannot be written"), written_together():
+        write_text(tmp_path / "first", "new")
+        write_text(tmp_path / "made" / "for" / "this", "new")
+        assert (tmp_path / "first").read_text() == "old"
+        write_text(tmp_path / "first" / "second", "new")
+    assert [path.name for path in tmp_path.rglob("*")] == ["first"] and (tmp_path / "first").read_text() == "old"
+    with written_together():
+        write_text(tmp_path / "first", "new")
+        with written_together():
+            write_text(tmp_path / "made" / "second", "new")
+        assert not (tmp_path / "made" / "second").exists()
+    assert [path.read_text() for path in (tmp_path / "first", tmp_path / "made" / "second")] == ["new", "new"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["first", "made", "second"]
+
+
+def test_a_full_disk_leaves_no_folder_either(tmp_path: Path) -> None:
+    with small_files(100), pytest.raises(InputError, match=r"file' cannot be written: File too large"):
+        write_text(tmp_path / "made" / "file", "x" * 200)
+    assert not list(tmp_path.iterdir())

@@ -9,15 +9,17 @@ import stat
 import tempfile
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import InputError, near_misses
 
 __all__ = [
-    "check_folder", "check_writable", "decoded", "describe_validation_error", "parsed_json", "read_json", "read_text", "read_yaml",
-    "readable_bytes", "readable_file", "short_repr", "write_bytes", "write_json", "write_text",
+    "check_folder", "check_new_folder", "check_writable", "decoded", "describe_validation_error", "parsed_json", "read_json", "read_text",
+    "read_yaml", "readable_bytes", "readable_file", "short_repr", "write_bytes", "write_json", "write_text", "written_together",
 ]  # fmt: skip
 
 
@@ -139,26 +141,71 @@ def write_bytes(path: str | Path, data: bytes) -> None:
     if path.is_symlink():  # the link stays, what it leads to is replaced
         path = Path(os.path.realpath(path))
     _home(path)
+    with written_together() as group:
+        group.add(path, data)
+
+
+@contextmanager
+def written_together() -> Iterator[_Group]:
+    """Files that are written inside appear when it ends, all of them; if anything fails before, none does, nor a folder made for one."""
+    outer = _GROUP.get()
+    if outer is not None:
+        yield outer
+        return
+    group = _Group()
+    token = _GROUP.set(group)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)
-    except OSError as error:
-        raise InputError(f"'{path}' cannot be written: {error.strerror}.") from None
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except OSError as error:
-        os.unlink(temporary)
-        raise InputError(f"'{path}' cannot be written: {error.strerror}.") from None
+        yield group
+        group.appear()
     except BaseException:
-        os.unlink(temporary)
+        group.vanish()
         raise
+    finally:
+        _GROUP.reset(token)
+
+
+class _Group:
+    """Files under other names beside those that they are to have, so that nothing but renaming them is left to do."""
+
+    def __init__(self) -> None:
+        self._files: list[tuple[str, Path]] = []
+        self._folders: list[Path] = []
+
+    def add(self, path: Path, data: bytes) -> None:
+        try:
+            self._folders += [parent for parent in (path.parent, *path.absolute().parents) if not os.path.exists(parent)]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(prefix=f".{path.name[:40]}.", dir=path.parent)
+            self._files.append((temporary, path))
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(data)
+                stream.flush()
+                os.fsync(stream.fileno())
+            umask = os.umask(0)
+            os.umask(umask)
+            os.chmod(temporary, 0o666 & ~umask)
+        except OSError as error:
+            raise InputError(f"'{path}' cannot be written: {error.strerror}.") from None
+
+    def appear(self) -> None:
+        while self._files:
+            temporary, path = self._files[0]
+            try:
+                os.replace(temporary, path)
+            except OSError as error:
+                raise InputError(f"'{path}' cannot be written: {error.strerror}.") from None
+            del self._files[0]
+
+    def vanish(self) -> None:
+        for temporary, _ in self._files:
+            with suppress(OSError):
+                os.unlink(temporary)
+        for folder in self._folders:  # the innermost of each file first
+            with suppress(OSError):  # somebody else has put something there meanwhile
+                os.rmdir(folder)
+
+
+_GROUP: ContextVar[_Group | None] = ContextVar("files that are written together", default=None)
 
 
 def check_writable(path: str | Path) -> None:
@@ -179,6 +226,13 @@ def check_folder(path: str | Path) -> None:
         raise InputError(f"'{path}' cannot be written: it is not a directory.")
     else:
         _check_takes_files(_home(path), path)
+
+
+def check_new_folder(path: str | Path) -> None:
+    """Refuses a name that no new folder can have, or one that is not empty."""
+    check_folder(path)
+    if os.path.exists(path) and os.listdir(path):
+        raise InputError(f"'{path}' exists and is not an empty folder. Remove it, or choose another.")
 
 
 def _check_no_directory(path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock import search
 from penstock.cli.main import run
 from penstock.plans.schema import read_plan
 
@@ -36,6 +38,29 @@ def test_undominated_choices_with_plans(tmp_path: Path, capsys: pytest.CaptureFi
         assert plan.predicted is not None and plan.predicted.time_s == row["time_s"]
     rows = list(csv.DictReader((tmp_path / "out" / "pareto.csv").open()))
     assert len(rows) == len(told["choices"]) and (tmp_path / "out" / "pareto.svg").stat().st_size > 1000
+
+
+def test_beaten_choices_are_shown_if_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    find, found = search.offers, []
+
+    def once(*given: Any) -> list[Any]:
+        found.extend(find(*given) if not found else ())
+        return list(found)
+
+    monkeypatch.setattr(search, "offers", once)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def shown(*options: str) -> str:
+        assert run(["pareto", *POOL, *options]) == 0
+        return capsys.readouterr().out
+
+    choices = json.loads(shown("--json"))["choices"]
+
+    def rows(text: str) -> set[str]:
+        return {row["cluster"] for row in choices if re.search(rf"^\W*{re.escape(row['cluster'])}\s", text, re.MULTILINE)}
+
+    best = {row["cluster"] for row in choices if not row["dominated_by"]}
+    assert rows(shown()) == best < {row["cluster"] for row in choices} == rows(shown("--dominated"))
 
 
 def test_money_objectives(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from full_disk import small_files
 
 from penstock.cli.main import run
 from penstock.plans.build import uniform_plan
@@ -42,6 +44,22 @@ def test_files_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     events = json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {f"device {d}: ranks {d}" for d in range(4)}
     assert b"<svg" in (tmp_path / "f.svg").read_bytes()
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither the file that did not fit, nor the one that did."""
+    asked = ["simulate", str(GOOD), "--trace", str(tmp_path / "new" / "t.json.gz"), "--figure", str(tmp_path / "f.svg")]
+    assert run(asked) == 0
+    trace, figure = ((tmp_path / name).stat().st_size for name in ("new/t.json.gz", "f.svg"))
+    assert trace < figure
+    shutil.rmtree(tmp_path / "new")
+    (tmp_path / "f.svg").write_text("kept")
+    capsys.readouterr()
+    with small_files((trace + figure) // 2):
+        assert run(asked) == 2
+    shown = capsys.readouterr()
+    assert "f.svg' cannot be written: File too large" in " ".join(shown.err.split()) and not shown.out
+    assert [path.name for path in tmp_path.rglob("*")] == ["f.svg"] and (tmp_path / "f.svg").read_text() == "kept"
 
 
 def test_interleaved_plans_and_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ from penstock.runtime.source import load_share
 from penstock.schedules.rules import schedule_of
 from penstock.stores import Job, StoreError
 from penstock.stores.server import start_redis
-from penstock.stores.tcp import serve_tcp
+from penstock.stores.tcp_server import TcpServer
 
 LIMITS = (30, 20)
 SIZES: dict[str, dict[str, Any]] = {
@@ -285,16 +285,20 @@ def test_a_small_data_set_fills_a_batch_more_than_once(folder: Path) -> None:
     assert programs[0].num_samples == 200
 
 
+KEY = bytes(32)
+
+
 @pytest.fixture
-def server() -> Iterator[Any]:
-    yield serve_tcp()
+def server() -> Iterator[TcpServer]:
+    with TcpServer(KEY) as served:
+        yield served
 
 
 def run_ranks(
-    source: BatchSource, planner: ProgramPlanner, server: Any, pace_s: float = 0.0, **options: Any
+    source: BatchSource, planner: ProgramPlanner, server: TcpServer, pace_s: float = 0.0, **options: Any
 ) -> tuple[dict[int, list[bytes]], int]:
     """All ranks as threads, with planners as processes; the programs of each, and how many planners were replaced."""
-    job = Job.new(len(planner.plan.ranks), capacity=3, first=options.get("first_step", 0))
+    job = Job("job", KEY, len(planner.plan.ranks), capacity=3, first=options.get("first_step", 0))
     address = f"tcp://127.0.0.1:{server.port}"
     loaders = {rank: DynamicLoader(source, planner, rank, address=address, job=job, timeout=60, **options) for rank in planner.plan.ranks}
 
@@ -311,7 +315,7 @@ def run_ranks(
             loader.close()
 
 
-def test_planners_give_what_planning_inline_gives(folder: Path, server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planners_give_what_planning_inline_gives(folder: Path, server: TcpServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a run that resumes at iteration 2, with logs and dumps asked for."""
     for name, value in (("PENSTOCK_LOG_LEVEL", "debug"), ("PENSTOCK_LOG_DIR", tmp_path / "logs"), ("PENSTOCK_DUMP", tmp_path / "dump")):
         monkeypatch.setenv(name, str(value))
@@ -329,7 +333,7 @@ def test_planners_give_what_planning_inline_gives(folder: Path, server: Any, tmp
     assert written >= {"lengths.csv", "shapes.csv", "memory.csv", "schedule.txt", "trace.json"} and any("rank" in name for name in written)
 
 
-def test_a_planner_that_hangs_is_replaced(folder: Path, server: Any, tmp_path: Path) -> None:
+def test_a_planner_that_hangs_is_replaced(folder: Path, server: TcpServer, tmp_path: Path) -> None:
     planner = make_planner(folder)
     faulty = FaultyPlanner(planner.plan, planner.model, planner.costs, planner.form, step=3, way="hang", once=str(tmp_path / "failed"))
     expected = inline(folder, planner)  # first, so that no planner is taken for hanging while it compiles
@@ -370,7 +374,7 @@ def test_planners_and_a_redis_server_are_killed_and_training_goes_on(folder: Pat
             server.stop()
 
 
-def test_a_batch_at_which_planners_always_die_is_named(folder: Path, server: Any) -> None:
+def test_a_batch_at_which_planners_always_die_is_named(folder: Path, server: TcpServer) -> None:
     planner = make_planner(folder)
     faulty = FaultyPlanner(planner.plan, planner.model, planner.costs, planner.form, step=2)
     with pytest.raises(
@@ -379,7 +383,7 @@ def test_a_batch_at_which_planners_always_die_is_named(folder: Path, server: Any
         run_ranks(make_source(folder), faulty, server)
 
 
-def test_a_batch_that_does_not_fit_names_its_samples(folder: Path, server: Any) -> None:
+def test_a_batch_that_does_not_fit_names_its_samples(folder: Path, server: TcpServer) -> None:
     planner = replace(make_planner(folder), costs=small_costs(2, limit_bytes=150.0, has_decoder=False))
     _, batches = make_source(folder).open()
     names = ", ".join(map(str, sample_ids(batches[0], 10**6)[:5]))
@@ -407,9 +411,9 @@ def test_a_fault_of_the_planner_reaches_every_rank(folder: Path) -> None:
         open_entry(b"x", "test")
 
 
-def test_planners_end_with_the_process_that_started_them(folder: Path, server: Any, tmp_path: Path) -> None:
+def test_planners_end_with_the_process_that_started_them(folder: Path, server: TcpServer, tmp_path: Path) -> None:
     """Also with one that is killed: a process starts a planner, tells its id, and kills itself."""
-    job, address = Job.new(2), f"tcp://127.0.0.1:{server.port}"
+    job, address = Job("job", KEY, 2), f"tcp://127.0.0.1:{server.port}"
     context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     starter = context.Process(target=start_and_die, args=(make_source(folder, None), make_planner(folder), address, job, sender))
@@ -452,8 +456,9 @@ def test_what_cannot_be_loaded(folder: Path) -> None:
 
 
 def test_a_store_that_is_gone_ends_the_wait(folder: Path) -> None:
-    server = serve_tcp()
-    address, job = f"tcp://127.0.0.1:{server.port}", Job.new(2)
-    loader = DynamicLoader(make_source(folder), make_planner(folder), 1, address=address, job=job, starts_planners=False, timeout=1)
-    with pytest.raises(StoreError, match="nothing came for 1 s"):
-        next(iter(loader))
+    job = Job.new(2)
+    with TcpServer(job.key) as server:
+        address = f"tcp://127.0.0.1:{server.port}"
+        loader = DynamicLoader(make_source(folder), make_planner(folder), 1, address=address, job=job, starts_planners=False, timeout=1)
+        with pytest.raises(StoreError, match="nothing came for 1 s"):
+            next(iter(loader))

@@ -25,9 +25,9 @@ from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingS
 from penstock.runtime.workers import WorkerError, WorkerPool
 from penstock.stores import Job
 from penstock.stores.addresses import connect
-from penstock.stores.tcp import serve_tcp
+from penstock.stores.tcp_server import TcpServer
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(300)
 
 BREAK = 2
 ADAMW = TrainingSettings(LearningRate(3e-3, warmup_steps=2), OptimizerSettings("adamw", eps=1e-3), clip_norm=0.5)
@@ -48,7 +48,7 @@ PAIRS: dict[str, tuple[Choice, Choice]] = {
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(4, timeout_s=60) as workers:
+    with WorkerPool(4, timeout_s=200) as workers:
         yield workers
 
 
@@ -91,7 +91,7 @@ def test_to_and_fro_and_the_same_plan(pool: WorkerPool, tmp_path: Path) -> None:
 
 def test_another_model_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
     one, other = make_case(ONE, 3, iterations=2), make_case(ONE | {"family": "llama"}, 3, iterations=2)
-    with WorkerPool(1, timeout_s=60) as alone, pytest.raises(WorkerError, match="Use plans of one model and precision"):
+    with WorkerPool(1, timeout_s=200) as alone, pytest.raises(WorkerError, match="Use plans of one model and precision"):
         alone.run(train_adopting, [(one.plan, one.programs()[:1]), (other.plan, other.programs()[1:])], ADAMW, tmp_path)
 
 
@@ -101,9 +101,9 @@ def request_of(data: str, dynamic: bool, **degrees: int) -> TrainRequest:
     return TrainRequest(plan, data, 6, "", replace(ADAMW, seed=1))
 
 
-def await_entry(address: str, name: str) -> None:
+def await_entry(address: str, job: Job, name: str) -> None:
     """Returns once an entry is in store, and stays there: nobody fetches yet. The test's time-out ends a wait in vain."""
-    with closing(connect(address)) as values:
+    with closing(connect(address, job.key)) as values:
         while not values.names(name):
             time.sleep(0.02)
 
@@ -113,12 +113,12 @@ def test_loader_and_planners_adopt_it_too(data: str, tmp_path: Path, dynamic: bo
     """Programs that planners made ahead for the plan before are run by nobody; the others are those that a restart plans."""
     requests = [request_of(data, dynamic, **degrees) for degrees in ({"pp": 2}, {"tp": 2})]
     source, planners = batch_source(requests[0]), [program_planner(request) for request in requests]
-    server = serve_tcp("127.0.0.1")
-    address, job = f"tcp://127.0.0.1:{server.port}", Job.new(2)
-    settings = requests[0].settings
-    with WorkerPool(2, timeout_s=90) as pool, PlannerPool(source, planners[0], address, job) as planning:
+    job = Job.new(2)
+    server = TcpServer(job.key)
+    address, settings = f"tcp://127.0.0.1:{server.port}", requests[0].settings
+    with server, WorkerPool(2, timeout_s=200) as pool, PlannerPool(source, planners[0], address, job) as planning:
         steps = [(0, planners[0]), (BREAK, planners[1])]
-        await_entry(address, f"penstock/{job.id}/entry/{BREAK}/")  # planned for the plan before, to be discarded
+        await_entry(address, job, f"penstock/{job.id}/entry/{BREAK}/")  # planned for the plan before, to be discarded
         found = pool.run(
             train_loaded, source, steps, settings, tmp_path / "moving", (address, job),
             listen=lambda rank, step: planning.adopt(step, planners[1]),

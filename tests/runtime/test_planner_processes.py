@@ -34,7 +34,8 @@ from penstock.runtime.workers import WorkerError
 from penstock.stores.addresses import connect
 from penstock.stores.server import RedisServer, start_redis
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
+"""Two whole commands, each of which starts processes that import torch, take minutes on a machine that has ten other things to do."""
 
 STEPS, BATCH = 26, 16
 SETTINGS = TrainingSettings(LearningRate(2e-3))
@@ -90,7 +91,7 @@ def run(case: Case, out: Path, at: dict[int, Callable[[int], None]], *options: s
             while steps_done(out) < step and process.poll() is None:
                 time.sleep(0.01)
             act(process.pid)
-        told, said = process.communicate(timeout=150)
+        told, said = process.communicate(timeout=400)
     finally:
         process.kill()
         process.wait()
@@ -149,13 +150,13 @@ def test_a_store_that_restarts_is_survived_and_one_that_stays_away_ends_the_run_
         kill(launcher)
         start(launcher)
 
-    options = "--store", redis[0].address, "--store-timeout", "3"
+    options = "--store", redis[0].address, "--store-timeout", "8"
     ended = run(case, tmp_path / "run", {3: restart, 8: kill}, *options)
     done = steps_done(tmp_path / "run")
     assert ended.returncode == 1 and 8 <= done < STEPS
     assert "Traceback" not in ended.stderr and ended.stderr.count("error:") == 1 and str(redis[0].password) not in ended.stderr
     said = " ".join(ended.stderr.split())
-    assert re.search(r"Redis at 127\.0\.0\.1:\d+ has not answered for 3 s|another rank gets no more programs from the store", said)
+    assert re.search(r"Redis at 127\.0\.0\.1:\d+ has not answered for 8 s|another rank gets no more programs from the store", said)
     assert f"The run ended after {done} steps. Step {done} is safe. Go on with:" in said and f"--resume '{tmp_path / 'run'}'" in said
 
     start(0)
@@ -163,7 +164,7 @@ def test_a_store_that_restarts_is_survived_and_one_that_stays_away_ends_the_run_
     assert again.returncode == 0, again.stderr[-2000:]
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
     assert [*losses, *json.loads(again.stdout)["losses"]] == case.losses
-    values = connect(redis[0].address)
+    values = connect(redis[0].address, b"")
     assert values.names("penstock/") == []  # the job took its keys with it
     values.close()
 
@@ -178,10 +179,10 @@ def test_a_planner_without_progress_on_a_store_that_answers_ends_the_run_with_a_
                 os.kill(pid, signal.SIGSTOP)
 
     with pytest.raises(WorkerError) as ended:
-        Trainer(replace(case.request, out=str(out), planning=PlanningSettings(wait_s=3.0))).train(told)
+        Trainer(replace(case.request, out=str(out), planning=PlanningSettings(wait_s=8.0))).train(told)
     done, said = steps_done(out), " ".join(str(ended.value).split())
     assert 3 < done < STEPS
-    assert re.search(r"nothing came for 3 s in TCPStore|another rank gets no more programs from the store", said)
+    assert re.search(r"nothing came for 8 s in the store at 127|another rank gets no more programs from the store", said)
     assert f"The run ended after {done} steps. Step {done} is safe. Go on with:" in said and f"--resume '{out}'" in said
     assert list((out / "checkpoints").glob(f"*step-{done}"))
 
@@ -222,7 +223,7 @@ def test_two_nodes_share_the_planning(case: Case, tmp_path: Path) -> None:
         own = {**environment, "PENSTOCK_LOG_DIR": str(tmp_path / f"node{node}")}
         nodes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=own))
     try:
-        told = [node.communicate(timeout=150) for node in nodes]
+        told = [node.communicate(timeout=400) for node in nodes]
     finally:
         for node in nodes:
             node.kill()

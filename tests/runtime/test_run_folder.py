@@ -17,7 +17,7 @@ from penstock.runtime.request import TrainRequest
 from penstock.runtime.run_folder import own_folder, read_request, safe_step
 from penstock.runtime.run_lock import run_lock
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def request_of(out: Path, **more: object) -> TrainRequest:

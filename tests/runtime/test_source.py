@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from runtime_cases import MODELS
 from small_models import small_model
 from training_jobs import RandomSource
 
 from penstock.data.samples import Sample
+from penstock.models.catalog import model_from_mapping
 from penstock.models.micro_batch import MicroBatch
 from penstock.programs.instructions import Program
 from penstock.runtime.source import load_share
@@ -86,6 +89,21 @@ def test_weights_of_all_shares_sum_to_one(family: str) -> None:
     assert sum(batch.weights.sum().item() for batch in batches if batch.weights is not None) == pytest.approx(1.0)
     assert (sum(batch.sample_weights.sum().item() for batch in batches if batch.sample_weights is not None) or 1.0) == pytest.approx(1.0)
     assert all((batch.next_sentence is not None) == (family == "bert") for batch in batches)
+
+
+def test_images_weigh_alike_whatever_their_micro_batch() -> None:
+    micros = [MicroBatch(0, (0, 1, 2), "padded", bounds={2: (0, 1, 3)}), MicroBatch(1, (3, 4, 5, 6, 7), "padded", bounds={2: (0, 3, 5)})]
+    program, source = program_of(*micros), RandomSource(model_from_mapping(MODELS["vgg"] | {"dtype": "fp32"}, "test", "vgg"))
+    batches = [load_share(source, program, micro, pair, ALL, CPU, 0) for micro in micros for pair in pairwise(micro.bounds[2])]
+    assert torch.cat([batch.weights for batch in batches]).tolist() == [pytest.approx(1 / 8)] * 8
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_dropout_depends_on(training: bool) -> None:
+    micro = MicroBatch(0, (1,), "packed", (2,), counted=(1,))
+    program = msgspec.structs.replace(program_of(micro, iteration=7), training=training)
+    batch = load_share(Counting(), program, micro, (0, 1), ALL, CPU, 5)
+    assert (batch.step, batch.seed, batch.training) == (7, 5, training)
 
 
 def test_a_count_that_differs_from_the_program_is_told() -> None:

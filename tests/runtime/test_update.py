@@ -1,14 +1,22 @@
-"""The update: fp16's loss scale, and settings that cannot be."""
+"""The update: how far weights move, fp16's loss scale, and settings that cannot be."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
+from runtime_cases import Choice, make_case
 from torch import nn
+from training_jobs import RandomSource, rank_of
 
 from penstock.errors import InputError
+from penstock.models.modules import build_chain
 from penstock.runtime.optimizer import make_optimizer
-from penstock.runtime.settings import OptimizerSettings, TrainingSettings
+from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
+from penstock.runtime.source import load_share
+from penstock.runtime.transport.world import ProcessGroups
 from penstock.runtime.update import LossScale
 
 
@@ -60,6 +68,38 @@ def test_state_moves_from_one_optimizer_to_another(kind: str, dtype: torch.dtype
         after.step()
     for mine, its in zip(second, whole, strict=True):
         assert torch.equal(mine, its)
+
+
+ONE: Choice = {"family": "llama", "pp": 1, "tp": 1, "dp": 1, "replicas": 1, "schedule": "gpipe", "layout": "packed", "recompute": "none",
+               "cuts": "even", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("fp16", 2e-2)])
+@pytest.mark.parametrize("clip", [None, 0.05, 1e6])
+def test_a_step_is_as_long_as_the_norm_that_is_left(dtype: str, tolerance: float, clip: float | None) -> None:
+    """By plain SGD: what weights move by is the rate of the step times the norm, or what it is clipped to; fp16's scale shows nowhere."""
+    case = make_case(ONE, 3, iterations=3, dtype=dtype)
+    rates = LearningRate(0.4, warmup_steps=4)
+    settings = TrainingSettings(rates, OptimizerSettings("sgd", weight_decay=0.0, momentum=0.0), clip_norm=clip)
+    rank = rank_of(replace(case.plan, precision=dtype), ProcessGroups(), settings, model=case.model)
+    plain, (program, *_) = build_chain(make_case(ONE, 3, iterations=1).model), case.programs()[0]
+    for micro in program.micro_batches:
+        bounds, needs = (0, len(micro.samples)), ("inputs", "labels")
+        plain(load_share(RandomSource(case.model), program, micro, bounds, needs, torch.device("cpu"), settings.seed))["loss"].backward()
+    norms = [torch.stack([parameter.grad.norm() for parameter in plain.parameters() if parameter.grad is not None]).norm().item()]
+
+    def weights() -> torch.Tensor:
+        optimizer = rank.update.optimizer
+        return torch.cat([optimizer.state(own).get("master", own.detach()).reshape(-1).clone() for own in optimizer.parameters])
+
+    for number, (program, *_) in enumerate(case.programs()):
+        before, result = weights(), rank.train(program)
+        assert result.norm is not None and not result.skipped
+        norms.append(result.norm.item())
+        assert result.rate == pytest.approx(0.1 * (number + 1))
+        moved = (weights() - before).double().norm().item()
+        assert moved == pytest.approx(0.1 * (number + 1) * min(norms[-1], clip or math.inf), rel=tolerance)
+    assert norms[1] == pytest.approx(norms[0], rel=tolerance) and norms[0] > 0.05
 
 
 def test_gradients_are_multiplied_in_fp32() -> None:

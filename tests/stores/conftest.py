@@ -1,4 +1,4 @@
-"""Servers for the tests of stores: memory, TCPStore and a real Redis, each with fresh connections on demand."""
+"""Servers for the tests of stores: memory, the server of a launcher and a real Redis, each with fresh connections on demand."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
         shared = MemoryValues()
         yield lambda: shared
     elif request.param == "tcp":
-        from penstock.stores.tcp import TcpValues, serve_tcp
+        from penstock.stores.tcp import TcpValues
+        from penstock.stores.tcp_server import TcpServer
 
-        server = serve_tcp()
-        yield lambda: TcpValues("127.0.0.1", server.port)
-        del server
+        key = bytes(32)
+        with TcpServer(key) as server:
+            yield lambda: TcpValues("127.0.0.1", server.port, key)
     else:
         from penstock.stores.redis import RedisValues
 

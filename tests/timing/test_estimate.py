@@ -289,6 +289,24 @@ def test_money_and_mfu() -> None:
     assert found.mfu == pytest.approx(flops * 8 / (found.time_s * 2 * DEVICES["a100-40gb"].peak_flops_per_s("fp32")))
 
 
+def test_the_last_device_to_be_done_ends_the_iteration() -> None:
+    """Of three stages the middle one shares no weights, and is done first."""
+    stages = (Stage(0, 9, ((0,),)), Stage(9, 17, ((1,),)), Stage(17, 20, ((2,),)))
+    found = estimated(plan_of(*stages), gpt(tied=True))
+    ends_s = [found.pipeline_s + stage.sync_s + stage.optimizer_s for stage in found.stages]
+    assert found.time_s == pytest.approx(ends_s[0]) and ends_s[0] == ends_s[2] > 1.01 * ends_s[1]
+
+
+def test_what_takes_longer_is_dearer_and_does_less_a_second() -> None:
+    found = estimated(plan_of(*TWO_STAGES), on=cluster(price=36.0))
+    slower = found.with_times(2 * found.time_s, found.pipeline_s + found.time_s)
+    assert found.price_usd and found.tokens_per_s and slower.price_usd == pytest.approx(2 * found.price_usd)
+    for rate in ("samples_per_s", "tokens_per_s", "mfu"):
+        assert getattr(slower, rate) == pytest.approx(getattr(found, rate) / 2)
+    for before, after in zip(found.stages, slower.stages, strict=True):
+        assert after.bubble_s == pytest.approx(before.bubble_s + found.time_s)
+
+
 @pytest.mark.parametrize(
     ("batching", "expected"),
     [

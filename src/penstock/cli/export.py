@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
-__all__ = ["LAUNCHERS", "TARGETS", "WEIGHTS", "export", "export_plan", "export_weights", "parse_target"]
+__all__ = ["LAUNCHERS", "TARGETS", "WEIGHTS", "check_model", "export", "export_plan", "export_weights", "parse_target"]
 
 _PLAN_FILES = {name: system.plans for name, system in SYSTEMS.items() if system.plans is not None}
 TARGETS = ("megatron", "torchtitan", "deepspeed", *_PLAN_FILES)
@@ -78,6 +78,18 @@ def parse_target(text: str, option: str = "--to") -> Target:
     except InputError as error:
         raise InputError(f"{option}: {error}") from None
     return Target(system, Path(path))
+
+
+def check_model(target: Target, model: Model) -> None:
+    """Refuses a model that a system has none like, before a plan of it is searched for."""
+    if target.system == "megatron":
+        from penstock.interop.megatron import require_model
+
+        require_model(model)
+    elif target.system == "torchtitan":
+        from penstock.interop.torchtitan import require_flavor
+
+        require_flavor(model)
 
 
 _EXAMPLES = {

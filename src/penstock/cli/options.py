@@ -10,9 +10,9 @@ from typing import Any
 import typer
 
 from penstock.errors import InputError
-from penstock.files import check_folder, check_writable
+from penstock.files import check_folder, check_new_folder, check_writable
 
-__all__ = ["BATCH", "BIG", "MAX_PLANNERS", "MAX_SEARCH_STEPS", "SEED", "file_to_write", "folder_to_write", "within"]
+__all__ = ["BATCH", "BIG", "MAX_PLANNERS", "MAX_SEARCH_STEPS", "SEED", "file_to_write", "folder_to_write", "new_folder_to_write", "within"]
 
 SEED = 2**63 - 1
 """Generators of random numbers are seeded with 64 bits, one of which is a sign."""
@@ -57,6 +57,13 @@ def folder_to_write(param: typer.CallbackParam, value: Path | None) -> Path | No
     """A callback that refuses a name that is no folder and cannot become one."""
     if value is not None:
         _named(param, lambda: check_folder(value))
+    return value
+
+
+def new_folder_to_write(param: typer.CallbackParam, value: Path | None) -> Path | None:
+    """A callback that refuses a name that is no folder and cannot become one, or a folder with something in it."""
+    if value is not None:
+        _named(param, lambda: check_new_folder(value))
     return value
 
 

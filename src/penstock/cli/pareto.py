@@ -81,25 +81,27 @@ def _row(offer: Offer, count: int) -> dict[str, Any]:
 def _write(folder: Path, found: list[Offer], rows: list[dict[str, Any]]) -> None:
     import json
 
-    from penstock.files import write_text
+    from penstock.files import write_text, written_together
     from penstock.plans.schema import write_plan
 
-    folder.mkdir(parents=True, exist_ok=True)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), extrasaction="ignore")
     writer.writeheader()
     writer.writerows(rows)
-    write_text(folder / "pareto.csv", text.getvalue())
-    write_text(folder / "pareto.json", json.dumps(rows, indent=2))
-    for offer in found:
-        if not offer.dominated_by:
-            write_plan(folder / f"{offer.cluster.name.replace('+', '_')}.json", offer.choice.plan)
-    _chart(folder / "pareto.svg", found)
+    with written_together():
+        write_text(folder / "pareto.csv", text.getvalue())
+        write_text(folder / "pareto.json", json.dumps(rows, indent=2))
+        for offer in found:
+            if not offer.dominated_by:
+                write_plan(folder / f"{offer.cluster.name.replace('+', '_')}.json", offer.choice.plan)
+        _chart(folder / "pareto.svg", found)
 
 
 def _chart(path: Path, found: list[Offer]) -> None:
     """Hours against money, the undominated choices joined and named."""
     from matplotlib.figure import Figure
+
+    from penstock.files import write_text
 
     figure = Figure(figsize=(9, 6))
     axes = figure.add_subplot()
@@ -111,4 +113,6 @@ def _chart(path: Path, found: list[Offer]) -> None:
         axes.annotate(offer.cluster.name, (offer.hours, offer.usd), fontsize=7, xytext=(4, 4), textcoords="offset points")
     axes.set(xlabel="hours", ylabel="USD", title="time and money")
     axes.legend()
-    figure.savefig(path)
+    drawn = io.StringIO()
+    figure.savefig(drawn, format="svg")
+    write_text(path, drawn.getvalue())

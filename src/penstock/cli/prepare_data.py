@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from penstock.cli.console import JsonFlag, Ticker, format_count, out, print_json, progress, table
-from penstock.cli.options import folder_to_write, within
+from penstock.cli.options import new_folder_to_write, within
 from penstock.errors import InputError, near_misses
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _POLICIES = ("truncate", "drop")
 
 def prepare_data(
     inputs: Annotated[list[str], typer.Argument(metavar="INPUT…", help="JSONL files, each a task; images; HDF5 shards; or `bundled`.")],
-    path: Annotated[Path, typer.Option("--out", callback=folder_to_write, help="Folder to write; it must not exist, or be empty.")],
+    path: Annotated[Path, typer.Option("--out", callback=new_folder_to_write, help="Folder to write; it must not exist, or be empty.")],
     tokenizer: Annotated[str | None, typer.Option(help="tokenizer.json, vocab.json, vocab.txt, SentencePiece .model, or a folder.")] = None,
     train_tokenizer: Annotated[int | None, typer.Option(metavar="N", help="Train a byte-level BPE of N tokens instead.")] = None,
     weights: Annotated[str | None, typer.Option(help="Share of each task in training, as in 3,1,1; without: its share of samples.")] = None,

@@ -19,7 +19,7 @@ from penstock.systems import TableSearch
 if TYPE_CHECKING:
     from penstock.cli.export import Target
     from penstock.plans.plan import Plan
-    from penstock.search import Choice, Outcome
+    from penstock.search import Choice, Outcome, Request
 
 __all__ = ["choice_row", "choices_table", "parse_sizes", "search", "write_plans"]
 
@@ -123,6 +123,8 @@ def search(
     request = Request.of(
         model, cluster, global_batch, costs, seq_length, parse_sizes(micro_batches), _limit_bytes(memory_limit), names
     )  # fmt: skip
+    if target:
+        _check_export(target, request)
     if lengths is not None or data is not None:
         from penstock.cli.search_lengths import lengths_of, search_lengths
 
@@ -186,26 +188,40 @@ def _check_lengths(**given: object) -> None:
 
 def _target(text: str) -> Target | None:
     """What `--export` names, checked before the search whose plan it is to get."""
-    from penstock.cli.export import parse_target
+    from penstock.cli.export import WEIGHTS, parse_target
 
-    return parse_target(text, "--export") if text else None
+    target = parse_target(text, "--export") if text else None
+    if target and target.system == WEIGHTS:
+        raise InputError(f"--export is '{text}': a plan has no weights. Export those of a checkpoint: penstock export RUN --to {text}")
+    return target
+
+
+def _check_export(target: Target, request: Request) -> None:
+    from penstock.cli.export import check_model
+
+    check_model(target, request.model)
 
 
 def _export(plan: Plan, target: Target, path: Path | None) -> None:
     from penstock.cli.export import export_plan
 
-    export_plan(plan, target, path or Path("plan.json"))
+    try:
+        export_plan(plan, target, path or Path("plan.json"))
+    except InputError as error:
+        raise InputError(f"{error} The search was not in vain: its plans are in '{path}'." if path else str(error)) from None
 
 
 def write_plans(path: Path | None, plans: Sequence[Plan]) -> list[Path]:
     """Writes the best plan to `path` and the next ones beside it; the files written."""
+    from penstock.files import written_together
     from penstock.plans.schema import write_plan
 
     if path is None:
         return []
     paths = [path, *(path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(2, len(plans) + 1))]
-    for target, plan in zip(paths, plans, strict=True):
-        write_plan(target, plan)
+    with written_together():
+        for target, plan in zip(paths, plans, strict=True):
+            write_plan(target, plan)
     return paths
 
 

@@ -68,6 +68,7 @@ def simulate(
 
     Example: penstock simulate plan.json --lengths lengths.csv --schedule greedy
     """
+    from penstock.files import written_together
     from penstock.reports.figure import check_figure_path, write_figure
     from penstock.timing.execution import execute
     from penstock.timing.traces import write_trace
@@ -80,10 +81,11 @@ def simulate(
         subject = _reordered(schedule, own, lengths is not None, *asked)
     run = execute(subject.schedule, subject.workload)
     orders = [] if schedule is None else [_order_row(own, execute(own.schedule, own.workload)), _order_row(subject, run)]
-    if trace is not None:
-        write_trace(trace, run, [f"device {device}: ranks {ranks}" for device, ranks in enumerate(_ranks(subject))])
-    if figure is not None:
-        write_figure(figure, run, f"{plan.name}: {subject.what}, {format_time(run.makespan_s)}")
+    with written_together():
+        if trace is not None:
+            write_trace(trace, run, [f"device {device}: ranks {ranks}" for device, ranks in enumerate(_ranks(subject))])
+        if figure is not None:
+            write_figure(figure, run, f"{plan.name}: {subject.what}, {format_time(run.makespan_s)}")
     if json:
         print_json({"plan": plan, "lengths": lengths, **_as_dict(subject, run), "orders": orders, "trace": trace, "figure": figure})
         return

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.console import JsonFlag, err, format_count, format_time, out, print_json, progress, table
-from penstock.cli.options import BIG, MAX_PLANNERS, MAX_SEARCH_STEPS, SEED, within
+from penstock.cli.options import BIG, MAX_PLANNERS, MAX_SEARCH_STEPS, SEED, folder_to_write, within
 from penstock.errors import InputError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def train(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file, as `penstock search --out` writes it.")],
     data: Annotated[str, typer.Option(help="Folder that `penstock prepare-data` wrote.")],
     steps: Annotated[int, typer.Option(callback=within(1, BIG), help="Iterations in all, those before a checkpoint included.")],
-    path: Annotated[Path, typer.Option("--out", metavar="RUN", help="Folder for checkpoints, steps and spans.")],
+    path: Annotated[Path, typer.Option("--out", metavar="RUN", callback=folder_to_write, help="Folder for checkpoints, steps and spans.")],
     compare: Annotated[bool, typer.Option("--compare", help="Print predicted against measured times of each stage.")] = False,
     device: Annotated[
         str, typer.Option(help="cpu or cuda; what the plan's cluster has if not given. timed: rehearse it, ops being waits.")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from penstock.errors import InputError, PenstockError
-from penstock.files import check_folder
+from penstock.files import check_new_folder
 
 __all__ = ["Pool", "Report", "in_order", "new_folder", "start_pool"]
 
@@ -33,9 +33,7 @@ Pool = ProcessPoolExecutor | None
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder to fill, which gets its name only when it is complete; what was there before must be empty."""
-    check_folder(out)
-    if out.exists() and any(out.iterdir()):
-        raise InputError(f"'{out}' exists and is not an empty folder. Remove it, or choose another.")
+    check_new_folder(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name[:40]}.", dir=out.parent))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
-__all__ = ["megatron_flags", "megatron_text"]
+__all__ = ["megatron_flags", "megatron_text", "require_model"]
 
 TARGET = "Megatron-LM"
 _SCHEDULES = (DEFAULT_SCHEDULE, CHUNKED_SCHEDULE)
@@ -45,9 +45,14 @@ def megatron_text(plan: Plan, model: Model | None = None, cluster: Cluster | Non
     return "\n".join(lines) + "\n"
 
 
-def _flags(plan: Plan, model: Model, cluster: Cluster) -> tuple[Grid, Flags]:
+def require_model(model: Model) -> None:
+    """Refuses a model that Megatron-LM has none like."""
     if model.family not in _SIZES or "source" in model.config:
         raise InputError(f"{TARGET} has no model like '{model.name}' ({model.family}). It has {', '.join(_SIZES)}.")
+
+
+def _flags(plan: Plan, model: Model, cluster: Cluster) -> tuple[Grid, Flags]:
+    require_model(model)
     grid = grid_of(plan, TARGET, _SCHEDULES, model, cluster)
     if grid.zero > 1:
         raise refusal(TARGET, 0, f"zero is {grid.zero}; its distributed optimizer divides optimizer state alone", "Use zero 1.")

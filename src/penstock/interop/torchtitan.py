@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
-__all__ = ["module_fqns", "torchtitan_recipe"]
+__all__ = ["module_fqns", "require_flavor", "torchtitan_recipe"]
 
 TARGET = "torchtitan"
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
@@ -59,7 +59,7 @@ def module_fqns(part: Sequence[BlockPart]) -> list[str]:
 def torchtitan_recipe(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> str:
     """The text of a recipe."""
     model, cluster = model or model_of(plan), cluster or cluster_of(plan)
-    flavor = _flavor(model)
+    flavor = require_flavor(model)
     grid = grid_of(plan, TARGET, tuple(_SCHEDULES), model, cluster)
     _require_expressible(plan, grid, tied=_FLAVORS[flavor][-1])
     again = [layer for stage in whole_layers(grid, TARGET) for layer in stage]
@@ -92,7 +92,7 @@ def _quoted(text: str) -> str:
     return f'"{text}"'
 
 
-def _flavor(model: Model) -> str:
+def require_flavor(model: Model) -> str:
     """The name of the Llama 3 that has these sizes."""
     c = model.config
     if model.family != "llama" or "source" in c:

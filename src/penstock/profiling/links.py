@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.costs.profile import LinkPoint
+from penstock.runtime.transport.rendezvous import join_group
 
 __all__ = ["join_ranks", "measure_links"]
 
@@ -25,7 +26,7 @@ def join_ranks(device: str) -> int:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        join_group("nccl" if device == "cuda" else "gloo")
     return dist.get_rank()
 
 

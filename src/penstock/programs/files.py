@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from penstock.files import MAX_TEXT_BYTES, decoded, readable_bytes, write_bytes, write_text
+from penstock.files import MAX_TEXT_BYTES, decoded, readable_bytes, write_bytes, written_together
 from penstock.programs.binary import MARK, decode, encode
 from penstock.programs.instructions import Program
 from penstock.programs.text import TITLE, format_program, parse_program
@@ -49,11 +49,9 @@ def read_programs(path: str | Path) -> list[Program]:
 def write_programs(folder: str | Path, programs: Iterable[Program], text: bool = False) -> Sequence[Path]:
     """One file per rank: `rank-3.program`, or `rank-3.txt` in the readable form."""
     paths = []
-    for program in programs:
-        path = Path(folder) / f"rank-{program.rank}.{'txt' if text else 'program'}"
-        if text:
-            write_text(path, format_program(program))
-        else:
-            write_bytes(path, encode(program))
-        paths.append(path)
+    with written_together():
+        for program in programs:
+            path = Path(folder) / f"rank-{program.rank}.{'txt' if text else 'program'}"
+            write_bytes(path, format_program(program).encode() if text else encode(program))
+            paths.append(path)
     return paths

@@ -13,20 +13,21 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from ipaddress import ip_address
-from typing import Any
 
 from penstock.data.planners import BatchSource, PlannerPool
 from penstock.data.planning import ProgramPlanner
 from penstock.errors import InputError
 from penstock.runtime.request import PlanningSettings
 from penstock.stores import Job, StoreError, open_store
+from penstock.stores.listening import LOOPBACK, means_loopback
+from penstock.stores.tcp_server import TcpServer
 
 __all__ = ["Handover", "planners_here", "planners_of_nodes"]
 
 Handover = tuple[str, Job | None]
 """The store's address, and the job in it; no job: every rank plans for itself."""
 
-_LOOPBACK, _EVERYWHERE = "127.0.0.1", "0.0.0.0"
+_EVERYWHERE = "0.0.0.0"
 _ID_BYTES, _KEY_BYTES, _PORT_BYTES = 8, 32, 4
 
 
@@ -36,13 +37,12 @@ def planners_here(settings: PlanningSettings, source: BatchSource, planner: Prog
     if not settings.planners:
         yield "", None
         return
-    address, server = settings.address, None
-    if not address:
-        server = _serve(_LOOPBACK)
-        address = f"tcp://{_LOOPBACK}:{server.port}"
     key = secrets.token_bytes(_KEY_BYTES)
     job = Job(f"train-{secrets.token_hex(_ID_BYTES)}", key, len(planner.plan.ranks), first=first_step, away_s=settings.away_s)
-    with _left_clean(address, job), _pool(settings, source, planner, address, job):
+    with ExitStack() as stack:
+        address = settings.address or f"tcp://{LOOPBACK}:{stack.enter_context(TcpServer(key)).port}"
+        stack.enter_context(_left_clean(address, job))
+        stack.enter_context(_pool(settings, source, planner, address, job))
         yield address, job
 
 
@@ -56,16 +56,16 @@ def planners_of_nodes(settings: PlanningSettings, source: BatchSource, planner: 
         yield "", None
         return
     first, node, num_nodes = dist.get_rank() == 0, int(os.environ.get("GROUP_RANK", "0")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    host = os.environ.get("MASTER_ADDR", _LOOPBACK) if num_nodes > 1 else _LOOPBACK
-    server = _serve(_reachable(host)) if first and not settings.address else None
-    facts = secrets.token_bytes(_ID_BYTES + _KEY_BYTES) + (server.port if server is not None else 0).to_bytes(_PORT_BYTES, "big")
-    agreed = torch.frombuffer(bytearray(facts), dtype=torch.uint8)
-    dist.broadcast(agreed, 0)
-    told = agreed.numpy().tobytes()
-    identity, key, port = told[:_ID_BYTES], told[_ID_BYTES:-_PORT_BYTES], int.from_bytes(told[-_PORT_BYTES:], "big")
-    address = settings.address or f"tcp://{host}:{port}"
-    job = Job(f"train-{identity.hex()}", key, len(planner.plan.ranks), first=first_step, away_s=settings.away_s)
+    host = os.environ.get("MASTER_ADDR", LOOPBACK) if num_nodes > 1 else LOOPBACK
+    identity, key = secrets.token_bytes(_ID_BYTES), secrets.token_bytes(_KEY_BYTES)
     with ExitStack() as stack:
+        port = stack.enter_context(TcpServer(key, _reachable(host))).port if first and not settings.address else 0
+        agreed = torch.frombuffer(bytearray(identity + key + port.to_bytes(_PORT_BYTES, "big")), dtype=torch.uint8)
+        dist.broadcast(agreed, 0)
+        told = agreed.numpy().tobytes()
+        identity, key, port = told[:_ID_BYTES], told[_ID_BYTES:-_PORT_BYTES], int.from_bytes(told[-_PORT_BYTES:], "big")
+        address = settings.address or f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
+        job = Job(f"train-{identity.hex()}", key, len(planner.plan.ranks), first=first_step, away_s=settings.away_s)
         if first:
             stack.enter_context(_left_clean(address, job))
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -76,18 +76,13 @@ def planners_of_nodes(settings: PlanningSettings, source: BatchSource, planner: 
 def _reachable(name: str) -> str:
     """Where to listen so that other nodes reach this one by `name`: some systems say that their own name means loopback, which is true
     for themselves alone."""
+    if means_loopback(name):
+        return name
     try:
         local = ip_address(socket.gethostbyname(name)).is_loopback
     except OSError as error:
         raise InputError(f"MASTER_ADDR is '{name}', which this node cannot resolve: {error}.") from None
-    meant = name == "localhost" or name.startswith("127.")
-    return _EVERYWHERE if local and not meant else name
-
-
-def _serve(host: str) -> Any:
-    from penstock.stores.tcp import serve_tcp
-
-    return serve_tcp(host)
+    return _EVERYWHERE if local else name
 
 
 def _pool(

@@ -90,7 +90,7 @@ class WorkerPool:
         timeout_s: float = 600.0,
         environment: Callable[[int], Mapping[str, str]] | None = None,
     ) -> None:
-        from torch.distributed import TCPStore
+        from penstock.runtime.transport.rendezvous import serve_rendezvous
 
         if size < 1:
             raise InputError(f"{size} workers were asked for; 1 or more was expected.")
@@ -98,8 +98,7 @@ class WorkerPool:
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
         self.board = StatusBoard(self._folder / "status", size)
         self._broken = False
-        # Port 0: the store takes a free one itself, so that jobs side by side cannot meet.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_START_S))
+        self._store = serve_rendezvous()  # on a free port, so that jobs side by side cannot meet
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["penstock.runtime.rank"])  # torch is then imported once for all
         pairs = [context.Pipe() for _ in range(size)]
@@ -263,6 +262,7 @@ def joined(device: str) -> Iterator[Worker]:
     import torch.distributed as dist
 
     from penstock.runtime.transport.allocator import use_expandable_segments
+    from penstock.runtime.transport.rendezvous import join_group
     from penstock.runtime.transport.world import ProcessGroups
 
     if device == "cuda":
@@ -272,7 +272,7 @@ def joined(device: str) -> Iterator[Worker]:
         device = f"cuda:{local}"
         torch.cuda.set_device(device)
         use_expandable_segments()
-    dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
+    join_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
     groups = ProcessGroups(device)
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
         board = StatusBoard(Path(folder) / "status", dist.get_world_size())
@@ -351,11 +351,13 @@ def _open(start: _Start, tell: Callable[[Any], None]) -> Worker:
     import torch.distributed as dist
 
     from penstock.runtime.transport.allocator import use_expandable_segments
+    from penstock.runtime.transport.rendezvous import find_rendezvous, only_here
     from penstock.runtime.transport.world import ProcessGroups
 
     torch.set_num_threads(start.threads)
     limit = timedelta(seconds=start.timeout_s)
-    store = dist.TCPStore("127.0.0.1", start.port, is_master=False, timeout=timedelta(seconds=_START_S))
+    only_here()
+    store = find_rendezvous(start.port)
     device, shared = start.device, False
     if device == "cuda":
         count = torch.cuda.device_count()

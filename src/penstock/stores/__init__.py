@@ -1,4 +1,4 @@
-"""How programs travel from planners to ranks: in memory, through torch's TCPStore, or through Redis, behind one protocol."""
+"""How programs travel from planners to ranks: in memory, through the launcher of the job, or through Redis, behind one protocol."""
 
 from __future__ import annotations
 

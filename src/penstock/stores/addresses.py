@@ -45,11 +45,11 @@ def job_from_environment(num_ranks: int, *, capacity: int = 4, first: int = 0) -
 
 def open_store(address: str, job: Job, *, wait_s: float = 1800.0) -> Store:
     """Connects to the store at an address; threads of one process share `memory` values through `connect` instead."""
-    return Ring(connect(address), job, wait_s=wait_s)
+    return Ring(connect(address, job.key), job, wait_s=wait_s)
 
 
-def connect(address: str) -> KeyValues:
-    """A connection to the server at an address."""
+def connect(address: str, key: bytes) -> KeyValues:
+    """A connection to the server at an address; the one of a job serves holders of its key alone."""
     scheme, colon, rest = address.partition(":")
     if scheme == "memory":
         from penstock.stores.memory import MemoryValues
@@ -58,11 +58,11 @@ def connect(address: str) -> KeyValues:
     if not colon or scheme not in _SCHEMES:
         raise InputError(f"store address begins with '{scheme}:'. {near_misses(scheme, (*_SCHEMES, 'memory'))}")
     if scheme == "file":
-        return connect(read_store_file(rest).address)
+        return connect(read_store_file(rest).address, key)
     if scheme == "tcp":
         from penstock.stores.tcp import TcpValues
 
-        return TcpValues(*_host_and_port(address))
+        return TcpValues(*_host_and_port(address), key)
     from penstock.stores.redis import RedisValues
 
     return RedisValues(address)

@@ -1,117 +1,130 @@
-"""Values in torch's TCPStore, which the launcher of a job serves; nothing needs to be installed."""
+"""Values in the store that the launcher of a job serves (`tcp_server.py`); nothing needs to be installed."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
-from typing import Any, TypeVar
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from penstock.errors import InputError
+import msgspec
+
+from penstock.stores.proof import GREETING, NONCE_BYTES, PROOF_BYTES, fresh_nonce, is_proof, proof
 from penstock.stores.protocol import StoreError
+from penstock.stores.tcp_server import LENGTH_BYTES
 
-__all__ = ["TcpValues", "serve_tcp"]
+__all__ = ["TcpValues"]
 
-T = TypeVar("T")
+_ANSWER_S = 60.0
+"""A server that says nothing for so long is stuck, or cut off."""
+_LONGEST_WAIT_S = 10.0
+"""What one request waits at most, so that a server that is cut off is noticed, and keeps no wait of a client that is."""
 
-_CONNECT_S = 30.0
-_BACKLOG = 1024
 
-
-def serve_tcp(host: str = "127.0.0.1", port: int = 0) -> Any:
-    """A TCPStore server that lives as long as the returned object, listening on `host` alone; `.port` is where.
-
-    By itself a TCPStore listens on all interfaces; given a socket that is bound already, it takes that.
-    """
-    from torch.distributed import TCPStore
-
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        raise InputError(f"a store cannot listen on {host}:{port}: {error.strerror}. Free the port, or take another.") from None
-    bound = listener.getsockname()[1]
-    return TCPStore(host, bound, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=_seconds(_CONNECT_S))
+class _Closed(StoreError):
+    """The server has closed the connection."""
 
 
 class TcpValues:
-    """One connection to a TCPStore."""
+    """One connection to the server of a job, which both ends begin by proving that they hold its key."""
 
     may_forget = False
 
-    def __init__(self, host: str, port: int) -> None:
-        self.where = f"TCPStore at {host}:{port}"
-        self._host, self._port = host, port
-        self._store: Any = None
+    def __init__(self, host: str, port: int, key: bytes) -> None:
+        self.where = f"the store at {host}:{port}"
+        self._place, self._key = (host, port), key
+        self._socket: socket.socket | None = None
         self.connect()
 
     def put(self, values: Mapping[str, bytes]) -> None:
-        self._call(lambda: self._store.multi_set(list(values), list(values.values())))
+        self._ask("put", dict(values))
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        def read() -> list[bytes | None]:
-            if self._store.check(list(keys)):
-                return list(self._store.multi_get(list(keys)))
-            return [self._store.get(key) if self._store.check([key]) else None for key in keys]
-
-        return self._call(read)
+        found: list[bytes | None] = self._ask("read", list(keys))
+        return found
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        def missing() -> list[str]:
-            if self._store.check(list(keys)):
-                return []
-            return [key for key in keys if not self._store.check([key])]
-
-        return self._call(missing)
+        found: list[str] = self._ask("missing", list(keys))
+        return found
 
     def wait(self, key: str, timeout_s: float) -> bytes | None:
-        from torch.distributed import DistNetworkError, DistStoreError
-
-        try:
-            self._store.wait([key], _seconds(max(timeout_s, 0.001)))
-        except DistNetworkError:
-            raise self._gone() from None
-        except DistStoreError:  # how it tells that time is up
-            return None
-        value: bytes = self._call(lambda: self._store.get(key))
-        return value
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            value: bytes | None = self._ask("wait", key, min(left_s, _LONGEST_WAIT_S))
+            if value is not None:
+                return value
+        return None
 
     def delete(self, keys: Sequence[str]) -> None:
-        def delete() -> None:
-            for key in keys:
-                self._store.delete_key(key)
-
-        self._call(delete)
+        self._ask("delete", list(keys))
 
     def names(self, prefix: str) -> list[str]:
-        return [key for key in self._call(lambda: self._store.list_keys()) if key.startswith(prefix)]
+        found: list[str] = self._ask("names", prefix)
+        return found
 
     def connect(self) -> None:
-        from torch.distributed import DistError, TCPStore
-
+        self.close()
         try:
-            self._store = TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=_seconds(_CONNECT_S))
-        except DistError:
+            self._socket = socket.create_connection(self._place, _ANSWER_S)
+        except OSError:
             raise StoreError(f"{self.where} does not answer. It is served by the launcher of the job: is that running?") from None
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            self._prove()
+        except StoreError:
+            self.close()
+            raise
 
     def close(self) -> None:
-        self._store = None
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = None
 
-    def _call(self, action: Callable[[], T]) -> T:
-        from torch.distributed import DistError
-
+    def _prove(self) -> None:
+        """Shows that this process holds the job's key, and that the server does."""
+        greeting = self._receive(len(GREETING) + NONCE_BYTES)
+        its, mine = greeting[len(GREETING) :], fresh_nonce()
+        if not greeting.startswith(GREETING):
+            raise StoreError(f"{self.where} is no store of Penstock: it greets with {greeting[:16]!r}.")
+        self._send(mine + proof(self._key, "client", its, mine))
         try:
-            return action()
-        except DistError:
-            raise self._gone() from None
+            answer = self._receive(PROOF_BYTES)
+        except _Closed:
+            raise StoreError(f"{self.where} refuses us: this process does not hold the key of its job.") from None
+        if not is_proof(answer, self._key, "server", its, mine):
+            raise StoreError(f"{self.where} is not that of this job: it does not hold the job's key.")
 
-    def _gone(self) -> StoreError:
+    def _ask(self, *request: Any) -> Any:
+        frame = msgspec.msgpack.encode(request)
+        self._send(len(frame).to_bytes(LENGTH_BYTES, "big") + frame)
+        return msgspec.msgpack.decode(self._receive(int.from_bytes(self._receive(LENGTH_BYTES), "big")))
+
+    def _send(self, data: bytes) -> None:
+        try:
+            self._connected().sendall(data)
+        except OSError as error:
+            raise self._gone(error) from None
+
+    def _receive(self, count: int) -> bytes:
+        parts, left = [], count
+        while left:
+            try:
+                part = self._connected().recv(min(left, 1 << 20))
+            except OSError as error:
+                raise self._gone(error) from None
+            if not part:
+                raise self._gone(None)
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts)
+
+    def _connected(self) -> socket.socket:
+        if self._socket is None:
+            raise StoreError(f"the connection to {self.where} was closed.")
+        return self._socket
+
+    def _gone(self, error: OSError | None) -> StoreError:
         """Its server is the launcher, which the job does not outlive: there is nothing to wait for."""
-        return StoreError(f"{self.where} is gone: the launcher of the job has ended.")
-
-
-def _seconds(time_s: float) -> timedelta:
-    return timedelta(seconds=time_s)
+        if isinstance(error, TimeoutError):
+            return StoreError(f"{self.where} has said nothing for {_ANSWER_S:g} s: the launcher of the job hangs, or the network is cut.")
+        return _Closed(f"{self.where} is gone: the launcher of the job has ended.")

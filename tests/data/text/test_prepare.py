@@ -157,7 +157,7 @@ TRAIN = ["--train-tokenizer", "300"]
         (["--train-tokenizer", "100"], "too small"), ([*TRAIN, "--weights", "1,2"], "2 weights were given for 1 inputs"),
         ([*TRAIN, "--weights", "x"], "--weights is 'x'"), ([*TRAIN, "--weights", "-1"], "not shares"),
         ([*TRAIN, "--split", "0,1"], "--split is '0,1'"), ([*TRAIN, "--max-input", "1"], "--max-input is 1; 2 or more"),
-        ([*TRAIN, "--over-long", "dorp"], "Did you mean 'drop'"), ([*TRAIN, "--end-token", "<none>"], "no token '<none>'"),
+        ([*TRAIN, "--over-long", "dorp"], "Did you mean 'drop'"), ([*TRAIN, "--end-token", "<none>"], "'<|endoftext|>', not with '<none>'"),
         ([*TRAIN, "--workers", "-1"], "--workers is -1"),
     ],
 )  # fmt: skip

@@ -6,14 +6,19 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
+import torch
 from bucket_jobs import train_in_small_buckets
 from runtime_cases import Choice, largest_difference, make_case, reference
-from training_jobs import rank_of
+from training_jobs import RandomSource, rank_of, train_programs
 
+from penstock.models.modules import build_chain
 from penstock.runtime.parallel.gradients import BucketedGradients
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
+from penstock.runtime.source import load_share
 from penstock.runtime.transport.world import ProcessGroups
 from penstock.runtime.workers import WorkerPool
+
+pytestmark = pytest.mark.timeout(300)
 
 SGD = TrainingSettings(LearningRate(0.05), OptimizerSettings("sgd"))
 BUCKET_BYTES = 2**13
@@ -24,7 +29,7 @@ TWO: Choice = {"family": "llama", "pp": 1, "tp": 1, "dp": 1, "replicas": 2, "sch
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(2, timeout_s=60) as workers:
+    with WorkerPool(2, timeout_s=200) as workers:
         yield workers
 
 
@@ -51,3 +56,36 @@ def test_many_full_buckets_are_all_summed(pool: WorkerPool, zero: int) -> None:
     losses, weights = reference(case, SGD)
     assert outcomes[0].losses == pytest.approx(losses, rel=TOLERANCE)
     assert largest_difference(case, outcomes, weights)[0] <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "split",
+    [{"tp": 2}, {"replicas": 2}, {"replicas": 2, "zero": 1}, {"replicas": 2, "zero": 2}, {"replicas": 2, "zero": 3}, {"pp": 2}],
+    ids=lambda split: " ".join(f"{name} {value}" for name, value in split.items()),
+)
+def test_clipping_goes_by_the_norm_of_all_gradients_each_once(pool: WorkerPool, split: Choice) -> None:
+    """Of weights that are divided, alike on both ranks, owned by one of them, or shared by two stages (GPT's embedding). By plain SGD,
+    which a wrong norm moves elsewhere; AdamW would hide it."""
+    case = make_case(TWO | {"family": "gpt", "replicas": 1} | split, 3)
+    settings = TrainingSettings(LearningRate(1.0), OptimizerSettings("sgd", weight_decay=0.0, momentum=0.0), clip_norm=0.1)
+    outcomes = pool.run(train_programs, case.plan, case.programs(), settings)
+    losses, weights = reference(case, settings)
+    assert outcomes[0].losses == pytest.approx(losses, rel=TOLERANCE) and min(outcomes[0].norms) > 0.1
+    assert largest_difference(case, outcomes, weights)[0] <= TOLERANCE
+
+
+def test_running_statistics_become_the_mean_over_the_ranks(pool: WorkerPool) -> None:
+    """Of two replicas, each of which has seen its own micro-batches."""
+    case = make_case(TWO | {"family": "resnet", "layout": "padded"}, 3, iterations=1)
+    outcomes = pool.run(train_programs, case.plan, case.programs(), SGD)
+    alone = []
+    for program in case.programs()[0]:
+        chain = build_chain(case.model, seed=SGD.seed)
+        for micro in program.micro_batches:
+            bounds, needs = (0, len(micro.samples)), ("inputs", "labels")
+            chain(load_share(RandomSource(case.model), program, micro, bounds, needs, torch.device("cpu"), SGD.seed))
+        alone.append([buffer for op in chain.ops for buffer in op.buffers()])
+    assert len(alone[0]) > 10 and not torch.equal(alone[0][0], alone[1][0])
+    for outcome in outcomes:
+        for found, one, other in zip(outcome.statistics, *alone, strict=True):
+            torch.testing.assert_close(found, (one + other) / 2)

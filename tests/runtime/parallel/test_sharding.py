@@ -20,7 +20,7 @@ from penstock.runtime.rank import Evaluated
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.workers import WorkerPool
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(300)
 
 TOLERANCE = 1e-5
 ADAMW = TrainingSettings(LearningRate(3e-3, warmup_steps=2), OptimizerSettings("adamw", eps=1e-3), clip_norm=0.5)
@@ -30,7 +30,7 @@ PLAIN: Choice = {"family": "gpt", "pp": 1, "tp": 1, "dp": 2, "replicas": 1, "sch
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(4, timeout_s=60) as workers:
+    with WorkerPool(4, timeout_s=200) as workers:
         yield workers
 
 

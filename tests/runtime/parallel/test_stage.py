@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from runtime_cases import Choice, make_case
+from runtime_cases import Choice, evaluation_programs, make_case
 from training_jobs import OpenRank, rank_of
 
 from penstock.models.modules import Batch
@@ -67,6 +67,14 @@ def test_recomputation_keeps_less() -> None:
     """The whole stage as one segment keeps only what enters it, here nothing but the tokens."""
     plain, less = (calls_and_kept_bytes(*opened(recompute=recompute))[1] for recompute in ("none", "all"))
     assert less < 0.1 * plain
+
+
+def test_evaluation_keeps_nothing_for_a_backward_pass() -> None:
+    case = make_case(ONE | {"pp": 1}, 3, 1)
+    rank, kept = rank_of(case.plan, ProcessGroups(), TrainingSettings()), []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda tensor: tensor):
+        rank.evaluate(evaluation_programs(case)[0])
+    assert not kept and not rank.stages[0].num_running
 
 
 def test_a_batch_is_let_go_after_its_forward_pass() -> None:

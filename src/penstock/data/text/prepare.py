@@ -22,7 +22,7 @@ from penstock.data.text.cleaning import SPLITS
 from penstock.data.text.lines import Form, LineSpan, detect_form, pieces_of
 from penstock.data.text.looking import Codes, look
 from penstock.data.text.tokenising import TokenJob, chosen, tokenise
-from penstock.data.text.tokenizer import check_vocab_size, find_end_token, load_tokenizer, train_tokenizer
+from penstock.data.text.tokenizer import check_own_end_token, check_vocab_size, find_end_token, load_tokenizer, train_tokenizer
 from penstock.data.workers import Pool, Report, in_order, new_folder, start_pool
 from penstock.errors import InputError
 
@@ -57,7 +57,10 @@ def prepare_text(request: TextRequest, report: Report = lambda *_: None) -> Data
     """Writes the token files and returns what they hold."""
     names = task_names(request.inputs)
     _check(request)
-    given = None if request.tokenizer is None else load_tokenizer(request.tokenizer)  # what is wrong with it is told before the work
+    # What is wrong with an option is told before the work.
+    given = None if request.tokenizer is None else load_tokenizer(request.tokenizer)
+    if given is not None:
+        find_end_token(given, request.end_token)
     form = detect_form(request.inputs[0])
     pieces = [pieces_of(path) for path in request.inputs]
     small = sum(piece.stop - piece.start for parts in pieces for piece in parts) < _INLINE_BYTES
@@ -101,6 +104,7 @@ def _check(request: TextRequest) -> None:
         raise InputError("give a tokenizer (--tokenizer PATH), or the size of one to train (--train-tokenizer N).")
     if request.train_tokenizer is not None:
         check_vocab_size(request.train_tokenizer)
+        check_own_end_token(request.end_token)
     check_weights(request.weights, len(request.inputs))
     if any(limit is not None and limit < 2 for limit in request.limits):
         raise InputError(f"limits are {request.limits}; a side needs room for at least 2 tokens.")

@@ -13,7 +13,7 @@ from penstock.files import readable_file
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["END_TOKENS", "check_vocab_size", "find_end_token", "load_tokenizer", "train_tokenizer"]
+__all__ = ["END_TOKENS", "check_own_end_token", "check_vocab_size", "find_end_token", "load_tokenizer", "train_tokenizer"]
 
 END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 """Names under which vocabularies have the token that ends a text, in the order in which they are looked for."""
@@ -116,6 +116,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(_SPECIALS), initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
+
+
+def check_own_end_token(wanted: str) -> None:
+    """Refuses what is no special token of a tokenizer that is trained here; texts do not end with a piece of a word."""
+    if wanted not in ("auto", "none", END_TOKENS[0]):
+        raise InputError(f"a tokenizer trained here ends texts with '{END_TOKENS[0]}', not with '{wanted}'. Use auto or none.")
 
 
 def find_end_token(tokenizer: Tokenizer, wanted: str) -> int | None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from penstock.errors import InputError
-from penstock.files import read_json, write_text
+from penstock.files import read_json, write_text, written_together
 from penstock.systems.tables import Count, validated
 
 __all__ = [
@@ -176,5 +176,6 @@ def write_files(folder: str | Path, topology: Topology, partition: DynPipePartit
     """Writes both files into a folder from which `read_files` gives them back."""
     require_match(topology, partition)
     _require(_topology_problems(topology), f"the DynPipe topology to write to '{folder}'")
-    write_partition(Path(folder) / PARTITION_FILE, partition)
-    write_topology(Path(folder) / TOPOLOGY_FILE, topology)
+    with written_together():
+        write_partition(Path(folder) / PARTITION_FILE, partition)
+        write_topology(Path(folder) / TOPOLOGY_FILE, topology)

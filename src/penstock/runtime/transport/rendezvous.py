@@ -1,0 +1,54 @@
+"""Where ranks find each other: a TCPStore that listens on one address alone.
+
+By itself a TCPStore listens on all interfaces, whatever address it is given, and serves whoever asks. Given a socket that is bound
+already, it takes that.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from penstock.stores.listening import LOOPBACK, bound_socket, means_loopback
+
+__all__ = ["find_rendezvous", "join_group", "only_here", "serve_rendezvous"]
+
+_START_S = 120.0
+_OWN = "lo"
+"""The interface that no other machine reaches, as Linux calls it."""
+
+
+def serve_rendezvous(host: str = LOOPBACK, port: int = 0) -> dist.TCPStore:
+    """A store that lives as long as the returned object, on `host` alone; `.port` is where. Port 0 takes a free one."""
+    listener = bound_socket(host, port)
+    bound, limit = listener.getsockname()[1], timedelta(seconds=_START_S)
+    return dist.TCPStore(host, bound, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=limit)
+
+
+def find_rendezvous(port: int, host: str = LOOPBACK) -> dist.TCPStore:
+    """The store that another process serves there."""
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_START_S))
+
+
+def join_group(backend: str) -> None:
+    """Joins the ranks that torchrun, or Slurm with the same variables, started. Where rank 0 itself serves their store, and all are on one
+    machine by their own word, nobody else reaches it. (The store of torchrun's agent is torchrun's.)"""
+    host = os.environ.get("MASTER_ADDR", "")
+    is_here = means_loopback(host)
+    if is_here:
+        only_here()
+    if not is_here or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        dist.init_process_group(backend)
+        return
+    port, rank, size = (int(os.environ[name]) for name in ("MASTER_PORT", "RANK", "WORLD_SIZE"))
+    store = find_rendezvous(port, host) if rank else serve_rendezvous(host, port)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+
+
+def only_here() -> None:
+    """Lets gloo listen on loopback alone, in a process whose peers are all on this machine; else it takes the address of its host."""
+    if any(name == _OWN for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _OWN)

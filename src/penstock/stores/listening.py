@@ -1,0 +1,39 @@
+"""Sockets that listen on one address alone, and whether an address is loopback."""
+
+from __future__ import annotations
+
+import socket
+from ipaddress import ip_address
+
+from penstock.errors import InputError
+
+__all__ = ["LOOPBACK", "bound_socket", "means_loopback"]
+
+LOOPBACK = "127.0.0.1"
+_BACKLOG = 1024
+
+
+def means_loopback(name: str) -> bool:
+    """Whether a name or an address says that all who use it are on one machine. Not if it merely resolves so: some systems call themselves
+    loopback, which is true for themselves alone."""
+    try:
+        return name == "localhost" or ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def bound_socket(host: str, port: int = 0) -> socket.socket:
+    """A socket that listens on this address alone; port 0 takes a free one."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise InputError(f"a store cannot listen on {host}:{port}: {error.strerror}. Name an address of this machine.") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise InputError(f"a store cannot listen on {host}:{port}: {error.strerror}. Free the port, or take another.") from None
+    return listener

@@ -1,0 +1,69 @@
+"""Options that name files, folders and tokenizers are refused before the work whose result they are for, or whose input they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import run
+
+PLAN = str(Path(__file__).parents[2] / "examples" / "plans" / "gpt-1.3b-pp4.json")
+SEARCH = "search --model gpt-small --cluster 2xcpu --global-batch 8"
+PREPARE = "prepare-data texts.jsonl --workers 1"
+FIND, LOOK = "penstock.search.search", "penstock.data.text.prepare.look"
+
+
+@pytest.mark.parametrize(
+    ("command", "work", "message"),
+    [
+        (f"{SEARCH} --out folder", FIND, "--out: 'folder' cannot be written: it is a directory"),
+        (f"{SEARCH} --export megatron:folder", FIND, "--export: 'folder' cannot be written"),
+        (f"{SEARCH} --export torchtitan:recipe.py", FIND, "torchtitan has no model like 'gpt-small'"),
+        (f"{SEARCH.replace('gpt-small', 'resnet-50')} --export megatron:flags.txt", FIND, "Megatron-LM has no model like 'resnet-50'"),
+        (f"{SEARCH} --export huggingface:weights", FIND, "a plan has no weights"),
+        (f"{SEARCH} --export nowhere:file", FIND, "there is no export to 'nowhere'"),
+        (f"{SEARCH} --lengths texts.jsonl --out folder", "penstock.batching.lengths.read_lengths", "'folder' cannot be written"),
+        ("pareto --model gpt-small --cluster 1xp4d.24xlarge --global-batch 8 --out texts.jsonl", "penstock.search.offers", "is not"),
+        (f"{PREPARE} --tokenizer nowhere --out data", LOOK, "tokenizer 'nowhere' does not exist"),
+        (f"{PREPARE} --tokenizer texts.jsonl --out data", LOOK, "texts.jsonl"),
+        (f"{PREPARE} --train-tokenizer 300 --end-token <end> --out data", LOOK, "not with '<end>'"),
+        (f"{PREPARE} --train-tokenizer 300 --out full", LOOK, "--out: 'full' exists and is not an empty folder"),
+        (f"{PREPARE} --train-tokenizer 300 --out texts.jsonl", LOOK, "--out: 'texts.jsonl' cannot be written"),
+        ("batch --lengths texts.jsonl --plan PLAN --out folder", "penstock.batching.lengths.read_lengths", "'folder' cannot be written"),
+        ("simulate PLAN --trace folder", "penstock.plans.schema.read_plan", "--trace: 'folder' cannot be written"),
+        ("simulate PLAN --figure drawing.bmp", "penstock.plans.schema.read_plan", "drawing.bmp"),
+        ("train PLAN --data data --steps 1 --out texts.jsonl", "penstock.plans.schema.read_plan", "--out: 'texts.jsonl' cannot be written"),
+        ("profile --model gpt-small --out folder", "penstock.profiling.run.Profiler.open", "--out: 'folder' cannot be written"),
+        ("import module:net.py:make --out folder", "penstock.files.write_json", "--out: 'folder' cannot be written"),
+        ("export PLAN --to slurm:folder", "penstock.plans.schema.read_plan", "--to: 'folder' cannot be written"),
+        ("store start --out folder", "penstock.stores.server.start_redis", "--out: 'folder' cannot be written"),
+    ],
+)
+def test_it_is_told_at_once(
+    command: str, work: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("full").mkdir()
+    Path("full/kept").touch()
+    Path("texts.jsonl").write_text('{"text": "a"}\n')
+    before = sorted(tmp_path.rglob("*"))
+
+    def begun(*given: object, **named: object) -> None:
+        raise AssertionError(f"{work} was called")
+
+    monkeypatch.setattr(work, begun)
+    assert run([PLAN if word == "PLAN" else word for word in command.split()]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_search_whose_plan_cannot_be_exported_keeps_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether DynPipe can express a plan is known only when there is one."""
+    out = tmp_path / "plan.json"
+    asked = [*SEARCH.split(), "--top", "1", "--out", str(out), "--export", f"dynpipe:{tmp_path / 'dynpipe'}"]
+    assert run(asked) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "DynPipe cannot express" in said and f"its plans are in '{out}'" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
