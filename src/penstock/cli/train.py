@@ -13,6 +13,7 @@ import typer
 from penstock.cli.console import JsonFlag, err, format_count, format_time, out, print_json, progress, table
 from penstock.cli.options import BIG, MAX_PLANNERS, MAX_SEARCH_STEPS, SEED, within
 from penstock.errors import InputError
+from penstock.processes import warm_up
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
@@ -99,6 +100,9 @@ def train(
     _check(reserve_memory)
     if device == "timed":
         _refuse_learning(context)
+    under_torchrun = "WORLD_SIZE" in os.environ and "RANK" in os.environ
+    if not under_torchrun:
+        warm_up()  # it imports torch while this process does
     from penstock.runtime.request import PlanningSettings, TrainRequest
     from penstock.runtime.trainer import Trainer
 
@@ -109,7 +113,6 @@ def train(
         planning=PlanningSettings(planners, store, store_timeout, search_steps=budget_steps), slower=_slower(slow or []),
     ))  # fmt: skip
     unit = "tokens" if given.seq_length else "images"
-    under_torchrun = "WORLD_SIZE" in os.environ and "RANK" in os.environ
     first = not under_torchrun or os.environ["RANK"] == "0"
     with progress("rehearsing" if device == "timed" else "training", steps - trainer.first_step, quiet=json or not first) as bar:
 
