@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --constraint constraints.txt
 
 # The rooms that import no torch, or hardly any, are held to strict types; those not built yet are skipped.
-ROOMS := models clusters costs plans timing search batching schedules ordering programs stores data systems interop reports cli
+ROOMS := processes models clusters costs plans timing search batching schedules ordering programs stores data systems interop reports cli
 TYPED := $(sort $(dir $(wildcard $(ROOMS:%=src/penstock/%/*.py)))) $(wildcard src/penstock/*.py)
 KERNELS := $(shell grep -rl --include='*.py' numba src)
 

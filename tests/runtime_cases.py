@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import torch
+from oracles.optimizers import torch_optimizer
 from small_models import SIZES
 from torch.nn import functional as F
 from training_jobs import RandomSource
@@ -24,7 +25,6 @@ from penstock.plans.references import model_of
 from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
-from penstock.runtime.optimizer import torch_optimizer
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.source import load_share
 from penstock.schedules.actions import FORWARD

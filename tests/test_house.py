@@ -25,7 +25,7 @@ ARROWS = {
     "errors": "",
     "files": "errors",
     "kernels": "",
-    "processes": "",
+    "processes": "errors",
     "clusters": "errors files",
     "models": "errors files",
     "schedules": "errors",

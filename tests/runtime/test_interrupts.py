@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.processes import unheard
+from penstock.processes.fork_server import unheard
 from penstock.runtime import interrupts
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.telemetry.status import Status, StatusBoard

@@ -13,7 +13,7 @@ import typer
 from penstock.cli.console import JsonFlag, err, format_count, format_time, out, print_json, progress, table
 from penstock.cli.options import BIG, MAX_PLANNERS, MAX_SEARCH_STEPS, SEED, within
 from penstock.errors import InputError
-from penstock.processes import warm_up
+from penstock.processes.fork_server import warm_up
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan

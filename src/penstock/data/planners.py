@@ -23,7 +23,7 @@ from penstock.data.batches import GlobalBatches
 from penstock.data.dataset import DataSet, open_data
 from penstock.data.planning import PlanningError, ProgramPlanner, describe_samples
 from penstock.errors import InputError
-from penstock.processes import FORKED, await_parent, start_process
+from penstock.processes.fork_server import FORKED, await_parent, start_process
 from penstock.stores import Job, Store, StoreError, open_store
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from penstock.errors import PenstockError
-from penstock.processes import SIGNALS
+from penstock.processes.fork_server import SIGNALS
 
 __all__ = ["Interrupted", "Interrupts"]
 

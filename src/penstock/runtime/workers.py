@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError, PenstockError
-from penstock.processes import FORKED, SIGNALS, await_parent, start_process
+from penstock.processes.fork_server import FORKED, SIGNALS, await_parent, start_process
 from penstock.runtime.telemetry.status import Status, StatusBoard
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.processes import FORKED, start_process, warm_up
+from penstock.processes.fork_server import FORKED, start_process, warm_up
 
 pytestmark = pytest.mark.timeout(110)
 
