@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(110)
 
 def tell(pipe: Any) -> None:
     """What a rank or a planner finds when it begins, and that it outlives both signals."""
-    loaded = [name for name in ("torch", "penstock.runtime.run", "penstock.data.planners", "torch._dynamo") if name in sys.modules]
+    loaded = [name for name in ("torch", "penstock.runtime.run", "penstock.data.planners") if name in sys.modules]
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(os.getpid(), number)
     name = Path("/proc/self/comm")

@@ -19,14 +19,15 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FORKED", "SIGNALS", "await_parent", "start_process", "unheard", "warm_up"]
+__all__ = ["FORKED", "PRELOADED", "SIGNALS", "await_parent", "start_process", "unheard", "warm_up"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FORKED: ForkServerContext = get_context("forkserver")
 """Makes pipes and shared memory for such processes."""
 
-_PRELOADED = ("penstock.cli.train", "penstock.runtime.run", "penstock.runtime.rehearsing")
-"""What ranks and planners import, all that it takes included."""
+PRELOADED = ["penstock.cli.train", "penstock.runtime.run", "penstock.runtime.rehearsing"]
+"""What the server imports, with all that these take. What only some ranks need (torch's compiler where they recompute, kernels where
+planners cut micro-batches) is not here, since everybody would wait for it; who starts many such processes adds it."""
 _NAME = Path("/proc/self/comm")
 
 
@@ -42,7 +43,7 @@ def unheard() -> Iterator[None]:
 
 def warm_up() -> None:
     """Starts the server if there is none, and does not wait for it: called early, its imports cost no time."""
-    FORKED.set_forkserver_preload(list(_PRELOADED))
+    FORKED.set_forkserver_preload(PRELOADED)
     resource_tracker.ensure_running()  # here, because it lets the signals through again
     with unheard():  # Ctrl-C is the launcher's to hear; the server, and all that it forks, would die of it
         forkserver.ensure_running()
