@@ -25,9 +25,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FORKED: ForkServerContext = get_context("forkserver")
 """Makes pipes and shared memory for such processes."""
 
-PRELOADED = ["penstock.cli.train", "penstock.runtime.run", "penstock.runtime.rehearsing"]
-"""What the server imports, with all that these take. What only some ranks need (torch's compiler where they recompute, kernels where
-planners cut micro-batches) is not here, since everybody would wait for it; who starts many such processes adds it."""
+PRELOADED = [
+    "penstock.cli.train",
+    "penstock.runtime.run",
+    "penstock.runtime.rehearsing",
+    "penstock.timing.clock",
+    "torch.fx.experimental.symbolic_shapes",  # torch imports it in the first backward pass
+]
+"""What the server imports, with all that these take. What only some ranks need (torch's compiler where they recompute) is not here, since
+everybody would wait for it; who starts many such processes adds it."""
 _NAME = Path("/proc/self/comm")
 
 
