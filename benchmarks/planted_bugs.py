@@ -236,6 +236,16 @@ _RUNTIME = (
     _bug("ZeRO-1 owners keep their updates", "runtime/parallel/gradients.py", "if bucket.owner is None or len(bucket.ranks) == 1:",
          "if bucket.owner is None or len(bucket.ranks) >= 1:", "ranks drift apart", "runtime/parallel/test_gradients.py"),
 )  # fmt: skip
+_PROCESSES = (
+    _bug("processes have the server's environment", "processes/fork_server.py", "os.environ.update(environment)", "os.environ.update({})",
+         "what was set after the server began is not seen", "processes/test_fork_server.py"),
+    _bug("a script without a guard trains", "processes/main_guard.py", 'if "__name__" not in text:', 'if "__name__" in text:',
+         "every rank begins a training of its own", "processes/test_main_guard.py"),
+)  # fmt: skip
+_RULES = (
+    _bug("SGD forgets its momentum", "runtime/update_rules.py", 'state["momentum_buffer"] = moment', 'state["momentum"] = moment',
+         "another name than torch's", "runtime/test_update_rules.py"),
+)
 _PROFILING = (
     _bug("a transfer there and back is one", "profiling/links.py", '/ (2 if kind == "transfer" else 1)', "/ 1",
          "links seem half as fast", "profiling/test_links.py"),
@@ -255,5 +265,5 @@ _CLI = (
 
 PLANTED = (
     *_GROUND, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS, *_STORES, *_DATA,
-    *_INTEROP, *_SYSTEMS, *_RUNTIME, *_PROFILING, *_REPORTS, *_CLI,
+    *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_RULES, *_PROFILING, *_REPORTS, *_CLI,
 )  # fmt: skip

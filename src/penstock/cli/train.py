@@ -101,7 +101,7 @@ def train(
     if device == "timed":
         _refuse_learning(context)
     under_torchrun = "WORLD_SIZE" in os.environ and "RANK" in os.environ
-    if not under_torchrun:
+    if not under_torchrun or (planners and os.environ.get("LOCAL_RANK", "0") == "0"):
         warm_up()  # it imports torch while this process does
     from penstock.runtime.request import PlanningSettings, TrainRequest
     from penstock.runtime.trainer import Trainer
