@@ -10,6 +10,7 @@ What is forked is as if it were spawned by the launcher: it has the launcher's e
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -68,6 +69,7 @@ def _begin(name: str, environment: Mapping[str, str], target: Callable[..., Any]
     os.environ.update(environment)
     if _NAME.exists():
         _NAME.write_text(name)  # as `ps` and `top` show it
+    gc.freeze()  # what was imported stays for good: no collection looks through it, nor copies the pages that it shares
     target(*arguments)
 
 
