@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: tests side by side leave no core for threads that spin while they wait
+
 import pytest
 from hypothesis import settings
 
