@@ -357,6 +357,16 @@ _TRAINING = (
     _bug("what was trained is evaluated", "runtime/run.py", 'source = batch_source(self.request, "validation")',
          "source = batch_source(self.request)", "the loss that is told is too good", "runtime/test_run.py"),
 )  # fmt: skip
+_PROCESSES = (
+    _bug("processes have the server's environment", "processes/fork_server.py", "os.environ.update(environment)", "os.environ.update({})",
+         "what was set after the server began is not seen", "processes/test_fork_server.py"),
+    _bug("a script without a guard trains", "processes/main_guard.py", 'if "__name__" not in text:', 'if "__name__" in text:',
+         "every rank begins a training of its own", "processes/test_main_guard.py"),
+)  # fmt: skip
+_RULES = (
+    _bug("SGD forgets its momentum", "runtime/update_rules.py", 'state["momentum_buffer"] = moment', 'state["momentum"] = moment',
+         "another name than torch's", "runtime/test_update_rules.py"),
+)
 _PROFILING = (
     _bug("a transfer there and back is one", "profiling/links.py", '/ (2 if kind == "transfer" else 1)', "/ 1",
          "links seem half as fast", "profiling/test_links.py", pick="message"),
@@ -376,5 +386,5 @@ _CLI = (
 
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
-    *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_RUNTIME, *_TRAINING, *_PROFILING, *_REPORTS, *_CLI,
+    *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS, *_CLI,
 )  # fmt: skip

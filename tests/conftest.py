@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: tests side by side leave no core for threads that spin while they wait
+
 import pytest
 from hypothesis import settings
+
+from penstock.kernels import KERNEL_MODULES
+from penstock.processes.fork_server import PRELOADED
 
 settings.register_profile("build", derandomize=True, deadline=None)
 settings.register_profile("here", deadline=None)
 settings.load_profile("build" if os.environ.get("CI") else "here")
+
+# Hundreds of ranks and planners are forked from one server, which imports once what any of them may need.
+PRELOADED.extend(["torch._dynamo", "penstock.batching.planner", *KERNEL_MODULES])
 
 
 @pytest.fixture(scope="session")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from itertools import combinations, groupby
 from typing import Any
 
 import msgspec
 import torch
+from oracles.optimizers import torch_optimizer
 from small_models import SIZES
 from torch.nn import functional as F
 from training_jobs import RandomSource
@@ -24,7 +26,6 @@ from penstock.plans.references import model_of
 from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
-from penstock.runtime.optimizer import torch_optimizer
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.source import load_share
 from penstock.schedules.actions import FORWARD
@@ -78,7 +79,8 @@ def is_possible(choice: Choice, most_ranks: int = 8) -> bool:
     )
 
 
-def covering_choices(at_least: int, seed: int = 0, most_ranks: int = 8) -> list[Choice]:
+@cache
+def covering_choices(at_least: int, seed: int = 0, most_ranks: int = 8) -> tuple[Choice, ...]:
     """Choices in which every possible pair of values of two dimensions occurs."""
     names = list(DIMENSIONS)
     generator = random.Random(seed)
@@ -95,7 +97,7 @@ def covering_choices(at_least: int, seed: int = 0, most_ranks: int = 8) -> list[
         best = max(range(len(candidates)), key=lambda index: len(covered[index] & left))
         chosen.append(candidates[best])
         left -= covered[best]
-    return chosen + candidates[: max(0, at_least - len(chosen))]
+    return (*chosen, *candidates[: max(0, at_least - len(chosen))])
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,11 @@ class Case:
 
     def programs(self) -> list[tuple[Program, ...]]:
         """Of each iteration, for all ranks."""
-        return [lower(self.plan, self.model, work, iteration) for iteration, work in enumerate(self.works)]
+        return list(self._programs)
+
+    @cached_property
+    def _programs(self) -> tuple[tuple[Program, ...], ...]:
+        return tuple(lower(self.plan, self.model, work, iteration) for iteration, work in enumerate(self.works))
 
 
 def make_case(choice: Choice, seed: int, iterations: int = 3, **changes: Any) -> Case:

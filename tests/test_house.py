@@ -25,6 +25,7 @@ ARROWS = {
     "errors": "",
     "files": "errors",
     "kernels": "",
+    "processes": "errors",
     "clusters": "errors files",
     "models": "errors files",
     "schedules": "errors",
@@ -36,13 +37,13 @@ ARROWS = {
     "search": "errors clusters models schedules plans costs timing batching",
     "programs": "errors files clusters models schedules plans costs timing batching",
     "stores": "errors files",
-    "data": "errors files models schedules plans costs timing batching programs stores",
+    "data": "errors files processes models schedules plans costs timing batching programs stores",
     "systems": "errors files clusters models schedules plans costs timing batching search",
     "interop": "errors clusters models schedules plans",
-    "runtime": "errors files clusters models schedules plans costs timing batching programs stores data",
+    "runtime": "errors files processes clusters models schedules plans costs timing batching programs stores data",
     "profiling": "clusters models costs timing runtime",
     "reports": "errors files schedules timing",
-    "cli": "errors files clusters models schedules plans costs timing ordering batching search "
+    "cli": "errors files processes clusters models schedules plans costs timing ordering batching search "
            "programs stores data systems interop runtime profiling reports",
 }
 

@@ -31,6 +31,7 @@ TORCH_FREE_ROOMS = (
     "errors",
     "files",
     "kernels",
+    "processes",
 )
 
 IMPORT_ROOM = """

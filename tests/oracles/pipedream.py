@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from oracles.optimizers import torch_optimizer
 from training_jobs import RandomSource
 
 from penstock.models.modules import build_chain
 from penstock.models.ops import Model
 from penstock.plans.plan import Stage
 from penstock.programs.instructions import Program
-from penstock.runtime.optimizer import torch_optimizer
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.source import load_share
 

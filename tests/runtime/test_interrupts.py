@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.processes.fork_server import unheard
 from penstock.runtime import interrupts
-from penstock.runtime.interrupts import Interrupts, unheard
+from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.telemetry.status import Status, StatusBoard
 
 

@@ -71,15 +71,15 @@ def steps_done(out: Path) -> int:
 
 
 def planners_of(launcher: int) -> list[int]:
-    """Processes that a launcher spawned: its planners; workers come from a fork server."""
-    found = []
-    for entry in Path("/proc").iterdir():
+    """The planners that a launcher had forked: children of its children, by their name."""
+    found: dict[int, tuple[str, int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
-            if entry.name.isdigit() and int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == launcher:
-                found += [int(entry.name)] if b"multiprocessing.spawn" in (entry / "cmdline").read_bytes() else []
+            name, _, rest = entry.read_text().partition("(")[2].rpartition(")")
         except (FileNotFoundError, ProcessLookupError):
             continue  # it ended while we looked
-    return found
+        found[int(entry.parent.name)] = name, int(rest.split()[1])
+    return [pid for pid, (name, parent) in found.items() if name.startswith("planner ") and found.get(parent, ("", 0))[1] == launcher]
 
 
 def run(case: Case, out: Path, at: dict[int, Callable[[int], None]], *options: str) -> subprocess.CompletedProcess[str]:

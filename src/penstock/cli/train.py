@@ -13,6 +13,7 @@ import typer
 from penstock.cli.console import JsonFlag, err, format_count, format_time, out, print_json, progress, table
 from penstock.cli.options import BIG, MAX_PLANNERS, MAX_SEARCH_STEPS, SEED, folder_to_write, within
 from penstock.errors import InputError
+from penstock.processes.fork_server import warm_up
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
@@ -102,6 +103,9 @@ def train(
     _check(reserve_memory)
     if device == "timed":
         _refuse_learning(context)
+    under_torchrun = "WORLD_SIZE" in os.environ and "RANK" in os.environ
+    if not under_torchrun or (planners and os.environ.get("LOCAL_RANK", "0") == "0"):
+        warm_up()  # it imports torch while this process does
     from penstock.runtime.request import PlanningSettings, TrainRequest
     from penstock.runtime.trainer import Trainer
 
@@ -112,7 +116,6 @@ def train(
         planning=PlanningSettings(planners, store, store_timeout, search_steps=budget_steps), slower=_slower(slow or []),
     ))  # fmt: skip
     unit = "tokens" if given.seq_length else "images"
-    under_torchrun = "WORLD_SIZE" in os.environ and "RANK" in os.environ
     first = not under_torchrun or os.environ["RANK"] == "0"
     for note in trainer.notes() if first else ():
         err().print(f"note: {note}", markup=False, soft_wrap=True)

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +23,7 @@ from penstock.data.batches import GlobalBatches
 from penstock.data.dataset import DataSet, open_data
 from penstock.data.planning import PlanningError, ProgramPlanner, describe_samples
 from penstock.errors import InputError
+from penstock.processes.fork_server import FORKED, await_parent, start_process
 from penstock.stores import Job, Store, StoreError, open_store
 
 if TYPE_CHECKING:
@@ -115,7 +114,6 @@ def open_entry(entry: bytes, where: str) -> Any:
 
 def run_planner(source: BatchSource, planner: ProgramPlanner, address: str, job: Job, index: int, count: int, watch: Any) -> None:
     """The life of planner `index` of `count`; `watch` tells its supervisor that it lives, what it is at, and since when."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it hears Ctrl-C and ends it
     threading.Thread(target=_beat, args=(watch,), daemon=True).start()
     try:
         _plan_all(source, planner, address, job, index, count, watch)
@@ -146,10 +144,9 @@ def _plan_all(source: BatchSource, planner: ProgramPlanner, address: str, job: J
 
 def _beat(watch: Any) -> None:
     """Shows life, and ends with the process that started this one, however that ended."""
-    parent = os.getppid()
-    while os.getppid() == parent:
+    watch[_ALIVE] = time.monotonic()
+    while not await_parent(_BEAT_S):
         watch[_ALIVE] = time.monotonic()
-        time.sleep(_BEAT_S)
     os._exit(1)
 
 
@@ -226,8 +223,7 @@ class PlannerPool:
         if not 1 <= own <= count or not 0 <= first <= count - own:
             raise InputError(f"planners {first} to {first + own - 1} were asked for here, of {count} in all.")
         self._source, self._address, self._count, self._hang_s = source, address, count, hang_s
-        self._context = get_context("spawn")
-        self._watches = {index: self._context.Array("d", 3) for index in range(first, first + own)}
+        self._watches = {index: FORKED.Array("d", 3) for index in range(first, first + own)}
         self.num_replaced = 0
         self._begin(planner, job)
 
@@ -235,7 +231,7 @@ class PlannerPool:
         """Starts the planners, and the thread that watches them."""
         self._planner, self._job = planner, job
         self._processes = {index: self._start(index) for index in self._watches}
-        self._wake, self._stopping = self._context.Pipe(duplex=False)
+        self._wake, self._stopping = FORKED.Pipe(duplex=False)
         self._deaths: Counter[int] = Counter()
         self._thread = threading.Thread(target=self._supervise, name="planners", daemon=True)
         self._thread.start()
@@ -269,9 +265,7 @@ class PlannerPool:
     def _start(self, index: int) -> Any:
         self._watches[index][:] = _NOTHING
         arguments = (self._source, self._planner, self._address, self._job, index, self._count, self._watches[index])
-        process = self._context.Process(target=run_planner, args=arguments, name=f"planner-{index}", daemon=True)
-        process.start()
-        return process
+        return start_process(f"planner {index}", run_planner, *arguments)
 
     def _supervise(self) -> None:
         """Sleeps until a planner ends, until the busiest might be hanging, or until it is told to stop."""

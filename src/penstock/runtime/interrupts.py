@@ -6,16 +6,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
 from penstock.errors import PenstockError
+from penstock.processes.fork_server import SIGNALS
 
-__all__ = ["SIGNALS", "Interrupted", "Interrupts", "unheard"]
+__all__ = ["Interrupted", "Interrupts"]
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _STDERR = 2
 _SAME_S = 1.0
 """Signals so close to the first are the same one: torchrun, Slurm and `timeout` may bring it to a process twice."""
@@ -65,13 +64,3 @@ class Interrupts:
         if not self._quiet:
             # Not `print`: a signal may come while stderr's buffer is written to, which cannot be entered twice.
             os.write(_STDERR, f"\n{note}\n".encode())
-
-
-@contextmanager
-def unheard() -> Iterator[None]:
-    """Processes started within hear neither signal, from their first moment on."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

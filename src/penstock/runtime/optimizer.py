@@ -15,19 +15,12 @@ from torch import nn
 from penstock.costs.memory import OPTIMIZER_CHUNK
 from penstock.models.modules.fused import has_triton
 from penstock.runtime.settings import OptimizerSettings
+from penstock.runtime.update_rules import AdamWRule, UpdateRule, update_rule
 
-__all__ = ["MasterAdamW", "Optimizer", "make_adamw", "make_optimizer", "torch_optimizer"]
+__all__ = ["MasterAdamW", "Optimizer", "make_adamw", "make_optimizer"]
 
-Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""torch's own optimizer over fp32 weights."""
-
-
-def torch_optimizer(settings: OptimizerSettings, parameters: list[nn.Parameter], lr: float = 1e-4) -> torch.optim.Optimizer:
-    """torch's optimizer, fused where the device has it."""
-    fused = all(parameter.device.type in ("cuda", "cpu") for parameter in parameters)
-    if settings.kind == "adamw":
-        return torch.optim.AdamW(parameters, lr=lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=fused)
-    return torch.optim.SGD(parameters, lr=lr, momentum=settings.momentum, weight_decay=settings.weight_decay, fused=fused)
+Make = Callable[[list[nn.Parameter]], UpdateRule]
+"""The update rule over fp32 weights."""
 
 
 @dataclass
@@ -36,7 +29,7 @@ class _Piece:
 
     spans: list[tuple[nn.Parameter, int, int]]
     master: nn.Parameter
-    optimizer: torch.optim.Optimizer
+    optimizer: UpdateRule
     num_steps: int | None = None
     """Steps so far, as the host knows them; None: as the optimizer's state says."""
 
@@ -54,14 +47,13 @@ class Optimizer:
 
     parameters: list[nn.Parameter]
 
-    def _inner(self) -> list[torch.optim.Optimizer]:
-        raise TypeError(f"{type(self).__name__} has no optimizers inside")
+    def _inner(self) -> list[UpdateRule]:
+        raise TypeError(f"{type(self).__name__} has no rules inside")
 
     def set_rate(self, lr: float) -> None:
         """The learning rate of the steps to come."""
-        for optimizer in self._inner():
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+        for rule in self._inner():
+            rule.lr = lr
 
     def step(self, factor: torch.Tensor | None = None) -> None:
         """One update from the gradients in place, multiplied by `factor` in fp32."""
@@ -91,7 +83,7 @@ class _Masters(Optimizer):
         master = nn.Parameter(torch.cat([p.detach().view(-1)[start:stop].float() for p, start, stop in spans]))
         return _Piece(spans, master, make([master]))
 
-    def _inner(self) -> list[torch.optim.Optimizer]:
+    def _inner(self) -> list[UpdateRule]:
         return [piece.optimizer for piece in self._pieces]
 
     @torch.no_grad()
@@ -100,7 +92,7 @@ class _Masters(Optimizer):
             missing = next((p for p, _, _ in piece.spans if p.grad is None), None)
             if missing is not None:
                 raise RuntimeError(f"a weight of shape {tuple(missing.shape)} has no gradient; was the backward pass run?")
-            if isinstance(piece.optimizer, torch.optim.AdamW) and piece.master.is_cuda and has_triton():
+            if isinstance(piece.optimizer, AdamWRule) and piece.master.is_cuda and has_triton():
                 _adamw_at_once(piece, factor)
             else:
                 _step_by_copies(piece, factor)
@@ -146,7 +138,7 @@ class _Masters(Optimizer):
 
 
 def _step_by_copies(piece: _Piece, factor: torch.Tensor | None) -> None:
-    """torch's own step on the masters, with copies of gradients and weights before and after."""
+    """The update rule on the masters, with copies of gradients and weights before and after."""
     scratch = torch.empty_like(piece.master)
     torch._foreach_copy_(piece.split(scratch), piece.views(p.grad for p, _, _ in piece.spans if p.grad is not None))
     if factor is not None:
@@ -161,7 +153,7 @@ def _adamw_at_once(piece: _Piece, factor: torch.Tensor | None) -> None:
     """AdamW with fp32 masters in one pass over gradients, state and weights (a Triton kernel)."""
     from penstock.models.modules import triton_kernels
 
-    master, state, rule = piece.master.detach(), piece.optimizer.state[piece.master], piece.optimizer.param_groups[0]
+    master, state, rule = piece.master.detach(), piece.optimizer.state[piece.master], piece.optimizer.settings
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
@@ -175,7 +167,7 @@ def _adamw_at_once(piece: _Piece, factor: torch.Tensor | None) -> None:
         assert parameter.grad is not None
         triton_kernels.adamw(
             parameter.detach().view(-1)[start:stop], parameter.grad.view(-1)[start:stop], master, state["exp_avg"], state["exp_avg_sq"], at,
-            factor, lr=rule["lr"], betas=rule["betas"], eps=rule["eps"], weight_decay=rule["weight_decay"], step=piece.num_steps,
+            factor, lr=piece.optimizer.lr, betas=rule.betas, eps=rule.eps, weight_decay=rule.weight_decay, step=piece.num_steps,
         )  # fmt: skip
         at += stop - start
 
@@ -184,7 +176,7 @@ class MasterAdamW(_Masters):
     """AdamW with fp32 masters and moments."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, lr: float, weight_decay: float, chunk: int = OPTIMIZER_CHUNK) -> None:
-        super().__init__(parameters, lambda own: torch_optimizer(OptimizerSettings(weight_decay=weight_decay), own, lr), chunk)
+        super().__init__(parameters, lambda own: update_rule(OptimizerSettings(weight_decay=weight_decay), own, lr), chunk)
 
 
 class _Plain(Optimizer):
@@ -194,7 +186,7 @@ class _Plain(Optimizer):
         self.parameters = [p for p in parameters if p.requires_grad]
         self._own = make(self.parameters) if self.parameters else None
 
-    def _inner(self) -> list[torch.optim.Optimizer]:
+    def _inner(self) -> list[UpdateRule]:
         return [] if self._own is None else [self._own]
 
     def step(self, factor: torch.Tensor | None = None) -> None:
@@ -221,15 +213,15 @@ def make_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettin
     """The optimizer as the weights' dtype needs it: with fp32 masters for half precision, plain for fp32."""
     own = list(parameters)
     if not own or own[0].dtype == torch.float32:
-        return _Plain(own, lambda inner: torch_optimizer(settings, inner, lr))
-    return _Masters(own, lambda inner: torch_optimizer(settings, inner, lr))
+        return _Plain(own, lambda inner: update_rule(settings, inner, lr))
+    return _Masters(own, lambda inner: update_rule(settings, inner, lr))
 
 
 def make_adamw(parameters: Iterable[nn.Parameter], *, lr: float = 1e-4, weight_decay: float = 0.01) -> Optimizer:
     """AdamW as the weights' dtype needs it."""
     own = list(parameters)
     if own and own[0].dtype == torch.float32:
-        return _Plain(own, lambda inner: torch_optimizer(OptimizerSettings(weight_decay=weight_decay), inner, lr))
+        return _Plain(own, lambda inner: update_rule(OptimizerSettings(weight_decay=weight_decay), inner, lr))
     return MasterAdamW(own, lr=lr, weight_decay=weight_decay)
 
 

@@ -17,13 +17,13 @@ from penstock.plans.capabilities import unsupported
 from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import require_valid
+from penstock.processes.main_guard import require_guarded_main
 from penstock.runtime.checkpoints.first_weights import check_weights
 from penstock.runtime.checkpoints.folder import find_checkpoint
 from penstock.runtime.checkpoints.going_on import check_goes_on, run_facts
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.data_notes import data_notes
 from penstock.runtime.interrupts import Interrupts
-from penstock.runtime.main_guard import require_guarded_main
 from penstock.runtime.planner_processes import planners_here, planners_of_nodes
 from penstock.runtime.rank_state import check_state
 from penstock.runtime.rehearsing import rehearse_rank

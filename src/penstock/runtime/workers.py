@@ -5,12 +5,11 @@
              ── pipe ──► worker 2 ─┘
 
 A worker that fails or dies ends the job: the launcher names it and where it was, and ends the others. A launcher that dies takes its
-workers along: each watches a pipe that closes with it.
+workers along: each watches for its end.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import multiprocessing.connection
 import os
 import shutil
@@ -28,7 +27,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError, PenstockError
-from penstock.runtime.interrupts import SIGNALS, unheard
+from penstock.processes.fork_server import FORKED, SIGNALS, await_parent, start_process
 from penstock.runtime.telemetry.status import Status, StatusBoard
 
 if TYPE_CHECKING:
@@ -99,11 +98,7 @@ class WorkerPool:
         self.board = StatusBoard(self._folder / "status", size)
         self._broken = False
         self._store = serve_rendezvous()  # on a free port, so that jobs side by side cannot meet
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["penstock.runtime.rank"])  # torch is then imported once for all
-        pairs = [context.Pipe() for _ in range(size)]
-        lives = [context.Pipe(duplex=False) for _ in range(size)]
-        self._lives = [sender for _, sender in lives]
+        pairs = [FORKED.Pipe() for _ in range(size)]
         self._processes = []
         for rank in range(size):
             start = _Start(
@@ -116,13 +111,9 @@ class WorkerPool:
                 str(self.board.path),
                 dict(environment(rank)) if environment else {},
             )
-            process = context.Process(target=_serve, args=(start, pairs[rank][1], lives[rank][0]), daemon=True)
-            with unheard():  # the server that forks them, which the first start starts, would die of either signal
-                process.start()
-            self._processes.append(process)
-        for rank in range(size):
-            pairs[rank][1].close()
-            lives[rank][0].close()
+            self._processes.append(start_process(f"rank {rank}", _serve, start, pairs[rank][1]))
+        for _, its in pairs:
+            its.close()
         self._pipes = [mine for mine, _ in pairs]
         try:
             self._collect(time.monotonic() + _START_S)
@@ -238,7 +229,7 @@ class WorkerPool:
         self._kill()
 
     def _release(self) -> None:
-        for connection in (*self._pipes, *self._lives):
+        for connection in self._pipes:
             connection.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -315,9 +306,9 @@ class _Start:
     environment: dict[str, str]
 
 
-def _serve(start: _Start, pipe: Any, life: Any) -> None:
+def _serve(start: _Start, pipe: Any) -> None:
     """A worker's whole life."""
-    threading.Thread(target=_follow, args=(life,), daemon=True).start()
+    threading.Thread(target=_follow, daemon=True).start()
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # the launcher hears it, and ends its workers
     status = 0
@@ -337,12 +328,10 @@ def _serve(start: _Start, pipe: Any, life: Any) -> None:
     os._exit(status)
 
 
-def _follow(life: Any) -> None:
+def _follow() -> None:
     """Ends this process with its launcher."""
-    try:
-        life.recv()
-    except (EOFError, OSError):
-        os._exit(1)
+    await_parent()
+    os._exit(1)
 
 
 def _open(start: _Start, tell: Callable[[Any], None]) -> Worker:

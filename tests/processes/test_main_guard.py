@@ -10,7 +10,7 @@ import pytest
 
 CALL = """
 from penstock.errors import InputError
-from penstock.runtime.main_guard import require_guarded_main
+from penstock.processes.main_guard import require_guarded_main
 
 def train():
     try:

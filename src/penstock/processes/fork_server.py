@@ -1,0 +1,81 @@
+"""Processes that one warm server forks: it has imported torch once, which takes seconds, and a fork takes milliseconds.
+
+    launcher ── starts ──► fork server   torch and the runtime imported; no device, no process group, no work of its own
+        │                   ├── fork ──► rank 0
+        └──── asks for ───► ├── fork ──► rank 1
+                            └── fork ──► planner 0
+
+What is forked is as if it were spawned by the launcher: it has the launcher's environment of that moment, and can end with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import forkserver, get_context, parent_process, resource_tracker
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FORKED", "PRELOADED", "SIGNALS", "await_parent", "start_process", "unheard", "warm_up"]
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FORKED: ForkServerContext = get_context("forkserver")
+"""Makes pipes and shared memory for such processes."""
+
+PRELOADED = [
+    "penstock.cli.train",
+    "penstock.runtime.run",
+    "penstock.runtime.rehearsing",
+    "penstock.timing.clock",
+    "torch.fx.experimental.symbolic_shapes",  # torch imports it in the first backward pass
+]
+"""What the server imports, with all that these take. What only some ranks need (torch's compiler where they recompute) is not here, since
+everybody would wait for it; who starts many such processes adds it."""
+_NAME = Path("/proc/self/comm")
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Processes started within hear neither signal, from their first moment on."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def warm_up() -> None:
+    """Starts the server if there is none, and does not wait for it: called early, its imports cost no time."""
+    FORKED.set_forkserver_preload(PRELOADED)
+    resource_tracker.ensure_running()  # here, because it lets the signals through again
+    with unheard():  # Ctrl-C is the launcher's to hear; the server, and all that it forks, would die of it
+        forkserver.ensure_running()
+
+
+def start_process(name: str, target: Callable[..., Any], *arguments: Any) -> ForkServerProcess:
+    """Forks a process that calls `target(*arguments)`. It hears neither Ctrl-C nor SIGTERM: whoever started it does, and ends it."""
+    warm_up()
+    process = FORKED.Process(target=_begin, args=(name, dict(os.environ), target, arguments), name=name, daemon=True)
+    process.start()
+    return process
+
+
+def _begin(name: str, environment: Mapping[str, str], target: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ.clear()  # the server's is that of the moment at which it was started
+    os.environ.update(environment)
+    if _NAME.exists():
+        _NAME.write_text(name)  # as `ps` and `top` show it
+    gc.freeze()  # what was imported stays for good: no collection looks through it, nor copies the pages that it shares
+    target(*arguments)
+
+
+def await_parent(timeout_s: float | None = None) -> bool:
+    """Whether the process that started this one has ended, however it did; waits for that so long, or as long as it takes."""
+    parent = parent_process()
+    assert parent is not None, "the first process of all has no parent to wait for"
+    parent.join(timeout_s)
+    return not parent.is_alive()
