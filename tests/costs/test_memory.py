@@ -139,6 +139,8 @@ def test_measured_bytes_replace_the_formulas() -> None:
         ({"zero": 1, "dp": 4}, (2, 2, 1, 2)),
         ({"zero": 2, "dp": 4}, (2, 0.5, 1, 2)),
         ({"zero": 3, "dp": 4}, (0.5, 0.5, 1, 2)),
+        ({"gradients": "fp32"}, (2, 4, 4, 8)),
+        ({"gradients": "fp32", "zero": 2, "dp": 4}, (2, 1, 1, 2)),
         ({"trainable": False}, (2, 0, 0, 0)),
         ({"trainable": False, "zero": 3, "dp": 2}, (1, 0, 0, 0)),
     ],
@@ -163,6 +165,15 @@ def test_stage_memory_by_hand() -> None:
     assert memory.buffers_bytes == 2 * boundary + 2 * boundary + 25 * 2**20
     assert memory.context_bytes == CUDA_CONTEXT_BYTES
     assert memory.slack_bytes == pytest.approx((memory.total_bytes - memory.slack_bytes - memory.context_bytes) * 0.1)
+
+
+def test_gradients_in_fp32_take_twice_the_bytes_and_room_to_be_made() -> None:
+    model, shape = resolve_model("gpt-1.3b"), Shape.padded(1, 2048)
+    largest = 4 * 2048**2 + 2048  # the first product of the MLP
+    for dp, zero in ((1, 0), (2, 1)):
+        plain, wide = (stage_memory(model, 1, 97, shape, dp=dp, zero=zero, gradients=dtype) for dtype in ("", "fp32"))
+        assert wide.gradients_bytes == 2 * plain.gradients_bytes and wide.weights_bytes == plain.weights_bytes
+        assert wide.buffers_bytes == pytest.approx(plain.buffers_bytes + 6 * largest, rel=1e-3)
 
 
 def test_the_optimizer_step_may_be_the_fullest_moment() -> None:

@@ -71,7 +71,7 @@ _L4 = "NVIDIA L4 datasheet, 2023; its rates with sparsity, halved"
 _AMPERE = "NVIDIA GA102 whitepaper, 2021; matrix rates with fp32 accumulation"
 _ADA = "NVIDIA Ada whitepaper, 2022; matrix rates with fp32 accumulation"
 _AMD = "AMD Instinct MI300X data sheet, 2023"
-_CPU = "assumed, not a datasheet: 4 cores with 50 Gflop/s and 10 GB/s each; bf16 as fast as fp32"
+_CPU = "assumed, not a datasheet: 4 cores with 50 Gflop/s and 10 GB/s each; bf16 is emulated"
 
 _CATALOGUE = (
     _device("v100-16gb", _V100, memory_gb=16, gb_per_s=900, fp32=15.7, fp16=125, intra="nvlink2"),
@@ -89,7 +89,7 @@ _CATALOGUE = (
     _device("rtx3090", _AMPERE, memory_gb=24, gb_per_s=936, fp32=35.6, tf32=35.6, fp16=71.2, bf16=71.2),
     _device("rtx4090", _ADA, memory_gb=24, gb_per_s=1008, fp32=82.6, tf32=82.6, fp16=165.2, bf16=165.2, fp8=330.3),
     _device("mi300x", _AMD, memory_gb=192, gb_per_s=5300, fp32=163.4, tf32=653.7, fp16=1307.4, bf16=1307.4, fp8=2614.9, intra="xgmi"),
-    _device("cpu", _CPU, memory_gb=16, gb_per_s=40, fp32=0.2, bf16=0.2, intra="shared-memory"),
+    _device("cpu", _CPU, memory_gb=16, gb_per_s=40, fp32=0.2, intra="shared-memory"),
 )
 DEVICES = {device.name: device for device in _CATALOGUE}
 CPU_CORES = 4

@@ -108,6 +108,11 @@ def search(
         refined_by_simulator(request, progress, max_hops)
         other_schedules(request, progress)
         rebalanced_shares(request, progress)
+        if not progress.choices and request.narrows and known_s == math.inf and not progress.stopped:
+            return search(
+                request.narrowed(), top=top, time_budget_s=progress.deadline - time.monotonic(), watch=watch, prove=prove,
+                max_hops=max_hops, worth=worth,
+            )  # fmt: skip
         if not progress.choices:
             raise grid.reason or _nothing_found(request, progress)
         # The proof for unequal replicas takes longest, so it comes last, when some weak line may already make it needless.
