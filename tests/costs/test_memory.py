@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.costs.memory import (
     CUDA_CONTEXT_BYTES,
+    NCCL_BYTES,
     OPTIMIZER_CHUNK,
     MemoryBreakdown,
     OpBytes,
@@ -163,7 +164,8 @@ def test_stage_memory_by_hand() -> None:
     assert memory.activations_bytes == pytest.approx(3 * timeline.kept_bytes)
     assert memory.activations_bytes + memory.workspace_bytes == pytest.approx(2 * timeline.kept_bytes + timeline.peak_bytes)
     assert memory.buffers_bytes == 2 * boundary + 2 * boundary + 25 * 2**20
-    assert memory.context_bytes == CUDA_CONTEXT_BYTES
+    assert memory.context_bytes == CUDA_CONTEXT_BYTES + NCCL_BYTES
+    assert stage_memory(model, 0, model.num_ops, shape).context_bytes == CUDA_CONTEXT_BYTES  # nobody to talk to
     assert memory.slack_bytes == pytest.approx((memory.total_bytes - memory.slack_bytes - memory.context_bytes) * 0.1)
 
 

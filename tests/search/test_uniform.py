@@ -74,7 +74,7 @@ def test_best_plans_are_sorted_fit_and_carry_their_prediction() -> None:
     for choice in choices:
         again = estimate(choice.plan, model_of(choice.plan), cluster_of(choice.plan), Roofline())
         assert choice.plan.predicted is not None and again.time_s == choice.plan.predicted.time_s == choice.estimate.time_s
-        assert choice.estimate.fits and choice.estimate.peak_bytes <= 40e9
+        assert choice.estimate.fits and choice.estimate.peak_bytes <= 40 * 2**30
 
 
 def test_the_best_is_the_best_of_all() -> None:

@@ -13,6 +13,7 @@ from penstock.models.shapes import Shape
 
 __all__ = [
     "CUDA_CONTEXT_BYTES",
+    "NCCL_BYTES",
     "OPTIMIZER_CHUNK",
     "MemoryBreakdown",
     "MemoryTimeline",
@@ -29,6 +30,8 @@ __all__ = [
 
 CUDA_CONTEXT_BYTES = 2**29
 """What CUDA and its libraries take on a device before the first tensor."""
+NCCL_BYTES = 2**30
+"""What NCCL's channels and the driver's own buffers take on a device that talks to others: 0.3 to 1.5 GiB, more with more groups."""
 OPTIMIZER_CHUNK = 2**24
 """Weights whose gradients the optimizer holds in fp32 at a time."""
 SLACK = 0.02
@@ -150,7 +153,8 @@ def stage_memory(
     buffers += _sync_bytes(model.ops[start:stop], counts, bytes_per_parameter(precision, optimizer, gradients), zero, dp, bucket_bytes)
     used = states.state_bytes + activations + workspace + buffers
     if context_bytes is None:
-        context_bytes = 0.0 if device.startswith("cpu") else CUDA_CONTEXT_BYTES
+        alone = tp == dp == 1 and start == 0 and stop == model.num_ops
+        context_bytes = 0.0 if device.startswith("cpu") else CUDA_CONTEXT_BYTES + (0 if alone else NCCL_BYTES)
     return states + MemoryBreakdown(
         activations_bytes=activations,
         workspace_bytes=workspace,
