@@ -97,6 +97,11 @@ class Device:
             **{f"{dtype}_flops_per_s": self._rate(dtype) for dtype in ("fp32", "tf32", "fp16", "bf16", "fp8")},
         )
 
+    @property
+    def is_guess(self) -> bool:
+        """Whether its rates come from nowhere: processors differ too much for a datasheet, and some devices are not in the catalogue."""
+        return "assumed" in self.source
+
     def _rate(self, dtype: str) -> float | None:
         rate: float | None = getattr(self, f"{dtype}_flops_per_s")
         return rate

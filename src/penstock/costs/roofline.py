@@ -108,8 +108,12 @@ class Roofline:
         return cluster
 
     def notes(self, model: Model) -> tuple[str, ...]:
-        """None: everything is modelled, and the name says so."""
-        return ()
+        """Everything is modelled, and the name says so; devices whose rates are guesses besides."""
+        return tuple(
+            f"the rates of {device.name} are a guess ({device.source}), and times may be ten times off: measure them with `penstock profile`."
+            for device in self._devices.values()
+            if device.is_guess
+        )
 
 
 def tp_group(cluster: Cluster, device: Device, tp: int) -> Group | None:
