@@ -48,6 +48,7 @@ def test_plans_are_those_that_uniform_plan_builds() -> None:
         assert plan == uniform_plan(
             "gpt-tiny", "4xa100-40gb", global_batch=8, micro_batch=2, pp=plan.num_stages, tp=stage.degrees.tp, replicas=plan.num_replicas,
             recompute="full" if stage.recompute else "none", zero=stage.zero, sequence_parallel=stage.sequence_parallel,
+            gradients="fp32",
         )  # fmt: skip
 
 

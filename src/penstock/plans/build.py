@@ -42,6 +42,7 @@ def uniform_plan(
     sequence_parallel: bool = False,
     seq_length: int | None = None,
     precision: str | None = None,
+    gradients: str = "",
 ) -> Plan:
     """A valid plan of `pp` × `chunks` equal stages, each on `tp` × `dp` devices in each of `replicas` replicas.
 
@@ -79,6 +80,7 @@ def uniform_plan(
         seq_length=length,
         dec_length=dec_length,
         precision=model.dtype,
+        gradients=gradients,
     )
     require_valid(plan, model, cluster)
     return plan
