@@ -148,7 +148,9 @@ def stage_memory(
     timeline = (replay or Replay(model, shape, tp, bytes_of)).timeline(start, stop, algos, recompute)
     activations = timeline.held_bytes * in_flight
     step_bytes = 4 * min(OPTIMIZER_CHUNK, trained / (dp if zero else 1)) if states.master_weights_bytes else 0.0
-    workspace = base_bytes + max(timeline.peak_bytes - timeline.held_bytes, step_bytes - activations)
+    cast, late_cast = _cast_bytes(counts, bytes_per_parameter(precision, optimizer, gradients))
+    held = timeline.held_bytes
+    workspace = base_bytes + max(timeline.peak_bytes - held + cast, step_bytes - activations, late_cast - held)
     buffers = _message_bytes(model, start, stop, shape, tp)
     buffers += _sync_bytes(model.ops[start:stop], counts, bytes_per_parameter(precision, optimizer, gradients), zero, dp, bucket_bytes)
     used = states.state_bytes + activations + workspace + buffers
@@ -170,19 +172,26 @@ def _message_bytes(model: Model, start: int, stop: int, shape: Shape, tp: int) -
     return sum(2 * model.boundary_bytes(cut).at(shape, tp) for cut in cuts)
 
 
+def _cast_bytes(counts: Sequence[tuple[Op, float]], per_weight: tuple[int, int, int, int]) -> tuple[float, float]:
+    """The largest gradient that autograd makes in the weights' dtype and turns into a wider one before it is added, at any moment; and the
+    embedding's, which is made when its micro-batch holds nothing any more. Products add to the wider sums by themselves."""
+    weight, gradient, _, _ = per_weight
+    cast = [(op, gradient * count) for op, count in counts if op.trainable and gradient != weight]
+    by_autograd = [size for op, size in cast if op.kind != "linear" and (op.kind != "logits" or op.tied_to) and op.kind != "embedding"]
+    return max(by_autograd, default=0.0), max((size for op, size in cast if op.kind == "embedding"), default=0.0)
+
+
 def _sync_bytes(
     placed: Sequence[PlacedOp], counts: Sequence[tuple[Op, float]], per_weight: tuple[int, int, int, int], zero: int, dp: int,
     bucket_bytes: float,
 ) -> float:  # fmt: skip
     """Under ZeRO 0 and 1 one gradient bucket among several ranks; under 2 the gradients of a block twice, as they were made (in the
-    weights' dtype) and on their way, and under 3 its weights twice too: one block in use, the next on its way. Gradients that are kept
-    in another dtype than the weights' are made before they are added: those of one op, in both dtypes."""
+    weights' dtype) and on their way, and under 3 its weights twice too: one block in use, the next on its way."""
     weight, gradient, _, _ = per_weight
-    made = (weight + gradient) * max((count for op, count in counts if op.trainable), default=0.0) if gradient != weight else 0.0
     if dp == 1:
-        return made
+        return 0.0
     if zero < 2:
-        return made + min(bucket_bytes, gradient * sum(count for op, count in counts if op.trainable))
+        return min(bucket_bytes, gradient * sum(count for op, count in counts if op.trainable))
     blocks: dict[tuple[str, int], float] = {}
     for place, (_, count) in zip(placed, counts, strict=True):
         key = place.block, place.copy
