@@ -64,6 +64,8 @@ _CLUSTERS = (
          "return (*full_runs, NodeRun(plain_node(device, rest))) if rest else full_runs",
          "return full_runs or (NodeRun(plain_node(device, rest)),)",
          "12 devices become 8", "clusters/test_shorthand.py"),
+    _bug("bf16 is priced as fp16", "clusters/hardware.py", '"bf16": "fp32", "fp16"', '"bf16": "fp16", "fp16"',
+         "where it is emulated", "clusters/test_catalogue.py"),
 )  # fmt: skip
 _MODELS = (
     _bug("position weights are not counted", "models/transformer.py", "extra = (max_positions + types) * width + buckets * heads",
@@ -112,8 +114,12 @@ _COSTS = (
          "half the traffic", "costs/test_collectives.py"),
     _bug("sharing is ignored", "costs/collectives.py", "flows = min(counts) * sharing", "flows = min(counts)",
          "groups of other stages use the network too", "costs/test_collectives.py"),
-    _bug("the last bucket is free", "costs/collectives.py", "for kind in kinds) if rest else 0.0)",
-         "for kind in kinds) if rest < 0 else 0.0)",
+    _bug("gradients have the weights' bytes", "costs/memory.py", "_PRECISIONS[gradients or precision][0]", "_PRECISIONS[precision][0]",
+         "fp32 sums are not counted", "costs/test_memory.py"),
+    _bug("nobody waits for the slowest", "costs/company.py", "    return 1 + SPREAD * max(", "    return 1 + 0 * max(",
+         "all devices are average", "costs/test_company.py"),
+    _bug("the last bucket is free", "costs/collectives.py", "(sent_s(rest) if rest else 0.0)",
+         "(sent_s(rest) if rest < 0 else 0.0)",
          "what does not fill a bucket is not priced", "costs/test_collectives.py"),
 )  # fmt: skip
 _TIMING = (
@@ -235,8 +241,11 @@ _RUNTIME = (
     _bug("a full bucket is not summed", "runtime/parallel/gradients.py",
          "            self._launch(self.buckets[self._next])\n", "", "only the last buckets are", "runtime/parallel/test_gradients.py"),
     _bug("a full bucket is forgotten", "runtime/parallel/gradients.py",
-         "                yield _bucket(filled, ranks_of[number], owner)\n", "", "its weights belong to none",
+         "                yield _bucket(filled, ranks_of[number], owner, dtype)\n", "", "its weights belong to none",
          "runtime/parallel/test_gradients.py"),
+    _bug("gradients are summed in the weights' dtype", "runtime/parallel/sharding.py",
+         'return torch.float32 if world.plan.gradients == "fp32" else weight.dtype', "return weight.dtype",
+         "each sum over micro-batches loses bits", "runtime/parallel/test_gradients.py", pick="dtype_of_the_plan"),
     _bug("ZeRO places without padding", "runtime/parallel/sharding.py", "        place += shard.width",
          "        place += shard.part.numel()",
          "right where all sizes divide", "runtime/parallel/test_sharding.py", pick="not_divide"),

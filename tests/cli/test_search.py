@@ -150,3 +150,28 @@ def test_plans_for_the_lengths_of_prepared_data(data: str, tmp_path: Path, capsy
     assert json.loads(capsys.readouterr().out)["plans"][0]["tokens_per_micro_batch"] <= 16 * 40
     assert run([*asked, "--lengths", "lengths.csv"]) == 2
     assert "Give one of them" in capsys.readouterr().err
+
+
+def test_precision_gradients_and_length_are_printed_and_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    asked = ["search", "--model", f"hf:{tmp_path}", "--global-batch", "4", "--micro-batches", "1", "--top", "1", "--max-hops", "0"]
+    assert run([*asked, "--cluster", "2xa100-40gb"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "samples of 4,096 tokens; weights in bf16, gradients summed in fp32" in told
+    assert "planned in bf16: the config names no dtype" in told and "the model takes 8,192" in told and "attn_pdrop 0.1" in told
+    assert run([*asked, "--cluster", "2xa100-40gb", "--precision", "fp16", "--gradients", "fp16", "--seq-length", "64", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["precision"], found["gradients"], found["seq_length"]) == ("fp16", "fp16", 64)
+    assert run([*asked, "--cluster", "2xt4", "--precision", "bf16"]) == 2
+    assert "t4 has no bf16" in capsys.readouterr().err
+
+
+def test_gradients_are_narrower_where_nothing_else_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["search", "--model", "gpt-1.3b", "--cluster", "1xa100-40gb", "--global-batch", "1", "--top", "1", "--max-hops", "0", "--json"]
+    limit = ["--memory-limit", "23"]
+    assert run([*asked, *limit]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["gradients"] == "bf16" and any("no plan that sums them in fp32 fits" in note for note in found["notes"])
+    assert run([*asked, *limit, "--gradients", "fp32"]) == 3
+    assert run(asked) == 0 and json.loads(capsys.readouterr().out)["gradients"] == "fp32"

@@ -74,7 +74,7 @@ def test_a_file_with_everything(tmp_path: Path) -> None:
         ("nodes: [{device: t4, gpus: 1, inter: {bandwidth_gb_per_s: .inf}}]", ["nodes.0.inter.bandwidth_gb_per_s", "inf"]),
         ("nodes: [{device: t4, gpus: 1, inter: [1, 2]}]", ["nodes.0.inter", "[1, 2]"]),
         ("nodes: [{device: t4, gpus: 1, price_usd_per_h: free}]", ["nodes.0.price_usd_per_h", "'free'"]),
-        ("nodes: [{device: t4, gpus: 1, memory_limit_gb: 99}]", ["nodes.0", "memory_limit_gb", "99", "16 GB"]),
+        ("nodes: [{device: t4, gpus: 1, memory_limit_gb: 99}]", ["nodes.0", "memory_limit_gb", "99", "16.1 GB"]),
         ("{nodes: [{device: t4, gpus: 2}], links: [{between: [0, 2], kind: pcie4}]}", ["links.0", "between", "'2'", "ranks 0 to 1"]),
         ("{nodes: [{device: t4, gpus: 2}], links: [{between: [0], kind: pcie4}]}", ["links.0.between"]),
         ("{nodes: [{device: t4, gpus: 2}], links: [{between: [0, 1.5], kind: pcie4}]}", ["links.0.between.1", "1.5"]),

@@ -88,7 +88,7 @@ def test_the_table_says_what_the_curves_say() -> None:
     shape, cluster, curves = Shape.padded(16, 512), resolve_cluster("8xh200"), load_calibration().of("h200-141gb")
     for name in ("gpt-1.3b", "llama-1b", "bert-large"):
         model = resolve_model(name)
-        table = Roofline().table(model, [shape], [1], cluster)
+        table = Roofline(in_company=False).table(model, [shape], [1], cluster)
         for index, op in enumerate(model.distinct_ops):
             here = [m for m in points() if m.op is not None and m.op.signature == op.signature and m.layout != "packed"
                     and (m.size, m.length) == coordinates(op, shape)]  # fmt: skip

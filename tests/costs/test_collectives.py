@@ -158,6 +158,8 @@ def test_gradients_go_in_buckets() -> None:
     full, rest = (collective_s("all_reduce", size, H200, ranks) for size in (bucket, 0.5 * bucket))
     assert sync_gradients_s(10.5 * bucket, H200, ranks, bucket_bytes=bucket) == pytest.approx(10 * full + rest)
     assert sync_gradients_s(1e9, H200, ranks, zero=1) == pytest.approx(sync_gradients_s(1e9, H200, ranks))
+    half = sync_gradients_s(1e9, H200, ranks, zero=1, weight_share=0.5)  # fp32 gradients, bf16 weights
+    assert half == pytest.approx(0.75 * sync_gradients_s(1e9, H200, ranks), rel=0.1) and half < sync_gradients_s(1e9, H200, ranks, zero=1)
     assert sync_gradients_s(1e9, H200, ranks, zero=3) == pytest.approx(1.5 * sync_gradients_s(1e9, H200, ranks))
     again = {zero: sync_gradients_s(1e9, H200, ranks, zero=zero, micro_batches=4) / sync_gradients_s(1e9, H200, ranks) for zero in range(4)}
     assert again == pytest.approx({0: 1.0, 1: 1.0, 2: 2.5, 3: 6.0})

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.costs.memory import (
     CUDA_CONTEXT_BYTES,
+    NCCL_BYTES,
     OPTIMIZER_CHUNK,
     MemoryBreakdown,
     OpBytes,
@@ -139,6 +140,8 @@ def test_measured_bytes_replace_the_formulas() -> None:
         ({"zero": 1, "dp": 4}, (2, 2, 1, 2)),
         ({"zero": 2, "dp": 4}, (2, 0.5, 1, 2)),
         ({"zero": 3, "dp": 4}, (0.5, 0.5, 1, 2)),
+        ({"gradients": "fp32"}, (2, 4, 4, 8)),
+        ({"gradients": "fp32", "zero": 2, "dp": 4}, (2, 1, 1, 2)),
         ({"trainable": False}, (2, 0, 0, 0)),
         ({"trainable": False, "zero": 3, "dp": 2}, (1, 0, 0, 0)),
     ],
@@ -161,8 +164,20 @@ def test_stage_memory_by_hand() -> None:
     assert memory.activations_bytes == pytest.approx(3 * timeline.kept_bytes)
     assert memory.activations_bytes + memory.workspace_bytes == pytest.approx(2 * timeline.kept_bytes + timeline.peak_bytes)
     assert memory.buffers_bytes == 2 * boundary + 2 * boundary + 25 * 2**20
-    assert memory.context_bytes == CUDA_CONTEXT_BYTES
+    assert memory.context_bytes == CUDA_CONTEXT_BYTES + NCCL_BYTES
+    assert stage_memory(model, 0, model.num_ops, shape).context_bytes == CUDA_CONTEXT_BYTES  # nobody to talk to
     assert memory.slack_bytes == pytest.approx((memory.total_bytes - memory.slack_bytes - memory.context_bytes) * 0.1)
+
+
+def test_gradients_in_fp32_take_twice_the_bytes_and_room_to_be_made() -> None:
+    model, shape = resolve_model("gpt-1.3b"), Shape.padded(1, 2048)
+    for dp, zero in ((1, 0), (2, 1)):
+        plain, wide = (stage_memory(model, 1, 97, shape, dp=dp, zero=zero, gradients=dtype) for dtype in ("", "fp32"))
+        assert wide.gradients_bytes == 2 * plain.gradients_bytes and wide.weights_bytes == plain.weights_bytes
+        assert wide.workspace_bytes == plain.workspace_bytes + 4 * 2 * 2048  # a norm; products add to the sums by themselves
+    (last,) = (op.parameters.at(shape) for op in model.distinct_ops if op.kind == "logits")
+    plain, wide = (stage_memory(model, 97, model.num_ops, shape, gradients=dtype) for dtype in ("", "fp32"))
+    assert wide.workspace_bytes == pytest.approx(plain.workspace_bytes + 4 * last)  # its weight is shared: autograd adds both gradients
 
 
 def test_the_optimizer_step_may_be_the_fullest_moment() -> None:

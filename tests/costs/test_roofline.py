@@ -22,7 +22,7 @@ from penstock.models.kept import kept_bytes
 
 GPT = resolve_model("gpt-1.3b")
 H200 = resolve_cluster("8xh200")
-ROOFLINE: CostSource = Roofline()
+ROOFLINE: CostSource = Roofline(in_company=False)
 LENGTHS = st.lists(st.integers(1, 2048), min_size=1, max_size=16)
 
 
@@ -175,3 +175,9 @@ def test_a_large_table_is_made_of_arrays() -> None:
     few, many = (counted_calls(lambda n=n: ROOFLINE.table(model, shapes[:n], [1, 2, 4, 8], cluster)) for n in (100, 1000))  # type: ignore[misc]
     assert many < 1.1 * few
     assert costs.forward_s.shape[0] >= 40 and costs.forward_s.shape[1:] == (1000, 4, 2, 3)
+
+
+def test_rates_that_are_guesses_are_told() -> None:
+    (note,) = Roofline(cluster=resolve_cluster("2xcpu")).notes(GPT)
+    assert "rates of cpu are a guess" in note and "penstock profile" in note
+    assert Roofline(cluster=H200).notes(GPT) == ()

@@ -26,6 +26,8 @@ def test_a_configuration_in_full() -> None:
         "optimizer": {"type": "AdamW"},
         "zero_optimization": {"stage": 1},
         "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "bf16"},
+        "communication_data_type": "bf16",
         "penstock": {
             "model": "gpt-tiny",
             "topology": {"num_pp": 2, "num_mp": 2, "num_dp": 2},
@@ -35,6 +37,11 @@ def test_a_configuration_in_full() -> None:
             "recomputed_layers": ["layers"],
         },
     }  # fmt: skip
+
+
+def test_gradients_are_summed_as_planned() -> None:
+    found = deepspeed_config(replace(BASE, precision="bf16", gradients="fp32"))
+    assert found["data_types"] == {"grad_accum_dtype": "fp32"} and found["communication_data_type"] == "fp32"
 
 
 def test_whole_precision_without_recomputation() -> None:

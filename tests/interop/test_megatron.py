@@ -48,7 +48,7 @@ def test_a_gpt_in_full() -> None:
     plan = uniform_plan(
         "gpt-1.3b", "8xa100-40gb", pp=2, tp=2, replicas=2, global_batch=64, micro_batch=2, zero=1, recompute="full", sequence_parallel=True
     )
-    assert megatron_text(plan) == """\
+    assert megatron_text(replace(plan, gradients="fp32")) == """\
 # gpt-1.3b on 8 GPUs: tensor 2 x data 2 x pipeline 2, 16 micro-batches.
 # Use: grep -v '^#' THIS_FILE | xargs torchrun --nproc-per-node 8 pretrain_gpt.py  (several nodes: as torchrun wants it)
 # Still to be given: data, tokenizer, learning rate, number of iterations.
@@ -62,6 +62,7 @@ def test_a_gpt_in_full() -> None:
 --recompute-method uniform
 --recompute-num-layers 1
 --bf16
+--accumulate-allreduce-grads-in-fp32
 --optimizer adam
 --num-layers 24
 --hidden-size 2048
@@ -76,6 +77,18 @@ def test_a_gpt_in_full() -> None:
 --max-position-embeddings 2048
 --position-embedding-type learned_absolute
 """
+
+
+def test_the_dtype_of_gradients_is_always_said() -> None:
+    """Left alone Megatron-LM would hold two bytes more for every weight in bf16."""
+    plan = uniform_plan("llama-8b", "8xh100-80gb", tp=8, global_batch=8, micro_batch=1)
+    wide = "--accumulate-allreduce-grads-in-fp32"
+    for precision, gradients, expected in (
+        ("bf16", "", {"--bf16", "--grad-reduce-in-bf16"}), ("bf16", "fp32", {"--bf16", wide}), ("fp16", "", {"--fp16"}),
+        ("fp16", "fp32", {"--fp16", wide}), ("fp32", "fp32", set()),
+    ):  # fmt: skip
+        found = options(replace(plan, precision=precision, gradients=gradients))
+        assert {"--bf16", "--fp16", "--grad-reduce-in-bf16", wide} & set(found) == expected
 
 
 def test_the_text_is_the_flags() -> None:

@@ -41,7 +41,7 @@ def configured(text: str, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_a_recipe_in_full() -> None:
-    assert torchtitan_recipe(BASE) == '''\
+    assert torchtitan_recipe(replace(BASE, gradients="fp32")) == '''\
 """llama-8b on 16 GPUs, 4 stages. Written by Penstock for torchtitan's Python recipes (late 2026).
 
 NGPU=16 MODULE=<this file, as an importable module> CONFIG=penstock_plan ./run_train.sh
@@ -75,9 +75,14 @@ def penstock_plan():
     config.training.num_tokens_per_microbatch_per_dp_rank = 8192
     config.training.num_tokens_per_train_step = 262144
     config.training.mixed_precision_param = "bfloat16"
+    config.training.mixed_precision_reduce = "float32"
     config.activation_checkpoint = FullActivationRematConfig()
     return config
 '''
+
+
+def test_a_plan_with_gradients_in_bf16_is_told_of_what_it_cannot_have() -> None:
+    assert "torchtitan keeps and sums gradients in fp32, where the plan has bf16" in torchtitan_recipe(BASE)
 
 
 def test_the_recipe_runs(monkeypatch: pytest.MonkeyPatch) -> None:

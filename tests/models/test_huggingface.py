@@ -336,6 +336,13 @@ def test_fields(values: dict[str, Any], wanted: dict[str, Any], tmp_path: Path) 
     assert {name: config[name] for name in wanted} == wanted
 
 
+def test_what_a_config_leaves_open_and_does_not_get_is_known(tmp_path: Path) -> None:
+    gpt2 = _model(tmp_path, GPT2)
+    assert gpt2.open_dtype and "attn_pdrop 0.1" in gpt2.notes[0]
+    assert not _model(tmp_path, {**GPT2, "attn_pdrop": 0.0, "torch_dtype": "float32"}).notes
+    assert not _model(tmp_path, {**LLAMA, "dtype": "float32"}).open_dtype
+
+
 def test_attention_dropout_on_request(tmp_path: Path) -> None:
     for values in (GPT2, BERT):
         config = _model(tmp_path, values, keep_attention_dropout=True).config

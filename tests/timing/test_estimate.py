@@ -15,7 +15,7 @@ import pytest
 
 from penstock.clusters import DEVICES, Cluster, Link, Node, NodeRun, resolve_cluster
 from penstock.costs.collectives import collective_s
-from penstock.costs.memory import stage_memory
+from penstock.costs.memory import CUDA_CONTEXT_BYTES, NCCL_BYTES, stage_memory
 from penstock.costs.roofline import Roofline
 from penstock.costs.sources import open_costs
 from penstock.costs.table import CostTable
@@ -268,7 +268,7 @@ def test_chunks_share_a_device() -> None:
     assert [stage.group for stage in found.stages] == [0, 1, 0, 1]
     assert found.stages[0].memory == found.stages[2].memory
     assert found.stages[0].memory.weights_bytes > found.stages[1].memory.weights_bytes  # the embedding
-    assert found.stages[0].memory.context_bytes == 2**29
+    assert found.stages[0].memory.context_bytes == CUDA_CONTEXT_BYTES + NCCL_BYTES
 
 
 def test_a_memory_limit_decides_what_fits() -> None:
@@ -371,7 +371,7 @@ def test_no_estimate_is_below_the_compute_of_its_slowest_stage() -> None:
 
 
 def test_sequence_parallelism_divides_what_lies_between_products() -> None:
-    model, on, source = resolve_model("gpt-1.3b"), resolve_cluster("4xa100-40gb"), Roofline()
+    model, on, source = resolve_model("gpt-1.3b"), resolve_cluster("4xa100-40gb"), Roofline(in_company=False)
     stage = Stage(0, model.num_ops, ((0, 1, 2, 3),), Degrees(4))
     base = uniform_plan("gpt-1.3b", "4xa100-40gb", tp=4, global_batch=8, micro_batch=4)
     plain, rows = (
@@ -394,7 +394,7 @@ def test_a_cut_sends_rows_to_ranks_that_want_rows() -> None:
     times = {}
     for wanted in product((False, True), repeat=2):
         stages = tuple(replace(stage, sequence_parallel=rows) for stage, rows in zip(base.stages, wanted, strict=True))
-        found = estimate(replace(base, stages=stages), model, resolve_cluster("4xa100-40gb"), Roofline())
+        found = estimate(replace(base, stages=stages), model, resolve_cluster("4xa100-40gb"), Roofline(in_company=False))
         times[wanted] = found.stages[1].work.transfer_in_s, found.stages[0].work.transfer_out_s
     link = resolve_cluster("4xa100-40gb").link(1, 2)
     size = model.boundary_bytes(base.stages[1].first).at(Shape.padded(2, 2048))

@@ -221,7 +221,7 @@ class _Source:
             for part in parts_of(stage):
                 memory = stage_memory(
                     self.model, part.first, part.last, Shape(1), tp=part.tp, dp=part.dp * self.plan.num_replicas, zero=stage.zero,
-                    precision=self.plan.precision, optimizer=self.plan.optimizer, device=device.name,
+                    precision=self.plan.precision, gradients=self.plan.gradients, optimizer=self.plan.optimizer, device=device.name,
                 )  # fmt: skip
                 total += memory.state_bytes + memory.buffers_bytes
                 context = memory.context_bytes

@@ -36,6 +36,9 @@ def explain(
 
     Example: penstock explain plan.json --against other.json
     """
+    from penstock.plans.precision import described_training
+    from penstock.plans.schema import read_plan
+
     found = _estimate(plan, costs)
     other = _estimate(against, costs or found.source) if against is not None else None
     cannot = _unsupported(plan)
@@ -43,7 +46,7 @@ def explain(
     if json:
         print_json(_as_dict(plan, found, against, other) | {"unsupported": cannot} | (_what_if_dict(beside, faster) if what_if else {}))
         return
-    show_estimate(str(plan), found)
+    show_estimate(f"{plan}, {described_training(read_plan(plan))}", found)
     for problem in cannot:
         out().print(f"cannot be trained yet: {problem}", markup=False, soft_wrap=True)
     if other is not None:

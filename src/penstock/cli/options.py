@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from penstock.errors import InputError
 from penstock.files import check_folder, check_new_folder, check_writable
 
-__all__ = ["BATCH", "BIG", "MAX_PLANNERS", "MAX_SEARCH_STEPS", "SEED", "file_to_write", "folder_to_write", "new_folder_to_write", "within"]
+__all__ = [
+    "BATCH", "BIG", "MAX_PLANNERS", "MAX_SEARCH_STEPS", "SEED", "Gradients", "Precision", "SeqLength", "file_to_write", "folder_to_write",
+    "new_folder_to_write", "within",
+]  # fmt: skip
 
 SEED = 2**63 - 1
 """Generators of random numbers are seeded with 64 bits, one of which is a sign."""
@@ -72,3 +75,17 @@ def _named(param: typer.CallbackParam, check: Callable[[], None]) -> None:
         check()
     except InputError as error:
         raise InputError(f"{param.opts[0]}: {error}") from None
+
+
+SeqLength = Annotated[
+    int | None,
+    typer.Option(callback=within(1, BATCH), help="Tokens of a sample; the model's usual length, but at most 4096, if not given."),
+]
+Precision = Annotated[
+    str | None,
+    typer.Option(help="Weights and activations in fp32, bf16 or fp16; if not given, the model's own, or fp16 on devices without bf16."),
+]
+Gradients = Annotated[
+    str | None,
+    typer.Option(help="Sum gradients in fp32, or in bf16 (fp16) like the weights; if not given, fp32 unless nothing would fit."),
+]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.console import JsonFlag, format_time, format_usd, out, print_json, progress, table
-from penstock.cli.options import BATCH, BIG, folder_to_write, within
+from penstock.cli.options import BATCH, BIG, Gradients, Precision, SeqLength, folder_to_write, within
 from penstock.cli.search import choice_row, parse_sizes
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ def pareto(
     cluster: Annotated[str, typer.Option(help="The pool: kinds of nodes with the most of each, such as 4xp4d.24xlarge+8xg5.24xlarge.")],
     global_batch: Annotated[int, typer.Option(callback=within(1, BATCH), help="Samples of one iteration.")],
     costs: Annotated[str, typer.Option(help="roofline, profile:FILE (or the name of a shipped profile).")] = "roofline",
-    seq_length: Annotated[
-        int | None, typer.Option(callback=within(1, BATCH), help="Tokens of a sample; the model's usual length if not given.")
-    ] = None,
+    seq_length: SeqLength = None,
+    precision: Precision = None,
+    gradients: Gradients = None,
     micro_batches: Annotated[str, typer.Option(help="Micro-batch sizes to try, such as 1,2,4; powers of two if not given.")] = "",
     steps: Annotated[int | None, typer.Option(callback=within(1, BIG), help="Iterations to train for.")] = None,
     tokens: Annotated[
@@ -44,9 +44,12 @@ def pareto(
 
     Example: penstock pareto --model gpt2-xl --cluster 2xp4d.24xlarge+4xg5.24xlarge --global-batch 256 --steps 10000 --out choices
     """
+    from penstock.plans.precision import described_training
     from penstock.search import Request, num_steps, offers
 
-    request = Request.of(model, cluster, global_batch, costs, seq_length, parse_sizes(micro_batches), math.inf)
+    request = Request.of(
+        model, cluster, global_batch, costs, seq_length, parse_sizes(micro_batches), math.inf, precision=precision, gradients=gradients
+    )
     count = num_steps(request, steps, tokens)
     with progress("comparing clusters", quiet=json) as bar:
         found = offers(request, count, lambda text, done, all_: bar.describe(f"{text} ({done} of {all_})"))
@@ -65,6 +68,8 @@ def pareto(
     columns = ["nodes", "devices", "iteration", "hours", "money", "pp", "tp", "replicas", "beaten by"]
     title = f"{model}, global batch {global_batch}, {count:,} iteration{'s' if count > 1 else ''}: choices from {cluster}"
     out().print(table(title, columns, cells))
+    for line in (described_training(request.frame), *(f"note: {note}" for note in request.frame.notes)):
+        out().print(line, markup=False, soft_wrap=True)
     others = len(rows) - sum(not row["dominated_by"] for row in rows)
     out().print(f"{others} more choices were searched and are beaten by one of these (--dominated shows them).", markup=False)
     if folder is not None:

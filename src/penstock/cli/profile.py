@@ -35,7 +35,7 @@ def profile(
     """
     _check_request(path, bool(model or merge))
     degrees = _degrees(tp)
-    models = _models(model or [])
+    models = _models(model or [], device)
     _check_device(device)
     from penstock.costs.profile import read_profile
     from penstock.profiling.links import join_ranks, measure_links
@@ -86,10 +86,14 @@ def _degrees(text: str) -> list[int]:
     return degrees
 
 
-def _models(names: list[str]) -> list:  # type: ignore[type-arg]
+def _models(names: list[str], device: str) -> list:  # type: ignore[type-arg]
+    """In the precision that a search for this machine would choose."""
+    from penstock.clusters import resolve_cluster
     from penstock.models import resolve_model
+    from penstock.plans.precision import chosen_precision
 
-    return [resolve_model(name) for name in names]
+    cluster = resolve_cluster("1xcpu" if device == "cpu" else "local")
+    return [chosen_precision(resolve_model(name), cluster)[0] for name in names]
 
 
 def _check_device(device: str) -> None:

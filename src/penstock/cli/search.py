@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, format_usd, out, print_json, progress, table
-from penstock.cli.options import BATCH, BIG, file_to_write, within
+from penstock.cli.options import BATCH, BIG, Gradients, Precision, SeqLength, file_to_write, within
 from penstock.cli.search_tables import TABLES, search_tables
 from penstock.errors import InputError, near_misses
 from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES, SEARCHED_SCHEDULES
@@ -58,9 +58,9 @@ def search(
     objective: Annotated[
         str, typer.Option(help="time, cost, time@cost<=USD or cost@time<=HOURS; all but time may leave nodes out.")
     ] = "time",
-    seq_length: Annotated[
-        int | None, typer.Option(callback=within(1, BATCH), help="Tokens of a sample; the model's usual length if not given.")
-    ] = None,
+    seq_length: SeqLength = None,
+    precision: Precision = None,
+    gradients: Gradients = None,
     lengths: Annotated[
         Path | None, typer.Option(help="CSV of sample lengths: plan for micro-batches that are cut batch by batch, see `penstock batch`.")
     ] = None,
@@ -104,6 +104,7 @@ def search(
 
     Example: penstock search --costs aceso:DIR --model gpt_1_3B --cluster 1x4 --global-batch 1024 --memory-limit 28 --out aceso.json
     """
+    from penstock.plans.precision import described_training
     from penstock.search import Objective, Request, num_steps
     from penstock.search import search as find
 
@@ -111,9 +112,9 @@ def search(
     if costs.partition(":")[0] in TABLES:
         search_tables(
             TableSearch(costs, model, cluster, global_batch, parse_sizes(micro_batches), memory_limit), path, steps, json,
-            {"objective": objective != "time", "seq_length": seq_length, "lengths": lengths, "data": data,
-             "schedules": schedules != _SCHEDULES, "tokens": tokens, "time_budget": time_budget, "max_hops": max_hops != _MAX_HOPS,
-             "top": top != _TOP, "baselines": baselines, "proof": proof, "export": export},
+            {"objective": objective != "time", "seq_length": seq_length, "precision": precision, "gradients": gradients,
+             "lengths": lengths, "data": data, "schedules": schedules != _SCHEDULES, "tokens": tokens, "time_budget": time_budget,
+             "max_hops": max_hops != _MAX_HOPS, "top": top != _TOP, "baselines": baselines, "proof": proof, "export": export},
         )  # fmt: skip
         return
     if not cluster or global_batch is None:
@@ -121,7 +122,8 @@ def search(
         raise InputError(f"{missing} is missing. Give it, as in `{missing} {hint}`.")
     goal, names = Objective.parse(objective), _schedules(schedules)
     request = Request.of(
-        model, cluster, global_batch, costs, seq_length, parse_sizes(micro_batches), _limit_bytes(memory_limit), names
+        model, cluster, global_batch, costs, seq_length, parse_sizes(micro_batches), _limit_bytes(memory_limit), names, precision,
+        gradients,
     )  # fmt: skip
     if target:
         _check_export(target, request)
@@ -156,9 +158,11 @@ def search(
     if target:
         _export(outcome.choices[0].plan, target, path)
     rows = baseline_rows(request, outcome) if baselines else []
+    best = outcome.choices[0].plan
     if json:
         print_json({
             "model": model, "cluster": cluster, "costs": costs, "objective": objective, "out": path, "files": paths,
+            "seq_length": best.seq_length, "precision": best.precision, "gradients": best.gradients, "notes": best.notes,
             "lower_bound_s": outcome.bound_s, "gap": outcome.gap, "stopped": outcome.stopped,
             "plans": [choice_row(choice, count) for choice in outcome.choices],
             **({"baselines": rows} if baselines else {}), **({"proof": proof_rows(outcome)} if proof else {}),
@@ -169,7 +173,8 @@ def search(
         out().print(_baselines_table(rows))
     if proof:
         out().print(_proof_table(outcome))
-    for line in [*notes, *_facts(outcome, count), *(f"note: {note}" for note in outcome.choices[0].estimate.notes)]:
+    told = [f"note: {note}" for note in outcome.choices[0].estimate.notes]
+    for line in [described_training(best), *notes, *_facts(outcome, count), *told]:
         out().print(line, markup=False, soft_wrap=True)
     if paths:
         out().print(

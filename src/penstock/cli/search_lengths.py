@@ -55,6 +55,7 @@ def search_lengths(
 ) -> list[Plan]:  # fmt: skip
     """Searches, shows and writes; the plans, best first."""
     from penstock.cli.search import write_plans
+    from penstock.plans.precision import described_training
     from penstock.search import search_for_lengths
 
     with progress("searching", quiet=json) as bar:
@@ -74,7 +75,7 @@ def search_lengths(
     longest = max(sample.length for sample in samples)
     title = f"best plans of {request.model.name} for {len(samples):,} lengths up to {longest}, global batch {request.frame.global_batch}"
     out().print(table(title, _COLUMNS, [_cells(_row(choice)) for choice in choices]))
-    for line in _facts(best, count, path, paths):
+    for line in (described_training(best.plan), *(f"note: {note}" for note in best.plan.notes), *_facts(best, count, path, paths)):
         out().print(line, markup=False, soft_wrap=True)
     return plans
 

@@ -19,6 +19,8 @@ _REFUSED = {
     "seq_length": "they hold samples of one length",
     "lengths": "they hold samples of one length",
     "data": "they hold samples of one length",
+    "precision": "they were measured in one precision",
+    "gradients": "they were measured in one precision",
     "schedules": "their rules know 1F1B alone",
     "tokens": "give --steps for hours",
     "time_budget": "this search counts its work, not seconds, and ends by itself",

@@ -225,6 +225,8 @@ def _show(path: Path, subject: _Subject, run: Execution) -> None:
     ]  # fmt: skip
     out().print(table(f"{path}: one iteration of the slowest replica, {subject.what}", _COLUMNS, rows))
     out().print(_drawing(run, max(40, out().width)), markup=False, highlight=False, no_wrap=True, overflow="crop")
+    from penstock.plans.precision import described_training
+
     facts = [f"{format_time(run.makespan_s)} simulated, {format_time(subject.predicted_s)} {subject.predicted} ({subject.source})"]
     if run.violation is not None:
         over = run.violation
@@ -232,7 +234,7 @@ def _show(path: Path, subject: _Subject, run: Execution) -> None:
             f"this plan does not fit: device {over.device} holds {format_bytes(over.memory_bytes)} of {format_bytes(over.limit_bytes)} "
             f"after {format_time(over.time_s)}"
         )
-    for fact in [*facts, *(f"note: {note}" for note in subject.notes)]:
+    for fact in [described_training(subject.plan), *facts, *(f"note: {note}" for note in subject.notes)]:
         out().print(fact, markup=False, soft_wrap=True)
 
 

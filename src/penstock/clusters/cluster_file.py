@@ -154,7 +154,7 @@ def _limited(device: Device, memory_limit_gb: float | None) -> Device:
     limit = round(memory_limit_gb * 1e9)
     if limit > device.memory_bytes:
         memory_gb = device.memory_bytes / 1e9
-        raise InputError(f"memory_limit_gb: {memory_limit_gb:g} is more than the {memory_gb:g} GB of {device.name}; lower it.")
+        raise InputError(f"memory_limit_gb: {memory_limit_gb:g} is more than the {memory_gb:.3g} GB of {device.name}; lower it.")
     return dataclasses.replace(device, memory_bytes=limit)
 
 

@@ -10,8 +10,9 @@ from penstock.errors import InputError, near_misses
 
 __all__ = ["Device", "Link", "Node", "slowest", "unknown_name", "unnamed"]
 
-# A dtype the hardware lacks runs at the rate of the next one it has; `Device.supports` says when that happens.
-_FALLBACK = {"fp8": "bf16", "bf16": "fp16", "fp16": "fp32", "tf32": "fp32"}
+# A dtype the hardware lacks runs at the rate of the next one it has; `Device.supports` says when that happens. The matrix units of a V100
+# or T4 have fp16 alone: bf16 is widened to fp32 there.
+_FALLBACK = {"fp8": "bf16", "bf16": "fp32", "fp16": "fp32", "tf32": "fp32"}
 _DTYPES = {
     "fp32": "fp32",
     "float32": "fp32",
@@ -96,16 +97,21 @@ class Device:
             **{f"{dtype}_flops_per_s": self._rate(dtype) for dtype in ("fp32", "tf32", "fp16", "bf16", "fp8")},
         )
 
+    @property
+    def is_guess(self) -> bool:
+        """Whether its rates come from nowhere: processors differ too much for a datasheet, and some devices are not in the catalogue."""
+        return "assumed" in self.source
+
     def _rate(self, dtype: str) -> float | None:
         rate: float | None = getattr(self, f"{dtype}_flops_per_s")
         return rate
 
     def supports(self, dtype: str) -> bool:
-        """Whether the hardware has `dtype` itself; where not (bf16 on a T4) peak_flops_per_s answers for the nearest dtype."""
+        """Whether the hardware has `dtype` itself; where not (bf16 on a T4) peak_flops_per_s answers for what emulates it."""
         return self._rate(_dtype(dtype)) is not None
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """Dense peak rate for `dtype`, or for the dtype it falls back to: fp8 → bf16 → fp16 → fp32, tf32 → fp32."""
+        """Dense peak rate for `dtype`, or for the dtype that emulates it: fp8 → bf16 → fp32, fp16 → fp32, tf32 → fp32."""
         short = _dtype(dtype)
         while (rate := self._rate(short)) is None:
             short = _FALLBACK[short]

@@ -101,7 +101,6 @@ def cpu_cluster(num_cores: int, memory_bytes: int) -> Cluster:
         memory_bytes=memory_bytes,
         memory_bandwidth_bytes_per_s=base.memory_bandwidth_bytes_per_s * scale,
         fp32_flops_per_s=base.fp32_flops_per_s * scale,
-        bf16_flops_per_s=base.peak_flops_per_s("bf16") * scale,
         source=f"assumed: {num_cores} cores with the rates of the catalogue's cpu",
     )
     return Cluster("local", (NodeRun(Node("local", device, 1, device.intra, device.inter)),))

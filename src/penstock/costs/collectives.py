@@ -167,18 +167,21 @@ def point_to_point_s(size_bytes: float, cluster: Cluster, sender: int, receiver:
 
 def sync_gradients_s(
     size_bytes: float, cluster: Cluster, ranks: Sequence[int], *, zero: int = 0, micro_batches: int = 1, sharing: int = 1,
-    bucket_bytes: float = BUCKET_BYTES,
+    bucket_bytes: float = BUCKET_BYTES, weight_share: float = 1.0,
 ) -> float:  # fmt: skip
     """Time to make gradients of this size equal on all ranks that hold the same weights, bucket by bucket, nothing overlapped.
 
-    ZeRO 0 all-reduces; 1 reduce-scatters the gradients and gathers the new weights, which are as large; 2 reduce-scatters after every
-    micro-batch; 3 gathers the weights twice for each besides, for the forward and for the backward pass.
+    ZeRO 0 all-reduces; 1 reduce-scatters the gradients and gathers the new weights, `weight_share` bytes for each of a gradient; 2
+    reduce-scatters after every micro-batch; 3 gathers the weights twice for each besides, for the forward and for the backward pass.
     """
     group = group_of(cluster, ranks, sharing)
     kinds = {
         0: ["all_reduce"], 1: ["reduce_scatter", "all_gather"], 2: ["reduce_scatter"] * micro_batches + ["all_gather"],
         3: ["reduce_scatter", "all_gather", "all_gather"] * micro_batches,
     }[zero]  # fmt: skip
+
+    def sent_s(num_bytes: float) -> float:
+        return sum(group.time_s(kind, num_bytes * (weight_share if kind == "all_gather" else 1.0)) for kind in kinds)
+
     full, rest = divmod(size_bytes, bucket_bytes)
-    whole = sum(group.time_s(kind, bucket_bytes) for kind in kinds) * full
-    return whole + (sum(group.time_s(kind, rest) for kind in kinds) if rest else 0.0)
+    return sent_s(bucket_bytes) * full + (sent_s(rest) if rest else 0.0)

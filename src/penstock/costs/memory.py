@@ -13,6 +13,7 @@ from penstock.models.shapes import Shape
 
 __all__ = [
     "CUDA_CONTEXT_BYTES",
+    "NCCL_BYTES",
     "OPTIMIZER_CHUNK",
     "MemoryBreakdown",
     "MemoryTimeline",
@@ -29,13 +30,15 @@ __all__ = [
 
 CUDA_CONTEXT_BYTES = 2**29
 """What CUDA and its libraries take on a device before the first tensor."""
+NCCL_BYTES = 2**30
+"""What NCCL's channels and the driver's own buffers take on a device that talks to others: 0.3 to 1.5 GiB, more with more groups."""
 OPTIMIZER_CHUNK = 2**24
 """Weights whose gradients the optimizer holds in fp32 at a time."""
 SLACK = 0.02
 """Share of the other bytes that the allocator loses to rounding and fragments."""
 
-_PRECISIONS = {"bf16": (2, 2, 4), "fp16": (2, 2, 4), "fp32": (4, 4, 0)}
-"""Bytes of a weight, its gradient and its fp32 master copy."""
+_PRECISIONS = {"bf16": (2, 4), "fp16": (2, 4), "fp32": (4, 0)}
+"""Bytes of a weight, and of its fp32 master copy."""
 _MOMENTS = {"adamw": 8, "sgd": 4}
 """Bytes of fp32 moments per weight; sgd is with momentum."""
 _UNIT = Shape(1)
@@ -81,22 +84,24 @@ class MemoryBreakdown:
         return MemoryBreakdown(*(mine + its for (_, mine), (_, its) in zip(self._items(), other._items(), strict=True)))
 
 
-def bytes_per_parameter(precision: str = "bf16", optimizer: str = "adamw") -> tuple[int, int, int, int]:
-    """Bytes of a trained weight: itself, its gradient, its fp32 master copy, its moments."""
+def bytes_per_parameter(precision: str = "bf16", optimizer: str = "adamw", gradients: str = "") -> tuple[int, int, int, int]:
+    """Bytes of a trained weight: itself, its gradient (summed in the dtype `gradients`, or its own), its fp32 master copy, its moments."""
     if precision not in _PRECISIONS:
         raise InputError(f"precision '{precision}' is not known. {near_misses(precision, _PRECISIONS)}")
     if optimizer not in _MOMENTS:
         raise InputError(f"optimizer '{optimizer}' is not known. {near_misses(optimizer, _MOMENTS)}")
-    return (*_PRECISIONS[precision], _MOMENTS[optimizer])
+    weight, master = _PRECISIONS[precision]
+    return weight, _PRECISIONS[gradients or precision][0], master, _MOMENTS[optimizer]
 
 
 def state_bytes(
-    num_parameters: float, precision: str = "bf16", optimizer: str = "adamw", zero: int = 0, dp: int = 1, trainable: bool = True
-) -> MemoryBreakdown:
+    num_parameters: float, precision: str = "bf16", optimizer: str = "adamw", zero: int = 0, dp: int = 1, trainable: bool = True,
+    gradients: str = "",
+) -> MemoryBreakdown:  # fmt: skip
     """What weights cost before any micro-batch comes; ZeRO divides optimizer state (1), gradients (2) and weights (3) by `dp`."""
     if not 0 <= zero <= 3 or dp < 1:
         raise InputError(f"zero={zero}, dp={dp}: ZeRO stages are 0 to 3, and dp is at least 1.")
-    weight, gradient, master, moments = bytes_per_parameter(precision, optimizer)
+    weight, gradient, master, moments = bytes_per_parameter(precision, optimizer, gradients)
     shares = [num_parameters / (dp if zero >= level else 1) for level in (3, 2, 1)]
     if not trainable:
         return MemoryBreakdown(weight * shares[0])
@@ -123,7 +128,7 @@ def stage_memory(
     model: Model, start: int, stop: int, shape: Shape, *, in_flight: int = 1, versions: int = 1, tp: int = 1, dp: int = 1, zero: int = 0,
     algos: Sequence[int] | None = None, recompute: Collection[int] = frozenset(), precision: str = "", optimizer: str = "adamw",
     device: str = "cuda", slack: float = SLACK, context_bytes: float | None = None, bucket_bytes: float = BUCKET_BYTES,
-    bytes_of: OpBytesSource = formula_bytes, base_bytes: float = 0.0, replay: Replay | None = None,
+    bytes_of: OpBytesSource = formula_bytes, base_bytes: float = 0.0, replay: Replay | None = None, gradients: str = "",
 ) -> MemoryBreakdown:  # fmt: skip
     """Memory of one device that runs ops `start` to `stop` on micro-batches of `shape` (its own share where dp divides them).
 
@@ -137,17 +142,21 @@ def stage_memory(
     precision = precision or model.dtype
     counts = rank_parameters(model.ops[start:stop], tp)
     trained, frozen = (sum(count for op, count in counts if op.trainable == wanted) for wanted in (True, False))
-    states = state_bytes(trained, precision, optimizer, zero, dp) + state_bytes(frozen, precision, optimizer, zero, dp, False)
+    states = state_bytes(trained, precision, optimizer, zero, dp, True, gradients)
+    states += state_bytes(frozen, precision, optimizer, zero, dp, False)
     states = replace(states, weights_bytes=states.weights_bytes + (versions - 1) * state_bytes(trained, precision).weights_bytes)
     timeline = (replay or Replay(model, shape, tp, bytes_of)).timeline(start, stop, algos, recompute)
     activations = timeline.held_bytes * in_flight
     step_bytes = 4 * min(OPTIMIZER_CHUNK, trained / (dp if zero else 1)) if states.master_weights_bytes else 0.0
-    workspace = base_bytes + max(timeline.peak_bytes - timeline.held_bytes, step_bytes - activations)
+    cast, late_cast = _cast_bytes(counts, bytes_per_parameter(precision, optimizer, gradients))
+    held = timeline.held_bytes
+    workspace = base_bytes + max(timeline.peak_bytes - held + cast, step_bytes - activations, late_cast - held)
     buffers = _message_bytes(model, start, stop, shape, tp)
-    buffers += _sync_bytes(model.ops[start:stop], counts, precision, optimizer, zero, dp, bucket_bytes)
+    buffers += _sync_bytes(model.ops[start:stop], counts, bytes_per_parameter(precision, optimizer, gradients), zero, dp, bucket_bytes)
     used = states.state_bytes + activations + workspace + buffers
     if context_bytes is None:
-        context_bytes = 0.0 if device.startswith("cpu") else CUDA_CONTEXT_BYTES
+        alone = tp == dp == 1 and start == 0 and stop == model.num_ops
+        context_bytes = 0.0 if device.startswith("cpu") else CUDA_CONTEXT_BYTES + (0 if alone else NCCL_BYTES)
     return states + MemoryBreakdown(
         activations_bytes=activations,
         workspace_bytes=workspace,
@@ -163,18 +172,28 @@ def _message_bytes(model: Model, start: int, stop: int, shape: Shape, tp: int) -
     return sum(2 * model.boundary_bytes(cut).at(shape, tp) for cut in cuts)
 
 
+def _cast_bytes(counts: Sequence[tuple[Op, float]], per_weight: tuple[int, int, int, int]) -> tuple[float, float]:
+    """The largest gradient that autograd makes in the weights' dtype and turns into a wider one before it is added, at any moment; and the
+    embedding's, which is made when its micro-batch holds nothing any more. Products add to the wider sums by themselves."""
+    weight, gradient, _, _ = per_weight
+    cast = [(op, gradient * count) for op, count in counts if op.trainable and gradient != weight]
+    by_autograd = [size for op, size in cast if op.kind != "linear" and (op.kind != "logits" or op.tied_to) and op.kind != "embedding"]
+    return max(by_autograd, default=0.0), max((size for op, size in cast if op.kind == "embedding"), default=0.0)
+
+
 def _sync_bytes(
-    placed: Sequence[PlacedOp], counts: Sequence[tuple[Op, float]], precision: str, optimizer: str, zero: int, dp: int, bucket_bytes: float
-) -> float:
-    """Under ZeRO 0 and 1 one gradient bucket among several ranks; under 2 the gradients of a block twice, as they were made and on their
-    way, and under 3 its weights twice too: one block in use, the next on its way."""
+    placed: Sequence[PlacedOp], counts: Sequence[tuple[Op, float]], per_weight: tuple[int, int, int, int], zero: int, dp: int,
+    bucket_bytes: float,
+) -> float:  # fmt: skip
+    """Under ZeRO 0 and 1 one gradient bucket among several ranks; under 2 the gradients of a block twice, as they were made (in the
+    weights' dtype) and on their way, and under 3 its weights twice too: one block in use, the next on its way."""
+    weight, gradient, _, _ = per_weight
     if dp == 1:
         return 0.0
-    weight, gradient, _, _ = bytes_per_parameter(precision, optimizer)
     if zero < 2:
         return min(bucket_bytes, gradient * sum(count for op, count in counts if op.trainable))
     blocks: dict[tuple[str, int], float] = {}
     for place, (_, count) in zip(placed, counts, strict=True):
         key = place.block, place.copy
         blocks[key] = blocks.get(key, 0.0) + count
-    return 2 * (gradient + (weight if zero == 3 else 0)) * max(blocks.values(), default=0.0)
+    return (weight + gradient + (2 * weight if zero == 3 else 0)) * max(blocks.values(), default=0.0)

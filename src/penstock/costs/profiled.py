@@ -105,7 +105,7 @@ class Profiled:
     def __init__(self, profile: Profile, path: str = "memory") -> None:
         self.devices = {name: DeviceCosts(device) for name, device in profile.devices.items()}
         self._path = path
-        self._roofline = Roofline()
+        self._roofline = Roofline(in_company=False)
         self._modelled: set[str] = set()
         """Ops that were asked for and had to be modelled."""
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.clusters import Cluster, Device, resolve_device
 from penstock.costs.collectives import Group, group_of
+from penstock.costs.company import slowest_of, sustained, with_achieved_links
 from penstock.costs.efficiency import Calibration, Curve, adds_up, arithmetic_dtype, load_calibration, op_class
 from penstock.costs.memory import bytes_per_parameter
 from penstock.costs.replay import formula_bytes
@@ -41,9 +42,11 @@ class Roofline:
 
     name = "roofline"
 
-    def __init__(self, calibration: Calibration | None = None, cluster: Cluster | None = None) -> None:
-        """`cluster` makes its devices known by name where they differ from the catalogue's."""
+    def __init__(self, calibration: Calibration | None = None, cluster: Cluster | None = None, in_company: bool = True) -> None:
+        """`cluster` makes its devices known by name where they differ from the catalogue's. Without `in_company` every device is as fast as
+        if it were alone, as those are that were measured."""
         self._calibration = calibration or load_calibration()
+        self._in_company = in_company
         self._devices = {device.name: device for device, _ in cluster.kinds} if cluster is not None else {}
 
     def table(self, model: Model, shapes: Sequence[Shape], tps: Sequence[int], cluster: Cluster) -> CostTable:
@@ -52,7 +55,8 @@ class Roofline:
         num_algos = max(len(op.splits) for op in ops)
         amounts = _Amounts(model, shapes, tps, num_algos)
         groups = [[tp_group(cluster, device, tp) for device in devices] for tp in tps]
-        forward, backward = (self._times(model, amounts, devices, when) for when in ("forward", "backward"))
+        num_devices = cluster.num_devices if self._in_company else 1
+        forward, backward = (self._times(model, amounts, devices, when, num_devices) for when in ("forward", "backward"))
         possible = _possible(ops, tps, num_algos, groups)
         return CostTable(
             op_names=tuple(op.name for op in ops), chain=amounts.chain, shapes=tuple(shapes), tps=tuple(tps),
@@ -65,8 +69,8 @@ class Roofline:
             input_bytes=amounts.boundary(0), output_bytes=amounts.boundary(1),
         )  # fmt: skip
 
-    def _times(self, model: Model, amounts: _Amounts, devices: Sequence[Device], when: Pass) -> Floats:
-        """[O, S, T, 1, D] times of the ops themselves; splits differ in what they communicate only."""
+    def _times(self, model: Model, amounts: _Amounts, devices: Sequence[Device], when: Pass, num_devices: int) -> Floats:
+        """[O, S, T, 1, D] times of the ops themselves, on the slowest of so many devices; splits differ in what they communicate only."""
         backward = when == "backward"
         flops = amounts.of(_backward_flops if backward else lambda op: op.flops)
         traffic = amounts.of(lambda op: op.backward_traffic if backward else op.traffic)
@@ -75,9 +79,11 @@ class Roofline:
         packed = np.array([shape.layout == "packed" for shape in amounts.shapes])[None, :, None]
         times = []
         for device in devices:
-            busy = self._busy_s(model, device, flops, traffic, "padded", backward)
+            needed = flops / sustained(device, num_devices)
+            busy = self._busy_s(model, device, needed, traffic, "padded", backward)
             if packed.any():
-                busy = np.where(packed, self._busy_s(model, device, flops, traffic, "packed", backward), busy)
+                busy = np.where(packed, self._busy_s(model, device, needed, traffic, "packed", backward), busy)
+            busy *= 1.0 if device.name.startswith("cpu") else slowest_of(num_devices)
             times.append(np.where(idle, 0.0, busy + kernels * self._calibration.of(device.name).launch_s))
         return np.stack(times, axis=-1)[:, :, :, None, :]
 
@@ -104,12 +110,16 @@ class Roofline:
         return DeviceBytes(formula_bytes, 0.0)
 
     def links_of(self, cluster: Cluster) -> Cluster:
-        """Links are those of the catalogue."""
-        return cluster
+        """Links as collectives reach them."""
+        return with_achieved_links(cluster) if self._in_company else cluster
 
     def notes(self, model: Model) -> tuple[str, ...]:
-        """None: everything is modelled, and the name says so."""
-        return ()
+        """Everything is modelled, and the name says so; devices whose rates are guesses besides."""
+        return tuple(
+            f"the rates of {device.name} are a guess ({device.source}), and times may be ten times off; measure: `penstock profile`."
+            for device in self._devices.values()
+            if device.is_guess
+        )
 
 
 def tp_group(cluster: Cluster, device: Device, tp: int) -> Group | None:

@@ -51,6 +51,8 @@ def deepspeed_config(plan: Plan, model: Model | None = None, cluster: Cluster | 
     }
     if plan.precision != "fp32":
         config[plan.precision] = {"enabled": True}
+        config["data_types"] = {"grad_accum_dtype": plan.gradients or plan.precision}
+        config["communication_data_type"] = plan.gradients or plan.precision
     config["penstock"] = {
         "model": model.name,
         "topology": {"num_pp": grid.pp, "num_mp": grid.tp, "num_dp": grid.dp},

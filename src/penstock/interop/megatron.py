@@ -67,11 +67,20 @@ def _flags(plan: Plan, model: Model, cluster: Cluster) -> tuple[Grid, Flags]:
         *([("--sequence-parallel",)] if grid.sequence_parallel else []),
         *([("--use-distributed-optimizer",)] if grid.zero else []),
         *_recompute(grid),
-        *([(f"--{plan.precision}",)] if plan.precision != "fp32" else []),
+        *_precision(plan),
         ("--optimizer", "adam" if plan.optimizer == "adamw" else plan.optimizer),
         *_SIZES[model.family](plan, model.config),
     ]
     return grid, flags
+
+
+def _precision(plan: Plan) -> Flags:
+    """Left alone it sums gradients in fp32 with --bf16 and in fp16 with --fp16, so that the plan's dtype is always said."""
+    if plan.precision == "fp32":
+        return []
+    if plan.gradients == "fp32":
+        return [(f"--{plan.precision}",), ("--accumulate-allreduce-grads-in-fp32",)]
+    return [("--bf16",), ("--grad-reduce-in-bf16",)] if plan.precision == "bf16" else [("--fp16",)]
 
 
 def _pipeline(grid: Grid) -> Flags:

@@ -33,11 +33,15 @@ _FLAVORS = {
 _SHARDING = {1: ("never", True), 2: ("never", False), 3: ("always", False)}
 """ZeRO stage: when FSDP gives gathered weights up again, and whether it reduces gradients only once per step."""
 
+_NARROW = """
+torchtitan keeps and sums gradients in fp32, where the plan has bf16: each rank needs two bytes more for every weight that it holds.
+"""
+
 _RECIPE = '''\
 """{model} on {world} GPUs, {stages}. Written by Penstock for torchtitan's Python recipes (late 2026).
 
 NGPU={world} MODULE=<this file, as an importable module> CONFIG=penstock_plan ./run_train.sh
-"""
+{note}"""
 
 {imports}
 {parts}
@@ -78,7 +82,7 @@ def torchtitan_recipe(plan: Plan, model: Model | None = None, cluster: Cluster |
     return _RECIPE.format(
         model=model.name, world=grid.tp * grid.pp * grid.dp, imports="\n".join(imports), base=base, seq_length=plan.seq_length,
         stages=f"{len(grid.parts)} {'stage' if len(grid.parts) == 1 else 'stages'}",
-        parts=_parts(grid) if grid.pp > 1 else "",
+        parts=_parts(grid) if grid.pp > 1 else "", note=_NARROW if plan.precision == "bf16" and plan.gradients != "fp32" else "",
         body="\n".join(f"    config.{name} = {value}" for name, value in settings),
     )  # fmt: skip
 
@@ -147,4 +151,5 @@ def _training(plan: Plan, grid: Grid) -> list[tuple[str, str]]:
         ("training.num_tokens_per_microbatch_per_dp_rank", str(grid.micro_batch * plan.seq_length)),
         ("training.num_tokens_per_train_step", str(plan.global_batch * plan.seq_length)),
         ("training.mixed_precision_param", _quoted(precision)),
+        ("training.mixed_precision_reduce", _quoted("float32")),
     ]

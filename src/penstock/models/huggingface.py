@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,9 @@ _ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_f
 def model_from_hf(path: str, *, keep_attention_dropout: bool = False) -> Model:
     """The model that a Hugging Face `config.json` (or a folder holding one) describes.
 
-    Fields that are absent mean what transformers takes them for; without `dtype` the model is fp32. Dropout of hidden states is
-    kept, but not inside T5's MLP. Dropout of attention probabilities becomes 0, because the fused kernels have none;
-    `keep_attention_dropout` keeps it and gives up the fused kernels (GPT-2 and BERT only).
+    Fields that are absent mean what transformers takes them for; without `dtype` the model is fp32, but plans may choose. Dropout of hidden
+    states is kept, but not inside T5's MLP. Dropout of attention probabilities becomes 0, because the fused kernels have none, and
+    is noted; `keep_attention_dropout` keeps it and gives up the fused kernels (GPT-2 and BERT only).
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     where = f"Hugging Face config '{file}'"
@@ -48,7 +48,8 @@ def model_from_hf(path: str, *, keep_attention_dropout: bool = False) -> Model:
         fields.only(name, (0,), "models without a mixture of experts")
     config, build = _READERS[kind](fields)
     try:
-        return build(config, file.resolve().parent.name or kind)
+        model = build(config, file.resolve().parent.name or kind)
+        return replace(model, notes=tuple(fields.notes), open_dtype=not (values.get("dtype") or values.get("torch_dtype")))
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
 
@@ -61,6 +62,7 @@ class _Fields:
     where: str
     kind: str
     keep_attention_dropout: bool
+    notes: list[str] = field(default_factory=list)
 
     def wrong(self, name: str, supported: str) -> InputError:
         """The error for a field that has a value Penstock cannot honour."""
@@ -122,7 +124,10 @@ class _Fields:
 
     def attention_dropout(self, name: str, default: float, unfused: bool = False) -> float:
         """The dropout of attention probabilities if it was asked for; `unfused` tells that the family has a path for it."""
-        value = self.number(name, default) if self.keep_attention_dropout else 0.0
+        value = self.number(name, default)
+        if value and not self.keep_attention_dropout:
+            self.notes.append(f"its config asks for {name} {value:g} in attention, which is not modelled: attention runs without dropout.")
+            return 0.0
         if value and not unfused:
             raise InputError(
                 f"{self.where}: field '{name}' is {value}; attention dropout is supported for gpt2 and bert only. "

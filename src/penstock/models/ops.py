@@ -157,6 +157,10 @@ class Model:
     """The usual length on the decoder's side (0 without a decoder)."""
     layouts: tuple[str, ...] = ("padded", "packed")
     config: Mapping[str, Any] = field(default_factory=dict)
+    open_dtype: bool = False
+    """Whether its file names no dtype, so that a plan may choose one."""
+    notes: tuple[str, ...] = ()
+    """What its file asks for and does not get."""
 
     @cached_property
     def ops(self) -> tuple[PlacedOp, ...]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from penstock.errors import InputError
 from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
+from penstock.plans.precision import chosen_lengths
 from penstock.plans.ranks import stage_ranks
 from penstock.plans.references import cluster_reference, model_reference, with_precision
 from penstock.plans.validity import require_valid
@@ -41,6 +42,7 @@ def uniform_plan(
     sequence_parallel: bool = False,
     seq_length: int | None = None,
     precision: str | None = None,
+    gradients: str = "",
 ) -> Plan:
     """A valid plan of `pp` × `chunks` equal stages, each on `tp` × `dp` devices in each of `replicas` replicas.
 
@@ -66,6 +68,7 @@ def uniform_plan(
         model, pp=pp, tp=tp, dp=dp, replicas=replicas, chunks=chunks, recompute=recompute == "full", zero=zero,
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
+    length, dec_length, _ = chosen_lengths(model, seq_length)
     plan = Plan(
         model_reference(model_ref),
         cluster_reference(cluster_ref),
@@ -74,9 +77,10 @@ def uniform_plan(
         MicroBatching(layout, "fixed", micro_batch),
         num_replicas=replicas,
         schedule=schedule,
-        seq_length=model.seq_length if seq_length is None else seq_length,
-        dec_length=model.dec_length,
+        seq_length=length,
+        dec_length=dec_length,
         precision=model.dtype,
+        gradients=gradients,
     )
     require_valid(plan, model, cluster)
     return plan

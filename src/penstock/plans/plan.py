@@ -152,6 +152,8 @@ class Plan:
     dec_length: int = 0
     """Tokens of a sample on the decoder's side; 0 without a decoder."""
     precision: str = "bf16"
+    gradients: str = ""
+    """The dtype in which gradients are summed, over micro-batches and over ranks: fp32, or empty for the weights' own."""
     optimizer: str = "adamw"
     costs: str = "roofline"
     """The source of costs to use where more has to be predicted."""

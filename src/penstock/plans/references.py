@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,8 @@ def with_precision(model: Model, precision: str) -> Model:
     if model.family not in FAMILIES:
         raise InputError(f"precision is {precision}, but model '{model.name}' was traced in {model.dtype}. Trace it in {precision}.")
     _, config, build = FAMILIES[model.family].parts()
-    return build(config(**{**model.config, "dtype": precision}), model.name)
+    built = build(config(**{**model.config, "dtype": precision}), model.name)
+    return dataclasses.replace(built, open_dtype=model.open_dtype, notes=model.notes)
 
 
 def cluster_of(plan: Plan) -> Cluster:

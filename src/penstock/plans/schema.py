@@ -60,6 +60,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "stages": [_stage_to_dict(stage) for stage in plan.stages],
         "costs": plan.costs,
     }
+    if plan.gradients:
+        data["gradients"] = plan.gradients
     if plan.predicted is not None:
         predicted = dataclasses.asdict(plan.predicted)
         data["predicted"] = {name: _plain(value) for name, value in predicted.items() if value not in (None, ())}
@@ -125,6 +127,7 @@ def _plan(spec: PlanSpec) -> Plan:
         seq_length=spec.seq_length,
         dec_length=spec.dec_length,
         precision=spec.precision,
+        gradients=spec.gradients,
         optimizer=spec.optimizer,
         costs=spec.costs,
         predicted=None if spec.predicted is None else _predicted(spec.predicted),

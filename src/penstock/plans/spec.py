@@ -162,6 +162,7 @@ class PlanSpec(_Spec):
     model: Reference
     cluster: Reference
     precision: Literal["bf16", "fp16", "fp32"]
+    gradients: Literal["", "bf16", "fp16", "fp32"] = ""
     optimizer: Literal["adamw", "sgd"]
     global_batch: Count
     seq_length: Size

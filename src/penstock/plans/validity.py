@@ -49,6 +49,8 @@ def check_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None =
     problems += placement.rank_problems(plan)
     problems += batch_problems(plan)
     problems += _schedule_problems(plan)
+    if plan.gradients not in ("", "fp32", plan.precision):
+        problems.append(f"gradients is '{plan.gradients}', but precision is {plan.precision}. Use fp32, or leave it out.")
     if model is not None:
         problems += placement.split_problems(plan, model)
         problems += length_problems(plan, model)

@@ -68,7 +68,8 @@ class Outcome:
 def search_plans(
     model_ref: str, cluster_ref: str, global_batch: int, *, costs: str | CostSource = "roofline", seq_length: int | None = None,
     micro_batches: Sequence[int] = (), memory_limit_bytes: float = math.inf, schedules: Sequence[str] = SEARCHED_SCHEDULES, top: int = 5,
-    time_budget_s: float = math.inf, watch: Watch = unwatched, max_hops: int = MAX_HOPS,
+    time_budget_s: float = math.inf, watch: Watch = unwatched, max_hops: int = MAX_HOPS, precision: str | None = None,
+    gradients: str | None = None,
 ) -> Outcome:  # fmt: skip
     """The fastest plans that fit, best first, with a bound on the time of all plans of the space.
 
@@ -76,7 +77,9 @@ def search_plans(
     >>> outcome.bound_s <= outcome.choices[0].estimate.time_s
     True
     """
-    request = Request.of(model_ref, cluster_ref, global_batch, costs, seq_length, micro_batches, memory_limit_bytes, schedules)
+    request = Request.of(
+        model_ref, cluster_ref, global_batch, costs, seq_length, micro_batches, memory_limit_bytes, schedules, precision, gradients
+    )
     return search(request, top=top, time_budget_s=time_budget_s, watch=watch, max_hops=max_hops)
 
 
@@ -108,6 +111,11 @@ def search(
         refined_by_simulator(request, progress, max_hops)
         other_schedules(request, progress)
         rebalanced_shares(request, progress)
+        if not progress.choices and request.narrows and known_s == math.inf and not progress.stopped:
+            return search(
+                request.narrowed(), top=top, time_budget_s=progress.deadline - time.monotonic(), watch=watch, prove=prove,
+                max_hops=max_hops, worth=worth,
+            )  # fmt: skip
         if not progress.choices:
             raise grid.reason or _nothing_found(request, progress)
         # The proof for unequal replicas takes longest, so it comes last, when some weak line may already make it needless.

@@ -18,6 +18,7 @@ from penstock.batching.plan import BatchPlan, SampleLengths
 from penstock.errors import InfeasibleError, InputError
 from penstock.models.shapes import Layout
 from penstock.plans.plan import MicroBatching, Plan, Predicted
+from penstock.plans.precision import chosen_lengths
 from penstock.schedules.rules import DEFAULT_SCHEDULE
 from penstock.search.engine import search
 from penstock.search.progress import Watch
@@ -130,6 +131,7 @@ def _pipelines(request: Request, plans: Sequence[Plan], samples: Sequence[Sample
     from penstock.batching.planned import with_recompute_choices
 
     seen = set()
+    notes = tuple(note for note in request.frame.notes if note not in chosen_lengths(request.model, None)[2])
     longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
     layout: Layout = "packed" if "packed" in request.model.layouts else "padded"
     for plan in plans:
@@ -139,7 +141,7 @@ def _pipelines(request: Request, plans: Sequence[Plan], samples: Sequence[Sample
         seen.add(stages)
         yield with_recompute_choices(
             replace(plan, stages=stages, global_batch=request.frame.global_batch, seq_length=longest, dec_length=longest_dec,
-                    micro_batching=MicroBatching(layout, "dynamic"), schedule=DEFAULT_SCHEDULE, predicted=None, notes=()),
+                    micro_batching=MicroBatching(layout, "dynamic"), schedule=DEFAULT_SCHEDULE, predicted=None, notes=notes),
             request.model,
         )  # fmt: skip
 

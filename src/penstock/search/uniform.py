@@ -117,7 +117,7 @@ def uniform_plans(
     max_tp: int | None = None,
 ) -> Iterator[Plan]:  # fmt: skip
     """Every valid plan of the grid, small micro-batches before large ones."""
-    model, cluster = resolved(model_ref, cluster_ref)
+    model, cluster, _ = resolved(model_ref, cluster_ref)
     return _plans(model, cluster, frame_of(model_ref, cluster_ref, model, cluster, global_batch, seq_length), micro_batches, max_tp)
 
 

@@ -375,13 +375,14 @@ class Estimator:
         shape, holders = share_shape(plan, samples, part.dp), part.dp * plan.num_replicas
         algos, again, sequence = algos_of(stage, part), recomputed_in(stage, part), self.by_rows(stage, part.tp)
         versions = flight if SCHEDULES[plan.schedule].asynchronous else 1
-        key = (part, shape, sequence, flight, versions, holders, stage.zero, algos, again, plan.precision, plan.optimizer, device.name)
+        key = (part, shape, sequence, flight, versions, holders, stage.zero, algos, again, plan.precision, plan.gradients,
+               plan.optimizer, device.name)  # fmt: skip
         if key not in self._memory:
             bytes_of, base = self.source.memory_of(device.name, self.model.dtype)
             self._memory[key] = stage_memory(
                 self.model_under(sequence), part.first, part.last, shape, in_flight=flight, versions=versions, tp=part.tp, dp=holders,
                 zero=stage.zero, algos=algos, recompute=again, precision=plan.precision, optimizer=plan.optimizer, device=device.name,
-                base_bytes=base, replay=self._replay(shape, part.tp, sequence, bytes_of),
+                base_bytes=base, replay=self._replay(shape, part.tp, sequence, bytes_of), gradients=plan.gradients,
             )  # fmt: skip
         return self._memory[key]
 
@@ -404,7 +405,7 @@ class Estimator:
         return at_peak_s * plan.global_batch / time_s
 
     def _notes(self, plan: Plan) -> tuple[str, ...]:
-        notes = list(self.source.notes(self.model))
+        notes = [*plan.notes, *self.source.notes(self.model)]
         if any(stage.sequence_parallel and stage.degrees.tp > 1 for stage in plan.stages) and not self.divides_tokens:
             notes.append(f"sequence_parallel is without effect: {self.model.name} has ops that do not work token by token.")
         if plan.micro_batching.policy == "dynamic":

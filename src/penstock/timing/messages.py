@@ -121,9 +121,11 @@ def sync_s(cluster: Cluster, plan: Plan, stage: Stage, part: DegreeRun, num_para
     ranks = holders(stage, part)
     if len(ranks) == 1 or not num_parameters:
         return 0.0
-    _, gradient, _, _ = bytes_per_parameter(plan.precision, plan.optimizer)
-    passes = plan.num_micro_batches or 1
-    return sync_gradients_s(num_parameters * gradient, cluster, ranks, zero=stage.zero, micro_batches=passes, sharing=sharing)
+    weight, gradient, _, _ = bytes_per_parameter(plan.precision, plan.optimizer, plan.gradients)
+    return sync_gradients_s(
+        num_parameters * gradient, cluster, ranks, zero=stage.zero, micro_batches=plan.num_micro_batches or 1, sharing=sharing,
+        weight_share=weight / gradient,
+    )  # fmt: skip
 
 
 def tied_s(model: Model, cluster: Cluster, plan: Plan) -> list[float]:
@@ -150,6 +152,6 @@ def _tied_pair_s(cluster: Cluster, plan: Plan, ends: tuple[Stage, Stage], num_pa
     a, b = pairs[0]
     if a == b:
         return 0.0
-    _, gradient, _, _ = bytes_per_parameter(plan.precision, plan.optimizer)
+    _, gradient, _, _ = bytes_per_parameter(plan.precision, plan.optimizer, plan.gradients)
     sharing = _sharing(cluster, _flows(cluster, pairs), a, b)
     return sync_gradients_s(num_parameters * gradient, cluster, (a, b), sharing=sharing)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from bucket_jobs import train_in_small_buckets
-from runtime_cases import Choice, largest_difference, make_case, reference
+from runtime_cases import Case, Choice, largest_difference, make_case, reference
 from training_jobs import RandomSource, rank_of, train_programs
 
 from penstock.models.modules import build_chain
+from penstock.plans.references import model_of
 from penstock.runtime.parallel.gradients import BucketedGradients
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.source import load_share
@@ -89,3 +92,36 @@ def test_running_statistics_become_the_mean_over_the_ranks(pool: WorkerPool) -> 
     for outcome in outcomes:
         for found, one, other in zip(outcome.statistics, *alone, strict=True):
             torch.testing.assert_close(found, (one + other) / 2)
+
+
+WAYS: tuple[dict[str, Any], ...] = (
+    *({"zero": zero} for zero in (0, 1, 2, 3)), {"pp": 2, "replicas": 1, "schedule": "zero-bubble"}, {"family": "vgg", "layout": "padded"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_gradients_of_bf16_weights_are_summed_in_the_dtype_of_the_plan(pool: WorkerPool, way: dict[str, Any]) -> None:
+    """In fp32 to its last bits, over micro-batches and over ranks; in bf16 each sum loses some."""
+    made = make_case(TWO | way, 5, 1)
+    plan = replace(made.plan, precision="bf16")
+    wide, narrow = (replace(made, plan=replace(plan, gradients=dtype), model=model_of(plan)) for dtype in ("fp32", ""))
+    expected = _norm_of_sums(wide)
+    found = [pool.run(train_programs, case.plan, case.programs(), SGD)[0].norms[0] for case in (wide, narrow)]
+    assert found[0] == pytest.approx(expected, rel=2e-6)
+    assert found[1] != pytest.approx(expected, rel=2e-6)
+
+
+def _norm_of_sums(case: Case) -> float:
+    """The gradients that torch makes in bf16 of each micro-batch, added in fp32."""
+    chain, source = build_chain(case.model, seed=SGD.seed), RandomSource(case.model)
+    sums = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in chain.parameters()]
+    for program in {program.replica: program for program in case.programs()[0]}.values():
+        for micro in program.micro_batches:
+            samples = (0, len(micro.samples))
+            batch = load_share(source, program, micro, samples, ("inputs", "labels"), torch.device("cpu"), SGD.seed)
+            chain(batch)["loss"].backward()
+            for total, parameter in zip(sums, chain.parameters(), strict=True):
+                assert parameter.grad.dtype == torch.bfloat16
+                total += parameter.grad
+                parameter.grad = None
+    return float(torch.stack([total.norm() for total in sums]).norm())

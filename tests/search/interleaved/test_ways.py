@@ -143,7 +143,7 @@ def test_every_order_of_ranks_is_above_the_bound_and_some_cuts_are_near_it(tmp_p
     """Replicas on several nodes, with tied weights: all cuts of both orders, and what is known of each before it is estimated."""
     path = tmp_path / "model.yaml"
     path.write_text(json.dumps({"base": "gpt-350m", "layers": 4, "hidden": 256, "heads": 4, "vocab": 2048, "seq_length": 512}))
-    request = Request.of(str(path), "2xg5.12xlarge", 256, "roofline", None, (16,), math.inf)
+    request = Request.of(str(path), "2xg5.12xlarge", 256, "roofline", None, (16,), math.inf, gradients="bf16")
     (way,) = [w for w in ways_of(request, math.inf) if w.chunks == 2 and w.groups == 2 and w.family.replicas == 4]
     assert len(way.orders) == 2
     low, high = way.windows

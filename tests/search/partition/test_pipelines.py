@@ -19,7 +19,7 @@ from penstock.search.uniform import best_plans
 
 def exact(model_ref: str, cluster_ref: str, batch: int, limit: float = math.inf, known: float = math.inf, schedules=("1f1b",)) -> list:
     """Each family's best plan in order of the bounds, where it is better than those before."""
-    request = Request.of(model_ref, cluster_ref, batch, "roofline", None, (), limit, schedules)
+    request = Request.of(model_ref, cluster_ref, batch, "roofline", None, (), limit, schedules, gradients="bf16")
     found = []
     for family in sorted(families(request), key=lambda family: family_bound(family).time_s):
         plan = best_pipeline(family, known)
@@ -31,7 +31,7 @@ def exact(model_ref: str, cluster_ref: str, batch: int, limit: float = math.inf,
 
 @cache
 def large() -> Outcome:
-    return search_plans("gpt-13b", "2xp4d.24xlarge", 128, top=4)
+    return search_plans("gpt-13b", "2xp4d.24xlarge", 128, top=4, gradients="bf16")
 
 
 def test_plans_are_valid_fit_and_get_faster() -> None:

@@ -40,7 +40,8 @@ def two_nodes(first: tuple[str, int], *others: tuple[str, int], bytes_per_s: flo
 
 
 def request_on(cluster: Cluster, batch: int, model: str = "bert-large", schedules: tuple[str, ...] = ("1f1b",)) -> Request:
-    request = Request.of(model, "1xa100-40gb", batch, "roofline", None, (), math.inf, schedules)
+    # In fp16, which V100s and T4s have too.
+    request = Request.of(model, "1xa100-40gb", batch, "roofline", None, (), math.inf, schedules, "fp16", "fp16")
     return request.on(cluster)
 
 
@@ -96,7 +97,7 @@ def by_trying(family: ReplicaFamily) -> float:
 
 def small_request(cluster: Cluster, batch: int) -> Request:
     """Two layers of a width at which a step takes milliseconds."""
-    sizes = {"layers": 2, "hidden": 1024, "heads": 16, "seq_length": 512, "vocab": 8192, "tied": False}
+    sizes = {"layers": 2, "hidden": 1024, "heads": 16, "seq_length": 512, "vocab": 8192, "tied": False, "dtype": "fp16"}
     model = model_from_mapping({"family": "gpt", **sizes}, "test", "small")
     frame = Plan({"family": "gpt", **sizes}, cluster_to_dict(cluster), batch, (Stage(0, model.num_ops, ((0,),)),),
                  MicroBatching("padded", "fixed", 1), seq_length=512, precision=model.dtype)  # fmt: skip

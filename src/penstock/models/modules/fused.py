@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["LARGE", "gelu", "has_kernels", "has_triton", "linear", "norm"]
+__all__ = ["LARGE", "add_product", "gelu", "has_kernels", "has_triton", "linear", "norm"]
 
 LARGE = 2**23
 """Elements from which on a kernel takes longer than its launch."""
@@ -88,12 +88,22 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         (x, values), (grad,) = ctx.saved_tensors, grads
         dx = grad @ values if ctx.needs_input_grad[0] else None
-        ctx.weight.grad.addmm_(grad.t(), x)
+        add_product(ctx.weight.grad, grad.t(), x)
         _tell(ctx.weight)
         if ctx.bias is not None:
             _add_column_sums(grad, ctx.bias.grad)
             _tell(ctx.bias)
         return dx, None, None
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a · b, also where `total` is of a wider dtype than both."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(a @ b)
 
 
 def _add_column_sums(x: torch.Tensor, result: torch.Tensor) -> None:

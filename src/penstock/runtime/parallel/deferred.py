@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from penstock.models.modules.fused import add_product
+
 __all__ = ["DeferWeights"]
 
 Owed = Callable[[], Iterable[nn.Parameter]]
@@ -35,7 +37,7 @@ class _Linear(torch.autograd.Function):
 
         def add() -> Iterable[nn.Parameter]:
             flat = grad.flatten(0, -2)
-            weight.grad.addmm_(flat.t(), x.flatten(0, -2))
+            add_product(weight.grad, flat.t(), x.flatten(0, -2))
             if bias is None:
                 return (weight,)
             bias.grad.add_(flat.sum(0))

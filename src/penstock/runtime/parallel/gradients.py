@@ -21,7 +21,7 @@ from torch import nn
 from penstock.programs.instructions import ReduceStart
 from penstock.programs.sharing import ranks_with
 from penstock.runtime.parallel.held import Held
-from penstock.runtime.parallel.sharding import Done, ShardedWeights
+from penstock.runtime.parallel.sharding import Done, ShardedWeights, sum_dtype
 from penstock.runtime.parallel.stage import StageModule
 from penstock.runtime.transport.world import World
 
@@ -292,12 +292,14 @@ def _buckets(stage: StageModule, ranks_of: dict[int, tuple[int, ...]], bucket_by
         filled: list[Held] = []
         size = 0
         for held in run:
-            if filled and size + held.parameter.nbytes > bucket_bytes:
-                yield _bucket(filled, ranks_of[number], owner)
+            dtype = sum_dtype(stage.world, held.parameter)
+            num_bytes = held.parameter.numel() * dtype.itemsize
+            if filled and size + num_bytes > bucket_bytes:
+                yield _bucket(filled, ranks_of[number], owner, dtype)
                 filled, size = [], 0
             filled.append(held)
-            size += held.parameter.nbytes
-        yield _bucket(filled, ranks_of[number], owner)
+            size += num_bytes
+        yield _bucket(filled, ranks_of[number], owner, dtype)
 
 
 def _owners(trained: list[Held], ranks_of: dict[int, tuple[int, ...]], shared: set[str]) -> dict[int, int]:
@@ -318,11 +320,12 @@ def _owners(trained: list[Held], ranks_of: dict[int, tuple[int, ...]], shared: s
     return owners
 
 
-def _bucket(held: list[Held], ranks: tuple[int, ...], owner: int | None) -> Bucket:
+def _bucket(held: list[Held], ranks: tuple[int, ...], owner: int | None, dtype: torch.dtype) -> Bucket:
     """Puts the gradients of some weights into one buffer, for good."""
-    flat = torch.zeros(sum(one.parameter.numel() for one in held), dtype=held[0].parameter.dtype, device=held[0].parameter.device)
+    flat = torch.zeros(sum(one.parameter.numel() for one in held), dtype=dtype, device=held[0].parameter.device)
     at = 0
     for one in held:
+        one.parameter.grad_dtype = dtype
         one.parameter.grad = flat[at : at + one.parameter.numel()].view_as(one.parameter)
         at += one.parameter.numel()
     return Bucket(list(held), flat, ranks, owner)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.runtime.parallel.held import Held
     from penstock.runtime.transport.world import World
 
-__all__ = ["Done", "Shard", "ShardedWeights"]
+__all__ = ["Done", "Shard", "ShardedWeights", "sum_dtype"]
 
 # torch 2.13 renames these; older ones have the old names alone.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -98,7 +98,8 @@ class ShardedWeights:
             _let_go(whole)
         part = nn.Parameter(values, requires_grad=whole.requires_grad)
         if part.requires_grad:
-            part.grad = torch.zeros_like(values)
+            part.grad_dtype = sum_dtype(self.world, part)
+            part.grad = torch.zeros_like(values, dtype=part.grad_dtype)
         return Shard(whole, replace(held, parameter=part, start=start), width)
 
     @contextmanager
@@ -191,7 +192,7 @@ class ShardedWeights:
                     shard.whole.grad = None
             return
         first = trained[0].part
-        table = torch.zeros(count, sum(shard.width for shard in trained), dtype=first.dtype, device=first.device)
+        table = torch.zeros(count, sum(shard.width for shard in trained), dtype=first.grad_dtype, device=first.device)
         for place, shard in _places(trained):
             if shard.whole.grad is not None:
                 flat = F.pad(shard.whole.grad.reshape(-1), (0, count * shard.width - shard.whole.numel()))
@@ -226,6 +227,11 @@ class ShardedWeights:
         result = given.new_empty(table.shape[1])
         work = _reduce_scatter(result, given.view(-1), group=group, async_op=not staged)
         return _Pending(work, result, given) if not staged else _Pending(Done(), result.to(table.device), table)
+
+
+def sum_dtype(world: World, weight: torch.Tensor) -> torch.dtype:
+    """The dtype in which the gradients of a weight are summed, over micro-batches and over ranks."""
+    return torch.float32 if world.plan.gradients == "fp32" else weight.dtype
 
 
 class Done:

@@ -102,11 +102,12 @@ def _after_s(family: PlanFamily, option: StageOption, stages: list[Stage]) -> Fl
     step_s = step_s_per_weight(family.request, device) / (holders if option.zero else 1)
     if holders == 1:
         return np.full(len(stages), step_s)
-    per_bucket = BUCKET_BYTES / bytes_per_parameter(frame.precision, frame.optimizer)[1]
+    weight, gradient, _, _ = bytes_per_parameter(frame.precision, frame.optimizer, frame.gradients)
+    size, share = BUCKET_BYTES, weight / gradient
     sharing = gradient_sharing(estimator.cluster, replace(frame, stages=tuple(stages)))
     lanes = [[ranks[at] for ranks in stage.devices for at in range(0, len(ranks), option.tp)] for stage in stages]
     return np.array([
-        step_s + sync_gradients_s(BUCKET_BYTES, estimator.cluster, ranks, zero=option.zero, sharing=together) / per_bucket
+        step_s + gradient / size * sync_gradients_s(size, estimator.cluster, ranks, zero=option.zero, sharing=together, weight_share=share)
         for ranks, together in zip(lanes, sharing, strict=True)
     ])  # fmt: skip
 

@@ -84,13 +84,14 @@ class ReplicaLayout:
         request, frame, number = self.request, self.request.frame, len(self.replicas)
         cluster, places = request.estimator.cluster, range(len(self.replicas[0]))
         stages = tuple(Stage(at, at + 1, tuple(own[at] for own in self.replicas), Degrees(self.tp)) for at in places)
-        gradient, per_weight = bytes_per_parameter(frame.precision, frame.optimizer)[1], []
+        (weight, gradient, _, _), per_weight = bytes_per_parameter(frame.precision, frame.optimizer, frame.gradients), []
         for stage, sharing in zip(stages, gradient_sharing(cluster, replace(frame, stages=stages)), strict=True):
             devices = {self.all_kinds[self._kind_of[ranks[0]]].device.name for ranks in stage.devices}
             time_s = max(step_s_per_weight(request, device) for device in devices) / number
             if number > 1:
                 group = group_of(cluster, [ranks[0] for ranks in stage.devices], sharing)
-                time_s += sum(group.time_s(kind, BUCKET_BYTES) for kind in ("reduce_scatter", "all_gather")) / BUCKET_BYTES * gradient
+                sent = (("reduce_scatter", gradient), ("all_gather", weight))
+                time_s += sum(group.time_s(kind, BUCKET_BYTES) / BUCKET_BYTES * item for kind, item in sent)
             per_weight.append(time_s)
         return Afterwards(np.array(per_weight), _weights(request, self.tp))
 

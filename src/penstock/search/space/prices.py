@@ -170,13 +170,20 @@ class FamilyPrices:
     @_remembered
     def _sent_s(self, option: StageOption) -> tuple[float, float]:
         """Time per weight to sum gradients among the ranks that hold it, each keeping a part, and to gather it from them."""
-        frame, kind, holders = self.request.frame, self.kinds[option.pool], self.replicas * option.dp
+        kind, holders = self.kinds[option.pool], self.replicas * option.dp
         if holders == 1:
             return 0.0, 0.0
         lanes = [kind.ranks[i * option.tp] for i in range(holders) if i * option.tp < len(kind.ranks)]
         group = group_of(self.request.estimator.cluster, lanes, option.tp)
-        item = bytes_per_parameter(frame.precision, frame.optimizer)[1] / BUCKET_BYTES
-        return group.time_s("reduce_scatter", BUCKET_BYTES) * item, group.time_s("all_gather", BUCKET_BYTES) * item
+        weight, gradient, _, _ = self._per_weight
+        summed, gathered = (group.time_s(name, BUCKET_BYTES) / BUCKET_BYTES for name in ("reduce_scatter", "all_gather"))
+        return summed * gradient, gathered * weight
+
+    @property
+    def _per_weight(self) -> tuple[int, int, int, int]:
+        """Bytes of a weight, its gradient, its master copy and its moments."""
+        frame = self.request.frame
+        return bytes_per_parameter(frame.precision, frame.optimizer, frame.gradients)
 
     def _least_weights(self, option: StageOption) -> Floats:
         """[O] weights on one rank; those that a distinct op shares with another count there alone, as if one stage held both."""
@@ -195,7 +202,7 @@ class FamilyPrices:
 
     def state_bytes(self, option: StageOption) -> float:
         """Bytes that a weight, its gradient and what the optimizer keeps for it take on one device."""
-        weight, gradient, master, moments = bytes_per_parameter(self.request.frame.precision, self.request.frame.optimizer)
+        weight, gradient, master, moments = self._per_weight
         holders = option.dp * self.replicas
         return weight / (holders if option.zero > 2 else 1) + gradient / (holders if option.zero > 1 else 1) + (master + moments) / holders
 
@@ -238,10 +245,10 @@ class FamilyPrices:
 
     def _block_bytes(self, option: StageOption, parameters: Floats) -> float:
         """Gradients of a block twice, as they were made and on their way, and under ZeRO-3 its weights twice too."""
-        weight, gradient, _, _ = bytes_per_parameter(self.request.frame.precision, self.request.frame.optimizer)
+        weight, gradient, _, _ = self._per_weight
         starts = [piece.start for piece in pieces(self.request.model, 0, len(parameters))]
         largest = float(np.add.reduceat(parameters, starts).max())
-        return 2 * (gradient + (weight if option.zero == 3 else 0)) * largest
+        return (weight + gradient + (2 * weight if option.zero == 3 else 0)) * largest
 
     def least_costs(self, option: StageOption) -> OptionCosts:
         """Costs that no stage of this option can be below, with or without sequence parallelism."""

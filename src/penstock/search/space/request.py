@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.costs.sources import open_costs
 from penstock.errors import InputError
 from penstock.plans.plan import MicroBatching, Plan, Stage
+from penstock.plans.precision import chosen_gradients, chosen_lengths, chosen_precision
 from penstock.plans.references import cluster_reference, model_reference
 from penstock.plans.validity import require_valid
 from penstock.schedules.rules import SEARCHED_SCHEDULES
@@ -41,21 +42,31 @@ class Request:
     memory_limit_bytes: float
     schedules: tuple[str, ...] = SEARCHED_SCHEDULES
     """Those that may be chosen; 1F1B always."""
+    narrows: bool = False
+    """Whether gradients may be summed in the weights' own dtype where nothing fits in fp32."""
 
     @classmethod
     def of(
         cls, model_ref: str, cluster_ref: str, global_batch: int, costs: str | CostSource, seq_length: int | None,
         micro_batches: Sequence[int], memory_limit_bytes: float, schedules: Sequence[str] = SEARCHED_SCHEDULES,
+        precision: str | None = None, gradients: str | None = None,
     ) -> Request:  # fmt: skip
-        """Reads the texts; what is wrong with them is said now."""
+        """Reads the texts; what is wrong with them is said now.
+
+        Without `precision` it is the model's own, or one that all devices have; without `gradients` they are summed in fp32 if any plan
+        then fits, else in the weights' dtype.
+        """
         if not memory_limit_bytes > 0:
             raise InputError(f"the memory limit is {memory_limit_bytes} bytes; more than 0 was expected.")
-        model, cluster = resolved(model_ref, cluster_ref)
+        model, cluster, notes = resolved(model_ref, cluster_ref, precision)
         source = open_costs(costs, cluster) if isinstance(costs, str) else costs
-        frame = frame_of(model_ref, cluster_ref, model, cluster, global_batch, seq_length)
+        frame = frame_of(model_ref, cluster_ref, model, cluster, global_batch, seq_length, gradients, notes)
         shapes = {share_shape(frame, samples) for samples in micro_batch_sizes(global_batch, 1, micro_batches)}
         estimator = Estimator(model, cluster, source, memory_limit_bytes, shapes)
-        return cls(model, cluster, frame, estimator, tuple(micro_batches), memory_limit_bytes, tuple(schedules))
+        return cls(
+            model, cluster, frame, estimator, tuple(micro_batches), memory_limit_bytes, tuple(schedules),
+            narrows=gradients is None and frame.precision != "fp32",
+        )  # fmt: skip
 
     @cached_property
     def recovery(self) -> tuple[Recovery, Recovery]:
@@ -67,6 +78,11 @@ class Request:
         """Where the model's chain repeats."""
         return blocks_of(self.model)
 
+    def narrowed(self) -> Request:
+        """The request with gradients in the weights' own dtype."""
+        note = f"gradients are summed in {self.frame.precision}: no plan that sums them in fp32 fits."
+        return replace(self, frame=replace(self.frame, gradients=self.frame.precision, notes=(*self.frame.notes, note)), narrows=False)
+
     def on(self, cluster: Cluster) -> Request:
         """The request for another cluster, with the costs and limits of this one."""
         from penstock.clusters import cluster_to_dict
@@ -76,25 +92,33 @@ class Request:
         return replace(self, cluster=cluster, frame=replace(self.frame, cluster=cluster_to_dict(cluster)), estimator=estimator)
 
 
-def resolved(model_ref: str, cluster_ref: str) -> tuple[Model, Cluster]:
-    """The model and the cluster that two texts name."""
+def resolved(model_ref: str, cluster_ref: str, precision: str | None = None) -> tuple[Model, Cluster, tuple[str, ...]]:
+    """The model, in a precision that the devices have, and the cluster that two texts name; what a reader should know of both."""
     from penstock.clusters import resolve_cluster
     from penstock.models.catalog import resolve_model
 
-    return resolve_model(model_ref), resolve_cluster(cluster_ref)
+    cluster = resolve_cluster(cluster_ref)
+    model, notes = chosen_precision(resolve_model(model_ref), cluster, precision)
+    return model, cluster, (*model.notes, *notes)
 
 
-def frame_of(model_ref: str, cluster_ref: str, model: Model, cluster: Cluster, global_batch: int, seq_length: int | None) -> Plan:
+def frame_of(
+    model_ref: str, cluster_ref: str, model: Model, cluster: Cluster, global_batch: int, seq_length: int | None,
+    gradients: str | None = None, notes: tuple[str, ...] = (),
+) -> Plan:  # fmt: skip
     """What all plans have in common, as the plan for one device; what is wrong with the request is wrong with it."""
+    length, dec_length, more = chosen_lengths(model, seq_length)
     frame = Plan(
         model_reference(model_ref),
         cluster_reference(cluster_ref),
         global_batch,
         (Stage(0, model.num_ops, devices=((0,),)),),
         MicroBatching("padded", "fixed", 1),
-        seq_length=model.seq_length if seq_length is None else seq_length,
-        dec_length=model.dec_length,
+        seq_length=length,
+        dec_length=dec_length,
         precision=model.dtype,
+        gradients=chosen_gradients(gradients, model.dtype),
+        notes=(*notes, *more),
     )
     if cluster.num_devices > _MAX_DEVICES:
         raise InputError(
