@@ -116,7 +116,7 @@ def measure(points: list[Point], path: Path, time_budget_s: float) -> None:
     import torch
 
     from penstock.models.modules import Batch, build_chain, random_batch
-    from penstock.runtime.optimizer import make_adamw
+    from penstock.runtime.optimizing.optimizer import make_adamw
 
     found: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
     deadline = time.monotonic() + time_budget_s

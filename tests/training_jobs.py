@@ -14,13 +14,13 @@ from penstock.models.ops import Model
 from penstock.plans.plan import Plan
 from penstock.plans.references import model_of
 from penstock.programs.instructions import Program
+from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.rank import Evaluated, Rank
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.source import Source
 from penstock.runtime.telemetry.observing import Observer
 from penstock.runtime.timed import TimedRank, TimedSettings
 from penstock.runtime.transport.world import ProcessGroups, World
-from penstock.runtime.update import StepResult
 from penstock.runtime.workers import Worker
 from penstock.timing.workload import Workload
 

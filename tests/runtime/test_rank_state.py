@@ -15,10 +15,10 @@ from training_jobs import OpenRank, rank_of
 from penstock.programs.instructions import Program
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointWriter
+from penstock.runtime.optimizing.update import LossScale
 from penstock.runtime.rank_state import load_rank, rank_pieces, rank_state
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.transport.world import ProcessGroups
-from penstock.runtime.update import LossScale
 from penstock.runtime.workers import WorkerError, WorkerPool
 
 pytestmark = pytest.mark.timeout(200)

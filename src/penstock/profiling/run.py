@@ -21,7 +21,7 @@ from penstock.profiling.grid import GridLimits, Lengths, attention_grid, mixed_l
 from penstock.profiling.local import device_facts
 from penstock.profiling.marks import times_for
 from penstock.profiling.measure import OpMeasure, measure_ops, shortened
-from penstock.runtime.optimizer import make_adamw
+from penstock.runtime.optimizing.optimizer import make_adamw
 from penstock.timing.pass_times import rerun_positions
 
 __all__ = ["Profiler", "Unit", "random_model_batch"]

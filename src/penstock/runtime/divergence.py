@@ -13,8 +13,8 @@ from penstock.plans.ranks import seats_of
 
 if TYPE_CHECKING:
     from penstock.programs.instructions import Program
+    from penstock.runtime.optimizing.update import StepResult
     from penstock.runtime.rank import Rank
-    from penstock.runtime.update import StepResult
 
 __all__ = ["MAX_DROPPED", "DivergedError", "describe_divergence", "is_diverged"]
 

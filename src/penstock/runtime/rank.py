@@ -16,6 +16,7 @@ from penstock.plans.plan import Plan
 from penstock.plans.ranks import seats_of
 from penstock.programs import instructions as i
 from penstock.runtime.executor import Executor
+from penstock.runtime.optimizing.update import StepResult, Update
 from penstock.runtime.parallel.accuracy import count_correct
 from penstock.runtime.parallel.gradients import gradients_of
 from penstock.runtime.parallel.rounds import rounds_of
@@ -29,7 +30,6 @@ from penstock.runtime.transport.process_groups import make_transport
 from penstock.runtime.transport.slices import Landing, outgoing, prepare
 from penstock.runtime.transport.transport import Pending
 from penstock.runtime.transport.world import ProcessGroups, World
-from penstock.runtime.update import StepResult, Update
 from penstock.schedules.rules import SCHEDULES
 
 __all__ = ["Evaluated", "Rank"]

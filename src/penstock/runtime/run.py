@@ -29,6 +29,7 @@ from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import BEST_LOSS, CheckpointWriter
 from penstock.runtime.determinism import always_the_same
 from penstock.runtime.divergence import MAX_DROPPED, DivergedError, describe_divergence, is_diverged
+from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import load_rank, load_weights, rank_pieces, rank_state
 from penstock.runtime.request import WARM_UP, EvalRecord, StepTold, TrainRequest, TrainResult
@@ -43,7 +44,6 @@ from penstock.runtime.telemetry.steps import LineLog, StepRecord
 from penstock.runtime.telemetry.tensorboard import tensorboard_sink
 from penstock.runtime.transport.allocator import reserve
 from penstock.runtime.transport.world import World
-from penstock.runtime.update import StepResult
 from penstock.runtime.workers import Worker
 from penstock.schedules.actions import FORWARD
 from penstock.schedules.orders import gpipe

@@ -27,7 +27,7 @@ from penstock.runtime.checkpoints.layout import TensorPiece, stored_shapes
 from penstock.runtime.checkpoints.manifest import MANIFEST
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import BEST_LOSS, CheckpointError, CheckpointWriter
-from penstock.runtime.optimizer import MasterAdamW
+from penstock.runtime.optimizing.optimizer import MasterAdamW
 
 KINDS = ("weights", "exp_avg", "exp_avg_sq")
 quick = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

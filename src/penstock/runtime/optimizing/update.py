@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.runtime.optimizer import make_optimizer
+from penstock.runtime.optimizing.optimizer import make_optimizer
 from penstock.runtime.parallel.gradients import Gradients
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.transport.world import World

@@ -14,8 +14,8 @@ from torch import nn
 
 from penstock.costs.memory import OPTIMIZER_CHUNK
 from penstock.models.modules.fused import has_triton
+from penstock.runtime.optimizing.update_rules import AdamWRule, UpdateRule, update_rule
 from penstock.runtime.settings import OptimizerSettings
-from penstock.runtime.update_rules import AdamWRule, UpdateRule, update_rule
 
 __all__ = ["MasterAdamW", "Optimizer", "make_adamw", "make_optimizer"]
 

@@ -13,11 +13,11 @@ from training_jobs import RandomSource, rank_of
 
 from penstock.errors import InputError
 from penstock.models.modules import build_chain
-from penstock.runtime.optimizer import make_optimizer
+from penstock.runtime.optimizing.optimizer import make_optimizer
+from penstock.runtime.optimizing.update import LossScale
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.source import load_share
 from penstock.runtime.transport.world import ProcessGroups
-from penstock.runtime.update import LossScale
 
 
 def test_the_loss_scale_falls_on_overflow_and_rises_after_a_while() -> None:

@@ -11,7 +11,7 @@ from live_bytes import Made
 from torch import nn
 
 from penstock.costs.memory import OPTIMIZER_CHUNK
-from penstock.runtime.optimizer import MasterAdamW, make_adamw
+from penstock.runtime.optimizing.optimizer import MasterAdamW, make_adamw
 
 SHAPES = ((7, 5), (13,), (1,), (4, 3, 2), (64, 9))
 COUNT = sum(torch.Size(shape).numel() for shape in SHAPES)

@@ -10,8 +10,8 @@ import torch
 from oracles.optimizers import torch_optimizer
 from torch import nn
 
+from penstock.runtime.optimizing.update_rules import update_rule
 from penstock.runtime.settings import OptimizerSettings
-from penstock.runtime.update_rules import update_rule
 
 CASES = {
     "adamw": OptimizerSettings("adamw", weight_decay=0.1, betas=(0.8, 0.95), eps=1e-3),
@@ -51,7 +51,7 @@ def test_weights_and_state_are_torchs(settings: OptimizerSettings) -> None:
 def test_no_step_imports_the_compiler() -> None:
     code = (
         "import sys, torch\n"
-        "from penstock.runtime.optimizer import make_optimizer\n"
+        "from penstock.runtime.optimizing.optimizer import make_optimizer\n"
         "from penstock.runtime.settings import OptimizerSettings\n"
         "for kind in ('adamw', 'sgd'):\n"
         "    weight = torch.nn.Parameter(torch.ones(3))\n"
