@@ -62,12 +62,29 @@ def test_there_and_back(case: str, file_bytes: int, tmp_path: Path) -> None:
     checkpoint = saved(model, tmp_path / "source", tmp_path / "saves")
     export_hf_checkpoint(checkpoint, model, tmp_path / "export", file_bytes=file_bytes)
     assert (tmp_path / "export" / "model.safetensors").is_file() == (file_bytes == 10**9)
-    theirs.config.save_pretrained(tmp_path / "export")
+    assert resolve_model(f"hf:{tmp_path / 'export'}").config == model.config
     again, report = getattr(transformers, kind).from_pretrained(tmp_path / "export", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     wanted = theirs.state_dict()
     assert again.state_dict().keys() == wanted.keys()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in again.state_dict().items())
+    if case not in ("bert", "t5"):
+        ids = torch.randint(96, (2, 20))
+        auto = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+        assert torch.equal(auto(ids).logits, theirs(ids).logits)
+
+
+def test_the_tokenizer_of_the_data_comes_along(data: str, tmp_path: Path) -> None:
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    theirs.save_pretrained(tmp_path / "source")
+    model = resolve_model(f"hf:{tmp_path / 'source' / 'config.json'}")
+    chain = build_chain(model, seed=1)
+    writer = CheckpointWriter(tmp_path / "saves", rank=0, world_size=1, token="x")
+    writer.save(1, chain_pieces(chain, owned=True), {"run": {"--data": {"folder": data, "fingerprint": "x"}}})
+    writer.wait()
+    export_hf_checkpoint(Checkpoint(tmp_path / "saves"), model, tmp_path / "export")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert tokenizer.decode(tokenizer("the water falls")["input_ids"]).strip() == "the water falls"
 
 
 def test_other_dtypes_and_wrong_targets(tmp_path: Path) -> None:

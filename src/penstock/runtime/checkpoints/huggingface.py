@@ -12,11 +12,13 @@ import torch
 
 from penstock.errors import InputError, near_misses
 from penstock.files import write_json
+from penstock.models.hf_config import hf_config
 from penstock.models.huggingface import model_from_hf
 from penstock.models.modules import TORCH_DTYPES
 from penstock.models.modules.hf_weights import HfState, HfWeight, hf_names, read_safetensors
 from penstock.models.ops import Model
 from penstock.runtime.checkpoints.files import sync_folder, write_safetensors
+from penstock.runtime.checkpoints.going_on import RUN
 from penstock.runtime.checkpoints.layout import WEIGHTS, TensorPiece, stored_shapes
 from penstock.runtime.checkpoints.reader import Checkpoint
 
@@ -82,7 +84,8 @@ def _check_config(folder: Path, ours: Model) -> None:
 def export_hf_checkpoint(
     checkpoint: Checkpoint, model: Model, folder: str | Path, *, dtype: str = "", file_bytes: int = _FILE_BYTES
 ) -> None:
-    """Writes the weights into a new `folder`, in the dtype they were saved in unless told otherwise; shared weights come once.
+    """Writes a new `folder` that `from_pretrained` loads: the weights, in the dtype they were saved in unless told otherwise, shared ones
+    once; the model's config; the tokenizer of the data it was trained on, where that is still there.
 
     One file's worth of weights is in memory at a time.
     """
@@ -91,7 +94,7 @@ def export_hf_checkpoint(
         raise InputError(f"dtype is '{dtype}'. {near_misses(dtype, TORCH_DTYPES)}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"'{folder}' exists and is not an empty folder; give a new one.")
-    names = hf_names(model)
+    names, config = hf_names(model), hf_config(model, dtype)
     checkpoint.check({name: shape for name, shape in stored_shapes(model).items() if name.startswith(f"{WEIGHTS}/")}, kinds=(WEIGHTS,))
     keys = [name.partition("/")[2] for name in stored_shapes(model) if name.startswith(f"{WEIGHTS}/")]
     groups = list(_grouped(checkpoint, keys, TORCH_DTYPES.get(dtype), file_bytes))
@@ -99,6 +102,8 @@ def export_hf_checkpoint(
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         _write_files(checkpoint, names, groups, TORCH_DTYPES.get(dtype), partial)
+        write_json(partial / "config.json", config)
+        _copy_tokenizer(checkpoint, partial)
         os.chmod(partial, 0o777 & ~_umask())
         sync_folder(partial)
         os.replace(partial, folder)
@@ -106,6 +111,16 @@ def export_hf_checkpoint(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
+    """The tokenizer of the run's data, if its folder is where it was."""
+    facts = checkpoint.state.get(RUN)
+    data = facts.get("--data") if isinstance(facts, dict) else None
+    source = Path(data["folder"]) / "tokenizer.json" if isinstance(data, dict) else None
+    if source is not None and source.is_file():
+        shutil.copyfile(source, folder / "tokenizer.json")
+        write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
 
 def _grouped(checkpoint: Checkpoint, keys: list[str], dtype: torch.dtype | None, file_bytes: int) -> Iterator[list[str]]:
