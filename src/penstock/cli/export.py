@@ -118,7 +118,7 @@ def export_plan(plan: Plan, target: Target, source: Path) -> None:
 
 
 def export_weights(checkpoint: Path, folder: Path) -> None:
-    """Writes the weights of a checkpoint, or of the latest in a folder, as safetensors under Hugging Face's names."""
+    """Writes the weights of a checkpoint, or of the latest in a folder, as a folder that `from_pretrained` of Hugging Face loads."""
     from penstock.models.catalog import model_from_mapping, resolve_model
     from penstock.runtime.checkpoints.huggingface import export_hf_checkpoint
     from penstock.runtime.checkpoints.reader import Checkpoint
