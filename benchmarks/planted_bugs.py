@@ -147,8 +147,8 @@ _SEARCH = (
     _bug("unequal replicas sum over half the network", "search/replicas/replica_layout.py",
          "[ranks[0] for ranks in stage.devices], sharing)", "[ranks[0] for ranks in stage.devices], 2 * sharing)",
          "what bounds plans is above them", "search/replicas"),
-    _bug("the slowest plan first", "search/uniform.py", "fitting.sort(key=lambda choice: (choice.estimate.time_s,",
-         "fitting.sort(key=lambda choice: (-choice.estimate.time_s,", "a sign", "search/test_uniform.py"),
+    _bug("the slowest plan first", "search/uniform.py", "return sorted(fitting, key=lambda choice: (choice.estimate.time_s,",
+         "return sorted(fitting, key=lambda choice: (-choice.estimate.time_s,", "a sign", "search/test_uniform.py"),
 )  # fmt: skip
 _PROGRAMS = (
     _bug("a buffer is given back while a send runs", "programs/flow.py",

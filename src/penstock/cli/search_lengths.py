@@ -23,11 +23,11 @@ _COLUMNS = (
 
 def search_lengths(
     request: Request, path: Path, top: int, time_budget: float | None, steps: int | None, tokens: float | None, json: bool,
-    target: Path | None,
+    target: Path | None, strict: bool,
 ) -> list[Plan]:  # fmt: skip
     """Searches, shows and writes; the plans, best first."""
     from penstock.batching.lengths import read_lengths
-    from penstock.cli.search import write_plans
+    from penstock.cli.search import why_first, write_plans
     from penstock.search import search_for_lengths
 
     samples = read_lengths(path)
@@ -35,7 +35,7 @@ def search_lengths(
         choices = search_for_lengths(
             request, samples, top=top, time_budget_s=time_budget or math.inf,
             watch=lambda text, best_s, bound_s: bar.describe(f"pipelines: {text}"),
-            judging=lambda done, all_: bar.describe(f"planning batches for pipeline {done + 1} of {all_}"),
+            judging=lambda done, all_: bar.describe(f"planning batches for pipeline {done + 1} of {all_}"), strict=strict,
         )  # fmt: skip
     plans = [choice.plan for choice in choices]
     paths = write_plans(target, plans)
@@ -48,7 +48,9 @@ def search_lengths(
     longest = max(sample.length for sample in samples)
     title = f"best plans of {request.model.name} for {len(samples):,} lengths up to {longest}, global batch {request.frame.global_batch}"
     out().print(table(title, _COLUMNS, [_cells(_row(choice)) for choice in choices]))
-    for line in _facts(best, count, path, paths):
+    fastest = min(choices, key=lambda choice: choice.time_s)
+    offer = why_first(best.plan, best.time_s, fastest.plan, fastest.time_s, request.estimator.source)
+    for line in [*offer, *_facts(best, count, path, paths)]:
         out().print(line, markup=False, soft_wrap=True)
     return plans
 

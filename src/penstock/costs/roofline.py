@@ -40,6 +40,8 @@ class Roofline:
     """The source `roofline`: needs no measurement, only the catalogue's peaks and the efficiency curves."""
 
     name = "roofline"
+    error = 0.06
+    """Of two steps of one model against each other, on the device whose profile the curves were fitted to (docs/accuracy.md)."""
 
     def __init__(self, calibration: Calibration | None = None, cluster: Cluster | None = None) -> None:
         """`cluster` makes its devices known by name where they differ from the catalogue's."""
