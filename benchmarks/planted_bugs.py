@@ -258,6 +258,9 @@ _REPORTS = (
 _CLI = (
     _bug("beaten choices are shown first", "cli/pareto.py", "key=lambda offer: (bool(offer.dominated_by), offer.hours)",
          "key=lambda offer: (not offer.dominated_by, offer.hours)", "a sign", "cli/test_pareto.py"),
+    _bug("names of nodes are paths", "cli/pareto.py", 're.sub(r"[^A-Za-z0-9._-]+", "_", name)', 'name.replace("+", "_")',
+         "files land outside of the folder", "cli/test_pareto.py"),
+    _bug("names of nodes are formulas", "cli/pareto.py", ', parse_math=False)', ")", "the chart fails", "cli/test_pareto.py"),
     _bug("beaten choices are always shown", "cli/pareto.py", 'if dominated or not row["dominated_by"]]', "]",
          "the option does nothing", "cli/test_pareto.py"),
 )  # fmt: skip

@@ -145,7 +145,8 @@ def search(
         if not goal.is_time:
             from penstock.search import chosen, offers
 
-            offer = chosen(offers(request, count, lambda text, done, all_: bar.describe(f"{text} ({done} of {all_} clusters)")), goal)
+            found, _ = offers(request, count, lambda text, done, all_: bar.describe(f"{text} ({done} of {all_} clusters)"))
+            offer = chosen(found, goal)
             request = request.on(offer.cluster)
             notes.append(f"of {cluster}, {offer.cluster.name} is best for {objective}")
         outcome = find(request, top=top, time_budget_s=time_budget or math.inf, watch=tell, max_hops=max_hops)
