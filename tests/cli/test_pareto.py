@@ -60,7 +60,7 @@ def test_nodes_may_be_called_anything(tmp_path: Path, capsys: pytest.CaptureFixt
     """Names are no paths, no formulas of the chart, and two that look alike as files are two files."""
     nodes = [
         {"name": name, "device": "a100-40gb", "gpus": 1, "price_usd_per_h": price}
-        for name, price in (("x/../../y", 1.0), ("x .. y", 1.2), ("$\\frac{", 3.0))
+        for name, price in (("x/../../y", 1.0), ("x .. y", 1.2), ("$\\frac{$", 0.5))
     ]
     (tmp_path / "pool.yaml").write_text(json.dumps({"nodes": nodes}), encoding="utf-8")
     out = tmp_path / "deep" / "out"
