@@ -147,6 +147,11 @@ _SEARCH = (
     _bug("unequal replicas sum over half the network", "search/replicas/replica_layout.py",
          "[ranks[0] for ranks in stage.devices], sharing)", "[ranks[0] for ranks in stage.devices], 2 * sharing)",
          "what bounds plans is above them", "search/replicas"),
+    _bug("simple plans are offered however slow", "search/simplicity.py", "enumerate(times_s) if time_s <= limit_s}", "enumerate(times_s)}",
+         "the error is not looked at", "search/test_simplicity.py"),
+    _bug("fewer stages are simpler whatever else", "search/simplicity.py",
+         "return one != two and all(a <= b for a, b in zip(one, two, strict=True))", "return one < two", "tp instead of stages",
+         "search/test_simplicity.py"),
     _bug("the slowest plan first", "search/uniform.py", "return sorted(fitting, key=lambda choice: (choice.estimate.time_s,",
          "return sorted(fitting, key=lambda choice: (-choice.estimate.time_s,", "a sign", "search/test_uniform.py"),
 )  # fmt: skip
