@@ -1,7 +1,7 @@
 """Predicted against measured: whole training steps of five models on one device, time and peak memory.
 
     python benchmarks/accuracy.py --measured steps.json                  measure what is missing (needs the GPU), then compare
-    python benchmarks/accuracy.py --measured steps.json --profile P      compare with another profile than the shipped one
+    python benchmarks/accuracy.py --measured steps.json --profile P      compare with another profile than the shipped one, or `roofline`
 
 The points are drawn at random and are not grid points of the profile. A run that was stopped goes on where it was.
 """
@@ -13,7 +13,9 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +23,13 @@ import numpy as np
 from penstock.clusters import resolve_cluster
 from penstock.costs.memory import stage_memory
 from penstock.costs.profiled import Profiled
+from penstock.costs.source import CostSource
 from penstock.costs.sources import open_costs
 from penstock.files import write_text
 from penstock.models import Model, Shape, resolve_model
 from penstock.timing.pass_times import OpSlice, issued_s, waiting_s
 
-POINTS = 32
+POINTS, DEVICE = 32, "h200-141gb"
 RECOMPUTE = ("none", "full", "half", "mlp")
 RANGES = {
     "gpt-1.3b": (3000, 40000, 2048), "llama-1b": (3000, 36000, 4096), "bert-large": (8000, 60000, 512), "t5-770m": (6000, 36000, 1024),
@@ -171,14 +174,18 @@ def measure(points: list[Point], path: Path, time_budget_s: float) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def predict(points: list[Point], source: Profiled) -> list[tuple[float, float]]:
-    """(time, peak memory) of each point by the profile."""
-    device, cluster = next(iter(source.devices)), resolve_cluster(f"1x{next(iter(source.devices))}")
+def predict(points: list[Point], source: CostSource) -> list[tuple[float, float]]:
+    """(time, peak memory) of each point by a profile, on its device, or by other costs on that of the shipped one."""
+    device = next(iter(source.devices)) if isinstance(source, Profiled) else DEVICE
+    cluster = resolve_cluster(f"1x{device}")
     predictions = []
     for point in points:
         model, flags = resolve_model(point.model), recomputed(resolve_model(point.model), point.recompute)
         table = source.table(model, [point.shape], [1], cluster)
-        step = source.device(device).optimizer_s(model.num_parameters, len(model.ops), model.dtype)
+        step = (
+            source.device(device).optimizer_s(model.num_parameters, len(model.ops), model.dtype) if isinstance(source, Profiled)
+            else (source.optimizer_s(model.num_parameters, device, model.dtype, num_tensors=len(model.ops)), 0.0)
+        )  # fmt: skip
         # The step follows at once, so that a slow host is still behind when it begins.
         device_s, host_s = issued_s(table, OpSlice(model, 0, model.num_ops, device, recompute=flags), point.shape)
         device_s, host_s = (np.append(times_s, own_s) for times_s, own_s in zip((device_s, host_s), step or (0.0, 0.0), strict=True))
@@ -190,8 +197,9 @@ def predict(points: list[Point], source: Profiled) -> list[tuple[float, float]]:
     return predictions
 
 
-def compare(points: list[Point], path: Path, source: Profiled) -> str:
-    """The table: errors of time and of peak memory for each model, and for each layout and recomputation in it."""
+def compare(points: list[Point], path: Path, source: CostSource) -> str:
+    """The table: errors of time and of peak memory for each model, and for each layout and recomputation in it; below it, how far the ratio
+    of two steps of one model is off, which is what a search depends on."""
     found = json.loads(path.read_text())
     measured = [p for p in points if p.key in found]
     errors: dict[tuple[str, str], list[tuple[float, float]]] = {}
@@ -209,10 +217,15 @@ def compare(points: list[Point], path: Path, source: Profiled) -> str:
             f"| {name} | {len(values)} | {_mean(times):.1%} | {max(map(abs, times)):.1%} | {statistics.mean(times):+.1%} "
             f"| {_mean(memories):.2%} | {max(memories):+.2%} | {min(memories):+.2%} |"
         )
-    return "\n".join(lines)
+    ratios = [
+        (1 + one) / (1 + other) - 1
+        for (model, group), values in errors.items() if group == "all" and model != "all models"
+        for (one, _), (other, _) in combinations(values, 2)
+    ]  # fmt: skip
+    return "\n".join([*lines, "", f"two steps of one model against each other: {_mean(ratios):.1%} off on average"])
 
 
-def _mean(values: tuple[float, ...]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return statistics.mean(map(abs, values))
 
 

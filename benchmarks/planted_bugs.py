@@ -135,6 +135,10 @@ _TIMING = (
          "for stage in plan.stages:", "chunks of a device reduce one after the other", "timing/test_messages.py"),
     _bug("gradient groups that stay inside count", "timing/messages.py", "crossing.update(nodes if len(nodes) > 1 else ())",
          "crossing.update(nodes)", "they do not use the network", "timing/test_messages.py"),
+    _bug("gradients of a stage have the network alone", "timing/estimate.py", "self._trained(part), sharing[index])",
+         "self._trained(part), 1)", "other stages sum theirs at the same time", "timing/test_estimate.py"),
+    _bug("sums of tied weights are free", "timing/estimate.py", "tied[index] + sync,", "sync,", "their stages wait for them",
+         "timing/test_estimate.py"),
     _bug("a split backward lets go too early", "timing/order_memory.py", "INPUT_GRAD: 0, WEIGHT_GRAD: -1}\n_WAITING",
          "INPUT_GRAD: -1, WEIGHT_GRAD: 0}\n_WAITING", "weight gradients still need the activations", "schedules", "timing"),
     _bug("a share of samples is rounded down", "timing/pipeline.py", "rows = -(-samples // dp)", "rows = max(1, samples // dp)",
@@ -164,8 +168,18 @@ _SEARCH = (
     _bug("a choice dominates itself", "search/money.py", "return all(a <= b * (1 + 1e-9) for a, b in zip(mine, its, strict=True)) and any(",
          "return any(a <= b * (1 + 1e-9) for a, b in zip(mine, its, strict=True)) and any(", "better in one axis is not better",
          "cli/test_pareto.py"),
-    _bug("the slowest plan first", "search/uniform.py", "fitting.sort(key=lambda choice: (choice.estimate.time_s,",
-         "fitting.sort(key=lambda choice: (-choice.estimate.time_s,", "a sign", "search/test_uniform.py"),
+    _bug("groups of an interleaved pipeline sum over half the network", "search/interleaved/group_links.py", "sharing=together)",
+         "sharing=2 * together)", "what bounds plans is above them", "search/interleaved"),
+    _bug("unequal replicas sum over half the network", "search/replicas/replica_layout.py",
+         "[ranks[0] for ranks in stage.devices], sharing)", "[ranks[0] for ranks in stage.devices], 2 * sharing)",
+         "what bounds plans is above them", "search/replicas"),
+    _bug("simple plans are offered however slow", "search/simplicity.py", "enumerate(times_s) if time_s <= limit_s}", "enumerate(times_s)}",
+         "the error is not looked at", "search/test_simplicity.py"),
+    _bug("fewer stages are simpler whatever else", "search/simplicity.py",
+         "return one != two and all(a <= b for a, b in zip(one, two, strict=True))", "return one < two", "tp instead of stages",
+         "search/test_simplicity.py"),
+    _bug("the slowest plan first", "search/uniform.py", "return sorted(fitting, key=lambda choice: (choice.estimate.time_s,",
+         "return sorted(fitting, key=lambda choice: (-choice.estimate.time_s,", "a sign", "search/test_uniform.py"),
 )  # fmt: skip
 _PROGRAMS = (
     _bug("a buffer is given back while a send runs", "programs/flow.py",
@@ -178,6 +192,8 @@ _PROGRAMS = (
          "        for number, buffer in sorted(self.buffers.items()):\n            self.wrong(",
          '        for number, buffer in sorted(self.buffers.items()):\n            if buffer.kind != "batch":\n              self.wrong(',
          "memory grows from step to step", "programs/test_mutations.py", pick="every_buffer"),
+    _bug("memory of the plan's own order", "programs/memory.py", "sum(own.held for own in held.values())",
+         "max((own.held for own in held.values()), default=0.0)", "one micro-batch at a time", "programs/test_memory.py"),
     _bug("two numbers for one free buffer", "programs/lower.py", "            heapq.heappush(self._free, number)",
          "            heapq.heappush(self._free, number + 1)", "off by one", "programs/test_lower.py"),
     _bug("reductions in rising order", "programs/lower.py", "for stage in sorted(self.indices, reverse=True):",
@@ -284,6 +300,8 @@ _RUNTIME = (
          "small gradients vanish", "runtime/optimizing/test_update.py"),
     _bug("ZeRO-1 owners keep their updates", "runtime/parallel/gradients.py", "if bucket.owner is None or len(bucket.ranks) == 1:",
          "if bucket.owner is None or len(bucket.ranks) >= 1:", "ranks drift apart", "runtime/parallel/test_gradients.py"),
+    _bug("trained plans need not fit", "runtime/trainer.py", "        require_memory(plan, model, cluster)\n", "        pass\n",
+         "the proof is left out", "cli/test_check.py"),
 )  # fmt: skip
 _TRAINING = (
     _bug("labels weigh a little less", "runtime/source.py", "width, np.float32).div_(loss_tokens)",
@@ -393,8 +411,13 @@ _REPORTS = (
 _CLI = (
     _bug("beaten choices are shown first", "cli/pareto.py", "key=lambda offer: (bool(offer.dominated_by), offer.hours)",
          "key=lambda offer: (not offer.dominated_by, offer.hours)", "a sign", "cli/test_pareto.py"),
+    _bug("names of nodes are paths", "cli/pareto.py", 're.sub(r"[^A-Za-z0-9._-]+", "_", name)', 'name.replace("+", "_")',
+         "files land outside of the folder", "cli/test_pareto.py"),
+    _bug("names of nodes are formulas", "cli/pareto.py", ', parse_math=False)', ")", "the chart fails", "cli/test_pareto.py"),
     _bug("beaten choices are always shown", "cli/pareto.py", 'if dominated or not row["dominated_by"]]', "]",
          "the option does nothing", "cli/test_pareto.py"),
+    _bug("checked plans need not fit", "cli/check.py", "        require_memory(found, model, cluster)\n", "", "the proof is left out",
+         "cli/test_check.py"),
 )  # fmt: skip
 
 PLANTED = (

@@ -222,7 +222,7 @@ def _micro_batch(plan: Plan, model: Model, index: int, samples: range, generator
 
 
 def reference(
-    case: Case, settings: TrainingSettings, *, whole: bool = False, noise: float = 0.0, noise_seed: int = 0
+    case: Case, settings: TrainingSettings, *, whole: bool = False, noise: float = 0.0
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and final weights of one process that runs the same micro-batches one after the other with plain torch.
 
@@ -232,7 +232,7 @@ def reference(
     """
     model = case.model
     chain = build_chain(model, seed=settings.seed)
-    generator = torch.Generator().manual_seed(noise_seed)
+    generator = torch.Generator().manual_seed(0)
     for parameter in chain.parameters():
         parameter.data *= 1.0 + noise * (2.0 * torch.rand(parameter.shape, generator=generator) - 1.0)
     optimizer = torch_optimizer(settings.optimizer, list(chain.parameters()), settings.rate.peak)

@@ -40,6 +40,20 @@ def test_a_valid_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["valid"] is True and told["problems"] == [] and told["num_devices"] == 32 and told["num_micro_batches"] == 64
 
 
+@pytest.mark.parametrize("verb", [["check"], ["check", "--json"], ["train", "--data", "nowhere", "--steps", "1"]])
+def test_a_plan_that_does_not_fit(verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan is valid but for its micro-batches, which were made larger by hand: the prediction in the file still says that it fits."""
+    data = json.loads(GOOD.read_text(encoding="utf-8"))
+    data["micro_batching"]["samples"] = 64
+    path, out = tmp_path / "plan.json", tmp_path / "run"
+    path.write_text(json.dumps(data), encoding="utf-8")
+    assert run([verb[0], str(path), *verb[1:], *(["--out", str(out)] if verb[0] == "train" else [])]) == 3
+    told = capsys.readouterr()
+    message = json.loads(told.out)["problems"][0] if "--json" in verb else told.err
+    assert "the plan does not fit: rank 0, instruction" in message and "a100-40gb has" in message and "micro-batches among it" in message
+    assert not out.exists()
+
+
 def test_unequal_shares_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = uniform_plan("gpt-tiny", "3xa100-40gb", replicas=3, global_batch=24, micro_batch=2)
     write_plan(tmp_path / "plan.json", replace(plan, micro_batching=replace(plan.micro_batching, per_replica=(5, 5, 2))))

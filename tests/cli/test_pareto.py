@@ -12,14 +12,15 @@ import pytest
 
 from penstock import search
 from penstock.cli.main import run
+from penstock.cli.pareto import _file_names
 from penstock.plans.schema import read_plan
 
 POOL = ["--model", "gpt-350m", "--cluster", "1xp3.8xlarge+2xg5.12xlarge", "--global-batch", "16", "--micro-batches", "1,4"]
 
 
 def beats(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """No slower, no dearer and no larger, and better in one of these."""
-    axes = ("hours", "usd", "devices")
+    """No slower and no dearer, and better in one of these, which are the axes of the chart."""
+    axes = ("hours", "usd")
     return all(one[axis] <= other[axis] * (1 + 1e-9) for axis in axes) and any(one[axis] < other[axis] * (1 - 1e-9) for axis in axes)
 
 
@@ -29,6 +30,9 @@ def test_undominated_choices_with_plans(tmp_path: Path, capsys: pytest.CaptureFi
     by_name = {row["cluster"]: row for row in told["choices"]}
     best = [row for row in told["choices"] if not row["dominated_by"]]
     assert 0 < len(best) < len(by_name) == len(told["choices"])
+    assert len(told["choices"]) + len(told["left_out"]) == 2 * 3 - 1  # every choice of nodes is accounted for
+    for left in told["left_out"]:
+        assert left["cluster"] not in by_name and any(reason in left["reason"] for reason in ("beaten by", "no plan", "fits"))
     for row in told["choices"]:
         beaten_by = {name for name, other in by_name.items() if beats(other, row)}
         assert row["dominated_by"] in beaten_by if row["dominated_by"] else not beaten_by, row
@@ -43,9 +47,9 @@ def test_undominated_choices_with_plans(tmp_path: Path, capsys: pytest.CaptureFi
 def test_beaten_choices_are_shown_if_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     find, found = search.offers, []
 
-    def once(*given: Any) -> list[Any]:
-        found.extend(find(*given) if not found else ())
-        return list(found)
+    def once(*given: Any) -> Any:
+        found.extend([find(*given)] if not found else ())
+        return list(found[0][0]), found[0][1]
 
     monkeypatch.setattr(search, "offers", once)
     monkeypatch.setenv("COLUMNS", "200")
@@ -61,6 +65,41 @@ def test_beaten_choices_are_shown_if_asked_for(capsys: pytest.CaptureFixture[str
 
     best = {row["cluster"] for row in choices if not row["dominated_by"]}
     assert rows(shown()) == best < {row["cluster"] for row in choices} == rows(shown("--dominated"))
+
+
+def test_all_choices_are_told_with_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    """One A10G is too small for the model, and beside eight A100s it is of little use."""
+    asked = ["--model", "gpt-2.6b", "--cluster", "1xp4d.24xlarge+1xg5.xlarge", "--global-batch", "8", "--micro-batches", "1"]
+    assert run(["pareto", *asked, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    names = [row["cluster"] for row in (*told["choices"], *told["left_out"])]
+    assert sorted(names) == ["1xg5.xlarge", "1xp4d.24xlarge", "1xp4d.24xlarge+1xg5.xlarge"]
+    [small] = [row for row in told["left_out"] if row["cluster"] == "1xg5.xlarge"]
+    assert "fits on" in small["reason"]
+    assert run(["pareto", *asked]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"left out ({len(told['left_out'])}): " in shown and "1xg5.xlarge: no " in shown
+
+
+def test_nodes_may_be_called_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names are no paths, no formulas of the chart, and two that look alike as files are two files."""
+    nodes = [
+        {"name": name, "device": "a100-40gb", "gpus": 1, "price_usd_per_h": price}
+        for name, price in (("x/../../y", 1.0), ("x .. y", 1.2), ("$\\frac{$", 0.5))
+    ]
+    (tmp_path / "pool.yaml").write_text(json.dumps({"nodes": nodes}), encoding="utf-8")
+    out = tmp_path / "deep" / "out"
+    asked = ["--model", "gpt-tiny", "--cluster", str(tmp_path / "pool.yaml"), "--global-batch", "4", "--micro-batches", "1"]
+    assert run(["pareto", *asked, "--steps", "10", "--out", str(out), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    best = [row for row in told["choices"] if not row["dominated_by"]]
+    plans = [path for path in out.iterdir() if path.suffix == ".json" and path.name != "pareto.json"]
+    assert len(plans) == len(best) and sorted(path.name for path in tmp_path.iterdir()) == ["deep", "pool.yaml"]
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    assert sorted(read_plan(path).predicted.time_s for path in plans) == sorted(row["time_s"] for row in best)  # type: ignore[union-attr]
+    assert _file_names(["1xx/../../y", "1xX .. y", "2x$", "2x€"]) == ["1xx_.._.._y.json", "1xX_.._y.json", "2x_.json", "2x_.2.json"]
+    assert _file_names(["1xa/b", "1xA b"]) == ["1xa_b.json", "1xA_b.2.json"]
+    assert all(len(name) < 200 for name in _file_names(["n" * 1000] * 3))
 
 
 def test_money_objectives(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from doubles import in_doubles, train_in_doubles
 from runtime_cases import (
     Case,
     Choice,
@@ -30,7 +32,7 @@ from penstock.schedules.rules import schedule_of
 
 pytestmark = pytest.mark.timeout(280)
 
-TOLERANCE = 1e-5
+TOLERANCE, TOLERANCE_IN_DOUBLES = 1e-5, 1e-10
 PIECES = 6
 """Of the covering set, so that processes of the test run can share it."""
 SGD = TrainingSettings(LearningRate(0.05), OptimizerSettings("sgd"), clip_norm=1.0)
@@ -46,10 +48,13 @@ def pool() -> Iterator[WorkerPool]:
         yield workers
 
 
-def differences(pool: WorkerPool, case: Case, settings: TrainingSettings = SGD, **more: Any) -> tuple[float, float, str]:
+def differences(
+    pool: WorkerPool, case: Case, settings: TrainingSettings = SGD, *, doubles: bool = False, **more: Any
+) -> tuple[float, float, str]:
     """(of losses, of weights, where): the largest relative ones."""
-    outcomes = pool.run(train_programs, case.plan, case.programs(), settings)
-    losses, weights = reference(case, settings, **more)
+    outcomes = pool.run(train_in_doubles if doubles else train_programs, case.plan, case.programs(), settings)
+    with in_doubles() if doubles else nullcontext():
+        losses, weights = reference(case, settings, **more)
     working = [outcome for outcome in outcomes if outcome.losses]
     assert len(working) == len(case.plan.ranks)
     assert all(outcome.losses == working[0].losses for outcome in working)
@@ -71,8 +76,9 @@ def test_a_covering_set_of_plans(pool: WorkerPool, piece: int) -> None:
         case = make_case(choice, seed)
         assert check_plan(case.plan, case.model) == []
         assert all(check_programs(programs, case.plan, case.model) == [] for programs in case.programs())
-        of_losses, of_weights, where = differences(pool, case)
-        if max(of_losses, of_weights) > TOLERANCE:
+        doubles = choice["family"] == "resnet"
+        of_losses, of_weights, where = differences(pool, case, doubles=doubles)
+        if max(of_losses, of_weights) > (TOLERANCE_IN_DOUBLES if doubles else TOLERANCE):
             wrong.append(f"{seed} {choice}: losses {of_losses:.1e}, weights {of_weights:.1e} ({where})")
     assert not wrong, "\n".join(wrong)
 
@@ -122,21 +128,18 @@ def test_batch_statistics_stay_exact_over_twenty_steps(pool: WorkerPool) -> None
     assert differences(pool, case, replace(SGD, clip_norm=None, rate=LearningRate(0.02)))[1] == 0.0
 
 
-@pytest.mark.parametrize("split", [{"tp": 2}, {"dp": 2, "replicas": 2}], ids=["tp", "dp and replicas"])
-def test_batch_statistics_drift_no_more_than_one_process_does(pool: WorkerPool, split: dict[str, int]) -> None:
-    """Where sums are reordered, an activation may fall on the other side of a ReLU's kink, which batch norm spreads over all samples. One
-    process whose initial weights are off by 1e-7 goes astray as far."""
+@pytest.mark.parametrize(
+    "split", [{"tp": 2}, {"dp": 2, "replicas": 2}, {"tp": 2, "dp": 2, "zero": 3}], ids=["tp", "dp and replicas", "tp, dp and ZeRO-3"]
+)
+def test_batch_statistics_follow_one_process_in_doubles(pool: WorkerPool, split: dict[str, int]) -> None:
+    """Where sums are reordered, a rounding may put an activation on the other side of a ReLU's kink, which batch norm spreads over all
+    samples: in fp32 one process does not even follow itself. In doubles nothing but a mistake is left to see."""
     plain = PLAIN | {"family": "resnet", "layout": "padded", "recompute": "none", "pp": 1, "tp": 1, "dp": 1, "replicas": 1}
-    case = make_case(plain | split, 3, iterations=20)
-    _, weights = reference(case, SGD)
-    astray = [_distance(weights, reference(case, SGD, noise=1e-7, noise_seed=seed)[1]) for seed in range(4)]
-    assert differences(pool, case)[1] <= max(TOLERANCE, 10 * max(astray))
-    assert max(_distance(weights, reference(case, SGD, noise=1e-3)[1]), 0.0) > 1e-4  # the noise is seen
-
-
-def _distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference of two sets of weights, relative to the largest value of each weight."""
-    return max(((values - other[name]).abs().max() / values.abs().max().clamp(min=1e-30)).item() for name, values in one.items())
+    case = make_case(plain | split, 4711, iterations=6)
+    assert max(differences(pool, case, doubles=True)[:2]) <= TOLERANCE_IN_DOUBLES
+    with in_doubles():
+        weights, other = (reference(case, SGD, noise=noise)[1] for noise in (0.0, 1e-7))
+    assert max((values - other[name]).abs().max().item() for name, values in weights.items()) > 1e-8  # a difference would be seen
 
 
 def in_precision(case: Case, precision: str) -> Case:

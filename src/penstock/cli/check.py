@@ -9,7 +9,7 @@ import typer
 
 from penstock.cli.check_programs import check_programs_at
 from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, format_usd, out, print_json, table
-from penstock.errors import InputError
+from penstock.errors import InfeasibleError, InputError, PenstockError
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -28,7 +28,8 @@ def check(
     ],
     json: JsonFlag = False,
 ) -> None:
-    """Prove a plan valid, or programs safe, or say what is wrong with them. Status 2 if they are not.
+    """Prove a plan valid and its programs within the devices' memory, or programs safe, or say what is wrong with them. Status 2 if they
+    are not, 3 where memory does not suffice.
 
     Example: penstock check plan.json
     """
@@ -41,16 +42,18 @@ def check(
     from penstock.plans.remarks import remarks
     from penstock.plans.schema import read_plan
     from penstock.plans.validity import require_valid
+    from penstock.programs.memory import require_memory
 
     try:
         found = read_plan(plan)
         require_valid(found, where=f"plan '{plan}'")
-    except InputError as error:
+        model, cluster = model_of(found), cluster_of(found)
+        require_memory(found, model, cluster)
+    except (InputError, InfeasibleError) as error:
         if not json:
             raise
         print_json({"valid": False, "problems": _lines(error), "remarks": []})
         raise typer.Exit(error.exit_status) from None
-    model, cluster = model_of(found), cluster_of(found)
     notes = remarks(found, cluster)
     if json:
         print_json({"valid": True, "problems": [], "remarks": notes, **_summary(found, model, cluster)})
@@ -61,10 +64,10 @@ def check(
         out().print(f"note: {note}", markup=False, soft_wrap=True)
 
 
-def _lines(error: InputError) -> list[str]:
-    """The problems alone: the first of several lines only announces them."""
+def _lines(error: PenstockError) -> list[str]:
+    """The problems alone: the first of several lines only announces them, but where memory does not suffice it says all."""
     first, *rest = str(error).splitlines()
-    return [line.strip() for line in rest] or [first]
+    return [first] if isinstance(error, InfeasibleError) else [line.strip() for line in rest] or [first]
 
 
 def _summary(plan: Plan, model: Model, cluster: Cluster) -> dict[str, Any]:

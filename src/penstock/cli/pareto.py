@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
+from collections.abc import Sequence
+from itertools import count as counted
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
     from penstock.search import Offer
 
 __all__ = ["pareto"]
+
+_SHOWN, _NAME_LETTERS = 20, 120
+"""Choices left out that are listed; letters of a file's name, of which systems allow 255 bytes."""
 
 
 def pareto(
@@ -40,7 +46,7 @@ def pareto(
     dominated: Annotated[bool, typer.Option("--dominated", help="Also show choices that others beat, and which.")] = False,
     json: JsonFlag = False,
 ) -> None:
-    """Compare every choice of nodes from a pool by time, money and devices, each with its best plan.
+    """Compare every choice of nodes from a pool by time and money, each with its best plan; says which are left out, and why.
 
     Example: penstock pareto --model gpt2-xl --cluster 2xp4d.24xlarge+4xg5.24xlarge --global-batch 256 --steps 10000 --out choices
     """
@@ -52,13 +58,14 @@ def pareto(
     )
     count = num_steps(request, steps, tokens)
     with progress("comparing clusters", quiet=json) as bar:
-        found = offers(request, count, lambda text, done, all_: bar.describe(f"{text} ({done} of {all_})"))
+        found, left = offers(request, count, lambda text, done, all_: bar.describe(f"{text} ({done} of {all_})"))
     found.sort(key=lambda offer: (bool(offer.dominated_by), offer.hours))
     rows = [_row(offer, count) for offer in found]
     if folder is not None:
         _write(folder, found, rows)
+    others = [{"cluster": one.cluster.name, "reason": one.reason} for one in left]
     if json:
-        print_json({"model": model, "cluster": cluster, "steps": count, "out": folder, "choices": rows})
+        print_json({"model": model, "cluster": cluster, "steps": count, "out": folder, "choices": rows, "left_out": others})
         return
     shown = [row for row in rows if dominated or not row["dominated_by"]]
     cells = [
@@ -70,8 +77,12 @@ def pareto(
     out().print(table(title, columns, cells))
     for line in (described_training(request.frame), *(f"note: {note}" for note in request.frame.notes)):
         out().print(line, markup=False, soft_wrap=True)
-    others = len(rows) - sum(not row["dominated_by"] for row in rows)
-    out().print(f"{others} more choices were searched and are beaten by one of these (--dominated shows them).", markup=False)
+    beaten = sum(bool(row["dominated_by"]) for row in rows)
+    out().print(f"{beaten} more choices were searched and are beaten by one of these (--dominated shows them).", markup=False)
+    if others:
+        more = [f"  … and {len(others) - _SHOWN} more (--json lists all)"] if len(others) > _SHOWN else []
+        lines = [f"left out ({len(others)}):", *(f"  {one['cluster']}: {one['reason']}" for one in others[:_SHOWN]), *more]
+        out().print("\n".join(lines), markup=False, soft_wrap=True)
     if folder is not None:
         out().print(f"wrote plans, pareto.csv, pareto.json and pareto.svg to {folder}.", markup=False, soft_wrap=True)
 
@@ -93,13 +104,24 @@ def _write(folder: Path, found: list[Offer], rows: list[dict[str, Any]]) -> None
     writer = csv.DictWriter(text, list(rows[0]), extrasaction="ignore")
     writer.writeheader()
     writer.writerows(rows)
+    best = [offer for offer in found if not offer.dominated_by]
     with written_together():
         write_text(folder / "pareto.csv", text.getvalue())
         write_text(folder / "pareto.json", json.dumps(rows, indent=2))
-        for offer in found:
-            if not offer.dominated_by:
-                write_plan(folder / f"{offer.cluster.name.replace('+', '_')}.json", offer.choice.plan)
+        for offer, name in zip(best, _file_names([offer.cluster.name for offer in best]), strict=True):
+            write_plan(folder / name, offer.choice.plan)
         _chart(folder / "pareto.svg", found)
+
+
+def _file_names(names: Sequence[str]) -> list[str]:
+    """A file for each choice: nodes may be called anything, also `x/../../y`, and so that two of them look alike."""
+    found: dict[str, str] = {}
+    for name in names:
+        plain = re.sub(r"[^A-Za-z0-9._-]+", "_", name)[:_NAME_LETTERS]
+        numbered = (f"{plain}.{number}" if number > 1 else plain for number in counted(1))
+        free = next(one for one in numbered if one.lower() not in found)  # some disks know no capitals
+        found[free.lower()] = f"{free}.json"
+    return list(found.values())
 
 
 def _chart(path: Path, found: list[Offer]) -> None:
@@ -115,7 +137,7 @@ def _chart(path: Path, found: list[Offer]) -> None:
     axes.scatter([offer.hours for offer in beaten], [offer.usd for offer in beaten], color="lightgrey", label="beaten by another")
     axes.plot([offer.hours for offer in best], [offer.usd for offer in best], "o-", label="worth having")
     for offer in best:
-        axes.annotate(offer.cluster.name, (offer.hours, offer.usd), fontsize=7, xytext=(4, 4), textcoords="offset points")
+        axes.annotate(offer.cluster.name, (offer.hours, offer.usd), fontsize=7, xytext=(4, 4), textcoords="offset points", parse_math=False)
     axes.set(xlabel="hours", ylabel="USD", title="time and money")
     axes.legend()
     drawn = io.StringIO()

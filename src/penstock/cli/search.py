@@ -18,10 +18,12 @@ from penstock.systems import TableSearch
 
 if TYPE_CHECKING:
     from penstock.cli.export import Target
+    from penstock.costs.source import CostSource
     from penstock.plans.plan import Plan
     from penstock.search import Choice, Outcome, Request
+    from penstock.timing.estimate import Estimate
 
-__all__ = ["choice_row", "choices_table", "parse_sizes", "search", "write_plans"]
+__all__ = ["choice_row", "choices_table", "parse_sizes", "search", "why_first", "write_plans"]
 
 _COLUMNS = (
     "kind", "schedule", "pp", "tp", "dp", "replicas", "micro-batch", "recompute", "zero", "time", "tokens/s", "MFU", "peak memory", "price",
@@ -90,6 +92,9 @@ def search(
         Path | None,
         typer.Option("--out", callback=file_to_write, help="Write the plans here: the best to this file, the next to NAME.2.json, …"),
     ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Rank by time alone: no simpler plan before a faster one, however near their times are.")
+    ] = False,
     baselines: Annotated[bool, typer.Option("--baselines", help="Show what simpler searches find, from the same costs.")] = False,
     proof: Annotated[bool, typer.Option("--proof", help="Show how the bound came about.")] = False,
     export: Annotated[str, typer.Option(help="Also write the best plan for another system: FORMAT:PATH, as `penstock export --to`.")] = "",
@@ -133,8 +138,10 @@ def search(
         _check_lengths(
             seq_length=lengths and seq_length, micro_batches=micro_batches, objective=not goal.is_time, baselines=baselines, proof=proof
         )
+        source = lengths or data
+        assert source is not None
         samples = lengths_of(request, lengths, data)
-        plans = search_lengths(request, lengths or data, samples, top, time_budget, steps, tokens, json, path)  # type: ignore[arg-type]
+        plans = search_lengths(request, source, samples, top, time_budget, steps, tokens, json, path, strict)
         if target:
             _export(plans[0], target, path)
         return
@@ -150,31 +157,38 @@ def search(
         if not goal.is_time:
             from penstock.search import chosen, offers
 
-            offer = chosen(offers(request, count, lambda text, done, all_: bar.describe(f"{text} ({done} of {all_} clusters)")), goal)
+            found, _ = offers(request, count, lambda text, done, all_: bar.describe(f"{text} ({done} of {all_} clusters)"))
+            offer = chosen(found, goal)
             request = request.on(offer.cluster)
             notes.append(f"of {cluster}, {offer.cluster.name} is best for {objective}")
         outcome = find(request, top=top, time_budget_s=time_budget or math.inf, watch=tell, max_hops=max_hops)
-    paths = write_plans(path, [choice.plan for choice in outcome.choices])
+    # Under a limit of money or hours a slower plan may be one too many.
+    strict = strict or not goal.is_time
+    choices = outcome.choices if strict else outcome.simple_first
+    paths = write_plans(path, [choice.plan for choice in choices])
     if target:
-        _export(outcome.choices[0].plan, target, path)
+        _export(choices[0].plan, target, path)
     rows = baseline_rows(request, outcome) if baselines else []
-    best = outcome.choices[0].plan
+    best = choices[0]
     if json:
         print_json({
             "model": model, "cluster": cluster, "costs": costs, "objective": objective, "out": path, "files": paths,
-            "seq_length": best.seq_length, "precision": best.precision, "gradients": best.gradients, "notes": best.notes,
+            "seq_length": best.plan.seq_length, "precision": best.plan.precision, "gradients": best.plan.gradients, "notes": best.plan.notes,
             "lower_bound_s": outcome.bound_s, "gap": outcome.gap, "stopped": outcome.stopped,
-            "plans": [choice_row(choice, count) for choice in outcome.choices],
+            "fastest_s": outcome.choices[0].estimate.time_s, "error": outcome.error, "strict": strict,
+            "plans": [choice_row(choice, count) for choice in choices],
             **({"baselines": rows} if baselines else {}), **({"proof": proof_rows(outcome)} if proof else {}),
         })  # fmt: skip
         return
-    out().print(choices_table(f"best plans of {model} on {cluster}, global batch {global_batch} ({costs})", outcome.choices))
+    out().print(choices_table(f"best plans of {model} on {cluster}, global batch {global_batch} ({costs})", choices))
     if rows:
         out().print(_baselines_table(rows))
     if proof:
         out().print(_proof_table(outcome))
-    told = [f"note: {note}" for note in outcome.choices[0].estimate.notes]
-    for line in [described_training(best), *notes, *_facts(outcome, count), *told]:
+    fastest = outcome.choices[0]
+    notes += why_first(best.plan, best.estimate.time_s, fastest.plan, fastest.estimate.time_s, request.estimator.source)
+    told = [f"note: {note}" for note in best.estimate.notes]
+    for line in [described_training(best.plan), *notes, *_facts(outcome, best.estimate, count), *told]:
         out().print(line, markup=False, soft_wrap=True)
     if paths:
         out().print(
@@ -230,8 +244,7 @@ def write_plans(path: Path | None, plans: Sequence[Plan]) -> list[Path]:
     return paths
 
 
-def _facts(outcome: Outcome, count: int) -> list[str]:
-    best = outcome.choices[0].estimate
+def _facts(outcome: Outcome, best: Estimate, count: int) -> list[str]:
     facts = [
         f"times are the simulator's; by formula, with messages counted in full, no such plan takes less than "
         f"{format_time(outcome.bound_s)}, and the best found, {format_time(outcome.formula_s)}, is at most "
@@ -245,6 +258,16 @@ def _facts(outcome: Outcome, count: int) -> list[str]:
             f"stopped by the {outcome.stopped}" if outcome.stopped == "time budget" else "interrupted: these are the best plans so far"
         )
     return facts
+
+
+def why_first(plan: Plan, time_s: float, fastest: Plan, fastest_s: float, source: CostSource) -> list[str]:
+    """One line for a plan that is first without being the fastest, none for one that is."""
+    from penstock.search import short_name
+
+    return [] if plan is fastest else [
+        f"{short_name(plan)} is {time_s / fastest_s - 1:.1%} slower than the best found, {short_name(fastest)} at "
+        f"{format_time(fastest_s)}, within the error of ±{source.error:.0%} ({source.name}), and simpler (--strict ranks by time alone)"
+    ]  # fmt: skip
 
 
 def parse_sizes(text: str) -> list[int]:

@@ -51,10 +51,10 @@ def lengths_of(request: Request, lengths: Path | None, data: Path | None) -> lis
 
 def search_lengths(
     request: Request, path: Path, samples: list[SampleLengths], top: int, time_budget: float | None, steps: int | None,
-    tokens: float | None, json: bool, target: Path | None,
+    tokens: float | None, json: bool, target: Path | None, strict: bool,
 ) -> list[Plan]:  # fmt: skip
     """Searches, shows and writes; the plans, best first."""
-    from penstock.cli.search import write_plans
+    from penstock.cli.search import why_first, write_plans
     from penstock.plans.precision import described_training
     from penstock.search import search_for_lengths
 
@@ -62,7 +62,7 @@ def search_lengths(
         choices = search_for_lengths(
             request, samples, top=top, time_budget_s=time_budget or math.inf,
             watch=lambda text, best_s, bound_s: bar.describe(f"pipelines: {text}"),
-            judging=lambda done, all_: bar.describe(f"planning batches for pipeline {done + 1} of {all_}"),
+            judging=lambda done, all_: bar.describe(f"planning batches for pipeline {done + 1} of {all_}"), strict=strict,
         )  # fmt: skip
     plans = [choice.plan for choice in choices]
     paths = write_plans(target, plans)
@@ -75,7 +75,10 @@ def search_lengths(
     longest = max(sample.length for sample in samples)
     title = f"best plans of {request.model.name} for {len(samples):,} lengths up to {longest}, global batch {request.frame.global_batch}"
     out().print(table(title, _COLUMNS, [_cells(_row(choice)) for choice in choices]))
-    for line in (described_training(best.plan), *(f"note: {note}" for note in best.plan.notes), *_facts(best, count, path, paths)):
+    fastest = min(choices, key=lambda choice: choice.time_s)
+    offer = why_first(best.plan, best.time_s, fastest.plan, fastest.time_s, request.estimator.source)
+    notes = [f"note: {note}" for note in best.plan.notes]
+    for line in [described_training(best.plan), *offer, *notes, *_facts(best, count, path, paths)]:
         out().print(line, markup=False, soft_wrap=True)
     return plans
 

@@ -102,6 +102,9 @@ class DeviceCosts:
 class Profiled:
     """The source `profile:FILE`."""
 
+    error = 0.03
+    """Of two steps of one model against each other, with the shipped profile (docs/accuracy.md)."""
+
     def __init__(self, profile: Profile, path: str = "memory") -> None:
         self.devices = {name: DeviceCosts(device) for name, device in profile.devices.items()}
         self._path = path

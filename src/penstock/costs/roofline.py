@@ -41,6 +41,8 @@ class Roofline:
     """The source `roofline`: needs no measurement, only the catalogue's peaks and the efficiency curves."""
 
     name = "roofline"
+    error = 0.06
+    """Of two steps of one model against each other, on the device whose profile the curves were fitted to (docs/accuracy.md)."""
 
     def __init__(self, calibration: Calibration | None = None, cluster: Cluster | None = None, in_company: bool = True) -> None:
         """`cluster` makes its devices known by name where they differ from the catalogue's. Without `in_company` every device is as fast as

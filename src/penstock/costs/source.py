@@ -36,6 +36,12 @@ class CostSource(Protocol):
         """How the source is written on the command line, such as `roofline` or `profile:h200.json`."""
         ...
 
+    @property
+    def error(self) -> float:
+        """How far the times of two plans of one model are off against each other on average, as a share (see docs/accuracy.md); 0 where
+        nothing is known of it, so that times are taken as they are."""
+        ...
+
     def table(self, model: Model, shapes: Sequence[Shape], tps: Sequence[int], cluster: Cluster) -> CostTable:
         """All op costs of `model` at these shapes and degrees on the cluster's device kinds."""
         ...

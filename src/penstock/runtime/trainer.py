@@ -18,6 +18,7 @@ from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import require_valid
 from penstock.processes.main_guard import require_guarded_main
+from penstock.programs.memory import require_memory
 from penstock.runtime.checkpoints.first_weights import check_weights
 from penstock.runtime.checkpoints.folder import find_checkpoint
 from penstock.runtime.checkpoints.going_on import check_goes_on, run_facts
@@ -136,6 +137,8 @@ def _checked(request: TrainRequest) -> TrainRequest:
         )
     if SCHEDULES[plan.schedule].asynchronous and request.settings.on_nan != "stop":
         raise InputError(f"under schedule '{plan.schedule}' stages update by themselves, so no update can be dropped. Use --on-nan stop.")
+    if request.device != TIMED:  # which holds nothing
+        require_memory(plan, model, cluster)
     device = request.device or ("cpu" if {cluster.device(rank).name for rank in plan.ranks} == {"cpu"} else "cuda")
     _require_devices(plan, device, request.share_gpus)
     _require_slower(request)

@@ -4,7 +4,8 @@
     2  each adds plans that are faster than the best so far                  `best`
     3  the best plans are improved: simulator, schedule, shares              `improvers`
     4  each sharpens its bound where that would be the weakest of all        `prove`
-    5  the best by formula are timed by the clock, which ranks them
+    5  the best by formula, and the best of each simpler kind, are timed by the clock, which ranks them
+    6  the simplest that is as fast as costs can tell is the one to offer       `simplicity`
 
 A good plan early makes everything after it quick, since whatever cannot beat it is left out; so the order of the list matters for time,
 and for the answer only where time runs out. All that was found so far is in `Progress`: what is there when the time budget ends, or at
@@ -31,6 +32,7 @@ from penstock.search.partition.partitions import Partitions
 from penstock.search.progress import Progress, ProofLine, Searcher, Watch, unwatched
 from penstock.search.refine import MAX_HOPS
 from penstock.search.replicas.unequal import UnequalReplicas
+from penstock.search.simplicity import fastest_of_each, simplest
 from penstock.search.space.families import families
 from penstock.search.space.request import Request
 from penstock.search.uniform import UniformPlans
@@ -41,6 +43,8 @@ _MOST_PER_SAMPLE = 64
 """Devices that can share the work on one sample with any use: eight in a tensor-parallel group, eight such stages."""
 _CLOCKED = 24
 """Plans, the best by formula, that are timed by the clock; formulas are a few percent off, most of all with few micro-batches."""
+_FORMULA_OFF = 0.1
+"""Simpler plans are timed by the clock, too, if by formula they are slower by at most this much more than the error of the costs."""
 _CLOCKED_ACTIONS = 1_000_000
 """Passes of all of them together, beyond which only as many are timed as are shown: long pipelines of thousands of micro-batches."""
 
@@ -55,6 +59,10 @@ class Outcome:
     """What no plan of the space can be below by closed formula, where no message is hidden behind compute."""
     formula_s: float
     """The least time by formula of all plans that were found."""
+    offered: Choice
+    """The simplest of all plans found that are as fast as the first, as far as the costs can tell; often the first itself."""
+    error: float = 0.0
+    """How far the costs are off by what they say of themselves, as a share."""
     proof: tuple[ProofLine, ...] = ()
     stopped: str = ""
     """`time budget` or `interrupted` where the search did not end by itself."""
@@ -64,6 +72,12 @@ class Outcome:
         """How much slower than the bound the best plan is, both by formula."""
         return self.formula_s / self.bound_s - 1
 
+    @property
+    def simple_first(self) -> tuple[Choice, ...]:
+        """As many plans as `choices`, the one to offer before the others."""
+        others = (choice for choice in self.choices if choice is not self.offered)
+        return (self.offered, *others)[: len(self.choices)]
+
 
 def search_plans(
     model_ref: str, cluster_ref: str, global_batch: int, *, costs: str | CostSource = "roofline", seq_length: int | None = None,
@@ -71,7 +85,8 @@ def search_plans(
     time_budget_s: float = math.inf, watch: Watch = unwatched, max_hops: int = MAX_HOPS, precision: str | None = None,
     gradients: str | None = None,
 ) -> Outcome:  # fmt: skip
-    """The fastest plans that fit, best first, with a bound on the time of all plans of the space.
+    """The fastest plans that fit, best first, with a bound on the time of all plans of the space; `simple_first` has them in the order in
+    which `penstock search` offers them.
 
     >>> outcome = search_plans("gpt-1.3b", "4xa100-40gb", 64, top=1)
     >>> outcome.bound_s <= outcome.choices[0].estimate.time_s
@@ -127,13 +142,24 @@ def search(
 def _outcome(request: Request, progress: Progress, bound_s: float, top: int) -> Outcome:
     """The best plans that differ, by the clock, each with the bound written into it, and the weakest lines of the proof first."""
     ranked = sorted(progress.choices, key=_by_time)
-    different = list({_likeness(choice): choice for choice in reversed(ranked)}.values())[::-1]
-    choices = sorted(_timed(different[: max(_CLOCKED, 3 * top)], top), key=_by_time)[:top]
-    require_valid(choices[0].plan, request.model, request.cluster, where="the plan found")
-    formula_s = ranked[0].estimate.formula_s
+    formula_s, error = ranked[0].estimate.formula_s, request.estimator.source.error
     bound_s = min(bound_s, formula_s)
+    different = list({_likeness(choice): choice for choice in reversed(ranked)}.values())[::-1]
+    first = different[: max(_CLOCKED, 3 * top)]
+    others = {id(choice) for choice in different[len(first) :] if _is_near(choice, formula_s, error)}
+    simple = [choice for choice in fastest_of_each(different) if id(choice) in others]
+    timed = sorted((*_timed(first, top), *_timed(simple, 0)), key=_by_time)
+    choices = [replace(choice, plan=_with_bound(choice, bound_s)) for choice in timed]
+    offered = choices[simplest([choice.plan for choice in choices], [choice.estimate.time_s for choice in choices], error)]
+    for choice in (choices[0], offered):
+        require_valid(choice.plan, request.model, request.cluster, where="the plan found")
     lines = sorted(progress.lines, key=lambda line: line.bound_s)
-    return Outcome(tuple(replace(c, plan=_with_bound(c, bound_s)) for c in choices), bound_s, formula_s, tuple(lines), progress.stopped)
+    return Outcome(tuple(choices[:top]), bound_s, formula_s, offered, error, tuple(lines), progress.stopped)
+
+
+def _is_near(choice: Choice, formula_s: float, error: float) -> bool:
+    """Whether the clock might find a plan as fast as the best by formula, as far as costs can tell."""
+    return error > 0 and choice.estimate.formula_s <= formula_s * (1 + error) * (1 + _FORMULA_OFF)
 
 
 def _timed(choices: Sequence[Choice], top: int) -> Iterator[Choice]:

@@ -22,6 +22,7 @@ from penstock.plans.precision import chosen_lengths
 from penstock.schedules.rules import DEFAULT_SCHEDULE
 from penstock.search.engine import search
 from penstock.search.progress import Watch
+from penstock.search.simplicity import simplest
 from penstock.search.space.request import Request
 
 __all__ = ["LengthsChoice", "search_for_lengths"]
@@ -79,9 +80,10 @@ class LengthsChoice:
 
 def search_for_lengths(
     request: Request, samples: Sequence[SampleLengths], *, top: int = 5, time_budget_s: float = math.inf,
-    watch: Watch = lambda text, best_s, bound_s: None, judging: Callable[[int, int], None] = lambda done, all_: None,
+    watch: Watch = lambda text, best_s, bound_s: None, judging: Callable[[int, int], None] = lambda done, all_: None, strict: bool = True,
 ) -> list[LengthsChoice]:  # fmt: skip
-    """The fastest plans for batches of `request.frame.global_batch` such samples, best first."""
+    """The fastest plans for batches of `request.frame.global_batch` such samples, best first; where not `strict`, a simpler one that is as
+    fast as costs can tell before them."""
     if not request.model.seq_length:
         raise InputError(f"model '{request.model.name}' takes images, which have no lengths to plan by.")
     batches = list(_drawn(samples, request.frame.global_batch))
@@ -98,6 +100,9 @@ def search_for_lengths(
     if not judged:
         raise InfeasibleError(f"none of the {len(pipelines)} pipelines tried can train on these lengths. Of the first: {reasons[0]}")
     judged.sort(key=lambda choice: (choice.time_s, choice.peak_bytes))
+    if not strict:
+        error = request.estimator.source.error
+        judged.insert(0, judged.pop(simplest([choice.plan for choice in judged], [choice.time_s for choice in judged], error)))
     return judged[:top]
 
 

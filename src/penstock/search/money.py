@@ -1,14 +1,15 @@
 """Time and money: the best plan of every cluster that can be bought from a pool of nodes, and which of them are worth having.
 
-A cluster is some nodes of each kind of the pool. One is dominated if another is no slower, no dearer and no larger, and better in one of
-these. A cluster whose bound is dominated is not searched.
+A cluster is some nodes of each kind of the pool. One is dominated if another is no slower and no dearer, and better in one of these:
+devices are paid for by the hour, so that fewer of them are no merit of their own. A cluster whose bound is dominated is not searched. What
+has no offer is left out, with the reason.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -18,7 +19,7 @@ from penstock.search.choice import Choice
 from penstock.search.engine import search
 from penstock.search.space.request import Request
 
-__all__ = ["Objective", "Offer", "chosen", "clusters_of", "num_steps", "offers"]
+__all__ = ["LeftOut", "Objective", "Offer", "chosen", "clusters_of", "num_steps", "offers"]
 
 MAX_CLUSTERS = 2000
 _OBJECTIVE = re.compile(r"(time|cost)(?:@(time|cost)<=([0-9.eE+]+))?")
@@ -59,16 +60,16 @@ class Offer:
     """For all steps."""
     usd: float
     dominated_by: str = ""
-    """The cluster that is better in every way, if there is one."""
+    """The cluster that is better in time or money and no worse in the other, if there is one."""
 
     @property
     def num_devices(self) -> int:
         """Devices that are paid for."""
         return self.cluster.num_devices
 
-    def beats(self, hours: float, usd: float, num_devices: int) -> bool:
-        """Whether this offer is no worse in any way and better in one."""
-        mine, its = (self.hours, self.usd, self.num_devices), (hours, usd, num_devices)
+    def beats(self, hours: float, usd: float) -> bool:
+        """Whether this offer is no worse in time and money and better in one of them."""
+        mine, its = (self.hours, self.usd), (hours, usd)
         return all(a <= b * (1 + 1e-9) for a, b in zip(mine, its, strict=True)) and any(
             a < b * (1 - 1e-9) for a, b in zip(mine, its, strict=True)
         )
@@ -101,26 +102,41 @@ def clusters_of(pool: Cluster) -> Iterator[Cluster]:
             yield Cluster("+".join(f"{run.count}x{run.node.name}" for run in runs), runs)
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """A cluster without an offer."""
+
+    cluster: Cluster
+    reason: str
+
+
 def offers(
     request: Request, steps: int, watch: Callable[[str, int, int], None] = lambda text, done, count: None, prune: bool = True
-) -> list[Offer]:
-    """The best plan of every cluster of the request's pool that is not dominated from the start; each knows what dominates it."""
+) -> tuple[list[Offer], list[LeftOut]]:
+    """The best plan of every cluster of the request's pool that is not dominated from the start, each with what dominates it; and all
+    others."""
     found: list[Offer] = []
+    left: list[LeftOut] = []
     clusters = list(clusters_of(request.cluster))
     for done, cluster in enumerate(clusters):
         watch(cluster.name, done, len(clusters))
         price = cluster.price_usd_per_h or 0.0
+        beaten: list[str] = []
 
-        def worth(bound_s: float, price: float = price, devices: int = cluster.num_devices) -> bool:
+        def worth(bound_s: float, price: float = price, beaten: list[str] = beaten) -> bool:
             hours = bound_s * steps / 3600
-            return math.isfinite(hours) and not (prune and any(offer.beats(hours, hours * price, devices) for offer in found))
+            if math.isfinite(hours) and prune:
+                beaten += [offer.cluster.name for offer in found if offer.beats(hours, hours * price)][:1]
+            return not beaten
 
+        # With more nodes the same plan is as fast, and dearer.
+        parts = [offer for offer in found if prune and _is_part(offer.cluster, cluster)]
+        part = min(parts, key=lambda offer: offer.choice.estimate.formula_s, default=None)
+        known_s = math.inf if part is None else part.choice.estimate.formula_s
         try:
-            # With more nodes the same plan is as fast, and dearer.
-            parts = [offer.choice.estimate for offer in found if prune and _is_part(offer.cluster, cluster)]
-            known_s = min((estimate.formula_s for estimate in parts), default=math.inf)
             outcome = search(request.on(cluster), top=1, prove=False, known_s=known_s, worth=worth)
-        except InfeasibleError:
+        except InfeasibleError as error:
+            left.append(LeftOut(cluster, _reason(error, beaten, part)))
             continue
         hours = outcome.choices[0].estimate.time_s * steps / 3600
         found.append(Offer(cluster, outcome.choices[0], outcome.bound_s, hours, hours * price))
@@ -129,7 +145,14 @@ def offers(
             f"no choice of nodes from {request.cluster.describe()} can train {request.model.name} with a global batch of "
             f"{request.frame.global_batch}. Use more or larger nodes, or smaller micro-batches."
         )
-    return [replace(offer, dominated_by=_dominator(offer, found)) for offer in found]
+    return [replace(offer, dominated_by=_dominator(offer, found)) for offer in found], left
+
+
+def _reason(error: InfeasibleError, beaten: Sequence[str], part: Offer | None) -> str:
+    """Why a cluster has no offer."""
+    if beaten:
+        return f"beaten by {beaten[0]}, even if it were as fast as its bound"
+    return str(error) if part is None else f"no plan was found that is faster than that of {part.cluster.name}, which is a part of it"
 
 
 def _is_part(some: Cluster, more: Cluster) -> bool:
@@ -139,7 +162,7 @@ def _is_part(some: Cluster, more: Cluster) -> bool:
 
 
 def _dominator(offer: Offer, found: list[Offer]) -> str:
-    better = [other for other in found if other.beats(offer.hours, offer.usd, offer.num_devices)]
+    better = [other for other in found if other.beats(offer.hours, offer.usd)]
     return min(better, key=lambda other: (other.usd, other.hours)).cluster.name if better else ""
 
 

@@ -24,6 +24,7 @@ from penstock.plans.validity import check_plan
 from penstock.search.assemble import assembled
 from penstock.search.choice import Choice
 from penstock.search.progress import Progress
+from penstock.search.simplicity import fastest_of_each
 from penstock.search.space.families import powers
 from penstock.search.space.request import Request, frame_of, micro_batch_sizes, resolved
 
@@ -55,13 +56,16 @@ class UniformPlans:
         return math.inf
 
     def best(self, progress: Progress) -> None:
-        """Tries all of them on a cluster of moderate size."""
-        if self._request.cluster.num_devices > _GRID_DEVICES or self._request.model.num_ops > _GRID_OPS:
-            return
+        """Tries all of them on a cluster of moderate size, elsewhere data parallelism alone."""
+        large = self._request.cluster.num_devices > _GRID_DEVICES or self._request.model.num_ops > _GRID_OPS
         try:
-            progress.choices += uniform_choices(self._request, self._top, lambda: progress.tell("uniform plans"))
+            fitting = _fitting(self._request, lambda: progress.tell("uniform plans"), *((1, 1) if large else ()))
         except InfeasibleError as error:
-            self.reason = error
+            self.reason = None if large else error
+            return
+        # The fastest of each kind besides: a simple one may be what is offered, see `simplicity`.
+        kept = {id(choice): choice for choice in (*fitting[: self._top], *fastest_of_each(fitting))}
+        progress.choices += [Choice.of(choice.plan, choice.estimate) for choice in kept.values()]
 
     def prove(self, progress: Progress) -> None:
         """Nothing is left to prove."""
@@ -91,7 +95,14 @@ def uniform_choices(request: Request, top: int, progress: Callable[[], None], ma
     """The fastest uniform plans of a request that fit, best first."""
     if top < 1:
         raise InputError(f"top is {top}; 1 or more was expected.")
-    plans = _plans(request.model, request.cluster, request.frame, request.micro_batches, max_tp)
+    return [Choice.of(choice.plan, choice.estimate) for choice in _fitting(request, progress, max_tp)[:top]]
+
+
+def _fitting(
+    request: Request, progress: Callable[[], None], max_tp: int | None = None, max_pp: int | None = None
+) -> list[Choice]:  # fmt: skip
+    """All that fit, but those that others of the same kind make needless, fastest first; predictions are not in the plans yet."""
+    plans = _plans(request.model, request.cluster, request.frame, request.micro_batches, max_tp, max_pp)
     fitting, least, too_large, fits = [], None, set(), set()
     for plan in plans:
         progress()
@@ -108,8 +119,7 @@ def uniform_choices(request: Request, top: int, progress: Callable[[], None], ma
         least = choice if least is None else min(least, choice, key=lambda c: max(map(_fullness, c.estimate.stages)))
     if not fitting:
         raise _infeasible(request, least)
-    fitting.sort(key=lambda choice: (choice.estimate.time_s, choice.estimate.peak_bytes))
-    return [Choice.of(choice.plan, choice.estimate) for choice in fitting[:top]]
+    return sorted(fitting, key=lambda choice: (choice.estimate.time_s, choice.estimate.peak_bytes))
 
 
 def uniform_plans(
@@ -126,9 +136,11 @@ def plans_of_grid(request: Request) -> Iterator[Plan]:
     return _plans(request.model, request.cluster, request.frame, request.micro_batches, None)
 
 
-def _plans(model: Model, cluster: Cluster, frame: Plan, micro_batches: Sequence[int], max_tp: int | None) -> Iterator[Plan]:
+def _plans(
+    model: Model, cluster: Cluster, frame: Plan, micro_batches: Sequence[int], max_tp: int | None, max_pp: int | None = None
+) -> Iterator[Plan]:
     for tp in _tp_degrees(model, cluster, max_tp):
-        for pp in _pipeline_degrees(model, cluster.num_devices // tp):
+        for pp in _pipeline_degrees(model, cluster.num_devices // tp)[:max_pp]:
             replicas = cluster.num_devices // tp // pp
             if not (sizes := micro_batch_sizes(frame.global_batch, replicas, micro_batches)):
                 continue

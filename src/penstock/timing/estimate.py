@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.clusters import Cluster
 from penstock.costs.efficiency import arithmetic_dtype, op_class
-from penstock.costs.memory import MemoryBreakdown, rank_parameters, stage_memory
+from penstock.costs.memory import MemoryBreakdown, MemoryTimeline, rank_parameters, stage_memory
 from penstock.costs.replay import OpBytesSource, Replay
 from penstock.costs.source import CostSource
 from penstock.costs.table import CostTable
@@ -385,6 +385,22 @@ class Estimator:
                 base_bytes=base, replay=self._replay(shape, part.tp, sequence, bytes_of), gradients=plan.gradients,
             )  # fmt: skip
         return self._memory[key]
+
+    def states(self, plan: Plan, stages: Iterable[int], samples: int, count: int, device: Device) -> MemoryBreakdown:
+        """What a device holds that runs these chunks of a group, with one micro-batch in flight; under asynchronous schedules, of which
+        each of `count` micro-batches keeps the weights it used, with as many as there may be."""
+        rules, groups, chunks, found = SCHEDULES[plan.schedule], plan.num_groups, plan.num_chunks, []
+        for index in stages:
+            stage = plan.stages[index]
+            flight = rules.in_flight(groups, index % groups, count, chunks)[index // groups] if rules.asynchronous else 1
+            found += [self._part_memory(plan, stage, part, samples, flight, device) for part in parts_of(stage)]
+        return _joined(found)
+
+    def timeline(self, stage: Stage, part: DegreeRun, shape: Shape, device: str) -> MemoryTimeline:
+        """What one micro-batch of this shape holds in a part of a stage, under the first of the stage's recomputation patterns."""
+        bytes_of, _ = self.source.memory_of(device, self.model.dtype)
+        replay = self._replay(shape, part.tp, self.by_rows(stage, part.tp), bytes_of)
+        return replay.timeline(part.first, part.last, algos_of(stage, part), recomputed_in(stage, part))
 
     def _replay(self, shape: Shape, tp: int, sequence: bool, bytes_of: OpBytesSource) -> Replay:
         """What replays slices at one shape and degree; one for all devices that have the same bytes, as by formulas."""

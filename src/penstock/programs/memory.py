@@ -1,0 +1,169 @@
+"""Proves that programs stay within the memory of their devices: what each holds is followed instruction by instruction.
+
+level │            ┌─F─┐                 ┌─B─┐           what a pass adds at its fullest moment
+      │        ┌───┘   └──────────── …───┘   └──┐        held by each micro-batch, from its forward pass to the end of B or W
+      │ fixed ─┘                                └─ …     weights, gradients, optimizer state, buffers of messages and gradients
+
+By the same bytes as the estimate that the search goes by, so that what fits there fits here; but in the order of the instructions, with the
+shape and the recomputation of each micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from penstock.costs.memory import SLACK
+from penstock.costs.roofline import Roofline
+from penstock.costs.sources import open_costs
+from penstock.errors import InfeasibleError, InputError
+from penstock.models.micro_batch import MicroBatch
+from penstock.plans.degrees import DegreeRun, parts_of
+from penstock.programs import instructions as i
+from penstock.programs.lower import lower
+from penstock.programs.problems import Problem, picture
+from penstock.programs.work import ReplicaWork, dp_degrees
+from penstock.schedules.rules import SCHEDULES, schedule_of
+from penstock.timing.estimate import Estimator
+from penstock.timing.pipeline import micro_batches
+
+if TYPE_CHECKING:
+    from penstock.clusters import Cluster
+    from penstock.costs.source import CostSource
+    from penstock.models.ops import Model
+    from penstock.models.shapes import Shape
+    from penstock.plans.plan import Plan, Stage
+
+__all__ = ["memory_problems", "require_memory"]
+
+_ROUNDING = 1 + 1e-9
+"""The search fills devices to the brim, and adds up in another order."""
+
+
+def require_memory(plan: Plan, model: Model, cluster: Cluster) -> None:
+    """Refuses a plan of fixed micro-batches one of whose devices would run out of memory, by the costs that it names.
+
+    Dynamic micro-batches are cut batch by batch so that they fit. Replicas on the same kinds of devices hold the same, so that one is
+    followed; and of more micro-batches than make the pipeline full only as many.
+    """
+    if plan.micro_batching.policy != "fixed":
+        return
+    try:
+        found = _fullest(plan, model, cluster, open_costs(plan.costs, cluster))
+    except InputError:  # a profile that is not on this machine, or without these devices: bytes are then by formula
+        found = _fullest(plan, model, cluster, Roofline(cluster=cluster))
+    if found is not None:
+        programs, problem = found
+        raise InfeasibleError(
+            f"the plan does not fit: {problem}. Use smaller micro-batches, more recomputation, more stages or larger devices; `penstock "
+            f"search` finds plans that fit.\n\n{picture(programs, problem)}"
+        )
+
+
+def _fullest(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> tuple[Sequence[i.Program], Problem] | None:
+    """The first replica that does not fit: its programs, and the rank that lacks most."""
+    samples, counts = micro_batches(plan)
+    seen = set()
+    for replica, count in enumerate(counts):
+        enough = _enough(plan, count)
+        kinds = tuple(tuple(cluster.device(rank).name for rank in stage.devices[replica]) for stage in plan.stages)
+        if (kinds, enough) in seen:
+            continue
+        seen.add((kinds, enough))
+        stages = tuple(replace(stage, devices=(stage.devices[replica],)) for stage in plan.stages)
+        micros = tuple(_micro_batch(plan, index, samples) for index in range(enough))
+        alone = replace(plan, stages=stages, num_replicas=1)
+        programs = lower(alone, model, [ReplicaWork(micros, schedule_of(plan.schedule, plan.num_stages, enough, plan.num_chunks))])
+        if problems := memory_problems(programs, plan, model, cluster, source):
+            return programs, problems[0]
+    return None
+
+
+def _enough(plan: Plan, count: int) -> int:
+    """As few micro-batches as hold as much as all of them, in whole rounds of the device groups."""
+    groups, chunks, in_flight = plan.num_groups, plan.num_chunks, SCHEDULES[plan.schedule].in_flight
+    fewer = 2 * groups * chunks + count % groups
+    alike = fewer < count and all(
+        in_flight(groups, group, fewer, chunks) == in_flight(groups, group, count, chunks) for group in range(groups)
+    )
+    return fewer if alike else count
+
+
+def _micro_batch(plan: Plan, index: int, count: int) -> MicroBatch:
+    """Samples of the plan's length."""
+    lengths, dec_lengths = (((length,) * count if length else ()) for length in (plan.seq_length, plan.dec_length))
+    rows = (plan.seq_length, plan.dec_length) if plan.micro_batching.layout == "padded" else (0, 0)
+    micro = MicroBatch(index, tuple(range(index * count, (index + 1) * count)), plan.micro_batching.layout, lengths, dec_lengths, *rows)
+    return msgspec.structs.replace(micro, bounds={dp: micro.even_bounds(dp) for dp in dp_degrees(plan)})
+
+
+def memory_problems(
+    programs: Sequence[i.Program], plan: Plan, model: Model, cluster: Cluster, source: CostSource
+) -> list[Problem]:  # fmt: skip
+    """For each rank that would hold more than its device has, its fullest moment; the rank that lacks most first."""
+    estimator = Estimator(model, cluster, source)
+    found = []
+    for program in programs:
+        device = cluster.device(program.rank)
+        index, size, held = max(_levels(program, plan, estimator), key=lambda moment: moment[1])
+        if size > device.memory_bytes * _ROUNDING:
+            text = (
+                f"{device.name} has {device.memory_bytes / 1e9:,.2f} GB, but would hold {size / 1e9:,.2f} GB ({round(size):,} of "
+                f"{round(device.memory_bytes):,} bytes), {held} micro-batches among it"
+            )
+            found.append((size / device.memory_bytes, Problem(program.rank, index, text)))
+    return [problem for _, problem in sorted(found, key=lambda pair: -pair[0])]
+
+
+def _levels(program: i.Program, plan: Plan, estimator: Estimator) -> Iterator[tuple[int, float, int]]:
+    """(instruction, bytes at its fullest moment, passes whose activations are held) of everything that needs memory."""
+    device = estimator.cluster.device(program.rank)
+    samples, counts = micro_batches(plan)
+    states = estimator.states(plan, [place.stage for place in program.places], samples, max(counts), device)
+    fixed = states.state_bytes + states.buffers_bytes
+    held: dict[tuple[int, int], _PassBytes] = {}
+    known: dict[tuple[object, ...], _PassBytes] = {}
+    for index, step in enumerate(program.instructions):
+        if isinstance(step, i.Step):
+            above = states.activations_bytes + states.workspace_bytes  # of a pass or of the optimizer, whichever needs more
+        elif isinstance(step, i.Forward):
+            shares = tuple(
+                (part, program.micro_batches[step.micro_batch].shape(part.dp, program.place(step.stage).index // part.tp))
+                for part in parts_of(plan.stages[step.stage])
+            )
+            key = step.stage, step.pattern, shares
+            if key not in known:
+                known[key] = _pass_bytes(estimator, plan.stages[step.stage], step.pattern, shares, device.name)
+            own = held[step.stage, step.micro_batch] = known[key]
+            above = own.forward
+        elif isinstance(step, i.Backward | i.BackwardInput | i.BackwardWeight):
+            above = held[step.stage, step.micro_batch].backward
+        else:
+            continue
+        level = fixed + sum(own.held for own in held.values()) + above
+        yield index, (1 + SLACK) * level + states.context_bytes, len(held)
+        if isinstance(step, i.Backward | i.BackwardWeight):
+            del held[step.stage, step.micro_batch]
+
+
+class _PassBytes(NamedTuple):
+    """Of one micro-batch on one rank of a stage: held between its passes, and what each pass adds at its fullest moment."""
+
+    held: float
+    forward: float
+    backward: float
+
+
+def _pass_bytes(
+    estimator: Estimator, stage: Stage, pattern: int, shares: Sequence[tuple[DegreeRun, Shape]], device: str
+) -> _PassBytes:  # fmt: skip
+    stage, (_, base) = replace(stage, recompute=(stage.pattern(pattern),)), estimator.source.memory_of(device, estimator.model.dtype)
+    lines = [estimator.timeline(stage, part, shape, device) for part, shape in shares]
+    return _PassBytes(
+        sum(line.held_bytes for line in lines),
+        base + max(line.forward_peak_bytes - line.held_bytes for line in lines),
+        base + max(line.backward_peak_bytes - line.held_bytes for line in lines),
+    )
