@@ -24,7 +24,7 @@ from penstock.timing.execution import execute
 PLAN = replace(
     uniform_plan("gpt-1.3b", "8xa100-40gb", pp=8, global_batch=48, micro_batch=1), micro_batching=MicroBatching("padded", "dynamic")
 )
-LIMIT_BYTES = 6e9
+LIMIT_BYTES = 6e9 + 2**30  # the last for what NCCL keeps
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,9 @@ from penstock.costs.roofline import Roofline
 from penstock.models import Shape, resolve_model
 
 
-@pytest.mark.parametrize("number", [2, 8, 64, 1024])
-def test_the_slowest_of_many_is_that_of_as_many_normal_draws(number: int) -> None:
-    drawn = np.random.default_rng(0).normal(size=(4000, number)).max(axis=1).mean()
-    assert slowest_of(number) == pytest.approx(1 + SPREAD * drawn, abs=0.005)
+def test_the_slowest_of_many_is_that_of_64_normal_draws() -> None:
+    drawn = np.random.default_rng(0).normal(size=(4000, 64)).max(axis=1).mean()
+    assert slowest_of(8) == slowest_of(1024) == pytest.approx(1 + SPREAD * drawn, abs=0.002)
     assert slowest_of(1) == 1.0
 
 

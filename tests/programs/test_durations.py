@@ -52,7 +52,7 @@ def ratio(plan: Plan, model: Model, micros: tuple[MicroBatch, ...], weights: Sta
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_real_times_serve_stages_of_unequal_speed(schedule: str) -> None:
     """Arithmetic does not see that a stage's device is slow; micro-batches then arrive before their receive stands."""
-    plan = uniform_plan("gpt-350m", MIXED, pp=4, global_batch=32, micro_batch=4, schedule=schedule)
+    plan = uniform_plan("gpt-350m", MIXED, pp=4, global_batch=32, micro_batch=4, schedule=schedule, precision="fp16")
     model, generator, [weights] = model_of(plan), np.random.default_rng(0), priced(plan)
     found = [ratio(plan, model, micro_batches(plan, generator), weights) for _ in range(8)]
     assert min(found) > 0.995

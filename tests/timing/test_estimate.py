@@ -410,3 +410,10 @@ def test_sequence_parallelism_means_nothing_for_images() -> None:
     plain, told = (estimate(p, model, on, Roofline()) for p in (plan, rows))
     assert told.time_s == plain.time_s and told.peak_bytes == plain.peak_bytes
     assert "without effect" in told.notes[0] and not told.stages[0].sequence_parallel
+
+
+def test_bf16_where_it_is_emulated_is_as_slow_as_fp32_and_said() -> None:
+    plans = {name: uniform_plan("gpt-350m", "2xt4", pp=2, global_batch=4, micro_batch=1, precision=name) for name in ("bf16", "fp16")}
+    found = {name: estimate(plan, model_of(plan), cluster_of(plan), Roofline()) for name, plan in plans.items()}
+    assert found["bf16"].time_s > 2 * found["fp16"].time_s and not found["fp16"].notes
+    assert "bf16 is emulated at the rate of fp32 on t4" in found["bf16"].notes[0]

@@ -230,7 +230,8 @@ def next_device(device: Device, dtype: str) -> Device | None:
     """The smallest device of the same maker that is larger, and has no less of anything; None if the catalogue has none."""
 
     def sizes(one: Device) -> tuple[float, ...]:
-        return one.memory_bytes, one.peak_flops_per_s(dtype), one.memory_bandwidth_bytes_per_s, one.intra.bandwidth_bytes_per_s
+        memory_gib = round(one.memory_bytes / 2**30)  # drivers report a little more or less of the same size
+        return memory_gib, one.peak_flops_per_s(dtype), one.memory_bandwidth_bytes_per_s, one.intra.bandwidth_bytes_per_s
 
     own = sizes(device)
     larger = [

@@ -422,6 +422,9 @@ class Estimator:
 
     def _notes(self, plan: Plan) -> tuple[str, ...]:
         notes = [*plan.notes, *self.source.notes(self.model)]
+        lacking = [device.name for device, _ in self.cluster.kinds if not device.supports(plan.precision)]
+        if lacking:
+            notes.append(f"{plan.precision} is emulated at the rate of fp32 on {' and '.join(lacking)}. Search with another --precision.")
         if any(stage.sequence_parallel and stage.degrees.tp > 1 for stage in plan.stages) and not self.divides_tokens:
             notes.append(f"sequence_parallel is without effect: {self.model.name} has ops that do not work token by token.")
         if plan.micro_batching.policy == "dynamic":
