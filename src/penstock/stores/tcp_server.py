@@ -71,8 +71,8 @@ class TcpServer:
                 answer = msgspec.msgpack.encode(await self._answer(*msgspec.msgpack.decode(await reader.readexactly(length))))
                 writer.write(len(answer).to_bytes(LENGTH_BYTES, "big") + answer)
                 await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
-            return  # whoever goes away, or cannot prove anything in time, needs no answer
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, asyncio.CancelledError):
+            return  # whoever goes away, or cannot prove anything in time, needs no answer; nor does anybody when the server is closed
         finally:
             writer.close()
 
