@@ -14,7 +14,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, get_context, parent_process, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -67,7 +67,7 @@ def start_process(name: str, target: Callable[..., Any], *arguments: Any) -> For
 def _begin(name: str, environment: Mapping[str, str], target: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.environ.clear()  # the server's is that of the moment at which it was started
     os.environ.update(environment)
-    if _NAME.exists():
+    with suppress(OSError):  # a system without such names does without
         _NAME.write_text(name)  # as `ps` and `top` show it
     gc.freeze()  # what was imported stays for good: no collection looks through it, nor copies the pages that it shares
     target(*arguments)
