@@ -150,7 +150,7 @@ def test_weights_are_divided_where_that_is_the_best_plan(tmp_path: Path) -> None
     """A long chain of small layers with little memory: replicas of the whole chain that divide its weights beat every pipeline."""
     path = tmp_path / "model.yaml"
     write_json(path, {"base": "gpt-1.3b", "layers": 128, "hidden": 1024, "heads": 16})
-    request = Request.of(str(path), "8xh100", 64, "roofline", None, (), 11e9)
+    request = Request.of(str(path), "8xh100", 64, "roofline", None, (), 12.1e9, gradients="bf16")
     found = search(request, top=1, prove=False).choices[0]  # without uniform plans
     assert found.plan.num_stages == 1 and found.plan.stages[0].zero > 1
     same = replace(found.plan, stages=(replace(found.plan.stages[0], zero=1),))

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.costs.memory import CUDA_CONTEXT_BYTES, NCCL_BYTES
 from penstock.plans.build import join_ranges
 from penstock.plans.validity import check_plan
 from penstock.schedules.rules import SCHEDULES
@@ -115,7 +116,7 @@ def test_no_cuts_of_a_small_chain_are_below_the_bound(tmp_path: Path, share: flo
     """All cuts within the windows, with nothing, with everything and with some ops recomputed."""
     roomy = best_interleaved(only_way(small(tmp_path)), math.inf)
     assert roomy is not None
-    context = 2**29
+    context = CUDA_CONTEXT_BYTES + NCCL_BYTES
     request = small(tmp_path, context + share * (roomy.estimate.peak_bytes - context))
     way, blocks, checked = only_way(request), request.blocks, 0
     low, high = way.windows

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_found_plan_equals_one_process(tmp_path: Path) -> None:
-    fields = {"family": "vgg", "convs": [1, 1], "widths": [8, 16], "classifier_width": 2048, "num_classes": 8, "image_size": 32}
+    fields = {"family": "vgg", "convs": [1, 1], "widths": [8, 16], "classifier_width": 4096, "num_classes": 8, "image_size": 32}
     (tmp_path / "model.yaml").write_text(json.dumps(fields))
     request = Request.of(str(tmp_path / "model.yaml"), "4xt4", 32, "roofline", None, (), math.inf)
     best = search(request, top=1).choices[0]

@@ -31,7 +31,7 @@ def exact(model_ref: str, cluster_ref: str, batch: int, limit: float = math.inf,
 
 @cache
 def large() -> Outcome:
-    return search_plans("gpt-13b", "2xp4d.24xlarge", 128, top=6, gradients="bf16")
+    return search_plans("gpt-13b", "2xp4d.24xlarge", 128, top=10, gradients="bf16")
 
 
 def test_plans_are_valid_fit_and_get_faster() -> None:
