@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or not has_triton(
 LENGTHS = ([96] * 8, [31, 76, 200, 12, 55, 90, 130, 77], [511, 3], [1], [2048, 7, 1, 1000])
 
 
-@pytest.mark.parametrize(("lengths", "width"), itertools.product(LENGTHS, (16, 32, 64, 128)))
+@pytest.mark.parametrize(("lengths", "width"), list(itertools.product(LENGTHS, (16, 32, 64, 128))))
 @pytest.mark.parametrize(("counts", "causal", "window"), [((4, 4, 4), True, 0), ((4, 2, 2), True, 50), ((2, 1, 1), False, 0)])
 def test_ragged_attention(lengths: list[int], width: int, counts: tuple[int, int, int], causal: bool, window: int) -> None:
     from penstock.models.modules.ragged_attention import ragged_attention
