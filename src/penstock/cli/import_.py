@@ -128,12 +128,14 @@ def _load(path: Path, function: str) -> Callable[[], Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look their own module up
     sys.path.insert(0, str(path.parent.resolve()))
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # a user's folder stays as it was
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise InputError(f"file '{path}' cannot be imported: {type(error).__name__}: {error}.") from error
     finally:
         sys.path.pop(0)
+        sys.dont_write_bytecode = before
     found = getattr(module, function, None)
     if not callable(found):
         names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
