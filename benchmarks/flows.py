@@ -28,14 +28,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+COMMAND = [sys.executable, "-m", "penstock.cli.main"]
 STEPS, WARM_UP = 14, 4
 
 
 def penstock(*words: str, **more: Any) -> str:
     """Runs a command; what it printed."""
     started = time.perf_counter()
-    script = "import sys; from penstock.cli.main import main; sys.argv[0] = 'penstock'; main()"
-    done = subprocess.run([sys.executable, "-c", script, *words], stdout=subprocess.PIPE, text=True, check=True, **more)
+    done = subprocess.run([*COMMAND, *words], stdout=subprocess.PIPE, text=True, check=True, **more)
     print(f"$ penstock {' '.join(words)}   ({time.perf_counter() - started:.0f} s)", flush=True)
     return done.stdout
 
@@ -133,8 +133,7 @@ def _resumed(given: argparse.Namespace, out: Path, data: str) -> list[float]:
     """The last two losses of a run that was killed half-way and went on from its checkpoint."""
     run = out / "run-killed"
     words = ["train", str(out / "same.json"), "--data", data, "--steps", str(given.steps), "--out", str(run), "--deterministic", "--json"]
-    script = "import sys; from penstock.cli.main import main; sys.argv[0] = 'penstock'; main()"
-    process = subprocess.Popen([sys.executable, "-c", script, *words, "--checkpoint-every", "3"], start_new_session=True)
+    process = subprocess.Popen([*COMMAND, *words, "--checkpoint-every", "3"], start_new_session=True)
     try:
         _await(lambda: _steps_done(run) >= given.steps // 2 and bool(list(run.glob("checkpoints/*"))))
     finally:

@@ -43,3 +43,8 @@ def test_what_is_filled_and_lost(form: SampleForm, sides: list[Any], longest: in
 def test_nothing_is_lost_where_all_fit() -> None:
     found = filled_positions(SampleForm("decoder", paired=False), Lengths([INPUTS]), 49, 0)  # type: ignore[arg-type]
     assert (found.num_truncated, found.tokens_lost, found.mean) == (0, 0, (4 + 49 + 7 + 0) / 4)
+
+
+def test_images_are_never_cut() -> None:
+    found = filled_positions(SampleForm("images"), Lengths([np.ones(3, np.int32)]), 0, 0)  # type: ignore[arg-type]
+    assert (found.own.tolist(), found.num_truncated, found.tokens_lost) == ([1, 1, 1], 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 
@@ -48,8 +49,8 @@ def filled_positions(form: SampleForm, data: DataSet, longest: int, longest_dec:
     """What all samples of a data set fill, from its index alone."""
     limits = side_limits(form, data, longest, longest_dec)
     columns = [np.asarray(side) for side in data.lengths]
-    kept = [side if limit is None else np.minimum(side, limit) for side, limit in zip(columns, limits, strict=False)]
-    cut = np.any([side > part for side, part in zip(columns, kept, strict=False)], axis=0)
-    tokens, left = (int(sum(side.sum(dtype=np.int64) for side in sides)) for sides in (columns[: len(kept)], kept))
+    kept = [side if limit is None else np.minimum(side, limit) for side, limit in zip_longest(columns, limits)]
+    cut = np.any([side > part for side, part in zip(columns, kept, strict=True)], axis=0)
+    tokens, left = (int(sum(side.sum(dtype=np.int64) for side in sides)) for sides in (columns, kept))
     own, dec = form.positions(np.stack(kept, axis=1))
     return FilledPositions(own, dec, int(cut.sum()), tokens - left, tokens)

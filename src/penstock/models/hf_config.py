@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.errors import InputError
+from penstock.models.huggingface import HF_ACTIVATIONS, HF_DTYPES
 from penstock.models.ops import Model
 
 __all__ = ["hf_config"]
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-_ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu", "relu": "relu"}
+_DTYPES, _ACTIVATIONS = ({ours: theirs for theirs, ours in reversed(names.items())} for names in (HF_DTYPES, HF_ACTIVATIONS))
 
 
 def hf_config(model: Model, dtype: str = "") -> dict[str, Any]:

@@ -16,10 +16,11 @@ from penstock.models.llama import LlamaConfig, llama
 from penstock.models.ops import Model
 from penstock.models.t5 import T5Config, t5
 
-__all__ = ["model_from_hf"]
+__all__ = ["HF_ACTIVATIONS", "HF_DTYPES", "model_from_hf"]
 
-_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_ACTIVATIONS = {
+# Their names to ours; of several for one of ours the first is what we write.
+HF_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+HF_ACTIVATIONS = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "silu": "silu", "swish": "silu", "relu": "relu",
 }  # fmt: skip
@@ -110,17 +111,17 @@ class _Fields:
     def activation(self, name: str, default: str) -> str:
         """Our name of an activation."""
         value = str(self.values.get(name) or default)
-        if value not in _ACTIVATIONS:
-            raise self.wrong(name, ", ".join(_ACTIVATIONS))
-        return _ACTIVATIONS[value]
+        if value not in HF_ACTIVATIONS:
+            raise self.wrong(name, ", ".join(HF_ACTIVATIONS))
+        return HF_ACTIVATIONS[value]
 
     def dtype(self) -> str:
         """`dtype`, or `torch_dtype` as it was called before transformers 5."""
         name = "dtype" if self.values.get("dtype") is not None else "torch_dtype"
         value = str(self.values.get(name) or "float32").removeprefix("torch.")
-        if value not in _DTYPES:
-            raise self.wrong(name, ", ".join(_DTYPES))
-        return _DTYPES[value]
+        if value not in HF_DTYPES:
+            raise self.wrong(name, ", ".join(HF_DTYPES))
+        return HF_DTYPES[value]
 
     def attention_dropout(self, name: str, default: float, unfused: bool = False) -> float:
         """The dropout of attention probabilities if it was asked for; `unfused` tells that the family has a path for it."""
@@ -218,8 +219,8 @@ def _t5_mlp(f: _Fields) -> tuple[bool, str]:
     """(gated?, activation) of "relu", "gated-gelu" and the like, which newer files also say in two fields of their own."""
     text = str(f.values.get("feed_forward_proj") or "relu")
     gate, _, function = text.rpartition("-")
-    if gate not in ("", "gated") or function not in _ACTIVATIONS:
-        raise f.wrong("feed_forward_proj", f"FUNCTION or gated-FUNCTION with one of {', '.join(_ACTIVATIONS)}")
+    if gate not in ("", "gated") or function not in HF_ACTIVATIONS:
+        raise f.wrong("feed_forward_proj", f"FUNCTION or gated-FUNCTION with one of {', '.join(HF_ACTIVATIONS)}")
     default = "gelu_new" if text == "gated-gelu" else function
     return f.flag("is_gated_act", gate == "gated"), f.activation("dense_act_fn", default)
 
