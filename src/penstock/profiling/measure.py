@@ -104,11 +104,12 @@ def _run(ops: Sequence[OpModule], carry: Carry, batch: Batch, marks: Marks, whol
         del produced
     if whole:
         forward.append(marks.mark())
-        backward[0] = forward[1]
     outputs = [tensor for tensor in carry.values() if tensor.requires_grad]
     carry.clear()
     del carry
     grads = [torch.ones_like(tensor) for tensor in outputs]
+    if whole:
+        backward[0] = marks.mark()
     torch.autograd.backward(outputs, grads)
     del outputs, grads
     return _Pass(forward, backward, marks.mark())
