@@ -10,6 +10,7 @@ import dataclasses
 import json
 import random
 import shutil
+import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,9 @@ def measure_runs(out: Path, costs: str, cluster: str, deadline: float, runs: tup
         try:
             words = ("--data", data, "--steps", str(STEPS), "--out", str(folder), "--compare", "--json")
             told = json.loads(penstock("train", str(plan), *words))
+        except subprocess.CalledProcessError as error:
+            print(f"{run.key} failed: {error}", flush=True)
+            continue
         finally:
             shutil.rmtree(folder, ignore_errors=True)  # its checkpoint is many gigabytes
         kept = {name: told[name] for name in ("time_s", "tokens_per_s", "stages")}
