@@ -153,6 +153,19 @@ def test_lengths_give_plans_of_dynamic_micro_batches(lengths: Path, tmp_path: Pa
     assert run(["batch", "--lengths", str(lengths), "--plan", str(path)]) == 0
 
 
+def test_a_simple_plan_for_lengths_says_why_even_alone(
+    lengths: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("penstock.search.lengths.simplest", lambda plans, times_s, error: len(plans) - 1)  # let the slowest be simple
+    asked = ["search", "--model", "gpt-small", "--cluster", "2xcpu", "--global-batch", "16", "--lengths", str(lengths), "--top", "1"]
+    assert run([*asked, "--out", str(tmp_path / "plan.json")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "slower than the best found" in shown and "within the error of ±6% (roofline)" in shown
+    assert [path.name for path in tmp_path.glob("plan*")] == ["plan.json"]  # the fastest is named, not offered
+    assert run([*asked, "--strict"]) == 0
+    assert "within the error" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "more", [["--proof"], ["--baselines"], ["--seq-length", "128"], ["--micro-batches", "1,2"], ["--objective", "cost"]]
 )

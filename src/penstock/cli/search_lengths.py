@@ -59,11 +59,12 @@ def search_lengths(
     from penstock.search import search_for_lengths
 
     with progress("searching", quiet=json) as bar:
-        choices = search_for_lengths(
-            request, samples, top=top, time_budget_s=time_budget or math.inf,
+        found = search_for_lengths(  # the fastest is the second where a simpler one is offered first, and is named then
+            request, samples, top=max(2, top), time_budget_s=time_budget or math.inf,
             watch=lambda text, best_s, bound_s: bar.describe(f"pipelines: {text}"),
             judging=lambda done, all_: bar.describe(f"planning batches for pipeline {done + 1} of {all_}"), strict=strict,
         )  # fmt: skip
+    choices, fastest = found[:top], min(found, key=lambda choice: choice.time_s)
     plans = [choice.plan for choice in choices]
     paths = write_plans(target, plans)
     best = choices[0]
@@ -75,7 +76,6 @@ def search_lengths(
     longest = max(sample.length for sample in samples)
     title = f"best plans of {request.model.name} for {len(samples):,} lengths up to {longest}, global batch {request.frame.global_batch}"
     out().print(table(title, _COLUMNS, [_cells(_row(choice)) for choice in choices]))
-    fastest = min(choices, key=lambda choice: choice.time_s)
     offer = why_first(best.plan, best.time_s, fastest.plan, fastest.time_s, request.estimator.source)
     notes = [f"note: {note}" for note in best.plan.notes]
     for line in [described_training(best.plan), *offer, *notes, *_facts(best, count, path, paths)]:
