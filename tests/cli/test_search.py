@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -164,6 +166,20 @@ def test_a_simple_plan_for_lengths_says_why_even_alone(
     assert [path.name for path in tmp_path.glob("plan*")] == ["plan.json"]  # the fastest is named, not offered
     assert run([*asked, "--strict"]) == 0
     assert "within the error" not in capsys.readouterr().out
+
+
+def test_rates_that_are_guesses_are_told_wherever_times_are(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of a plan file for this machine, which knows its cluster by content and not by name."""
+    path = tmp_path / "plan.json"
+    asked = ["search", "--model", "gpt-tiny", "--cluster", "local", "--global-batch", "4", "--top", "1", "--out", str(path)]
+    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
+        for more in (["--micro-batches", "1"], ["--data", data]):
+            assert run([*asked, *more]) == 0
+            assert "rates of cpu are a guess" in " ".join(capsys.readouterr().out.split())
+            assert run([*asked, *more, "--json"]) == 0
+            assert any("rates of cpu are a guess" in note for note in json.loads(capsys.readouterr().out)["notes"])
+            assert run(["explain", str(path)]) == 0
+            assert "rates of cpu are a guess" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
