@@ -94,7 +94,7 @@ def _run(ops: Sequence[OpModule], carry: Carry, batch: Batch, marks: Marks, whol
         backward[index] = marks.mark()
 
     for index, op in enumerate(ops):
-        carry = op(carry, batch)
+        carry = op.forward(carry, batch)  # as chains do
         if whole:
             continue
         forward.append(marks.mark())
