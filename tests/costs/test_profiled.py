@@ -112,8 +112,11 @@ def test_the_optimizer_step_comes_from_measured_steps() -> None:
     costs = Profiled(PROFILE)
     assert costs.optimizer_s(1.3e9, H200) == pytest.approx(1.3e9 * 1.22e-11, rel=0.1)  # 3.17 ms for 260 million weights
     assert costs.optimizer_s(2.6e9, H200) == pytest.approx(2 * costs.optimizer_s(1.3e9, H200))
+    assert costs.optimizer_s(1e9, H200, gradients="fp32") == pytest.approx(18 / 16 * costs.optimizer_s(1e9, H200))
+    assert costs.optimizer_s(1e9, H200, gradients="bf16") == costs.optimizer_s(1e9, H200)
     bare = Profiled(Profile({H200: DeviceProfile({})}))
     assert bare.optimizer_s(1e9, H200) == Roofline().optimizer_s(1e9, H200)
+    assert bare.optimizer_s(1e9, H200, gradients="fp32") == Roofline().optimizer_s(1e9, H200, gradients="fp32")
 
 
 def test_measured_peaks_give_about_the_memory_that_formulas_give() -> None:

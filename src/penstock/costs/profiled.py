@@ -12,6 +12,7 @@ import numpy as np
 from penstock.clusters import Cluster, with_measured_links
 from penstock.costs.interpolation import MeasuredCurves, fit_optimizer
 from penstock.costs.measured_links import measured_links
+from penstock.costs.memory import bytes_per_parameter
 from penstock.costs.profile import DeviceProfile, Profile, SeriesKey, WholeFactors, coordinates, read_profile, series_key
 from penstock.costs.replay import OpBytes, OpBytesSource, OpPeaks, formula_bytes
 from penstock.costs.roofline import Roofline
@@ -171,8 +172,14 @@ class Profiled:
         return (f"not in the profile at every degree or layout, so modelled by the roofline: {', '.join(modelled)}.",) if modelled else ()
 
     def optimizer_s(
-        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0
-    ) -> float:
-        """From measured steps, which are AdamW's; the roofline's otherwise."""
+        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0,
+        gradients: str = "",
+    ) -> float:  # fmt: skip
+        """From measured steps, which are AdamW's with gradients in the weights' dtype; the roofline's otherwise.
+
+        A step only moves bytes: with gradients in another dtype it takes as much longer as it moves more of them.
+        """
         measured = self.device(device).optimizer_s(num_parameters, num_tensors, precision) if optimizer == "adamw" else None
-        return measured[0] if measured else self._roofline.optimizer_s(num_parameters, device, precision, optimizer)
+        if measured is None:
+            return self._roofline.optimizer_s(num_parameters, device, precision, optimizer, gradients=gradients)
+        return measured[0] * sum(bytes_per_parameter(precision, optimizer, gradients)) / sum(bytes_per_parameter(precision, optimizer))
