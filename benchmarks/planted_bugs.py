@@ -106,6 +106,8 @@ _PLANS = (
          "plans/test_validity.py"),
 )  # fmt: skip
 _COSTS = (
+    _bug("fp32 sums are read like bf16", "costs/roofline.py", "bytes_per_parameter(precision, optimizer, gradients)",
+         "bytes_per_parameter(precision, optimizer)", "an update seems to move fewer bytes", "costs/test_roofline.py", pick="optimizer"),
     _bug("ZeRO divides gradients a level early", "costs/memory.py", "for level in (3, 2, 1)]", "for level in (3, 1, 1)]",
          "ZeRO-1 keeps whole gradients", "costs/test_memory.py"),
     _bug("messages are held once", "costs/memory.py", "return sum(2 * model.boundary_bytes(cut)", "return sum(model.boundary_bytes(cut)",
@@ -182,6 +184,8 @@ _SEARCH = (
          "return sorted(fitting, key=lambda choice: (-choice.estimate.time_s,", "a sign", "search/test_uniform.py"),
 )  # fmt: skip
 _PROGRAMS = (
+    _bug("a damaged profile is left aside", "programs/memory.py", "except ProfileMissingError:", "except Exception:",
+         "bytes by formula in place of an error", "programs/test_memory.py", pick="damaged"),
     _bug("a buffer is given back while a send runs", "programs/flow.py",
          "            if buffer.pending:\n                self.wrong(f\"frees",
          "            if not buffer:\n                self.wrong(f\"frees", "the send reads what the next pass writes",
@@ -224,8 +228,12 @@ _DATA = (
          'self._starts[int(state["step"])] = int(state["position"]) + 1', "off by one", "data/test_batches.py"),
     _bug("another seed is taken", "data/batches.py", "            if state.get(name) != mine:", "            if state.get(name) is None:",
          "a run goes on with other data", "data/test_batches.py"),
-    _bug("limits are ignored", "data/batches.py", "np.minimum(lengths[samples], limit) for", "lengths[samples] for",
-         "samples are longer than the plan's", "data/test_batches.py"),
+    _bug("limits are ignored", "data/limits.py", "np.minimum(side, limit) for", "np.asarray(side) for",
+         "samples are longer than the plan's", "data/test_limits.py", "data/test_batches.py"),
+    _bug("pairs that fit are cut", "data/limits.py", "np.maximum(self.together - own[0], self.together // 2)", "self.together // 2",
+         "a target has half of the room, whether the input needs the rest or not", "data/test_limits.py"),
+    _bug("the target is cut first", "data/limits.py", "np.maximum(self.together - own[0], self.together // 2)",
+         "np.maximum(self.together - own[0], 0)", "a long input leaves nothing to learn from", "data/test_limits.py"),
     _bug("the weights of tasks are ignored", "data/mixture.py",
          "return apportion(self.epoch_size, [task.weight or 0.0 for task in self.tasks])",
          "return [task.size for task in self.tasks]", "a mixture is what there is", "data/test_mixture.py"),
@@ -251,6 +259,10 @@ _SYSTEMS = (
          "top += stored + layers * cost[2] + cost[3]", "off by one", "systems/dynapipe"),
 )  # fmt: skip
 _RUNTIME = (
+    _bug("who waits is the cause", "runtime/telemetry/parts.py", " - differences[rank][_EFFECT]", "",
+         "a slow rank shows as waiting on the others", "runtime/telemetry/test_parts.py"),
+    _bug("an update has what it waits for", "runtime/telemetry/observing.py", '            self._sums["update_s"] -= time_s\n', "",
+         "ranks that are early seem to update slowly", "runtime/telemetry/test_observing.py"),
     _bug("recomputation never happens", "runtime/parallel/stage.py",
          "again = [op - piece.first for op in recomputed if piece.first <= op < piece.last]", "again: list[int] = []",
          "the same losses, all activations kept", "runtime/parallel/test_stage.py"),
@@ -409,6 +421,8 @@ _REPORTS = (
          "the cut is ignored", "reports/test_drawing.py"),
 )
 _CLI = (
+    _bug("a simple plan hides the fastest", "cli/search_lengths.py", "top=max(2, top)", "top=top", "nobody says why it is first",
+         "cli/test_search.py", pick="says_why"),
     _bug("beaten choices are shown first", "cli/pareto.py", "key=lambda offer: (bool(offer.dominated_by), offer.hours)",
          "key=lambda offer: (not offer.dominated_by, offer.hours)", "a sign", "cli/test_pareto.py"),
     _bug("names of nodes are paths", "cli/pareto.py", 're.sub(r"[^A-Za-z0-9._-]+", "_", name)', 'name.replace("+", "_")',

@@ -14,6 +14,7 @@ from penstock.stores.addresses import ADDRESS_VARIABLE
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.runtime.telemetry.observing import StageTime
+    from penstock.runtime.telemetry.parts import RankTimes
 
 __all__ = ["TIMED", "WARM_UP", "EvalRecord", "PlanningSettings", "StepTold", "TrainRequest", "TrainResult"]
 
@@ -134,3 +135,5 @@ class TrainResult:
     """The folder of checkpoints; None on timed devices, which have nothing to keep."""
     ended_by: int = 0
     """The signal that ended it before its last step; 0: none."""
+    ranks: Mapping[int, RankTimes] = field(default_factory=dict)
+    """Measured, on each rank; none where no step was counted."""
