@@ -15,8 +15,6 @@ from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import write_plan
 from penstock.runtime.telemetry.steps import read_steps
 
-pytestmark = pytest.mark.timeout(110)
-
 STEPS = 5
 
 

@@ -24,8 +24,6 @@ from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import Trainer
 from penstock.runtime.workers import WorkerError
 
-pytestmark = pytest.mark.timeout(110)
-
 SETTINGS = TrainingSettings(LearningRate(2e-3))
 
 
