@@ -118,7 +118,7 @@ def train_programs(worker: Worker, plan: Plan, programs: Sequence[Sequence[Progr
     if rank is None:
         return TrainedPrograms()
     losses, norms, evaluated = [], [], []
-    place = rank.world.process[rank.world.rank]
+    place = rank.world.place
     for iteration in programs:
         own = iteration[place]
         if own.training:
@@ -152,5 +152,5 @@ def run_timed(
     world = World(plan, worker.groups)
     if world.rank < 0:
         return []
-    rank, place = TimedRank(world, settings, worker.status), world.process[world.rank]
+    rank, place = TimedRank(world, settings, worker.status), world.place
     return [(rank.run(iteration[place], workloads[iteration[place].replica]), rank.device_s) for iteration in programs]

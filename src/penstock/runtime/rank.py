@@ -50,8 +50,8 @@ class Evaluated:
 class Rank:
     """Trains what the plan in force gives to this process.
 
-    `adopt` puts a plan in force, the first as any later one, between two programs. Process groups are shared by all plans of the process;
-    stages, gradients, optimizer and transport belong to the plan.
+    `adopt` puts a plan in force, the first as any later one, between two programs. Each plan has a generation of process groups of its
+    own; stages, gradients, optimizer and transport belong to the plan.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Rank:
         """Of the last step."""
         self.losses: list[tuple[int, int, torch.Tensor]] = []
         """Stage, micro-batch and loss of the passes of the last step that end here; nobody waits for the device until they are read."""
+        self._has_plan = False
         self._source: Source | None = None
         self._loss = torch.zeros((), dtype=torch.float64, device=groups.device)
         self._correct = torch.zeros(2, dtype=torch.float64, device=groups.device)
@@ -74,6 +75,9 @@ class Rank:
 
         What belonged to the plan before is let go. `rank_state.adopt_with_state` carries weights and optimizer state over.
         """
+        if self._has_plan:
+            self.groups.renew()
+        self._has_plan = True
         self.plan, self.world = plan, World(plan, self.groups)
         self.asynchronous = SCHEDULES[plan.schedule].asynchronous
         self.transport = make_transport(self.world)

@@ -38,7 +38,7 @@ def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> 
             DynamicLoader(batches, planner, world.rank, address=address, job=job, planners=1 if job else 0, starts_planners=False)
         )
         spans = stack.enter_context(closing(SpanRecorder(out / f"rank-{world.rank:05d}.spans", world.rank)))
-        log = stack.enter_context(closing(LineLog(out / STEPS, anew=True))) if worker.rank == 0 else None
+        log = stack.enter_context(closing(LineLog(out / STEPS, anew=True))) if world.place == 0 else None
         rank = TimedRank(world, TimedSettings(slower=request.slower), Observers(worker.status, spans, stages))
         world.barrier()
         spans.mark_sync(0)

@@ -67,7 +67,7 @@ class Run:
             always_the_same()
         self.model = model_of(request.plan)
         self.first_step = Checkpoint(request.resume).step if request.resume else 0
-        out, own = Path(request.out), request.plan.ranks[worker.rank]
+        out, own = Path(request.out), worker.rank
         self.spans = SpanRecorder(out / f"rank-{own:05d}.spans", own)
         self.times = StageSpans(self.first_step + WARM_UP if request.steps - self.first_step > WARM_UP else 0)
         self.profiled = ProfiledSteps(request.profile_steps, out, own)
@@ -88,7 +88,7 @@ class Run:
         """Steps that the last checkpoint of this run has behind it."""
         if request.reserve_memory and self.world.device.type == "cuda":
             reserve(self.world.device, request.reserve_memory, len(self.world.ranks) if worker.shared_gpu else 1)
-        self.is_first = worker.rank == 0
+        self.is_first = self.world.place == 0
         self.log: LineLog | None = None
         if self.is_first:
             sink = tensorboard_sink(out / "tensorboard")
@@ -99,7 +99,7 @@ class Run:
         self.gpu = self._gpu_log(out)
         self._peaks = self._peak_times()
         self.checkpoints = CheckpointWriter(
-            out / CHECKPOINTS, rank=worker.rank, world_size=len(self.world.ranks), token=token, keep=request.keep
+            out / CHECKPOINTS, rank=self.world.place, world_size=len(self.world.ranks), token=token, keep=request.keep
         )  # fmt: skip
         best = best_checkpoint(out / CHECKPOINTS)
         self._best_loss = math.inf if best is None else best[1]
