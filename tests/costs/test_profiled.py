@@ -41,7 +41,7 @@ def test_tables_are_finite_at_every_degree_and_shape(name: str) -> None:
         assert np.array_equal(np.isfinite(measured), possible)
         assert (measured[possible] >= 0).all() and not np.isnan(measured).any()
     assert (table.forward_s[table.chain, :, :, 0, 0].sum(0) > 0).all()
-    assert table.host_s.shape == (len(table.op_names), 3, 1) and (table.host_s >= 0).all() and (table.host_s < 0.01).all()
+    assert table.host_s.shape == (len(table.op_names), len(shapes), 3, 4, 1) and (table.host_s >= 0).all() and (table.host_s < 0.01).all()
     assert np.array_equal(table.kept_bytes, roofline.kept_bytes)
     assert not costs.notes(model)
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.data.batches import GlobalBatches
 from penstock.data.dataset import DataSet, open_data
+from penstock.data.limits import NO_LIMITS, Limits
 from penstock.data.planning import PlanningError, ProgramPlanner, describe_samples
 from penstock.errors import InputError
 from penstock.processes.fork_server import FORKED, await_parent, start_process
@@ -63,7 +64,7 @@ class BatchSource:
     split: str = "train"
     samples_per_batch: int | None = None
     tokens_per_batch: int | None = None
-    limits: tuple[int | None, ...] = ()
+    limits: Limits = NO_LIMITS
     seed: int = 0
     shuffle: bool = True
     num_steps: int | None = None

@@ -19,7 +19,7 @@ import msgspec
 from penstock.costs.memory import SLACK
 from penstock.costs.roofline import Roofline
 from penstock.costs.sources import open_costs
-from penstock.errors import InfeasibleError, InputError
+from penstock.errors import InfeasibleError, ProfileMissingError
 from penstock.models.micro_batch import MicroBatch
 from penstock.plans.degrees import DegreeRun, parts_of
 from penstock.programs import instructions as i
@@ -53,7 +53,7 @@ def require_memory(plan: Plan, model: Model, cluster: Cluster) -> None:
         return
     try:
         found = _fullest(plan, model, cluster, open_costs(plan.costs, cluster))
-    except InputError:  # a profile that is not on this machine, or without these devices: bytes are then by formula
+    except ProfileMissingError:  # not on this machine, or without these devices: bytes are then by formula; a damaged one is an error
         found = _fullest(plan, model, cluster, Roofline(cluster=cluster))
     if found is not None:
         programs, problem = found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.runtime.optimizing.optimizer import make_optimizer
+from penstock.runtime.optimizing.optimizer import make_optimizer, squared_norms
 from penstock.runtime.parallel.gradients import Gradients
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.transport.world import World
@@ -123,8 +123,7 @@ class Update:
         grads = [held.parameter.grad for held in self._counted if held.parameter.grad is not None]
         if not grads:
             return
-        squares = torch.stack([norm.double() for norm in torch._foreach_norm(grads, 2.0, dtype=torch.float32)]).square()
-        shares.index_add_(0, self._places, squares)
+        shares.index_add_(0, self._places, squared_norms(grads))
 
     def _zero(self) -> None:
         for own in self.gradients:
