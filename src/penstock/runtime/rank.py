@@ -228,9 +228,13 @@ class Rank:
 
     # Transfers -----------------------------------------------------------------------------------------------------------------
 
+    def beside(self, step: i.SendStart | i.ReceiveStart) -> list[torch.Tensor]:
+        """Further tensors that travel with a message; the other end has as many."""
+        return []
+
     def send_start(self, step: i.SendStart) -> None:
         """Begins to send."""
-        tensors = outgoing(self._buffers[step.buffer], step.parts)
+        tensors = [*outgoing(self._buffers[step.buffer], step.parts), *self.beside(step)]
         self._sends[step.what, step.cut, step.micro_batch, step.peer] = self.transport.send(tensors, step.peer)
 
     def send_wait(self, step: i.SendWait) -> None:
@@ -243,7 +247,7 @@ class Rank:
         if buffer is None:
             buffer = self._buffers[step.buffer] = {}
         landings = prepare(buffer, step.parts, self.world.device)
-        pending = self.transport.receive([landing.arrives for landing in landings], step.peer)
+        pending = self.transport.receive([*(landing.arrives for landing in landings), *self.beside(step)], step.peer)
         self._receives[step.what, step.cut, step.micro_batch, step.peer] = (pending, landings)
 
     def receive_wait(self, step: i.ReceiveWait) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 from collections.abc import Callable
@@ -25,11 +24,11 @@ from penstock.runtime.checkpoints.folder import find_checkpoint
 from penstock.runtime.checkpoints.going_on import check_goes_on, run_facts
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.data_notes import data_notes
+from penstock.runtime.devices.rehearsing import rehearse_rank
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.planner_processes import planners_here, planners_of_nodes
 from penstock.runtime.rank_state import check_state
-from penstock.runtime.rehearsing import rehearse_rank
-from penstock.runtime.request import TIMED, WARM_UP, StepTold, TrainRequest, TrainResult
+from penstock.runtime.request import PACED, TIMED, WARM_UP, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run import train_rank
 from penstock.runtime.run_folder import own_folder, safe_step
 from penstock.runtime.run_inputs import run_inputs
@@ -90,7 +89,9 @@ class Trainer:
         with (
             own_folder(request),
             planners_here(request.planning, *run_inputs(request), self.first_step) as handover,
-            WorkerPool(count, device="cpu" if rehearses else request.device, threads=threads, timeout_s=_OPERATION_S) as pool,
+            WorkerPool(
+                count, device="cpu" if request.device in _CLOCKED else request.device, threads=threads, timeout_s=_OPERATION_S
+            ) as pool,
             nullcontext() if rehearses else Interrupts(pool.board.ask_to_end),
         ):
             job = (rehearse_rank, request, handover) if rehearses else (train_rank, request, handover, secrets.token_hex(8))
@@ -128,6 +129,8 @@ def _run_rank(worker: Worker, job: Callable[..., TrainResult], request: TrainReq
     return TrainResult(0, 0, (), (), 0.0, 0.0, {}, None)
 
 
+_CLOCKED = (TIMED, PACED)
+"""Devices that keep the time of the plan's, on the processor."""
 _OPERATION_S = 1800.0
 """The longest that one transfer or collective may take."""
 _RUN_S = 365 * 24 * 3600.0
@@ -156,7 +159,7 @@ def _checked(request: TrainRequest) -> TrainRequest:
         require_memory(plan, model, cluster)
     device = request.device or ("cpu" if {cluster.device(rank).name for rank in plan.ranks} == {"cpu"} else "cuda")
     _require_devices(plan, device, request.share_gpus)
-    _require_slower(request)
+    _require_clocked(replace(request, device=device))
     data = open_data(request.data)
     data.check()
     form_of(model, data, prompt_loss=request.prompt_loss)
@@ -204,11 +207,11 @@ def _require_steps(request: TrainRequest) -> None:
 
 def _require_devices(plan: Plan, device: str, share_gpus: bool) -> None:
     count = len(_processes(plan))
-    if device not in ("cpu", "cuda", TIMED):
-        raise InputError(f"device is '{device}'; cpu or cuda was expected, or {TIMED} to rehearse a plan.")
+    if device not in ("cpu", "cuda", *_CLOCKED):
+        raise InputError(f"device is '{device}'; cpu or cuda was expected, or {TIMED} to rehearse a plan, or {PACED} to train at its pace.")
     if "WORLD_SIZE" in os.environ:
-        if device == TIMED:
-            raise InputError("timed devices keep one clock, that of one machine. Run them without torchrun.")
+        if device in _CLOCKED:
+            raise InputError(f"{device} devices keep one clock, that of one machine. Run them without torchrun.")
         started = int(os.environ["WORLD_SIZE"])
         if started != count:
             raise InputError(f"the plan has {len(plan.ranks)} ranks, but {started} processes were started. Start one for each rank.")
@@ -233,14 +236,14 @@ def _require_devices(plan: Plan, device: str, share_gpus: bool) -> None:
         )
 
 
-def _require_slower(request: TrainRequest) -> None:
-    for rank, factor in request.slower.items():
-        if request.device != TIMED:
-            raise InputError(f"rank {rank} is to be {factor:g} times as slow, which only timed devices can be. Use --device {TIMED}.")
-        if rank not in request.plan.ranks:
-            raise InputError(f"rank {rank} is to be slower, but the plan has ranks {min(request.plan.ranks)} to {max(request.plan.ranks)}.")
-        if not 0 < factor < math.inf:
-            raise InputError(f"rank {rank} is to take {factor:g} times as long; a number above 0, such as 1.5, was expected.")
+def _require_clocked(request: TrainRequest) -> None:
+    """Refuses a disturbance of devices that nobody can slow down, and of ranks that the plan does not have."""
+    for change in request.disturbance.changes:
+        if request.device not in _CLOCKED:
+            raise InputError(
+                f"{change.subject} is to be slower, which only timed and paced devices can be. Use --device {TIMED} or --device {PACED}."
+            )
+    request.disturbance.require_ranks(request.plan.ranks)
 
 
 def _first_step(request: TrainRequest) -> int:
