@@ -70,7 +70,7 @@ def train_rank(worker: Any, source: BatchSource, planner: ProgramPlanner, addres
     """A job for workers: all iterations of one timed rank, and what it waited for programs once warm."""
     from penstock.data.loader import DynamicLoader
     from penstock.programs.binary import encode
-    from penstock.runtime.timed import TimedRank
+    from penstock.runtime.devices.timed import TimedRank
     from penstock.runtime.transport.world import World
 
     world = World(planner.plan, worker.groups)

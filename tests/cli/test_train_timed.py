@@ -93,7 +93,7 @@ def test_it_says_that_nothing_was_computed(data: str, tmp_path: Path, capsys: py
         (("--slow", "4=2"), "rank 4 is to be slower, but the plan has ranks 0 to 3"),
         (("--slow", "1=0"), "rank 1 is to take 0 times as long"),
         (("--slow", "1=nan"), "rank 1 is to take nan times as long"),
-        (("--device", "cpu", "--slow", "1=2"), "which only timed devices can be"),
+        (("--device", "cpu", "--slow", "1=2"), "which only timed and paced devices can be"),
     ],
 )
 def test_options_that_make_no_sense(

@@ -92,8 +92,25 @@ def test_unequal_replicas_train_like_one_process_and_go_on(data: str, tmp_path: 
     assert again.first_step == 2 and again.losses == pytest.approx(alone.losses[2:], rel=1e-5)
 
 
+def on_devices(plan: Plan, *devices: int) -> Plan:
+    """A plan of one device for each stage, on these."""
+    return replace(plan, stages=tuple(replace(stage, devices=((own,),)) for stage, own in zip(plan.stages, devices, strict=True)))
+
+
+def test_devices_without_work_stay_idle(data: str, tmp_path: Path) -> None:
+    """Planners, records, checkpoints and the result are those of the ranks that the plan has."""
+    requests = [TrainRequest(plan, data, 3, str(tmp_path / name), SETTINGS)
+                for name, plan in (("two", plan_of(pp=2)), ("of four", on_devices(plan_of(pp=2), 3, 1)))]  # fmt: skip
+    found = [Trainer(request).train() for request in requests]
+    assert found[0].losses == found[1].losses and found[1].num_steps == 3
+    assert sorted(path.name for path in (tmp_path / "of four").glob("*.spans")) == ["rank-00001.spans", "rank-00003.spans"]
+    again = replace(requests[0], resume=str(tmp_path / "of four"), out=str(tmp_path / "again"), steps=4)
+    assert Trainer(again).train().first_step == 3
+
+
 def test_torchrun_starts_the_same_training(data: str, tmp_path: Path) -> None:
-    write_plan(tmp_path / "plan.json", plan_of(pp=2))
+    """Of three devices the plan leaves one out, and no process was started for it."""
+    write_plan(tmp_path / "plan.json", on_devices(plan_of(pp=2), 0, 2))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock.cli.main", "train"]
     options = [str(tmp_path / "plan.json"), "--data", data, "--steps", "2", "--out", str(tmp_path / "run"), "--json", "--lr", "2e-3"]
     options.append("--compare")

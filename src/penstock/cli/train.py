@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.runtime.request import StepTold, TrainResult
     from penstock.runtime.settings import TrainingSettings
     from penstock.runtime.telemetry.predicting import PredictedSteps
+    from penstock.timing.disturbance import Disturbance
 
 __all__ = ["train"]
 
@@ -36,10 +37,18 @@ def train(
         bool, typer.Option("--compare", help="Print predicted against measured times and memory, and what differs most.")
     ] = False,
     device: Annotated[
-        str, typer.Option(help="cpu or cuda; what the plan's cluster has if not given. timed: rehearse it, ops being waits.")
+        str,
+        typer.Option(
+            help="cpu or cuda; what the plan's cluster has if not given. timed: rehearse it, ops being waits. paced: train on the "
+            "processor, at the pace of the plan's devices."
+        ),
     ] = "",
     slow: Annotated[
-        list[str] | None, typer.Option(metavar="RANK=FACTOR", help="With timed devices: this rank takes so many times as long; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="RANK=FACTOR", help="With timed and paced devices: this rank takes so many times as long; repeatable."),
+    ] = None,
+    disturb: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With timed and paced devices: what slows them down, and at which steps (YAML).")
     ] = None,
     share_gpus: Annotated[
         bool, typer.Option("--share-gpus", help="Let several ranks run on one GPU, each with its part under MPS.")
@@ -116,7 +125,7 @@ def train(
         given, data, steps, str(path), _settings(given, steps, lr, warmup, clip, seed, on_nan, deterministic), device, eval_every,
         checkpoint_every=checkpoint_every, keep=keep, resume=resume, weights=weights, profile_steps=_steps(torch_profile),
         share_gpus=share_gpus, reserve_memory=reserve_memory,
-        planning=PlanningSettings(planners, store, store_timeout, search_steps=budget_steps), slower=_slower(slow or []),
+        planning=PlanningSettings(planners, store, store_timeout, search_steps=budget_steps), disturbance=_disturbance(slow or [], disturb),
     ))  # fmt: skip
     unit = "tokens" if given.seq_length else "images"
     first = not under_torchrun or os.environ["RANK"] == "0"
@@ -183,6 +192,17 @@ def _refuse_learning(context: typer.Context) -> None:
             f"{', '.join(given)}: a timed device computes nothing, so there is nothing to learn, evaluate, save or go on from, and no "
             "memory to take. Leave out what is named, or use --device cpu or cuda."
         )
+
+
+def _disturbance(slow: list[str], path: Path | None) -> Disturbance:
+    from penstock.timing.disturbance import Disturbance
+
+    whole_run = Disturbance.of_ranks(_slower(slow))
+    if path is None:
+        return whole_run
+    from penstock.timing.disturbance_file import read_disturbance
+
+    return Disturbance((*whole_run.changes, *read_disturbance(path).changes))
 
 
 def _slower(given: list[str]) -> dict[int, float]:

@@ -285,7 +285,7 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
 def _rank_main(store: str, rank: int) -> None:
     """What one of two ranks runs."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    tp = TensorParallel(rank, 2, dist.group.WORLD)
+    tp = TensorParallel(rank, 2)
     for name, algo in ((name, algo) for name in ("resnet", "wide", "vgg") for algo in (0, 1)):
         model = SMALL[name]
         batch = batch_of(model, 4)
