@@ -17,6 +17,7 @@ _HOMES = {
     "ProfileMissingError": "penstock.errors",
     "TrainRequest": "penstock.runtime.request",
     "Trainer": "penstock.runtime.trainer",
+    "moves": "penstock.adapting.moves",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]
