@@ -18,6 +18,7 @@ _HOMES = {
     "ProfileMissingError": "penstock.errors",
     "TrainRequest": "penstock.runtime.request",
     "Trainer": "penstock.runtime.trainer",
+    "fit_slowdowns": "penstock.adapting.slowdowns",
     "moves": "penstock.adapting.moves",
 }
 
