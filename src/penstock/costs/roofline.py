@@ -128,7 +128,7 @@ class Roofline:
 def tp_group(cluster: Cluster, device: Device, tp: int) -> Group | None:
     """The ranks a tensor-parallel group of one device kind would take: inside a node if one is large enough; None if there are too few."""
     starts = np.cumsum([0, *(run.num_devices for run in cluster.runs)])
-    own = [(int(start), run) for start, run in zip(starts[:-1], cluster.runs, strict=True) if run.node.device == device]
+    own = [(int(start), run) for start, run in zip(starts[:-1], cluster.runs, strict=True) if run.node.device.name == device.kind]
     for start, run in own:
         if run.node.num_devices >= tp:
             return group_of(cluster, range(start, start + tp))

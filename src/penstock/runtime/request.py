@@ -12,6 +12,8 @@ from penstock.stores.addresses import ADDRESS_VARIABLE
 from penstock.timing.disturbance import Disturbance
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from penstock.plans.plan import Plan
     from penstock.runtime.telemetry.observing import StageTime
     from penstock.runtime.telemetry.parts import RankTimes
