@@ -93,6 +93,8 @@ _SCHEDULES = (
          "return (num_groups - group - 1) + (num_chunks - 1) * num_groups", "Megatron's factor of two", "schedules"),
 )  # fmt: skip
 _PLANS = (
+    _bug("ZeRO parts leave a rest", "plans/ranks.py", "    width = -(-size // count)", "    width = size // count", "rounded down",
+         "runtime/parallel/test_sharding.py", pick="not_divide"),
     _bug("dp and tp ranks are exchanged", "plans/degrees.py", "return index // self._stride(axis) % self.of(axis)",
          "return index % self.of(axis)", "the stride is forgotten", "plans/test_degrees.py"),
     _bug("holders of the same weights: the wrong lane", "plans/degrees.py",
@@ -279,10 +281,6 @@ _RUNTIME = (
     _bug("ZeRO places without padding", "runtime/parallel/sharding.py", "        place += shard.width",
          "        place += shard.part.numel()",
          "right where all sizes divide", "runtime/parallel/test_sharding.py", pick="not_divide"),
-    _bug("ZeRO parts leave a rest", "runtime/parallel/sharding.py",
-         "flat, width = whole.detach().view(-1), -(-whole.numel() // len(ranks))",
-         "flat, width = whole.detach().view(-1), whole.numel() // len(ranks)", "rounded down",
-         "runtime/parallel/test_sharding.py", pick="not_divide"),
     _bug("running statistics are not read", "runtime/rank_state.py", "            source.load(_buffers(module))",
          "            _buffers(module)",
          "no training loss tells", "runtime/test_rank_state.py", pick="come"),
@@ -436,7 +434,14 @@ _CLI = (
          "cli/test_check.py"),
 )  # fmt: skip
 
+_ADAPTING = (
+    _bug("a move forgets what arrives", "adapting/moves.py",
+         "self.before_bytes.get(rank, 0) + self.arriving_bytes.get(rank, 0)", "self.before_bytes.get(rank, 0)",
+         "no room during the move", "adapting/test_moves.py"),
+)  # fmt: skip
+
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
     *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS, *_CLI,
+    *_ADAPTING,
 )  # fmt: skip

@@ -11,7 +11,7 @@ from penstock.cli.console import format_bytes, format_time, out, table
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.runtime.request import TrainResult
-    from penstock.runtime.telemetry.parts import Cause
+    from penstock.runtime.telemetry.parts import StepDifference
     from penstock.runtime.telemetry.predicting import PredictedSteps
 
 __all__ = ["cause_sentence", "comparison", "show_comparison"]
@@ -25,7 +25,7 @@ _SUBJECTS = {
 """What took longer, or less long, for each part of a step."""
 
 
-def cause_sentence(cause: Cause, stages: Sequence[int]) -> str:
+def cause_sentence(cause: StepDifference, stages: Sequence[int]) -> str:
     """One sentence with the numbers; `stages` are those of the cause's rank."""
     names = f"stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))}"
     subject = _SUBJECTS[cause.part].format(stages=names, rank=cause.rank)

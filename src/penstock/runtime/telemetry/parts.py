@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-__all__ = ["Cause", "RankTimes", "StepParts", "largest_cause"]
+__all__ = ["RankTimes", "StepDifference", "StepParts", "largest_cause"]
 
 _HOST_BOUND = 0.9
 """From this share of the passes on, in which the host is busy to issue them, it is the host that is slow."""
@@ -55,7 +55,7 @@ class RankTimes:
 
 
 @dataclass(frozen=True)
-class Cause:
+class StepDifference:
     """The part that differs most in the direction in which the whole step differs."""
 
     part: str
@@ -70,7 +70,7 @@ class Cause:
     """Whether passes are slow because the host issues them no faster."""
 
 
-def largest_cause(predicted: Mapping[int, StepParts], measured: Mapping[int, RankTimes]) -> Cause | None:
+def largest_cause(predicted: Mapping[int, StepParts], measured: Mapping[int, RankTimes]) -> StepDifference | None:
     """The largest cause of a difference between predicted and measured steps; None where nothing was measured, or nothing differs."""
     differences = {rank: _difference(predicted[rank], own.parts) for rank, own in measured.items()}
     slowest = max(measured, key=lambda rank: measured[rank].parts.total_s, default=None)
@@ -82,7 +82,7 @@ def largest_cause(predicted: Mapping[int, StepParts], measured: Mapping[int, Ran
     own = measured[rank]
     passes_s = own.parts.forward_s + own.parts.backward_s
     is_host = name in ("forward_s", "backward_s") and own.issuing_s is not None and own.issuing_s >= _HOST_BOUND * passes_s
-    return Cause(name.removesuffix("_s"), rank, own.parts.total_s, predicted[rank].total_s, difference_s, is_host and sign > 0)
+    return StepDifference(name.removesuffix("_s"), rank, own.parts.total_s, predicted[rank].total_s, difference_s, is_host and sign > 0)
 
 
 def _difference(predicted: StepParts, measured: StepParts) -> dict[str, float]:
