@@ -15,7 +15,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -34,6 +34,9 @@ from penstock.timing.pass_times import OpSlice, stage_passes
 POINTS, SMALL_POINTS, DEVICE = 32, 11, "h200-141gb"
 SMALL, MICRO_BATCHES = (80, 1950, 256), 4
 """Smallest and largest number of tokens and longest sequence of small points, and how many micro-batches their steps have."""
+LARGE = 12_000
+"""Tokens of a step from which on a GPU does not wait for its host."""
+SMALL_NAME, LARGE_NAME = "below 2,000 tokens", "12,000 tokens and more"
 RECOMPUTE = ("none", "full", "half", "mlp")
 RANGES = {
     "gpt-1.3b": (3000, 40000, 2048), "llama-1b": (3000, 36000, 4096), "bert-large": (8000, 60000, 512), "t5-770m": (6000, 36000, 1024),
@@ -207,9 +210,10 @@ def compare(points: list[Point], found: Lines, source: CostSource) -> str:
     for point, (time_s, memory_bytes) in zip(measured, predict(measured, source), strict=True):
         truth = found[point.key]
         error = time_s / truth["time_s"] - 1, memory_bytes / truth["memory_bytes"] - 1
-        for group in ("below 2,000 tokens",) if point.micro_batches > 1 else ("all", f"{point.layout}, {point.recompute} recomputed"):
+        groups = (SMALL_NAME,) if point.micro_batches > 1 else ("all", f"{point.layout}, {point.recompute} recomputed")
+        for group in (*groups, LARGE_NAME) if point.shape.tokens >= LARGE else groups:
             errors.setdefault((point.model, group), []).append(error)
-    for wanted in ("all", "below 2,000 tokens"):
+    for wanted in ("all", SMALL_NAME, LARGE_NAME):
         joint = [error for (_, group), values in errors.items() if group == wanted for error in values]
         if joint:
             errors["all models", wanted] = joint
@@ -221,12 +225,14 @@ def compare(points: list[Point], found: Lines, source: CostSource) -> str:
             f"| {name} | {len(values)} | {_mean(times):.1%} | {max(map(abs, times)):.1%} | {statistics.mean(times):+.1%} "
             f"| {_mean(memories):.2%} | {max(memories):+.2%} | {min(memories):+.2%} |"
         )
-    ratios = [
-        (1 + one) / (1 + other) - 1
-        for (model, group), values in errors.items() if group == "all" and model != "all models"
-        for (one, _), (other, _) in combinations(values, 2)
-    ]  # fmt: skip
-    return "\n".join([*lines, "", f"two steps of one model against each other: {_mean(ratios):.1%} off on average"])
+    told = [f"{_mean(ratios):.1%} off on average ({group})" for group in ("all", LARGE_NAME) if (ratios := _ratio_errors(errors, group))]
+    return "\n".join([*lines, "", f"two steps of one model against each other: {', '.join(told)}"])
+
+
+def _ratio_errors(errors: Mapping[tuple[str, str], Sequence[tuple[float, float]]], wanted: str) -> list[float]:
+    """How far the ratio of two steps' times is off, for all pairs of one model."""
+    found = [values for (model, group), values in errors.items() if group == wanted and model != "all models"]
+    return [(1 + one) / (1 + other) - 1 for values in found for (one, _), (other, _) in combinations(values, 2)]
 
 
 def _mean(values: Sequence[float]) -> float:

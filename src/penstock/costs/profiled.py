@@ -97,8 +97,8 @@ class DeviceCosts:
 class Profiled:
     """The source `profile:FILE`."""
 
-    error = 0.03
-    """Of two steps of one model against each other, with the shipped profile (docs/accuracy.md)."""
+    error = 0.04
+    """Of two steps of one model against each other, of such as do not wait for the host, with the shipped profile (docs/accuracy.md)."""
 
     def __init__(self, profile: Profile, path: str = "memory") -> None:
         self.devices = {name: DeviceCosts(device) for name, device in profile.devices.items()}

@@ -12,8 +12,8 @@ import penstock.models.modules
 
 __all__ = ["stamp", "stamp_of"]
 
-_UNTIMED = ("hf_weights.py", "trace.py")
-"""Modules that no training step runs: reading foreign weights, describing foreign models."""
+_UNTIMED = ("hf_weights.py", "parallel.py", "trace.py")
+"""Modules that say nothing of an op's time: reading foreign weights, collectives (measured by themselves), describing foreign models."""
 
 
 @functools.cache
