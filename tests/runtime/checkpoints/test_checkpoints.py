@@ -378,6 +378,6 @@ def test_wrong_settings(tmp_path: Path) -> None:
 def test_no_kill_loses_the_last_whole_one(num_kills: int, world_size: int, tmp_path: Path) -> None:
     script = Path(__file__).with_name("killed_writers.py")
     command = [sys.executable, str(script), str(tmp_path / "run"), str(num_kills), str(world_size), str(time.time_ns() % 1000)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert f"{num_kills} kills" in done.stdout
