@@ -160,7 +160,7 @@ def play(faults: Mapping[int, Fault], *, noticed: bool, seed: int = 0) -> int:
     def run(client: int, life: Callable[[Scripted, Ring, int], None]) -> None:
         values = Scripted(world, client)
         try:
-            life(values, Ring(values, job, wait_s=60), client)
+            life(values, Ring(values, job, wait_s=250), client)
         except Over:
             pass
         finally:
@@ -183,7 +183,7 @@ def play(faults: Mapping[int, Fault], *, noticed: bool, seed: int = 0) -> int:
         planners = [pool.submit(run, RANKS + planner, plan) for planner in range(PLANNERS)]
         world.begin(range(RANKS + PLANNERS))
         for future in ranks + planners:
-            future.result(120)
+            future.result(250)
     assert world.got == {rank: [program(iteration, rank) for iteration in range(COUNT)] for rank in range(RANKS)}
     return len(world.past) - 1
 

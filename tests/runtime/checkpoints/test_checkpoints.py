@@ -263,7 +263,7 @@ def test_parts_of_a_killed_start_are_never_taken(tmp_path: Path) -> None:
     old = CheckpointWriter(tmp_path, rank=1, world_size=2, token="first")
     old.save(5, [TensorPiece("weights/w", (4,), ((2, 4),), torch.full((2,), 1.0))], {})
     old.wait()
-    new = [CheckpointWriter(tmp_path, rank=rank, world_size=2, token="second", limit_s=30) for rank in (0, 1)]
+    new = [CheckpointWriter(tmp_path, rank=rank, world_size=2, token="second", limit_s=250) for rank in (0, 1)]
     new[0].save(5, [TensorPiece("weights/w", (4,), ((0, 2),), torch.full((2,), 2.0))], {})
     time.sleep(0.1)
     assert new[0].busy and latest_checkpoint(tmp_path) is None
