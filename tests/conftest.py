@@ -29,6 +29,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Else libraries that look for leaks at the end would find what is kept."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The bundled texts, prepared for training; nobody changes them."""
