@@ -100,7 +100,7 @@ def test_wrong_input_exits_2_and_writes_nothing(
 
 
 def test_infeasible_exits_3_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([*REQUEST, "--memory-limit", "0.5", "--out", str(tmp_path / "plan.json"), "--json"]) == 3
+    assert run([*REQUEST[:-1], "1", "--memory-limit", "0.5", "--out", str(tmp_path / "plan.json"), "--json"]) == 3
     told = capsys.readouterr()
     assert told.out == "" and "--memory-limit allows 0.5 GB" in told.err and list(tmp_path.iterdir()) == []
 

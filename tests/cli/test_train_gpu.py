@@ -30,7 +30,7 @@ def trained(data: str, tmp_path: Path, site: str) -> subprocess.CompletedProcess
     paths = [str(tmp_path), *standins.__path__, *sys.path]
     command = [sys.executable, "-m", "penstock.cli.main", "train", str(tmp_path / "plan.json"), "--data", data, "--steps", "3"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run([*command, "--out", str(tmp_path / "run")], capture_output=True, text=True, timeout=100, env=environment)
+    return subprocess.run([*command, "--out", str(tmp_path / "run")], capture_output=True, text=True, timeout=250, env=environment)
 
 
 def test_samples_of_every_gpu(data: str, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.schema import write_plan
 from penstock.runtime.checkpoints.folder import find_checkpoint
 from penstock.runtime.checkpoints.reader import Checkpoint
+from penstock.runtime.interrupts import _SAME_S
 from penstock.runtime.telemetry.steps import read_steps
 
 ENDLESS = 3_000
@@ -106,7 +107,8 @@ def test_a_second_one_ends_at_once(folder: Path, tmp_path: Path) -> None:
         for pid in workers:
             os.kill(pid, signal.SIGSTOP)
         process.send_signal(signal.SIGTERM)
-        time.sleep(1.5)
+        assert process.stderr is not None and any("ends after this step" in line for line in process.stderr)
+        time.sleep(1.5 * _SAME_S)  # one that comes sooner is the same
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=250)

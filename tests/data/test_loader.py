@@ -366,9 +366,9 @@ def test_planners_and_a_redis_server_are_killed_and_training_goes_on(folder: Pat
 
     try:
         with ThreadPoolExecutor(2) as threads, PlannerPool(source, planner, servers[0].address, job) as pool:
-            options: dict[str, Any] = {"address": servers[0].address, "job": job, "starts_planners": False, "timeout": 60}
+            options: dict[str, Any] = {"address": servers[0].address, "job": job, "starts_planners": False, "timeout": 250}
             futures = [threads.submit(run, DynamicLoader(source, planner, rank, **options)) for rank in (0, 1)]
-            assert {rank: future.result(90) for rank, future in enumerate(futures)} == expected
+            assert {rank: future.result(250) for rank, future in enumerate(futures)} == expected
             assert pool.num_replaced == 2 and len(servers) == 3
     finally:
         for server in servers:
@@ -419,13 +419,11 @@ def test_planners_end_with_the_process_that_started_them(folder: Path, server: T
     receiver, sender = context.Pipe(duplex=False)
     starter = context.Process(target=start_and_die, args=(make_source(folder, None), make_planner(folder), address, job, sender))
     starter.start()
-    assert receiver.poll(60)
+    assert receiver.poll(250)
     pid = receiver.recv()
-    starter.join(60)
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+    starter.join()
+    while Path(f"/proc/{pid}").exists():  # until the test's time-out
         time.sleep(0.1)
-    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_a_run_goes_on_where_it_was(folder: Path) -> None:

@@ -172,7 +172,7 @@ def test_two_local_agents_really_train(tmp_path: Path) -> None:
     environment = {**os.environ, "HOSTS": "127.0.0.1 127.0.0.1", "REMOTE_SHELL": str(over), "MASTER_PORT": str(port),
                    "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}  # fmt: skip
     command = ["bash", str(script), str(tmp_path / "out folder")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     found = [json.loads((tmp_path / "out folder" / f"rank-{rank}").read_text()) for rank in range(3)]
     assert found == [["0", "0", "2", 3, 3.0], ["0", "1", "2", 3, 3.0], ["1", "0", "1", 3, 3.0]]

@@ -29,5 +29,5 @@ def train():
 def test_a_script_asks_for_its_name(rest: str, said: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(CALL + rest)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250)
     assert done.stdout.startswith(said), done.stderr

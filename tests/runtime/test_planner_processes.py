@@ -35,7 +35,7 @@ from penstock.runtime.workers import WorkerError
 from penstock.stores.addresses import connect
 from penstock.stores.server import RedisServer, start_redis
 
-STEPS, BATCH = 18, 16  # planners are up to eight steps ahead of training
+STEPS, BATCH = 18, 16
 SETTINGS = TrainingSettings(LearningRate(2e-3))
 
 

@@ -76,7 +76,7 @@ from pathlib import Path
 from penstock.runtime.run_lock import run_lock
 with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
-    time.sleep(50)
+    time.sleep(1000)
 """
 
 

@@ -35,23 +35,23 @@ def test_every_rank_gets_its_own_in_order_from_several_planners(connect: Connect
     job, planners, count = Job.new(3, capacity=4), 2, 24
 
     def plan(planner: int) -> None:
-        ring = Ring(connect(), job, wait_s=30)
+        ring = Ring(connect(), job, wait_s=250)
         for iteration in range(planner, count, planners):
             ring.publish(iteration, payloads(iteration, 3))
         ring.drain()
 
     with ThreadPoolExecutor(5) as pool:
-        readers = [pool.submit(read_all, Ring(connect(), job, wait_s=30), rank, count) for rank in range(3)]
+        readers = [pool.submit(read_all, Ring(connect(), job, wait_s=250), rank, count) for rank in range(3)]
         planned = [pool.submit(plan, planner) for planner in range(planners)]
         for future in planned:
-            future.result(60)
+            future.result(250)
         for rank, reader in enumerate(readers):
-            assert reader.result(60) == [payloads(iteration, 3)[rank] for iteration in range(count)]
+            assert reader.result(250) == [payloads(iteration, 3)[rank] for iteration in range(count)]
 
 
 def test_a_publisher_blocks_until_the_last_reader_of_the_oldest_iteration(connect: Connect) -> None:
     job = Job.new(2, capacity=2)
-    writer, readers = Ring(connect(), job, wait_s=30), [Ring(connect(), job, wait_s=30) for _ in range(2)]
+    writer, readers = Ring(connect(), job, wait_s=250), [Ring(connect(), job, wait_s=250) for _ in range(2)]
     writer.publish(0, payloads(0, 2))
     writer.publish(1, payloads(1, 2))
     published = threading.Event()
@@ -61,15 +61,15 @@ def test_a_publisher_blocks_until_the_last_reader_of_the_oldest_iteration(connec
     readers[0].acknowledge(0, 0)
     assert not published.wait(0.2)
     readers[1].acknowledge(0, 1)
-    assert published.wait(10)
-    thread.join(10)
+    assert published.wait(250)
+    thread.join()
 
 
 def test_a_reader_waits_in_the_store_and_not_by_polling(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks once, before there is anything, and that one question is answered when there is."""
     job = Job.new(1)
-    writer, values = Ring(connect(), job, wait_s=30), connect()
-    reader, asked, usual = Ring(values, job, wait_s=30), threading.Semaphore(0), values.wait
+    writer, values = Ring(connect(), job, wait_s=250), connect()
+    reader, asked, usual = Ring(values, job, wait_s=250), threading.Semaphore(0), values.wait
     questions: list[str] = []
     monkeypatch.setattr(values, "wait", lambda key, limit_s: (questions.append(key), asked.release(), usual(key, limit_s))[2])
     for iteration in range(5):
@@ -84,7 +84,7 @@ def test_a_reader_waits_in_the_store_and_not_by_polling(connect: Connect, monkey
 
 def test_a_thousand_iterations_leave_few_keys_and_purge_leaves_none(connect: Connect) -> None:
     job, most = Job.new(2, capacity=4), 0
-    ring, other = Ring(connect(), job, wait_s=30), connect()
+    ring, other = Ring(connect(), job, wait_s=250), connect()
     other.put({"penstock/another/entry/0/0": b"not ours"})
     for iteration in range(1000):
         ring.publish(iteration, payloads(iteration, 2))
@@ -103,7 +103,7 @@ def test_a_thousand_iterations_leave_few_keys_and_purge_leaves_none(connect: Con
 
 def test_entries_stay_until_acknowledged_and_go_then(connect: Connect) -> None:
     job = Job.new(1)
-    ring, look = Ring(connect(), job, wait_s=5), connect()
+    ring, look = Ring(connect(), job, wait_s=250), connect()
     ring.publish(0, {0: b"first"})
     assert ring.fetch(0, 0) == ring.fetch(0, 0) == b"first"
     ring.acknowledge(0, 0)
@@ -113,7 +113,7 @@ def test_entries_stay_until_acknowledged_and_go_then(connect: Connect) -> None:
 
 def test_a_job_that_resumes_does_not_wait_for_iterations_before_it(connect: Connect) -> None:
     job = Job.new(1, capacity=2, first=500)
-    ring = Ring(connect(), job, wait_s=5)
+    ring = Ring(connect(), job, wait_s=250)
     ring.publish(500, {0: b"a"})
     ring.publish(501, {0: b"b"})
     assert read_all(ring, 0, 2) == [b"a", b"b"]
@@ -143,16 +143,16 @@ def test_a_plan_that_is_adopted_has_entries_of_its_own(connect: Connect) -> None
     """Programs of the plan before are not seen, a wait for one that never comes ends when it is called off, and purging takes them all."""
     job = Job.new(1)
     later = job.adopted(1, 2)
-    before, after = Ring(connect(), job, wait_s=30), Ring(connect(), later, wait_s=30)
+    before, after = Ring(connect(), job, wait_s=250), Ring(connect(), later, wait_s=250)
     before.publish(0, payloads(0, 1))
     before.publish(1, payloads(1, 1))
     after.publish(1, {0: b"new 0", 1: b"new 1"})
     assert (later.generation, later.first, later.num_ranks, later.key) == (1, 1, 2, job.key)
     assert [after.fetch(1, rank) for rank in range(2)] == [b"new 0", b"new 1"] and before.fetch(1, 0) == payloads(1, 1)[0]
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(Ring(connect(), job, wait_s=30).fetch, 2, 0)
+        waiting = pool.submit(Ring(connect(), job, wait_s=250).fetch, 2, 0)
         before.call_off(2, 0)
-        assert waiting.result(20) == b""
+        assert waiting.result(250) == b""
     before.purge()
     assert not connect().names(f"penstock/{job.id}/")
 
@@ -171,13 +171,13 @@ def test_a_forged_entry_is_refused(connect: Connect, forgery: bytes) -> None:
     job, values = Job.new(1), connect()
     values.put({f"penstock/{job.id}/entry/0/0": forgery})
     with pytest.raises(StoreError, match=r"store entry 'penstock/.*/entry/0/0'.* is refused"):
-        Ring(values, job, wait_s=5).fetch(0, 0)
+        Ring(values, job, wait_s=250).fetch(0, 0)
     values.delete([f"penstock/{job.id}/entry/0/0"])
 
 
 def test_an_entry_replayed_for_another_iteration_or_cut_short_is_refused(connect: Connect) -> None:
     job, values = Job.new(1), connect()
-    ring = Ring(values, job, wait_s=5)
+    ring = Ring(values, job, wait_s=250)
     ring.publish(0, {0: b"program of iteration 0"})
     real = values.read([f"penstock/{job.id}/entry/0/0"])[0]
     assert real is not None

@@ -51,7 +51,7 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path, ending: sig
         assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
         content = read_store_file(str(path))
         assert f"PENSTOCK_STORE=file:{path}" in said and content.address not in said
-        store = open_store(f"file:{path}", Job("job", content.key, 1), wait_s=5)
+        store = open_store(f"file:{path}", Job("job", content.key, 1), wait_s=250)
         store.publish(0, {0: b"program"})
         assert store.fetch(0, 0) == b"program"
         process.send_signal(ending)
@@ -70,7 +70,7 @@ def test_a_server_that_dies_is_started_again_with_its_password(tmp_path: Path) -
     try:
         assert process.stdout is not None
         shown = json.loads("".join(iter(process.stdout.readline, "}\n")) + "}")
-        store = open_store(read_store_file(shown["file"]).address, Job.new(1), wait_s=30)
+        store = open_store(read_store_file(shown["file"]).address, Job.new(1), wait_s=250)
         time.sleep(5.1)  # one that dies sooner is not started again
         os.kill(shown["pid"], signal.SIGKILL)
         store.publish(0, {0: b"program"})
@@ -112,7 +112,7 @@ def test_tls(tmp_path: Path) -> None:
         pytest.skip(f"this redis-server speaks no TLS: {error}")
     try:
         assert server.address.startswith("rediss://")
-        store = open_store(f"{server.address}?ssl_ca_certs={cert}", Job.new(1), wait_s=5)
+        store = open_store(f"{server.address}?ssl_ca_certs={cert}", Job.new(1), wait_s=250)
         store.publish(0, {0: b"program"})
         assert store.fetch(0, 0) == b"program"
         with pytest.raises(StoreError, match=r"does not answer: .*certificate"):

@@ -103,7 +103,7 @@ def test_a_client_wants_proof_too() -> None:
         thread.start()
         with pytest.raises(StoreError, match="is not that of this job"):
             TcpValues("127.0.0.1", false.getsockname()[1], KEY).put({"name": b"program"})
-        thread.join(5)
+        thread.join()
     assert heard[1] == b""
 
 
@@ -120,7 +120,7 @@ def test_other_servers_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.start()
         with pytest.raises(StoreError, match="is no store of Penstock: it greets with b'SSH"):
             TcpValues("127.0.0.1", port, KEY)
-        thread.join(5)
+        thread.join()
         monkeypatch.setattr(tcp_module, "_ANSWER_S", 0.1)
         with pytest.raises(StoreError, match=r"has said nothing for 0\.1 s"):  # in the backlog, where nobody takes the connection
             TcpValues("127.0.0.1", port, KEY)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from distributed import run_ranks
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
@@ -269,22 +264,12 @@ def test_dropout_follows_seed_and_step() -> None:
     assert not torch.equal(run(modules, batch), first)
 
 
-def test_two_ranks_equal_one(tmp_path: Path) -> None:
+def test_two_ranks_equal_one() -> None:
     """Each rank checks its part of every weight's gradient against an undivided run; both algos, gloo."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*command, str(r)], env=env, stderr=subprocess.PIPE, text=True) for r in range(2)]
-    try:
-        errors = [rank.communicate(timeout=250)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    run_ranks(check_rank, 2)
 
 
-def _rank_main(store: str, rank: int) -> None:
-    """What one of two ranks runs."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+def check_rank(rank: int) -> None:
     tp = TensorParallel(rank, 2)
     for name, algo in ((name, algo) for name in ("resnet", "wide", "vgg") for algo in (0, 1)):
         model = SMALL[name]
@@ -300,7 +285,6 @@ def _rank_main(store: str, rank: int) -> None:
         if algo == 0:  # where inputs are divided, biases stay whole, which the description leaves out
             assert sum(p.numel() for m in parts for p in m.parameters()) == sum(m.op.parameters.at(batch.shape, 2) for m in parts)
         assert kept_by_torch(parts, batch) == kept_by_description(model, 4, algo, 2), f"{name} algo {algo}"
-    dist.destroy_process_group()
 
 
 def _steps(whole: list[OpModule], parts: list[OpModule], batch: Batch) -> Iterator[tuple[OpModule, OpModule, Any, Any]]:
@@ -314,9 +298,3 @@ def _steps(whole: list[OpModule], parts: list[OpModule], batch: Batch) -> Iterat
             carries[-1].append({n: t.detach().clone() for n, t in carry.items()})
         carry["loss"].backward()
     yield from zip(whole, parts, *carries, strict=True)
-
-
-if __name__ == "__main__":
-    _rank_main(sys.argv[1], int(sys.argv[2]))
-    # gloo's threads may still be letting go of tensors; a Python that finalises under them aborts.
-    os._exit(0)

@@ -263,7 +263,7 @@ def test_parts_of_a_killed_start_are_never_taken(tmp_path: Path) -> None:
     old = CheckpointWriter(tmp_path, rank=1, world_size=2, token="first")
     old.save(5, [TensorPiece("weights/w", (4,), ((2, 4),), torch.full((2,), 1.0))], {})
     old.wait()
-    new = [CheckpointWriter(tmp_path, rank=rank, world_size=2, token="second", limit_s=30) for rank in (0, 1)]
+    new = [CheckpointWriter(tmp_path, rank=rank, world_size=2, token="second", limit_s=250) for rank in (0, 1)]
     new[0].save(5, [TensorPiece("weights/w", (4,), ((0, 2),), torch.full((2,), 2.0))], {})
     time.sleep(0.1)
     assert new[0].busy and latest_checkpoint(tmp_path) is None
@@ -378,6 +378,6 @@ def test_wrong_settings(tmp_path: Path) -> None:
 def test_no_kill_loses_the_last_whole_one(num_kills: int, world_size: int, tmp_path: Path) -> None:
     script = Path(__file__).with_name("killed_writers.py")
     command = [sys.executable, str(script), str(tmp_path / "run"), str(num_kills), str(world_size), str(time.time_ns() % 1000)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert f"{num_kills} kills" in done.stdout

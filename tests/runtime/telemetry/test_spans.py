@@ -106,7 +106,8 @@ def test_a_killed_rank_leaves_a_readable_file(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path / "a.spans")], stdout=subprocess.PIPE)
     try:
         assert child.stdout is not None and child.stdout.readline() == b"ready\n"
-        time.sleep(0.8)
+        while not (tmp_path / "a.spans").exists() or (tmp_path / "a.spans").stat().st_size < 20_000:
+            time.sleep(0.01)
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait()

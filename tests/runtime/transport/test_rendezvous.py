@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from penstock.processes.fork_server import FORKED, start_process
+from penstock.runtime.transport.rendezvous import join_group
 from penstock.runtime.workers import WorkerPool
 
 
@@ -40,15 +43,14 @@ def test_workers_of_one_machine_listen_on_loopback_alone() -> None:
         assert all(theirs) and {address for place in theirs for address, _ in place} == {"0100007F"}
 
 
-RANK = """
-import os, torch, torch.distributed as dist
-from penstock.runtime.transport.rendezvous import join_group
-join_group("gloo")
-number = torch.tensor(float(os.environ["RANK"]))
-dist.all_reduce(number)
-print(number.item(), flush=True)
-input()
-"""
+def meet(environment: dict[str, str], pipe: Connection) -> None:
+    """A rank, as Slurm starts it; it stays until it is told to go."""
+    os.environ |= environment
+    join_group("gloo")
+    number = torch.tensor(float(environment["RANK"]))
+    dist.all_reduce(number)
+    pipe.send(number.item())
+    pipe.recv()
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
@@ -56,15 +58,15 @@ def test_ranks_of_many_nodes_on_one_machine_too(host: str) -> None:
     """As Slurm starts them: rank 0 serves the store."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    common = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    start = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    ranks = [subprocess.Popen([sys.executable, "-c", RANK], env={**common, "RANK": str(rank)}, **start) for rank in range(2)]  # type: ignore[call-overload]
+    common = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    pipes = [FORKED.Pipe() for _ in range(2)]
+    ranks = [start_process(f"rank {rank}", meet, common | {"RANK": str(rank)}, pipe) for rank, (_, pipe) in enumerate(pipes)]
     try:
-        assert [rank.stdout.readline() for rank in ranks] == ["1.0\n", "1.0\n"]
-        assert port in dict(map(reversed, listening(ranks[0].pid)))
-        assert {address for rank in ranks for address, _ in listening(rank.pid)} == {"0100007F"}
+        assert [own.recv() for own, _ in pipes] == [1.0, 1.0]
+        assert port in dict(map(reversed, listening(ranks[0].pid)))  # type: ignore[arg-type]
+        assert {address for rank in ranks for address, _ in listening(rank.pid)} == {"0100007F"}  # type: ignore[arg-type]
         refused_from_outside([port])
     finally:
         for rank in ranks:
             rank.kill()
-            rank.communicate()
+            rank.join()
