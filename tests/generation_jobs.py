@@ -18,7 +18,7 @@ from penstock.programs.instructions import Program
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.workers import Worker
 
-__all__ = ["close_amid_transfers", "footprint", "train_generations"]
+__all__ = ["Footprint", "close_amid_transfers", "footprint", "train_generations"]
 
 Footprint = tuple[int, int, int]
 """Threads, open files, sockets that listen."""
