@@ -190,7 +190,7 @@ def predict(points: list[Point], source: CostSource) -> list[tuple[float, float]
         model, flags = resolve_model(point.model), recomputed(resolve_model(point.model), point.recompute)
         table = source.table(model, [point.shape], [1], cluster)
         passes = stage_passes(table, OpSlice(model, 0, model.num_ops, device, recompute=flags), point.shape)
-        step_s = source.optimizer_s(model.num_parameters, device, model.dtype, num_tensors=len(model.ops))
+        step_s = source.optimizer_s(model.num_parameters, device, model.dtype, num_tensors=len(model.ops), gradients="fp32")
         memory = stage_memory(
             model, 0, model.num_ops, point.shape, recompute=flags, slack=0, context_bytes=0, gradients="fp32",
             **source.memory_of(device, model.dtype)._asdict(),

@@ -127,7 +127,7 @@ def train_loaded(
     address, job = handover
     loader = DynamicLoader(
         source, planner, rank.world.rank, address=address, job=job, planners=1 if job else 0, starts_planners=False, first_step=first,
-        timeout=60,
+        timeout=250,
     )  # fmt: skip
     later, losses, ran = dict(planners[1:]), [], []
     with loader:

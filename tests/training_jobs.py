@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 from penstock.data.samples import Sample
+from penstock.models.modules.batch import Batch
 from penstock.models.ops import Model
 from penstock.plans.plan import Plan
 from penstock.plans.references import model_of
@@ -19,16 +23,21 @@ from penstock.runtime.devices.paced import PacedRank
 from penstock.runtime.devices.timed import TimedRank
 from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.rank import Evaluated, Rank
+from penstock.runtime.request import WARM_UP, TrainRequest, TrainResult
+from penstock.runtime.run import train_rank
 from penstock.runtime.settings import TrainingSettings
-from penstock.runtime.source import Source
+from penstock.runtime.source import Source, load_share
 from penstock.runtime.telemetry.observing import Observer
 from penstock.runtime.transport.world import ProcessGroups, World
 from penstock.runtime.workers import Worker
 from penstock.timing.workload import Workload
 
+if TYPE_CHECKING:
+    from penstock.runtime.planner_processes import Handover
+
 __all__ = [
     "OpenRank", "RandomSource", "TrainedPrograms", "Weight", "collected", "open_rank", "rank_of", "run_paced", "run_timed",
-    "train_programs",
+    "train_programs", "train_slowly",
 ]  # fmt: skip
 
 
@@ -187,3 +196,14 @@ def run_paced(
         losses.append(rank.train(iteration[rank.world.place], RandomSource(model)).loss.item())
         times_s.append(rank.clock.device_s)
     return times_s, TrainedPrograms(tuple(losses), (), (), *collected(rank))
+
+
+def train_slowly(worker: Worker, request: TrainRequest, handover: Handover, token: str) -> TrainResult:
+    """A rank of `penstock train`; rank 0's micro-batches take a second to load once it is warm."""
+
+    def late(source: Source, program: Program, *given: Any, **named: Any) -> Batch:
+        time.sleep(1.0 if program.rank == 0 and program.iteration >= WARM_UP else 0.0)
+        return load_share(source, program, *given, **named)
+
+    with mock.patch("penstock.runtime.rank.load_share", late):
+        return train_rank(worker, request, handover, token)

@@ -15,8 +15,6 @@ from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import write_plan
 from penstock.runtime.telemetry.steps import read_steps
 
-pytestmark = pytest.mark.timeout(110)
-
 STEPS = 5
 
 
@@ -71,6 +69,7 @@ def test_a_slow_rank_slows_the_run(data: str, tmp_path: Path, capsys: pytest.Cap
     ratios = [stage["forward_measured_s"] / stage["forward_predicted_s"] for stage in found["stages"]]
     assert ratios[2] > 2.1 and ratios[2] == max(ratios)  # the others, on the same machine at the same time, are not slowed
     assert found["time_s"] > 1.5 * found["predicted_time_s"]
+    assert found["cause"]["rank"] == 2 and "ward passes of stage 2 took" in found["cause"]["sentence"]  # others wait for it
 
 
 def test_it_says_that_nothing_was_computed(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

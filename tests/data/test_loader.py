@@ -301,14 +301,14 @@ def run_ranks(
     """All ranks as threads, with planners as processes; the programs of each, and how many planners were replaced."""
     job = Job("job", KEY, len(planner.plan.ranks), capacity=3, first=options.get("first_step", 0))
     address = f"tcp://127.0.0.1:{server.port}"
-    loaders = {rank: DynamicLoader(source, planner, rank, address=address, job=job, timeout=60, **options) for rank in planner.plan.ranks}
+    loaders = {rank: DynamicLoader(source, planner, rank, address=address, job=job, timeout=250, **options) for rank in planner.plan.ranks}
 
     def run(rank: int) -> list[bytes]:
         return [encode(program) for _, program in loaders[rank]]
 
     try:
         with ThreadPoolExecutor(len(loaders)) as pool:
-            found = dict(zip(loaders, pool.map(run, loaders, timeout=90), strict=True))
+            found = dict(zip(loaders, pool.map(run, loaders, timeout=250), strict=True))
         pool_of_first = loaders[0].pool
         return found, pool_of_first.num_replaced if pool_of_first else 0
     finally:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from training_jobs import train_slowly
 
 from penstock.cli.main import run
 from penstock.errors import InputError
@@ -22,8 +23,6 @@ from penstock.runtime.telemetry.spans_reader import RankSpans, read_run
 from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import Trainer
 from penstock.runtime.workers import WorkerError
-
-pytestmark = pytest.mark.timeout(110)
 
 SETTINGS = TrainingSettings(LearningRate(2e-3))
 
@@ -173,6 +172,20 @@ def test_a_vocabulary_that_does_not_match(data: str, tmp_path: Path, capsys: pyt
     assert "has a vocabulary of 384" in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_run_that_loads_slowly_is_told_so(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("penstock.runtime.trainer.train_rank", train_slowly)
+    monkeypatch.setenv("COLUMNS", "80")
+    write_plan(tmp_path / "plan.json", plan_of(pp=2))
+    assert run(["train", str(tmp_path / "plan.json"), "--data", data, "--steps", "3", "--out", str(tmp_path / "run"), "--compare"]) == 0
+    *_, shown = capsys.readouterr().out.partition("checkpoint in")
+    _, *lines = shown.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "were predicted: loading micro-batches on rank 0 took 4." in " ".join(shown.split())
+    assert "Memory is not measured on CPU" in shown
+
+
 def test_the_verb_compares_predicted_and_measured(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_plan(tmp_path / "plan.json", plan_of(pp=2))
     given = ["--data", data, "--steps", "3", "--out", str(tmp_path / "run"), "--compare", "--json", "--torch-profile", "1"]
@@ -181,6 +194,10 @@ def test_the_verb_compares_predicted_and_measured(data: str, tmp_path: Path, cap
     assert len(found["losses"]) == 3 and found["predicted_time_s"] > 0
     for stage in found["stages"]:
         assert min(stage[f"{kind}_{how}_s"] for kind in ("forward", "backward") for how in ("predicted", "measured")) > 0
+        assert stage["memory_predicted_bytes"] > 0 and stage["memory_measured_bytes"] is None  # a processor does not tell
+    for rank in found["ranks"]:
+        assert min(rank["measured"][f"{part}_s"] for part in ("forward", "backward", "update", "loading", "pauses")) > 0
+    assert "were predicted: " in found["cause"]["sentence"]
     traces = sorted((tmp_path / "run").glob("profile-*.json"))
     assert [path.name for path in traces] == ["profile-rank-00000-step-1.json", "profile-rank-00001-step-1.json"]
     labels = {event["name"].split(":")[0] for event in json.loads(traces[0].read_text())["traceEvents"] if "name" in event}

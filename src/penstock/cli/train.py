@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.console import JsonFlag, err, format_count, format_time, out, print_json, progress, table
+from penstock.cli.compare import comparison, show_comparison
+from penstock.cli.console import JsonFlag, err, format_count, format_time, out, print_json, progress
 from penstock.cli.options import BIG, MAX_PLANNERS, MAX_SEARCH_STEPS, SEED, folder_to_write, within
 from penstock.errors import InputError
 from penstock.processes.fork_server import warm_up
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.runtime.telemetry.predicting import PredictedSteps
     from penstock.timing.disturbance import Disturbance
 
-__all__ = ["show_comparison", "train"]
+__all__ = ["train"]
 
 
 def train(
@@ -32,7 +33,9 @@ def train(
     data: Annotated[str, typer.Option(help="Folder that `penstock prepare-data` wrote.")],
     steps: Annotated[int, typer.Option(callback=within(1, BIG), help="Iterations in all, those before a checkpoint included.")],
     path: Annotated[Path, typer.Option("--out", metavar="RUN", callback=folder_to_write, help="Folder for checkpoints, steps and spans.")],
-    compare: Annotated[bool, typer.Option("--compare", help="Print predicted against measured times of each stage.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Print predicted against measured times and memory, and what differs most.")
+    ] = False,
     device: Annotated[
         str,
         typer.Option(
@@ -146,14 +149,14 @@ def train(
         raise typer.Exit(128 + result.ended_by if result.ended_by else 0)
     predicted = trainer.predicted(result) if compare else None
     if json:
-        print_json(_summary(result, predicted))
+        print_json(_summary(given, result, predicted))
     else:
-        _show(result, predicted, unit)
+        _show(given, result, predicted, unit)
     if result.ended_by:
         raise _interrupted(result, steps, path)
 
 
-def _show(result: TrainResult, predicted: PredictedSteps | None, unit: str) -> None:
+def _show(plan: Plan, result: TrainResult, predicted: PredictedSteps | None, unit: str) -> None:
     done = "1 step" if result.num_steps == 1 else f"{result.num_steps} steps"
     speed = f"{format_time(result.time_s)} a step, {format_count(result.tokens_per_s)} {unit}/s"
     if result.losses:
@@ -162,7 +165,7 @@ def _show(result: TrainResult, predicted: PredictedSteps | None, unit: str) -> N
         told = f"rehearsed {done} on timed devices: {speed}. Nothing was computed: there are no losses and no checkpoint."
     out().print(told, markup=False, soft_wrap=True)
     if predicted is not None:
-        show_comparison(result, predicted)
+        show_comparison(plan, result, predicted)
 
 
 def _interrupted(result: TrainResult, steps: int, path: Path) -> Interrupted:
@@ -235,25 +238,7 @@ def _settings(
     return TrainingSettings(rate, OptimizerSettings(plan.optimizer), clip or None, seed, on_nan, deterministic)  # type: ignore[arg-type]
 
 
-def _rows(result: TrainResult, predicted: PredictedSteps) -> list[dict[str, Any]]:
-    """Predicted and measured seconds of each stage for one micro-batch."""
-    rows = []
-    for stage, (forward_s, backward_s) in enumerate(zip(predicted.forward_s, predicted.backward_s, strict=True)):
-        measured = result.stages[stage]
-        passes = max(1, measured.num_passes)
-        rows.append(
-            {
-                "stage": stage,
-                "forward_predicted_s": forward_s,
-                "forward_measured_s": measured.forward_s / passes,
-                "backward_predicted_s": backward_s,
-                "backward_measured_s": measured.backward_s / passes,
-            }
-        )
-    return rows
-
-
-def _summary(result: TrainResult, predicted: PredictedSteps | None) -> dict[str, Any]:
+def _summary(plan: Plan, result: TrainResult, predicted: PredictedSteps | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "losses": [loss if math.isfinite(loss) else None for loss in result.losses],
         "evaluated": [{"step": one.step, "loss": one.loss, "accuracy": one.accuracy} for one in result.evaluated],
@@ -263,17 +248,5 @@ def _summary(result: TrainResult, predicted: PredictedSteps | None) -> dict[str,
         "ended_by": signal.Signals(result.ended_by).name if result.ended_by else None,
     }
     if predicted is not None:
-        found |= {"predicted_time_s": predicted.time_s, "stages": _rows(result, predicted)}
+        found |= comparison(plan, result, predicted)
     return found
-
-
-def show_comparison(result: TrainResult, predicted: PredictedSteps) -> None:
-    """Predicted against measured times of each stage, and of a step."""
-    columns = ("stage", "forward predicted", "measured", "backward predicted", "measured", "measured / predicted")
-    rows = []
-    for row in _rows(result, predicted):
-        stage, *times = row.values()
-        ratio = (times[1] + times[3]) / max(1e-12, times[0] + times[2])
-        rows.append([stage, *map(format_time, times), f"{ratio:.2f}"])
-    rows.append(["step", "", "", format_time(predicted.time_s), format_time(result.time_s), f"{result.time_s / predicted.time_s:.2f}"])
-    out().print(table(f"one micro-batch on each stage, and one step ({predicted.source})", columns, rows))

@@ -157,12 +157,12 @@ def measure_ops(
 
 def _host_of_whole(once: Callable[[Marks], _Pass], clock: Marks, repeats: int) -> tuple[float, float]:
     """(forward, backward) time that issuing the whole chain takes the host, with nothing set between its ops."""
-    found = []
+    marks = []
     for _ in range(repeats):
         clock.finish()
-        found.append(_op_times(clock, *once(clock).intervals()[0])[2:])
+        marks.append(once(clock).intervals()[0])
     clock.finish()
-    forward, backward = zip(*found, strict=True)
+    forward, backward = zip(*(_op_times(clock, *one)[2:] for one in marks), strict=True)
     return statistics.median(forward), statistics.median(backward)
 
 

@@ -12,8 +12,11 @@ from penstock.stores.addresses import ADDRESS_VARIABLE
 from penstock.timing.disturbance import Disturbance
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from penstock.plans.plan import Plan
     from penstock.runtime.telemetry.observing import StageTime
+    from penstock.runtime.telemetry.parts import RankTimes
 
 __all__ = ["PACED", "TIMED", "WARM_UP", "EvalRecord", "PlanningSettings", "StepTold", "TrainRequest", "TrainResult"]
 
@@ -135,3 +138,5 @@ class TrainResult:
     """The folder of checkpoints; None on timed devices, which have nothing to keep."""
     ended_by: int = 0
     """The signal that ended it before its last step; 0: none."""
+    ranks: Mapping[int, RankTimes] = field(default_factory=dict)
+    """Measured, on each rank; none where no step was counted."""

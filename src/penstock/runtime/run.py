@@ -39,7 +39,7 @@ from penstock.runtime.run_folder import CHECKPOINTS, STEPS
 from penstock.runtime.run_inputs import batch_source, run_inputs
 from penstock.runtime.telemetry.flops import PeakTimes
 from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
-from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages
+from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages, times_of_ranks
 from penstock.runtime.telemetry.predicting import ProgramTimes
 from penstock.runtime.telemetry.profiled_steps import ProfiledSteps
 from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
@@ -74,7 +74,8 @@ class Run:
         self.first_step = Checkpoint(request.resume).step if request.resume else 0
         out, own = Path(request.out), worker.rank
         self.spans = SpanRecorder(out / f"rank-{own:05d}.spans", own)
-        self.times = StageSpans(self.first_step + WARM_UP if request.steps - self.first_step > WARM_UP else 0)
+        warm = self.first_step + WARM_UP if request.steps - self.first_step > WARM_UP else 0
+        self.times = StageSpans(warm, worker.groups.device)
         self.profiled = ProfiledSteps(request.profile_steps, out, own)
         observer = Observers(worker.status, self.spans, self.times, *([self.profiled] if request.profile_steps else []))
         batches, planner = run_inputs(request)
@@ -158,6 +159,7 @@ class Run:
             self._check_finite(program, result, losses[-1], norm)
             end = time.perf_counter()
             times.append(self._device_s(program.iteration, end - start))
+            self.times.step_done(times[-1], wait_s, self.rank.update.exchanges)
             tokens.append(int(result.tokens.item()))
             step = program.iteration
             record = StepRecord(
@@ -179,14 +181,17 @@ class Run:
                 self._compare_clocks(step + 1)
             self.loader.wait_s = 0.0
             start = time.perf_counter()
+            self.times.paused(start - end)
         if self.loader.step > self._saved:
             self._save(self.loader.step)
         self.checkpoints.wait()
+        self.times.settle()
         usual = statistics.median(times[WARM_UP:] or times)
         mean_tokens = statistics.fmean(tokens)
         return TrainResult(
             self.first_step, len(losses), tuple(losses), tuple(self.evaluated), usual, mean_tokens / usual,
             slowest_stages(self.world, self.times), str(Path(self.request.out) / CHECKPOINTS), ended_by,
+            times_of_ranks(self.world, self.times.times(self._memory().get("allocated_bytes"))),
         )  # fmt: skip
 
     def _device_s(self, step: int, wall_s: float) -> float:

@@ -32,7 +32,7 @@ from penstock.runtime.request import PACED, TIMED, WARM_UP, StepTold, TrainReque
 from penstock.runtime.run import train_rank
 from penstock.runtime.run_folder import own_folder, safe_step
 from penstock.runtime.run_inputs import run_inputs
-from penstock.runtime.telemetry.predicting import PredictedSteps, predict_steps
+from penstock.runtime.telemetry.predicting import PredictedSteps, predict_peaks, predict_steps
 from penstock.runtime.transport.world import World
 from penstock.runtime.workers import Worker, WorkerError, WorkerPool, joined
 from penstock.schedules.rules import SCHEDULES
@@ -111,7 +111,8 @@ class Trainer:
         """What the plan's costs say of the steps of a run, those left out that warm up."""
         last = result.first_step + result.num_steps
         first = result.first_step + WARM_UP if result.num_steps > WARM_UP else result.first_step
-        return predict_steps(*run_inputs(self.request), range(first, last))
+        steps, (source, planner) = range(first, last), run_inputs(self.request)
+        return replace(predict_steps(source, planner, steps), peak_bytes=predict_peaks(source, planner, steps))
 
 
 def _processes(plan: Plan) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from penstock.runtime.devices.timed import TimedRank
 from penstock.runtime.request import WARM_UP, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run_folder import STEPS
 from penstock.runtime.run_inputs import run_inputs
-from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages
+from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages, times_of_ranks
 from penstock.runtime.telemetry.predicting import ProgramTimes
 from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
 from penstock.runtime.telemetry.steps import LineLog, StepRecord
@@ -49,6 +49,7 @@ def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> 
             position, lengths = spans.position, planner.form.positions(loader.batches[program.iteration].lengths)
             rank.run(program, times.workload(program))
             steps_s.append(time.perf_counter() - start_s - settings.lead_s)
+            stages.step_done(steps_s[-1], loader.wait_s)
             tokens.append(sum(int(side.sum()) for side in lengths) if plan.seq_length else program.num_samples)
             if log is not None:
                 speed = tokens[-1] / steps_s[-1]
@@ -59,4 +60,6 @@ def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> 
                 worker.tell(StepTold(program.iteration, None, speed))
             loader.wait_s, start_s = 0.0, time.perf_counter()
         usual_s = statistics.median(steps_s[WARM_UP:] or steps_s)
-        return TrainResult(0, len(steps_s), (), (), usual_s, statistics.fmean(tokens) / usual_s, slowest_stages(world, stages), None)
+        stages.settle()
+        speed, found = statistics.fmean(tokens) / usual_s, slowest_stages(world, stages)
+        return TrainResult(0, len(steps_s), (), (), usual_s, speed, found, None, ranks=times_of_ranks(world, stages.times()))

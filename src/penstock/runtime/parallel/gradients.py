@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from penstock.plans.ranks import state_owners
 from penstock.programs.instructions import ReduceStart
 from penstock.programs.sharing import ranks_with
 from penstock.runtime.parallel.held import Held
@@ -315,21 +316,13 @@ def _buckets(stage: StageModule, ranks_of: dict[int, tuple[int, ...]], bucket_by
 
 
 def _owners(trained: list[Held], ranks_of: dict[int, tuple[int, ...]], shared: set[str]) -> dict[int, int]:
-    """For each op the rank that keeps its optimizer state: the one with the least so far. Ops with shared weights are updated by all."""
-    loads: dict[tuple[int, int], int] = {}
-    sizes: dict[int, int] = {}
-    pieces: dict[int, int] = {}
+    """For each op the rank that keeps its optimizer state. Ops with shared weights are updated by all."""
+    sizes: dict[int, dict[int, int]] = {piece: {} for piece in ranks_of}
     for held in trained:
         if held.place.name not in shared and not held.place.op.tied_to:
-            sizes[held.place.index] = sizes.get(held.place.index, 0) + held.parameter.numel()
-            pieces[held.place.index] = held.piece
-    owners = {}
-    for op, size in sizes.items():
-        ranks = ranks_of[pieces[op]]
-        owner = min(ranks, key=lambda rank: loads.get((pieces[op], rank), 0))
-        loads[pieces[op], owner] = loads.get((pieces[op], owner), 0) + size
-        owners[op] = owner
-    return owners
+            of_piece = sizes[held.piece]
+            of_piece[held.place.index] = of_piece.get(held.place.index, 0) + held.parameter.numel()
+    return {op: owner for piece, ranks in ranks_of.items() for op, owner in state_owners(sizes[piece], ranks).items()}
 
 
 def _bucket(held: list[Held], ranks: tuple[int, ...], owner: int | None, dtype: torch.dtype) -> Bucket:

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from penstock.plans.ranks import flat_part
+
 if TYPE_CHECKING:
     from penstock.runtime.parallel.held import Held
     from penstock.runtime.transport.world import World
@@ -90,9 +92,9 @@ class ShardedWeights:
 
     def _shard(self, held: Held, ranks: tuple[int, ...]) -> Shard:
         whole = held.parameter
-        flat, width = whole.detach().view(-1), -(-whole.numel() // len(ranks))
-        start = min(ranks.index(self.world.rank) * width, whole.numel())
-        values = flat[start : start + width]
+        width = -(-whole.numel() // len(ranks))
+        start, stop = flat_part(whole.numel(), ranks.index(self.world.rank), len(ranks))
+        values = whole.detach().view(-1)[start:stop]
         if self.divides and len(ranks) > 1:
             values = values.clone()
             _let_go(whole)
