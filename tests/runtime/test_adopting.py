@@ -50,7 +50,7 @@ PAIRS: dict[str, tuple[Choice, Choice]] = {
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[WorkerPool]:
-    with WorkerPool(2, timeout_s=100) as workers:
+    with WorkerPool(2, timeout_s=250) as workers:
         yield workers
 
 

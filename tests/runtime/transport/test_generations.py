@@ -18,8 +18,6 @@ from penstock.runtime.transport.generations import Generation
 from penstock.runtime.transport.world import ProcessGroups, World
 from penstock.runtime.workers import WorkerPool
 
-pytestmark = pytest.mark.timeout(200)
-
 ROUNDS = 20
 ONE: Choice = {"family": "gpt", "pp": 1, "tp": 1, "dp": 1, "replicas": 1, "schedule": "1f1b", "layout": "packed", "recompute": "none",
                "cuts": "even", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
@@ -27,7 +25,7 @@ ONE: Choice = {"family": "gpt", "pp": 1, "tp": 1, "dp": 1, "replicas": 1, "sched
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(4, timeout_s=100) as workers:
+    with WorkerPool(4, timeout_s=250) as workers:
         yield workers
 
 
