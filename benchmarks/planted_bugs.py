@@ -127,6 +127,8 @@ _COSTS = (
          "what does not fill a bucket is not priced", "costs/test_collectives.py"),
 )  # fmt: skip
 _TIMING = (
+    _bug("a ramp begins at its end", "timing/disturbance.py", "(since + 1) / self.steps)", "1.0)", "a ramp is a step",
+         "timing/test_disturbance.py"),
     _bug("kernels are compiled for every mixture of arrays", "timing/workload.py", "array.flags.writeable = False",
          "array.flags.writeable = array.base.flags.writeable", "commands wait for a compiler", "timing/test_workload.py"),
     _bug("gradients back have the network alone", "timing/messages.py",
@@ -315,6 +317,22 @@ _RUNTIME = (
     _bug("trained plans need not fit", "runtime/trainer.py", "        require_memory(plan, model, cluster)\n", "        pass\n",
          "the proof is left out", "cli/test_check.py"),
 )  # fmt: skip
+_GENERATIONS = (
+    _bug("a module keeps its group", "runtime/transport/world.py", "partial(self.groups.of, tuple(ranks)))",
+         "lambda group=self.groups.of(ranks): group)", "threads and sockets of every generation stay",
+         "runtime/transport/test_generations.py", pick="twenty"),
+    _bug("generations share their keys", "runtime/transport/generations.py", 'return f"generation/{self.number}"', 'return "generation"',
+         "processes find those of a generation that is gone", "runtime/transport/test_generations.py", pick="twenty or closed_one"),
+    _bug("masters of several ops lie in one tensor", "runtime/optimizing/update.py", "settings.rate.at(0), op_of)", "settings.rate.at(0))",
+         "a cut elsewhere changes bits", "runtime/test_adopting.py", pick="where_stages"),
+    _bug("statistics of an abandoned step stay", "runtime/rank.py", "            statistics.copy_(before)\n", "            pass\n",
+         "no training loss tells", "runtime/test_rank.py", pick="abandoned"),
+    _bug("paced devices are late", "runtime/devices/paced.py", "forgiven_s=math.inf, ", "", "times depend on the machine",
+         "runtime/devices/test_paced.py", pick="simulated"),
+    _bug("slow links are not", "runtime/devices/clock.py",
+         "        time_s *= self.settings.disturbance.link(self.world.rank, step.peer, self._program.iteration)\n", "",
+         "a disturbance without effect", "runtime/devices/test_paced.py", pick="disturbed"),
+)  # fmt: skip
 _TRAINING = (
     _bug("labels weigh a little less", "runtime/source.py", "width, np.float32).div_(loss_tokens)",
          "width, np.float32).div_(loss_tokens + 1)",
@@ -355,8 +373,8 @@ _TRAINING = (
     _bug("a resumed half-precision optimizer is a step ahead", "runtime/optimizing/optimizer.py",
          "                    kept[name] = value.clone()\n",
          "                    kept[name] = value + 1\n", "Adam's correction of the beginning is off", "runtime/optimizing/test_update.py"),
-    _bug("every rank has weights of its own", "runtime/rank.py", "self.transport, seed=self.settings.seed\n",
-         "self.transport, seed=self.settings.seed + self.world.rank\n", "replicas and tensor-parallel parts start apart",
+    _bug("every rank has weights of its own", "runtime/rank.py", "self.transport, seed=self.settings.seed,\n",
+         "self.transport, seed=self.settings.seed + self.world.rank,\n", "replicas and tensor-parallel parts start apart",
          "runtime/parallel/test_gradients.py"),
     _bug("the norm counts what others own", "runtime/parallel/gradients.py",
          "first = bucket.ranks[0] if bucket.owner is None else bucket.owner", "first = bucket.ranks[0]",
@@ -442,6 +460,6 @@ _ADAPTING = (
 
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
-    *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS, *_CLI,
-    *_ADAPTING,
+    *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_GENERATIONS, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS,
+    *_CLI, *_ADAPTING,
 )  # fmt: skip

@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import stat
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,7 +19,7 @@ from penstock.programs.instructions import Program
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.workers import Worker
 
-__all__ = ["close_amid_transfers", "footprint", "train_generations"]
+__all__ = ["Footprint", "close_amid_transfers", "footprint", "train_generations", "wake_from_a_thread"]
 
 Footprint = tuple[int, int, int]
 """Threads, open files, sockets that listen."""
@@ -66,6 +67,23 @@ def train_generations(
             number = worker.groups.generation.number
             worker.groups.renew()
     return found, losses, number
+
+
+def wake_from_a_thread(worker: Worker) -> str:
+    """Everybody waits for a message that nobody sends, until a thread of each wakes it; what the waiting ended with."""
+    groups = worker.groups
+    groups.barrier()
+    waker = threading.Timer(0.3, groups.generation.wake)
+    waker.start()
+    told = ""
+    try:
+        dist.recv(torch.zeros(1), (worker.rank + 1) % worker.size)
+    except RuntimeError as error:
+        told = str(error)
+    waker.join()
+    groups.renew()
+    groups.barrier()
+    return told
 
 
 def close_amid_transfers(worker: Worker, rounds: int) -> tuple[list[Footprint], list[float]]:

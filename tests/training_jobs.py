@@ -195,6 +195,7 @@ def run_paced(
     for iteration in programs:
         losses.append(rank.train(iteration[rank.world.place], RandomSource(model)).loss.item())
         times_s.append(rank.clock.device_s)
+        assert 0.0 < rank.clock.busy_s < rank.clock.device_s
     return times_s, TrainedPrograms(tuple(losses), (), (), *collected(rank))
 
 

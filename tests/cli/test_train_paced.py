@@ -13,8 +13,6 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.schema import write_plan
 from penstock.runtime.telemetry.steps import read_steps
 
-pytestmark = pytest.mark.timeout(110)
-
 STORY = """
 - {rank: 1, factor: 3, shape: pulse, from: 3, steps: 2}
 """

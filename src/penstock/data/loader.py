@@ -71,11 +71,12 @@ class DynamicLoader:
             self.pool = PlannerPool(source, planner, address, job, **own, hang_s=hang_s)
 
     def adopt(self, step: int, planner: ProgramPlanner) -> None:
-        """Yields programs of another plan from iteration `step`, the next one, on; those fetched ahead for the plan before are discarded.
+        """Yields programs of another plan from iteration `step` on: the next one, or an earlier one that is run again. Those fetched ahead
+        for the plan before are discarded.
 
         The loaders of all ranks adopt it, and so do the planners (`PlannerPool.adopt`, called here for those that this loader started).
         """
-        if self.has_work and step != self.step:
+        if self.has_work and step > self.step:
             raise InputError(f"a plan is to be adopted at iteration {step}, but {self.step} is next.")
         self.step = step
         self._end_feed()

@@ -159,7 +159,7 @@ class Run:
             self._check_finite(program, result, losses[-1], norm)
             end = time.perf_counter()
             times.append(self._device_s(program.iteration, end - start))
-            self.times.step_done(times[-1], wait_s, self.rank.update.exchanges)
+            self.times.step_done(end - start, wait_s, self.rank.update.exchanges)
             tokens.append(int(result.tokens.item()))
             step = program.iteration
             record = StepRecord(

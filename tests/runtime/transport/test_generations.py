@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from generation_jobs import close_amid_transfers, train_generations
+from generation_jobs import close_amid_transfers, train_generations, wake_from_a_thread
 from runtime_cases import Case, Choice, make_case
 from training_jobs import train_programs
 
@@ -18,8 +18,6 @@ from penstock.runtime.transport.generations import Generation
 from penstock.runtime.transport.world import ProcessGroups, World
 from penstock.runtime.workers import WorkerPool
 
-pytestmark = pytest.mark.timeout(200)
-
 ROUNDS = 20
 ONE: Choice = {"family": "gpt", "pp": 1, "tp": 1, "dp": 1, "replicas": 1, "schedule": "1f1b", "layout": "packed", "recompute": "none",
                "cuts": "even", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
@@ -27,7 +25,7 @@ ONE: Choice = {"family": "gpt", "pp": 1, "tp": 1, "dp": 1, "replicas": 1, "sched
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(4, timeout_s=100) as workers:
+    with WorkerPool(4, timeout_s=250) as workers:
         yield workers
 
 
@@ -58,6 +56,10 @@ def test_what_waits_for_others_does_not_hold_it_up(pool: WorkerPool) -> None:
     for found, sums in pool.run(close_amid_transfers, 4):
         assert found == found[:1] * 4 and found[0][2] == 0, found
         assert sums == [4.0] * 4
+
+
+def test_a_thread_wakes_who_waits(pool: WorkerPool) -> None:
+    assert all("onnection" in told for told in pool.run(wake_from_a_thread))
 
 
 def test_a_plan_that_leaves_devices_out_trains_as_one_that_does_not(pool: WorkerPool) -> None:

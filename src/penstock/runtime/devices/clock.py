@@ -73,6 +73,8 @@ class DeviceClock:
         """Of the last iteration: its seconds by the devices' own clocks, which do not know how late the machine woke."""
         self.wall_s = 0.0
         """Of the last iteration: until the last rank was done, by the clock on the wall."""
+        self.busy_s = 0.0
+        """Of the last iteration: what this device computed, waits left out."""
         self._random = random.Random(f"{settings.seed} {world.rank}")
         self._ready: dict[int, float] = {}
         """When what lies in each buffer is there."""
@@ -89,6 +91,7 @@ class DeviceClock:
         self._begin = self._gathered(time.monotonic()).max().item() + self.settings.lead_s
         self._now = self._begin
         """When the device is free."""
+        self.busy_s = 0.0
         factor = self.settings.disturbance.data(step)
         # Loading runs beside the step before, from its start on: what is left of it now is waited for.
         left_s = 0.0 if factor is None else factor * self._computing_s() - self.device_s
@@ -117,6 +120,7 @@ class DeviceClock:
         time_s = float(self._work.durations_s[_KINDS[type(step)], step.stage, step.micro_batch]) * self._slower
         if self.settings.noise:
             time_s *= max(0.0, self._random.gauss(1.0, self.settings.noise))
+        self.busy_s += time_s
         ready = 0.0 if source is None else self._ready[source]
         self._now = max(self._now, ready, since - self.settings.forgiven_s) + time_s
         if step.stage in self._together and not isinstance(step, BackwardWeight):

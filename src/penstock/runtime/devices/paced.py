@@ -52,9 +52,12 @@ class PacedRank(Rank):
         self._clock_settings = replace(clock or ClockSettings(), forgiven_s=math.inf, lead_s=0.0)
         self._stamps: dict[tuple[str, int, int, int], tuple[int, torch.Tensor]] = {}
 
-    def adopt(self, plan: Plan) -> None:
-        super().adopt(plan)
+    def adopt(self, plan: Plan, *, keep: bool = False) -> None:
+        super().adopt(plan, keep=keep)
         self.clock = DeviceClock(self.world, self._clock_settings)
+
+    def abandon(self) -> None:
+        super().abandon()
         self._stamps.clear()
 
     def train(self, program: Program, source: Source) -> StepResult:

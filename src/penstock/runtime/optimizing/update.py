@@ -58,9 +58,9 @@ class Update:
 
     def __init__(self, gradients: Sequence[Gradients], world: World, settings: TrainingSettings, num_ops: int, precision: str) -> None:
         self.gradients, self.world, self.settings = gradients, world, settings
-        self.optimizer = make_optimizer(
-            (held.parameter for own in gradients for held in own.updated_here()), settings.optimizer, settings.rate.at(0)
-        )
+        updated = [held for own in gradients for held in own.updated_here()]
+        op_of = {id(held.parameter): held.place.index for held in updated}
+        self.optimizer = make_optimizer([held.parameter for held in updated], settings.optimizer, settings.rate.at(0), op_of)
         self.scale = LossScale() if precision == "fp16" else None
         self._counted = [held for own in gradients for held in own.counted_here()]
         self._places = torch.tensor([held.place.index for held in self._counted], dtype=torch.int64, device=world.device)

@@ -76,6 +76,11 @@ class Gradients:
                 tensor.copy_(mean.view_as(tensor))
         self._statistics.clear()
 
+    def abandon(self) -> None:
+        """Lets go of sums that are under way. What is in place of the gradients then is worth nothing."""
+        self._works.clear()
+        self._statistics.clear()
+
     def zero(self) -> None:
         """Forgets them; their memory stays."""
         raise TypeError(f"{type(self).__name__} has no gradients")
@@ -175,11 +180,18 @@ class BucketedGradients(Gradients):
         if self._during == micro_batch:
             self._finish()
 
-    def _finish(self) -> None:
+    def abandon(self) -> None:
+        super().abandon()
+        self._listen_no_more()
+
+    def _listen_no_more(self) -> None:
         self._during = None
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def _finish(self) -> None:
+        self._listen_no_more()
         for bucket in self.buckets[self._next :]:
             self._launch(bucket)
         self._next = len(self.buckets)

@@ -134,6 +134,16 @@ class ShardedWeights:
             for number in range(len(self._units)):
                 self._release(number)
 
+    def abandon(self) -> None:
+        """Forgets what is under way; every rank has its parts, and nothing else."""
+        self._arriving.clear()
+        self._leaving = None
+        for number, unit in enumerate(self._units):
+            for shard in unit.shards:
+                shard.whole.grad = None
+            if self.divides:
+                self._release(number)
+
     @torch.no_grad()
     def share(self) -> None:
         """The parts have new values: where every rank has the whole, it gets those of the others."""

@@ -12,6 +12,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -38,8 +39,9 @@ class Generation:
         self._store, self._keys = store, None if store is None else dist.PrefixStore(self.prefix, store)
         self._made: dict[tuple[int, ...], Any] = {}
         self._transports: list[Transport] = []
+        self._own_ports: set[int] = set()
         self._ports: set[int] = set()
-        """On which gloo listens, here and at the others: one end of each of its connections has one of them."""
+        """On which gloo listens here, and at the others: one end of each of its connections has one of them."""
         self.is_closed = False
         if store is not None:
             with self._counted_ports():
@@ -89,8 +91,18 @@ class Generation:
         self._transports.clear()
         self._made.clear()
         if self._store is not None:
-            _shut_down(self._ports)  # a group that still works is not destroyed before it is done, and gloo's abort wakes nobody
+            self.wake()  # a group that still works is not destroyed before it is done
             dist.destroy_process_group()
+
+    def wake(self) -> None:
+        """Whatever waits in the generation, here or for this process, fails at once; any thread may ask for it. Nothing but `close` may
+        follow. gloo's own abort wakes nobody, so its connections are ended."""
+        for one in _sockets():
+            try:
+                if one.getpeername()[1] in self._ports or one.getsockname()[1] in self._own_ports:
+                    one.shutdown(socket.SHUT_RDWR)
+            except OSError:  # not connected (any more), or one that listens, which gloo must find as it was
+                continue
 
     def next(self, members: Sequence[int] | None = None) -> Generation:
         """The generation after this one, which is closed first: of the same processes, or of those that are left."""
@@ -100,28 +112,17 @@ class Generation:
             timeout_s=self.timeout.total_seconds(),
         )  # fmt: skip
 
-    def _counted_ports(self) -> _CountedPorts:
-        return _CountedPorts(self)
-
-
-class _CountedPorts:
-    """Notes on which ports the members listen because of what is made inside. (No other thread listens: loaders only connect.)"""
-
-    def __init__(self, generation: Generation) -> None:
-        self._of = generation
-
-    def __enter__(self) -> None:
-        self._before = set(_listening())
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        if kind is not None:
-            return
-        own, keys = self._of, self._of._keys
-        assert keys is not None
-        number = len(own._made)
-        keys.set(f"ports/{number}/{own.own}", msgspec.json.encode(sorted(set(_listening()) - self._before)).decode())
-        for told in keys.multi_get([f"ports/{number}/{member}" for member in own.members]):
-            own._ports.update(msgspec.json.decode(told))
+    @contextmanager
+    def _counted_ports(self) -> Iterator[None]:
+        """Notes on which ports members listen because of what is made inside. (No other thread listens: loaders only connect.)"""
+        before = set(_listening())
+        yield
+        assert self._keys is not None
+        own, number = set(_listening()) - before, len(self._made)
+        self._own_ports |= own
+        self._keys.set(f"ports/{number}/{self.own}", msgspec.json.encode(sorted(own)).decode())
+        for told in self._keys.multi_get([f"ports/{number}/{member}" for member in self.members if member != self.own]):
+            self._ports.update(msgspec.json.decode(told))
 
 
 def _sockets() -> Iterator[socket.socket]:
@@ -141,13 +142,3 @@ def _sockets() -> Iterator[socket.socket]:
 def _listening() -> list[int]:
     """The ports on which this process listens."""
     return [one.getsockname()[1] for one in _sockets() if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
-
-
-def _shut_down(ports: set[int]) -> None:
-    """Ends the connections of which one end has one of these ports; whoever waits for them is woken with an error."""
-    for one in _sockets():
-        try:
-            if ports & {one.getpeername()[1], one.getsockname()[1]}:
-                one.shutdown(socket.SHUT_RDWR)
-        except OSError:  # not connected (any more), or one that listens, which gloo must find as it was
-            continue
