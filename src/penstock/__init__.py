@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 # Public name -> the module that holds it. Names are looked up on first use, so that `import penstock` costs milliseconds.
 _HOMES = {
+    "Decider": "penstock.adapting.deciding",
     "Detector": "penstock.adapting.detecting",
     "DynamicLoader": "penstock.data.loader",
     "Executor": "penstock.runtime.executor",
