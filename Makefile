@@ -49,8 +49,9 @@ $(VENV)/.compiled: $(VENV)/.installed $(KERNELS)
 demo: setup
 	$(BIN)/penstock demo
 
+# Each process would compile all tests anew, for seconds, where Python was told to keep nothing compiled.
 test: setup redis-server
-	$(BIN)/python -m pytest -n $(TESTERS) --dist worksteal -r s
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TESTERS) --dist worksteal -r s
 
 # Tests of the Redis store run against a real server; where it may not be installed they are skipped and say so.
 redis-server:

@@ -36,7 +36,7 @@ def train_adopting(worker: Worker, parts: Sequence[Part], settings: TrainingSett
         adopt_with_state(rank, plan, programs[0][0].iteration, folder)
         modules = len(before & {id(module) for stage in rank.stages.values() for module in stage.modules()})
         if rank.world.rank >= 0:
-            losses += [rank.train(iteration[rank.world.process[rank.world.rank]]).loss.item() for iteration in programs]
+            losses += [rank.train(iteration[rank.world.place]).loss.item() for iteration in programs]
     weights = collected(rank) if rank.world.rank >= 0 else ((), ())
     return TrainedPrograms(tuple(losses), (), (), *weights), modules
 
@@ -56,7 +56,7 @@ def train_loaded(
     address, job = handover
     loader = DynamicLoader(
         source, planner, rank.world.rank, address=address, job=job, planners=1 if job else 0, starts_planners=False, first_step=first,
-        timeout=60,
+        timeout=250,
     )  # fmt: skip
     later, losses, ran = dict(planners[1:]), [], []
     with loader:

@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 def make(folder: Path, fails_at: str = "") -> subprocess.CompletedProcess[str]:
     command = ["make", "setup", f"PYTHON={folder / 'python'}"]
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "FAILS_AT": fails_at}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
 
 
 def test_a_few_lines_and_all_the_rest_in_a_file(folder: Path) -> None:

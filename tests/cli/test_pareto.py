@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,25 @@ from penstock import search
 from penstock.cli.main import run
 from penstock.cli.pareto import _file_names
 from penstock.plans.schema import read_plan
+from penstock.search import Request
 
 POOL = ["--model", "gpt-350m", "--cluster", "1xp3.8xlarge+2xg5.12xlarge", "--global-batch", "16", "--micro-batches", "1,4"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def searched_once() -> Iterator[None]:
+    """All clusters of a pool are searched once for all tests that ask for the same."""
+    find, found = search.offers, {}
+
+    def offers(request: Request, steps: int, *others: Any) -> Any:
+        asked = request.model.name, request.cluster.name, repr(request.frame), request.micro_batches, request.schedules, steps
+        if asked not in found:
+            found[asked] = find(request, steps, *others)
+        return list(found[asked][0]), found[asked][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "offers", offers)
+        yield
 
 
 def beats(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -45,17 +63,10 @@ def test_undominated_choices_with_plans(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_beaten_choices_are_shown_if_asked_for(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    find, found = search.offers, []
-
-    def once(*given: Any) -> Any:
-        found.extend([find(*given)] if not found else ())
-        return list(found[0][0]), found[0][1]
-
-    monkeypatch.setattr(search, "offers", once)
     monkeypatch.setenv("COLUMNS", "200")
 
     def shown(*options: str) -> str:
-        assert run(["pareto", *POOL, *options]) == 0
+        assert run(["pareto", *POOL, "--steps", "100", *options]) == 0
         return capsys.readouterr().out
 
     choices = json.loads(shown("--json"))["choices"]

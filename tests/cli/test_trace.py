@@ -26,8 +26,6 @@ from penstock.runtime.telemetry.spans_reader import read_spans
 from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import Trainer
 
-pytestmark = pytest.mark.timeout(120)
-
 STEPS = 4
 
 

@@ -13,8 +13,6 @@ from penstock.cli.main import run
 from penstock.plans.build import uniform_plan
 from penstock.plans.schema import write_plan
 
-pytestmark = pytest.mark.timeout(240)
-
 STEPS, BATCH = 4, 16
 
 

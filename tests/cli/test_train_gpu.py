@@ -8,15 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import standins
 
 from penstock.plans.build import uniform_plan
 from penstock.plans.schema import write_plan
 from penstock.runtime.telemetry.nvml import DeviceSample
 from penstock.runtime.telemetry.steps import read_lines, read_steps
-
-pytestmark = pytest.mark.timeout(120)
 
 # Runs at the start of every process, workers included.
 GPUS = """

@@ -24,8 +24,6 @@ from penstock.runtime.request import TrainRequest
 from penstock.runtime.run_inputs import run_inputs
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.timeout(150)
-
 VOCAB, STEPS, BATCH, RATE = 384, 2, 8, 1e-3
 LLAMA: dict[str, Any] = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

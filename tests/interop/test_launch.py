@@ -80,7 +80,7 @@ def run_script(command: list[str], folder: Path, python: Path, **environment: st
         env={**kept, "PYTHON": str(python), "NOTES": str(notes), **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=250,
         cwd=folder,
     )
     assert done.returncode == 0, done.stderr
@@ -137,7 +137,7 @@ def test_torchrun_ends_all_when_one_fails(tmp_path: Path) -> None:
     over = tmp_path / "over"
     over.write_text("#!/usr/bin/env bash\nif [[ $1 == bad ]]; then exit 3; fi\nexec sleep 100\n")
     over.chmod(0o755)
-    done = subprocess.run(["bash", str(script)], env={**os.environ, "HOSTS": "good bad", "REMOTE_SHELL": str(over)}, timeout=20)
+    done = subprocess.run(["bash", str(script)], env={**os.environ, "HOSTS": "good bad", "REMOTE_SHELL": str(over)}, timeout=250)
     assert done.returncode == 1
 
 

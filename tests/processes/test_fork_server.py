@@ -13,8 +13,6 @@ import pytest
 
 from penstock.processes.fork_server import FORKED, start_process, warm_up
 
-pytestmark = pytest.mark.timeout(110)
-
 
 def tell(pipe: Any) -> None:
     """What a rank or a planner finds when it begins, and that it outlives both signals."""

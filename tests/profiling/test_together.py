@@ -5,14 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
 from penstock.costs.profile import read_profile
 from penstock.models import resolve_model
 from penstock.profiling.run import Profiler
 from penstock.profiling.together import measure_together
-
-pytestmark = pytest.mark.timeout(110)
 
 
 def test_two_processes_measure_one_profile(tmp_path: Path) -> None:

@@ -27,8 +27,6 @@ from penstock.stores import Job
 from penstock.stores.addresses import connect
 from penstock.stores.tcp_server import TcpServer
 
-pytestmark = pytest.mark.timeout(300)
-
 BREAK = 2
 ADAMW = TrainingSettings(LearningRate(3e-3, warmup_steps=2), OptimizerSettings("adamw", eps=1e-3), clip_norm=0.5)
 ONE: Choice = {"family": "gpt", "pp": 1, "tp": 1, "dp": 1, "replicas": 1, "schedule": "1f1b", "layout": "packed", "recompute": "none",

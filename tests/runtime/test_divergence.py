@@ -31,8 +31,6 @@ from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.transport.world import ProcessGroups
 from penstock.schedules.orders import gpipe
 
-pytestmark = pytest.mark.timeout(300)
-
 PLAN = uniform_plan("resnet-tiny", "1xcpu", global_batch=6, micro_batch=2)
 
 

@@ -11,8 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,10 +35,7 @@ from penstock.runtime.workers import WorkerError
 from penstock.stores.addresses import connect
 from penstock.stores.server import RedisServer, start_redis
 
-pytestmark = pytest.mark.timeout(480)
-"""Two whole commands, each of which starts processes that import torch, take minutes on a machine that has ten other things to do."""
-
-STEPS, BATCH = 26, 16
+STEPS, BATCH = 18, 16  # planners are up to eight steps ahead of training
 SETTINGS = TrainingSettings(LearningRate(2e-3))
 
 
@@ -82,35 +80,51 @@ def planners_of(launcher: int) -> list[int]:
     return [pid for pid, (name, parent) in found.items() if name.startswith("planner ") and found.get(parent, ("", 0))[1] == launcher]
 
 
-def run(case: Case, out: Path, at: dict[int, Callable[[int], None]], *options: str) -> subprocess.CompletedProcess[str]:
-    """Trains; when so many steps are done, something happens, told of the launcher's process id."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen(case.command(out, *options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        for step, act in sorted(at.items()):
-            while steps_done(out) < step and process.poll() is None:
-                time.sleep(0.01)
-            act(process.pid)
-        told, said = process.communicate(timeout=400)
-    finally:
-        process.kill()
-        process.wait()
-    return subprocess.CompletedProcess(process.args, process.returncode, told, said)
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    status: int
+    told: str
+    said: str
 
 
-def test_killed_planners_are_replaced_and_the_losses_stay(case: Case, tmp_path: Path) -> None:
+def run(case: Case, out: Path, caught: pytest.CaptureFixture[str], at: dict[int, Callable[[], None]], *options: str) -> Done:
+    """Trains; when so many steps are done, something happens."""
+    ended = threading.Event()
+
+    def act() -> None:
+        for step, action in sorted(at.items()):
+            while steps_done(out) < step and not ended.wait(0.01):
+                pass
+            action()
+
+    with ThreadPoolExecutor(1) as pool:
+        acting = pool.submit(act)
+        try:
+            status = main.run(case.command(out, *options)[3:])
+        finally:
+            ended.set()
+        acting.result()
+    told, said = caught.readouterr()
+    return Done(status, told, said)
+
+
+def test_killed_planners_are_replaced_and_the_losses_stay(
+    case: Case, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     """Two planners share the work; with none of them, every rank plans for itself."""
     killed: list[int] = []
 
-    def kill(launcher: int) -> None:
-        for pid in planners_of(launcher):
+    def kill() -> None:
+        for pid in planners_of(os.getpid()):
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
 
-    done = run(case, tmp_path / "run", {3: kill}, "--planners", "2")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout)["losses"] == case.losses and len(killed) == 2
-    assert done.stderr.count("died with status -9") == 2 and "Traceback" not in done.stderr
+    done = run(case, tmp_path / "run", capfd, {3: kill}, "--planners", "2")
+    assert done.status == 0, done.said[-2000:]
+    assert json.loads(done.told)["losses"] == case.losses and len(killed) == 2
+    assert caplog.text.count("died with status -9") == 2 and "Traceback" not in done.said
 
 
 def test_a_hanging_planner_is_replaced_and_the_losses_stay(case: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -136,37 +150,47 @@ def redis() -> Iterator[list[RedisServer]]:
         server.stop()
 
 
-def test_a_store_that_restarts_is_survived_and_one_that_stays_away_ends_the_run_with_a_checkpoint(
-    case: Case, tmp_path: Path, redis: list[RedisServer]
+def kill(servers: list[RedisServer]) -> None:
+    servers[-1].process.kill()
+    servers[-1].process.wait()
+
+
+def start(servers: list[RedisServer]) -> None:
+    servers.append(start_redis(servers[0].host, servers[0].port, password=servers[0].password))
+
+
+def test_a_store_that_restarts_is_survived(
+    case: Case, tmp_path: Path, redis: list[RedisServer], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def kill(launcher: int) -> None:
-        redis[-1].process.kill()
-        redis[-1].process.wait()
+    def restart() -> None:
+        kill(redis)
+        start(redis)
 
-    def start(launcher: int) -> None:
-        redis.append(start_redis(redis[0].host, redis[0].port, password=redis[0].password))
-
-    def restart(launcher: int) -> None:
-        kill(launcher)
-        start(launcher)
-
-    options = "--store", redis[0].address, "--store-timeout", "8"
-    ended = run(case, tmp_path / "run", {3: restart, 8: kill}, *options)
-    done = steps_done(tmp_path / "run")
-    assert ended.returncode == 1 and 8 <= done < STEPS
-    assert "Traceback" not in ended.stderr and ended.stderr.count("error:") == 1 and str(redis[0].password) not in ended.stderr
-    said = " ".join(ended.stderr.split())
-    assert re.search(r"Redis at 127\.0\.0\.1:\d+ has not answered for 8 s|another rank gets no more programs from the store", said)
-    assert f"The run ended after {done} steps. Step {done} is safe. Go on with:" in said and f"--resume '{tmp_path / 'run'}'" in said
-
-    start(0)
-    again = run(case, tmp_path / "again", {}, *options, "--resume", str(tmp_path / "run" / "checkpoints"))
-    assert again.returncode == 0, again.stderr[-2000:]
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
-    assert [*losses, *json.loads(again.stdout)["losses"]] == case.losses
+    done = run(case, tmp_path / "run", capfd, {3: restart}, "--store", redis[0].address, "--store-timeout", "200")
+    assert done.status == 0, done.said[-2000:]
+    assert json.loads(done.told)["losses"] == case.losses and len(redis) == 2
     values = connect(redis[0].address, b"")
     assert values.names("penstock/") == []  # the job took its keys with it
     values.close()
+
+
+def test_a_store_that_stays_away_ends_the_run_with_a_checkpoint(
+    case: Case, tmp_path: Path, redis: list[RedisServer], capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, store = tmp_path / "run", ("--store", redis[0].address)
+    ended = run(case, out, capfd, {5: lambda: kill(redis)}, *store, "--store-timeout", "2")
+    done = steps_done(out)
+    assert ended.status == 1 and 5 <= done < STEPS
+    assert "Traceback" not in ended.said and ended.said.count("error:") == 1 and str(redis[0].password) not in ended.said
+    said = " ".join(ended.said.split())
+    assert re.search(r"Redis at 127\.0\.0\.1:\d+ has not answered for 2 s|another rank gets no more programs from the store", said)
+    assert f"The run ended after {done} steps. Step {done} is safe. Go on with:" in said and f"--resume '{out}'" in said
+
+    start(redis)
+    again = run(case, tmp_path / "again", capfd, {}, *store, "--resume", str(out / "checkpoints"))
+    assert again.status == 0, again.said[-2000:]
+    losses = [json.loads(line)["loss"] for line in (out / "steps.jsonl").read_text().splitlines()]
+    assert [*losses, *json.loads(again.told)["losses"]] == case.losses
 
 
 def test_a_planner_without_progress_on_a_store_that_answers_ends_the_run_with_a_checkpoint(case: Case, tmp_path: Path) -> None:
@@ -201,29 +225,19 @@ def test_a_damaged_sample_is_told_before_anything_starts(case: Case, tmp_path: P
 
 
 def test_two_nodes_share_the_planning(case: Case, tmp_path: Path) -> None:
-    """Each node of torchrun starts a planner of its own; odd iterations are planned on one, even ones on the other."""
+    """Each node, told what torchrun tells its own, starts a planner; odd iterations are planned on one, even ones on the other."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "PENSTOCK_LOG_LEVEL": "DEBUG"}
+    ranks = {"WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    environment = os.environ | ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PENSTOCK_LOG_LEVEL": "DEBUG"}
     nodes = []
     for node in range(2):
-        where = [
-            "--nnodes",
-            "2",
-            "--node-rank",
-            str(node),
-            "--nproc-per-node",
-            "1",
-            "--master-addr",
-            "127.0.0.1",
-            "--master-port",
-            str(port),
-        ]
-        command = [sys.executable, "-m", "torch.distributed.run", *where, *case.command(tmp_path / "run")[1:]]
-        own = {**environment, "PENSTOCK_LOG_DIR": str(tmp_path / f"node{node}")}
-        nodes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=own))
+        own = {"RANK": str(node), "GROUP_RANK": str(node), "PENSTOCK_LOG_DIR": str(tmp_path / f"node{node}")}
+        own["PYTHONPATH"] = os.pathsep.join(sys.path)
+        command = case.command(tmp_path / "run")
+        nodes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment | own))
     try:
-        told = [node.communicate(timeout=400) for node in nodes]
+        told = [node.communicate(timeout=250) for node in nodes]
     finally:
         for node in nodes:
             node.kill()

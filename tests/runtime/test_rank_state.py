@@ -21,8 +21,6 @@ from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingS
 from penstock.runtime.transport.world import ProcessGroups
 from penstock.runtime.workers import WorkerError, WorkerPool
 
-pytestmark = pytest.mark.timeout(200)
-
 BREAK = 2
 TOLERANCE = 1e-5
 ADAMW = TrainingSettings(LearningRate(3e-3, warmup_steps=2), OptimizerSettings("adamw", eps=1e-3), clip_norm=0.5)
@@ -64,7 +62,7 @@ class Broken(Case):
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(8, timeout_s=60) as workers:
+    with WorkerPool(8, timeout_s=250) as workers:
         yield workers
 
 
@@ -157,7 +155,7 @@ def test_other_precisions(precision: str, other: str, pool: WorkerPool, tmp_path
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
     case = make_case(ONE, 3, iterations=2)
-    with WorkerPool(1, timeout_s=60) as pool:
+    with WorkerPool(1, timeout_s=250) as pool:
         pool.run(train_part, case.plan, case.programs()[:1], ADAMW, None, tmp_path)
         with pytest.raises(WorkerError, match=r"has the optimizer state of adamw, but sgd is asked for\. Train with adamw"):
             pool.run(train_part, case.plan, case.programs()[1:], SGD, tmp_path, None)

@@ -17,8 +17,6 @@ from penstock.runtime.request import TrainRequest
 from penstock.runtime.run_folder import own_folder, read_request, safe_step
 from penstock.runtime.run_lock import run_lock
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def request_of(out: Path, **more: object) -> TrainRequest:
     plan = uniform_plan("gpt-tiny", "1xcpu", global_batch=8, micro_batch=8)

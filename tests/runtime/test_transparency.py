@@ -30,8 +30,6 @@ from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingS
 from penstock.runtime.workers import WorkerPool
 from penstock.schedules.rules import schedule_of
 
-pytestmark = pytest.mark.timeout(280)
-
 TOLERANCE, TOLERANCE_IN_DOUBLES = 1e-5, 1e-10
 PIECES = 6
 """Of the covering set, so that processes of the test run can share it."""
@@ -44,7 +42,7 @@ PLAIN: Choice = {"family": "gpt", "pp": 2, "tp": 2, "dp": 1, "replicas": 2, "sch
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(8, timeout_s=60) as workers:
+    with WorkerPool(8, timeout_s=250) as workers:
         yield workers
 
 

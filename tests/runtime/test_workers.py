@@ -17,8 +17,6 @@ from worker_jobs import fail_in_program, fail_on, hang_on, identify, kill_in_pro
 from penstock.errors import InputError
 from penstock.runtime.workers import WorkerError, WorkerPool, launch
 
-pytestmark = pytest.mark.timeout(110)
-
 CHOICE = {"family": "gpt", "pp": 2, "tp": 1, "dp": 1, "replicas": 1, "schedule": "1f1b", "layout": "packed", "recompute": "none",
           "cuts": "even", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
 

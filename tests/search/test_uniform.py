@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import time
 
 import pytest
+from counted_work import counted_calls
 
 from penstock.clusters import resolve_cluster
 from penstock.costs.roofline import Roofline
@@ -133,16 +133,10 @@ def test_wrong_requests_name_the_field(changes: dict[str, object], message: str)
         best_plans(**request)  # type: ignore[arg-type]
 
 
-def test_the_grid_of_sixteen_devices_takes_seconds() -> None:
+def test_the_grid_of_sixteen_devices_takes_a_second_or_two() -> None:
+    """Counted in calls, of which an idle core makes about four million a second."""
     best_plans("gpt-tiny", "2xcpu", 4)  # imports
-    times_s = []
-    for _ in range(2):  # a burst of other work on the machine is forgiven once
-        start = time.process_time()
-        best_plans("gpt-1.3b", "16xa100-40gb", 256)
-        times_s.append(time.process_time() - start)
-        if times_s[-1] < 3:
-            return
-    raise AssertionError(f"took {times_s} s")
+    assert counted_calls(lambda: best_plans("gpt-1.3b", "16xa100-40gb", 256)) < 8e6
 
 
 def test_a_cluster_too_large_to_search_is_refused_at_once() -> None:

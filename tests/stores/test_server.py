@@ -55,7 +55,7 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path, ending: sig
         store.publish(0, {0: b"program"})
         assert store.fetch(0, 0) == b"program"
         process.send_signal(ending)
-        _, told = process.communicate(timeout=20)
+        _, told = process.communicate(timeout=250)
         assert process.returncode == 0 and "store stopped" in told
     finally:
         process.kill()
@@ -77,7 +77,7 @@ def test_a_server_that_dies_is_started_again_with_its_password(tmp_path: Path) -
         assert store.fetch(0, 0) == b"program"
     finally:
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=20)
+        _, told = process.communicate(timeout=250)
     assert "is started again" in told and process.returncode == 0
 
 
@@ -87,7 +87,7 @@ def test_open_only_when_asked_for(tmp_path: Path) -> None:
         assert process.stdout is not None and "redis://127.0.0.1:" in process.stdout.readline()
     finally:
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=20)
+        _, told = process.communicate(timeout=250)
     assert "without a password" in told
 
 
@@ -95,7 +95,7 @@ def test_a_file_that_is_no_store_file_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text("{}")
     process = start_command(path)
-    _, told = process.communicate(timeout=20)
+    _, told = process.communicate(timeout=250)
     assert process.returncode == 2 and "is not left over from a store" in told and path.read_text() == "{}"
 
 

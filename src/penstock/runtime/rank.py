@@ -50,8 +50,8 @@ class Evaluated:
 class Rank:
     """Trains what the plan in force gives to this process.
 
-    `adopt` puts a plan in force, the first as any later one, between two programs. Process groups are shared by all plans of the process;
-    stages, gradients, optimizer and transport belong to the plan.
+    `adopt` puts a plan in force, the first as any later one, between two programs. Each plan has a generation of process groups of its
+    own; stages, gradients, optimizer and transport belong to the plan.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Rank:
         """Of the last step."""
         self.losses: list[tuple[int, int, torch.Tensor]] = []
         """Stage, micro-batch and loss of the passes of the last step that end here; nobody waits for the device until they are read."""
+        self._has_plan = False
         self._source: Source | None = None
         self._loss = torch.zeros((), dtype=torch.float64, device=groups.device)
         self._correct = torch.zeros(2, dtype=torch.float64, device=groups.device)
@@ -74,6 +75,9 @@ class Rank:
 
         What belonged to the plan before is let go. `rank_state.adopt_with_state` carries weights and optimizer state over.
         """
+        if self._has_plan:
+            self.groups.renew()
+        self._has_plan = True
         self.plan, self.world = plan, World(plan, self.groups)
         self.asynchronous = SCHEDULES[plan.schedule].asynchronous
         self.transport = make_transport(self.world)
@@ -224,9 +228,13 @@ class Rank:
 
     # Transfers -----------------------------------------------------------------------------------------------------------------
 
+    def beside(self, step: i.SendStart | i.ReceiveStart) -> list[torch.Tensor]:
+        """Further tensors that travel with a message; the other end has as many."""
+        return []
+
     def send_start(self, step: i.SendStart) -> None:
         """Begins to send."""
-        tensors = outgoing(self._buffers[step.buffer], step.parts)
+        tensors = [*outgoing(self._buffers[step.buffer], step.parts), *self.beside(step)]
         self._sends[step.what, step.cut, step.micro_batch, step.peer] = self.transport.send(tensors, step.peer)
 
     def send_wait(self, step: i.SendWait) -> None:
@@ -239,7 +247,7 @@ class Rank:
         if buffer is None:
             buffer = self._buffers[step.buffer] = {}
         landings = prepare(buffer, step.parts, self.world.device)
-        pending = self.transport.receive([landing.arrives for landing in landings], step.peer)
+        pending = self.transport.receive([*(landing.arrives for landing in landings), *self.beside(step)], step.peer)
         self._receives[step.what, step.cut, step.micro_batch, step.peer] = (pending, landings)
 
     def receive_wait(self, step: i.ReceiveWait) -> None:

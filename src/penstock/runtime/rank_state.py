@@ -136,9 +136,9 @@ def adopt_with_state(rank: Rank, plan: Plan, step: int, folder: str | Path) -> N
     if (plan.model, plan.precision) != (rank.plan.model, rank.plan.precision):
         raise InputError(f"a plan of model '{plan.model}' in {plan.precision} cannot go on with what one of '{rank.plan.model}' in "
                          f"{rank.plan.precision} has learned. Use plans of one model and precision.")  # fmt: skip
-    place, before = rank.groups.place[0], rank.world
+    before = rank.world
     if before.rank >= 0:
-        writer = CheckpointWriter(folder, rank=place, world_size=len(before.ranks), token=f"adopt_{step}")
+        writer = CheckpointWriter(folder, rank=before.place, world_size=len(before.ranks), token=f"adopt_{step}")
         writer.save(step, rank_pieces(rank), rank_state(rank))
         writer.wait()
     rank.groups.barrier()  # the first process completes the checkpoint
@@ -146,7 +146,7 @@ def adopt_with_state(rank: Rank, plan: Plan, step: int, folder: str | Path) -> N
     if rank.world.rank >= 0:
         load_rank(Checkpoint(folder), rank)
     rank.groups.barrier()
-    if place == 0:
+    if rank.groups.own == rank.groups.generation.members[0]:
         shutil.rmtree(folder)
         Path(folder).mkdir()
 

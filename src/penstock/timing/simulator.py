@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import InputError
 from penstock.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Action, Schedule
-from penstock.timing.workload import Floats, Integers
+from penstock.timing.workload import Floats, Integers, read_only
 
 __all__ = ["Timeline", "as_arrays", "check_shapes", "deadlock_message", "simulate"]
 
@@ -55,7 +55,7 @@ def simulate(schedule: Schedule, durations_s: Floats, transfers_s: Floats) -> Ti
     actions, bounds = as_arrays(schedule)
     check_shapes(actions, durations_s, transfers_s)
     start, end = np.full(durations_s.shape, np.inf), np.empty(durations_s.shape)
-    stuck, _ = run_orders(Orders(actions, bounds), durations_s, transfers_s, start, end)
+    stuck, _ = run_orders(Orders(actions, bounds), read_only(durations_s), read_only(transfers_s), start, end)
     if stuck >= 0:
         raise InputError(deadlock_message(schedule, Action(*map(int, actions[stuck])), np.isfinite(end)))
     return Timeline(start, end, schedule)

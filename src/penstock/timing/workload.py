@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from penstock.errors import InputError
 
-__all__ = ["Contention", "Floats", "Integers", "Workload", "links_of", "split_backward", "workload_of"]
+__all__ = ["Contention", "Floats", "Integers", "Workload", "links_of", "read_only", "split_backward", "workload_of"]
 
 Floats: TypeAlias = NDArray[np.float64]
 Integers: TypeAlias = NDArray[np.int64]
@@ -92,7 +92,7 @@ def workload_of(
 
     `contention` may also be the array `links`. What waits for W is all that is stored, unless given.
     """
-    durations = np.ascontiguousarray(durations_s, dtype=np.float64)
+    durations = read_only(durations_s)
     if durations.ndim != 3 or durations.shape[0] not in (2, 4) or 0 in durations.shape:
         raise InputError(f"workload: durations have shape {durations.shape}; expected (2 or 4, stages, micro-batches).")
     _, stages, count = durations.shape
@@ -122,11 +122,19 @@ def workload_of(
     return found
 
 
+def read_only(values: ArrayLike) -> Floats:
+    """The values as the clocks take them. Arrays that may be written are of another type to a kernel, which would be compiled again for
+    every mixture of both."""
+    array = np.ascontiguousarray(values, dtype=np.float64).view()
+    array.flags.writeable = False
+    return array
+
+
 def _array(name: str, values: ArrayLike, shape: tuple[int, ...], finite: bool = True) -> Floats:
     """The values in this shape, numbers and leading axes of length one stretched."""
     array = np.asarray(values, dtype=np.float64)
     try:
-        array = np.ascontiguousarray(np.broadcast_to(array, shape))
+        array = read_only(np.broadcast_to(array, shape))
     except ValueError:
         raise InputError(f"workload: {name} has shape {array.shape}; expected {shape}.") from None
     if np.isnan(array).any() or (array < 0).any() or (finite and np.isinf(array).any()):

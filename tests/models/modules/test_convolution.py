@@ -269,14 +269,13 @@ def test_dropout_follows_seed_and_step() -> None:
     assert not torch.equal(run(modules, batch), first)
 
 
-@pytest.mark.timeout(100)
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     """Each rank checks its part of every weight's gradient against an undivided run; both algos, gloo."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, str(tmp_path / "store")]
     ranks = [subprocess.Popen([*command, str(r)], env=env, stderr=subprocess.PIPE, text=True) for r in range(2)]
     try:
-        errors = [rank.communicate(timeout=80)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=250)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -286,7 +285,7 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
 def _rank_main(store: str, rank: int) -> None:
     """What one of two ranks runs."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    tp = TensorParallel(rank, 2, dist.group.WORLD)
+    tp = TensorParallel(rank, 2)
     for name, algo in ((name, algo) for name in ("resnet", "wide", "vgg") for algo in (0, 1)):
         model = SMALL[name]
         batch = batch_of(model, 4)

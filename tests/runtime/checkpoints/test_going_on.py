@@ -23,8 +23,6 @@ from penstock.runtime.settings import OptimizerSettings, TrainingSettings
 from penstock.runtime.trainer import Trainer
 from penstock.runtime.transport.world import ProcessGroups
 
-pytestmark = pytest.mark.timeout(300)
-
 Change = Callable[[TrainRequest, Path], TrainRequest]
 
 

@@ -21,8 +21,6 @@ from penstock.runtime.source import load_share
 from penstock.runtime.transport.world import ProcessGroups
 from penstock.runtime.workers import WorkerPool
 
-pytestmark = pytest.mark.timeout(300)
-
 SGD = TrainingSettings(LearningRate(0.05), OptimizerSettings("sgd"))
 BUCKET_BYTES = 2**13
 TOLERANCE = 1e-5

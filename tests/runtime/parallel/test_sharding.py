@@ -20,8 +20,6 @@ from penstock.runtime.rank import Evaluated
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.workers import WorkerPool
 
-pytestmark = pytest.mark.timeout(300)
-
 TOLERANCE = 1e-5
 ADAMW = TrainingSettings(LearningRate(3e-3, warmup_steps=2), OptimizerSettings("adamw", eps=1e-3), clip_norm=0.5)
 PLAIN: Choice = {"family": "gpt", "pp": 1, "tp": 1, "dp": 2, "replicas": 1, "schedule": "1f1b", "layout": "packed", "recompute": "some",

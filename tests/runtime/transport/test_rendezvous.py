@@ -12,8 +12,6 @@ import pytest
 
 from penstock.runtime.workers import WorkerPool
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def listening(process: int) -> list[tuple[str, int]]:
     """Addresses (in the kernel's hexadecimal form) and ports at which a process listens."""

@@ -273,7 +273,6 @@ def test_ratios_are_short(recomputed: int, total: int, ratio: float) -> None:
     assert _ratio(recomputed, total) == ratio
 
 
-@pytest.mark.timeout(120)
 def test_an_imported_plan_trains(tmp_path: Path) -> None:
     """Two stages of a small VGG in two processes, against a plain emulation of the same delays."""
     from oracles.pipedream import emulate
@@ -291,7 +290,7 @@ def test_an_imported_plan_trains(tmp_path: Path) -> None:
     works = tuple(make_works(plan, model, random.Random(seed)) for seed in range(2))
     programs = Case(plan, model, works).programs()
     sgd = TrainingSettings(LearningRate(0.05), OptimizerSettings(plan.optimizer), clip_norm=None)
-    with WorkerPool(2, timeout_s=60) as pool:
+    with WorkerPool(2, timeout_s=250) as pool:
         outcomes = pool.run(train_programs, plan, programs, sgd)
     losses, weights = emulate(model, plan.stages, [one[0] for one in programs], sgd)
     assert outcomes[0].losses == pytest.approx(losses, rel=1e-6)

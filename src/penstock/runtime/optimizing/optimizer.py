@@ -5,7 +5,7 @@ The fp32 copy of one piece's gradients is the most extra memory that a step take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from penstock.models.modules.fused import has_triton
 from penstock.runtime.optimizing.update_rules import AdamWRule, UpdateRule, update_rule
 from penstock.runtime.settings import OptimizerSettings
 
-__all__ = ["MasterAdamW", "Optimizer", "make_adamw", "make_optimizer"]
+__all__ = ["MasterAdamW", "Optimizer", "make_adamw", "make_optimizer", "squared_norms"]
 
 Make = Callable[[list[nn.Parameter]], UpdateRule]
 """The update rule over fp32 weights."""
@@ -207,6 +207,11 @@ class _Plain(Optimizer):
                 parameter.copy_(state["master"])
         kept: dict[str, Any] = {name: value.to(parameter.device).clone() for name, value in state.items() if name != "master"}
         self._own.state[parameter].update(kept)
+
+
+def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(gradients,) the squared norm of each, in fp64."""
+    return torch.stack([norm.double() for norm in torch._foreach_norm(gradients, 2.0, dtype=torch.float32)]).square()
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings, lr: float = 1e-4) -> Optimizer:
