@@ -135,12 +135,13 @@ class SlowedCosts:
         )  # fmt: skip
 
     def optimizer_s(
-        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0
-    ) -> float:
+        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0,
+        gradients: str = "",
+    ) -> float:  # fmt: skip
         """The source's, slowed like ops that are bound by memory."""
         kind, _, rank = device.partition(SLOWED_MARK)
         factor = self.speeds.factor(int(rank), OpClass.MEMORY) if rank else 1.0
-        return factor * self.source.optimizer_s(num_parameters, kind, precision, optimizer, num_tensors)
+        return factor * self.source.optimizer_s(num_parameters, kind, precision, optimizer, num_tensors, gradients)
 
     def memory_of(self, device: str, dtype: str) -> DeviceBytes:
         """That of the device's kind."""
