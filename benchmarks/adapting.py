@@ -24,7 +24,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.adapting.deciding import Decider
+from penstock.adapting.adapter import Adapter
 from penstock.adapting.detecting import Cause, Change, Detector, StepFigures
 from penstock.adapting.ladder import PAUSE_LINK, PAUSE_STEPS, Ladder, Remedy
 from penstock.adapting.moves import moves
@@ -245,23 +245,16 @@ def told(factors: Floats, seed: int = 0, noise: Noise = RAGGED) -> Story:
     plan, ladder = pipeline()
     home = _number(plan)
     keys = [tuple(row.tolist()) for row in factors]
-    detector, decider = Detector({Cause.COMPUTE: SUBJECTS[Cause.COMPUTE]}), Decider(ladder, plan)
+    adapter = Adapter(ladder, plan, {Cause.COMPUTE: SUBJECTS[Cause.COMPUTE]})
     ratios = np.log(factors) + noise.draw(np.random.default_rng(seed), len(factors), NUM_RANKS)
     ours, count, known = [], 0, {home}
     for step, key in enumerate(keys):
-        ours.append(_true_s(_number(decider.plan), key))
-        changes = [one for one in detector.add(step, {Cause.COMPUTE: StepFigures(np.exp(ratios[step]), np.ones(NUM_RANKS))})
-                   if one.cause is Cause.COMPUTE]  # fmt: skip
-        speeds = Speeds.of({rank: round(factor, 1) for (rank,), factor in detector.factors(Cause.COMPUTE).items()})
-        if changes:
-            decider.changed(speeds, min(one.since for one in changes))
-        elif speeds != decider.speeds:
-            decider.refined(speeds)
-        decision = decider.decide(step)
+        ours.append(_true_s(_number(adapter.decider.plan), key))
+        decision = adapter.add(step, {Cause.COMPUTE: StepFigures(np.exp(ratios[step]), np.ones(NUM_RANKS))}).decision
         if decision.moves:
             ours[-1] += decision.chosen.pause_s
-            decider.adopted(decision)
-            known.add(_number(decider.plan))
+            adapter.adopted(decision)
+            known.add(_number(decision.chosen.plan))
             count += 1
     for key in set(keys):
         options = ladder.options(plan, Speeds.of(dict(enumerate(key))))
@@ -348,8 +341,11 @@ PARTS: dict[str, Callable[[], list[Row]]] = {"noticing": noticing, "replanning":
 def main() -> int:
     """Prints the figures; 1 if one is not reached."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=list(PARTS), default=[], help="which figures; all unless given")
-    rows = [row for part in parser.parse_args().parts or PARTS for row in PARTS[part]()]
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; all unless given")
+    given = parser.parse_args().parts or list(PARTS)
+    if unknown := set(given) - set(PARTS):
+        parser.error(f"unknown part {sorted(unknown)[0]}; there are {', '.join(PARTS)}")
+    rows = [row for part in given for row in PARTS[part]()]
     for row in rows:
         bound = "at most" if row.at_most else "at least"
         print(f"{row.name:60} {row.value:9.4g}   {bound} {row.limit:<6g} {'' if row.reached else 'MISSED'}")

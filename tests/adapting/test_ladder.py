@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 import pytest
+from slow_pipelines import FOUR, MODEL, ladder_of, plan_of
 
 from penstock.adapting.ladder import Ladder, Remedy, Rung, rung_between
 from penstock.costs.sources import open_costs
 from penstock.costs.speeds import Speeds
-from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
+from penstock.plans.plan import Plan, Stage
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import check_plan
-
-MODEL = {"family": "gpt", "layers": 3, "hidden": 1024, "heads": 16, "seq_length": 1024, "vocab": 1024}
-
-
-def plan_of(devices: list[list[tuple[int, ...]]], cluster: str = "8xa100-80gb", **more: Any) -> Plan:
-    plan = Plan(MODEL, cluster, 16, (), MicroBatching("padded", samples=1), len(devices[0]), seq_length=1024)
-    ops = model_of(plan).num_ops
-    cuts = [ops * at // len(devices) for at in range(len(devices) + 1)]
-    stages = [Stage(cuts[at], cuts[at + 1], tuple(own), Degrees(len(own[0])), **more) for at, own in enumerate(devices)]
-    return replace(plan, stages=tuple(stages))
-
-
-@cache
-def ladder_of(cluster: str = "8xa100-80gb") -> Ladder:
-    plan = plan_of([[(0,)]], cluster)
-    own = cluster_of(plan)
-    return Ladder(model_of(plan), own, open_costs("roofline", own))
 
 
 def options(plan: Plan, speeds: Speeds, known: tuple[Plan, ...] = ()) -> dict[Rung, Remedy]:
@@ -41,9 +23,6 @@ def options(plan: Plan, speeds: Speeds, known: tuple[Plan, ...] = ()) -> dict[Ru
             assert check_plan(option.plan) == [] and rung_between(plan, option.plan) is option.rung
             assert option.time_s == pytest.approx(ladder_of(str(plan.cluster)).time_s(option.plan, speeds))
     return {option.rung: option for option in found}
-
-
-FOUR = plan_of([[(0,)], [(1,)], [(2,)], [(3,)]], "4xa100-80gb")
 
 
 def test_a_slow_stage_is_relieved_of_ops() -> None:

@@ -92,6 +92,8 @@ class Decider:
     def decide(self, step: int) -> Decision:
         """What to do after step `step`."""
         self._balance_s += self._last_gain_s
+        if not (self.speeds.ranks or self.speeds.links or self.left):
+            return Decision(step, Remedy(Rung.NOTHING, self.plan, 0.0), False, "nothing is slow")
         if not self._options:
             self._options = self.ladder.options(self.plan, self.speeds, self.left)
         present, chosen = self._options[0], _cheapest_adequate(self._options)
