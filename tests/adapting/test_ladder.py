@@ -46,6 +46,7 @@ def test_replicas_share_micro_batches_by_speed_and_nothing_moves() -> None:
     assert sum(counts) == 16 and counts[0] > counts[1] >= 1
     assert shares.time_s < found[Rung.NOTHING].time_s and (shares.moved_bytes, shares.pause_s) == (0, 0.0)
     assert found[Rung.EVICTION].plan.num_replicas == 1 and found[Rung.EVICTION].plan.ranks == (0, 2)
+    assert found[Rung.CUTS].time_s < shares.time_s and found[Rung.CUTS].plan.micro_batching.per_replica  # both together are better still
 
 
 def test_a_free_device_takes_the_place_of_a_slow_one() -> None:

@@ -154,8 +154,10 @@ def _unfit(found: Estimate) -> str:
 
 def _candidates(plan: Plan, present: Estimate, estimator: Estimator, speeds: Speeds) -> Iterator[Plan]:
     """Plans of all kinds of steps."""
-    yield from _with_shares(plan, estimator)
-    yield from with_present_cuts(plan, present, estimator)
+    shared = list(_with_shares(plan, estimator))
+    yield from shared
+    for start in (plan, *shared):
+        yield from with_present_cuts(start, present, estimator)
     if SCHEDULES[plan.schedule].recomputes:
         for ops in (range(0), range(estimator.model.num_ops)):
             yield from with_present_cuts(plan, present, estimator, ops)
