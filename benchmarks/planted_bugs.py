@@ -108,6 +108,8 @@ _PLANS = (
          "plans/test_validity.py"),
 )  # fmt: skip
 _COSTS = (
+    _bug("a slowed link is slowed again", "costs/speeds.py", " if not cluster.link(*pair).kind.endswith(_SLOWED)]", "]",
+         "estimators of estimators differ", "costs/test_speeds.py"),
     _bug("fp32 sums are read like bf16", "costs/roofline.py", "bytes_per_parameter(precision, optimizer, gradients)",
          "bytes_per_parameter(precision, optimizer)", "an update seems to move fewer bytes", "costs/test_roofline.py", pick="optimizer"),
     _bug("ZeRO divides gradients a level early", "costs/memory.py", "for level in (3, 2, 1)]", "for level in (3, 1, 1)]",
@@ -171,6 +173,9 @@ _BATCHING = (
          "a sign", "batching/test_baselines.py"),
 )  # fmt: skip
 _SEARCH = (
+    _bug("other cuts forget memory", "search/present_cuts.py",
+         "np.where(chain.held_bytes <= limits_bytes[:, None, None], chain.passes_s, np.inf)",
+         "chain.passes_s", "plans come out that do not fit", "search/test_present_cuts.py"),
     _bug("plans that do not fit are listed", "search/uniform.py", "        if choice.estimate.fits:", "        if choice.estimate.time_s:",
          "memory is not looked at", "search/test_uniform.py"),
     _bug("a choice dominates itself", "search/money.py", "return all(a <= b * (1 + 1e-9) for a, b in zip(mine, its, strict=True)) and any(",
@@ -456,6 +461,34 @@ _ADAPTING = (
     _bug("a move forgets what arrives", "adapting/moves.py",
          "self.before_bytes.get(rank, 0) + self.arriving_bytes.get(rank, 0)", "self.before_bytes.get(rank, 0)",
          "no room during the move", "adapting/test_moves.py"),
+    _bug("weights travel beside their masters", "adapting/moves.py", "if region := outside(one.region, masters):",
+         "if region := outside(one.region, ()):", "more bytes than are needed", "adapting/test_moves.py"),
+    _bug("senders on other nodes serve as well", "adapting/moves.py",
+         "(self.cluster.node_index(source) != node, self.sent[source], source, shared)",
+         "(False, self.sent[source], source, shared)", "slow links are used without need", "adapting/test_moves.py", pick="same_node"),
+    _bug("owners of shared weights keep their state alone", "adapting/holdings.py",
+         "if place.op.trainable and place.name not in self.layouts.shared and not place.op.tied_to:", "if place.op.trainable:",
+         "the runtime updates them everywhere", "adapting/test_moves.py", pick="runtime"),
+    _bug("lengths of samples raise alarms", "adapting/detecting.py", "common = _common(ratios) if len(ratios) > 1 else 0.0", "common = 0.0",
+         "what all ranks share is not taken off", "adapting/test_detecting.py"),
+    _bug("hiccups add up", "adapting/detecting.py", "(ratios - self.level) / self._scale, -CLIP, CLIP)",
+         "(ratios - self.level) / self._scale, -99.0, 99.0)", "one late step is taken for a slow rank", "adapting/test_detecting.py"),
+    _bug("recovery is not seen", "adapting/detecting.py", "np.maximum(0.0, self._down - z - DRIFT)",
+         "np.maximum(0.0, self._down + z - DRIFT)",
+         "a sign", "adapting/test_detecting.py"),
+    _bug("intervals forget what passes cannot tell", "adapting/slowdowns.py", "+ np.eye(len(classes)) / prior**2)",
+         "+ np.eye(len(classes)) / (1e-3 * prior) ** 2)", "classes seem to be known where shapes are fixed", "adapting/test_slowdowns.py"),
+    _bug("a move need not come back", "adapting/deciding.py", "2 * chosen.pause_s", "chosen.pause_s", "half the cost",
+         "adapting/test_deciding.py"),
+    _bug("moves that did not pay are forgotten", "adapting/deciding.py", "else self._unpaid + 1\n        self._before, self.plan",
+         "else 0\n        self._before, self.plan", "a run flaps", "adapting/test_deciding.py"),
+    _bug("refused remedies are taken", "adapting/deciding.py", "[option for option in options if not option.refused]", "list(options)",
+         "a plan without room is moved to", "adapting/test_deciding.py"),
+    _bug("slow devices replace slow ones", "adapting/ladder.py", "and not _is_slow(speeds, [rank])]", "]", "a free device is not looked at",
+         "adapting/test_ladder.py"),
+    _bug("data that comes late changes plans", "adapting/adapter.py",
+         "if (usual := _on_grid(factor)) != 1.0:", "if (usual := _on_grid(factor)):",
+         "ranks that nothing slows have times of their own", "adapting/test_adapter.py"),
 )  # fmt: skip
 
 PLANTED = (

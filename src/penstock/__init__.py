@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 # Public name -> the module that holds it. Names are looked up on first use, so that `import penstock` costs milliseconds.
 _HOMES = {
-    "Detector": "penstock.adapting.detecting",
+    "Adapter": "penstock.adapting.adapter",
     "DynamicLoader": "penstock.data.loader",
     "Executor": "penstock.runtime.executor",
     "InfeasibleError": "penstock.errors",
@@ -18,7 +18,6 @@ _HOMES = {
     "ProfileMissingError": "penstock.errors",
     "TrainRequest": "penstock.runtime.request",
     "Trainer": "penstock.runtime.trainer",
-    "fit_slowdowns": "penstock.adapting.slowdowns",
     "moves": "penstock.adapting.moves",
 }
 

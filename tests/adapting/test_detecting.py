@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
+from benchmark_modules import load_benchmark
 
 from penstock.adapting.detecting import Cause, Change, Detector, StepFigures
 
-
-def _load() -> Any:
-    spec = importlib.util.spec_from_file_location("adapting_benchmark", Path(__file__).parents[2] / "benchmarks" / "adapting.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["adapting_benchmark"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-BENCHMARK = _load()
+BENCHMARK = load_benchmark("adapting")
 
 
 def changes(factors: np.ndarray, noise: float = 0.02, seed: int = 0, cause: Cause = Cause.COMPUTE) -> tuple[Detector, list[Change]]:

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from typing import Any
 
-
-def _load() -> Any:
-    spec = importlib.util.spec_from_file_location("interference", Path(__file__).parents[2] / "benchmarks" / "interference.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["interference"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from benchmark_modules import load_benchmark
 
 
 def test_classes_predict_better_than_one_slow_down() -> None:
-    found = _load().simulated_errors(num_loads=30, num_passes=48)
+    found = load_benchmark("interference").simulated_errors(num_loads=30, num_passes=48)
     assert found["classes"] <= 0.7 * found["scalar"] < found["scalar"] < found["constant"]
     assert 0.8 <= found["covered"] <= 0.97
 
@@ -28,5 +19,5 @@ def test_a_forest_learns_what_there_is_to_learn(tmp_path: Path) -> None:
             for number in range(120)]  # fmt: skip
     file = tmp_path / "data.csv"
     file.write_text("\n".join(",".join(map(str, row)) for row in [list(range(33)), *rows]), encoding="utf-8")
-    found = _load().forest_errors(file, num_trees=8)
+    found = load_benchmark("interference").forest_errors(file, num_trees=8)
     assert found["forest"] < 0.5 * found["constant"]

@@ -196,9 +196,9 @@ def test_the_same_plan_moves_nothing() -> None:
 
 
 def test_a_rank_on_the_same_node_sends() -> None:
-    """Ranks 0 and 4 hold the same: rank 1 gets all from its own node, rank 5 from its."""
-    made = moves(plan_of([[(0,), (4,)]]), plan_of([[(1,), (5,)]]))
-    assert set(made.link_bytes) == {(0, 1), (4, 5)}
+    """Ranks 0 and 4 hold the same: ranks 1 and 2 get all from their own node, rank 5 from its."""
+    made = moves(plan_of([[(0,), (4,)]]), plan_of([[(1,), (2,), (5,)]]))
+    assert set(made.link_bytes) == {(0, 1), (0, 2), (4, 5)}
     assert len(set(made.link_bytes.values())) == 1
 
 

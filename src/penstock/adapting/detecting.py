@@ -20,7 +20,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Cause", "Change", "Detector", "StepFigures"]
+__all__ = ["Cause", "Change", "Detector", "StepFigures", "Subject"]
 
 Floats = NDArray[np.float64]
 Subject = tuple[int, ...]

@@ -98,11 +98,11 @@ class Layouts:
         self.shared = {place.op.tied_to for place in model.ops} - {""}
         """Names of ops whose weight others use too."""
 
-    def parameters(self, place: PlacedOp, algo: int, lane: int, tp: int) -> Iterator[tuple[str, _Own]]:
-        """(name within the op, where it lies) of each weight of an op on one lane of `tp`."""
+    def parameters(self, place: PlacedOp, algo: int, lane: int, tp: int) -> Iterator[_Own]:
+        """The weights of an op on one lane of `tp`."""
         for name, cut in self._cut(place, algo, lane, tp)[0].items():
             owner = place.op.tied_to if place.op.tied_to and name == "weight" else place.name
-            yield name, _Own(CheckpointLayout(f"{owner}.{name}", cut.shape, cut.runs), math.prod(cut.local_shape))
+            yield _Own(CheckpointLayout(f"{owner}.{name}", cut.shape, cut.runs), math.prod(cut.local_shape))
 
     def buffers(self, place: PlacedOp) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(global name, shape) of each buffer of an op."""
@@ -142,14 +142,11 @@ class _Lane:
         self._owners = [self._state_owners(held, ranks) for held, (_, ranks) in zip(self._held, self._parts, strict=True)]
 
     def _parameters(self, part: DegreeRun) -> Iterator[tuple[PlacedOp, _Own]]:
-        """The weights of a run of ops; one that several ops of the stage share is held once, by the first of them."""
+        """The weights of a run of ops; one that several ops share has one name, and lies alike for all ops of a stage."""
         lane = part.degrees.coordinate(Axis.TP, self.index)
-        stage_ops = self.layouts.model.ops[self.stage.first : self.stage.last]
-        first = {owner: place.index for place in reversed(stage_ops) if (owner := place.op.tied_to or place.name) in self.layouts.shared}
         for place in self.layouts.model.ops[part.first : part.last]:
-            for name, own in self.layouts.parameters(place, self.stage.run_of(place.index).algo, lane, part.tp):
-                if name != "weight" or first.get(place.op.tied_to or place.name, place.index) == place.index:
-                    yield place, own
+            for own in self.layouts.parameters(place, self.stage.run_of(place.index).algo, lane, part.tp):
+                yield place, own
 
     def _state_owners(self, held: list[tuple[PlacedOp, _Own]], ranks: tuple[int, ...]) -> dict[int, int]:
         if self.stage.zero != 1:
