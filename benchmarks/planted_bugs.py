@@ -469,7 +469,7 @@ _ADAPTING = (
     _bug("owners of shared weights keep their state alone", "adapting/holdings.py",
          "if place.op.trainable and place.name not in self.layouts.shared and not place.op.tied_to:", "if place.op.trainable:",
          "the runtime updates them everywhere", "adapting/test_moves.py", pick="runtime"),
-    _bug("lengths of samples raise alarms", "adapting/detecting.py", "common = _common(ratios) if len(ratios) > 1 else 0.0", "common = 0.0",
+    _bug("lengths of samples raise alarms", "adapting/detecting.py", "else _common(ratios)", "else 0.0",
          "what all ranks share is not taken off", "adapting/test_detecting.py"),
     _bug("hiccups add up", "adapting/detecting.py", "(ratios - self.level) / self._scale, -CLIP, CLIP)",
          "(ratios - self.level) / self._scale, -99.0, 99.0)", "one late step is taken for a slow rank", "adapting/test_detecting.py"),
