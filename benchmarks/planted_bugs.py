@@ -489,6 +489,14 @@ _ADAPTING = (
     _bug("data that comes late changes plans", "adapting/adapter.py",
          "if (usual := _on_grid(factor)) != 1.0:", "if (usual := _on_grid(factor)):",
          "ranks that nothing slows have times of their own", "adapting/test_adapter.py"),
+    _bug("waits that all ranks share are not told", "adapting/detecting.py", "0.0 if cause in _WAITS or", "0.0 if",
+         "slow data looks like an error of the costs", "adapting/test_watching.py", pick="waits"),
+    _bug("figures that nobody could predict are watched", "adapting/watching.py", " if all(measured) and all(predicted) else {}", "",
+         "steps without figures count as known", "adapting/test_watching.py", pick="opened"),
+    _bug("a GPU's passes are held against the wrong step", "runtime/telemetry/figures.py", "(self._before if self.lateness else now)",
+         "now", "ragged batches raise alarms", "runtime/telemetry/test_figures.py"),
+    _bug("those who share cores are watched", "adapting/watching.py", "if run.computes_on_cores and", "if False and",
+         "notes about the scheduler", "adapting/test_watching.py", pick="cores"),
 )  # fmt: skip
 
 PLANTED = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,7 +55,7 @@ def test_a_rank_that_is_slow_for_a_while_is_named_and_so_is_its_end(plan: Plan, 
     assert notes == ["rank 2 has computed 2x slower than the others since step 14.",
                      "rank 2 has computed as fast as the others since step 28."]  # fmt: skip
     decisions = [event for event in events if event.event == "decided"]
-    assert [one for one in decisions if one.step == slow.step][0].alternatives[0].remedy == "nothing"
+    assert next(one for one in decisions if one.step == slow.step).alternatives[0].remedy == "nothing"
     best = max(decisions, key=lambda one: one.gain_s or 0.0)
     assert best.gain_s and "expected steps" in best.text and decisions[-1].step >= fast.step and not decisions[-1].moves
 
@@ -70,6 +71,17 @@ def test_a_rank_that_is_slow_from_the_first_step_on(plan: Plan, data: str, tmp_p
     assert (slow.cause, slow.ranks, slow.since, slow.step) == ("compute", (3,), 0, 4) and slow.factor == pytest.approx(1.5, rel=0.01)
 
 
+@pytest.mark.parametrize(("cores", "ranks", "is_watched"), [(False, 999, True), (True, 999, False), (True, 1, True)])
+def test_ranks_that_share_cores_are_not_watched(plan: Plan, tmp_path: Path, cores: bool, ranks: int, is_watched: bool) -> None:
+    world = SimpleNamespace(ranks=range(ranks))
+    request = TrainRequest(plan, "", 1, str(tmp_path / "run"))
+    run = SimpleNamespace(computes_on_cores=cores, world=world, request=request, first_step=0, is_first=True)
+    watcher = watch_run(run)  # type: ignore[arg-type]
+    assert (watcher is not None) == is_watched == (tmp_path / "run" / EVENTS).exists()
+    if watcher is not None:
+        watcher.close()
+
+
 def watched(plan: Plan, out: Path, steps: Mapping[int, Mapping[int, RankFigures]]) -> list[RunEvent]:
     watch = Watch(plan, out)
     for step, ranks in steps.items():
@@ -79,7 +91,8 @@ def watched(plan: Plan, out: Path, steps: Mapping[int, Mapping[int, RankFigures]
 
 
 def test_all_ranks_slow_alike_means_that_the_costs_are_off(plan: Plan, tmp_path: Path) -> None:
-    (event,) = watched(plan, tmp_path, {step: {rank: RankFigures(1.4, 1.0, 0.0, 0.0, 5.0) for rank in range(4)} for step in range(60)})
+    ranks = {rank: RankFigures(1.4, 1.0, step_s=5.0) for rank in range(4)}
+    (event,) = watched(plan, tmp_path, dict.fromkeys(range(60), ranks))
     assert (event.cause, event.ranks) == ("costs", ()) and event.factor == pytest.approx(1.4)
     assert event.text == "all ranks have computed 1.4x slower than the costs say since step 0; no plan would help"
 
@@ -95,5 +108,13 @@ def test_waits_are_told_also_where_all_ranks_wait(plan: Plan, tmp_path: Path, ca
     assert all(event.since == 20 and event.step < 20 + SOON and event.factor == pytest.approx(1.5) for event in events)
 
 
+def test_a_rank_is_judged_by_steps_after_costs_were_opened(plan: Plan, tmp_path: Path) -> None:
+    """One noisy step is no level: five are needed, and those before did not count."""
+    unknown, calm = RankFigures(1.0, step_s=9.0), RankFigures(1.0, 1.0, step_s=9.0)
+    steps = {step: {rank: calm if step >= 4 else unknown for rank in range(4)} for step in range(20)}
+    assert watched(plan, tmp_path, steps | {4: dict.fromkeys(range(3), calm) | {3: RankFigures(3.0, 1.0, step_s=9.0)}}) == []
+
+
 def test_ranks_without_a_prediction_raise_no_alarm(plan: Plan, tmp_path: Path) -> None:
-    assert watched(plan, tmp_path, {step: {rank: RankFigures(1.0 + rank, 0.0, 0.0, 0.0, 9.0) for rank in range(4)} for step in range(60)}) == []
+    ranks = {rank: RankFigures(1.0 + rank, step_s=9.0) for rank in range(4)}
+    assert watched(plan, tmp_path, dict.fromkeys(range(60), ranks)) == []

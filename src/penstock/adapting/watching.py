@@ -8,6 +8,7 @@ The first rank alone has work with it, since only what it writes is read.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,8 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["Watch", "watch_run"]
 
 
-def watch_run(run: Run) -> StepWatcher:
-    """The watcher of each rank of a run: what `Trainer` takes as `watching`."""
+def watch_run(run: Run) -> StepWatcher | None:
+    """The watcher of each rank of a run: what `Trainer` takes as `watching`. None where ranks have to share processor cores, and slow each
+    other down in turn."""
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", len(run.world.ranks)))
+    if run.computes_on_cores and num_here > len(os.sched_getaffinity(0)):
+        return None
     return Watch(run.request.plan, run.request.out, anew=not run.first_step) if run.is_first else _Bystander()
 
 
@@ -104,8 +109,10 @@ def _subjects(plan: Plan) -> dict[Cause, list[Subject]]:
 def _figures(ranks: Mapping[int, RankFigures]) -> dict[Cause, StepFigures]:
     """What ranks measured, as detectors take it. Whoever gets its program last holds all others up."""
     last = max(ranks.values(), key=lambda own: own.planning_wait_s)
-    return {
-        Cause.COMPUTE: StepFigures([own.compute_s for own in ranks.values()], [own.predicted_s for own in ranks.values()]),
+    measured, predicted = [own.compute_s for own in ranks.values()], [own.predicted_s for own in ranks.values()]
+    # The first steps are not measured: ranks warm up, and open their costs.
+    compute = {Cause.COMPUTE: StepFigures(measured, predicted)} if all(measured) and all(predicted) else {}
+    return compute | {
         Cause.DATA: StepFigures([own.step_s for own in ranks.values()], [own.step_s - own.data_wait_s for own in ranks.values()]),
         Cause.PLANNING: StepFigures([last.step_s], [last.step_s - last.planning_wait_s]),
     }

@@ -47,7 +47,8 @@ def events(
         shown += _show(list(read_events(run))[shown:], json)
     shown += _show(list(read_events(run))[shown:], json)
     if not shown:
-        told = "nothing has been noticed." if (run / EVENTS).is_file() else f"it was not watched: it has no {EVENTS}."
+        unwatched = "it was not watched (--adapt off, a rehearsal, or more ranks than cores)."
+        told = "nothing has been noticed." if (run / EVENTS).is_file() else unwatched
         err().print(f"run '{run}': {told}", markup=False, soft_wrap=True)
 
 

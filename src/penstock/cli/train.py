@@ -193,8 +193,8 @@ def _refuse_learning(context: typer.Context) -> None:
     ]
     if given:
         raise InputError(
-            f"{', '.join(given)}: a timed device computes nothing, so there is nothing to learn, evaluate, save or go on from, and no "
-            "memory to take. Leave out what is named, or use --device cpu or cuda."
+            f"{', '.join(given)}: a timed device computes nothing, so there is nothing to learn, notice, evaluate, save or go on from, "
+            "and no memory to take. Leave out what is named, or use --device cpu or cuda."
         )
 
 

@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "Watching", "train_rank"]
 
-Watching = Callable[["Run"], StepWatcher]
-"""Makes the watcher of a run, on every rank."""
+Watching = Callable[["Run"], "StepWatcher | None"]
+"""Makes the watcher of a run, on every rank; None where there is nothing to be seen."""
 
 _BEHIND = 1.2
 """A machine that takes so many times as long as its paced devices says so."""
@@ -151,6 +151,11 @@ class Run:
             self.gpu.close()
         if self.log is not None:
             self.log.close()
+
+    @property
+    def computes_on_cores(self) -> bool:
+        """Whether passes take as long as the cores of this machine need, and not as long as a clock of devices says."""
+        return self.world.device.type == "cpu" and not isinstance(self.rank, PacedRank)
 
     def watch(self, watcher: StepWatcher) -> None:
         """Has every step measured, and tells `watcher` of it."""
@@ -398,8 +403,8 @@ def _forwards(program: Program) -> ReplicaWork:
 def train_rank(worker: Worker, request: TrainRequest, handover: Handover, token: str, watching: Watching | None = None) -> TrainResult:
     """One rank's whole run: a job for workers, and what a process under torchrun calls. `watching` makes who follows its steps."""
     with Run(worker, request, handover, token) as run:
-        if watching is None:
+        if watching is None or (watcher := watching(run)) is None:
             return run.train()
-        with closing(watching(run)) as watcher:
+        with closing(watcher):
             run.watch(watcher)
             return run.train()
