@@ -53,7 +53,7 @@ def test_a_rank_that_is_slow_for_a_while_is_named_and_so_is_its_end(plan: Plan, 
     assert 14 <= slow.step < 14 + SOON and 28 <= fast.step < 28 + SOON
     assert (fast.cause, fast.ranks, fast.since) == ("compute", (2,), 28) and fast.factor == pytest.approx(1.0, rel=0.05)
     assert notes == ["rank 2 has computed 2x slower than the others since step 14.",
-                     "rank 2 has computed as fast as the others since step 28."]  # fmt: skip
+                     "rank 2 has computed as fast as the others again since step 28."]  # fmt: skip
     decisions = [event for event in events if event.event == "decided"]
     assert next(one for one in decisions if one.step == slow.step).alternatives[0].remedy == "nothing"
     best = max(decisions, key=lambda one: one.gain_s or 0.0)

@@ -75,19 +75,19 @@ def _what(change: Change) -> str:
     who = "all ranks" if not change.subject else f"rank {change.subject[0]}"
     match change.cause:
         case Cause.COMPUTE:
-            return f"{who} has computed as fast as the others" if near else f"{who} has computed {times} than the others"
+            return f"{who} has computed as fast as the others again" if near else f"{who} has computed {times} than the others"
         case Cause.COSTS:
-            return f"{who} have computed as fast as the costs say" if near else f"{who} have computed {times} than the costs say"
+            return f"{who} have computed as fast as the costs say again" if near else f"{who} have computed {times} than the costs say"
         case Cause.DATA:
             late = f"{who} has waited for samples, and its steps took {factor:.3g}x as long,"
-            return f"samples have come to {who} in time" if near else late
+            return f"samples have come to {who} in time again" if near else late
         case Cause.PLANNING:
-            return "programs have come in time" if near else f"programs have come late, and steps took {factor:.3g}x as long,"
+            return "programs have come in time again" if near else f"programs have come late, and steps took {factor:.3g}x as long,"
         case Cause.HOST:
-            return f"{who}'s host has been as fast as the others" if near else f"{who}'s host has been {times} than the others"
+            return f"{who}'s host has been as fast as the others again" if near else f"{who}'s host has been {times} than the others"
         case Cause.LINK:
             link = "messages between ranks " + " and ".join(map(str, change.subject))
-            return f"{link} have been as fast as predicted" if near else f"{link} have been {times} than predicted"
+            return f"{link} have been as fast as predicted again" if near else f"{link} have been {times} than predicted"
 
 
 def _note(change: Change) -> str:
