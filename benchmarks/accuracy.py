@@ -1,9 +1,11 @@
-"""Predicted against measured: whole training steps of five models on one device, time and peak memory.
+"""Predicted against measured on one device: training steps of five models, time and peak memory, and whole `penstock train` runs.
 
-    python benchmarks/accuracy.py --measured steps.json                  measure what is missing (needs the GPU), then compare
-    python benchmarks/accuracy.py --measured steps.json --profile P      compare with another profile than the shipped one, or `roofline`
+    python benchmarks/accuracy.py --out OUT                    measure what OUT does not hold yet (needs the GPU), then compare
+    python benchmarks/accuracy.py --out OUT --costs COSTS      compare with other costs than the shipped profile, such as `roofline`
+    python benchmarks/accuracy.py --out OUT --parts steps      only one of `steps` and `runs`
 
-The points are drawn at random and are not grid points of the profile. A run that was stopped goes on where it was.
+The points are drawn at random and are not grid points of the profile; those below 2,000 tokens are steps of four micro-batches, as
+small ones come. Each result is a line in OUT/steps.jsonl or OUT/runs.jsonl: what was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -13,23 +15,28 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
-import numpy as np
+from accuracy_runs import measure_runs, run_errors
+from lines import Lines
 
 from penstock.clusters import resolve_cluster
 from penstock.costs.memory import stage_memory
 from penstock.costs.profiled import Profiled
 from penstock.costs.source import CostSource
 from penstock.costs.sources import open_costs
-from penstock.files import write_text
 from penstock.models import Model, Shape, resolve_model
-from penstock.timing.pass_times import OpSlice, issued_s, waiting_s
+from penstock.timing.pass_times import OpSlice, stage_passes
 
-POINTS, DEVICE = 32, "h200-141gb"
+POINTS, SMALL_POINTS, DEVICE = 32, 11, "h200-141gb"
+SMALL, MICRO_BATCHES = (80, 1950, 256), 4
+"""Smallest and largest number of tokens and longest sequence of small points, and how many micro-batches their steps have."""
+LARGE = 12_000
+"""Tokens of a step from which on a GPU does not wait for its host."""
+SMALL_NAME, LARGE_NAME = "below 2,000 tokens", "12,000 tokens and more"
 RECOMPUTE = ("none", "full", "half", "mlp")
 RANGES = {
     "gpt-1.3b": (3000, 40000, 2048), "llama-1b": (3000, 36000, 4096), "bert-large": (8000, 60000, 512), "t5-770m": (6000, 36000, 1024),
@@ -40,7 +47,7 @@ RANGES = {
 
 @dataclass(frozen=True)
 class Point:
-    """One training step: the sequences of its micro-batch and what is recomputed."""
+    """One training step: the sequences of its micro-batch, what is recomputed, and how often it runs before the update."""
 
     model: str
     layout: str
@@ -49,6 +56,7 @@ class Point:
     row_length: int = 0
     dec_lengths: tuple[int, ...] = ()
     dec_row_length: int = 0
+    micro_batches: int = 1
 
     @property
     def key(self) -> str:
@@ -65,10 +73,15 @@ class Point:
 
 def draw_points(name: str) -> list[Point]:
     """The same random points every time: log-uniform sizes, log-normal lengths, layouts and recomputation in turn."""
-    low, high, longest = RANGES[name]
-    model, source = resolve_model(name), random.Random(f"accuracy {name}")
+    small = _drawn(name, SMALL, SMALL_POINTS, f"small {name}") if RANGES[name][2] else []
+    return _drawn(name, RANGES[name], POINTS, f"accuracy {name}") + [replace(point, micro_batches=MICRO_BATCHES) for point in small]
+
+
+def _drawn(name: str, limits: tuple[int, int, int], count: int, seed: str) -> list[Point]:
+    low, high, longest = limits
+    model, source = resolve_model(name), random.Random(seed)
     points: list[Point] = []
-    while len(points) < POINTS:
+    while len(points) < count:
         index, size = len(points), low * (high / low) ** source.random()
         layout = model.layouts[index % len(model.layouts)]
         recompute = RECOMPUTE[index // len(model.layouts) % (len(RECOMPUTE) if longest else 3)]
@@ -91,7 +104,7 @@ def _sequences(name: str, layout: str, recompute: str, tokens: float, longest: i
         while sum(lengths) < tokens:
             lengths.append(max(8, min(longest, round(source.lognormvariate(4.8, 1.1)))))
         return Point(name, layout, recompute, tuple(lengths))
-    row = 8 * round(source.uniform(100, longest) / 8)
+    row = 8 * round(source.uniform(min(100, tokens), min(longest, 1.9 * tokens)) / 8)
     rows = max(1, round(tokens / row))
     lengths = [max(8, row - round(source.random() * row * 0.1)) for _ in range(rows)]
     if not decoder:
@@ -114,16 +127,16 @@ def recomputed(model: Model, pattern: str) -> frozenset[int]:
     return frozenset(p.index for p in chosen)
 
 
-def measure(points: list[Point], path: Path, time_budget_s: float) -> None:
-    """Runs the points that `path` does not hold yet, saving each."""
+def measure(points: list[Point], found: Lines, deadline: float, device_kind: str = "cuda") -> None:
+    """Runs the points that are not there yet."""
     import torch
 
     from penstock.models.modules import Batch, build_chain, random_batch
-    from penstock.runtime.optimizing.optimizer import make_adamw
+    from penstock.profiling.measure import hold_gradients
+    from penstock.runtime.optimizing.optimizer import make_adamw, squared_norms
 
-    found: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
-    deadline = time.monotonic() + time_budget_s
-    device = torch.device("cuda")
+    device = torch.device(device_kind)
+    wait, gpu = (torch.cuda.synchronize, torch.cuda) if device_kind == "cuda" else (lambda: None, None)
 
     def batch_of(model: Model, point: Point) -> Batch:
         if not model.seq_length:
@@ -144,34 +157,31 @@ def measure(points: list[Point], path: Path, time_budget_s: float) -> None:
         model = resolve_model(name)
         chain = build_chain(model, device=device)
         optimizer = make_adamw(chain.parameters())
-        for parameter in chain.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        hold_gradients(optimizer.parameters)
         for point in todo:
             if time.monotonic() > deadline:
                 break
             batch, flags = batch_of(model, point), recomputed(model, point.recompute)
-            times = []
-            for step in range(5):
-                if step == 2:
-                    torch.cuda.reset_peak_memory_stats()
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
-                chain(batch, recompute=flags)["loss"].backward()
-                optimizer.step()
+            times: list[float] = []
+            for step in range(5 if point.micro_batches == 1 else 8):
+                if step == 2 and gpu:
+                    gpu.reset_peak_memory_stats()
+                wait()
+                start = time.perf_counter()
+                for _ in range(point.micro_batches):
+                    chain(batch, recompute=flags)["loss"].backward()
+                optimizer.step(squared_norms([p.grad for p in optimizer.parameters]).sum().sqrt().float().clamp(max=1.0))
                 optimizer.zero_grad()
-                end.record()
-                torch.cuda.synchronize()
-                times.append(start.elapsed_time(end) / 1000)
-            found[point.key] = {
-                "time_s": statistics.median(times[2:]), "memory_bytes": torch.cuda.max_memory_allocated(),
-                "reserved_bytes": torch.cuda.max_memory_reserved(),
-            }  # fmt: skip
-            print(f"{name} {point.layout} {point.recompute} {point.shape.tokens or point.shape.samples}: "
-                  f"{found[point.key]['time_s'] * 1e3:.1f} ms, {found[point.key]['memory_bytes'] / 1e9:.2f} GB", flush=True)  # fmt: skip
-            write_text(path, json.dumps(found))
+                wait()
+                times.append(time.perf_counter() - start)
+            time_s, memory_bytes = statistics.median(times[2:]), gpu.max_memory_allocated() if gpu else 0
+            found.add(point.key, time_s=time_s, memory_bytes=memory_bytes)
+            print(f"{name} {point.layout} {point.recompute} {point.shape.tokens or point.shape.samples}: {time_s * 1e3:.1f} ms, "
+                  f"{memory_bytes / 1e9:.2f} GB", flush=True)  # fmt: skip
         del chain, optimizer, batch
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        if gpu:
+            gpu.empty_cache()
+            gpu.reset_peak_memory_stats()
 
 
 def predict(points: list[Point], source: CostSource) -> list[tuple[float, float]]:
@@ -182,33 +192,31 @@ def predict(points: list[Point], source: CostSource) -> list[tuple[float, float]
     for point in points:
         model, flags = resolve_model(point.model), recomputed(resolve_model(point.model), point.recompute)
         table = source.table(model, [point.shape], [1], cluster)
-        step = (
-            source.device(device).optimizer_s(model.num_parameters, len(model.ops), model.dtype) if isinstance(source, Profiled)
-            else (source.optimizer_s(model.num_parameters, device, model.dtype, num_tensors=len(model.ops)), 0.0)
-        )  # fmt: skip
-        # The step follows at once, so that a slow host is still behind when it begins.
-        device_s, host_s = issued_s(table, OpSlice(model, 0, model.num_ops, device, recompute=flags), point.shape)
-        device_s, host_s = (np.append(times_s, own_s) for times_s, own_s in zip((device_s, host_s), step or (0.0, 0.0), strict=True))
+        passes = stage_passes(table, OpSlice(model, 0, model.num_ops, device, recompute=flags), point.shape)
+        step_s = source.optimizer_s(model.num_parameters, device, model.dtype, num_tensors=len(model.ops), gradients="fp32")
         memory = stage_memory(
-            model, 0, model.num_ops, point.shape, recompute=flags, slack=0, context_bytes=0,
+            model, 0, model.num_ops, point.shape, recompute=flags, slack=0, context_bytes=0, gradients="fp32",
             **source.memory_of(device, model.dtype)._asdict(),
         )  # fmt: skip
-        predictions.append((float(device_s.sum()) + waiting_s(device_s, host_s), memory.total_bytes))
+        predictions.append((point.micro_batches * passes.total_s + step_s, memory.total_bytes))
     return predictions
 
 
-def compare(points: list[Point], path: Path, source: CostSource) -> str:
+def compare(points: list[Point], found: Lines, source: CostSource) -> str:
     """The table: errors of time and of peak memory for each model, and for each layout and recomputation in it; below it, how far the ratio
     of two steps of one model is off, which is what a search depends on."""
-    found = json.loads(path.read_text())
     measured = [p for p in points if p.key in found]
     errors: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for point, (time_s, memory_bytes) in zip(measured, predict(measured, source), strict=True):
         truth = found[point.key]
         error = time_s / truth["time_s"] - 1, memory_bytes / truth["memory_bytes"] - 1
-        for group in ("all", f"{point.layout}, {point.recompute} recomputed"):
+        groups = (SMALL_NAME,) if point.micro_batches > 1 else ("all", f"{point.layout}, {point.recompute} recomputed")
+        for group in (*groups, LARGE_NAME) if point.shape.tokens >= LARGE else groups:
             errors.setdefault((point.model, group), []).append(error)
-    errors["all models", "all"] = [error for (_, group), values in errors.items() if group == "all" for error in values]
+    for wanted in ("all", SMALL_NAME, LARGE_NAME):
+        joint = [error for (_, group), values in errors.items() if group == wanted for error in values]
+        if joint:
+            errors["all models", wanted] = joint
     lines = ["| model | points | time: mean error | worst | bias | memory: mean error | most above | most below |", "|---" * 8 + "|"]
     for (model, group), values in errors.items():
         times, memories = zip(*values, strict=True)
@@ -217,31 +225,52 @@ def compare(points: list[Point], path: Path, source: CostSource) -> str:
             f"| {name} | {len(values)} | {_mean(times):.1%} | {max(map(abs, times)):.1%} | {statistics.mean(times):+.1%} "
             f"| {_mean(memories):.2%} | {max(memories):+.2%} | {min(memories):+.2%} |"
         )
-    ratios = [
-        (1 + one) / (1 + other) - 1
-        for (model, group), values in errors.items() if group == "all" and model != "all models"
-        for (one, _), (other, _) in combinations(values, 2)
-    ]  # fmt: skip
-    return "\n".join([*lines, "", f"two steps of one model against each other: {_mean(ratios):.1%} off on average"])
+    told = [f"{_mean(ratios):.1%} off on average ({group})" for group in ("all", LARGE_NAME) if (ratios := _ratio_errors(errors, group))]
+    return "\n".join([*lines, "", f"two steps of one model against each other: {', '.join(told)}"])
+
+
+def _ratio_errors(errors: Mapping[tuple[str, str], Sequence[tuple[float, float]]], wanted: str) -> list[float]:
+    """How far the ratio of two steps' times is off, for all pairs of one model."""
+    found = [values for (model, group), values in errors.items() if group == wanted and model != "all models"]
+    return [(1 + one) / (1 + other) - 1 for values in found for (one, _), (other, _) in combinations(values, 2)]
 
 
 def _mean(values: Sequence[float]) -> float:
     return statistics.mean(map(abs, values))
 
 
+def compare_runs(out: Path, costs: str) -> str:
+    """The table of whole runs."""
+    found = run_errors(out, costs)
+    if not found:
+        return "no whole runs were measured"
+    errors = [predicted_s / time_s - 1 for predicted_s, time_s in found.values()]
+    lines = ["| run | predicted | measured | error |", "|---" * 4 + "|"]
+    lines += [
+        f"| {key} | {predicted_s * 1e3:.0f} ms | {time_s * 1e3:.0f} ms | {error:+.1%} |"
+        for (key, (predicted_s, time_s)), error in zip(found.items(), errors, strict=True)
+    ]
+    return "\n".join([*lines, f"| **{len(errors)} runs** | | | mean {_mean(errors):.1%}, worst {max(map(abs, errors)):.1%} |"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--measured", type=Path, required=True, help="JSON file of measured steps")
-    parser.add_argument("--profile", default="profile:h200-141gb", help="costs to compare with")
+    parser.add_argument("--out", type=Path, required=True, help="folder of measured steps and runs")
+    parser.add_argument("--costs", default="profile:h200-141gb", help="costs to compare with")
+    parser.add_argument("--cluster", default="1xh200", help="that runs are planned for")
     parser.add_argument("--models", default=",".join(RANGES))
-    parser.add_argument("--time-budget", type=float, default=520.0, help="seconds for measuring")
-    parser.add_argument("--only-measure", action="store_true")
-    arguments = parser.parse_args()
-    points = [point for name in arguments.models.split(",") for point in draw_points(name)]
-    if _sees_gpu():
-        measure(points, arguments.measured, arguments.time_budget)
-    if not arguments.only_measure:
-        print(compare(points, arguments.measured, open_costs(arguments.profile)))
+    parser.add_argument("--parts", default="steps,runs")
+    parser.add_argument("--time-budget", type=float, default=460.0, help="seconds for measuring")
+    parser.add_argument("--only-compare", action="store_true")
+    given = parser.parse_args()
+    deadline = time.monotonic() + (given.time_budget if _sees_gpu() and not given.only_compare else 0.0)
+    if "steps" in given.parts:
+        points, found = [point for name in given.models.split(",") for point in draw_points(name)], Lines(given.out / "steps.jsonl")
+        measure(points, found, deadline)
+        print(compare(points, found, open_costs(given.costs)))
+    if "runs" in given.parts:
+        measure_runs(given.out, given.costs, given.cluster, deadline)
+        print(compare_runs(given.out, given.costs))
 
 
 def _sees_gpu() -> bool:

@@ -64,9 +64,9 @@ def _cpu_s() -> float:
 _OPEN = """
 import json, sys, time
 start = time.perf_counter()
-from penstock.data import open_data
-data = open_data(sys.argv[1])
-batches = data.batches(**json.loads(sys.argv[2]))
+from penstock.data import Limits, open_data
+data, asked = open_data(sys.argv[1]), json.loads(sys.argv[2])
+batches = data.batches(**{**asked, "limits": Limits(tuple(asked.get("limits", ())))})
 batch = batches[0]
 tokens = [len(data[int(sample)]["input"]) for sample in batch.samples]
 time_s = time.perf_counter() - start

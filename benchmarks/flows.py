@@ -18,6 +18,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,6 +70,7 @@ def trained(given: argparse.Namespace, out: Path, name: str, data: str, search: 
                  str(given.global_batch), *search, "--out", str(plan), "--top", "1")  # fmt: skip
     run = out / f"run-{name}{''.join(more)}"
     told = penstock("train", str(plan), "--data", data, "--steps", str(given.steps), "--out", str(run), "--compare", "--json", *more)
+    shutil.rmtree(run)  # its checkpoint is many gigabytes
     return {"plan": str(plan), **json.loads(told)}
 
 
@@ -140,6 +142,7 @@ def _resumed(given: argparse.Namespace, out: Path, data: str) -> list[float]:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     losses: list[float] = json.loads(penstock(*words, "--resume", str(run)))["losses"]
+    shutil.rmtree(run)
     return losses[-2:]
 
 

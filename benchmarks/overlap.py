@@ -27,7 +27,7 @@ from data import write_index
 from penstock.batching.planned import with_recompute_choices
 from penstock.batching.planner import costs_for
 from penstock.batching.search import usual_steps
-from penstock.data import open_data
+from penstock.data import Limits, open_data
 from penstock.data.forms import form_of
 from penstock.data.planners import BatchSource, PlannerPool
 from penstock.data.planning import ProgramPlanner
@@ -70,7 +70,7 @@ def train_rank(worker: Any, source: BatchSource, planner: ProgramPlanner, addres
     """A job for workers: all iterations of one timed rank, and what it waited for programs once warm."""
     from penstock.data.loader import DynamicLoader
     from penstock.programs.binary import encode
-    from penstock.runtime.timed import TimedRank
+    from penstock.runtime.devices.timed import TimedRank
     from penstock.runtime.transport.world import World
 
     world = World(planner.plan, worker.groups)
@@ -138,7 +138,7 @@ def main() -> None:
     server: Any = TcpServer(_KEY) if arguments.store == "tcp" else start_redis()
     try:
         write_index(folder / "index", 200_000)
-        source = BatchSource(str(folder / "index"), tokens_per_batch=arguments.tokens, limits=LONGEST, num_steps=arguments.steps)
+        source = BatchSource(str(folder / "index"), tokens_per_batch=arguments.tokens, limits=Limits(LONGEST), num_steps=arguments.steps)
         address = f"tcp://127.0.0.1:{server.port}" if arguments.store == "tcp" else server.address
         planner = make_planner(folder / "index", 0)
         if arguments.search:

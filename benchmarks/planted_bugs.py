@@ -93,6 +93,8 @@ _SCHEDULES = (
          "return (num_groups - group - 1) + (num_chunks - 1) * num_groups", "Megatron's factor of two", "schedules"),
 )  # fmt: skip
 _PLANS = (
+    _bug("ZeRO parts leave a rest", "plans/ranks.py", "    width = -(-size // count)", "    width = size // count", "rounded down",
+         "runtime/parallel/test_sharding.py", pick="not_divide"),
     _bug("dp and tp ranks are exchanged", "plans/degrees.py", "return index // self._stride(axis) % self.of(axis)",
          "return index % self.of(axis)", "the stride is forgotten", "plans/test_degrees.py"),
     _bug("holders of the same weights: the wrong lane", "plans/degrees.py",
@@ -106,6 +108,10 @@ _PLANS = (
          "plans/test_validity.py"),
 )  # fmt: skip
 _COSTS = (
+    _bug("a slowed link is slowed again", "costs/speeds.py", " if not cluster.link(*pair).kind.endswith(_SLOWED)]", "]",
+         "estimators of estimators differ", "costs/test_speeds.py"),
+    _bug("fp32 sums are read like bf16", "costs/roofline.py", "bytes_per_parameter(precision, optimizer, gradients)",
+         "bytes_per_parameter(precision, optimizer)", "an update seems to move fewer bytes", "costs/test_roofline.py", pick="optimizer"),
     _bug("ZeRO divides gradients a level early", "costs/memory.py", "for level in (3, 2, 1)]", "for level in (3, 1, 1)]",
          "ZeRO-1 keeps whole gradients", "costs/test_memory.py"),
     _bug("messages are held once", "costs/memory.py", "return sum(2 * model.boundary_bytes(cut)", "return sum(model.boundary_bytes(cut)",
@@ -123,6 +129,8 @@ _COSTS = (
          "what does not fill a bucket is not priced", "costs/test_collectives.py"),
 )  # fmt: skip
 _TIMING = (
+    _bug("a ramp begins at its end", "timing/disturbance.py", "(since + 1) / self.steps)", "1.0)", "a ramp is a step",
+         "timing/test_disturbance.py"),
     _bug("kernels are compiled for every mixture of arrays", "timing/workload.py", "array.flags.writeable = False",
          "array.flags.writeable = array.base.flags.writeable", "commands wait for a compiler", "timing/test_workload.py"),
     _bug("gradients back have the network alone", "timing/messages.py",
@@ -165,6 +173,9 @@ _BATCHING = (
          "a sign", "batching/test_baselines.py"),
 )  # fmt: skip
 _SEARCH = (
+    _bug("other cuts forget memory", "search/present_cuts.py",
+         "np.where(chain.held_bytes <= limits_bytes[:, None, None], chain.passes_s, np.inf)",
+         "chain.passes_s", "plans come out that do not fit", "search/test_present_cuts.py"),
     _bug("plans that do not fit are listed", "search/uniform.py", "        if choice.estimate.fits:", "        if choice.estimate.time_s:",
          "memory is not looked at", "search/test_uniform.py"),
     _bug("a choice dominates itself", "search/money.py", "return all(a <= b * (1 + 1e-9) for a, b in zip(mine, its, strict=True)) and any(",
@@ -184,6 +195,8 @@ _SEARCH = (
          "return sorted(fitting, key=lambda choice: (-choice.estimate.time_s,", "a sign", "search/test_uniform.py"),
 )  # fmt: skip
 _PROGRAMS = (
+    _bug("a damaged profile is left aside", "programs/memory.py", "except ProfileMissingError:", "except Exception:",
+         "bytes by formula in place of an error", "programs/test_memory.py", pick="damaged"),
     _bug("a buffer is given back while a send runs", "programs/flow.py",
          "            if buffer.pending:\n                self.wrong(f\"frees",
          "            if not buffer:\n                self.wrong(f\"frees", "the send reads what the next pass writes",
@@ -226,8 +239,12 @@ _DATA = (
          'self._starts[int(state["step"])] = int(state["position"]) + 1', "off by one", "data/test_batches.py"),
     _bug("another seed is taken", "data/batches.py", "            if state.get(name) != mine:", "            if state.get(name) is None:",
          "a run goes on with other data", "data/test_batches.py"),
-    _bug("limits are ignored", "data/batches.py", "np.minimum(lengths[samples], limit) for", "lengths[samples] for",
-         "samples are longer than the plan's", "data/test_batches.py"),
+    _bug("limits are ignored", "data/limits.py", "np.minimum(side, limit) for", "np.asarray(side) for",
+         "samples are longer than the plan's", "data/test_limits.py", "data/test_batches.py"),
+    _bug("pairs that fit are cut", "data/limits.py", "np.maximum(self.together - own[0], self.together // 2)", "self.together // 2",
+         "a target has half of the room, whether the input needs the rest or not", "data/test_limits.py"),
+    _bug("the target is cut first", "data/limits.py", "np.maximum(self.together - own[0], self.together // 2)",
+         "np.maximum(self.together - own[0], 0)", "a long input leaves nothing to learn from", "data/test_limits.py"),
     _bug("the weights of tasks are ignored", "data/mixture.py",
          "return apportion(self.epoch_size, [task.weight or 0.0 for task in self.tasks])",
          "return [task.size for task in self.tasks]", "a mixture is what there is", "data/test_mixture.py"),
@@ -253,6 +270,10 @@ _SYSTEMS = (
          "top += stored + layers * cost[2] + cost[3]", "off by one", "systems/dynapipe"),
 )  # fmt: skip
 _RUNTIME = (
+    _bug("who waits is the cause", "runtime/telemetry/parts.py", " - differences[rank][_EFFECT]", "",
+         "a slow rank shows as waiting on the others", "runtime/telemetry/test_parts.py"),
+    _bug("an update has what it waits for", "runtime/telemetry/observing.py", '            self._sums["update_s"] -= time_s\n', "",
+         "ranks that are early seem to update slowly", "runtime/telemetry/test_observing.py"),
     _bug("recomputation never happens", "runtime/parallel/stage.py",
          "again = [op - piece.first for op in recomputed if piece.first <= op < piece.last]", "again: list[int] = []",
          "the same losses, all activations kept", "runtime/parallel/test_stage.py"),
@@ -267,10 +288,6 @@ _RUNTIME = (
     _bug("ZeRO places without padding", "runtime/parallel/sharding.py", "        place += shard.width",
          "        place += shard.part.numel()",
          "right where all sizes divide", "runtime/parallel/test_sharding.py", pick="not_divide"),
-    _bug("ZeRO parts leave a rest", "runtime/parallel/sharding.py",
-         "flat, width = whole.detach().view(-1), -(-whole.numel() // len(ranks))",
-         "flat, width = whole.detach().view(-1), whole.numel() // len(ranks)", "rounded down",
-         "runtime/parallel/test_sharding.py", pick="not_divide"),
     _bug("running statistics are not read", "runtime/rank_state.py", "            source.load(_buffers(module))",
          "            _buffers(module)",
          "no training loss tells", "runtime/test_rank_state.py", pick="come"),
@@ -304,6 +321,22 @@ _RUNTIME = (
          "if bucket.owner is None or len(bucket.ranks) >= 1:", "ranks drift apart", "runtime/parallel/test_gradients.py"),
     _bug("trained plans need not fit", "runtime/trainer.py", "        require_memory(plan, model, cluster)\n", "        pass\n",
          "the proof is left out", "cli/test_check.py"),
+)  # fmt: skip
+_GENERATIONS = (
+    _bug("a module keeps its group", "runtime/transport/world.py", "partial(self.groups.of, tuple(ranks)))",
+         "lambda group=self.groups.of(ranks): group)", "threads and sockets of every generation stay",
+         "runtime/transport/test_generations.py", pick="twenty"),
+    _bug("generations share their keys", "runtime/transport/generations.py", 'return f"generation/{self.number}"', 'return "generation"',
+         "processes find those of a generation that is gone", "runtime/transport/test_generations.py", pick="twenty or closed_one"),
+    _bug("masters of several ops lie in one tensor", "runtime/optimizing/update.py", "settings.rate.at(0), op_of)", "settings.rate.at(0))",
+         "a cut elsewhere changes bits", "runtime/test_adopting.py", pick="where_stages"),
+    _bug("statistics of an abandoned step stay", "runtime/rank.py", "            statistics.copy_(before)\n", "            pass\n",
+         "no training loss tells", "runtime/test_rank.py", pick="abandoned"),
+    _bug("paced devices are late", "runtime/devices/paced.py", "forgiven_s=math.inf, ", "", "times depend on the machine",
+         "runtime/devices/test_paced.py", pick="simulated"),
+    _bug("slow links are not", "runtime/devices/clock.py",
+         "        time_s *= self.settings.disturbance.link(self.world.rank, step.peer, self._program.iteration)\n", "",
+         "a disturbance without effect", "runtime/devices/test_paced.py", pick="disturbed"),
 )  # fmt: skip
 _TRAINING = (
     _bug("labels weigh a little less", "runtime/source.py", "width, np.float32).div_(loss_tokens)",
@@ -345,8 +378,8 @@ _TRAINING = (
     _bug("a resumed half-precision optimizer is a step ahead", "runtime/optimizing/optimizer.py",
          "                    kept[name] = value.clone()\n",
          "                    kept[name] = value + 1\n", "Adam's correction of the beginning is off", "runtime/optimizing/test_update.py"),
-    _bug("every rank has weights of its own", "runtime/rank.py", "self.transport, seed=self.settings.seed\n",
-         "self.transport, seed=self.settings.seed + self.world.rank\n", "replicas and tensor-parallel parts start apart",
+    _bug("every rank has weights of its own", "runtime/rank.py", "self.transport, seed=self.settings.seed,\n",
+         "self.transport, seed=self.settings.seed + self.world.rank,\n", "replicas and tensor-parallel parts start apart",
          "runtime/parallel/test_gradients.py"),
     _bug("the norm counts what others own", "runtime/parallel/gradients.py",
          "first = bucket.ranks[0] if bucket.owner is None else bucket.owner", "first = bucket.ranks[0]",
@@ -411,6 +444,8 @@ _REPORTS = (
          "the cut is ignored", "reports/test_drawing.py"),
 )
 _CLI = (
+    _bug("a simple plan hides the fastest", "cli/search_lengths.py", "top=max(2, top)", "top=top", "nobody says why it is first",
+         "cli/test_search.py", pick="says_why"),
     _bug("beaten choices are shown first", "cli/pareto.py", "key=lambda offer: (bool(offer.dominated_by), offer.hours)",
          "key=lambda offer: (not offer.dominated_by, offer.hours)", "a sign", "cli/test_pareto.py"),
     _bug("names of nodes are paths", "cli/pareto.py", 're.sub(r"[^A-Za-z0-9._-]+", "_", name)', 'name.replace("+", "_")',
@@ -422,7 +457,42 @@ _CLI = (
          "cli/test_check.py"),
 )  # fmt: skip
 
+_ADAPTING = (
+    _bug("a move forgets what arrives", "adapting/moves.py",
+         "self.before_bytes.get(rank, 0) + self.arriving_bytes.get(rank, 0)", "self.before_bytes.get(rank, 0)",
+         "no room during the move", "adapting/test_moves.py"),
+    _bug("weights travel beside their masters", "adapting/moves.py", "if region := outside(one.region, masters):",
+         "if region := outside(one.region, ()):", "more bytes than are needed", "adapting/test_moves.py"),
+    _bug("senders on other nodes serve as well", "adapting/moves.py",
+         "(self.cluster.node_index(source) != node, self.sent[source], source, shared)",
+         "(False, self.sent[source], source, shared)", "slow links are used without need", "adapting/test_moves.py", pick="same_node"),
+    _bug("owners of shared weights keep their state alone", "adapting/holdings.py",
+         "if place.op.trainable and place.name not in self.layouts.shared and not place.op.tied_to:", "if place.op.trainable:",
+         "the runtime updates them everywhere", "adapting/test_moves.py", pick="runtime"),
+    _bug("lengths of samples raise alarms", "adapting/detecting.py", "common = _common(ratios) if len(ratios) > 1 else 0.0", "common = 0.0",
+         "what all ranks share is not taken off", "adapting/test_detecting.py"),
+    _bug("hiccups add up", "adapting/detecting.py", "(ratios - self.level) / self._scale, -CLIP, CLIP)",
+         "(ratios - self.level) / self._scale, -99.0, 99.0)", "one late step is taken for a slow rank", "adapting/test_detecting.py"),
+    _bug("recovery is not seen", "adapting/detecting.py", "np.maximum(0.0, self._down - z - DRIFT)",
+         "np.maximum(0.0, self._down + z - DRIFT)",
+         "a sign", "adapting/test_detecting.py"),
+    _bug("intervals forget what passes cannot tell", "adapting/slowdowns.py", "+ np.eye(len(classes)) / prior**2)",
+         "+ np.eye(len(classes)) / (1e-3 * prior) ** 2)", "classes seem to be known where shapes are fixed", "adapting/test_slowdowns.py"),
+    _bug("a move need not come back", "adapting/deciding.py", "2 * chosen.pause_s", "chosen.pause_s", "half the cost",
+         "adapting/test_deciding.py"),
+    _bug("moves that did not pay are forgotten", "adapting/deciding.py", "else self._unpaid + 1\n        self._before, self.plan",
+         "else 0\n        self._before, self.plan", "a run flaps", "adapting/test_deciding.py"),
+    _bug("refused remedies are taken", "adapting/deciding.py", "[option for option in options if not option.refused]", "list(options)",
+         "a plan without room is moved to", "adapting/test_deciding.py"),
+    _bug("slow devices replace slow ones", "adapting/ladder.py", "and not _is_slow(speeds, [rank])]", "]", "a free device is not looked at",
+         "adapting/test_ladder.py"),
+    _bug("data that comes late changes plans", "adapting/adapter.py",
+         "if (usual := _on_grid(factor)) != 1.0:", "if (usual := _on_grid(factor)):",
+         "ranks that nothing slows have times of their own", "adapting/test_adapter.py"),
+)  # fmt: skip
+
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
-    *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS, *_CLI,
+    *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_GENERATIONS, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS,
+    *_CLI, *_ADAPTING,
 )  # fmt: skip

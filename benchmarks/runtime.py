@@ -197,7 +197,7 @@ def timed(ranks: int, micro_batches: int = 32, unit_s: float = 0.02) -> None:
 
     from penstock.plans.build import uniform_plan
     from penstock.plans.references import model_of
-    from penstock.runtime.timed import TimedSettings
+    from penstock.runtime.devices.clock import ClockSettings
     from penstock.runtime.workers import WorkerPool
     from penstock.timing.execution import execute
     from penstock.timing.workload import workload_of
@@ -215,7 +215,7 @@ def timed(ranks: int, micro_batches: int = 32, unit_s: float = 0.02) -> None:
             for name, times in (("equal", None), ("own", work.durations_s.tolist())):
                 own = (ReplicaWork(micros, order, durations_s=times),)
                 programs = [lower(plan, model_of(plan), own, iteration) for iteration in range(3)]
-                off = [one / simulated - 1 for one, _ in pool.run(run_timed, plan, programs, [work], TimedSettings())[0]]
+                off = [one / simulated - 1 for one, _ in pool.run(run_timed, plan, programs, [work], ClockSettings())[0]]
                 print(f"{schedule:12} {name:>10} {simulated:9.3f}s {min(off):+12.2%} {max(off):+13.2%}")
 
 

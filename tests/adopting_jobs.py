@@ -7,21 +7,35 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+from generation_jobs import Footprint, footprint
 from training_jobs import TrainedPrograms, collected, rank_of
 
 from penstock.data.loader import DynamicLoader
 from penstock.data.planners import BatchSource
 from penstock.data.planning import ProgramPlanner
 from penstock.plans.plan import Plan
-from penstock.programs.instructions import Program
-from penstock.runtime.checkpoints.reader import Checkpoint
+from penstock.programs.instructions import Instruction, Program
+from penstock.runtime.checkpoints.layout import BUFFERS, WEIGHTS, TensorPiece
+from penstock.runtime.checkpoints.manifest import Box
+from penstock.runtime.checkpoints.reader import Checkpoint, PiecesInMemory
 from penstock.runtime.checkpoints.writer import CheckpointWriter
-from penstock.runtime.rank_state import adopt_with_state, load_rank, rank_pieces, rank_state
+from penstock.runtime.executor import ExecutionError
+from penstock.runtime.rank_state import (
+    TrainedState,
+    adopt_state,
+    adopt_with_state,
+    checkpoint_state,
+    load_rank,
+    rank_pieces,
+    rank_state,
+)
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.workers import Worker
 from penstock.stores import Job
 
-__all__ = ["Part", "train_adopting", "train_loaded"]
+__all__ = ["Part", "train_abandoning", "train_adopting", "train_handing_over", "train_loaded"]
 
 Part = tuple[Plan, Sequence[Sequence[Program]]]
 """A plan, and the programs of its iterations for all ranks."""
@@ -36,9 +50,66 @@ def train_adopting(worker: Worker, parts: Sequence[Part], settings: TrainingSett
         adopt_with_state(rank, plan, programs[0][0].iteration, folder)
         modules = len(before & {id(module) for stage in rank.stages.values() for module in stage.modules()})
         if rank.world.rank >= 0:
-            losses += [rank.train(iteration[rank.world.process[rank.world.rank]]).loss.item() for iteration in programs]
+            losses += [rank.train(iteration[rank.world.place]).loss.item() for iteration in programs]
     weights = collected(rank) if rank.world.rank >= 0 else ((), ())
     return TrainedPrograms(tuple(losses), (), (), *weights), modules
+
+
+class Failing(Exception):
+    """What a test lets an instruction meet."""
+
+
+def train_abandoning(
+    worker: Worker, first: Part, second: Part, settings: TrainingSettings, saved: Path, failing: int, kind: type[Instruction]
+) -> tuple[TrainedPrograms, Footprint, Footprint]:
+    """Runs all programs of the first part but the last, which fails on one rank half-way: its peers wait for it in vain. All then adopt the
+    second plan from a checkpoint of before, and go on. With threads and open files before and after."""
+    plan, programs = first
+    rank = rank_of(plan, worker.groups, settings, observer=worker.status)
+    losses = [rank.train(iteration[rank.world.place]).loss.item() for iteration in programs[:-1]]
+    writer = CheckpointWriter(saved, rank=rank.world.place, world_size=len(rank.world.ranks), token="test", limit_s=60)
+    writer.save(len(losses), rank_pieces(rank), rank_state(rank))
+    writer.wait()
+    worker.groups.barrier()
+    before = footprint()
+    plain, met = rank.executor.handlers[kind], []
+
+    def fail(step: Instruction) -> None:
+        met.append(step)
+        if worker.rank == failing and len(met) == 2:
+            raise Failing("as a test wants it")
+        plain(step)
+
+    rank.executor.handlers[kind] = fail
+    failed = False
+    try:
+        rank.train(programs[-1][rank.world.place])
+    except ExecutionError:  # left before anything is dropped: it holds what was under way
+        failed = True
+    assert failed
+    rank.executor.handlers[kind] = plain
+    plan, programs = second
+    adopt_state(rank, plan, checkpoint_state(Checkpoint(saved), rank.model, settings.optimizer.kind))
+    losses += [rank.train(iteration[rank.world.place]).loss.item() for iteration in programs]
+    worker.groups.barrier()
+    return TrainedPrograms(tuple(losses), (), (), *collected(rank)), before, footprint()
+
+
+def train_handing_over(worker: Worker, parts: Sequence[Part], settings: TrainingSettings) -> TrainedPrograms:
+    """Like `train_adopting`, but pieces go from memory to memory: everybody gets all of them."""
+    rank = rank_of(parts[0][0], worker.groups, settings, observer=worker.status)
+    losses = []
+    for number, (plan, programs) in enumerate(parts):
+        if number:
+            pieces = [(one.name, one.shape, one.box, one.tensor.clone()) for one in rank_pieces(rank)]
+            everywhere: list[list[tuple[str, tuple[int, ...], Box, torch.Tensor]]] = [[] for _ in range(worker.size)]
+            dist.all_gather_object(everywhere, pieces)
+            table = [TensorPiece(*piece) for own in everywhere for piece in own]
+            scalars = {one.name.partition("/")[0]: one.shape == () for one in table}
+            kinds = tuple(kind for kind in scalars if kind not in (WEIGHTS, BUFFERS))
+            adopt_state(rank, plan, TrainedState(PiecesInMemory(table), kinds, frozenset(kind for kind in kinds if scalars[kind])))
+        losses += [rank.train(iteration[rank.world.place]).loss.item() for iteration in programs]
+    return TrainedPrograms(tuple(losses), (), (), *collected(rank))
 
 
 def train_loaded(

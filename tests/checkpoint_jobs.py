@@ -29,7 +29,7 @@ def train_part(
         for parameter in (held.parameter for own in rank.gradients.values() for held in own.kept()):
             parameter.detach().fill_(7.0)  # what is not loaded is seen
         load_rank(Checkpoint(load), rank)
-    place = rank.world.process[rank.world.rank]
+    place = rank.world.place
     losses = [rank.train(iteration[place]).loss.item() for iteration in programs]
     if save is not None:
         writer = CheckpointWriter(save, rank=place, world_size=len(rank.world.ranks), token="test", limit_s=60)

@@ -24,7 +24,7 @@ def count_bytes(worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]
     rank = open_rank(worker, plan, settings)
     if rank is None:
         return 0, 0
-    place = rank.world.process[rank.world.rank]
+    place = rank.world.place
     seen: list[int] = []
     rank.train(programs[0][place])
     at_rest = _least_bytes() - before

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmark_modules import load_benchmark
 
-
-def _load() -> Any:
-    spec = importlib.util.spec_from_file_location("plausible", Path(__file__).parents[1] / "benchmarks" / "plausible.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["plausible"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-PLAUSIBLE = _load()
+PLAUSIBLE = load_benchmark("plausible")
 
 
 @pytest.mark.parametrize("setting", PLAUSIBLE.SHORT, ids=lambda setting: f"{setting.model} on {setting.cluster}")

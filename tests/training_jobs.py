@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 from penstock.data.samples import Sample
+from penstock.models.modules.batch import Batch
 from penstock.models.ops import Model
 from penstock.plans.plan import Plan
 from penstock.plans.references import model_of
 from penstock.programs.instructions import Program
+from penstock.runtime.devices.clock import ClockSettings
+from penstock.runtime.devices.paced import PacedRank
+from penstock.runtime.devices.timed import TimedRank
 from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.rank import Evaluated, Rank
+from penstock.runtime.request import WARM_UP, TrainRequest, TrainResult
+from penstock.runtime.run import train_rank
 from penstock.runtime.settings import TrainingSettings
-from penstock.runtime.source import Source
+from penstock.runtime.source import Source, load_share
 from penstock.runtime.telemetry.observing import Observer
-from penstock.runtime.timed import TimedRank, TimedSettings
 from penstock.runtime.transport.world import ProcessGroups, World
 from penstock.runtime.workers import Worker
 from penstock.timing.workload import Workload
 
-__all__ = ["OpenRank", "RandomSource", "TrainedPrograms", "Weight", "collected", "open_rank", "rank_of", "run_timed", "train_programs"]
+if TYPE_CHECKING:
+    from penstock.runtime.planner_processes import Handover
+
+__all__ = [
+    "OpenRank", "RandomSource", "TrainedPrograms", "Weight", "collected", "open_rank", "rank_of", "run_paced", "run_timed",
+    "train_programs", "train_slowly",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -118,7 +132,7 @@ def train_programs(worker: Worker, plan: Plan, programs: Sequence[Sequence[Progr
     if rank is None:
         return TrainedPrograms()
     losses, norms, evaluated = [], [], []
-    place = rank.world.process[rank.world.rank]
+    place = rank.world.place
     for iteration in programs:
         own = iteration[place]
         if own.training:
@@ -145,12 +159,52 @@ def collected(rank: Rank) -> tuple[tuple[Weight, ...], tuple[torch.Tensor, ...]]
 
 
 def run_timed(
-    worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], workloads: Sequence[Workload], settings: TimedSettings
+    worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], workloads: Sequence[Workload], settings: ClockSettings
 ) -> list[tuple[float, float]]:
     """A job for workers: of each iteration, whose programs are given for all ranks, `workloads` for the replicas, its seconds by the wall
     clock and by the devices' own."""
     world = World(plan, worker.groups)
     if world.rank < 0:
         return []
-    rank, place = TimedRank(world, settings, worker.status), world.process[world.rank]
-    return [(rank.run(iteration[place], workloads[iteration[place].replica]), rank.device_s) for iteration in programs]
+    rank, place = TimedRank(world, settings, worker.status), world.place
+    return [(rank.run(iteration[place], workloads[iteration[place].replica]), rank.clock.device_s) for iteration in programs]
+
+
+@dataclass(frozen=True)
+class GivenTimes:
+    """The times of each replica's programs, as a test wants them, in place of those of a plan's costs."""
+
+    workloads: Sequence[Workload]
+
+    def workload(self, program: Program) -> Workload:
+        """Of the program's replica."""
+        return self.workloads[program.replica]
+
+
+def run_paced(
+    worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], workloads: Sequence[Workload], settings: ClockSettings
+) -> tuple[list[float], TrainedPrograms]:
+    """A job for workers: trains on paced devices; the seconds of each iteration by their clocks, and what came of it."""
+    model = model_of(plan)
+    rank = PacedRank(model, worker.groups, TrainingSettings(), worker.status, settings)
+    rank.adopt(plan)
+    if rank.world.rank < 0:
+        return [], TrainedPrograms()
+    rank.times = GivenTimes(workloads)  # type: ignore[assignment]
+    times_s, losses = [], []
+    for iteration in programs:
+        losses.append(rank.train(iteration[rank.world.place], RandomSource(model)).loss.item())
+        times_s.append(rank.clock.device_s)
+        assert 0.0 < rank.clock.busy_s < rank.clock.device_s
+    return times_s, TrainedPrograms(tuple(losses), (), (), *collected(rank))
+
+
+def train_slowly(worker: Worker, request: TrainRequest, handover: Handover, token: str) -> TrainResult:
+    """A rank of `penstock train`; rank 0's micro-batches take a second to load once it is warm."""
+
+    def late(source: Source, program: Program, *given: Any, **named: Any) -> Batch:
+        time.sleep(1.0 if program.rank == 0 and program.iteration >= WARM_UP else 0.0)
+        return load_share(source, program, *given, **named)
+
+    with mock.patch("penstock.runtime.rank.load_share", late):
+        return train_rank(worker, request, handover, token)

@@ -76,7 +76,7 @@ def run_stalled(
     worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], workloads: Any, rank: int, stall_s: float
 ) -> list[float]:
     """Timed devices, one of which really loses time before its forward pass of micro-batch 4."""
-    from penstock.runtime.timed import TimedRank
+    from penstock.runtime.devices.timed import TimedRank
     from penstock.runtime.transport.world import World
 
     world = World(plan, worker.groups)

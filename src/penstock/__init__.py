@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 # Public name -> the module that holds it. Names are looked up on first use, so that `import penstock` costs milliseconds.
 _HOMES = {
+    "Adapter": "penstock.adapting.adapter",
     "DynamicLoader": "penstock.data.loader",
     "Executor": "penstock.runtime.executor",
     "InfeasibleError": "penstock.errors",
@@ -17,6 +18,7 @@ _HOMES = {
     "ProfileMissingError": "penstock.errors",
     "TrainRequest": "penstock.runtime.request",
     "Trainer": "penstock.runtime.trainer",
+    "moves": "penstock.adapting.moves",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

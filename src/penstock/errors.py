@@ -21,7 +21,7 @@ class InputError(PenstockError):
 
 
 class ProfileMissingError(InputError):
-    """A cost was asked for that the chosen profile or table does not hold."""
+    """A cost was asked for that the chosen profile or table does not hold, or the profile is not there at all."""
 
 
 class InfeasibleError(PenstockError):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -151,6 +153,33 @@ def test_lengths_give_plans_of_dynamic_micro_batches(lengths: Path, tmp_path: Pa
     told = json.loads(capsys.readouterr().out)
     assert told["plans"][0]["time_s"] == plan.predicted.time_s and told["num_samples"] == 200
     assert run(["batch", "--lengths", str(lengths), "--plan", str(path)]) == 0
+
+
+def test_a_simple_plan_for_lengths_says_why_even_alone(
+    lengths: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("penstock.search.lengths.simplest", lambda plans, times_s, error: len(plans) - 1)  # let the slowest be simple
+    asked = ["search", "--model", "gpt-small", "--cluster", "2xcpu", "--global-batch", "16", "--lengths", str(lengths), "--top", "1"]
+    assert run([*asked, "--out", str(tmp_path / "plan.json")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "slower than the best found" in shown and "within the error of ±6% (roofline)" in shown
+    assert [path.name for path in tmp_path.glob("plan*")] == ["plan.json"]  # the fastest is named, not offered
+    assert run([*asked, "--strict"]) == 0
+    assert "within the error" not in capsys.readouterr().out
+
+
+def test_rates_that_are_guesses_are_told_wherever_times_are(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of a plan file for this machine, which knows its cluster by content and not by name."""
+    path = tmp_path / "plan.json"
+    asked = ["search", "--model", "gpt-tiny", "--cluster", "local", "--global-batch", "4", "--top", "1", "--out", str(path)]
+    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
+        for more in (["--micro-batches", "1"], ["--data", data]):
+            assert run([*asked, *more]) == 0
+            assert "rates of cpu are a guess" in " ".join(capsys.readouterr().out.split())
+            assert run([*asked, *more, "--json"]) == 0
+            assert any("rates of cpu are a guess" in note for note in json.loads(capsys.readouterr().out)["notes"])
+            assert run(["explain", str(path)]) == 0
+            assert "rates of cpu are a guess" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ def test_a_slow_rank_slows_the_run(data: str, tmp_path: Path, capsys: pytest.Cap
     ratios = [stage["forward_measured_s"] / stage["forward_predicted_s"] for stage in found["stages"]]
     assert ratios[2] > 2.1 and ratios[2] == max(ratios)  # the others, on the same machine at the same time, are not slowed
     assert found["time_s"] > 1.5 * found["predicted_time_s"]
+    assert found["cause"]["rank"] == 2 and "ward passes of stage 2 took" in found["cause"]["sentence"]  # others wait for it
 
 
 def test_it_says_that_nothing_was_computed(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +93,7 @@ def test_it_says_that_nothing_was_computed(data: str, tmp_path: Path, capsys: py
         (("--slow", "4=2"), "rank 4 is to be slower, but the plan has ranks 0 to 3"),
         (("--slow", "1=0"), "rank 1 is to take 0 times as long"),
         (("--slow", "1=nan"), "rank 1 is to take nan times as long"),
-        (("--device", "cpu", "--slow", "1=2"), "which only timed devices can be"),
+        (("--device", "cpu", "--slow", "1=2"), "which only timed and paced devices can be"),
     ],
 )
 def test_options_that_make_no_sense(

@@ -1,4 +1,4 @@
-"""The committed calibration: it comes from the shipped profile, fits it, and carries over to other devices by their peaks."""
+"""The committed calibration: it comes from a measured profile, fits it, and carries over to other devices by their peaks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def points() -> Any:
     return script().measured_points(read_profile(script().PROFILE).devices[script().DEVICE])
 
 
-def test_the_committed_curves_come_from_the_shipped_profile() -> None:
+def test_the_committed_curves_come_from_the_profile() -> None:
     again, committed = script().fitted(points()), json.loads(CALIBRATION_FILE.read_text())
     assert set(again["devices"]) == set(committed["devices"])
     for name, device in committed["devices"].items():

@@ -130,3 +130,11 @@ def test_optimizer_rates_are_found_again(per_weight: float, per_tensor: float) -
     weights, tensors = np.array([1e6, 1e8, 3e8, 5e8]), np.array([10.0, 2.0, 200.0, 40.0])
     found = fit_optimizer(weights, tensors, per_weight * weights + per_tensor * tensors)
     assert found == (pytest.approx(per_weight, rel=1e-6), pytest.approx(per_tensor, rel=1e-6, abs=1e-12))
+
+
+def test_host_times_are_of_the_size_and_of_no_length() -> None:
+    points = [(64, 64, 1.0), (1024, 64, 3.0), (1024, 512, 5.0), (65536, 64, 900.0)]
+    curves = MeasuredCurves(series(points, name="forward_host_s"))
+    sizes = np.array([8.0, 64, 256, 1024, 30000])
+    # Halfway between 64 and 1,024 on a log axis; a host that waited behind a busy device is not believed.
+    assert curves.host_s("forward_host_s", sizes).tolist() == pytest.approx([1, 1, 2.5, 4, 4])

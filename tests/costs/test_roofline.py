@@ -160,6 +160,7 @@ def test_the_prediction_is_near_what_an_h200_was_measured_to_do() -> None:
 def test_the_optimizers_step() -> None:
     curve = load_calibration().of("h200-141gb").curves("optimizer").bytes
     assert ROOFLINE.optimizer_s(1e9, "h200") == pytest.approx(curve.time_s(40e9, 4.8e12))
+    assert ROOFLINE.optimizer_s(1e9, "h200", gradients="fp32") == pytest.approx(curve.time_s(45e9, 4.8e12))  # two bytes more, 2.5 times
     assert ROOFLINE.optimizer_s(0, "h200") == 0
     with pytest.raises(InputError, match="unheard"):
         ROOFLINE.optimizer_s(1e9, "unheard")

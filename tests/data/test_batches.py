@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.data.batches import GlobalBatches
+from penstock.data.limits import Limits
 from penstock.data.mixture import Mixture, Task
 from penstock.errors import InputError
 
@@ -48,7 +49,7 @@ def plain(batches: GlobalBatches, num_steps: int, budget: int, limits: tuple[int
 def test_token_budgets_equal_a_plain_loop(lengths: list[list[int]], data: st.DataObject) -> None:
     limits = tuple(data.draw(st.integers(1, 50)) for _ in lengths)
     budget = data.draw(st.integers(sum(limits), 300))
-    batches = make(lengths, data.draw(st.integers(0, 9)), tokens_per_batch=budget, limits=limits)
+    batches = make(lengths, data.draw(st.integers(0, 9)), tokens_per_batch=budget, limits=Limits(limits))
     expected = plain(batches, 6, budget, limits)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock.data.batches._CHUNK", 64)  # some epochs of so few samples, not thousands, and many chunks
@@ -104,7 +105,8 @@ def test_batches_of_more_samples_than_a_chunk() -> None:
     ("options", "message"),
     [({}, "give one of the two"), ({"samples_per_batch": 1, "tokens_per_batch": 1}, "give one of the two"),
      ({"samples_per_batch": 0}, "0 samples holds nothing"), ({"tokens_per_batch": 8}, "sample 1 has 9 tokens, more than a batch of 8"),
-     ({"samples_per_batch": 1, "limits": (1, 1)}, "1 sides"), ({"samples_per_batch": 1, "limits": (0,)}, "at least 1")],
+     ({"samples_per_batch": 1, "limits": Limits((1, 1))}, "1 sides"), ({"samples_per_batch": 1, "limits": Limits((0,))}, "at least 1"),
+     ({"samples_per_batch": 1, "limits": Limits(together=9)}, "1 sides")],
 )  # fmt: skip
 def test_what_cannot_be_batched(options: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):

@@ -27,7 +27,7 @@ INPUTS, TARGETS = np.array([5, 50, 8, 1]), np.array([3, 2, 30, 4])
     [
         (SampleForm("decoder", paired=False), [INPUTS], 20, [4, 20, 7, 0], 29),  # 21 tokens stay of 50
         (SampleForm("masked"), [INPUTS], 20, [5, 20, 8, 1], 30),
-        (SampleForm("decoder"), [INPUTS, TARGETS], 20, [7, 12, 17, 4], (50 - 11) + (30 - 10)),
+        (SampleForm("decoder"), [INPUTS, TARGETS], 20, [7, 20, 20, 4], (52 - 21) + (38 - 21)),
         (SampleForm("encoder-decoder"), [INPUTS, TARGETS], 20, [5, 20, 8, 1], (50 - 20) + (30 - 6)),
     ],
 )

@@ -28,6 +28,7 @@ from penstock.data.dataset import DataSet
 from penstock.data.forms import form_of
 from penstock.data.images import prepare_images
 from penstock.data.indexed import IndexedWriter
+from penstock.data.limits import Limits
 from penstock.data.loader import DynamicLoader
 from penstock.data.manifest import DataManifest, DataSplit, TaskRange, write_manifest
 from penstock.data.planners import BatchSource, PlannerPool, entries_of, open_entry
@@ -79,7 +80,7 @@ def make_planner(folder: Path, family: str = "gpt", dp: int = 1, replicas: int =
 
 
 def make_source(folder: Path, num_steps: int | None = 6, **options: Any) -> BatchSource:
-    return BatchSource(str(folder), limits=LIMITS, num_steps=num_steps, **{"samples_per_batch": 24, **options})
+    return BatchSource(str(folder), limits=Limits(LIMITS), num_steps=num_steps, **{"samples_per_batch": 24, **options})
 
 
 def inline(folder: Path, planner: ProgramPlanner, num_steps: int = 6) -> dict[int, list[bytes]]:
@@ -143,7 +144,7 @@ def hand_made(planner: ProgramPlanner, data: DataSet, batch: GlobalBatch, layout
 def test_a_decoder_reads_each_token_and_predicts_the_next(folder: Path, layout: Layout) -> None:
     planner, (data, batches) = make_planner(folder), make_source(folder).open()
     programs = hand_made(planner, data, batches[0], layout)
-    samples, program = Samples(data, planner.form, LIMITS), programs[1]
+    samples, program = Samples(data, planner.form, Limits(LIMITS)), programs[1]
     assert all(loaded.samples for one in programs for loaded in samples.load(one, planner.plan).micro_batches)
     for micro in program.micro_batches:
         ids, labels = (as_batch(samples, program, micro, (0, len(micro.samples)), (need,)) for need in ("inputs", "labels"))

@@ -90,8 +90,8 @@ def test_attention_is_measured_over_sizes_and_lengths() -> None:
     limits = GridLimits.for_device("cuda")
     pairs = attention_grid(limits, 2048)
     assert all(length <= min(size, 2048) for size, length in pairs) and len(set(pairs)) == len(pairs)
-    assert {size for size, _ in pairs} == {256, 1024, 4096, 16384, 65536}
-    assert {length for size, length in pairs if size == 65536} == {64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048}
+    assert {size for size, _ in pairs} == {64, 256, 1024, 4096, 16384, 65536}
+    assert {length for size, length in pairs if size == 65536} == {32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048}
     assert len(attention_grid(limits, 2048, fine=False)) < len(pairs)
 
 

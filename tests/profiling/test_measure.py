@@ -14,7 +14,7 @@ from penstock.models.modules.batch import Batch
 from penstock.models.ops import Model
 from penstock.profiling.grid import Lengths, sweep_lengths
 from penstock.profiling.marks import CpuTimes
-from penstock.profiling.measure import OpMeasure, measure_ops, random_carry, shortened
+from penstock.profiling.measure import OpMeasure, _host_of_whole, _run, _without_marks, measure_ops, random_carry, shortened
 from penstock.profiling.run import random_model_batch
 
 CPU = torch.device("cpu")
@@ -127,9 +127,34 @@ def test_a_slice_of_the_chain_starts_from_a_random_carry() -> None:
 
 def test_gradients_are_in_place_before_anything_is_timed() -> None:
     model = shortened(resolve_model("gpt-tiny"), 1)
-    chain = build_chain(model)
+    chain = build_chain(model, dtype=torch.bfloat16)
     measure(chain, model, small_batch(model))
-    assert all(parameter.grad is not None for parameter in chain.parameters())
+    assert all(parameter.grad is not None and parameter.grad.dtype == torch.float32 for parameter in chain.parameters())
+
+
+class _Issued(_Virtual):
+    """A device far behind its host: whatever takes time takes the host's."""
+
+    def host_between(self, first: float, second: float) -> float:
+        return second - first
+
+
+def test_a_pass_without_marks_says_what_its_host_takes() -> None:
+    model = shortened(resolve_model("gpt-tiny"), 1)
+    chain, batch = build_chain(model), small_batch(model)
+    make_slow(chain.ops[2], "output")
+    found = _host_of_whole(lambda marks: _run(list(chain.ops), {}, batch, marks, whole=True), _Issued(), 2)
+    assert found == pytest.approx((SLEEP_S, 2 * SLEEP_S))
+
+
+def test_host_times_of_ops_add_up_to_those_of_the_whole() -> None:
+    marked = [(1.0, 1.0, 30.0, 80.0), (1.0, 1.0, 50.0, 60.0), (1.0, 1.0, 40.0, 0.0)]  # marks take 10 of each forward, 20 of each backward
+    found = _without_marks(marked, (90.0, 100.0))
+    assert [one[2:] for one in found] == [pytest.approx(pair) for pair in ((20.0, 60.0), (40.0, 40.0), (30.0, 0.0))]
+    assert [one[:2] for one in found] == [(1.0, 1.0)] * 3
+    scarce = _without_marks(marked, (15.0, 200.0))  # an op that took hardly longer than its mark keeps a part; a slower whole counts too
+    assert sum(one[2] for one in scarce) == pytest.approx(15.0) and all(one[2] > 0 for one in scarce)
+    assert sum(one[3] for one in scarce) == pytest.approx(200.0)
 
 
 def test_a_shortened_model_has_the_same_distinct_ops() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.clusters import DEVICES, Cluster, Link, Node, NodeRun
 from penstock.costs.roofline import Roofline
-from penstock.errors import InfeasibleError
+from penstock.costs.sources import shipped_profiles
+from penstock.errors import InfeasibleError, InputError
 from penstock.models import resolve_model
 from penstock.models.ops import Model
 from penstock.plans.build import uniform_plan
@@ -110,5 +112,18 @@ def test_a_plan_is_refused_with_the_place(monkeypatch: pytest.MonkeyPatch) -> No
         require_memory(plan, model, cluster_of(2e9))
     with pytest.raises(InfeasibleError):  # a profile that is not here: by formula
         require_memory(replace(plan, costs="profile:nowhere.json"), model, cluster_of(2e9))
+    with pytest.raises(InfeasibleError):  # tables of another planner, which know nothing of this model: by formula
+        require_memory(replace(plan, costs="aceso:tables"), model, cluster_of(2e9))
     dynamic = replace(plan, micro_batching=replace(plan.micro_batching, policy="dynamic"))
     require_memory(dynamic, model, cluster_of(2e9))  # each batch is cut so that it fits
+
+
+def test_a_damaged_profile_is_no_reason_to_go_by_formula(tmp_path: Path) -> None:
+    plan, model = uniform_plan("gpt-350m", "4xa100-40gb", replicas=4, global_batch=8, micro_batch=1), resolve_model("gpt-350m")
+    whole = shipped_profiles()["h200-141gb"].read_bytes()
+    (tmp_path / "whole.json.gz").write_bytes(whole)
+    require_memory(replace(plan, costs=f"profile:{tmp_path / 'whole.json.gz'}"), model, cluster_of(40e9))  # of another device: by formula
+    for name, content in (("half.json.gz", whole[: len(whole) // 2]), ("other.json", b"{}")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(InputError, match=name):
+            require_memory(replace(plan, costs=f"profile:{tmp_path / name}"), model, cluster_of(40e9))

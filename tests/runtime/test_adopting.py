@@ -11,18 +11,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from adopting_jobs import train_adopting, train_loaded, until
+from adopting_jobs import train_abandoning, train_adopting, train_handing_over, train_loaded, until
 from checkpoint_jobs import train_part
-from runtime_cases import Choice, make_case
+from runtime_cases import Case, Choice, make_case
 from training_jobs import TrainedPrograms
 
 from penstock.data.planners import PlannerPool
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
+from penstock.plans.references import model_of
+from penstock.programs.instructions import Backward, BackwardInput, Forward, Instruction
+from penstock.programs.lower import lower
+from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.request import TrainRequest
 from penstock.runtime.run_inputs import batch_source, program_planner
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
-from penstock.runtime.workers import WorkerError, WorkerPool
+from penstock.runtime.workers import WorkerError, WorkerPool, launch
 from penstock.stores import Job
 from penstock.stores.addresses import connect
 from penstock.stores.tcp_server import TcpServer
@@ -42,6 +46,12 @@ PAIRS: dict[str, tuple[Choice, Choice]] = {
     "statistics": (
         ONE | {"family": "resnet", "layout": "padded", "pp": 2}, ONE | {"family": "resnet", "layout": "padded", "dp": 2, "zero": 1}),
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[WorkerPool]:
+    with WorkerPool(2, timeout_s=250) as workers:
+        yield workers
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +95,69 @@ def test_to_and_fro_and_the_same_plan(pool: WorkerPool, tmp_path: Path) -> None:
     assert adopted[0][0].losses == tuple(loss for step in steps for loss in step[0].losses)
     assert all(equal(found, wanted) for (found, _), wanted in zip(adopted, steps[-1], strict=True))
     assert all(modules > 0 for found, modules in adopted if found.weights)
+
+
+def in_bf16(choice: Choice, seed: int, **changes: int) -> Case:
+    case = make_case(choice, seed, iterations=4, **changes)
+    plan = replace(case.plan, precision="bf16")
+    return replace(case, plan=plan, model=model_of(plan))
+
+
+def test_ops_that_stay_keep_their_modules_and_others_do_not(pair: WorkerPool, tmp_path: Path) -> None:
+    one, other = (in_bf16(ONE | {"pp": 2, "cuts": cuts}, 3) for cuts in ("even", "uneven"))
+    cuts = [case.plan.stages[0].last for case in (one, other)]
+    shared = {place.op.tied_to for place in one.model.ops} - {""}
+    tied = {place.index for place in one.model.ops if place.op.tied_to or place.name in shared}
+    assert cuts[0] != cuts[1]
+    parts = [(one.plan, one.programs()[:BREAK]), (other.plan, other.programs()[BREAK:])]
+    adopted = pair.run(train_adopting, parts, ADAMW, tmp_path / "moving")
+    stay = [set(range(min(cuts))), set(range(max(cuts), one.model.num_ops))]
+    assert [modules for _, modules in adopted] == [len(own - tied) for own in stay]
+    first = pair.run(train_part, one.plan, parts[0][1], ADAMW, None, tmp_path / "saved")
+    second = launch(train_part, 2, other.plan, parts[1][1], ADAMW, tmp_path / "saved", None)  # new processes
+    assert adopted[0][0].losses == (*first[0].losses, *second[0].losses)
+    assert all(equal(found, wanted) for (found, _), wanted in zip(adopted, second, strict=True))
+    handed = pair.run(train_handing_over, parts, ADAMW)
+    assert handed[0].losses == adopted[0][0].losses and all(map(equal, handed, second))
+
+
+def test_where_stages_are_cut_changes_no_bit_of_half_precision(pair: WorkerPool, tmp_path: Path) -> None:
+    """Masters of several ops in one flat tensor would be rounded by their place in it, which changes with the cut."""
+    case = in_bf16(ONE | {"pp": 2, "cuts": "even"}, 3, hidden=18, heads=2)  # no multiples of a vector's length
+    first, second = case.plan.stages
+    saved = []
+    for cut in (first.last, first.last + 2, first.last - 3):
+        plan = replace(case.plan, stages=(replace(first, last=cut), replace(second, first=cut)))
+        programs = [lower(plan, case.model, work, number) for number, work in enumerate(case.works)]
+        pair.run(train_part, plan, programs, ADAMW, None, tmp_path / str(cut))
+        saved.append(Checkpoint(tmp_path / str(cut)))
+    for other in saved[1:]:
+        assert other.kinds == saved[0].kinds and "exp_avg_sq" in other.kinds
+        assert [name for name in other.manifest.tensors if not torch.equal(other.read(name), saved[0].read(name))] == []
+
+
+@pytest.mark.parametrize(
+    ("choice", "kind", "failing"),
+    [(ONE | {"pp": 2}, Forward, 1), (ONE | {"pp": 2, "schedule": "zero-bubble"}, Backward, 0), (ONE | {"dp": 2}, Backward, 0),
+     (ONE | {"dp": 2, "zero": 3}, Forward, 1), (ONE | {"pp": 2, "schedule": "pipedream"}, Backward, 0),
+     (ONE | {"tp": 2, "family": "resnet", "layout": "padded"}, Forward, 1)],
+)  # fmt: skip
+def test_a_step_that_fails_half_way_leaves_nothing(
+    pair: WorkerPool, choice: Choice, kind: type[Instruction], failing: int, tmp_path: Path
+) -> None:
+    """Whoever waits for the rank that failed fails too; all go on under another plan, as new processes would, and no thread or file of the
+    abandoned generation is left."""
+    family = {name: choice[name] for name in ("family", "layout")}
+    one, other = make_case(choice, 3, iterations=3), make_case(ONE | family | {"pp": 2, "cuts": "even"}, 4, iterations=4)
+    settings = replace(ADAMW, clip_norm=None) if choice["schedule"] == "pipedream" else ADAMW
+    kind = BackwardInput if choice["schedule"] == "zero-bubble" else kind
+    first, second = (one.plan, one.programs()), (other.plan, other.programs()[2:])
+    found = pair.run(train_abandoning, first, second, settings, tmp_path / "saved", failing, kind)
+    wanted = pair.run(train_part, other.plan, second[1], settings, tmp_path / "saved", None)
+    for (trained, before, after), right in zip(found, wanted, strict=True):
+        assert trained.losses[2:] == right.losses and len(trained.losses) == 4
+        assert equal(trained, right)
+        assert after[0] <= before[0] + 2 and after[2] <= before[2] + 1, (before, after)
 
 
 def test_another_model_is_refused(pool: WorkerPool, tmp_path: Path) -> None:

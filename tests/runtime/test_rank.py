@@ -8,7 +8,8 @@ import torch
 from runtime_cases import Choice, evaluation_programs, make_case, plain_evaluation
 from training_jobs import rank_of
 
-from penstock.programs.instructions import Free
+from penstock.programs.instructions import Backward, Free
+from penstock.runtime.executor import ExecutionError
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.transport.world import ProcessGroups
 
@@ -45,3 +46,18 @@ def test_a_buffer_that_is_never_freed_is_told() -> None:
     rank = rank_of(case.plan, ProcessGroups(), TrainingSettings())
     with pytest.raises(ValueError, match=r"ended iteration 0 with buffers \[\d+\]"):
         rank.train(msgspec.structs.replace(program, instructions=kept))
+
+
+def test_an_abandoned_step_leaves_what_was_before_it() -> None:
+    """Forward passes change running statistics, which no training loss tells; micro-batches and buffers are let go."""
+    case = make_case(ONE | {"family": "resnet", "layout": "padded"}, 3, iterations=1)
+    rank = rank_of(case.plan, ProcessGroups(), TrainingSettings())
+    before = [buffer.clone() for module in rank.stages[0].modules() for buffer in module.buffers()]
+    rank.executor.handlers[Backward] = lambda step: 1 / 0
+    with pytest.raises(ExecutionError, match="division by zero"):
+        rank.train(case.programs()[0][0])
+    changed = [buffer.clone() for module in rank.stages[0].modules() for buffer in module.buffers()]
+    assert rank.stages[0].num_running and not all(map(torch.equal, before, changed))
+    rank.abandon()
+    after = [buffer for module in rank.stages[0].modules() for buffer in module.buffers()]
+    assert all(map(torch.equal, before, after)) and not rank.stages[0].num_running and not rank._buffers

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from training_jobs import train_slowly
 
 from penstock.cli.main import run
 from penstock.errors import InputError
@@ -91,8 +92,25 @@ def test_unequal_replicas_train_like_one_process_and_go_on(data: str, tmp_path: 
     assert again.first_step == 2 and again.losses == pytest.approx(alone.losses[2:], rel=1e-5)
 
 
+def on_devices(plan: Plan, *devices: int) -> Plan:
+    """A plan of one device for each stage, on these."""
+    return replace(plan, stages=tuple(replace(stage, devices=((own,),)) for stage, own in zip(plan.stages, devices, strict=True)))
+
+
+def test_devices_without_work_stay_idle(data: str, tmp_path: Path) -> None:
+    """Planners, records, checkpoints and the result are those of the ranks that the plan has."""
+    requests = [TrainRequest(plan, data, 3, str(tmp_path / name), SETTINGS)
+                for name, plan in (("two", plan_of(pp=2)), ("of four", on_devices(plan_of(pp=2), 3, 1)))]  # fmt: skip
+    found = [Trainer(request).train() for request in requests]
+    assert found[0].losses == found[1].losses and found[1].num_steps == 3
+    assert sorted(path.name for path in (tmp_path / "of four").glob("*.spans")) == ["rank-00001.spans", "rank-00003.spans"]
+    again = replace(requests[0], resume=str(tmp_path / "of four"), out=str(tmp_path / "again"), steps=4)
+    assert Trainer(again).train().first_step == 3
+
+
 def test_torchrun_starts_the_same_training(data: str, tmp_path: Path) -> None:
-    write_plan(tmp_path / "plan.json", plan_of(pp=2))
+    """Of three devices the plan leaves one out, and no process was started for it."""
+    write_plan(tmp_path / "plan.json", on_devices(plan_of(pp=2), 0, 2))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock.cli.main", "train"]
     options = [str(tmp_path / "plan.json"), "--data", data, "--steps", "2", "--out", str(tmp_path / "run"), "--json", "--lr", "2e-3"]
     options += ["--compare", "--planners", "0"]
@@ -154,6 +172,20 @@ def test_a_vocabulary_that_does_not_match(data: str, tmp_path: Path, capsys: pyt
     assert "has a vocabulary of 384" in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_run_that_loads_slowly_is_told_so(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("penstock.runtime.trainer.train_rank", train_slowly)
+    monkeypatch.setenv("COLUMNS", "80")
+    write_plan(tmp_path / "plan.json", plan_of(pp=2))
+    assert run(["train", str(tmp_path / "plan.json"), "--data", data, "--steps", "3", "--out", str(tmp_path / "run"), "--compare"]) == 0
+    *_, shown = capsys.readouterr().out.partition("checkpoint in")
+    _, *lines = shown.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "were predicted: loading micro-batches on rank 0 took 4." in " ".join(shown.split())
+    assert "Memory is not measured on CPU" in shown
+
+
 def test_the_verb_compares_predicted_and_measured(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_plan(tmp_path / "plan.json", plan_of(pp=2))
     given = ["--data", data, "--steps", "3", "--out", str(tmp_path / "run"), "--compare", "--json", "--torch-profile", "1"]
@@ -162,6 +194,10 @@ def test_the_verb_compares_predicted_and_measured(data: str, tmp_path: Path, cap
     assert len(found["losses"]) == 3 and found["predicted_time_s"] > 0
     for stage in found["stages"]:
         assert min(stage[f"{kind}_{how}_s"] for kind in ("forward", "backward") for how in ("predicted", "measured")) > 0
+        assert stage["memory_predicted_bytes"] > 0 and stage["memory_measured_bytes"] is None  # a processor does not tell
+    for rank in found["ranks"]:
+        assert min(rank["measured"][f"{part}_s"] for part in ("forward", "backward", "update", "loading", "pauses")) > 0
+    assert "were predicted: " in found["cause"]["sentence"]
     traces = sorted((tmp_path / "run").glob("profile-*.json"))
     assert [path.name for path in traces] == ["profile-rank-00000-step-1.json", "profile-rank-00001-step-1.json"]
     labels = {event["name"].split(":")[0] for event in json.loads(traces[0].read_text())["traceEvents"] if "name" in event}

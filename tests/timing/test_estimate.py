@@ -49,8 +49,9 @@ class Plain(Roofline):
         )
 
     def optimizer_s(
-        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0
-    ) -> float:
+        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0,
+        gradients: str = "",
+    ) -> float:  # fmt: skip
         return STEP_S
 
 
@@ -148,6 +149,14 @@ def test_shares_sum_to_the_time() -> None:
         found = estimate(plan, model_of(plan), cluster_of(plan), Roofline())
         assert sum(time_s for _, time_s in found.shares()) == pytest.approx(found.time_s)
         assert all(time_s >= -1e-9 for _, time_s in found.shares())
+
+
+def test_the_optimizer_reads_the_gradients_dtype() -> None:
+    plan = uniform_plan("gpt-350m", "2xa100-40gb", replicas=2, global_batch=8, micro_batch=1)
+    [narrow], [wide] = (
+        estimate(replace(plan, gradients=dtype), model_of(plan), cluster_of(plan), Roofline()).stages for dtype in ("bf16", "fp32")
+    )
+    assert wide.optimizer_s == pytest.approx(18 / 16 * narrow.optimizer_s, rel=0.01) and wide.optimizer_s > narrow.optimizer_s
 
 
 def test_gradients_are_reduced_over_all_replicas_and_shares() -> None:

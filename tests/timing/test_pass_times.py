@@ -124,7 +124,7 @@ def test_half_the_backward_arithmetic_of_trained_ops_is_weight_gradients() -> No
 def test_a_grid_of_shapes_has_the_passes_of_each() -> None:
     shapes = [SHAPE, Shape.padded(1, 64), Shape.padded(2, 2048)]
     table = Roofline().table(GPT, shapes, [8], CLUSTER)
-    table = replace(table, host_s=np.random.default_rng(0).uniform(0, 1e-4, (len(table.op_names), 3, 1)))
+    table = replace(table, host_s=np.random.default_rng(0).uniform(0, 1e-4, (len(table.op_names), len(table.shapes), 3, len(table.tps), 1)))
     ops = OpSlice(GPT, 3, 17, DEVICE, tp=8, recompute=frozenset(range(6, 14)))
     for shape, own in zip(shapes, pass_grid_s(table, ops, slower=1.5), strict=True):
         one = stage_passes(table, ops, shape, slower=1.5)
@@ -168,12 +168,12 @@ def test_a_stage_waits_for_its_host(flags: set[int], issue_s: float) -> None:
     """Pieces in the order in which torch issues them: forward; then, from the back, each segment again and backward."""
     start, stop = 1, 18
     source = np.random.default_rng(0)
-    table = replace(TABLE, host_s=source.uniform(0, issue_s or 1e-12, (len(TABLE.op_names), 3, 1)))
+    table = replace(TABLE, host_s=source.uniform(0, issue_s or 1e-12, (len(TABLE.op_names), len(TABLE.shapes), 3, len(TABLE.tps), 1)))
     times = stage_passes(table, OpSlice(GPT, start, stop, DEVICE, recompute=flags), SHAPE)
     again = set(rerun_positions(GPT.ops[start:stop], flags))
     ops = TABLE.chain[start:stop]
     forward, backward = ([float(column[op, 0, 0, 0, 0]) for op in ops] for column in (TABLE.forward_s, TABLE.backward_s))
-    host = [[float(table.host_s[op, side, 0]) for op in ops] for side in range(3)]
+    host = [[float(table.host_s[op, TABLE.shape_index(SHAPE), side, TABLE.tp_index(1), 0]) for op in ops] for side in range(3)]
     device_s, host_s = list(forward), list(host[0])
     for part in reversed(segments(GPT.ops[start:stop], flags)):
         for index in range(part.start, part.stop):

@@ -57,7 +57,7 @@ def demo(
 
 def _trained(folder: Path, quiet: bool) -> list[float]:
     """The losses of a few steps with the plan, on the bundled texts; each demo trains anew."""
-    from penstock.cli.train import show_comparison
+    from penstock.cli.compare import show_comparison
     from penstock.plans.schema import read_plan
     from penstock.runtime.request import StepTold, TrainRequest
     from penstock.runtime.trainer import Trainer
@@ -73,7 +73,7 @@ def _trained(folder: Path, quiet: bool) -> list[float]:
 
         result = trainer.train(told)
     if not quiet:
-        show_comparison(result, trainer.predicted(result))
+        show_comparison(plan, result, trainer.predicted(result))
     return list(result.losses)
 
 

@@ -75,7 +75,8 @@ def pareto(
     columns = ["nodes", "devices", "iteration", "hours", "money", "pp", "tp", "replicas", "beaten by"]
     title = f"{model}, global batch {global_batch}, {count:,} iteration{'s' if count > 1 else ''}: choices from {cluster}"
     out().print(table(title, columns, cells))
-    for line in (described_training(request.frame), *(f"note: {note}" for note in request.frame.notes)):
+    notes = (*request.frame.notes, *request.estimator.source.notes(request.model))
+    for line in (described_training(request.frame), *(f"note: {note}" for note in notes)):
         out().print(line, markup=False, soft_wrap=True)
     beaten = sum(bool(row["dominated_by"]) for row in rows)
     out().print(f"{beaten} more choices were searched and are beaten by one of these (--dominated shows them).", markup=False)

@@ -174,7 +174,7 @@ def search(
         print_json({
             "model": model, "cluster": cluster, "costs": costs, "objective": objective, "out": path, "files": paths,
             "seq_length": best.plan.seq_length, "precision": best.plan.precision, "gradients": best.plan.gradients,
-            "notes": best.plan.notes, "lower_bound_s": outcome.bound_s, "gap": outcome.gap, "stopped": outcome.stopped,
+            "notes": best.estimate.notes, "lower_bound_s": outcome.bound_s, "gap": outcome.gap, "stopped": outcome.stopped,
             "fastest_s": outcome.choices[0].estimate.time_s, "error": outcome.error, "strict": strict,
             "plans": [choice_row(choice, count) for choice in choices],
             **({"baselines": rows} if baselines else {}), **({"proof": proof_rows(outcome)} if proof else {}),

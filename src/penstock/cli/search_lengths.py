@@ -59,26 +59,27 @@ def search_lengths(
     from penstock.search import search_for_lengths
 
     with progress("searching", quiet=json) as bar:
-        choices = search_for_lengths(
-            request, samples, top=top, time_budget_s=time_budget or math.inf,
+        found = search_for_lengths(  # the fastest is the second where a simpler one is offered first, and is named then
+            request, samples, top=max(2, top), time_budget_s=time_budget or math.inf,
             watch=lambda text, best_s, bound_s: bar.describe(f"pipelines: {text}"),
             judging=lambda done, all_: bar.describe(f"planning batches for pipeline {done + 1} of {all_}"), strict=strict,
         )  # fmt: skip
+    choices, fastest = found[:top], min(found, key=lambda choice: choice.time_s)
     plans = [choice.plan for choice in choices]
     paths = write_plans(target, plans)
     best = choices[0]
+    notes = [*best.plan.notes, *request.estimator.source.notes(request.model)]
     count = steps or (math.ceil(tokens / best.num_tokens) if tokens else 1)
     if json:
         print_json({"lengths": path, "num_samples": len(samples), "iterations": count, "out": target, "files": paths,
-                    "plans": [_row(choice) for choice in choices]})  # fmt: skip
+                    "notes": notes, "plans": [_row(choice) for choice in choices]})  # fmt: skip
         return plans
     longest = max(sample.length for sample in samples)
     title = f"best plans of {request.model.name} for {len(samples):,} lengths up to {longest}, global batch {request.frame.global_batch}"
     out().print(table(title, _COLUMNS, [_cells(_row(choice)) for choice in choices]))
-    fastest = min(choices, key=lambda choice: choice.time_s)
     offer = why_first(best.plan, best.time_s, fastest.plan, fastest.time_s, request.estimator.source)
-    notes = [f"note: {note}" for note in best.plan.notes]
-    for line in [described_training(best.plan), *offer, *notes, *_facts(best, count, path, paths)]:
+    told = [f"note: {note}" for note in notes]
+    for line in [described_training(best.plan), *offer, *told, *_facts(best, count, path, paths)]:
         out().print(line, markup=False, soft_wrap=True)
     return plans
 

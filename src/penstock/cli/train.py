@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.console import JsonFlag, err, format_count, format_time, out, print_json, progress, table
+from penstock.cli.compare import comparison, show_comparison
+from penstock.cli.console import JsonFlag, err, format_count, format_time, out, print_json, progress
 from penstock.cli.options import BIG, MAX_PLANNERS, MAX_SEARCH_STEPS, SEED, folder_to_write, within
 from penstock.errors import InputError
 from penstock.processes.fork_server import warm_up
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from penstock.runtime.request import StepTold, TrainResult
     from penstock.runtime.settings import TrainingSettings
     from penstock.runtime.telemetry.predicting import PredictedSteps
+    from penstock.timing.disturbance import Disturbance
 
-__all__ = ["show_comparison", "train"]
+__all__ = ["train"]
 
 
 def train(
@@ -31,12 +33,22 @@ def train(
     data: Annotated[str, typer.Option(help="Folder that `penstock prepare-data` wrote.")],
     steps: Annotated[int, typer.Option(callback=within(1, BIG), help="Iterations in all, those before a checkpoint included.")],
     path: Annotated[Path, typer.Option("--out", metavar="RUN", callback=folder_to_write, help="Folder for checkpoints, steps and spans.")],
-    compare: Annotated[bool, typer.Option("--compare", help="Print predicted against measured times of each stage.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Print predicted against measured times and memory, and what differs most.")
+    ] = False,
     device: Annotated[
-        str, typer.Option(help="cpu or cuda; what the plan's cluster has if not given. timed: rehearse it, ops being waits.")
+        str,
+        typer.Option(
+            help="cpu or cuda; what the plan's cluster has if not given. timed: rehearse it, ops being waits. paced: train on the "
+            "processor, at the pace of the plan's devices."
+        ),
     ] = "",
     slow: Annotated[
-        list[str] | None, typer.Option(metavar="RANK=FACTOR", help="With timed devices: this rank takes so many times as long; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="RANK=FACTOR", help="With timed and paced devices: this rank takes so many times as long; repeatable."),
+    ] = None,
+    disturb: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With timed and paced devices: what slows them down, and at which steps (YAML).")
     ] = None,
     share_gpus: Annotated[
         bool, typer.Option("--share-gpus", help="Let several ranks run on one GPU, each with its part under MPS.")
@@ -113,7 +125,7 @@ def train(
         given, data, steps, str(path), _settings(given, steps, lr, warmup, clip, seed, on_nan, deterministic), device, eval_every,
         checkpoint_every=checkpoint_every, keep=keep, resume=resume, weights=weights, profile_steps=_steps(torch_profile),
         share_gpus=share_gpus, reserve_memory=reserve_memory,
-        planning=PlanningSettings(planners, store, store_timeout, search_steps=budget_steps), slower=_slower(slow or []),
+        planning=PlanningSettings(planners, store, store_timeout, search_steps=budget_steps), disturbance=_disturbance(slow or [], disturb),
     ))  # fmt: skip
     unit = "tokens" if given.seq_length else "images"
     first = not under_torchrun or os.environ["RANK"] == "0"
@@ -137,14 +149,14 @@ def train(
         raise typer.Exit(128 + result.ended_by if result.ended_by else 0)
     predicted = trainer.predicted(result) if compare else None
     if json:
-        print_json(_summary(result, predicted))
+        print_json(_summary(given, result, predicted))
     else:
-        _show(result, predicted, unit)
+        _show(given, result, predicted, unit)
     if result.ended_by:
         raise _interrupted(result, steps, path)
 
 
-def _show(result: TrainResult, predicted: PredictedSteps | None, unit: str) -> None:
+def _show(plan: Plan, result: TrainResult, predicted: PredictedSteps | None, unit: str) -> None:
     done = "1 step" if result.num_steps == 1 else f"{result.num_steps} steps"
     speed = f"{format_time(result.time_s)} a step, {format_count(result.tokens_per_s)} {unit}/s"
     if result.losses:
@@ -153,7 +165,7 @@ def _show(result: TrainResult, predicted: PredictedSteps | None, unit: str) -> N
         told = f"rehearsed {done} on timed devices: {speed}. Nothing was computed: there are no losses and no checkpoint."
     out().print(told, markup=False, soft_wrap=True)
     if predicted is not None:
-        show_comparison(result, predicted)
+        show_comparison(plan, result, predicted)
 
 
 def _interrupted(result: TrainResult, steps: int, path: Path) -> Interrupted:
@@ -180,6 +192,17 @@ def _refuse_learning(context: typer.Context) -> None:
             f"{', '.join(given)}: a timed device computes nothing, so there is nothing to learn, evaluate, save or go on from, and no "
             "memory to take. Leave out what is named, or use --device cpu or cuda."
         )
+
+
+def _disturbance(slow: list[str], path: Path | None) -> Disturbance:
+    from penstock.timing.disturbance import Disturbance
+
+    whole_run = Disturbance.of_ranks(_slower(slow))
+    if path is None:
+        return whole_run
+    from penstock.timing.disturbance_file import read_disturbance
+
+    return Disturbance((*whole_run.changes, *read_disturbance(path).changes))
 
 
 def _slower(given: list[str]) -> dict[int, float]:
@@ -215,25 +238,7 @@ def _settings(
     return TrainingSettings(rate, OptimizerSettings(plan.optimizer), clip or None, seed, on_nan, deterministic)  # type: ignore[arg-type]
 
 
-def _rows(result: TrainResult, predicted: PredictedSteps) -> list[dict[str, Any]]:
-    """Predicted and measured seconds of each stage for one micro-batch."""
-    rows = []
-    for stage, (forward_s, backward_s) in enumerate(zip(predicted.forward_s, predicted.backward_s, strict=True)):
-        measured = result.stages[stage]
-        passes = max(1, measured.num_passes)
-        rows.append(
-            {
-                "stage": stage,
-                "forward_predicted_s": forward_s,
-                "forward_measured_s": measured.forward_s / passes,
-                "backward_predicted_s": backward_s,
-                "backward_measured_s": measured.backward_s / passes,
-            }
-        )
-    return rows
-
-
-def _summary(result: TrainResult, predicted: PredictedSteps | None) -> dict[str, Any]:
+def _summary(plan: Plan, result: TrainResult, predicted: PredictedSteps | None) -> dict[str, Any]:
     found: dict[str, Any] = {
         "losses": [loss if math.isfinite(loss) else None for loss in result.losses],
         "evaluated": [{"step": one.step, "loss": one.loss, "accuracy": one.accuracy} for one in result.evaluated],
@@ -243,17 +248,5 @@ def _summary(result: TrainResult, predicted: PredictedSteps | None) -> dict[str,
         "ended_by": signal.Signals(result.ended_by).name if result.ended_by else None,
     }
     if predicted is not None:
-        found |= {"predicted_time_s": predicted.time_s, "stages": _rows(result, predicted)}
+        found |= comparison(plan, result, predicted)
     return found
-
-
-def show_comparison(result: TrainResult, predicted: PredictedSteps) -> None:
-    """Predicted against measured times of each stage, and of a step."""
-    columns = ("stage", "forward predicted", "measured", "backward predicted", "measured", "measured / predicted")
-    rows = []
-    for row in _rows(result, predicted):
-        stage, *times = row.values()
-        ratio = (times[1] + times[3]) / max(1e-12, times[0] + times[2])
-        rows.append([stage, *map(format_time, times), f"{ratio:.2f}"])
-    rows.append(["step", "", "", format_time(predicted.time_s), format_time(result.time_s), f"{result.time_s / predicted.time_s:.2f}"])
-    out().print(table(f"one micro-batch on each stage, and one step ({predicted.source})", columns, rows))

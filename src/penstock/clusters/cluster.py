@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, combinations
 
-from penstock.clusters.hardware import Device, Link, Node, slowest
+from penstock.clusters.hardware import SLOWED_MARK, Device, Link, Node, slowest
 from penstock.errors import InputError
 
 __all__ = ["Cluster", "LinkOverride", "NodeRun"]
@@ -67,6 +67,8 @@ class Cluster:
     runs: tuple[NodeRun, ...]
     overrides: tuple[LinkOverride, ...] = ()
     """Of two that cover the same pair, the later one counts."""
+    slowed: frozenset[int] = frozenset()
+    """Ranks that differ in speed from others of their kind: their devices have a name of their own, and times (`costs.speeds`)."""
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -133,7 +135,8 @@ class Cluster:
 
     def device(self, rank: int) -> Device:
         """The device of a rank."""
-        return self._locate(rank)[0].node.device
+        device = self._locate(rank)[0].node.device
+        return device if rank not in self.slowed else dataclasses.replace(device, name=f"{device.name}{SLOWED_MARK}{rank}")
 
     def device_id(self, rank: int) -> int:
         """The accelerator index a rank uses on its own node (the N of `cuda:N`)."""

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 from penstock.errors import InputError, near_misses
 
-__all__ = ["Device", "Link", "Node", "slowest", "unknown_name", "unnamed"]
+__all__ = ["SLOWED_MARK", "Device", "Link", "Node", "slowest", "unknown_name", "unnamed"]
+
+SLOWED_MARK = " of rank "
+"""Between the name of a kind and the rank of a device that has times of its own."""
 
 # A dtype the hardware lacks runs at the rate of the next one it has; `Device.supports` says when that happens. The matrix units of a V100
 # or T4 have fp16 alone: bf16 is widened to fp32 there.
@@ -96,6 +99,11 @@ class Device:
             num_rails=self.num_rails,
             **{f"{dtype}_flops_per_s": self._rate(dtype) for dtype in ("fp32", "tf32", "fp16", "bf16", "fp8")},
         )
+
+    @property
+    def kind(self) -> str:
+        """The name of all devices of its kind, also of one that is slower than the others, see `Cluster.slowed`."""
+        return self.name.partition(SLOWED_MARK)[0]
 
     @property
     def is_guess(self) -> bool:

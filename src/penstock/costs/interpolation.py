@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.costs.profile import Series
+from penstock.costs.profile import HOST_COLUMNS, Series
 from penstock.costs.table import Floats
 
 __all__ = ["MeasuredCurves", "fit_optimizer"]
@@ -33,6 +33,10 @@ def _along_size(sizes: Floats, values: Floats, at: Floats, log: bool) -> Floats:
     return np.exp(result) if log else result
 
 
+HOST_TOKENS = 4096
+"""Sizes above are not asked for a host's time: devices are busy longer than hosts take to issue them."""
+
+
 @dataclass(frozen=True)
 class _Curve:
     """Points of one length, sorted by size; repeated sizes hold the median of their steady measurements."""
@@ -48,6 +52,11 @@ class MeasuredCurves:
         size, length = (np.array(series.columns[name]) for name in ("size", "length"))
         self._lengths = np.unique(length)
         self._curves = [_curve(series, size, length == own) for own in self._lengths]
+        self._host_sizes = np.unique(size[size <= HOST_TOKENS]) if (size <= HOST_TOKENS).any() else np.unique(size)
+        self._host = {
+            name: np.array([np.median(np.array(series.columns[name])[size == own]) for own in self._host_sizes])
+            for name in HOST_COLUMNS
+        }
 
     def __call__(self, column: str, size: Floats, length: Floats, log: bool) -> Floats:
         """`column` at each (size, length), never below zero; `log` for times, plain lines for bytes. No work takes nothing."""
@@ -61,6 +70,10 @@ class MeasuredCurves:
         which = np.arange(len(size))
         first, second = by_length[piece, which], by_length[piece + 1, which]
         return np.where(known > 0, np.maximum(first + share * (second - first), 0.0) * size, 0.0)
+
+    def host_s(self, column: str, size: Floats) -> Floats:
+        """Time to issue the op at each size, since other sizes run other kernels; outside the known ones the nearest counts."""
+        return np.asarray(np.interp(np.log(np.maximum(size, 1e-9)), np.log(self._host_sizes), self._host[column]))
 
 
 def _curve(series: Series, size: Floats, chosen: NDArray[np.bool_]) -> _Curve:

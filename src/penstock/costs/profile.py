@@ -18,7 +18,7 @@ from penstock.models.ops import Op
 from penstock.models.shapes import Shape
 
 __all__ = [
-    "DeviceProfile", "LinkPoint", "OptimizerPoint", "Profile", "Series", "SeriesKey",
+    "HOST_COLUMNS", "DeviceProfile", "LinkPoint", "OptimizerPoint", "Profile", "Series", "SeriesKey",
     "WholeFactors", "coordinates", "read_profile", "series_key",
 ]  # fmt: skip
 
@@ -31,6 +31,9 @@ COLUMNS = (
 """What is kept of each measured point. Host times are what issuing the op takes, whatever its size. Bytes are above what was
 allocated when the op's pass began: after its forward pass (`growth`, what it keeps and returns less what it gave up), and at
 the fullest moment of either pass."""
+
+
+HOST_COLUMNS = ("forward_host_s", "backward_host_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,7 @@ class OptimizerPoint:
     dtype: str
     num_parameters: float
     num_tensors: float
+    """Ops whose weights were updated, as plans count them."""
     time_s: float
     host_s: float = 0.0
 

@@ -99,12 +99,13 @@ class Roofline:
         return np.where(_column([adds_up(name) for name in classes]) > 0, compute + moving, np.maximum(compute, moving))
 
     def optimizer_s(
-        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0
-    ) -> float:
+        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0,
+        gradients: str = "",
+    ) -> float:  # fmt: skip
         """Time of the optimizer step; the state is a weight with its gradient, master copy and moments."""
         known = self._devices.get(device) or resolve_device(device)
         efficiency = self._calibration.of(device)
-        moved = num_parameters * sum(bytes_per_parameter(precision, optimizer)) * OPTIMIZER_PASSES
+        moved = num_parameters * sum(bytes_per_parameter(precision, optimizer, gradients)) * OPTIMIZER_PASSES
         return efficiency.curves("optimizer").bytes.time_s(moved, known.memory_bandwidth_bytes_per_s)
 
     def memory_of(self, device: str, dtype: str) -> DeviceBytes:
@@ -127,7 +128,7 @@ class Roofline:
 def tp_group(cluster: Cluster, device: Device, tp: int) -> Group | None:
     """The ranks a tensor-parallel group of one device kind would take: inside a node if one is large enough; None if there are too few."""
     starts = np.cumsum([0, *(run.num_devices for run in cluster.runs)])
-    own = [(int(start), run) for start, run in zip(starts[:-1], cluster.runs, strict=True) if run.node.device == device]
+    own = [(int(start), run) for start, run in zip(starts[:-1], cluster.runs, strict=True) if run.node.device.name == device.kind]
     for start, run in own:
         if run.node.num_devices >= tp:
             return group_of(cluster, range(start, start + tp))

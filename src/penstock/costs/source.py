@@ -47,9 +47,11 @@ class CostSource(Protocol):
         ...
 
     def optimizer_s(
-        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0
-    ) -> float:
-        """Time of the optimizer step over this many weights of one rank, in this many tensors."""
+        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0,
+        gradients: str = "",
+    ) -> float:  # fmt: skip
+        """Time of the optimizer step over this many weights of one rank, in this many tensors, from gradients in this dtype (or their
+        own)."""
         ...
 
     def memory_of(self, device: str, dtype: str) -> DeviceBytes:

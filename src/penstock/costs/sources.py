@@ -11,7 +11,7 @@ from penstock.costs.profile import read_profile
 from penstock.costs.profiled import Profiled
 from penstock.costs.roofline import Roofline
 from penstock.costs.source import CostSource
-from penstock.errors import InputError, near_misses
+from penstock.errors import InputError, ProfileMissingError, near_misses
 
 __all__ = ["open_costs", "shipped_profiles"]
 
@@ -34,7 +34,7 @@ def open_costs(text: str = "roofline", cluster: Cluster | None = None) -> CostSo
     """
     kind, colon, path = text.strip().partition(":")
     if kind in _TABLES:
-        raise InputError(
+        raise ProfileMissingError(
             f"costs '{text}' are the tables of another planner, which know that planner's own models alone. `penstock search` takes "
             f"{_TABLES['aceso']} and {_TABLES['fasop']}, `penstock batch` {_TABLES['dynapipe']}; here use {' or '.join(_FORMS)}."
         )
@@ -58,7 +58,7 @@ def _profile(path: str) -> Profiled:
     if os.path.exists(path):  # False, too, for a name that no file could have
         return Profiled.open(path)
     if path not in shipped:
-        raise InputError(
+        raise ProfileMissingError(
             f"profile '{path}' does not exist. Make one with `penstock profile --model M --out {path}`, or use one that comes "
             f"with Penstock. {near_misses(path, shipped)}"
         )

@@ -47,8 +47,8 @@ class CostTable:
     """[O, S, T, A] what a pipeline cut before the op sends, per rank."""
     output_bytes: Floats
     """[O, S, T, A] what a pipeline cut after the op sends, per rank."""
-    host_s: Floats = field(default_factory=lambda: np.zeros((0, 3, 0)))
-    """[O, 3, D] what issuing the op takes the host: forward, backward, and forward again when recomputed. Work that is smaller
+    host_s: Floats = field(default_factory=lambda: np.zeros((0, 0, 3, 0, 0)))
+    """[O, S, 3, T, D] what issuing the op takes the host: forward, backward, and forward again when recomputed. Work that is smaller
     than this waits for the host. Empty where the source holds it in the op's own time."""
 
     def __post_init__(self) -> None:

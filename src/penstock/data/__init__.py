@@ -5,5 +5,6 @@ from __future__ import annotations
 from penstock.data.batches import GlobalBatch, GlobalBatches
 from penstock.data.dataset import DataSet, open_data
 from penstock.data.indexed import IndexedTokens, IndexedWriter
+from penstock.data.limits import Limits
 
-__all__ = ["DataSet", "GlobalBatch", "GlobalBatches", "IndexedTokens", "IndexedWriter", "open_data"]
+__all__ = ["DataSet", "GlobalBatch", "GlobalBatches", "IndexedTokens", "IndexedWriter", "Limits", "open_data"]

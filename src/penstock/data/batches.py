@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from penstock.data.limits import NO_LIMITS, Limits
 from penstock.data.mixture import Mixture
 from penstock.errors import InputError
 
@@ -46,14 +47,14 @@ class GlobalBatches:
     """All steps of a training run; `batches[step]` draws one, iterating goes on for ever.
 
     Give `samples_per_batch`, or `tokens_per_batch`: a batch then ends before the sample that would exceed the budget. `limits` truncate
-    each side.
+    samples.
     """
 
     lengths: Lengths
     mixture: Mixture
     samples_per_batch: int | None = None
     tokens_per_batch: int | None = None
-    limits: tuple[int | None, ...] = ()
+    limits: Limits = NO_LIMITS
     _starts: dict[int, int] = field(default_factory=lambda: {0: 0}, init=False, repr=False)
     """Step to its first position in the stream, where known."""
 
@@ -63,15 +64,14 @@ class GlobalBatches:
         for name, value in (("samples", self.samples_per_batch), ("tokens", self.tokens_per_batch)):
             if value is not None and value < 1:
                 raise InputError(f"a global batch of {value} {name} holds nothing; give at least 1.")
-        if len(self.limits) > len(self.lengths) or any(limit is not None and limit < 1 for limit in self.limits):
-            raise InputError(f"limits {self.limits} do not suit data with {len(self.lengths)} sides; each must be at least 1.")
+        if not self.limits.suit(len(self.lengths)):
+            raise InputError(f"{self.limits} do not suit data with {len(self.lengths)} sides; each must be at least 1.")
         if self.tokens_per_batch is not None:
             self._check_budget(self.tokens_per_batch)
 
     def _check_budget(self, budget: int) -> None:
         """Refuses at once what would fail at some later step: a sample that no batch can hold."""
-        limits = [limit for _, limit in self._sides()]
-        if all(limit is not None for limit in limits) and sum(limit or 0 for limit in limits) <= budget:
+        if self.limits.most(len(self.lengths)) <= budget:
             return
         for start in range(0, len(self.lengths[0]), _SWEEP):
             totals = self._totals(slice(start, start + _SWEEP))
@@ -132,13 +132,8 @@ class GlobalBatches:
                     raise InputError("no sample has any tokens: a budget of tokens is never filled.")
                 chunk *= 2
 
-    def _sides(self) -> Iterator[tuple[npt.NDArray[np.integer], int | None]]:
-        limits = (*self.limits, *(None,) * (len(self.lengths) - len(self.limits)))
-        return zip(self.lengths, limits, strict=True)
-
     def _truncated(self, samples: npt.NDArray[np.int64] | slice) -> npt.NDArray[np.int32]:
-        columns = [lengths[samples] if limit is None else np.minimum(lengths[samples], limit) for lengths, limit in self._sides()]
-        return np.stack(columns, axis=1).astype(np.int32)
+        return np.stack(self.limits.kept([lengths[samples] for lengths in self.lengths]), axis=1).astype(np.int32)
 
     def _totals(self, samples: npt.NDArray[np.int64] | slice) -> npt.NDArray[np.int64]:
         totals: npt.NDArray[np.int64] = self._truncated(samples).sum(axis=1, dtype=np.int64)

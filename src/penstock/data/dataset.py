@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from penstock.data.batches import GlobalBatches, Lengths
 from penstock.data.indexed import IndexedTokens
+from penstock.data.limits import NO_LIMITS, Limits
 from penstock.data.manifest import DataManifest, read_manifest
 from penstock.data.mixture import Mixture, Task
 from penstock.errors import InputError, near_misses
@@ -67,11 +68,11 @@ class DataSet:
         samples_per_batch: int | None = None,
         tokens_per_batch: int | None = None,
         *,
-        limits: tuple[int | None, ...] = (),
+        limits: Limits = NO_LIMITS,
         seed: int = 0,
         shuffle: bool = True,
     ) -> GlobalBatches:
-        """The global batches of all steps; `limits` truncate each side."""
+        """The global batches of all steps; `limits` truncate samples."""
         return GlobalBatches(self.lengths, self.mixture(seed, shuffle=shuffle), samples_per_batch, tokens_per_batch, limits)
 
 

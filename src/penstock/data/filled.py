@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import numpy as np
 
 from penstock.data.dataset import DataSet
 from penstock.data.forms import Ints, SampleForm
+from penstock.data.limits import NO_LIMITS, Limits
 
-__all__ = ["FilledPositions", "filled_positions", "side_limits"]
+__all__ = ["FilledPositions", "filled_positions", "sample_limits"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,25 +31,21 @@ class FilledPositions:
         return float(self.own.mean())
 
 
-def side_limits(form: SampleForm, data: DataSet, longest: int, longest_dec: int) -> tuple[int | None, ...]:
-    """The longest input and target whose sample fills no more than `longest` (and, in a decoder, `longest_dec`) positions."""
+def sample_limits(form: SampleForm, longest: int, longest_dec: int) -> Limits:
+    """What samples may have so that they fill no more than `longest` (and, in a decoder beside an encoder, `longest_dec`) positions."""
     if form.kind == "images":
-        return ()
+        return NO_LIMITS
     if form.kind == "encoder-decoder":
-        return longest, longest_dec
+        return Limits((longest, longest_dec))
     if form.kind == "masked":
-        return (longest,)
-    if not form.paired:
-        return (longest + 1,)
-    target = min(int(data.lengths[1].max()), max(1, longest // 2))
-    return longest + 1 - target, target
+        return Limits((longest,))
+    return Limits(together=longest + 1) if form.paired else Limits((longest + 1,))  # the last token is only a label
 
 
 def filled_positions(form: SampleForm, data: DataSet, longest: int, longest_dec: int) -> FilledPositions:
     """What all samples of a data set fill, from its index alone."""
-    limits = side_limits(form, data, longest, longest_dec)
     columns = [np.asarray(side) for side in data.lengths]
-    kept = [side if limit is None else np.minimum(side, limit) for side, limit in zip_longest(columns, limits)]
+    kept = sample_limits(form, longest, longest_dec).kept(columns)
     cut = np.any([side > part for side, part in zip(columns, kept, strict=True)], axis=0)
     tokens, left = (int(sum(side.sum(dtype=np.int64) for side in sides)) for sides in (columns, kept))
     own, dec = form.positions(np.stack(kept, axis=1))

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,8 @@ __all__ = ["DynamicLoader"]
 
 _END_S = 5.0
 """Longer than a fetch takes that was called off."""
+_SOON_S = 0.01
+"""For a thread that has nothing left to do."""
 
 
 class DynamicLoader:
@@ -68,26 +71,30 @@ class DynamicLoader:
             self.pool = PlannerPool(source, planner, address, job, **own, hang_s=hang_s)
 
     def adopt(self, step: int, planner: ProgramPlanner) -> None:
-        """Yields programs of another plan from iteration `step`, the next one, on; those fetched ahead for the plan before are discarded.
+        """Yields programs of another plan from iteration `step` on: the next one, or an earlier one that is run again. Those fetched ahead
+        for the plan before are discarded.
 
         The loaders of all ranks adopt it, and so do the planners (`PlannerPool.adopt`, called here for those that this loader started).
         """
-        if step != self.step:
+        if self.has_work and step > self.step:
             raise InputError(f"a plan is to be adopted at iteration {step}, but {self.step} is next.")
-        _member(self.rank, planner)
-        if self._feed is not None:
-            self._feed.call_off()
-            self._feed = None
+        self.step = step
+        self._end_feed()
         self.planner = planner
         if self._job is not None:
             self._job = self._job.adopted(step, len(planner.plan.ranks))
         if self.pool is not None:
             self.pool.adopt(step, planner)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether the plan in force has any for this rank; without, there is nothing to iterate over until another plan is adopted."""
+        return self.rank in self.planner.plan.ranks
+
     def __iter__(self) -> Iterator[LoadedProgram]:
         """From the next iteration to the last; a thread fetches and reads ahead."""
         try:
-            while self.source.num_steps is None or self.step < self.source.num_steps:
+            while self.has_work and (self.source.num_steps is None or self.step < self.source.num_steps):
                 yield self._fetched() if self._planners else self.next_planned_here()
         finally:
             self._end_feed()
@@ -122,9 +129,10 @@ class DynamicLoader:
         """The next iteration, as planners hand it over."""
         if self._feed is None:
             assert self._job is not None
-            store = partial(open_store, self._address, self._job, wait_s=self._timeout_s)
+            store = partial(_open_store, self._address, self._job, self._timeout_s)
             load = partial(self._samples.load, plan=self.planner.plan)
-            self._feed = _Feed(store, load, self.rank, range(self.step, self.source.num_steps or sys.maxsize), self._ahead)
+            steps = range(self.step, self.source.num_steps or sys.maxsize)
+            self._feed = _Feed(store, load, self.rank, self.planner.plan.ranks.index(self.rank), steps, self._ahead)
         start = time.perf_counter()
         found = self._feed.next()
         self.wait_s += time.perf_counter() - start
@@ -137,13 +145,20 @@ class DynamicLoader:
             self._feed = None
 
 
+def _open_store(address: str, job: Job, wait_s: float, hurried: bool) -> Store:
+    """`hurried`: it must be there now."""
+    return open_store(address, replace(job, away_s=0.0) if hurried else job, wait_s=wait_s)
+
+
 class _Feed:
     """A thread that fetches the programs of some iterations from the store and reads their samples, a few iterations ahead."""
 
     def __init__(
-        self, open_own: Callable[[], Store], load: Callable[[Program], LoadedProgram], rank: int, steps: Iterable[int], ahead: int
-    ) -> None:
-        self._open, self._load, self._rank, self._steps = open_own, load, rank, steps
+        self, open_own: Callable[[bool], Store], load: Callable[[Program], LoadedProgram], rank: int, place: int, steps: Iterable[int],
+        ahead: int,
+    ) -> None:  # fmt: skip
+        self._open, self._load, self._rank, self._place, self._steps = open_own, load, rank, place, steps
+        """`place`: of the rank among those that have work, by which the store knows it."""
         self._ready: queue.Queue[LoadedProgram | BaseException] = queue.Queue(ahead)
         self._ended, self._at = threading.Event(), 0
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
@@ -157,28 +172,27 @@ class _Feed:
         return found
 
     def end(self) -> None:
-        """Discards what was fetched; the thread ends with what it is at."""
+        """Discards what was fetched, and ends the thread, which may wait for a program that never comes. One whose store does not answer is
+        left to end by itself."""
         self._ended.set()
         while not self._ready.empty():  # lets a thread that is about to hand over go on, and end
             self._ready.get_nowait()
-
-    def call_off(self) -> None:
-        """Ends a thread that may wait for a program of a plan that is gone. One whose store does not answer is left to end by itself."""
-        self.end()
-        with suppress(StoreError), closing(self._open()) as store:
-            store.call_off(self._at, self._rank)
-        self._thread.join(_END_S)
+        self._thread.join(_SOON_S)
+        if self._thread.is_alive():
+            with suppress(StoreError), closing(self._open(True)) as store:
+                store.call_off(self._at, self._place)
+            self._thread.join(_END_S)
 
     def _run(self) -> None:
         try:
-            with closing(self._open()) as store:
+            with closing(self._open(False)) as store:
                 for step in self._steps:
                     self._at = step  # before the flag is looked at: who has set the flag then calls off what is waited for
-                    entry = b"" if self._ended.is_set() else store.fetch(step, self._rank)
+                    entry = b"" if self._ended.is_set() else store.fetch(step, self._place)
                     if not entry:
                         return
                     found = self._load(open_entry(entry, f"the program of rank {self._rank} in iteration {step}"))
-                    store.acknowledge(step, self._rank)
+                    store.acknowledge(step, self._place)
                     self._ready.put(found)
         except BaseException as error:
             if not self._ended.is_set():

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.data.batches import GlobalBatches
 from penstock.data.dataset import DataSet, open_data
+from penstock.data.limits import NO_LIMITS, Limits
 from penstock.data.planning import PlanningError, ProgramPlanner, describe_samples
 from penstock.errors import InputError
 from penstock.processes.fork_server import FORKED, await_parent, start_process
@@ -63,7 +64,7 @@ class BatchSource:
     split: str = "train"
     samples_per_batch: int | None = None
     tokens_per_batch: int | None = None
-    limits: tuple[int | None, ...] = ()
+    limits: Limits = NO_LIMITS
     seed: int = 0
     shuffle: bool = True
     num_steps: int | None = None
@@ -94,6 +95,11 @@ def entries_of(planner: ProgramPlanner, data: DataSet, batches: GlobalBatches, s
         message = f"iteration {step} cannot be planned: {reason}"
         return failure_entries(planner, message), message
     return {program.rank: _PROGRAM + encode(program) for program in programs}, planned
+
+
+def _by_place(entries: Mapping[int, bytes]) -> dict[int, bytes]:
+    """The entries of ranks as a store counts its readers: from 0 on, though a plan may leave devices out."""
+    return dict(enumerate(entries[rank] for rank in sorted(entries)))
 
 
 def failure_entries(planner: ProgramPlanner, message: str) -> dict[int, bytes]:
@@ -136,7 +142,7 @@ def _plan_all(source: BatchSource, planner: ProgramPlanner, address: str, job: J
         size = sum(map(len, entries.values()))
         log.debug("iteration %d planned in %.3f s (%.3f s of processor time), %d bytes", step, *times_s, size)
         _dump(planner, entries, planned, batches, step, times_s)
-        store.publish(step, entries)
+        store.publish(step, _by_place(entries))
         step += count
     store.drain()
     store.close()
@@ -314,7 +320,7 @@ class PlannerPool:
             failed = step if step >= 0 else _first_step(store.done() + 1, index, self._count)
             samples = describe_samples(batches[failed], len(data))
             message = f"iteration {failed} cannot be planned: its planner {what}, {_MOST_DEATHS} times. {samples}"
-            store.publish(failed, failure_entries(self._planner, message))
+            store.publish(failed, _by_place(failure_entries(self._planner, message)))
             store.close()
         except Exception:  # the ranks then end by their own time-out; this thread must not die without a word
             log.error("the failure could not be told to the ranks:\n%s", traceback.format_exc())

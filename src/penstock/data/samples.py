@@ -11,6 +11,7 @@ import numpy as np
 
 from penstock.data.dataset import DataSet
 from penstock.data.forms import Ints, SampleForm
+from penstock.data.limits import NO_LIMITS, Limits
 
 if TYPE_CHECKING:
     from penstock.models.micro_batch import MicroBatch
@@ -73,8 +74,8 @@ class Samples:
 
     data: DataSet
     form: SampleForm
-    limits: tuple[int | None, ...] = ()
-    """Longest input and target, as the batches were drawn with."""
+    limits: Limits = NO_LIMITS
+    """Those that the batches were drawn with."""
 
     def sample(self, iteration: int, sample: int, length: int, dec_length: int) -> Sample:
         """The sample, cut to these positions on each side (0 for images, and for a decoder that is not there)."""
@@ -98,8 +99,9 @@ class Samples:
 
     def _joined(self, parts: dict[str, Ints], length: int) -> Sample:
         """Input and target end to end; each token predicts the next."""
-        prompt = parts["input"][: self.limits[0] if self.limits else None]
-        tokens = np.concatenate([prompt, parts["target"]]) if self.form.paired else prompt
+        sides = [parts[side] for side in (("input", "target") if self.form.paired else ("input",))]
+        kept = [side[:count] for side, count in zip(sides, self.limits.kept([len(side) for side in sides]), strict=True)]
+        prompt, tokens = kept[0], np.concatenate(kept)
         tokens = tokens[: length + 1].astype(np.int64)
         counted = np.zeros(length, bool)
         counted[length - self.form.counted(len(prompt), length, 0) :] = True

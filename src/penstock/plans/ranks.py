@@ -12,7 +12,7 @@ depends on what is sent over slow links, gradients or activations. Two stages, t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import TYPE_CHECKING
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from penstock.clusters import Cluster
     from penstock.plans.plan import Plan, Stage
 
-__all__ = ["Replica", "Seat", "groups_of", "holders", "packed_replicas", "pairs_of", "seats_of", "stage_ranks"]
+__all__ = [
+    "Replica", "Seat", "flat_part", "groups_of", "holders", "packed_replicas", "pairs_of", "seats_of", "stage_ranks", "state_owners",
+]  # fmt: skip
 
 Replica = tuple[tuple[int, ...], ...]
 """The ranks of each stage of one replica."""
@@ -94,6 +96,30 @@ def seats_of(plan: Plan) -> dict[int, list[Seat]]:
 def holders(stage: Stage, run: DegreeRun, index: int = 0) -> tuple[int, ...]:
     """The ranks of all replicas that hold the same weights of a run's ops as the rank at `index`, and so sum their gradients."""
     return tuple(rank for ranks in stage.devices for rank in run.degrees.with_same_weights(index, ranks))
+
+
+def state_owners(sizes: Mapping[int, int], ranks: Sequence[int]) -> dict[int, int]:
+    """ZeRO-1: for each op of a run (its weights have `sizes` elements) the rank that keeps its optimizer state: the one with least so far.
+
+    >>> state_owners({7: 10, 8: 4, 9: 4, 10: 5}, [2, 3])
+    {7: 2, 8: 3, 9: 3, 10: 3}
+    """
+    loads = dict.fromkeys(ranks, 0)
+    owners = {}
+    for op, size in sizes.items():
+        owners[op] = min(ranks, key=lambda rank: loads[rank])
+        loads[owners[op]] += size
+    return owners
+
+
+def flat_part(size: int, index: int, count: int) -> tuple[int, int]:
+    """ZeRO-2 and 3: which of `size` elements laid flat belong to rank `index` of `count`; the last parts may be shorter or empty.
+
+    >>> [flat_part(7, index, 4) for index in range(4)]
+    [(0, 2), (2, 4), (4, 6), (6, 7)]
+    """
+    width = -(-size // count)
+    return min(index * width, size), min((index + 1) * width, size)
 
 
 def groups_of(plan: Plan) -> list[tuple[int, ...]]:

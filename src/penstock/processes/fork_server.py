@@ -29,7 +29,7 @@ FORKED: ForkServerContext = get_context("forkserver")
 PRELOADED = [
     "penstock.cli.train",
     "penstock.runtime.run",
-    "penstock.runtime.rehearsing",
+    "penstock.runtime.devices.rehearsing",
     "penstock.timing.clock",
     "torch.fx.experimental.symbolic_shapes",  # torch imports it in the first backward pass
 ]

@@ -26,8 +26,8 @@ class GridLimits:
 
     @classmethod
     def for_device(cls, kind: str) -> GridLimits:
-        """GPUs saturate at thousands of tokens, a CPU at hundreds."""
-        return cls(256, 65536, 2, 128, 2) if kind == "cuda" else cls(64, 2048, 2, 8, 1)
+        """GPUs saturate at thousands of tokens, a CPU at hundreds; a few dozen tell how long the host takes for each op."""
+        return cls(64, 65536, 2, 128, 2) if kind == "cuda" else cls(64, 2048, 2, 8, 1)
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ def sweep_lengths(model: Model, size: int) -> Lengths:
 
 
 def attention_grid(limits: GridLimits, longest: int, fine: bool = True) -> list[tuple[int, int]]:
-    """(token positions, length) pairs, lengths in steps of 2 (about √2 if `fine`), from short sequences to one that fills the batch."""
+    """(token positions, length) pairs, lengths in steps of 2 (of about √2, and shorter ones, if `fine`) up to one that fills it."""
     sizes = [limits.min_tokens * 4**k for k in range(12) if limits.min_tokens * 4**k <= limits.max_tokens]
-    lengths = sorted({64 * 2**k for k in range(9)} | ({96 * 2**k for k in range(8)} if fine else set()))
+    lengths = sorted({64 * 2**k for k in range(9)} | ({32} | {96 * 2**k for k in range(8)} if fine else set()))
     return [(size, length) for size in sizes for length in lengths if length <= min(size, longest)]
 
 

@@ -1,27 +1,33 @@
 """Measuring ops in context: a short chain runs forward and backward as in training, with marks between its ops.
 
 In context caches are as cold, launches as far ahead and allocations as they are in a real step, so that the parts add up
-to the whole. A backward mark is set by a hook on the tensor an op produced: it runs just before that op's backward pass.
+to the whole. A backward mark is set by a hook on the tensor an op produced: it runs just before that op's backward pass. Marks and hooks
+take the host time too, the same for every op: a pass without them says how much, and the ops' host times are what is left.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.models.modules import Batch, Carry, OpModule
 from penstock.models.ops import Model, PlacedOp, TensorSpec
 from penstock.models.shapes import Shape
 from penstock.profiling.marks import CudaBytes, Marks, times_for
 
-__all__ = ["OpMeasure", "measure_ops", "random_carry", "shortened"]
+__all__ = ["OpMeasure", "hold_gradients", "measure_ops", "random_carry", "shortened"]
+
+
+OpTimes = tuple[float, float, float, float]
+"""Forward, backward, host forward, host backward of one op in one pass."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,14 @@ class OpMeasure:
 def shortened(model: Model, copies: int) -> Model:
     """The model with each run of equal blocks cut to at most `copies`."""
     return replace(model, runs=tuple((block, min(count, copies)) for block, count in model.runs))
+
+
+def hold_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Gives weights the gradients that passes add to: in fp32, as plans sum them unless they say otherwise."""
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad_dtype = torch.float32
+            parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
 
 
 def random_carry(specs: Sequence[TensorSpec], shape: Shape, tp: int, device: torch.device, dtype: torch.dtype) -> Carry:
@@ -72,22 +86,30 @@ class _Pass:
         return [(self.forward[i], self.forward[i + 1], self.backward.get(i), ends.get(i)) for i in range(count)]
 
 
-def _run(ops: Sequence[OpModule], carry: Carry, batch: Batch, marks: Marks) -> _Pass:
+def _run(ops: Sequence[OpModule], carry: Carry, batch: Batch, marks: Marks, whole: bool = False) -> _Pass:
+    """One forward and backward pass with marks between its ops; `whole`, with those at its ends and between the two passes alone."""
     forward, backward = [marks.mark()], {}
 
     def note(index: int, grad: torch.Tensor) -> None:
         backward[index] = marks.mark()
 
     for index, op in enumerate(ops):
-        carry = op(carry, batch)
+        carry = op.forward(carry, batch)  # as chains do
+        if whole:
+            continue
         forward.append(marks.mark())
         produced = carry[op.config.get("output", op.op.carry[0].name)]
         if produced.requires_grad:
             produced.register_hook(partial(note, index))
+        del produced
+    if whole:
+        forward.append(marks.mark())
     outputs = [tensor for tensor in carry.values() if tensor.requires_grad]
     carry.clear()
-    del carry, produced
+    del carry
     grads = [torch.ones_like(tensor) for tensor in outputs]
+    if whole:
+        backward[0] = marks.mark()
     torch.autograd.backward(outputs, grads)
     del outputs, grads
     return _Pass(forward, backward, marks.mark())
@@ -110,13 +132,10 @@ def measure_ops(
     """
     device = next((p.device for op in ops for p in op.parameters()), torch.device("cpu"))
     dtype = next((p.dtype for op in ops for p in op.parameters()), torch.float32)
-    for op in ops:
-        for parameter in op.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+    hold_gradients(parameter for op in ops for parameter in op.parameters())
 
-    def once(marks: Marks) -> _Pass:
-        return _run(ops, random_carry(inputs, batch.shape, tp, device, dtype), batch, marks)
+    def once(marks: Marks, whole: bool = False) -> _Pass:
+        return _run(ops, random_carry(inputs, batch.shape, tp, device, dtype), batch, marks, whole)
 
     clock = times_for(device)
     took_s, issued_s = _warm_up(partial(once, clock), clock, warmups, warmup_s)
@@ -130,11 +149,36 @@ def measure_ops(
             clock.finish()
     clock.finish()
     times = [[_op_times(clock, *marks) for marks in p.intervals()] for p in passes]
-    books = _books(once) if device.type == "cuda" else [(0.0, 0.0, 0.0)] * len(ops)
-    return _medians(places, times, books)
+    if device.type != "cuda":
+        return _medians(places, times, [(0.0, 0.0, 0.0)] * len(ops))
+    host_s = _host_of_whole(partial(once, whole=True), clock, repeats)
+    return _medians(places, [_without_marks(one, host_s) for one in times], _books(once))
 
 
-def _op_times(clock: Marks, a: Any, b: Any, c: Any, d: Any) -> tuple[float, float, float, float]:
+def _host_of_whole(once: Callable[[Marks], _Pass], clock: Marks, repeats: int) -> tuple[float, float]:
+    """(forward, backward) time that issuing the whole chain takes the host, with nothing set between its ops."""
+    marks = []
+    for _ in range(repeats):
+        clock.finish()
+        marks.append(once(clock).intervals()[0])
+    clock.finish()
+    forward, backward = zip(*(_op_times(clock, *one)[2:] for one in marks), strict=True)
+    return statistics.median(forward), statistics.median(backward)
+
+
+def _without_marks(times: Sequence[OpTimes], whole_s: tuple[float, float]) -> list[OpTimes]:
+    """The times of a pass with host times that add up to those of the whole: each less what marks took, an equal share of the excess."""
+    columns = [list(column) for column in zip(*times, strict=True)]
+    for at, target_s in zip((2, 3), whole_s, strict=True):
+        column = columns[at]
+        num = sum(value > 0 for value in column)
+        excess_s = max(sum(column) - target_s, 0.0) / max(num, 1)
+        less = [max(value - excess_s, 0.2 * value) for value in column]
+        columns[at] = [value * target_s / max(sum(less), 1e-12) for value in less]
+    return list(zip(*columns, strict=True))  # type: ignore[arg-type]
+
+
+def _op_times(clock: Marks, a: Any, b: Any, c: Any, d: Any) -> OpTimes:
     """(forward, backward, host forward, host backward) of one op in one pass; ops without a gradient have no backward marks."""
     if c is None:
         return clock.between(a, b), 0.0, clock.host_between(a, b), 0.0
@@ -167,7 +211,7 @@ def _books(once: Any) -> list[tuple[float, float, float]]:
 
 
 def _medians(
-    places: Sequence[PlacedOp], times: list[list[tuple[float, float, float, float]]], books: list[tuple[float, float, float]]
+    places: Sequence[PlacedOp], times: list[list[OpTimes]], books: list[tuple[float, float, float]]
 ) -> list[OpMeasure]:
     found: dict[str, list[int]] = {}
     for index, place in enumerate(places):

@@ -13,15 +13,27 @@ from pathlib import Path
 
 import torch
 
-from penstock.costs.profile import DeviceProfile, OptimizerPoint, Profile, SeriesKey, WholeFactors, coordinates, read_profile, series_key
+from penstock.costs.profile import (
+    HOST_COLUMNS,
+    DeviceProfile,
+    OptimizerPoint,
+    Profile,
+    SeriesKey,
+    WholeFactors,
+    coordinates,
+    read_profile,
+    series_key,
+)  # fmt: skip
 from penstock.costs.profiled import DeviceCosts
 from penstock.models.modules import TORCH_DTYPES, Batch, Chain, TensorParallel, build_chain, random_batch
 from penstock.models.ops import ITEM_BYTES, Model, PlacedOp, TensorSpec
+from penstock.models.shapes import Shape
 from penstock.profiling.grid import GridLimits, Lengths, attention_grid, mixed_lengths, refine, sweep_lengths, sweep_size
 from penstock.profiling.local import device_facts
 from penstock.profiling.marks import times_for
-from penstock.profiling.measure import OpMeasure, measure_ops, shortened
-from penstock.runtime.optimizing.optimizer import make_adamw
+from penstock.profiling.measure import OpMeasure, hold_gradients, measure_ops, shortened
+from penstock.profiling.stamp import stamp
+from penstock.runtime.optimizing.optimizer import make_adamw, squared_norms
 from penstock.timing.pass_times import rerun_positions
 
 __all__ = ["Profiler", "Unit", "random_model_batch"]
@@ -88,7 +100,10 @@ class Profiler:
         profile = read_profile(path) if path.exists() else Profile()
         name, facts = device_facts(where)
         today = datetime.date.today().isoformat()
-        profile.devices.setdefault(name, DeviceProfile({**facts, "torch": torch.__version__, "date": today}))
+        facts |= {"torch": torch.__version__, "date": today, "modules": stamp()}
+        about = profile.devices.setdefault(name, DeviceProfile(facts)).about
+        if about.get("modules") != stamp():
+            about["modules"] = "several"
         return cls(path, where, name, GridLimits.for_device(where.type), profile)
 
     @property
@@ -138,14 +153,14 @@ class Profiler:
         model = shortened(unit.model, COPIES)
         chain = self._chain(model, 0, model.num_ops, unit)
         images = not model.seq_length
-        low, high = (self.limits.min_samples, self.limits.max_samples) if images else (self.limits.min_tokens, self.limits.max_tokens)
+        low, high = (self.limits.min_samples, self.limits.max_samples) if images else (self._min_tokens(unit), self.limits.max_tokens)
 
         def measure(size: int) -> float | None:
             batch = random_model_batch(model, sweep_lengths(model, size), self.device)
             found = self._measure(unit, chain, model.ops, batch)
             return None if found is None else sum(m.forward_s + m.backward_s for m in found)
 
-        errors = refine(low, high, measure, depth=self.limits.depth if unit.tp <= 2 else 1, snap=partial(sweep_size, model))
+        errors = refine(low, high, measure, depth=self.limits.depth if unit.tp == 1 else 1, snap=partial(sweep_size, model))
         self.here.held_out += [(f"{unit.name} size {size}", error) for size, error in errors]
         if unit.algo == 0:
             self._optimizer(unit, chain)
@@ -160,7 +175,7 @@ class Profiler:
             start, stop = place.index - 1, place.index + 2
             chain = self._chain(model, start, stop, unit)
             too_large = float("inf")
-            for size, length in attention_grid(self.limits, longest, fine=unit.tp <= 2):
+            for size, length in attention_grid(replace(self.limits, min_tokens=self._min_tokens(unit)), longest, fine=unit.tp == 1):
                 if size * (length if place.op.config["bias_source"] else 1) >= too_large:
                     continue
                 lengths = mixed_lengths(size, length, longest) if unit.layout == "packed" else _rows_for(place, size, length)
@@ -168,6 +183,10 @@ class Profiler:
                 found = self._measure(unit, chain, model.ops[start:stop], batch, only=place, start=start, model=model, length=length)
                 if found is None:
                     too_large = size * (length if place.op.config["bias_source"] else 1)
+
+    def _min_tokens(self, unit: Unit) -> int:
+        """Shards of small micro-batches are nobody's choice: their grid begins later."""
+        return self.limits.min_tokens * (1 if unit.tp == 1 else 4)
 
     def _chain(self, model: Model, start: int, stop: int, unit: Unit) -> Chain:
         tp = TensorParallel(0, unit.tp, lone=unit.tp > 1)
@@ -218,8 +237,9 @@ class Profiler:
     def _optimizer(self, unit: Unit, chain: Chain) -> None:
         """The step over a whole short chain and over its largest op, so that weights and tensors can be told apart."""
         largest = max(chain.ops, key=lambda op: sum(p.numel() for p in op.parameters()))
-        for part in (list(chain.parameters()), list(largest.parameters())):
-            unique = list(dict.fromkeys(part))
+        for num_ops, part in ((len(chain.ops), chain), (1, largest)):
+            unique = [p for p in part.parameters() if p.requires_grad]
+            hold_gradients(unique)
             optimizer = make_adamw(unique)
             clock = times_for(self.device)
             times, host = [], []
@@ -227,7 +247,7 @@ class Profiler:
                 self._wait()
                 clock.get_ahead(0.01)
                 start = clock.mark()
-                optimizer.step()
+                optimizer.step(squared_norms([p.grad for p in unique]).sum().sqrt().float().clamp(max=1.0))
                 optimizer.zero_grad()
                 end = clock.mark()
                 clock.finish()
@@ -235,29 +255,29 @@ class Profiler:
                 host.append(clock.host_between(start, end))
             count = sum(p.numel() for p in unique)
             medians = statistics.median(times[1:]), statistics.median(host[1:])
-            self.here.optimizer.append(OptimizerPoint(unit.model.dtype, count, len(unique), *medians))
+            self.here.optimizer.append(OptimizerPoint(unit.model.dtype, count, num_ops, *medians))
             del optimizer
 
     def _compare_whole(self, unit: Unit) -> None:
         """How the chain as a whole compares with the sum of its parts: small work for the host, lasting work for the device."""
         model = unit.model if self._fits(unit.model) else shortened(unit.model, COPIES)
         chain = self._chain(model, 0, model.num_ops, unit)
-        for parameter in chain.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        hold_gradients(chain.parameters())
         costs = DeviceCosts(replace(self.here, whole={}))
         smallest, usual = (self.limits.min_samples, 32) if not model.seq_length else (self.limits.min_tokens, 16384)
         small, large = (random_model_batch(model, sweep_lengths(model, size), self.device) for size in (smallest, usual))
         flags = [index for index in range(len(chain.places)) if 0 < index < len(chain.places) - 3]
         plain_s, again_s = (self._pass_s(chain, small, recompute) for recompute in ((), flags))
-        host_s = sum(sum(costs.host_s(place.op, model.dtype, "padded")[:2]) for place in model.ops)
         lasting_s = self._pass_s(chain, large, (), seconds=LASTING_S)
-        parts_s = 0.0
-        for place in model.ops:
-            found = costs.columns(place.op, model.dtype, [large.shape], 1, 0, ("forward_s", "backward_s"))
-            parts_s += sum(float(column[0]) for column in (found or {}).values())
+        host_s = self._sum_of_parts(costs, model, small.shape, HOST_COLUMNS)
+        parts_s = self._sum_of_parts(costs, model, large.shape, ("forward_s", "backward_s"))
         recompute_host_s = max(again_s - plain_s, 0.0) / len(rerun_positions(model.ops, flags))
-        factors = WholeFactors(lasting_s / parts_s, min(plain_s / host_s, 1.0), recompute_host_s)
+        factors = WholeFactors(lasting_s / parts_s, plain_s / host_s, recompute_host_s)
         self.here.whole.update({op.signature: factors for op in model.distinct_ops})
+
+    def _sum_of_parts(self, costs: DeviceCosts, model: Model, shape: Shape, names: Sequence[str]) -> float:
+        found = [costs.columns(place.op, model.dtype, [shape], 1, 0, names) or {} for place in model.ops]
+        return sum(float(column[0]) for columns in found for column in columns.values())
 
     def _fits(self, model: Model) -> bool:
         """Whether the whole model leaves room for its activations."""

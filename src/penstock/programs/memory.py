@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from penstock.costs.memory import SLACK
+from penstock.costs.memory import SLACK, MemoryBreakdown
 from penstock.costs.roofline import Roofline
 from penstock.costs.sources import open_costs
-from penstock.errors import InfeasibleError, InputError
+from penstock.errors import InfeasibleError, ProfileMissingError
 from penstock.models.micro_batch import MicroBatch
 from penstock.plans.degrees import DegreeRun, parts_of
 from penstock.programs import instructions as i
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from penstock.models.shapes import Shape
     from penstock.plans.plan import Plan, Stage
 
-__all__ = ["memory_problems", "require_memory"]
+__all__ = ["memory_problems", "peak_bytes", "require_memory"]
 
 _ROUNDING = 1 + 1e-9
 """The search fills devices to the brim, and adds up in another order."""
@@ -53,7 +53,7 @@ def require_memory(plan: Plan, model: Model, cluster: Cluster) -> None:
         return
     try:
         found = _fullest(plan, model, cluster, open_costs(plan.costs, cluster))
-    except InputError:  # a profile that is not on this machine, or without these devices: bytes are then by formula
+    except ProfileMissingError:  # not on this machine, or without these devices: bytes are then by formula; a damaged one is an error
         found = _fullest(plan, model, cluster, Roofline(cluster=cluster))
     if found is not None:
         programs, problem = found
@@ -108,7 +108,9 @@ def memory_problems(
     found = []
     for program in programs:
         device = cluster.device(program.rank)
-        index, size, held = max(_levels(program, plan, estimator), key=lambda moment: moment[1])
+        states = _states(program, plan, estimator)
+        index, level, held = max(_levels(program, plan, estimator, states), key=lambda moment: moment[1])
+        size = (1 + SLACK) * level + states.context_bytes
         if size > device.memory_bytes * _ROUNDING:
             text = (
                 f"{device.name} has {device.memory_bytes / 1e9:,.2f} GB, but would hold {size / 1e9:,.2f} GB ({round(size):,} of "
@@ -118,11 +120,23 @@ def memory_problems(
     return [problem for _, problem in sorted(found, key=lambda pair: -pair[0])]
 
 
-def _levels(program: i.Program, plan: Plan, estimator: Estimator) -> Iterator[tuple[int, float, int]]:
-    """(instruction, bytes at its fullest moment, passes whose activations are held) of everything that needs memory."""
-    device = estimator.cluster.device(program.rank)
+def peak_bytes(program: i.Program, plan: Plan, estimator: Estimator) -> float:
+    """The most that the tensors of a program take at a time, as an allocator counts them: without what it and libraries take themselves."""
+    return max(size for _, size, _ in _levels(program, plan, estimator, _states(program, plan, estimator)))
+
+
+def _states(program: i.Program, plan: Plan, estimator: Estimator) -> MemoryBreakdown:
+    """What the program's rank holds whatever runs."""
     samples, counts = micro_batches(plan)
-    states = estimator.states(plan, [place.stage for place in program.places], samples, max(counts), device)
+    device = estimator.cluster.device(program.rank)
+    return estimator.states(plan, [place.stage for place in program.places], samples, max(counts), device)
+
+
+def _levels(
+    program: i.Program, plan: Plan, estimator: Estimator, states: MemoryBreakdown
+) -> Iterator[tuple[int, float, int]]:  # fmt: skip
+    """(instruction, bytes of tensors at its fullest moment, passes whose activations are held) of everything that needs memory."""
+    device = estimator.cluster.device(program.rank)
     fixed = states.state_bytes + states.buffers_bytes
     held: dict[tuple[int, int], _PassBytes] = {}
     known: dict[tuple[object, ...], _PassBytes] = {}
@@ -144,7 +158,7 @@ def _levels(program: i.Program, plan: Plan, estimator: Estimator) -> Iterator[tu
         else:
             continue
         level = fixed + sum(own.held for own in held.values()) + above
-        yield index, (1 + SLACK) * level + states.context_bytes, len(held)
+        yield index, level, len(held)
         if isinstance(step, i.Backward | i.BackwardWeight):
             del held[step.stage, step.micro_batch]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from penstock.models.modules.base import Carry
+from penstock.models.modules.base import Carry, OpModule
 from penstock.models.modules.batch import Batch
 from penstock.models.ops import Model
 from penstock.plans.plan import Plan
@@ -18,9 +18,9 @@ from penstock.programs import instructions as i
 from penstock.runtime.executor import Executor
 from penstock.runtime.optimizing.update import StepResult, Update
 from penstock.runtime.parallel.accuracy import count_correct
-from penstock.runtime.parallel.gradients import gradients_of
+from penstock.runtime.parallel.gradients import Gradients, gradients_of
 from penstock.runtime.parallel.rounds import rounds_of
-from penstock.runtime.parallel.stage import StageModule
+from penstock.runtime.parallel.stage import ModuleKey, StageModule, module_key
 from penstock.runtime.parallel.stashing import WeightStash
 from penstock.runtime.parallel.tied import sync_tied
 from penstock.runtime.settings import TrainingSettings
@@ -50,8 +50,8 @@ class Evaluated:
 class Rank:
     """Trains what the plan in force gives to this process.
 
-    `adopt` puts a plan in force, the first as any later one, between two programs. Process groups are shared by all plans of the process;
-    stages, gradients, optimizer and transport belong to the plan.
+    `adopt` puts a plan in force, the first as any later one, between two programs or after one that failed. Each plan has a generation of
+    process groups of its own; stages, gradients, optimizer and transport belong to the plan.
     """
 
     def __init__(
@@ -64,32 +64,10 @@ class Rank:
         """Of the last step."""
         self.losses: list[tuple[int, int, torch.Tensor]] = []
         """Stage, micro-batch and loss of the passes of the last step that end here; nobody waits for the device until they are read."""
-        self._source: Source | None = None
-        self._loss = torch.zeros((), dtype=torch.float64, device=groups.device)
-        self._correct = torch.zeros(2, dtype=torch.float64, device=groups.device)
-        _wake_autograd(groups.device)
-
-    def adopt(self, plan: Plan) -> None:
-        """Runs `plan` from the next program on, with initial weights; every process of the job calls it, between the same two programs.
-
-        What belonged to the plan before is let go. `rank_state.adopt_with_state` carries weights and optimizer state over.
-        """
-        self.plan, self.world = plan, World(plan, self.groups)
-        self.asynchronous = SCHEDULES[plan.schedule].asynchronous
-        self.transport = make_transport(self.world)
         self.stages: dict[int, StageModule] = {}
-        for seat in seats_of(plan).get(self.world.rank, ()):
-            own = StageModule(
-                self.model, plan.stages[seat.stage], seat.stage, seat.replica, self.world, self.transport, seed=self.settings.seed
-            )
-            self.stages[seat.stage] = own
-        self.gradients = {number: gradients_of(stage, self.world) for number, stage in self.stages.items()}
-        self.update = Update(list(self.gradients.values()), self.world, self.settings, self.model.num_ops, plan.precision)
-        self.stashes = {
-            number: WeightStash([held.parameter for held in stage.held if held.parameter.requires_grad])
-            for number, stage in self.stages.items()
-            if self.asynchronous
-        }
+        self.gradients: dict[int, Gradients] = {}
+        self.stashes: dict[int, WeightStash] = {}
+        self._has_plan = False
         self._buffers: dict[int, Any] = {}
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Running statistics, and what they were before a step that may be dropped."""
@@ -98,7 +76,70 @@ class Rank:
         self._split: set[int] = set()
         self._joins: list[list[bool]] = []
         """Passes of other ranks, backward or not, to join after each of this rank's own that are left."""
+        self._source: Source | None = None
+        self._loss = torch.zeros((), dtype=torch.float64, device=groups.device)
+        self._correct = torch.zeros(2, dtype=torch.float64, device=groups.device)
+        _wake_autograd(groups.device)
+
+    def adopt(self, plan: Plan, *, keep: bool = False) -> None:
+        """Runs `plan` from the next program on; every process of the job calls it, between the same two programs.
+
+        All that belonged to the plan before is let go, a program that failed half-way included, and the process groups are made anew.
+        Weights are initial ones. With `keep`, ops that stay here, divided alike, keep their modules: they and their weights are not made
+        again. That is for `rank_state`, which fills all weights and the optimizer's state afterwards.
+        """
+        self.abandon()
+        kept = self._kept_modules() if keep else {}
+        self.stages, self.gradients, self.stashes = {}, {}, {}
+        if self._has_plan:
+            self.groups.renew()
+        self._has_plan = True
+        self.plan, self.world = plan, World(plan, self.groups)
+        self.asynchronous = SCHEDULES[plan.schedule].asynchronous
+        self.transport = make_transport(self.world)
+        for seat in seats_of(plan).get(self.world.rank, ()):
+            self.stages[seat.stage] = StageModule(
+                self.model, plan.stages[seat.stage], seat.stage, seat.replica, self.world, self.transport, seed=self.settings.seed,
+                kept=kept,
+            )  # fmt: skip
+        self.gradients = {number: gradients_of(stage, self.world) for number, stage in self.stages.items()}
+        self.update = Update(list(self.gradients.values()), self.world, self.settings, self.model.num_ops, plan.precision)
+        self.stashes = {
+            number: WeightStash([held.parameter for held in stage.held if held.parameter.requires_grad])
+            for number, stage in self.stages.items()
+            if self.asynchronous
+        }
         self.transport.warm_up()
+
+    def abandon(self) -> None:
+        """Lets go of a program that did not come to its end: buffers, transfers, micro-batches and sums under way, versions of weights.
+
+        Weights and statistics are those before the step, unless it failed while it updated them. Messages of it may still be on their way:
+        before the next program the process groups have to be made anew, which `adopt` does.
+        """
+        for held in (self._buffers, self._sends, self._receives, self._joins, self._split):
+            held.clear()  # type: ignore[attr-defined]
+        for stage in self.stages.values():
+            stage.abandon()
+        for own in self.gradients.values():
+            own.abandon()
+        for stash in self.stashes.values():
+            stash.abandon()
+        for statistics, before in self._before:
+            statistics.copy_(before)
+        self._before.clear()
+
+    def _kept_modules(self) -> dict[ModuleKey, OpModule]:
+        """Ops that another plan may leave where they are. Weights that ops share, and those that ZeRO divides, are made anew."""
+        found = {}
+        shared = {place.op.tied_to for place in self.model.ops}
+        for stage in self.stages.values():
+            for place, module in zip(self.model.ops[stage.stage.first : stage.stage.last], stage.modules(), strict=True):
+                if stage.weights is None and not place.op.tied_to and place.name not in shared:
+                    for parameter in module.parameters():
+                        parameter.grad = None
+                    found[module_key(place, module)] = module
+        return found
 
     def _executor(self, observer: Observer | None) -> Executor:
         handlers = {
@@ -136,7 +177,7 @@ class Rank:
         self.transport.begin(program)
         self._loss, self._correct = torch.zeros_like(self._loss), torch.zeros_like(self._correct)
         self.losses = []
-        self._before = [(own, own.clone()) for own in self._statistics()] if program.training and self.settings.on_nan == "skip" else []
+        self._before = [(own, own.clone()) for own in self._statistics()] if program.training else []
         self._split = {step.stage for step in program.instructions if isinstance(step, i.BackwardInput)}
         if any(stage.weights is not None for stage in self.stages.values()):
             self._joins = rounds_of(program, self.world)[::-1]
@@ -224,9 +265,13 @@ class Rank:
 
     # Transfers -----------------------------------------------------------------------------------------------------------------
 
+    def beside(self, step: i.SendStart | i.ReceiveStart) -> list[torch.Tensor]:
+        """Further tensors that travel with a message; the other end has as many."""
+        return []
+
     def send_start(self, step: i.SendStart) -> None:
         """Begins to send."""
-        tensors = outgoing(self._buffers[step.buffer], step.parts)
+        tensors = [*outgoing(self._buffers[step.buffer], step.parts), *self.beside(step)]
         self._sends[step.what, step.cut, step.micro_batch, step.peer] = self.transport.send(tensors, step.peer)
 
     def send_wait(self, step: i.SendWait) -> None:
@@ -239,7 +284,7 @@ class Rank:
         if buffer is None:
             buffer = self._buffers[step.buffer] = {}
         landings = prepare(buffer, step.parts, self.world.device)
-        pending = self.transport.receive([landing.arrives for landing in landings], step.peer)
+        pending = self.transport.receive([*(landing.arrives for landing in landings), *self.beside(step)], step.peer)
         self._receives[step.what, step.cut, step.micro_batch, step.peer] = (pending, landings)
 
     def receive_wait(self, step: i.ReceiveWait) -> None:
@@ -276,6 +321,7 @@ class Rank:
         if self.result.skipped:  # the forward passes of a step that is dropped have changed running statistics too
             for own, before in self._before:
                 own.copy_(before)
+        self._before.clear()
 
     def step_stage(self, step: i.StepStage) -> None:
         """Updates the weights of one stage from one micro-batch."""

@@ -7,8 +7,8 @@ the same share the work.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,7 +37,20 @@ if TYPE_CHECKING:
     from penstock.runtime.parallel.stage import StageModule
     from penstock.runtime.rank import Rank
 
-__all__ = ["PieceSource", "adopt_with_state", "check_state", "load_rank", "load_weights", "rank_pieces", "rank_state"]
+__all__ = [
+    "PieceSource",
+    "TrainedState",
+    "adopt_state",
+    "adopt_with_state",
+    "check_state",
+    "checkpoint_state",
+    "load_rank",
+    "load_state",
+    "load_weights",
+    "rank_pieces",
+    "rank_state",
+    "require_same_training",
+]
 
 _OWN = (WEIGHTS, BUFFERS)
 
@@ -114,15 +127,57 @@ def rank_state(rank: Rank) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class TrainedState:
+    """All that a rank needs to go on from where training is, by the names and boxes of checkpoints: out of one (`checkpoint_state`), or
+    out of the memory of those who have it (`PiecesInMemory`)."""
+
+    source: PieceSource
+    """Asked for every piece that the rank needs, before it trains again. Weights are asked for in fp32 where the optimizer has masters."""
+    kinds: tuple[str, ...]
+    """What the optimizer keeps for each weight: `exp_avg` …; nothing before the first step."""
+    scalars: frozenset[str] = frozenset()
+    """Those kinds that are one number, and not of the weight's shape: `step`."""
+    loss_scale: Mapping[str, Any] | None = None
+
+
+def checkpoint_state(checkpoint: Checkpoint, model: Model, optimizer: str) -> TrainedState:
+    """What a checkpoint holds, if it is one of this model and optimizer."""
+    kinds, scalars = check_state(checkpoint, model, optimizer)
+    return TrainedState(checkpoint, kinds, frozenset(scalars), checkpoint.state.get("loss_scale"))
+
+
 def load_rank(checkpoint: Checkpoint, rank: Rank) -> None:
     """Sets this rank's weights, statistics and optimizer state."""
-    kinds, scalars = check_state(checkpoint, rank.model, rank.settings.optimizer.kind)
-    _load(checkpoint, rank, kinds, scalars)
-    scale = checkpoint.state.get("loss_scale")
-    if rank.update.scale is not None and scale is not None:
-        for name, value in scale.items():
+    load_state(checkpoint_state(checkpoint, rank.model, rank.settings.optimizer.kind), rank)
+
+
+@torch.no_grad()
+def load_state(state: TrainedState, rank: Rank) -> None:
+    """Sets this rank's weights, statistics and optimizer state."""
+    _load(state.source, rank, state.kinds, state.scalars)
+    if rank.update.scale is not None and state.loss_scale is not None:
+        for name, value in state.loss_scale.items():
             setattr(rank.update.scale, name, value)
+
+
+def adopt_state(rank: Rank, plan: Plan, state: TrainedState) -> None:
+    """Puts `plan` in force with a state that is known already; a step that is under way is abandoned, and ops that stay keep their modules.
+
+    Every process of the job calls it, also one to which either plan gives nothing. To the bit what a new process under `plan` would do
+    with the same state.
+    """
+    require_same_training(rank.plan, plan)
+    rank.adopt(plan, keep=True)
+    if rank.world.rank >= 0:
+        load_state(state, rank)
+
+
+def require_same_training(old: Plan, new: Plan) -> None:
+    """Refuses a plan that cannot go on with what another has learned."""
+    if (new.model, new.precision) != (old.model, old.precision):
+        raise InputError(f"a plan of model '{new.model}' in {new.precision} cannot go on with what one of '{old.model}' in "
+                         f"{old.precision} has learned. Use plans of one model and precision.")  # fmt: skip
 
 
 def adopt_with_state(rank: Rank, plan: Plan, step: int, folder: str | Path) -> None:
@@ -133,20 +188,16 @@ def adopt_with_state(rank: Rank, plan: Plan, step: int, folder: str | Path) -> N
     """
     if plan == rank.plan:
         return
-    if (plan.model, plan.precision) != (rank.plan.model, rank.plan.precision):
-        raise InputError(f"a plan of model '{plan.model}' in {plan.precision} cannot go on with what one of '{rank.plan.model}' in "
-                         f"{rank.plan.precision} has learned. Use plans of one model and precision.")  # fmt: skip
-    place, before = rank.groups.place[0], rank.world
+    require_same_training(rank.plan, plan)
+    before = rank.world
     if before.rank >= 0:
-        writer = CheckpointWriter(folder, rank=place, world_size=len(before.ranks), token=f"adopt_{step}")
+        writer = CheckpointWriter(folder, rank=before.place, world_size=len(before.ranks), token=f"adopt_{step}")
         writer.save(step, rank_pieces(rank), rank_state(rank))
         writer.wait()
     rank.groups.barrier()  # the first process completes the checkpoint
-    rank.adopt(plan)
-    if rank.world.rank >= 0:
-        load_rank(Checkpoint(folder), rank)
+    adopt_state(rank, plan, checkpoint_state(Checkpoint(folder), rank.model, rank.settings.optimizer.kind))
     rank.groups.barrier()
-    if place == 0:
+    if rank.groups.own == rank.groups.generation.members[0]:
         shutil.rmtree(folder)
         Path(folder).mkdir()
 
@@ -154,10 +205,10 @@ def adopt_with_state(rank: Rank, plan: Plan, step: int, folder: str | Path) -> N
 @torch.no_grad()
 def load_weights(source: PieceSource, rank: Rank) -> None:
     """Sets this rank's weights and statistics from anything that can fill pieces of them; the optimizer starts anew."""
-    _load(source, rank, (), set())
+    _load(source, rank, (), frozenset())
 
 
-def _load(source: PieceSource, rank: Rank, kinds: tuple[str, ...], scalars: set[str]) -> None:
+def _load(source: PieceSource, rank: Rank, kinds: tuple[str, ...], scalars: frozenset[str]) -> None:
     known: dict[Any, Any] = {}
     for number, stage in rank.stages.items():
         own = rank.gradients[number]
@@ -188,7 +239,9 @@ def check_state(checkpoint: Checkpoint, model: Model, now: str) -> tuple[tuple[s
     return kinds, scalars
 
 
-def _state(source: PieceSource, held: Held, layout: CheckpointLayout, kinds: tuple[str, ...], scalars: set[str]) -> dict[str, torch.Tensor]:
+def _state(
+    source: PieceSource, held: Held, layout: CheckpointLayout, kinds: tuple[str, ...], scalars: frozenset[str]
+) -> dict[str, torch.Tensor]:
     """The optimizer's state of one weight (master, moments, step count), in the shape in which this rank keeps it."""
     device = held.parameter.device
     shape = held.parameter.shape

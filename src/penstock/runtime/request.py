@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.errors import InputError
 from penstock.runtime.settings import TrainingSettings
 from penstock.stores.addresses import ADDRESS_VARIABLE
+from penstock.timing.disturbance import Disturbance
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from penstock.plans.plan import Plan
     from penstock.runtime.telemetry.observing import StageTime
+    from penstock.runtime.telemetry.parts import RankTimes
 
-__all__ = ["TIMED", "WARM_UP", "EvalRecord", "PlanningSettings", "StepTold", "TrainRequest", "TrainResult"]
+__all__ = ["PACED", "TIMED", "WARM_UP", "EvalRecord", "PlanningSettings", "StepTold", "TrainRequest", "TrainResult"]
 
-TIMED = "timed"
-"""The device of a rehearsal, on which ops are waits."""
+TIMED, PACED = "timed", "paced"
+"""Devices that take as long as the costs say: on those of a rehearsal ops are waits, the others compute, and wait for what is left."""
 WARM_UP = 2
 """Iterations that measured times leave out."""
 
@@ -65,7 +68,8 @@ class TrainRequest:
     out: str
     settings: TrainingSettings = field(default_factory=TrainingSettings)
     device: str = ""
-    """`cpu` or `cuda`; empty: what the plan's cluster has. `timed`: stand-ins for devices that are not here, which compute nothing."""
+    """`cpu` or `cuda`; empty: what the plan's cluster has. `timed`: stand-ins for devices that are not here, which compute nothing.
+    `paced`: the processor, at the pace of the plan's devices."""
     eval_every: int = 0
     """Steps between evaluations on the held-out split; 0: never."""
     eval_batches: int = 4
@@ -86,8 +90,8 @@ class TrainRequest:
     reserve_memory: float = 0.0
     """Share of each GPU's memory that is taken at the start, so that no step waits for more; 0: none."""
     planning: PlanningSettings = field(default_factory=PlanningSettings)
-    slower: Mapping[int, float] = field(default_factory=dict)
-    """Ranks whose timed devices take so many times as long as the costs say."""
+    disturbance: Disturbance = field(default_factory=Disturbance)
+    """What slows timed and paced devices down."""
 
 
 @dataclass(frozen=True)
@@ -134,3 +138,5 @@ class TrainResult:
     """The folder of checkpoints; None on timed devices, which have nothing to keep."""
     ended_by: int = 0
     """The signal that ended it before its last step; 0: none."""
+    ranks: Mapping[int, RankTimes] = field(default_factory=dict)
+    """Measured, on each rank; none where no step was counted."""

@@ -28,16 +28,19 @@ from penstock.runtime.checkpoints.intervals import SaveInterval
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import BEST_LOSS, CheckpointWriter
 from penstock.runtime.determinism import always_the_same
+from penstock.runtime.devices.clock import ClockSettings
+from penstock.runtime.devices.paced import PacedRank
 from penstock.runtime.divergence import MAX_DROPPED, DivergedError, describe_divergence, is_diverged
 from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import load_rank, load_weights, rank_pieces, rank_state
-from penstock.runtime.request import WARM_UP, EvalRecord, StepTold, TrainRequest, TrainResult
+from penstock.runtime.request import PACED, WARM_UP, EvalRecord, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run_folder import CHECKPOINTS, STEPS
 from penstock.runtime.run_inputs import batch_source, run_inputs
 from penstock.runtime.telemetry.flops import PeakTimes
 from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
-from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages
+from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages, times_of_ranks
+from penstock.runtime.telemetry.predicting import ProgramTimes
 from penstock.runtime.telemetry.profiled_steps import ProfiledSteps
 from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
 from penstock.runtime.telemetry.steps import LineLog, StepRecord
@@ -54,6 +57,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "train_rank"]
 
+_BEHIND = 1.2
+"""A machine that takes so many times as long as its paced devices says so."""
 _SYNC_STEPS = 100
 """Clocks of several machines drift apart; so often they are compared again."""
 
@@ -67,14 +72,15 @@ class Run:
             always_the_same()
         self.model = model_of(request.plan)
         self.first_step = Checkpoint(request.resume).step if request.resume else 0
-        out, own = Path(request.out), request.plan.ranks[worker.rank]
+        out, own = Path(request.out), worker.rank
         self.spans = SpanRecorder(out / f"rank-{own:05d}.spans", own)
-        self.times = StageSpans(self.first_step + WARM_UP if request.steps - self.first_step > WARM_UP else 0)
+        warm = self.first_step + WARM_UP if request.steps - self.first_step > WARM_UP else 0
+        self.times = StageSpans(warm, worker.groups.device)
         self.profiled = ProfiledSteps(request.profile_steps, out, own)
         observer = Observers(worker.status, self.spans, self.times, *([self.profiled] if request.profile_steps else []))
-        self.rank = Rank(self.model, worker.groups, request.settings, observer)
-        self.rank.adopt(request.plan)
         batches, planner = run_inputs(request)
+        self.rank = self._rank(planner, observer)
+        self.rank.adopt(request.plan)
         address, self._job = handover
         self.loader = DynamicLoader(
             batches, planner, own, address=address, job=self._job, planners=1 if self._job else 0, starts_planners=False,
@@ -88,7 +94,7 @@ class Run:
         """Steps that the last checkpoint of this run has behind it."""
         if request.reserve_memory and self.world.device.type == "cuda":
             reserve(self.world.device, request.reserve_memory, len(self.world.ranks) if worker.shared_gpu else 1)
-        self.is_first = worker.rank == 0
+        self.is_first = self.world.place == 0
         self.log: LineLog | None = None
         if self.is_first:
             sink = tensorboard_sink(out / "tensorboard")
@@ -96,10 +102,11 @@ class Run:
         self._notes: list[str] = []
         """Notes for the launcher that were not sent yet."""
         self._given_up: set[str] = set()
+        """What was said once, and is not said again."""
         self.gpu = self._gpu_log(out)
         self._peaks = self._peak_times()
         self.checkpoints = CheckpointWriter(
-            out / CHECKPOINTS, rank=worker.rank, world_size=len(self.world.ranks), token=token, keep=request.keep
+            out / CHECKPOINTS, rank=self.world.place, world_size=len(self.world.ranks), token=token, keep=request.keep
         )  # fmt: skip
         best = best_checkpoint(out / CHECKPOINTS)
         self._best_loss = math.inf if best is None else best[1]
@@ -112,6 +119,14 @@ class Run:
             load_weights(open_weights(request.weights, self.model), self.rank)
         self._held_out, self._evaluations = self._evaluation(planner) if request.eval_every else (None, ())
         self.evaluated: list[EvalRecord] = []
+
+    def _rank(self, planner: ProgramPlanner, observer: Observers) -> Rank:
+        request, groups = self.request, self.worker.groups
+        if request.device != PACED:
+            return Rank(self.model, groups, request.settings, observer)
+        paced = PacedRank(self.model, groups, request.settings, observer, ClockSettings(disturbance=request.disturbance))
+        paced.times = ProgramTimes(planner)
+        return paced
 
     @property
     def world(self) -> World:
@@ -143,7 +158,8 @@ class Run:
             norm = None if result.norm is None else result.norm.item()
             self._check_finite(program, result, losses[-1], norm)
             end = time.perf_counter()
-            times.append(end - start)
+            times.append(self._device_s(program.iteration, end - start))
+            self.times.step_done(end - start, wait_s, self.rank.update.exchanges)
             tokens.append(int(result.tokens.item()))
             step = program.iteration
             record = StepRecord(
@@ -165,15 +181,32 @@ class Run:
                 self._compare_clocks(step + 1)
             self.loader.wait_s = 0.0
             start = time.perf_counter()
+            self.times.paused(start - end)
         if self.loader.step > self._saved:
             self._save(self.loader.step)
         self.checkpoints.wait()
+        self.times.settle()
         usual = statistics.median(times[WARM_UP:] or times)
         mean_tokens = statistics.fmean(tokens)
         return TrainResult(
             self.first_step, len(losses), tuple(losses), tuple(self.evaluated), usual, mean_tokens / usual,
             slowest_stages(self.world, self.times), str(Path(self.request.out) / CHECKPOINTS), ended_by,
+            times_of_ranks(self.world, self.times.times(self._memory().get("allocated_bytes"))),
         )  # fmt: skip
+
+    def _device_s(self, step: int, wall_s: float) -> float:
+        """What a step took: by the clock on the wall, or by those of paced devices."""
+        if not isinstance(self.rank, PacedRank):
+            return wall_s
+        clock = self.rank.clock
+        is_behind = clock.wall_s > _BEHIND * clock.device_s and step >= self.times.first_iteration
+        if self.is_first and is_behind and "pace" not in self._given_up:
+            self._given_up.add("pace")
+            self._notes.append(
+                f"this machine computes more slowly than the paced devices: step {step} took {clock.wall_s:.3g} s, they take "
+                f"{clock.device_s:.3g} s. The times that are told are theirs."
+            )
+        return clock.device_s
 
     def _check_finite(self, program: Program, result: StepResult, loss: float, norm: float | None) -> None:
         """Ends the run, on all ranks, before anything of a step that is not finite is saved; or counts that its update was dropped."""
@@ -271,7 +304,8 @@ class Run:
         """Nothing where the plan's devices are not those that it runs on."""
         cluster, kind = cluster_of(self.request.plan), self.world.device.type
         meant = {"cpu" if cluster.device(rank).name == "cpu" else "cuda" for rank in self.world.ranks} == {kind}
-        return PeakTimes(self.request.plan, self.model, cluster) if meant and not self.worker.shared_gpu else None
+        paced = self.request.device == PACED
+        return PeakTimes(self.request.plan, self.model, cluster) if meant and not self.worker.shared_gpu and not paced else None
 
     def _mfu(self, program: Program, tokens: int, time_s: float) -> float | None:
         """Other replicas' samples are taken to cost as much for each token as this one's."""

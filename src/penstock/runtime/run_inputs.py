@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.data.dataset import open_data
-from penstock.data.filled import side_limits
+from penstock.data.filled import sample_limits
 from penstock.data.forms import form_of
 from penstock.data.planners import BatchSource
 from penstock.data.planning import ProgramPlanner
@@ -22,7 +22,7 @@ def batch_source(request: TrainRequest, split: str = "train") -> BatchSource:
     """The batches of a split: those of all steps, shuffled, or the first few of a held-out one in their order."""
     data = open_data(request.data, split)
     form = form_of(model_of(request.plan), data, prompt_loss=request.prompt_loss)
-    limits = side_limits(form, data, request.plan.seq_length, request.plan.dec_length)
+    limits = sample_limits(form, request.plan.seq_length, request.plan.dec_length)
     training = split == "train"
     return BatchSource(
         request.data, split, samples_per_batch=request.plan.global_batch, limits=limits, seed=request.settings.seed, shuffle=training,

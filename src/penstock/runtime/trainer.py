@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 from penstock.data.dataset import open_data
 from penstock.data.forms import form_of
@@ -24,16 +24,17 @@ from penstock.runtime.checkpoints.folder import find_checkpoint
 from penstock.runtime.checkpoints.going_on import check_goes_on, run_facts
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.data_notes import data_notes
+from penstock.runtime.devices.rehearsing import rehearse_rank
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.planner_processes import planners_here, planners_of_nodes
 from penstock.runtime.rank_state import check_state
-from penstock.runtime.rehearsing import rehearse_rank
-from penstock.runtime.request import TIMED, WARM_UP, StepTold, TrainRequest, TrainResult
+from penstock.runtime.request import PACED, TIMED, WARM_UP, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run import train_rank
 from penstock.runtime.run_folder import own_folder, safe_step
 from penstock.runtime.run_inputs import run_inputs
-from penstock.runtime.telemetry.predicting import PredictedSteps, predict_steps
-from penstock.runtime.workers import WorkerError, WorkerPool, joined
+from penstock.runtime.telemetry.predicting import PredictedSteps, predict_peaks, predict_steps
+from penstock.runtime.transport.world import World
+from penstock.runtime.workers import Worker, WorkerError, WorkerPool, joined
 from penstock.schedules.rules import SCHEDULES
 
 __all__ = ["Trainer"]
@@ -67,7 +68,7 @@ class Trainer:
         first = os.environ.get("RANK", "0") == "0"
         with (
             own_folder(request) if first else nullcontext(),  # before any rank is met: a refusal is then all that is said
-            joined(request.device) as worker,
+            joined(request.device, _processes(request.plan)) as worker,
             planners_of_nodes(request.planning, *run_inputs(request), self.first_step) as handover,
             Interrupts(quiet=worker.rank != 0) as interrupts,
         ):
@@ -75,7 +76,7 @@ class Trainer:
             dist.broadcast(token, 0)
             worker = replace(worker, tell=lambda told: progress(told) if progress else None, asked_to_end=lambda: interrupts.number)
             try:
-                return train_rank(worker, request, handover, f"{int(token):x}")
+                return _run_rank(worker, train_rank, request, handover, f"{int(token):x}")
             except PenstockError as error:
                 raise (self._with_safe_step(error) if first else error) from None
 
@@ -83,24 +84,24 @@ class Trainer:
         """Starts the plan's processes, trains, and ends them; `progress` hears of every step. Ctrl-C and SIGTERM end it after the step that
         runs, with a checkpoint."""
         require_guarded_main()
-        request, rehearses = self.request, self.request.device == TIMED
+        request, rehearses, count = self.request, self.request.device == TIMED, len(_processes(self.request.plan))
         threads = max(1, len(os.sched_getaffinity(0)) // len(request.plan.ranks))
         with (
             own_folder(request),
             planners_here(request.planning, *run_inputs(request), self.first_step) as handover,
             WorkerPool(
-                len(request.plan.ranks), device="cpu" if rehearses else request.device, threads=threads, timeout_s=_OPERATION_S
+                count, device="cpu" if request.device in _CLOCKED else request.device, threads=threads, timeout_s=_OPERATION_S
             ) as pool,
             nullcontext() if rehearses else Interrupts(pool.board.ask_to_end),
         ):
             job = (rehearse_rank, request, handover) if rehearses else (train_rank, request, handover, secrets.token_hex(8))
             try:
                 found: list[TrainResult] = pool.run(
-                    *job, timeout_s=_RUN_S, listen=lambda rank, told: progress(told) if progress else None
+                    _run_rank, *job, timeout_s=_RUN_S, listen=lambda rank, told: progress(told) if progress else None
                 )  # fmt: skip
             except WorkerError as error:
                 raise error if rehearses else self._with_safe_step(error) from None
-        return found[0]
+        return found[request.plan.ranks[0]]
 
     def _with_safe_step(self, error: PenstockError) -> PenstockError:
         """The failure of a run, with what of it is not lost."""
@@ -110,9 +111,27 @@ class Trainer:
         """What the plan's costs say of the steps of a run, those left out that warm up."""
         last = result.first_step + result.num_steps
         first = result.first_step + WARM_UP if result.num_steps > WARM_UP else result.first_step
-        return predict_steps(*run_inputs(self.request), range(first, last))
+        steps, (source, planner) = range(first, last), run_inputs(self.request)
+        return replace(predict_steps(source, planner, steps), peak_bytes=predict_peaks(source, planner, steps))
 
 
+def _processes(plan: Plan) -> tuple[int, ...]:
+    """The devices that have a process: all up to the last one with work, unless torchrun started processes for those with work alone."""
+    if os.environ.get("WORLD_SIZE") == str(len(plan.ranks)):
+        return plan.ranks
+    return tuple(range(plan.ranks[-1] + 1))
+
+
+def _run_rank(worker: Worker, job: Callable[..., TrainResult], request: TrainRequest, *more: Any) -> TrainResult:
+    """A job for workers: `job`, or nothing where the plan has no work for the process, which is then in none of its groups."""
+    if worker.rank in request.plan.ranks:
+        return job(worker, request, *more)
+    World(request.plan, worker.groups)  # all processes make groups together
+    return TrainResult(0, 0, (), (), 0.0, 0.0, {}, None)
+
+
+_CLOCKED = (TIMED, PACED)
+"""Devices that keep the time of the plan's, on the processor."""
 _OPERATION_S = 1800.0
 """The longest that one transfer or collective may take."""
 _RUN_S = 365 * 24 * 3600.0
@@ -141,7 +160,7 @@ def _checked(request: TrainRequest) -> TrainRequest:
         require_memory(plan, model, cluster)
     device = request.device or ("cpu" if {cluster.device(rank).name for rank in plan.ranks} == {"cpu"} else "cuda")
     _require_devices(plan, device, request.share_gpus)
-    _require_slower(request)
+    _require_clocked(replace(request, device=device))
     data = open_data(request.data)
     data.check()
     form_of(model, data, prompt_loss=request.prompt_loss)
@@ -188,15 +207,17 @@ def _require_steps(request: TrainRequest) -> None:
 
 
 def _require_devices(plan: Plan, device: str, share_gpus: bool) -> None:
-    count = len(plan.ranks)
-    if device not in ("cpu", "cuda", TIMED):
-        raise InputError(f"device is '{device}'; cpu or cuda was expected, or {TIMED} to rehearse a plan.")
+    count = len(_processes(plan))
+    if device not in ("cpu", "cuda", *_CLOCKED):
+        raise InputError(f"device is '{device}'; cpu or cuda was expected, or {TIMED} to rehearse a plan, or {PACED} to train at its pace.")
     if "WORLD_SIZE" in os.environ:
-        if device == TIMED:
-            raise InputError("timed devices keep one clock, that of one machine. Run them without torchrun.")
+        if device in _CLOCKED:
+            raise InputError(f"{device} devices keep one clock, that of one machine. Run them without torchrun.")
         started = int(os.environ["WORLD_SIZE"])
         if started != count:
-            raise InputError(f"the plan has {count} ranks, but {started} processes were started. Start one for each rank.")
+            raise InputError(f"the plan has {len(plan.ranks)} ranks, but {started} processes were started. Start one for each rank.")
+        if _processes(plan)[0] not in plan.ranks:
+            raise InputError(f"the first process tells what a run does, but the plan leaves rank 0 out. Start {len(plan.ranks)} processes.")
         return
     if device != "cuda":
         cores = len(os.sched_getaffinity(0))
@@ -216,14 +237,14 @@ def _require_devices(plan: Plan, device: str, share_gpus: bool) -> None:
         )
 
 
-def _require_slower(request: TrainRequest) -> None:
-    for rank, factor in request.slower.items():
-        if request.device != TIMED:
-            raise InputError(f"rank {rank} is to be {factor:g} times as slow, which only timed devices can be. Use --device {TIMED}.")
-        if rank not in request.plan.ranks:
-            raise InputError(f"rank {rank} is to be slower, but the plan has ranks {min(request.plan.ranks)} to {max(request.plan.ranks)}.")
-        if not 0 < factor < math.inf:
-            raise InputError(f"rank {rank} is to take {factor:g} times as long; a number above 0, such as 1.5, was expected.")
+def _require_clocked(request: TrainRequest) -> None:
+    """Refuses a disturbance of devices that nobody can slow down, and of ranks that the plan does not have."""
+    for change in request.disturbance.changes:
+        if request.device not in _CLOCKED:
+            raise InputError(
+                f"{change.subject} is to be slower, which only timed and paced devices can be. Use --device {TIMED} or --device {PACED}."
+            )
+    request.disturbance.require_ranks(request.plan.ranks)
 
 
 def _first_step(request: TrainRequest) -> int:

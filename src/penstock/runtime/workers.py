@@ -18,10 +18,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -38,6 +37,8 @@ __all__ = ["Worker", "WorkerError", "WorkerPool", "joined", "launch"]
 _GRACE_S = 1.0
 """How long after the first failure others are listened to: the first to be heard may only have lost its peer."""
 _START_S = 120.0
+_LONGEST_OPERATION_S = 1800.0
+"""Of transfers and collectives among the processes of torchrun."""
 _LONGEST_WAIT_S = 3600.0
 """The system's own wait cannot take weeks."""
 
@@ -53,7 +54,7 @@ class Worker:
     rank: int
     size: int
     groups: ProcessGroups
-    """The process groups that plans have asked this process for; they know its device."""
+    """Its process groups, which know its device too."""
     status: Status
     tell: Callable[[Any], None] = lambda word: None
     """Says something to the launcher while the job runs."""
@@ -247,13 +248,12 @@ def launch(function: Job, size: int, *arguments: Any, **options: Any) -> list[An
 
 
 @contextmanager
-def joined(device: str) -> Iterator[Worker]:
-    """This process as a worker among those that torchrun (or Slurm with the same variables) started."""
+def joined(device: str, members: Sequence[int]) -> Iterator[Worker]:
+    """This process as a worker among those that torchrun (or Slurm with the same variables) started, which are these devices in turn."""
     import torch
-    import torch.distributed as dist
 
     from penstock.runtime.transport.allocator import use_expandable_segments
-    from penstock.runtime.transport.rendezvous import join_group
+    from penstock.runtime.transport.rendezvous import job_store
     from penstock.runtime.transport.world import ProcessGroups
 
     if device == "cuda":
@@ -263,12 +263,12 @@ def joined(device: str) -> Iterator[Worker]:
         device = f"cuda:{local}"
         torch.cuda.set_device(device)
         use_expandable_segments()
-    join_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
-    groups = ProcessGroups(device)
+    store, place, size = job_store()
+    groups = ProcessGroups(device, store=store, own=members[place], members=members, timeout_s=_LONGEST_OPERATION_S)
     with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        board = StatusBoard(Path(folder) / "status", dist.get_world_size())
-        yield Worker(dist.get_rank(), dist.get_world_size(), groups, Status(board.path, dist.get_rank()))
-        dist.barrier()
+        board = StatusBoard(Path(folder) / "status", size)
+        yield Worker(members[place], size, groups, Status(board.path, place))
+        groups.part()
 
 
 def _how(code: int | None) -> str:
@@ -337,14 +337,12 @@ def _follow() -> None:
 def _open(start: _Start, tell: Callable[[Any], None]) -> Worker:
     os.environ.update(start.environment)
     import torch
-    import torch.distributed as dist
 
     from penstock.runtime.transport.allocator import use_expandable_segments
     from penstock.runtime.transport.rendezvous import find_rendezvous, only_here
     from penstock.runtime.transport.world import ProcessGroups
 
     torch.set_num_threads(start.threads)
-    limit = timedelta(seconds=start.timeout_s)
     only_here()
     store = find_rendezvous(start.port)
     device, shared = start.device, False
@@ -355,10 +353,11 @@ def _open(start: _Start, tell: Callable[[Any], None]) -> Worker:
         device, shared = f"cuda:{start.rank % count}", count < start.size
         torch.cuda.set_device(device)
         use_expandable_segments()
-    backend = "gloo" if device == "cpu" or shared else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=store, rank=start.rank, world_size=start.size, timeout=limit)
+    groups = ProcessGroups(
+        device, staged=shared, store=store, own=start.rank, members=range(start.size), timeout_s=start.timeout_s
+    )  # fmt: skip
     status = Status(Path(start.status_path), start.rank)
-    return Worker(start.rank, start.size, ProcessGroups(device, staged=shared), status, tell, status.asked_to_end)
+    return Worker(start.rank, start.size, groups, status, tell, status.asked_to_end)
 
 
 def _told(rank: int, error: BaseException) -> str:

@@ -349,7 +349,7 @@ class Estimator:
         num = sum(self._trained(part) / (part.dp * plan.num_replicas if stage.zero else 1) for part in parts_of(stage))
         kinds = self._kinds(tuple(rank for ranks in stage.devices for rank in ranks))
         tensors = stage.last - stage.first
-        steps = [self.source.optimizer_s(num, device.name, plan.precision, plan.optimizer, tensors) for device in kinds]
+        steps = [self.source.optimizer_s(num, device.name, plan.precision, plan.optimizer, tensors, plan.gradients) for device in kinds]
         return max(steps) if num else 0.0
 
     def _group_memory(self, plan: Plan, group: int, samples: int, counts: tuple[int, ...]) -> tuple[MemoryBreakdown, float]:

@@ -174,7 +174,7 @@ def _sums(table: CostTable, ops: OpSlice, shape: Shape | None, slower: float) ->
     own = _own_passes(table, ops, shape, slower)
     forward_wait = backward_wait = np.zeros(own.forward_s.shape[1:])
     if len(table.host_s):
-        device_s, host_s = _issued(table, ops, own, parts, again)
+        device_s, host_s = _issued(table, ops, shape, own, parts, again)
         waits = _waits(device_s, host_s)
         forward_wait, backward_wait = waits[len(places) - 1], waits[-1] - waits[len(places) - 1]
     return {
@@ -201,18 +201,19 @@ def issued_s(table: CostTable, ops: OpSlice, shape: Shape) -> tuple[Floats, Floa
     """(device, host) time of each piece of work of one micro-batch, in the order in which the host issues it."""
     parts = segments(ops.places, ops.recompute)
     again = _rerun_positions(ops.places, parts, ops.kinds.tolist())
-    return _issued(table, ops, _own_passes(table, ops, shape, 1.0), parts, again)
+    return _issued(table, ops, shape, _own_passes(table, ops, shape, 1.0), parts, again)
 
 
 def _issued(
-    table: CostTable, ops: OpSlice, own: OpPasses, parts: Sequence[Segment], again: Sequence[int]
-) -> tuple[Floats, Floats]:  # fmt: skip
+    table: CostTable, ops: OpSlice, shape: Shape | None, own: OpPasses, parts: Sequence[Segment], again: Sequence[int]
+) -> tuple[Floats, Floats]:
     order = _issue_order(parts, set(again))
     device_s = np.stack([own.forward_pass_s, own.backward_pass_s, own.forward_pass_s])[order[:, 0], order[:, 1]]
     if not len(table.host_s):
-        return device_s, np.zeros(len(order))
-    host_s = table.host_s[table.chain[ops.first : ops.last][order[:, 1]], order[:, 0], table.device_index(ops.device)]
-    return device_s, host_s
+        return device_s, np.zeros(device_s.shape)
+    host_s = table.host_s[..., table.tp_index(ops.tp), table.device_index(ops.device)].swapaxes(1, 2)  # [distinct ops, 3, shapes]
+    found = host_s[table.chain[ops.first : ops.last][order[:, 1]], order[:, 0]]
+    return device_s, found if shape is None else found[:, table.shape_index(shape)]
 
 
 def _issue_order(parts: Sequence[Segment], again: Collection[int]) -> NDArray[np.int64]:
@@ -235,8 +236,7 @@ def _waits(device_s: Floats, host_s: Floats) -> Floats:
     A piece starts when the one before has ended and the host has issued it, so the last ends at the largest, over all
     pieces, of (host time up to and with it) + (device time from it on).
     """
-    issued = np.cumsum(host_s).reshape(-1, *[1] * (device_s.ndim - 1))
-    late = issued - (np.cumsum(device_s, axis=0) - device_s)
+    late = np.cumsum(host_s, axis=0) - (np.cumsum(device_s, axis=0) - device_s)
     return np.asarray(np.maximum.accumulate(np.maximum(late, 0.0), axis=0))
 
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cli.main import run
-from penstock.data import IndexedTokens, open_data
+from penstock.data import IndexedTokens, Limits, open_data
 from penstock.data.bundled import bundled_files
 from penstock.data.text.cleaning import DROPPED, first_of_equals, parse_split, split_samples
 from penstock.data.text.lines import LineSpan, pieces_of, read_samples
@@ -264,7 +264,7 @@ def test_the_bundled_set_is_small_and_its_lengths_are_spread(tmp_path: Path, cap
 def test_every_rank_count_draws_the_same_batches(tmp_path: Path) -> None:
     """A batch is a function of data, seed and step: there is nothing that could depend on who asks."""
     prepare_text(TextRequest(tuple(bundled_files()), tmp_path / "data", train_tokenizer=1024))
-    ranks = [open_data(tmp_path / "data").batches(tokens_per_batch=16384, limits=(1024, 256), seed=3) for _ in range(3)]
+    ranks = [open_data(tmp_path / "data").batches(tokens_per_batch=16384, limits=Limits((1024, 256)), seed=3) for _ in range(3)]
     for step in (0, 11, 4):
         drawn = [rank[step].samples.tolist() for rank in ranks]
         assert drawn[0] == drawn[1] == drawn[2] and ranks[0][step].num_tokens <= 16384

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed import run_ranks
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -271,7 +270,7 @@ def test_two_ranks_equal_one() -> None:
 
 
 def check_rank(rank: int) -> None:
-    tp = TensorParallel(rank, 2, dist.group.WORLD)
+    tp = TensorParallel(rank, 2)
     for name, algo in ((name, algo) for name in ("resnet", "wide", "vgg") for algo in (0, 1)):
         model = SMALL[name]
         batch = batch_of(model, 4)

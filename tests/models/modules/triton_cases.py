@@ -21,8 +21,11 @@ def norms() -> None:
         y.backward(grad)
         found, mean, rstd = kernels.norm(x, weight.detach(), None if bias is None else bias.detach(), 1e-5, rms)
         torch.testing.assert_close(found, y.detach())
-        dx, for_weight, for_bias = kernels.norm_gradient(grad, x, weight.detach(), mean, rstd, other if added else None)
+        dx, for_weight, for_bias, parts = kernels.norm_gradient(grad, x, weight.detach(), mean, rstd, other if added else None)
         assert source.grad is not None
+        assert (parts is None) == rms
+        if parts is not None:
+            torch.testing.assert_close(parts.sum(0), dx.sum(0), rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(dx, source.grad + other if added else source.grad)
         torch.testing.assert_close(for_weight, weight.grad)
         assert (for_bias is None) == rms
@@ -58,7 +61,9 @@ def gelus() -> None:
     for (rows, width), approximate in itertools.product(((1, 5), (300, 200)), ("none", "tanh")):
         x, grad = 3 * torch.randn(rows, width), torch.randn(rows, width)
         source = x.clone().requires_grad_()
-        F.gelu(source, approximate=approximate).backward(grad)
+        y = F.gelu(source, approximate=approximate)
+        y.backward(grad)
+        torch.testing.assert_close(kernels.gelu(x, approximate == "tanh"), y.detach())
         found, parts = kernels.gelu_gradient(grad, x, approximate == "tanh")
         assert source.grad is not None
         torch.testing.assert_close(found, source.grad)
@@ -74,7 +79,7 @@ def carried_sums() -> None:
         source = x.clone().requires_grad_()
         fused.gelu(source).backward(torch.ones(40, 16))
         dx, parts = kernels.gelu_gradient(torch.ones(40, 16), x, False)
-        setattr(dx, fused._SUMS, (parts, dx._version))
+        fused._bring_sums(dx, parts)
         if changed:
             dx.add_(1.0)
         fused._add_column_sums(dx, bias)

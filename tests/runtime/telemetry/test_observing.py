@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from penstock.programs.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction, Program, ReceiveWait, Step
 from penstock.runtime.telemetry.observing import Observers, StageSpans
@@ -31,6 +32,51 @@ def test_times_of_each_stage_add_up() -> None:
     assert times.stages[0].forward_s == 1 + 3 and times.stages[0].num_passes == 2
     assert times.stages[0].backward_s == 7 + 8 and times.stages[0].wait_s == 5
     assert (times.stages[2].forward_s, times.stages[2].backward_s, times.stages[2].wait_s) == (2, 6, 4)
+
+
+def test_the_parts_of_steps_add_up_to_them() -> None:
+    times = StageSpans(first_iteration=1)
+    for one in (program(0), program(1), program(2), program(3, training=False)):
+        times.begin(one)
+        for index in range(len(STEPS)):
+            times.at(index)
+            times.done(index, 0, (index + 1) * 1_000_000_000)
+        times.step_done(50.0 if one.training else 99.0, planning_s=1.0, exchanges=[(100.0, 102.0), (103.0, 103.5)])
+        times.paused(4.0 if one.iteration < 3 else 0.0)
+    times.settle()
+    found = times.times()
+    assert found is not None and (found.issuing_s, found.peak_bytes) == (None, None)
+    own = found.parts  # of steps 1 and 2; what the update waited for is no part of it
+    assert (own.forward_s, own.backward_s, own.update_s, own.transfers_s) == (1 + 2 + 3, 6 + 7 + 8, 9 - 2.5, 4 + 5 + 2.5)
+    assert (own.planning_s, own.pauses_s, own.loading_s) == (1.0, 4.0, 0.0)
+    assert own.total_s == 54.0 and own.host_s == 50.0 - 45 - 1
+    assert StageSpans().times() is None
+
+
+def test_on_a_gpu_what_runs_beside_it_counts_as_far_as_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With moments of a clock of our own in place of events: passes take 2 s on the device, and 3 s each to be issued."""
+    device_s = iter(range(0, 10_000, 2))
+    monkeypatch.setattr("penstock.runtime.telemetry.observing.moment", lambda device: Settled(next(device_s)))
+    times = StageSpans(0, torch.device("cuda"))
+    for iteration in range(2):
+        times.begin(program(iteration))
+        for index in range(len(STEPS)):
+            times.at(index)
+            times.done(index, 0, 3_000_000_000)
+        times.step_done(30.0, planning_s=1.0)
+    times.settle()
+    found = times.times(peak_bytes=7.0)
+    assert found is not None and (found.issuing_s, found.peak_bytes) == (18.0, 7.0)
+    own = found.parts
+    assert (own.forward_s, own.backward_s, own.update_s) == (6.0, 6.0, 2.0)
+    assert own.host_s == 18 - 12 and own.transfers_s == 30 - 14 - 1 - 6 and own.total_s == 30.0
+
+
+class Settled(float):
+    """A moment that has come."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
 
 
 def test_the_board_says_where_each_rank_is(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,13 @@ from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.runtime.request import TrainRequest
 from penstock.runtime.run_inputs import run_inputs
-from penstock.runtime.telemetry.predicting import predict_steps
+from penstock.runtime.telemetry.predicting import predict_peaks, predict_steps
 from penstock.timing.estimate import Estimator
 
 STEPS = range(2, 5)
 
 
-def plan_of(layout: str = "packed", **degrees: int) -> Plan:
+def plan_of(layout: str = "packed", **degrees: Any) -> Plan:
     return uniform_plan("gpt-tiny", "4xcpu", global_batch=16, micro_batch=4, layout=layout, **degrees)  # type: ignore[arg-type]
 
 
@@ -53,6 +54,32 @@ def test_fixed_micro_batches_of_real_samples_take_less_than_full_ones(data: str,
     one = predict_steps(source, planner, range(2, 3))
     fixed_s = costs_for(alone, alone.seq_length).fixed_s
     assert one.time_s == pytest.approx(4 * (one.forward_s[0] + one.backward_s[0]) + fixed_s)
+
+
+@pytest.mark.parametrize("changes", [{"pp": 2, "replicas": 2}, {"pp": 2, "schedule": "zero-bubble"}, {}], ids=str)
+def test_the_parts_of_each_rank_add_up_to_the_step(data: str, changes: dict[str, Any]) -> None:
+    plan = plan_of(**changes)
+    inputs = run_inputs(TrainRequest(plan, data, 5, "run"))
+    found = predict_steps(*inputs, range(3, 4))
+    assert sorted(found.parts) == list(plan.ranks)
+    for own in found.parts.values():
+        assert own.total_s == pytest.approx(found.time_s) and min(own.forward_s, own.backward_s, own.update_s) > 0
+    for stage, forward_s in zip(plan.stages, found.forward_s, strict=True):  # of the replica that takes longest
+        slowest_s = max(found.parts[rank].forward_s for ranks in stage.devices for rank in ranks)
+        assert slowest_s == pytest.approx(4 / plan.num_replicas * forward_s)
+    assert (found.parts[plan.ranks[0]].transfers_s > 0) == (len(plan.ranks) > 1)
+
+
+def test_peaks_are_those_of_the_samples_there_are(data: str) -> None:
+    plan = plan_of(pp=2)
+    inputs = run_inputs(TrainRequest(plan, data, 5, "run"))
+    found = predict_peaks(*inputs, STEPS)
+    cluster = cluster_of(plan)
+    stages = Estimator(model_of(plan), cluster, open_costs(plan.costs, cluster)).estimate(plan).stages
+    for rank, stage in enumerate(stages):
+        assert stage.memory.state_bytes < found[rank] <= stage.memory.total_bytes
+    long = replace(plan, seq_length=32)
+    assert predict_peaks(*run_inputs(TrainRequest(long, data, 5, "run")), STEPS)[0] < found[0]
 
 
 def test_images_and_other_schedules_are_predicted_as_the_plan_is(data: str, tmp_path: Path) -> None:

@@ -119,6 +119,9 @@ def _varlen_parameters() -> frozenset[str]:
 def _cudnn(allowed: bool) -> Iterator[None]:
     """Attention of torch runs with cuDNN's kernel, or without; the process's own setting comes back."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
+    if before == allowed:
+        yield
+        return
     torch.backends.cuda.enable_cudnn_sdp(allowed)
     try:
         yield
@@ -186,7 +189,7 @@ class Attention(OpModule):
         if own.layout == "packed":
             return self._piecewise(*self._split(parts), own, keys, batch)
         lengths = [own.row_length, *[keys.row_length] * (len(parts) - 1)]
-        rows = [part.unflatten(0, (-1, length)).transpose(1, 2) for part, length in zip(parts, lengths, strict=True)]
+        rows = [part.view(-1, length, *part.shape[1:]).transpose(1, 2) for part, length in zip(parts, lengths, strict=True)]
         masks = self._mask(own, keys, carry)
         with _cudnn(batch.repeats) if is_half else nullcontext():
             context = self._kernel(*self._split(rows), masks=masks, row_keys=own.row_keys(), batch=batch)

@@ -1,7 +1,8 @@
 """Ops that one kernel runs where torch has several: on a GPU, for tensors so large that kernels and not their launches take the time.
 
-    norm                its input's gradient comes with that of the residual stream, and with its weights', in one pass
-    gelu                its gradient comes with the sums that are the gradient of a bias before it
+    norm                its input's gradient comes with that of the residual stream, with its weights', and with the sums of its columns,
+                        which are the gradient of a bias before it
+    gelu                its gradient comes with such sums too
     linear              adds weight gradients where they are kept instead of making them first
 """
 
@@ -61,7 +62,8 @@ class _Norm(torch.autograd.Function):
         if grad is None:
             return added, None, None, None, None
         added = None if added is None else added.contiguous()
-        dx, for_weight, for_bias = triton_kernels.norm_gradient(grad.contiguous(), x.contiguous(), weight, mean, rstd, added)
+        dx, for_weight, for_bias, parts = triton_kernels.norm_gradient(grad.contiguous(), x.contiguous(), weight, mean, rstd, added)
+        _bring_sums(dx, parts)
         return dx, for_weight, for_bias, None, None
 
 
@@ -106,6 +108,11 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total.add_(a @ b)
 
 
+def _bring_sums(grad: torch.Tensor, parts: torch.Tensor | None) -> None:
+    """Lets the bias of an op before find the sums of a gradient's columns on it."""
+    setattr(grad, _SUMS, (parts, grad._version))
+
+
 def _add_column_sums(x: torch.Tensor, result: torch.Tensor) -> None:
     if not has_kernels(x):
         result.add_(x.sum(0))
@@ -123,16 +130,18 @@ class _Gelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, approximate: str) -> torch.Tensor:
+        from penstock.models.modules import triton_kernels
+
         ctx.save_for_backward(x)
         ctx.approximate = approximate
-        return F.gelu(x, approximate=approximate)
+        return triton_kernels.gelu(x.contiguous(), approximate == "tanh")
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         from penstock.models.modules import triton_kernels
 
         dx, parts = triton_kernels.gelu_gradient(grads[0].contiguous(), ctx.saved_tensors[0].contiguous(), ctx.approximate == "tanh")
-        setattr(dx, _SUMS, (parts, dx._version))
+        _bring_sums(dx, parts)
         return dx, None
 
 

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +27,15 @@ class TensorParallel:
 
     rank: int = 0
     size: int = 1
-    group: Any = None
+    find_group: Callable[[], Any] | None = None
+    """Asked for the process group at every use: groups come and go while ops stay. None: the group of all processes."""
     lone: bool = False
     """One shard by itself, to be measured: collectives are skipped and leave their results undefined."""
+
+    @property
+    def group(self) -> Any:
+        """The process group of the ranks that divide the op."""
+        return None if self.find_group is None else self.find_group()
 
     def shard(self, count: int) -> slice:
         """This rank's part of `count` items: equal parts, or, where they do not divide, shorter ones at the end."""

@@ -2,20 +2,38 @@
 for half-precision weights with fp32 masters.
 
 Each reads its input once. Sums are in fp32 and in a fixed order. Numbers of rows are not specialised: they change with every micro-batch,
-and a kernel must not be compiled again for one that happens not to divide by 16.
+and a kernel must not be compiled again for one that happens not to divide by 16. Numbers of values are: only what is known to divide by 16
+is read in wide words.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["adamw", "add_column_sums", "column_parts", "cross_entropy", "cross_entropy_gradient", "gelu_gradient", "norm", "norm_gradient"]
+__all__ = [
+    "adamw", "add_column_sums", "column_parts", "cross_entropy", "cross_entropy_gradient", "gelu", "gelu_gradient", "norm", "norm_gradient",
+]  # fmt: skip
 
 _LOSS_BLOCK = 4096
-_COLUMNS, _ROWS = 128, 32
-_STEP_BLOCK = 2048
+_FLAT_BLOCK = 1024
+
+
+class _Tile(NamedTuple):
+    """Rows and columns that a program sums at once, its warps, and how many programs share the rows of one GPU's processor."""
+
+    rows: int
+    columns: int
+    warps: int
+    programs: int
+
+
+_SUMS = _Tile(32, 128, 4, 8)
+_GELU = _Tile(16, 256, 8, 8)
+_PARTS = _Tile(16, 64, 4, 0)
 
 
 @triton.jit
@@ -38,7 +56,7 @@ def _norm(x, weight, bias, y, mean, rstd, width, eps, RMS: tl.constexpr, BIAS: t
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm_gradient(
-    grad, x, weight, mean, rstd, added, dx, weight_parts, bias_parts, rows, width, RMS: tl.constexpr, ADDED: tl.constexpr,
+    grad, x, weight, mean, rstd, added, dx, weight_parts, bias_parts, dx_parts, rows, width, RMS: tl.constexpr, ADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0)
@@ -47,6 +65,7 @@ def _norm_gradient(
     factor = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     for_weight = tl.zeros((BLOCK,), tl.float32)
     for_bias = tl.zeros((BLOCK,), tl.float32)
+    of_dx = tl.zeros((BLOCK,), tl.float32)
     place = first.to(tl.int64) * width + at
     for row in range(first, rows, tl.num_programs(0)):
         value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
@@ -64,11 +83,15 @@ def _norm_gradient(
         result = result * scale
         if ADDED:
             result += tl.load(added + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx + place, result, mask=inside)
+        rounded = result.to(dx.dtype.element_ty)
+        tl.store(dx + place, rounded, mask=inside)
+        if not RMS:
+            of_dx += rounded.to(tl.float32)
         place += tl.num_programs(0).to(tl.int64) * width
     tl.store(weight_parts + first * width + at, for_weight, mask=inside)
     if not RMS:
         tl.store(bias_parts + first * width + at, for_bias, mask=inside)
+        tl.store(dx_parts + first * width + at, of_dx, mask=inside)
 
 
 @triton.jit
@@ -113,13 +136,25 @@ def _column_sums(x, parts, rows, width, share, ROWS: tl.constexpr, COLUMNS: tl.c
 
 
 @triton.jit(do_not_specialize=["count"])
-def _add_columns(parts, result, count, width, COLUMNS: tl.constexpr):
+def _add_columns(parts, result, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = at < width
-    total = tl.zeros((COLUMNS,), tl.float32)
-    for part in range(count):
-        total += tl.load(parts + part * width + at, mask=inside, other=0.0)
-    tl.store(result + at, tl.load(result + at, mask=inside, other=0.0).to(tl.float32) + total, mask=inside)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, count, ROWS):
+        part = start + tl.arange(0, ROWS)
+        total += tl.load(parts + part[:, None] * width + at[None, :], mask=(part < count)[:, None] & inside[None, :], other=0.0)
+    tl.store(result + at, tl.load(result + at, mask=inside, other=0.0).to(tl.float32) + tl.sum(total, 0), mask=inside)
+
+
+@triton.jit
+def _gelu(x, y, count, TANH: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
+    if TANH:
+        result = value / (1.0 + tl.exp(-1.5957691216057308 * value * (1.0 + 0.044715 * value * value)))
+    else:
+        result = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+    tl.store(y + at, result, mask=at < count)
 
 
 @triton.jit(do_not_specialize=["rows", "share"])
@@ -146,7 +181,7 @@ def _gelu_gradient(grad, x, dx, parts, rows, width, share, TANH: tl.constexpr, R
     tl.store(parts + part * width + at, tl.sum(total, 0), mask=at < width)
 
 
-@triton.jit(do_not_specialize=["count", "shift"])
+@triton.jit
 def _adamw(
     weight, grad, master, average, square, factor, count, shift, lr, first, second, eps, decay, first_sum, second_sum, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -188,17 +223,19 @@ def norm(
 
 def norm_gradient(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor, added: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of input (plus `added`), weight and, of a layer norm, bias."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of input (plus `added`) and weight; of a layer norm also that of its bias, and parts of the columns' sums of the first."""
     rows, width = x.shape
     programs = min(rows, _programs(x.device))
     dx = torch.empty_like(x)
-    parts = torch.empty((1 if mean is None else 2, programs, width), dtype=torch.float32, device=x.device)
+    parts = torch.empty((1 if mean is None else 3, programs, width), dtype=torch.float32, device=x.device)
+    for_bias_parts, of_dx = (parts[0], None) if mean is None else (parts[1], parts[2])
     _norm_gradient[(programs,)](
-        grad, x, weight, mean, rstd, added, dx, parts[0], parts[-1], rows, width, RMS=mean is None, ADDED=added is not None, **_block(width)
-    )
-    for_weight, *for_bias = parts.sum(1).to(weight.dtype)
-    return dx, for_weight, for_bias[0] if for_bias else None
+        grad, x, weight, mean, rstd, added, dx, parts[0], for_bias_parts, of_dx, rows, width, RMS=mean is None, ADDED=added is not None,
+        **_block(width),
+    )  # fmt: skip
+    for_weight, *for_bias = parts[:2].sum(1).to(weight.dtype)
+    return dx, for_weight, for_bias[0] if for_bias else None, of_dx
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,35 +254,46 @@ def cross_entropy_gradient(logits: torch.Tensor, labels: torch.Tensor, log_sums:
     return result
 
 
-def _column_grid(rows: int, width: int, device: torch.device) -> tuple[int, int, int]:
+def _column_grid(rows: int, width: int, tile: _Tile, device: torch.device) -> tuple[int, int, int]:
     """Programs over columns, programs over rows, and the rows of each."""
-    columns = triton.cdiv(width, _COLUMNS)
-    splits = max(1, min(triton.cdiv(rows, 4 * _ROWS), 2 * _programs(device) // columns))
+    columns = triton.cdiv(width, tile.columns)
+    splits = max(1, min(triton.cdiv(rows, 4 * tile.rows), tile.programs * _programs(device) // (4 * columns)))
     return columns, splits, triton.cdiv(rows, splits)
 
 
 def column_parts(x: torch.Tensor) -> torch.Tensor:
     """(parts, width) fp32 sums of some rows each; added up, the sum of each column."""
     rows, width = x.shape
-    columns, splits, share = _column_grid(rows, width, x.device)
+    columns, splits, share = _column_grid(rows, width, _SUMS, x.device)
     parts = torch.empty((splits, width), dtype=torch.float32, device=x.device)
-    _column_sums[(columns, splits)](x, parts, rows, width, share, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4)
+    _column_sums[(columns, splits)](x, parts, rows, width, share, ROWS=_SUMS.rows, COLUMNS=_SUMS.columns, num_warps=_SUMS.warps)
     return parts
 
 
 def add_column_sums(parts: torch.Tensor, result: torch.Tensor) -> None:
     """Adds to `result` the sums of which `column_parts` made parts."""
     count, width = parts.shape
-    _add_columns[(triton.cdiv(width, _COLUMNS),)](parts, result, count, width, COLUMNS=_COLUMNS, num_warps=1)
+    _add_columns[(triton.cdiv(width, _PARTS.columns),)](
+        parts, result, count, width, ROWS=_PARTS.rows, COLUMNS=_PARTS.columns, num_warps=_PARTS.warps
+    )
+
+
+def gelu(x: torch.Tensor, tanh: bool) -> torch.Tensor:
+    """GELU of each value."""
+    y = torch.empty_like(x)
+    _gelu[(triton.cdiv(x.numel(), _FLAT_BLOCK),)](x, y, x.numel(), TANH=tanh, BLOCK=_FLAT_BLOCK, num_warps=4)
+    return y
 
 
 def gelu_gradient(grad: torch.Tensor, x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """grad × gelu'(x), and the parts of its columns' sums."""
     rows, width = x.shape
-    columns, splits, share = _column_grid(rows, width, x.device)
+    columns, splits, share = _column_grid(rows, width, _GELU, x.device)
     dx = torch.empty_like(x)
     parts = torch.empty((splits, width), dtype=torch.float32, device=x.device)
-    _gelu_gradient[(columns, splits)](grad, x, dx, parts, rows, width, share, TANH=tanh, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4)
+    _gelu_gradient[(columns, splits)](
+        grad, x, dx, parts, rows, width, share, TANH=tanh, ROWS=_GELU.rows, COLUMNS=_GELU.columns, num_warps=_GELU.warps
+    )
     return dx, parts
 
 
@@ -255,7 +303,7 @@ def adamw(
 ) -> None:  # fmt: skip
     """One update of flat `weight` from flat `grad` × `factor`; its fp32 state lies at `shift` of the other three."""
     sums = [1.0 - beta**step for beta in betas]
-    _adamw[(triton.cdiv(weight.numel(), _STEP_BLOCK),)](
-        weight, grad, master, average, square, factor, weight.numel(), shift, lr, *betas, eps, weight_decay, *sums, BLOCK=_STEP_BLOCK,
-        num_warps=8,
+    _adamw[(triton.cdiv(weight.numel(), _FLAT_BLOCK),)](
+        weight, grad, master, average, square, factor, weight.numel(), shift, lr, *betas, eps, weight_decay, *sums, BLOCK=_FLAT_BLOCK,
+        num_warps=4,
     )  # fmt: skip

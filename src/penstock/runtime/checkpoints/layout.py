@@ -102,17 +102,28 @@ class CheckpointLayout:
         stop = start + flat.numel()
         if flat.dim() != 1 or not 0 <= start <= stop <= math.prod(self.local_shape):
             raise ValueError(f"{self.name}: elements {start} to {stop} of a local tensor of shape {self.local_shape}")
-        offset = 0
+        for at, block, inside, place in self._flat_places(start, stop):
+            view = flat[at : at + volume(block)].view([b - a for a, b in block])
+            yield TensorPiece(f"{kind or self.kind}/{self.name}", self.shape, place, view[_slices(inside)])
+
+    def boxes(self, start: int | None = None, stop: int = 0) -> tuple[Box, ...]:
+        """The boxes of the global tensor that the local one is, or that elements [start, stop) of it laid flat are."""
+        if start is None:
+            return tuple(place for _, place in self._boxes())
+        return tuple(place for _, _, _, place in self._flat_places(start, stop))
+
+    def _flat_places(self, start: int, stop: int) -> Iterator[tuple[int, Box, Box, Box]]:
+        """(where a box of the local tensor begins after `start`, that box, a part of it counted from there, the global box it is)."""
+        at = 0
         for block in _flat_boxes(self.local_shape, start, stop):
-            view = flat[offset : offset + volume(block)].view([b - a for a, b in block])
-            offset += volume(block)
             for local, place in self._boxes():
                 shared = intersection(block, local)
                 if shared is None:
                     continue
                 inside = tuple((a - origin, b - origin) for (a, b), (origin, _) in zip(shared, block, strict=True))
-                moved = tuple((a - at + to, b - at + to) for (a, b), (at, _), (to, _) in zip(shared, local, place, strict=True))
-                yield TensorPiece(f"{kind or self.kind}/{self.name}", self.shape, moved, view[_slices(inside)])
+                moved = tuple((a - origin + to, b - origin + to) for (a, b), (origin, _), (to, _) in zip(shared, local, place, strict=True))
+                yield at, block, inside, moved
+            at += volume(block)
 
     def _boxes(self) -> Iterator[tuple[Box, Box]]:
         """(local box, global box) of every part."""

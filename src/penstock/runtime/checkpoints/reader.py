@@ -14,9 +14,9 @@ from penstock.errors import InputError, near_misses
 from penstock.runtime.checkpoints.files import DTYPE_NAMES, checksum, tensor_bytes
 from penstock.runtime.checkpoints.folder import find_checkpoint
 from penstock.runtime.checkpoints.layout import TensorPiece
-from penstock.runtime.checkpoints.manifest import MANIFEST, Box, StoredPiece, StoredTensor, decode_manifest, intersection, whole_box
+from penstock.runtime.checkpoints.manifest import MANIFEST, Box, StoredPiece, StoredTensor, decode_manifest, intersection, volume, whole_box
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "PiecesInMemory"]
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -133,8 +133,7 @@ class Checkpoint:
         for piece in stored.pieces:
             shared = intersection(piece.box, box)
             if shared is not None:
-                inside = tuple(slice(a - origin, b - origin) for (a, b), (origin, _) in zip(shared, box, strict=True))
-                target[inside].copy_(self._read(name, piece, shared))
+                target[_inside(shared, box)].copy_(self._read(name, piece, shared))
 
     def _read(self, name: str, piece: StoredPiece, box: Box) -> torch.Tensor:
         """A box of a piece; of a piece read as a whole the checksum is compared."""
@@ -149,10 +148,7 @@ class Checkpoint:
                 raise InputError(
                     f"{self._where}: '{piece.key}' in '{piece.file}' has shape {found.get_shape()}, not that of box {piece.box}."
                 )
-            if box == piece.box:
-                part = file.get_tensor(piece.key)
-            else:
-                part = found[tuple(slice(a - origin, b - origin) for (a, b), (origin, _) in zip(box, piece.box, strict=True))]
+            part = file.get_tensor(piece.key) if box == piece.box else found[_inside(box, piece.box)]
         except (OSError, SafetensorError) as error:
             raise InputError(
                 f"{self._where}: '{piece.key}' cannot be read from '{piece.file}': {error}. Use an earlier checkpoint."
@@ -160,6 +156,34 @@ class Checkpoint:
         if box == piece.box and checksum(tensor_bytes(part)) != piece.crc32:
             raise InputError(f"{self._where}: '{name}' in '{piece.file}' is damaged (its checksum differs). Use an earlier checkpoint.")
         return part
+
+
+class PiecesInMemory:
+    """Pieces of tensors from anywhere, a rank's own or received from others, read like a checkpoint: by boxes of the same tensors. Of a box
+    that several have the first given counts; boxes that are not equal must not overlap."""
+
+    def __init__(self, pieces: Iterable[TensorPiece]) -> None:
+        self._pieces: dict[str, dict[Box, torch.Tensor]] = {}
+        for piece in pieces:
+            self._pieces.setdefault(piece.name, {}).setdefault(piece.box, piece.tensor)
+
+    @torch.no_grad()
+    def load(self, pieces: Iterable[TensorPiece]) -> None:
+        """Fills the pieces' tensors, whatever their dtype and device."""
+        for piece in pieces:
+            left = piece.tensor.numel()
+            for box, source in self._pieces.get(piece.name, {}).items():
+                shared = intersection(box, piece.box)
+                if shared is not None:
+                    piece.tensor[_inside(shared, piece.box)].copy_(source[_inside(shared, box)])
+                    left -= volume(shared)
+            if left:
+                raise ValueError(f"{left} of {piece.tensor.numel()} values of '{piece.name}' {piece.box} are in no piece")
+
+
+def _inside(part: Box, whole: Box) -> tuple[slice, ...]:
+    """Where a box lies in the tensor of one that covers it."""
+    return tuple(slice(a - origin, b - origin) for (a, b), (origin, _) in zip(part, whole, strict=True))
 
 
 def _listed(names: list[str]) -> str:

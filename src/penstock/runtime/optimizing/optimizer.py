@@ -5,8 +5,9 @@ The fp32 copy of one piece's gradients is the most extra memory that a step take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from penstock.models.modules.fused import has_triton
 from penstock.runtime.optimizing.update_rules import AdamWRule, UpdateRule, update_rule
 from penstock.runtime.settings import OptimizerSettings
 
-__all__ = ["MasterAdamW", "Optimizer", "make_adamw", "make_optimizer"]
+__all__ = ["MasterAdamW", "Optimizer", "make_adamw", "make_optimizer", "squared_norms"]
 
 Make = Callable[[list[nn.Parameter]], UpdateRule]
 """The update rule over fp32 weights."""
@@ -75,9 +76,15 @@ class Optimizer:
 class _Masters(Optimizer):
     """Keeps an fp32 master of every weight, and the update rule's state for it. Weights and gradients stay in their own dtype."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], make: Make, chunk: int = OPTIMIZER_CHUNK) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], make: Make, chunk: int = OPTIMIZER_CHUNK, op_of: Mapping[int, int] | None = None
+    ) -> None:
+        """`op_of`: the op of each weight, by its id. On a processor no piece then spans two ops: what vector instructions round, they round
+        by a value's place in its piece, and that must not change when ops around it move to another device."""
         self.parameters = [p for p in parameters if p.requires_grad]
-        self._pieces = [self._piece(spans, make) for spans in _spans(self.parameters, chunk)]
+        ops = op_of if self.parameters and self.parameters[0].device.type == "cpu" else None
+        runs = groupby(self.parameters, key=lambda p: None if ops is None else ops.get(id(p)))
+        self._pieces = [self._piece(spans, make) for _, run in runs for spans in _spans(list(run), chunk)]
 
     def _piece(self, spans: list[tuple[nn.Parameter, int, int]], make: Make) -> _Piece:
         master = nn.Parameter(torch.cat([p.detach().view(-1)[start:stop].float() for p, start, stop in spans]))
@@ -209,12 +216,19 @@ class _Plain(Optimizer):
         self._own.state[parameter].update(kept)
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], settings: OptimizerSettings, lr: float = 1e-4) -> Optimizer:
-    """The optimizer as the weights' dtype needs it: with fp32 masters for half precision, plain for fp32."""
+def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(gradients,) the squared norm of each, in fp64."""
+    return torch.stack([norm.double() for norm in torch._foreach_norm(gradients, 2.0, dtype=torch.float32)]).square()
+
+
+def make_optimizer(
+    parameters: Iterable[nn.Parameter], settings: OptimizerSettings, lr: float = 1e-4, op_of: Mapping[int, int] | None = None
+) -> Optimizer:
+    """The optimizer as the weights' dtype needs it: with fp32 masters for half precision, plain for fp32. `op_of`: see `_Masters`."""
     own = list(parameters)
     if not own or own[0].dtype == torch.float32:
         return _Plain(own, lambda inner: update_rule(settings, inner, lr))
-    return _Masters(own, lambda inner: update_rule(settings, inner, lr))
+    return _Masters(own, lambda inner: update_rule(settings, inner, lr), op_of=op_of)
 
 
 def make_adamw(parameters: Iterable[nn.Parameter], *, lr: float = 1e-4, weight_decay: float = 0.01) -> Optimizer:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.runtime.optimizing.optimizer import make_optimizer
+from penstock.runtime.optimizing.optimizer import make_optimizer, squared_norms
 from penstock.runtime.parallel.gradients import Gradients
 from penstock.runtime.settings import TrainingSettings
+from penstock.runtime.telemetry.moments import Moment, moment
 from penstock.runtime.transport.world import World
 
 __all__ = ["LossScale", "StepResult", "Update"]
@@ -57,13 +58,15 @@ class Update:
 
     def __init__(self, gradients: Sequence[Gradients], world: World, settings: TrainingSettings, num_ops: int, precision: str) -> None:
         self.gradients, self.world, self.settings = gradients, world, settings
-        self.optimizer = make_optimizer(
-            (held.parameter for own in gradients for held in own.updated_here()), settings.optimizer, settings.rate.at(0)
-        )
+        updated = [held for own in gradients for held in own.updated_here()]
+        op_of = {id(held.parameter): held.place.index for held in updated}
+        self.optimizer = make_optimizer([held.parameter for held in updated], settings.optimizer, settings.rate.at(0), op_of)
         self.scale = LossScale() if precision == "fp16" else None
         self._counted = [held for own in gradients for held in own.counted_here()]
         self._places = torch.tensor([held.place.index for held in self._counted], dtype=torch.int64, device=world.device)
         self._num_ops = num_ops
+        self.exchanges: list[tuple[Moment, Moment]] = []
+        """From when to when the last update gave to other ranks, and waited for what they gave."""
 
     @torch.no_grad()
     def step_alone(self, iteration: int) -> None:
@@ -81,7 +84,8 @@ class Update:
         if updates:  # also where nothing is clipped: a norm that is not finite ends the run
             self._add_squares(shares)
         # Added rank by rank, then op by op: the sum depends on nothing but the plan.
-        gathered = self.world.gather(shares)
+        start, gathered = moment(self.world.device), self.world.gather(shares)
+        self.exchanges = [(start, moment(self.world.device))]
         total = gathered.sum(0)
         rate = self.settings.rate.at(iteration)
         if not updates:
@@ -93,8 +97,10 @@ class Update:
             return StepResult(total[-1], norm, rate, total[-2], gathered, skipped=True)
         self.optimizer.set_rate(rate)
         self.optimizer.step(factor)
+        start = moment(self.world.device)
         for own in self.gradients:
             own.share_updates()
+        self.exchanges.append((start, moment(self.world.device)))
         self._zero()
         return StepResult(total[-1], norm, rate, total[-2], gathered)
 
@@ -123,8 +129,7 @@ class Update:
         grads = [held.parameter.grad for held in self._counted if held.parameter.grad is not None]
         if not grads:
             return
-        squares = torch.stack([norm.double() for norm in torch._foreach_norm(grads, 2.0, dtype=torch.float32)]).square()
-        shares.index_add_(0, self._places, squares)
+        shares.index_add_(0, self._places, squared_norms(grads))
 
     def _zero(self) -> None:
         for own in self.gradients:

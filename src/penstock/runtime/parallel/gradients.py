@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from penstock.plans.ranks import state_owners
 from penstock.programs.instructions import ReduceStart
 from penstock.programs.sharing import ranks_with
 from penstock.runtime.parallel.held import Held
@@ -73,6 +74,11 @@ class Gradients:
         for tensors, flat, count in self._statistics:
             for tensor, mean in zip(tensors, (flat / count).split([tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(mean.view_as(tensor))
+        self._statistics.clear()
+
+    def abandon(self) -> None:
+        """Lets go of sums that are under way. What is in place of the gradients then is worth nothing."""
+        self._works.clear()
         self._statistics.clear()
 
     def zero(self) -> None:
@@ -174,11 +180,18 @@ class BucketedGradients(Gradients):
         if self._during == micro_batch:
             self._finish()
 
-    def _finish(self) -> None:
+    def abandon(self) -> None:
+        super().abandon()
+        self._listen_no_more()
+
+    def _listen_no_more(self) -> None:
         self._during = None
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def _finish(self) -> None:
+        self._listen_no_more()
         for bucket in self.buckets[self._next :]:
             self._launch(bucket)
         self._next = len(self.buckets)
@@ -303,21 +316,13 @@ def _buckets(stage: StageModule, ranks_of: dict[int, tuple[int, ...]], bucket_by
 
 
 def _owners(trained: list[Held], ranks_of: dict[int, tuple[int, ...]], shared: set[str]) -> dict[int, int]:
-    """For each op the rank that keeps its optimizer state: the one with the least so far. Ops with shared weights are updated by all."""
-    loads: dict[tuple[int, int], int] = {}
-    sizes: dict[int, int] = {}
-    pieces: dict[int, int] = {}
+    """For each op the rank that keeps its optimizer state. Ops with shared weights are updated by all."""
+    sizes: dict[int, dict[int, int]] = {piece: {} for piece in ranks_of}
     for held in trained:
         if held.place.name not in shared and not held.place.op.tied_to:
-            sizes[held.place.index] = sizes.get(held.place.index, 0) + held.parameter.numel()
-            pieces[held.place.index] = held.piece
-    owners = {}
-    for op, size in sizes.items():
-        ranks = ranks_of[pieces[op]]
-        owner = min(ranks, key=lambda rank: loads.get((pieces[op], rank), 0))
-        loads[pieces[op], owner] = loads.get((pieces[op], owner), 0) + size
-        owners[op] = owner
-    return owners
+            of_piece = sizes[held.piece]
+            of_piece[held.place.index] = of_piece.get(held.place.index, 0) + held.parameter.numel()
+    return {op: owner for piece, ranks in ranks_of.items() for op, owner in state_owners(sizes[piece], ranks).items()}
 
 
 def _bucket(held: list[Held], ranks: tuple[int, ...], owner: int | None, dtype: torch.dtype) -> Bucket:

@@ -46,4 +46,4 @@ def rounds_of(program: Program, world: World) -> list[list[bool]]:
     padded = torch.tensor(mine + [False] * (max(counts) - len(mine)), dtype=torch.int64, device=world.device)
     table = world.gather(padded).tolist()
     passes = [[bool(kind) for kind in row[:count]] for row, count in zip(table, counts, strict=True)]
-    return joined_passes(passes, world.process[world.rank])
+    return joined_passes(passes, world.place)

@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from penstock.plans.ranks import flat_part
+
 if TYPE_CHECKING:
     from penstock.runtime.parallel.held import Held
     from penstock.runtime.transport.world import World
@@ -90,9 +92,9 @@ class ShardedWeights:
 
     def _shard(self, held: Held, ranks: tuple[int, ...]) -> Shard:
         whole = held.parameter
-        flat, width = whole.detach().view(-1), -(-whole.numel() // len(ranks))
-        start = min(ranks.index(self.world.rank) * width, whole.numel())
-        values = flat[start : start + width]
+        width = -(-whole.numel() // len(ranks))
+        start, stop = flat_part(whole.numel(), ranks.index(self.world.rank), len(ranks))
+        values = whole.detach().view(-1)[start:stop]
         if self.divides and len(ranks) > 1:
             values = values.clone()
             _let_go(whole)
@@ -130,6 +132,16 @@ class ShardedWeights:
         yield
         if self.divides:
             for number in range(len(self._units)):
+                self._release(number)
+
+    def abandon(self) -> None:
+        """Forgets what is under way; every rank has its parts, and nothing else."""
+        self._arriving.clear()
+        self._leaving = None
+        for number, unit in enumerate(self._units):
+            for shard in unit.shards:
+                shard.whole.grad = None
+            if self.divides:
                 self._release(number)
 
     @torch.no_grad()

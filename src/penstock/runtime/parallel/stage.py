@@ -40,10 +40,19 @@ from penstock.runtime.parallel.sharding import ShardedWeights
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.world import World
 
-__all__ = ["StageModule", "StageRun"]
+__all__ = ["ModuleKey", "StageModule", "StageRun", "module_key"]
 
 Batches = Mapping[int, Batch]
 """This rank's share of a micro-batch for each dp that a piece has."""
+
+
+ModuleKey = tuple[int, int, int, int]
+"""Which part of which op a module is: the op's index, rank and size of its tensor parallelism, and how it is split."""
+
+
+def module_key(place: PlacedOp, module: OpModule) -> ModuleKey:
+    """Of an op as it was built."""
+    return place.index, module.tp.rank, module.tp.size, module.algo
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +88,20 @@ class _Running:
 class StageModule:
     """Stage `number` of a plan on this rank of replica `replica`."""
 
-    def __init__(self, model: Model, stage: Stage, number: int, replica: int, world: World, transport: Transport, *, seed: int = 0) -> None:
+    def __init__(
+        self, model: Model, stage: Stage, number: int, replica: int, world: World, transport: Transport, *, seed: int = 0,
+        kept: Mapping[ModuleKey, OpModule] | None = None,
+    ) -> None:  # fmt: skip
+        """`kept`: modules of a plan before, to be used where they fit."""
         self.model, self.stage, self.number, self.replica, self.world = model, stage, number, replica, world
         self.ranks = stage.devices[replica]
         self.index = self.ranks.index(world.rank)
         self.is_last = stage.last == model.num_ops
         self.held: list[Held] = []
         self.weights = ShardedWeights(world, stage.zero) if stage.zero > 1 else None
+        self._kept = {} if kept is None or self.weights is not None else kept
         self.pieces = self._build(transport, seed)
+        self._kept = {}
         self._running: dict[int, _Running] = {}
 
     def _build(self, transport: Transport, seed: int) -> list[StageRun]:
@@ -121,7 +136,10 @@ class StageModule:
 
     def _op(self, place: PlacedOp, tp: TensorParallel, algo: int, shared: dict[str, OpModule], piece: int, seed: int) -> OpModule:
         """One op; its weight is that of an earlier op of the stage where the two are tied, else starts equal to it."""
-        module = build_op(place, tp, algo, device=self.world.device, dtype=TORCH_DTYPES[self.model.dtype], seed=seed)
+        module = self._kept.get((place.index, tp.rank, tp.size, algo))
+        if module is None:
+            module = build_op(place, tp, algo, device=self.world.device, dtype=TORCH_DTYPES[self.model.dtype], seed=seed)
+        module.tp = tp  # the same part of the op, perhaps beside other ranks
         owner = place.op.tied_to or place.name
         first = shared.setdefault(owner, module)
         if first is not module:
@@ -209,6 +227,12 @@ class StageModule:
         if deferred is None:
             raise RuntimeError(f"stage {self.number}: micro-batch {micro_batch} was not run to be split")
         deferred.pay(paid)
+
+    def abandon(self) -> None:
+        """Forgets the micro-batches that are between forward and backward pass."""
+        self._running.clear()
+        if self.weights is not None:
+            self.weights.abandon()
 
     @property
     def num_running(self) -> int:

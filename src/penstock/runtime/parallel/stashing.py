@@ -48,6 +48,11 @@ class WeightStash:
         with _unsafe_preserve_version_counter(tuple(self.parameters)):
             yield
 
+    def abandon(self) -> None:
+        """Forgets the micro-batches that are under way; the newest version is in place."""
+        self._used.clear()
+        self._put(self._newest)
+
     @property
     def num_versions(self) -> int:
         """All that are in memory."""

@@ -7,15 +7,19 @@ micro-batch. Pipelines that micro-batches are not priced for (images, interleave
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from penstock.batching.workloads import batch_workload
+from penstock.plans.ranks import seats_of
+from penstock.runtime.telemetry.parts import StepParts
 from penstock.schedules.actions import BACKWARD, FORWARD
 from penstock.schedules.rules import SCHEDULES
+from penstock.timing.estimate import Estimate, Estimator
 from penstock.timing.execution import Execution, execute
 from penstock.timing.workload import Floats, Workload
 
@@ -29,7 +33,7 @@ if TYPE_CHECKING:
     from penstock.programs.instructions import Program
     from penstock.timing.planned import PlannedPipeline
 
-__all__ = ["PredictedSteps", "ProgramTimes", "predict_steps", "predict_timelines"]
+__all__ = ["PredictedSteps", "ProgramTimes", "predict_peaks", "predict_steps", "predict_timelines"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,10 @@ class PredictedSteps:
     """Mean over the micro-batches of the replica that takes longest, recomputation included."""
     source: str
     """Where the costs come from."""
+    parts: Mapping[int, StepParts] = field(default_factory=dict)
+    """For each rank where the mean of the steps goes."""
+    peak_bytes: Mapping[int, float] = field(default_factory=dict)
+    """For each rank the most that tensors take; none if not asked for."""
 
 
 def predict_steps(source: BatchSource, planner: ProgramPlanner, steps: range) -> PredictedSteps:
@@ -59,7 +67,25 @@ def predict_steps(source: BatchSource, planner: ProgramPlanner, steps: range) ->
         for own, one in zip(passes, replicas, strict=True):
             own.append(one.workload.durations_s)
     means = np.stack([np.concatenate(own, axis=2).mean(axis=2) for own in passes]).max(axis=0)  # [kinds, stages]
-    return PredictedSteps(statistics.median(times_s), tuple(means[FORWARD].tolist()), tuple(means[BACKWARD].tolist()), costs.name)
+    # [replicas, kinds, stages] of a step
+    totals = np.stack([np.mean([durations.sum(axis=2) for durations in own], axis=0) for own in passes])
+    return PredictedSteps(
+        statistics.median(times_s), tuple(means[FORWARD].tolist()), tuple(means[BACKWARD].tolist()), costs.name,
+        _parts(plan, statistics.fmean(times_s), totals[:, FORWARD], totals[:, BACKWARD], _estimate(plan)),
+    )  # fmt: skip
+
+
+def predict_peaks(source: BatchSource, planner: ProgramPlanner, steps: range) -> dict[int, float]:
+    """For each rank the most bytes that its tensors take, in the one of these steps that has the most tokens."""
+    from penstock.costs.sources import open_costs
+    from penstock.plans.references import cluster_of
+    from penstock.programs.memory import peak_bytes
+
+    data, batches = source.open()
+    fullest = max(steps, key=lambda step: batches[step].num_tokens)
+    cluster = cluster_of(planner.plan)
+    estimator = Estimator(planner.model, cluster, open_costs(planner.plan.costs, cluster))
+    return {program.rank: peak_bytes(program, planner.plan, estimator) for program in planner.programs(data, batches[fullest])}
 
 
 def predict_timelines(source: BatchSource, planner: ProgramPlanner, steps: Iterable[int]) -> Iterator[list[Execution]]:
@@ -129,12 +155,27 @@ def _of_batches(source: BatchSource, planner: ProgramPlanner, costs: PipelineCos
 
 def _of_plan(plan: Plan) -> PredictedSteps:
     """Predicts a step from the plan's own micro-batches, where real ones have no price."""
-    from penstock.costs.sources import open_costs
-    from penstock.plans.references import cluster_of, model_of
-    from penstock.timing.estimate import Estimator
-
-    cluster = cluster_of(plan)
-    found = Estimator(model_of(plan), cluster, open_costs(plan.costs, cluster)).estimate(plan)
+    found = _estimate(plan)
     works = [stage.work for stage in found.stages]
     forward_s, backward_s = tuple(work.forward_pass_s for work in works), tuple(work.backward_pass_s for work in works)
-    return PredictedSteps(found.time_s, forward_s, backward_s, found.source)
+    counts = np.array(found.per_replica)[:, None]
+    parts = _parts(plan, found.time_s, counts * np.array(forward_s), counts * np.array(backward_s), found)
+    return PredictedSteps(found.time_s, forward_s, backward_s, found.source, parts)
+
+
+def _estimate(plan: Plan) -> Estimate:
+    from penstock.costs.sources import open_costs
+    from penstock.plans.references import cluster_of, model_of
+
+    cluster = cluster_of(plan)
+    return Estimator(model_of(plan), cluster, open_costs(plan.costs, cluster)).estimate(plan)
+
+
+def _parts(plan: Plan, step_s: float, forward_s: Floats, backward_s: Floats, found: Estimate) -> dict[int, StepParts]:
+    """A step of so long on each rank, given [replicas, stages] of passes: what is neither pass nor update is transfers and waiting."""
+    parts = {}
+    for rank, seats in seats_of(plan).items():
+        forward, backward = (float(sum(passes[seat.replica, seat.stage] for seat in seats)) for passes in (forward_s, backward_s))
+        update = sum(found.stages[seat.stage].optimizer_s for seat in seats)
+        parts[rank] = StepParts(forward, backward, update, max(0.0, step_s - forward - backward - update))
+    return parts

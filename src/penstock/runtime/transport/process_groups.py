@@ -81,11 +81,21 @@ class ProcessGroupTransport:
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
 
+    def close(self) -> None:
+        pass  # requests are held by those who began them
+
 
 def make_transport(world: World) -> Transport:
-    """The transport for this world's device: processes that share a GPU copy within it, others use their process group."""
+    """The transport for this world's device: processes that share a GPU copy within it, others use their process group.
+
+    It ends with the generation that is in force.
+    """
+    made: Transport
     if world.staged:
         from penstock.runtime.transport.same_gpu import SameGpuTransport
 
-        return SameGpuTransport(world)
-    return ProcessGroupTransport(world)
+        made = SameGpuTransport(world)
+    else:
+        made = ProcessGroupTransport(world)
+    world.groups.generation.hold(made)
+    return made

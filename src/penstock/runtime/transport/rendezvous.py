@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from penstock.stores.listening import LOOPBACK, bound_socket, means_loopback
 
-__all__ = ["find_rendezvous", "join_group", "only_here", "serve_rendezvous"]
+__all__ = ["find_rendezvous", "job_store", "join_group", "only_here", "serve_rendezvous"]
 
 _START_S = 120.0
 _OWN = "lo"
@@ -33,18 +34,23 @@ def find_rendezvous(port: int, host: str = LOOPBACK) -> dist.TCPStore:
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_START_S))
 
 
-def join_group(backend: str) -> None:
-    """Joins the ranks that torchrun, or Slurm with the same variables, started. Where rank 0 itself serves their store, and all are on one
-    machine by their own word, nobody else reaches it. (The store of torchrun's agent is torchrun's.)"""
+def job_store() -> tuple[Any, int, int]:
+    """(store, rank, ranks) of the job of which torchrun, or Slurm with the same variables, started this process. Where rank 0 itself serves
+    the store, and all are on one machine by their own word, nobody else reaches it. (The store of torchrun's agent is torchrun's.)"""
     host = os.environ.get("MASTER_ADDR", "")
     is_here = means_loopback(host)
     if is_here:
         only_here()
     if not is_here or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        dist.init_process_group(backend)
-        return
+        found: tuple[Any, int, int] = next(dist.rendezvous("env://"))
+        return found
     port, rank, size = (int(os.environ[name]) for name in ("MASTER_PORT", "RANK", "WORLD_SIZE"))
-    store = find_rendezvous(port, host) if rank else serve_rendezvous(host, port)
+    return find_rendezvous(port, host) if rank else serve_rendezvous(host, port), rank, size
+
+
+def join_group(backend: str) -> None:
+    """Joins all ranks of that job in torch's default group, for as long as the process lives."""
+    store, rank, size = job_store()
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 

@@ -215,6 +215,12 @@ class SameGpuTransport:
                 dist.recv(token, self.world.process[a])
                 dist.send(token, self.world.process[a])
 
+    def close(self) -> None:
+        for stream in self._streams.values():  # copies out of memory that is about to be given up
+            stream.synchronize()
+        for held in (self._streams, self._out, self._in, self._heard, self._notes, self._earlier_notes):
+            held.clear()  # type: ignore[attr-defined]
+
     def _stream_to(self, peer: int) -> Any:
         if peer not in self._streams:
             self._streams[peer] = torch.cuda.Stream(self.world.device)

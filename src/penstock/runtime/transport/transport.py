@@ -45,3 +45,6 @@ class Transport(Protocol):
 
     def warm_up(self) -> None:
         """Opens every connection that the plan needs, in one order for all ranks."""
+
+    def close(self) -> None:
+        """Lets go of all that it lent, borrowed and began, finished or not."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,62 +14,82 @@ from penstock.errors import InputError
 from penstock.models.modules.parallel import TensorParallel
 from penstock.plans.plan import Plan
 from penstock.plans.ranks import groups_of
+from penstock.plans.texts import format_ranks
+from penstock.runtime.transport.generations import Generation
 
 __all__ = ["ProcessGroups", "World"]
 
+_LONGEST = timedelta(days=365)
+
 
 class ProcessGroups:
-    """The process groups of one process, by the processes in them.
+    """This process among those of a job: its number, its device, and the generation of process groups that is in force.
 
-    Making one takes milliseconds and sockets, so each is made when a plan first asks for it, and kept for the plans that follow.
+    Process r is device r of the cluster, under every plan; not every device needs to have one. Without a store it is alone.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, staged: bool = False, timeout_s: float = 600.0) -> None:
-        self.device, self.staged = torch.device(device), staged
-        """`staged`: collectives go through host memory, for processes that share one GPU, which NCCL refuses."""
-        self._timeout = timedelta(seconds=timeout_s)
-        self._made: dict[tuple[int, ...], Any] = {}
+    def __init__(
+        self, device: torch.device | str = "cpu", *, staged: bool = False, store: Any = None, own: int = 0, members: Sequence[int] = (0,),
+        timeout_s: float = 600.0,
+    ) -> None:  # fmt: skip
+        self.device, self.staged, self.store, self.own = torch.device(device), staged, store, own
+        """`staged`: collectives go through host memory, for processes that share one GPU, which NCCL refuses. `own`: the number of this
+        process among `members`, all that were started."""
+        backend = "gloo" if staged or self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        self.generation = Generation(0, members, own, store=store, backend=backend, timeout_s=timeout_s)
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """(number of this process, how many there are)."""
-        return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    def renew(self, members: Sequence[int] | None = None) -> None:
+        """Leaves the generation in force for the next one, with all that are in it or with `members` of them, each of whom does the same.
+
+        Nothing that is under way in the old one is waited for. Worlds and transports of it are of no more use.
+        """
+        self.generation = self.generation.next(members)
 
     def of(self, processes: Iterable[int]) -> Any:
-        """The group of these processes; None for one alone. A new one is made by every process of the job, its member or not."""
-        members = tuple(sorted(processes))
-        if len(members) == 1:
-            return None
-        if members not in self._made:
-            everyone = len(members) == dist.get_world_size()
-            self._made[members] = dist.group.WORLD if everyone else dist.new_group(list(members), timeout=self._timeout)
-        return self._made[members]
+        """The group of these processes in the generation in force; None for one alone."""
+        return self.generation.group(processes)
 
     def barrier(self) -> None:
-        """Returns when all processes of the job have come here."""
-        if self.place[1] > 1:
-            dist.barrier()
+        """Returns when all processes of the generation have come here."""
+        self.generation.barrier()
+
+    def part(self) -> None:
+        """Returns when all processes are done, however long some of them take: those without work come here at once."""
+        if self.store is not None:
+            self.store.set(f"parted/{self.own}", "")
+            self.store.wait([f"parted/{process}" for process in self.generation.members], _LONGEST)
+            self.barrier()  # whoever serves the store must not leave while others ask it
 
 
 class World:
-    """The ranks of a plan on the processes of this job; process i runs the plan's i-th rank."""
+    """The ranks of a plan on the processes of this job: rank r is process r. A process without work is in no group of the plan."""
 
     def __init__(self, plan: Plan, groups: ProcessGroups) -> None:
         self.plan, self.groups = plan, groups
         self.device, self.staged = groups.device, groups.staged
         self.ranks = plan.ranks
-        self.process = {rank: index for index, rank in enumerate(self.ranks)}
-        mine, size = groups.place
-        if size < len(self.ranks):
-            raise InputError(f"the plan has {len(self.ranks)} ranks, but {size} processes were started. Start one for each rank.")
-        self.rank = self.ranks[mine] if mine < len(self.ranks) else -1
+        members = groups.generation.members
+        missing = [rank for rank in self.ranks if rank not in members]
+        if missing:
+            raise InputError(
+                f"the plan has ranks {format_ranks(self.ranks)}, but {len(members)} processes were started: rank "
+                f"{format_ranks(missing)} has none. Start one for each rank."
+            )
+        self.process = {rank: members.index(rank) for rank in self.ranks}
+        """The number that torch's process groups have for each rank."""
+        self.rank = groups.own if groups.own in self.process else -1
         """This process' rank in the plan; -1: it has no work."""
-        for members in [self.ranks, *groups_of(plan)]:  # torch wants every process to make all groups, its own or not, in one order
-            self.group(members)
+        for ranks in [self.ranks, *groups_of(plan)]:  # torch wants every process to make all groups, its own or not, in one order
+            self.group(ranks)
+
+    @property
+    def place(self) -> int:
+        """Of this rank among those that have work, in their order."""
+        return self.ranks.index(self.rank)
 
     def group(self, ranks: Iterable[int]) -> Any:
         """The process group of these ranks of the plan; None for one alone."""
-        return self.groups.of(self.process[rank] for rank in ranks)
+        return self.groups.of(ranks)
 
     def tensor_parallel(self, ranks: Sequence[int]) -> TensorParallel:
         """This rank's place in a tensor-parallel group."""
@@ -76,7 +97,8 @@ class World:
             return TensorParallel()
         if self.staged:
             raise InputError(f"ranks {tuple(ranks)} share one GPU, where tensor parallelism has no collectives. Use tp 1 there.")
-        return TensorParallel(list(ranks).index(self.rank), len(ranks), self.group(ranks))
+        # Asked for when it is needed: a module that outlives this generation must not hold its groups.
+        return TensorParallel(list(ranks).index(self.rank), len(ranks), partial(self.groups.of, tuple(ranks)))
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """(ranks, …) the tensors of all ranks, in the order of ranks."""

@@ -52,8 +52,8 @@ def _remembered(method: Callable[Concatenate[FamilyPrices, Given], Answer]) -> C
 
 def step_s_per_weight(request: Request, device: str) -> float:
     """Optimizer time for one more weight on a device, without what starting the step takes."""
-    frame = request.frame
-    once, twice = (request.estimator.source.optimizer_s(n * _LARGE, device, frame.precision, frame.optimizer) for n in (1, 2))
+    frame, step_s = request.frame, request.estimator.source.optimizer_s
+    once, twice = (step_s(n * _LARGE, device, frame.precision, frame.optimizer, gradients=frame.gradients) for n in (1, 2))
     return (twice - once) / _LARGE
 
 

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.data.loader import DynamicLoader
+from penstock.runtime.devices.clock import ClockSettings
+from penstock.runtime.devices.timed import TimedRank
 from penstock.runtime.request import WARM_UP, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run_folder import STEPS
 from penstock.runtime.run_inputs import run_inputs
-from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages
+from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages, times_of_ranks
 from penstock.runtime.telemetry.predicting import ProgramTimes
 from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
 from penstock.runtime.telemetry.steps import LineLog, StepRecord
-from penstock.runtime.timed import LEAD_S, TimedRank, TimedSettings
 from penstock.runtime.transport.world import World
 
 if TYPE_CHECKING:
@@ -38,15 +39,17 @@ def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> 
             DynamicLoader(batches, planner, world.rank, address=address, job=job, planners=1 if job else 0, starts_planners=False)
         )
         spans = stack.enter_context(closing(SpanRecorder(out / f"rank-{world.rank:05d}.spans", world.rank)))
-        log = stack.enter_context(closing(LineLog(out / STEPS, anew=True))) if worker.rank == 0 else None
-        rank = TimedRank(world, TimedSettings(slower=request.slower), Observers(worker.status, spans, stages))
+        log = stack.enter_context(closing(LineLog(out / STEPS, anew=True))) if world.place == 0 else None
+        settings = ClockSettings(disturbance=request.disturbance)
+        rank = TimedRank(world, settings, Observers(worker.status, spans, stages))
         world.barrier()
         spans.mark_sync(0)
         start_s = time.perf_counter()
         for _, program in loader:
             position, lengths = spans.position, planner.form.positions(loader.batches[program.iteration].lengths)
             rank.run(program, times.workload(program))
-            steps_s.append(time.perf_counter() - start_s - LEAD_S)
+            steps_s.append(time.perf_counter() - start_s - settings.lead_s)
+            stages.step_done(steps_s[-1], loader.wait_s)
             tokens.append(sum(int(side.sum()) for side in lengths) if plan.seq_length else program.num_samples)
             if log is not None:
                 speed = tokens[-1] / steps_s[-1]
@@ -57,4 +60,6 @@ def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> 
                 worker.tell(StepTold(program.iteration, None, speed))
             loader.wait_s, start_s = 0.0, time.perf_counter()
         usual_s = statistics.median(steps_s[WARM_UP:] or steps_s)
-        return TrainResult(0, len(steps_s), (), (), usual_s, statistics.fmean(tokens) / usual_s, slowest_stages(world, stages), None)
+        stages.settle()
+        speed, found = statistics.fmean(tokens) / usual_s, slowest_stages(world, stages)
+        return TrainResult(0, len(steps_s), (), (), usual_s, speed, found, None, ranks=times_of_ranks(world, stages.times()))

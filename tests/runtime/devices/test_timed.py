@@ -19,15 +19,16 @@ from penstock.plans.references import model_of
 from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
-from penstock.runtime.timed import TimedSettings
+from penstock.runtime.devices.clock import ClockSettings
 from penstock.runtime.workers import WorkerPool
 from penstock.schedules.actions import Schedule
 from penstock.schedules.rules import schedule_of
+from penstock.timing.disturbance import Disturbance
 from penstock.timing.execution import execute
 from penstock.timing.workload import Workload, workload_of
 
 MICRO_BATCHES = 8
-LENIENT = TimedSettings(forgiven_s=math.inf)
+LENIENT = ClockSettings(forgiven_s=math.inf)
 """However late the machine lets a rank run, its device was not: by its clock all is as simulated."""
 
 
@@ -88,7 +89,7 @@ def test_a_slow_device_slows_the_pipeline(pool: WorkerPool) -> None:
     slowed = work.durations_s.copy()
     slowed[:, 2] *= 3.0
     expected = execute(order, workload_of(slowed, work.transfers_s, contention="pair", after_s=work.after_s)).makespan_s
-    ((_, device_s),) = pool.run(run_timed, plan, programs, [work], replace(LENIENT, slower={2: 3.0}))[0]
+    ((_, device_s),) = pool.run(run_timed, plan, programs, [work], replace(LENIENT, disturbance=Disturbance.of_ranks({2: 3.0})))[0]
     assert device_s == pytest.approx(expected, rel=0.01)
 
 

@@ -1,0 +1,73 @@
+"""A run that adapts, step by step: figures of all ranks in, changes that were noticed and what is decided about them out.
+
+    figures ─► Detector ─► changes ─► Speeds ─► Decider ─► decision
+
+Every rank has an adapter of its own and feeds it with the same gathered figures: they notice and decide alike, without asking each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.adapting.deciding import Decider, Decision
+from penstock.adapting.detecting import Cause, Change, Detector, StepFigures, Subject
+from penstock.adapting.ladder import Ladder
+from penstock.adapting.slowdowns import Slowdowns
+from penstock.costs.speeds import OpClass, Speeds
+from penstock.plans.plan import Plan
+
+__all__ = ["Adapter", "AfterStep", "measured_speeds"]
+
+_GRID = math.log(1.05)
+"""Factors are taken in steps of 5 %: a level that gets a little better every step is no reason to think again every step."""
+
+
+@dataclass(frozen=True)
+class AfterStep:
+    """What an adapter makes of one step."""
+
+    changes: tuple[Change, ...]
+    decision: Decision
+
+
+class Adapter:
+    """Notices and decides for one run; who carries decisions out says so with `adopted`."""
+
+    def __init__(self, ladder: Ladder, plan: Plan, subjects: Mapping[Cause, Sequence[Subject]]) -> None:
+        """`subjects` are the ranks and links of the job, also of those that the plan leaves out."""
+        self.detector, self.decider = Detector(subjects), Decider(ladder, plan)
+        self._links = Cause.LINK in subjects
+
+    def add(self, step: int, figures: Mapping[Cause, StepFigures], slowdowns: Mapping[int, Slowdowns] | None = None) -> AfterStep:
+        """Takes the figures of all ranks for a step; `slowdowns` tell classes of ops apart on the ranks that have been fitted."""
+        changes = self.detector.add(step, figures)
+        links = self.detector.factors(Cause.LINK) if self._links else {}
+        speeds = measured_speeds(self.detector.factors(Cause.COMPUTE), links, slowdowns or {})
+        begun = [change.since for change in changes if change.cause in (Cause.COMPUTE, Cause.LINK)]
+        if begun:
+            self.decider.changed(speeds, min(begun))
+        elif speeds != self.decider.speeds:
+            self.decider.refined(speeds)
+        return AfterStep(tuple(changes), self.decider.decide(step))
+
+    def adopted(self, decision: Decision) -> None:
+        """The decision was carried out: its plan is in force."""
+        self.decider.adopted(decision)
+
+
+def measured_speeds(ranks: Mapping[Subject, float], links: Mapping[Subject, float], slowdowns: Mapping[int, Slowdowns]) -> Speeds:
+    """Speeds from the factors of ranks and links; the classes of a slowed rank's ops differ where that is known."""
+    found = {}
+    for (rank,), factor in ranks.items():
+        if (usual := _on_grid(factor)) != 1.0:
+            fitted = slowdowns.get(rank)
+            own = {} if fitted is None else {one: _on_grid(fitted.of(one).factor) for one in fitted.classes}
+            found[rank] = dict.fromkeys(OpClass, usual) | own
+    slow_links = {(min(pair), max(pair)): slower for pair, factor in links.items() if (slower := _on_grid(factor)) != 1.0}
+    return Speeds(found, slow_links)
+
+
+def _on_grid(factor: float) -> float:
+    return math.exp(_GRID * round(math.log(max(factor, 1e-3)) / _GRID))

@@ -1,0 +1,91 @@
+"""Kinds of steps: each where it helps, with what it costs, and refused where it cannot be done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from slow_pipelines import FOUR, MODEL, ladder_of, plan_of
+
+from penstock.adapting.ladder import Ladder, Remedy, Rung, rung_between
+from penstock.costs.sources import open_costs
+from penstock.costs.speeds import Speeds
+from penstock.plans.plan import Plan, Stage
+from penstock.plans.references import cluster_of, model_of
+from penstock.plans.validity import check_plan
+
+
+def options(plan: Plan, speeds: Speeds, known: tuple[Plan, ...] = ()) -> dict[Rung, Remedy]:
+    found = ladder_of(str(plan.cluster)).options(plan, speeds, known)
+    assert [option.rung for option in found] == sorted((option.rung for option in found), key=list(Rung).index)
+    for option in found:
+        if not option.refused:
+            assert check_plan(option.plan) == [] and rung_between(plan, option.plan) is option.rung
+            assert option.time_s == pytest.approx(ladder_of(str(plan.cluster)).time_s(option.plan, speeds))
+    return {option.rung: option for option in found}
+
+
+def test_a_slow_stage_is_relieved_of_ops() -> None:
+    found = options(FOUR, Speeds.of({1: 1.8}))
+    assert found[Rung.CUTS].time_s < 0.9 * found[Rung.NOTHING].time_s
+    assert found[Rung.CUTS].moved_bytes > 0 and found[Rung.CUTS].pause_s > found[Rung.NOTHING].time_s
+    assert Rung.SHARES not in found and Rung.ADDITION not in found
+
+
+def test_a_very_slow_device_is_best_left_out() -> None:
+    found = options(FOUR, Speeds.of({1: 40.0}))
+    assert found[Rung.EVICTION].time_s == min(option.time_s for option in found.values())
+    assert found[Rung.EVICTION].plan.ranks == (0, 2, 3)
+
+
+def test_replicas_share_micro_batches_by_speed_and_nothing_moves() -> None:
+    plan = plan_of([[(0,), (1,)], [(2,), (3,)]], "4xa100-80gb")
+    found = options(plan, Speeds.of({3: 3.0}))
+    shares = found[Rung.SHARES]
+    counts = shares.plan.micro_batching.per_replica
+    assert sum(counts) == 16 and counts[0] > counts[1] >= 1
+    assert shares.time_s < found[Rung.NOTHING].time_s and (shares.moved_bytes, shares.pause_s) == (0, 0.0)
+    assert found[Rung.EVICTION].plan.num_replicas == 1 and found[Rung.EVICTION].plan.ranks == (0, 2)
+    assert found[Rung.CUTS].time_s < shares.time_s and found[Rung.CUTS].plan.micro_batching.per_replica  # both together are better still
+
+
+def test_a_free_device_takes_the_place_of_a_slow_one() -> None:
+    plan = plan_of([[(0,)], [(1,)], [(2,)], [(3,)]])
+    found = options(plan, Speeds.of({2: 2.0, 4: 2.0}))
+    assert found[Rung.ADDITION].plan.stages[2].devices == ((5,),)  # rank 4 is free, but slow too
+    assert found[Rung.ADDITION].time_s == pytest.approx(ladder_of().time_s(plan, Speeds()))
+
+
+def test_a_plan_that_was_left_may_come_back() -> None:
+    shorter = plan_of([[(0,)], [(1,)], [(3,)]], "4xa100-80gb")
+    found = options(shorter, Speeds(), (FOUR,))
+    assert found[Rung.ADDITION].plan == FOUR and found[Rung.ADDITION].time_s < found[Rung.NOTHING].time_s
+
+
+def test_a_tensor_parallel_group_stays_together() -> None:
+    plan = plan_of([[(0, 1)], [(2, 3)], [(4, 5)], [(6, 7)]])
+    found = options(plan, Speeds.of({3: 2.0}))
+    assert found[Rung.CUTS].time_s < 0.9 * found[Rung.NOTHING].time_s
+    assert all(stage.devices == own.devices for stage, own in zip(found[Rung.CUTS].plan.stages, plan.stages, strict=True))
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+    """Two devices of little memory: one alone cannot hold the model."""
+    plan = plan_of([[(0,)], [(1,)]], "2xt4")
+    large = replace(plan, model={**MODEL, "hidden": 2560, "layers": 12, "heads": 20}, precision="fp16")
+    ops = model_of(large).num_ops
+    large = replace(large, stages=(Stage(0, ops // 2, ((0,),)), Stage(ops // 2, ops, ((1,),))))
+    cluster = cluster_of(large)
+    ladder = Ladder(model_of(large), cluster, open_costs("roofline", cluster))
+    found = {one.rung: one for one in ladder.options(large, Speeds.of({1: 50.0}))}
+    assert "would hold" in found[Rung.EVICTION].refused and "GB" in found[Rung.EVICTION].refused
+
+
+def test_steps_are_told_apart() -> None:
+    same, other = FOUR.stages, replace(FOUR.stages[0], recompute=(((0, 3),),))
+    assert rung_between(FOUR, FOUR) is Rung.NOTHING
+    assert rung_between(FOUR, replace(FOUR, stages=(other, *same[1:]))) is Rung.RECOMPUTATION
+    swapped = (replace(same[0], devices=same[1].devices), replace(same[1], devices=same[0].devices), *same[2:])
+    assert rung_between(FOUR, replace(FOUR, stages=swapped)) is Rung.ORDER
+    moved = (replace(same[0], last=same[0].last - 1), replace(same[1], first=same[1].first - 1), *same[2:])
+    assert rung_between(FOUR, replace(FOUR, stages=moved)) is Rung.CUTS
