@@ -299,6 +299,7 @@ def all_cases(folder: Path) -> list[Case]:
     add("batch", "--costs", f"{batch} --costs @", NAMES | {"dynapipe": "dynapipe:nowhere/x"})
     train = "good/plan.json --data good --steps 1 --out run"
     add("train", "PLAN", "@ --data good --steps 1 --out run", FILES)
+    add("train", "--adapt", f"{train} --adapt @", NAMES)
     add("train", "--out", "good/plan.json --data good --steps 1 --out @", FOLDERS)
     add("train", "--data", "good/plan.json --data @ --steps 1 --out run", FILES)
     add("train", "--steps", "good/plan.json --data good --steps @ --out run", WHOLE | {"zero": "0"})
@@ -352,6 +353,7 @@ def all_cases(folder: Path) -> list[Case]:
     add("export", "checkpoint", "@ --to huggingface:weights", FILES)
     add("trace", "RUN", "@ --out t.json", FILES)
     add("trace", "--out", "good --out @", TO_WRITE)
+    add("events", "RUN", "@", FILES)
     add("profile", "--out", "--model gpt-small --out @", TO_WRITE)
     add("profile", "--model", "--out p.json --model @", NAMES | _of("model", folder))
     add("profile", "--device", "--out p.json --model gpt-small --device @", NAMES)
@@ -373,6 +375,7 @@ def all_cases(folder: Path) -> list[Case]:
         "pareto",
         "simulate",
         "trace",
+        "events",
         "demo",
         "explain",
     ):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.adapting.detecting import Cause, Change
-from penstock.adapting.events import EVENTS, noticed
+from penstock.adapting.events import EVENTS, RunEvent, noticed
 from penstock.cli.main import run
 from penstock.plans.build import uniform_plan
 from penstock.plans.schema import write_plan
@@ -87,9 +87,18 @@ def test_a_calm_run_an_unwatched_one_and_none_at_all(folder: Path, tmp_path: Pat
 
 
 def test_a_damaged_line_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / EVENTS).write_text('{"event": 3}\n', encoding="utf-8")
-    assert run(["events", str(folder)]) == 2
-    assert "line 1" in capsys.readouterr().err
+    for wrong in ('{"event": 3}', '{"event": "noticed", "step": 1, "time_s": 1e300, "text": ""}'):
+        (folder / EVENTS).write_text(wrong + "\n", encoding="utf-8")
+        assert run(["events", str(folder)]) == 2
+        assert "line 1" in capsys.readouterr().err
+
+
+def test_text_from_elsewhere_does_not_reach_the_terminal_raw(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = LineLog(folder / EVENTS)
+    log.write(RunEvent("noticed", 1, 1e9, "rank \x1b[2J"))
+    log.close()
+    assert run(["events", str(folder)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("given", "message"), [("move", "cannot move to another plan"), ("on", "off or watch was expected")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -38,7 +38,7 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """`noticed` or `decided`."""
     step: int
     """After which it was."""
-    time_s: float
+    time_s: Annotated[float, msgspec.Meta(ge=0, le=1e11)]
     """When, in seconds since 1970."""
     text: str
     """In words."""

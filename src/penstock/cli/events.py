@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.console import JsonFlag, err, out, print_json
+from penstock.cli.console import JsonFlag, err, out, print_json, visible
 
 if TYPE_CHECKING:
     from penstock.adapting.events import RunEvent
@@ -71,5 +71,5 @@ def _show(found: list[RunEvent], json: bool) -> int:
 def _lines(event: RunEvent) -> list[str]:
     """One event in the width of a terminal, its text below itself where it is long."""
     when = datetime.fromtimestamp(event.time_s).strftime("%H:%M:%S")
-    head = f"step {event.step:<7} {when}  {event.event:<8} "
-    return textwrap.wrap(event.text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+    head = f"step {event.step:<7} {when}  {visible(event.event):<8} "
+    return textwrap.wrap(visible(event.text), _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
