@@ -1,0 +1,161 @@
+"""Random pairs of plans, and jobs for worker processes that train under one and move to the other in mid-run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+from adopting_jobs import Part
+from generation_jobs import Footprint, footprint, no_collection
+from runtime_cases import DIMENSIONS, Case, Choice, is_possible, make_case
+from training_jobs import OpenRank, TrainedPrograms, collected, rank_of
+
+from penstock.adapting.moving import MoveAbortedError, move
+from penstock.plans.plan import Plan
+from penstock.plans.references import model_of
+from penstock.runtime.checkpoints.reader import Checkpoint, PiecesInMemory
+from penstock.runtime.checkpoints.writer import CheckpointWriter
+from penstock.runtime.rank_state import rank_pieces, rank_state
+from penstock.runtime.settings import TrainingSettings
+from penstock.runtime.workers import Worker
+
+__all__ = ["Failure", "Pair", "differences", "drawn_pairs", "move_to_and_fro", "placed", "train_moving"]
+
+_USUAL = {"pp": 1, "tp": 1, "dp": 1, "replicas": 1, "zero": 0}
+BREAK = 2
+"""Steps under the first plan; as many follow under the second."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two plans of one model and precision, with the programs of some steps under the first and of the next under the second."""
+
+    name: str
+    parts: tuple[Part, Part]
+
+
+def placed(case: Case, places: Sequence[int], precision: str) -> Case:
+    """The case with rank r of its plan on device `places[r]`."""
+    stages = tuple(
+        replace(stage, devices=tuple(tuple(places[rank] for rank in ranks) for ranks in stage.devices)) for stage in case.plan.stages
+    )
+    plan = replace(case.plan, stages=stages, precision=precision)
+    return replace(case, plan=plan, model=model_of(plan))
+
+
+def drawn_pairs(count: int, seed: int, num_processes: int) -> Iterator[Pair]:
+    """Plans of every kind, families and precisions in turn, on random devices of the job; a plan may leave some out."""
+    generator, families = random.Random(seed), DIMENSIONS["family"]
+    for number in range(count):
+        family, precision = families[number % len(families)], ("fp32", "bf16")[number // len(families) % 2]
+        cases, names = [], []
+        for at in range(2):
+            choice = _drawn(generator, family, num_processes)
+            case = make_case(choice, generator.randrange(2**30), iterations=2 * BREAK)
+            places = generator.sample(range(num_processes), num_processes)
+            cases.append(placed(case, places, precision))
+            names.append(_brief(choice, cases[at].plan))
+        steps = cases[0].programs()[:BREAK], cases[1].programs()[BREAK:]
+        yield Pair(f"{number} {family} {precision}: {' → '.join(names)}", ((cases[0].plan, steps[0]), (cases[1].plan, steps[1])))
+
+
+def _drawn(generator: random.Random, family: str, num_processes: int) -> Choice:
+    while True:
+        choice = {name: generator.choice(values) for name, values in DIMENSIONS.items()} | {"family": family}
+        crowded = choice["degrees"] == "per stage"  # draws as many ranks as eight processes allow
+        if is_possible(choice, num_processes) and not crowded:
+            return choice
+
+
+def _brief(choice: Choice, plan: Plan) -> str:
+    words = [f"{name} {choice[name]}" for name, usual in _USUAL.items() if choice[name] != usual]
+    return f"{', '.join([*words, choice['schedule']])} on {list(plan.ranks)}"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What goes wrong on one process of a move: reading its `after`-th box to send."""
+
+    process: int
+    after: int
+
+
+def failing(worker: Worker, failure: Failure | None) -> mock._patch | nullcontext[None]:
+    """On the process of the failure, what it holds cannot be read any more after some boxes."""
+    if failure is None or worker.rank != failure.process:
+        return nullcontext()
+    plain, met = PiecesInMemory.load, []
+
+    def load(self: PiecesInMemory, pieces: object) -> None:
+        met.append(pieces)
+        if len(met) > failure.after:
+            raise OSError("as a test wants it")
+        plain(self, pieces)  # type: ignore[arg-type]
+
+    return mock.patch.object(PiecesInMemory, "load", load)
+
+
+def train_moving(
+    worker: Worker, parts: Sequence[Part], settings: TrainingSettings, save: Path, failure: Failure | None = None
+) -> tuple[TrainedPrograms, str]:
+    """Runs the programs of each part under its plan, moved to between two steps, and saves what came of it; with what an aborted move
+    said. Programs that follow one are those of the old plan."""
+    rank = rank_of(parts[0][0], worker.groups, settings, observer=worker.status)
+    losses, said = _steps(rank, parts[0]), ""
+    for plan, programs in parts[1:]:
+        try:
+            with failing(worker, failure):
+                move(rank, plan, programs[0][0].iteration)
+        except MoveAbortedError as error:
+            said = str(error)
+            rank.groups.barrier()  # the others are as well as this one
+            continue
+        losses += _steps(rank, (plan, programs))
+    if said:
+        losses += _steps(rank, parts[-1]) if parts[-1][0] == rank.plan else []
+    weights = _saved(rank, parts[-1][1][-1][0].iteration + 1, save) if rank.world.rank >= 0 else ((), ())
+    return TrainedPrograms(tuple(losses), (), (), *weights), said
+
+
+def _steps(rank: OpenRank, part: Part) -> list[float]:
+    if rank.world.rank < 0:
+        return []
+    return [rank.train(iteration[rank.world.place]).loss.item() for iteration in part[1]]
+
+
+def _saved(rank: OpenRank, step: int, save: Path) -> tuple[object, object]:
+    writer = CheckpointWriter(save, rank=rank.world.place, world_size=len(rank.world.ranks), token="test", limit_s=60)
+    writer.save(step, rank_pieces(rank), rank_state(rank))
+    writer.wait()
+    return collected(rank)
+
+
+def move_to_and_fro(worker: Worker, parts: Sequence[Part], settings: TrainingSettings, rounds: int) -> list[Footprint]:
+    """Moves between plans again and again, with a step under each; what the process has after each round, the collector being off."""
+    rank = rank_of(parts[0][0], worker.groups, settings, observer=worker.status)
+    found = []
+    with no_collection():
+        for _ in range(rounds):
+            for plan, programs in (*parts[1:], parts[0]):
+                move(rank, plan, programs[0][0].iteration)
+                _steps(rank, (plan, programs[:1]))
+            rank.groups.barrier()
+            found.append(footprint())
+    return found
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """Names of the tensors (weights, masters, moments, step counts, statistics) in which two checkpoints differ by a bit."""
+    first, second = Checkpoint(one), Checkpoint(other)
+    names = {*first.manifest.tensors, *second.manifest.tensors}
+    assert first.state == second.state
+    return sorted(
+        name
+        for name in names
+        if not (name in first.manifest.tensors and name in second.manifest.tensors and torch.equal(first.read(name), second.read(name)))
+    )
