@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -15,16 +17,18 @@ from generation_jobs import Footprint, footprint, no_collection
 from runtime_cases import DIMENSIONS, Case, Choice, is_possible, make_case
 from training_jobs import OpenRank, TrainedPrograms, collected, rank_of
 
-from penstock.adapting.moving import MoveAbortedError, move
+from penstock.adapting.moving import move
+from penstock.errors import PenstockError
 from penstock.plans.plan import Plan
 from penstock.plans.references import model_of
-from penstock.runtime.checkpoints.reader import Checkpoint, PiecesInMemory
+from penstock.runtime.checkpoints.layout import TensorPiece
+from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.rank_state import rank_pieces, rank_state
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.workers import Worker
 
-__all__ = ["Failure", "Pair", "differences", "drawn_pairs", "move_to_and_fro", "placed", "train_moving"]
+__all__ = ["Failure", "Pair", "differences", "drawn_pairs", "move_to_and_fro", "placed", "train_moving", "train_on"]
 
 _USUAL = {"pp": 1, "tp": 1, "dp": 1, "replicas": 1, "zero": 0}
 BREAK = 2
@@ -79,47 +83,56 @@ def _brief(choice: Choice, plan: Plan) -> str:
 
 @dataclass(frozen=True)
 class Failure:
-    """What goes wrong on one process of a move: reading its `after`-th box to send."""
+    """What goes wrong in a move: a process cannot handle the box that comes after some others which it sent or received."""
 
     process: int
     after: int
 
 
-def failing(worker: Worker, failure: Failure | None) -> mock._patch | nullcontext[None]:
-    """On the process of the failure, what it holds cannot be read any more after some boxes."""
-    if failure is None or worker.rank != failure.process:
+def failing(worker: Worker, failure: Failure) -> AbstractContextManager[object]:
+    """On the process of the failure it happens; on others nothing."""
+    if worker.rank != failure.process:
         return nullcontext()
-    plain, met = PiecesInMemory.load, []
+    handled: list[object] = []
 
-    def load(self: PiecesInMemory, pieces: object) -> None:
-        met.append(pieces)
-        if len(met) > failure.after:
+    def piece(*fields: Any) -> TensorPiece:
+        handled.append(fields)
+        if len(handled) > failure.after:
             raise OSError("as a test wants it")
-        plain(self, pieces)  # type: ignore[arg-type]
+        return TensorPiece(*fields)
 
-    return mock.patch.object(PiecesInMemory, "load", load)
+    return mock.patch("penstock.adapting.moving.TensorPiece", piece)
 
 
-def train_moving(
-    worker: Worker, parts: Sequence[Part], settings: TrainingSettings, save: Path, failure: Failure | None = None
-) -> tuple[TrainedPrograms, str]:
-    """Runs the programs of each part under its plan, moved to between two steps, and saves what came of it; with what an aborted move
-    said. Programs that follow one are those of the old plan."""
+def train_moving(worker: Worker, parts: Sequence[Part], settings: TrainingSettings, save: Path) -> tuple[TrainedPrograms, float]:
+    """Runs the programs of each part under its plan, moved to between two steps, and saves what came of it; with the seconds of the last
+    move."""
     rank = rank_of(parts[0][0], worker.groups, settings, observer=worker.status)
-    losses, said = _steps(rank, parts[0]), ""
-    for plan, programs in parts[1:]:
+    losses, taken_s = [], 0.0
+    for plan, programs in parts:
+        start = time.monotonic()
+        move(rank, plan, programs[0][0].iteration if programs else 0)  # the first time to where it is
+        taken_s = time.monotonic() - start
+        losses += _steps(rank, (plan, programs))
+    return _saved(rank, losses, parts[-1][1][-1][0].iteration + 1, save), taken_s
+
+
+def train_on(
+    worker: Worker, part: Part, other: Plan, settings: TrainingSettings, save: Path, failure: Failure | None
+) -> tuple[TrainedPrograms, str, bool]:
+    """Runs the programs of a part; before the last a move to another plan is tried, and fails as told, or is not tried at all. With what it
+    said, and whether the process groups are still the same."""
+    plan, programs = part
+    rank = rank_of(plan, worker.groups, settings, observer=worker.status)
+    losses, said, generation = _steps(rank, (plan, programs[:-1])), "", worker.groups.generation
+    if failure is not None:
         try:
             with failing(worker, failure):
-                move(rank, plan, programs[0][0].iteration)
-        except MoveAbortedError as error:
-            said = str(error)
-            rank.groups.barrier()  # the others are as well as this one
-            continue
-        losses += _steps(rank, (plan, programs))
-    if said:
-        losses += _steps(rank, parts[-1]) if parts[-1][0] == rank.plan else []
-    weights = _saved(rank, parts[-1][1][-1][0].iteration + 1, save) if rank.world.rank >= 0 else ((), ())
-    return TrainedPrograms(tuple(losses), (), (), *weights), said
+                move(rank, other, programs[-1][0].iteration)
+        except PenstockError as error:
+            said = f"{type(error).__name__}: {error}"
+    losses += _steps(rank, (plan, programs[-1:]))
+    return _saved(rank, losses, programs[-1][0].iteration + 1, save), said, worker.groups.generation is generation
 
 
 def _steps(rank: OpenRank, part: Part) -> list[float]:
@@ -128,11 +141,13 @@ def _steps(rank: OpenRank, part: Part) -> list[float]:
     return [rank.train(iteration[rank.world.place]).loss.item() for iteration in part[1]]
 
 
-def _saved(rank: OpenRank, step: int, save: Path) -> tuple[object, object]:
+def _saved(rank: OpenRank, losses: list[float], step: int, save: Path) -> TrainedPrograms:
+    if rank.world.rank < 0:
+        return TrainedPrograms(tuple(losses))
     writer = CheckpointWriter(save, rank=rank.world.place, world_size=len(rank.world.ranks), token="test", limit_s=60)
     writer.save(step, rank_pieces(rank), rank_state(rank))
     writer.wait()
-    return collected(rank)
+    return TrainedPrograms(tuple(losses), (), (), *collected(rank))
 
 
 def move_to_and_fro(worker: Worker, parts: Sequence[Part], settings: TrainingSettings, rounds: int) -> list[Footprint]:
