@@ -459,7 +459,7 @@ _CLI = (
 
 _ADAPTING = (
     _bug("a move forgets what arrives", "adapting/moves.py",
-         "self.before_bytes.get(rank, 0) + self.arriving_bytes.get(rank, 0)", "self.before_bytes.get(rank, 0)",
+         "parts = self.before_bytes, self.arriving_bytes, self.after_bytes", "parts = self.before_bytes, self.after_bytes",
          "no room during the move", "adapting/test_moves.py"),
     _bug("weights travel beside their masters", "adapting/moves.py", "if region := outside(one.region, masters):",
          "if region := outside(one.region, ()):", "more bytes than are needed", "adapting/test_moves.py"),
@@ -469,6 +469,14 @@ _ADAPTING = (
     _bug("owners of shared weights keep their state alone", "adapting/holdings.py",
          "if place.op.trainable and place.name not in self.layouts.shared and not place.op.tied_to:", "if place.op.trainable:",
          "the runtime updates them everywhere", "adapting/test_moves.py", pick="runtime"),
+    _bug("a rounded weight counts before its master", "adapting/moving.py", "piece.tensor.dtype != torch.float32",
+         "piece.tensor.dtype == torch.float32", "bits are lost with every move", "adapting/test_moving.py", pick="one_move_after"),
+    _bug("the loss scale stays where it was", "adapting/moving.py", "for note in notes if note.loss_scale is not None), None)",
+         "for note in notes if False), None)", "fp16 begins anew on every move", "adapting/test_moving.py", pick="one_move_after"),
+    _bug("moments are asked for before there are any", "adapting/moving.py", "if one.kind in (WEIGHTS, MASTER, BUFFERS, *kinds)",
+         "if one.kind", "a move before the first step fails", "adapting/test_moving.py", pick="first_step"),
+    _bug("any plan fits", "adapting/moving.py", "if problem := self.made.unfit(cluster_of(rank.plan)):", "if problem := '':",
+         "memory runs out when nobody can go back any more", "adapting/test_moving.py", pick="refused"),
     _bug("lengths of samples raise alarms", "adapting/detecting.py", "common = _common(ratios) if len(ratios) > 1 else 0.0", "common = 0.0",
          "what all ranks share is not taken off", "adapting/test_detecting.py"),
     _bug("hiccups add up", "adapting/detecting.py", "(ratios - self.level) / self._scale, -CLIP, CLIP)",

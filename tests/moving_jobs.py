@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from generation_jobs import Footprint, footprint, no_collection
 from runtime_cases import DIMENSIONS, Case, Choice, is_possible, make_case
 from training_jobs import OpenRank, TrainedPrograms, collected, rank_of
 
-from penstock.adapting.moving import move
+from penstock.adapting.moving import MoveAbortedError, move
 from penstock.errors import PenstockError
 from penstock.plans.plan import Plan
 from penstock.plans.references import model_of
@@ -104,6 +104,11 @@ def failing(worker: Worker, failure: Failure) -> AbstractContextManager[object]:
     return mock.patch("penstock.adapting.moving.TensorPiece", piece)
 
 
+def small_rounds() -> AbstractContextManager[object]:
+    """So little in each round of transfers that these small models need many."""
+    return mock.patch("penstock.adapting.moving.MAX_MOVE_BYTES", 20_000)
+
+
 def train_moving(worker: Worker, parts: Sequence[Part], settings: TrainingSettings, save: Path) -> tuple[TrainedPrograms, float]:
     """Runs the programs of each part under its plan, moved to between two steps, and saves what came of it; with the seconds of the last
     move."""
@@ -111,7 +116,8 @@ def train_moving(worker: Worker, parts: Sequence[Part], settings: TrainingSettin
     losses, taken_s = [], 0.0
     for plan, programs in parts:
         start = time.monotonic()
-        move(rank, plan, programs[0][0].iteration if programs else 0)  # the first time to where it is
+        with small_rounds():
+            move(rank, plan, programs[0][0].iteration if programs else 0)  # the first time to where it is
         taken_s = time.monotonic() - start
         losses += _steps(rank, (plan, programs))
     return _saved(rank, losses, parts[-1][1][-1][0].iteration + 1, save), taken_s
@@ -127,7 +133,7 @@ def train_on(
     losses, said, generation = _steps(rank, (plan, programs[:-1])), "", worker.groups.generation
     if failure is not None:
         try:
-            with failing(worker, failure):
+            with failing(worker, failure), small_rounds():
                 move(rank, other, programs[-1][0].iteration)
         except PenstockError as error:
             said = f"{type(error).__name__}: {error}"
@@ -151,13 +157,16 @@ def _saved(rank: OpenRank, losses: list[float], step: int, save: Path) -> Traine
 
 
 def move_to_and_fro(worker: Worker, parts: Sequence[Part], settings: TrainingSettings, rounds: int) -> list[Footprint]:
-    """Moves between plans again and again, with a step under each; what the process has after each round, the collector being off."""
+    """Moves between plans again and again, with a step under each, each time after a move that failed; what the process has after each
+    round, the collector being off."""
     rank = rank_of(parts[0][0], worker.groups, settings, observer=worker.status)
     found = []
     with no_collection():
         for _ in range(rounds):
             for plan, programs in (*parts[1:], parts[0]):
-                move(rank, plan, programs[0][0].iteration)
+                with failing(worker, Failure(1, 3)), small_rounds(), suppress(MoveAbortedError):
+                    move(rank, plan, 0)
+                move(rank, plan, 0)
                 _steps(rank, (plan, programs[:1]))
             rank.groups.barrier()
             found.append(footprint())

@@ -90,6 +90,7 @@ def test_a_move_that_fails_has_not_been(name: str, pool: WorkerPool, tmp_path: P
 SMALL = "nodes: [{device: cpu, gpus: 4, memory_limit_gb: 0.0005}]"
 REFUSED: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "another precision": (lambda plan: replace(plan, precision="fp32"), "InputError: precision is 'fp32' in the new plan, but 'bf16' in"),
+    "another batch": (lambda plan: replace(plan, global_batch=4), "InputError: global_batch is 4 in the new plan, but 8 in the old one"),
     "a rank without a process": (
         lambda plan: placed(Case(plan, model_of(plan), ()), (0, 7), plan.precision).plan,
         "InputError: the new plan has rank 7, but the job has processes for 0-3 alone."),

@@ -98,6 +98,11 @@ class _Mover:
         if missing:
             raise InputError(f"the new plan has rank {format_ranks(missing)}, but the job has processes for {format_ranks(members)} alone. "
                              "Use a plan of devices that take part.")  # fmt: skip
+        for word in ("optimizer", "global_batch", "seq_length", "dec_length"):
+            before, after = getattr(rank.plan, word), getattr(self.plan, word)
+            if before != after:
+                raise InputError(f"{word} is {after} in the new plan, but {before} in the old one: training would not be the same. "
+                                 "Use plans of one optimizer, global batch and length.")  # fmt: skip
         # Of the optimizer that really runs, whatever the plans were priced for.
         self.made = moves(replace(rank.plan, optimizer=kind), replace(self.plan, optimizer=kind))
         if problem := self.made.unfit(cluster_of(rank.plan)):
@@ -137,7 +142,8 @@ class _Mover:
 
     def _agreed(self, act: Callable[[], T]) -> list[T]:
         """Acts; what the act returned on each process. Raises on all if it failed on any: nobody goes on to wait for one that failed."""
-        failure, done = None, None
+        failure: Exception | None = None
+        done = None
         try:
             done = act()
         except Exception as error:  # whatever it is, the others must hear of it
@@ -146,12 +152,15 @@ class _Mover:
         if len(self.generation.members) > 1:
             answers *= len(self.generation.members)
             dist.all_gather_object(answers, answers[0])
-        if isinstance(failure, InputError | InfeasibleError):  # what a plan lacks, all find alike
-            raise failure
-        failed = [f"process {member}: {why}" for member, (why, _) in zip(self.generation.members, answers, strict=True) if why]
-        if failed:
-            raise MoveAbortedError(f"the move before step {self.step} was aborted ({'; '.join(failed)}). "
-                                   "Training goes on under the old plan.") from failure  # fmt: skip
+        try:
+            if isinstance(failure, InputError | InfeasibleError):  # what a plan lacks, all find alike
+                raise failure
+            failed = [f"process {member}: {why}" for member, (why, _) in zip(self.generation.members, answers, strict=True) if why]
+            if failed:
+                raise MoveAbortedError(f"the move before step {self.step} was aborted ({'; '.join(failed)}). "
+                                       "Training goes on under the old plan.") from failure  # fmt: skip
+        finally:
+            failure = None  # its traceback has this frame: in a circle, transfers and their process groups would outlive the generation
         return [told for _, told in answers]
 
 
