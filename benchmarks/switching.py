@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from checkpoint_jobs import train_part
-from moving_jobs import Pair, differences, drawn_pairs, train_moving
+from moving_jobs import Chain, differences, drawn_chains, train_moving
 
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.workers import WorkerError, WorkerPool
@@ -28,7 +28,7 @@ from penstock.runtime.workers import WorkerError, WorkerPool
 SETTINGS = TrainingSettings(LearningRate(3e-3, warmup_steps=2), OptimizerSettings("adamw", eps=1e-3), clip_norm=0.5)
 
 
-def problem_of(pair: Pair, pool: WorkerPool, folder: Path) -> tuple[str, float]:
+def problem_of(pair: Chain, pool: WorkerPool, folder: Path) -> tuple[str, float]:
     """What differs between a pair's two ways (nothing, if all is well), and the seconds that the slowest process took to move."""
     (old, before), (new, after) = pair.parts
     first = pool.run(train_part, old, before, SETTINGS, None, folder / "saved", timeout_s=120)
@@ -49,7 +49,7 @@ def main() -> int:
     given = parser.parse_args()
     wrong, pauses_s, start = [], [], time.monotonic()
     pool = WorkerPool(given.ranks)
-    for pair in drawn_pairs(given.pairs, given.seed, given.ranks):
+    for pair in drawn_chains(given.pairs, 2, 2, given.seed, given.ranks):
         with tempfile.TemporaryDirectory() as folder:
             try:
                 problem, pause_s = problem_of(pair, pool, Path(folder))

@@ -1,4 +1,4 @@
-"""Random pairs of plans, and jobs for worker processes that train under one and move to the other in mid-run."""
+"""Random plans, and jobs for worker processes that train under one after the other and move between them in mid-run."""
 
 from __future__ import annotations
 
@@ -28,19 +28,17 @@ from penstock.runtime.rank_state import rank_pieces, rank_state
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.workers import Worker
 
-__all__ = ["Failure", "Pair", "differences", "drawn_pairs", "move_to_and_fro", "placed", "train_moving", "train_on"]
+__all__ = ["Chain", "Failure", "differences", "drawn_chains", "move_to_and_fro", "placed", "train_moving", "train_on"]
 
 _USUAL = {"pp": 1, "tp": 1, "dp": 1, "replicas": 1, "zero": 0}
-BREAK = 2
-"""Steps under the first plan; as many follow under the second."""
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two plans of one model and precision, with the programs of some steps under the first and of the next under the second."""
+class Chain:
+    """Plans of one model and precision, one after the other, with the programs of the steps under each."""
 
     name: str
-    parts: tuple[Part, Part]
+    parts: tuple[Part, ...]
 
 
 def placed(case: Case, places: Sequence[int], precision: str) -> Case:
@@ -52,20 +50,20 @@ def placed(case: Case, places: Sequence[int], precision: str) -> Case:
     return replace(case, plan=plan, model=model_of(plan))
 
 
-def drawn_pairs(count: int, seed: int, num_processes: int) -> Iterator[Pair]:
-    """Plans of every kind, families and precisions in turn, on random devices of the job; a plan may leave some out."""
+def drawn_chains(count: int, length: int, steps: int, seed: int, num_processes: int) -> Iterator[Chain]:
+    """`length` plans of every kind, some steps under each; families and precisions in turn, on random devices of the job: a plan may leave
+    some out."""
     generator, families = random.Random(seed), DIMENSIONS["family"]
     for number in range(count):
         family, precision = families[number % len(families)], ("fp32", "bf16")[number // len(families) % 2]
-        cases, names = [], []
-        for at in range(2):
+        parts, names = [], []
+        for at in range(length):
             choice = _drawn(generator, family, num_processes)
-            case = make_case(choice, generator.randrange(2**30), iterations=2 * BREAK)
-            places = generator.sample(range(num_processes), num_processes)
-            cases.append(placed(case, places, precision))
-            names.append(_brief(choice, cases[at].plan))
-        steps = cases[0].programs()[:BREAK], cases[1].programs()[BREAK:]
-        yield Pair(f"{number} {family} {precision}: {' → '.join(names)}", ((cases[0].plan, steps[0]), (cases[1].plan, steps[1])))
+            case = make_case(choice, generator.randrange(2**30), iterations=(at + 1) * steps)
+            case = placed(case, generator.sample(range(num_processes), num_processes), precision)
+            parts.append((case.plan, case.programs()[at * steps :]))
+            names.append(_brief(choice, case.plan))
+        yield Chain(f"{number} {family} {precision}: {' to '.join(names)}", tuple(parts))
 
 
 def _drawn(generator: random.Random, family: str, num_processes: int) -> Choice:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from adopting_jobs import Part
 from checkpoint_jobs import train_part
-from moving_jobs import Failure, Pair, differences, drawn_pairs, move_to_and_fro, placed, train_moving, train_on
+from moving_jobs import Chain, Failure, differences, drawn_chains, move_to_and_fro, placed, train_moving, train_on
 from runtime_cases import Case, Choice, make_case
 
 from penstock.plans.plan import Plan
@@ -22,7 +22,7 @@ ADAMW = TrainingSettings(LearningRate(3e-3, warmup_steps=2), OptimizerSettings("
 SGD = TrainingSettings(LearningRate(0.02), OptimizerSettings("sgd", momentum=0.9))
 ONE: Choice = {"family": "gpt", "pp": 1, "tp": 1, "dp": 1, "replicas": 1, "schedule": "1f1b", "layout": "packed", "recompute": "none",
                "cuts": "uneven", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
-PAIRS = list(drawn_pairs(12, 1, NUM_PROCESSES))
+CHAINS = list(drawn_chains(12, 4, 1, 1, NUM_PROCESSES))
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +47,9 @@ def check(parts: Sequence[Part], settings: TrainingSettings, pool: WorkerPool, f
     assert saved is not None and differences(folder / "moved", saved) == []
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
-def test_a_move_is_a_stop_and_a_restart(pair: Pair, pool: WorkerPool, tmp_path: Path) -> None:
-    check(pair.parts, ADAMW, pool, tmp_path)
+@pytest.mark.parametrize("chain", CHAINS, ids=lambda chain: chain.name)
+def test_a_move_is_a_stop_and_a_restart(chain: Chain, pool: WorkerPool, tmp_path: Path) -> None:
+    check(chain.parts, ADAMW, pool, tmp_path)
 
 
 @pytest.mark.parametrize(("settings", "precision"), [(SGD, "fp32"), (SGD, "bf16"), (ADAMW, "fp16")])
