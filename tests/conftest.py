@@ -15,6 +15,8 @@ from hypothesis import settings
 from penstock.kernels import KERNEL_MODULES
 from penstock.processes.fork_server import PRELOADED
 
+gc.disable()  # until all tests are collected
+
 settings.register_profile("build", derandomize=True, deadline=None)
 settings.register_profile("here", deadline=None)
 settings.load_profile("build" if os.environ.get("CI") else "here")
@@ -27,6 +29,7 @@ def pytest_collection_finish() -> None:
     """What has been imported stays for good; no later collection of garbage looks through it again, which took a tenth of all time."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

@@ -120,7 +120,7 @@ def test_a_second_one_ends_at_once(folder: Path, tmp_path: Path) -> None:
 def test_sigterm_under_torchrun(folder: Path, tmp_path: Path) -> None:
     """As a batch system sends it, to torchrun and to its processes, who then get it from torchrun too."""
     run = tmp_path / "run"
-    with begun(command(folder, run, ENDLESS, launcher=TORCHRUN), run) as process:
+    with begun(command(folder, run, ENDLESS, "--planners", "0", launcher=TORCHRUN), run) as process:
         ranks = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
         assert len(ranks) == 2
         for pid in (*ranks, process.pid):

@@ -113,7 +113,7 @@ def test_torchrun_starts_the_same_training(data: str, tmp_path: Path) -> None:
     write_plan(tmp_path / "plan.json", on_devices(plan_of(pp=2), 0, 2))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock.cli.main", "train"]
     options = [str(tmp_path / "plan.json"), "--data", data, "--steps", "2", "--out", str(tmp_path / "run"), "--json", "--lr", "2e-3"]
-    options.append("--compare")
+    options += ["--compare", "--planners", "0"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=250, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
