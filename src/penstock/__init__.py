@@ -14,10 +14,12 @@ _HOMES = {
     "Executor": "penstock.runtime.executor",
     "InfeasibleError": "penstock.errors",
     "InputError": "penstock.errors",
+    "MoveAbortedError": "penstock.adapting.moving",
     "PenstockError": "penstock.errors",
     "ProfileMissingError": "penstock.errors",
     "TrainRequest": "penstock.runtime.request",
     "Trainer": "penstock.runtime.trainer",
+    "move": "penstock.adapting.moving",
     "moves": "penstock.adapting.moves",
 }
 

@@ -27,10 +27,10 @@ from penstock.plans.degrees import Axis, DegreeRun, parts_of
 from penstock.plans.plan import Plan, Stage
 from penstock.plans.ranks import flat_part, holders, seats_of, state_owners
 from penstock.runtime.checkpoints.layout import BUFFERS, WEIGHTS, CheckpointLayout, parameter_layout, whole_layout
+from penstock.runtime.optimizing.optimizer import MASTER
 
 __all__ = ["MASTER", "STATE", "STEPS", "HeldTensor", "Holdings", "Layouts", "Sizes", "holdings"]
 
-MASTER = "master"
 STATE, STEPS = "state", "steps"
 """What an optimizer keeps in a weight's shape, and as one number for a weight; beside `WEIGHTS` and `BUFFERS`."""
 

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from penstock.adapting.holdings import Layouts
-from penstock.adapting.moves import Moves, moves
+from penstock.adapting.moves import moves
 from penstock.clusters import Cluster
-from penstock.costs.memory import CUDA_CONTEXT_BYTES, SLACK
 from penstock.costs.source import CostSource
 from penstock.costs.speeds import OpClass, SlowedCosts, Speeds
 from penstock.models.ops import Model
@@ -132,17 +131,8 @@ class Ladder:
             return Remedy(rung, new, found.time_s, refused=problems[0] if problems else _unfit(found))
         made = moves(plan, new, layouts=self.layouts, cluster=self.cluster)
         pause_s = PAUSE_STEPS * step_s + PAUSE_LINK * made.time_s(estimator.cluster)
-        refused = _unfit(found) or self._unfit_move(made)
+        refused = _unfit(found) or made.unfit(self.cluster)
         return Remedy(rung, new, found.time_s, pause_s, made.num_bytes, refused)
-
-    def _unfit_move(self, made: Moves) -> str:
-        """What does not fit while both plans' parts are held."""
-        for rank, held in made.peak_bytes.items():
-            device = self.cluster.device(rank)
-            context = 0.0 if device.name.startswith("cpu") else CUDA_CONTEXT_BYTES
-            if held * (1 + SLACK) + context > device.memory_bytes:
-                return f"rank {rank} would hold {held / 1e9:.1f} GB of both plans, of {device.memory_bytes / 1e9:.1f} GB"
-        return ""
 
 
 def _unfit(found: Estimate) -> str:

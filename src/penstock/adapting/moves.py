@@ -16,14 +16,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.adapting.boxes import Region, chopped, outside
+from penstock.adapting.boxes import Region, chopped
 from penstock.adapting.holdings import STATE, HeldTensor, Holdings, Layouts, Sizes, holdings
 from penstock.clusters import Cluster
+from penstock.costs.memory import CUDA_CONTEXT_BYTES, SLACK
 from penstock.errors import InputError, PenstockError
 from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.runtime.checkpoints.layout import WEIGHTS
-from penstock.runtime.checkpoints.manifest import Box, intersection, volume
+from penstock.runtime.checkpoints.manifest import Box, intersection, outside, volume
 
 __all__ = ["MAX_MOVE_BYTES", "Move", "Moves", "moves"]
 
@@ -76,12 +77,22 @@ class Moves:
 
     @cached_property
     def peak_bytes(self) -> dict[int, int]:
-        """What each rank holds while it moves: a donor lets go of nothing before all have what they need, so that a move can be undone.
+        """The most that each rank holds while it moves: a donor lets go of nothing before all have what they need, so that a move can be
+        undone, and then takes its parts into place, where it makes room for them first.
 
         Gradients and activations are not counted: between two steps the former are zero, and the latter are gone.
         """
-        ranks = sorted({*self.before_bytes, *self.arriving_bytes})
-        return {rank: self.before_bytes.get(rank, 0) + self.arriving_bytes.get(rank, 0) for rank in ranks}
+        parts = self.before_bytes, self.arriving_bytes, self.after_bytes
+        return {rank: sum(own.get(rank, 0) for own in parts) for rank in sorted(set().union(*parts))}
+
+    def unfit(self, cluster: Cluster) -> str:
+        """Which rank has no room for the move; nothing if all have."""
+        for rank, held in self.peak_bytes.items():
+            device = cluster.device(rank)
+            context = 0.0 if device.name.startswith("cpu") else CUDA_CONTEXT_BYTES
+            if held * (1 + SLACK) + context > device.memory_bytes:
+                return f"rank {rank} would hold {held / 1e9:.3g} GB of both plans, of {device.memory_bytes / 1e9:.3g} GB"
+        return ""
 
     def time_s(self, cluster: Cluster, factor: LinkFactor = lambda _a, _b: 1.0) -> float:
         """How long training stands still if all links are busy at once: until the last rank has sent and received its share.

@@ -27,6 +27,7 @@ from penstock.runtime.checkpoints.layout import (
 )
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointWriter
+from penstock.runtime.optimizing.optimizer import MASTER
 from penstock.runtime.parallel.gradients import holders_of
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ __all__ = [
     "adopt_with_state",
     "check_state",
     "checkpoint_state",
+    "held_pieces",
     "load_rank",
     "load_state",
     "load_weights",
@@ -70,7 +72,7 @@ def rank_pieces(rank: Rank) -> Iterator[TensorPiece]:
         for held in _saved_here(rank, stage, number):
             layout = parameter_layout(held.module, held.name, known=known)
             state = optimizer.state(held.parameter) if held.parameter.requires_grad else {}
-            yield from _pieces(layout, held, state.pop("master", held.parameter.detach()))
+            yield from _pieces(layout, held, state.pop(MASTER, held.parameter.detach()))
             for kind, value in state.items():
                 if value.dim():
                     yield from _pieces(layout, held, value, kind)
@@ -79,6 +81,24 @@ def rank_pieces(rank: Rank) -> Iterator[TensorPiece]:
         for piece, module in _modules(stage):
             if module.tp.rank == 0 and holders_of(stage, piece)[0] == rank.world.rank:
                 yield from _buffers(module)
+
+
+def held_pieces(rank: Rank) -> Iterator[TensorPiece]:
+    """All that this rank holds, whoever else holds it too, as views that are valid until its next step: masters under the names of their
+    weights and before these, so that whoever takes the first piece of a name takes the exact one."""
+    known: dict[Any, Any] = {}
+    for stage, own in zip(rank.stages.values(), rank.gradients.values(), strict=True):
+        for held in own.updated_here():
+            layout = parameter_layout(held.module, held.name, known=known)
+            for kind, value in rank.update.optimizer.state(held.parameter).items():
+                if value.dim() or kind == MASTER:
+                    yield from _pieces(layout, held, value, WEIGHTS if kind == MASTER else kind)
+                else:
+                    yield from whole_layout(layout.name, ()).pieces(value, kind)
+        for held in own.kept() if stage.stage.zero == 3 else stage.held:  # ZeRO-2 has the whole weights beside the parts that it updates
+            yield from _pieces(parameter_layout(held.module, held.name, known=known), held, held.parameter.detach())
+        for _, module in _modules(stage):
+            yield from _buffers(module)
 
 
 def _pieces(layout: CheckpointLayout, held: Held, tensor: torch.Tensor, kind: str = "") -> Iterator[TensorPiece]:
@@ -245,8 +265,8 @@ def _state(
     """The optimizer's state of one weight (master, moments, step count), in the shape in which this rank keeps it."""
     device = held.parameter.device
     shape = held.parameter.shape
-    state = {"master": torch.empty(shape, device=device)}
-    source.load(_pieces(layout, held, state["master"]))
+    state = {MASTER: torch.empty(shape, device=device)}
+    source.load(_pieces(layout, held, state[MASTER]))
     for kind in kinds:
         state[kind] = torch.empty(() if kind in scalars else shape, device=device)
         one = whole_layout(layout.name, ()).pieces(state[kind], kind) if kind in scalars else _pieces(layout, held, state[kind], kind)

@@ -6,7 +6,7 @@ A *box* is [start, stop) along each dimension of a global tensor, so a checkpoin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from penstock.errors import InputError
 
 __all__ = [
     "FORMAT", "MANIFEST", "VERSION", "Box", "CheckpointManifest", "RankPart", "StoredPiece", "StoredTensor", "cover_problem",
-    "decode_manifest", "intersection", "merge_parts", "volume", "whole_box",
+    "decode_manifest", "intersection", "merge_parts", "outside", "volume", "whole_box",
 ]  # fmt: skip
 
 FORMAT, VERSION = "penstock checkpoint", 1
@@ -39,6 +39,30 @@ def intersection(one: Box, other: Box) -> Box | None:
     """What two boxes of one tensor share; None if nothing."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return shared if all(start < stop for start, stop in shared) else None
+
+
+def outside(region: Iterable[Box], other: Sequence[Box]) -> list[Box]:
+    """The part of a region that `other` does not cover.
+
+    >>> outside([((0, 4), (0, 4))], [((1, 2), (1, 4))])
+    [((0, 1), (0, 4)), ((2, 4), (0, 4)), ((1, 2), (0, 1))]
+    """
+    left = list(region)
+    for hole in other:
+        left = [part for box in left for part in _without(box, hole)]
+    return left
+
+
+def _without(box: Box, hole: Box) -> Iterator[Box]:
+    """A box less a hole: along each dimension in turn what lies before and after it."""
+    shared = intersection(box, hole)
+    if shared is None:
+        yield box
+        return
+    for dim, ((start, stop), (first, last)) in enumerate(zip(box, shared, strict=True)):
+        for part in ((start, first), (last, stop)):
+            if part[0] < part[1]:
+                yield (*shared[:dim], part, *box[dim + 1 :])
 
 
 class StoredPiece(msgspec.Struct, frozen=True):

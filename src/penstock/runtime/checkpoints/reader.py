@@ -14,7 +14,17 @@ from penstock.errors import InputError, near_misses
 from penstock.runtime.checkpoints.files import DTYPE_NAMES, checksum, tensor_bytes
 from penstock.runtime.checkpoints.folder import find_checkpoint
 from penstock.runtime.checkpoints.layout import TensorPiece
-from penstock.runtime.checkpoints.manifest import MANIFEST, Box, StoredPiece, StoredTensor, decode_manifest, intersection, volume, whole_box
+from penstock.runtime.checkpoints.manifest import (
+    MANIFEST,
+    Box,
+    StoredPiece,
+    StoredTensor,
+    decode_manifest,
+    intersection,
+    outside,
+    volume,
+    whole_box,
+)
 
 __all__ = ["Checkpoint", "PiecesInMemory"]
 
@@ -159,8 +169,8 @@ class Checkpoint:
 
 
 class PiecesInMemory:
-    """Pieces of tensors from anywhere, a rank's own or received from others, read like a checkpoint: by boxes of the same tensors. Of a box
-    that several have the first given counts; boxes that are not equal must not overlap."""
+    """Pieces of tensors from anywhere, a rank's own or received from others, read like a checkpoint: by boxes of the same tensors. Where
+    several have the same values, the first given counts."""
 
     def __init__(self, pieces: Iterable[TensorPiece]) -> None:
         self._pieces: dict[str, dict[Box, torch.Tensor]] = {}
@@ -171,14 +181,16 @@ class PiecesInMemory:
     def load(self, pieces: Iterable[TensorPiece]) -> None:
         """Fills the pieces' tensors, whatever their dtype and device."""
         for piece in pieces:
-            left = piece.tensor.numel()
+            left = [piece.box] if piece.tensor.numel() else []
             for box, source in self._pieces.get(piece.name, {}).items():
-                shared = intersection(box, piece.box)
-                if shared is not None:
-                    piece.tensor[_inside(shared, piece.box)].copy_(source[_inside(shared, box)])
-                    left -= volume(shared)
+                for part in left:
+                    if (shared := intersection(box, part)) is not None:
+                        piece.tensor[_inside(shared, piece.box)].copy_(source[_inside(shared, box)])
+                if not (left := outside(left, [box])):
+                    break
             if left:
-                raise ValueError(f"{left} of {piece.tensor.numel()} values of '{piece.name}' {piece.box} are in no piece")
+                missing = sum(map(volume, left))
+                raise ValueError(f"{missing} of {piece.tensor.numel()} values of '{piece.name}' {piece.box} are in no piece")
 
 
 def _inside(part: Box, whole: Box) -> tuple[slice, ...]:

@@ -18,7 +18,10 @@ from penstock.models.modules.fused import has_triton
 from penstock.runtime.optimizing.update_rules import AdamWRule, UpdateRule, update_rule
 from penstock.runtime.settings import OptimizerSettings
 
-__all__ = ["MasterAdamW", "Optimizer", "make_adamw", "make_optimizer", "squared_norms"]
+__all__ = ["MASTER", "MasterAdamW", "Optimizer", "make_adamw", "make_optimizer", "squared_norms"]
+
+MASTER = "master"
+"""What an optimizer calls the fp32 copy that a half-precision weight is rounded from, beside `exp_avg` and the like."""
 
 Make = Callable[[list[nn.Parameter]], UpdateRule]
 """The update rule over fp32 weights."""
@@ -125,7 +128,9 @@ class _Masters(Optimizer):
                     steps[name] = value
                 else:
                     found.setdefault(name, []).append(value.detach()[at : at + stop - start])
-        return {name: torch.cat(parts).view(parameter.shape) for name, parts in found.items()} | steps
+        # What lies in one place is not copied: whoever saves or moves a rank would hold its state twice.
+        whole = {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in found.items()}
+        return {name: value.view(parameter.shape) for name, value in whole.items()} | steps
 
     @torch.no_grad()
     def load_state(self, parameter: nn.Parameter, state: Mapping[str, torch.Tensor]) -> None:

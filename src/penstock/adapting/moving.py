@@ -1,0 +1,182 @@
+"""Moves a job that trains from one plan to another in its running processes, between two steps, or leaves it exactly as it is.
+
+    prepare       every process works out the same moves, whether there is room for them, and tells the others
+    transfer      boxes go from rank to rank in rounds of bounded size; before each round all say that they are ready for it
+    acknowledge   all have what they need under the new plan; until here nothing of the old plan was touched
+    commit        all make the next generation of process groups and adopt the new plan with what they hold and what came
+
+A process that fails in one of the first three says so in place of going on, so that nobody waits for it: all then raise
+`MoveAbortedError`, and training goes on under the old plan. To the bit a move is what stopping, saving a checkpoint and resuming under the
+new plan in new processes would be.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from penstock.adapting.moves import MAX_MOVE_BYTES, Move, Moves, moves
+from penstock.errors import InfeasibleError, InputError, PenstockError
+from penstock.models.modules.build import TORCH_DTYPES
+from penstock.plans.plan import Plan
+from penstock.plans.references import cluster_of
+from penstock.plans.texts import format_ranks
+from penstock.runtime.checkpoints.layout import BUFFERS, WEIGHTS, TensorPiece
+from penstock.runtime.checkpoints.reader import PiecesInMemory
+from penstock.runtime.optimizing.optimizer import MASTER
+from penstock.runtime.rank import Rank
+from penstock.runtime.rank_state import TrainedState, adopt_state, held_pieces
+
+__all__ = ["MoveAbortedError", "move"]
+
+T = TypeVar("T")
+
+
+class MoveAbortedError(PenstockError):
+    """A process could not take its part in a move: all keep the plan that they had, and training can go on."""
+
+
+@dataclass(frozen=True)
+class _Note:
+    """What a process tells all others before anything travels."""
+
+    plan: Plan
+    step: int
+    kinds: Mapping[str, bool]
+    """What its optimizer keeps for each weight, and whether that is one number; nothing on a rank without weights."""
+    loss_scale: Mapping[str, Any] | None
+
+
+def move(rank: Rank, plan: Plan, step: int) -> Moves:
+    """Puts `plan` in force before step `step`, with all that training has reached; what travelled.
+
+    Every process of the job calls it between the same two steps, also one to which either plan gives nothing. Raises `InputError` for a
+    plan of other training, `InfeasibleError` where a device has no room to move, `MoveAbortedError` where a process failed: on all
+    processes, and with the old plan in force as before.
+    """
+    return _Mover(rank, plan, step).run()
+
+
+class _Mover:
+    """This process' part in one move."""
+
+    def __init__(self, rank: Rank, plan: Plan, step: int) -> None:
+        self.rank, self.plan, self.step = rank, plan, step
+        self.generation = rank.groups.generation
+        self.through = torch.device("cpu") if rank.groups.staged else rank.groups.device
+        """Where the process groups can reach a tensor: processes that share a GPU have theirs on the host."""
+        self.own: list[TensorPiece] = []
+        """What this process holds under the old plan."""
+        self.arrived: list[TensorPiece] = []
+
+    def run(self) -> Moves:
+        notes = self._agreed(self._prepare)
+        if any((note.plan, note.step) != (self.plan, self.step) for note in notes):
+            raise MoveAbortedError(f"processes were to move to different plans, or before different steps: "
+                                   f"{[note.step for note in notes]}. Training goes on under the old plan.")  # fmt: skip
+        if self.plan == self.rank.plan:
+            return self.made
+        kinds = {kind: is_number for note in notes for kind, is_number in note.kinds.items()}
+        # Before the first step there are no moments to send.
+        self._transfer([one for one in self.made.boxes if one.kind in (WEIGHTS, MASTER, BUFFERS, *kinds)])
+        # Exact ones first: a weight that a rank has, or gets, in half precision is its master rounded.
+        pieces = sorted((*self.own, *self.arrived), key=lambda piece: piece.tensor.dtype != torch.float32)
+        numbers = frozenset(kind for kind, is_number in kinds.items() if is_number)
+        scale = next((note.loss_scale for note in notes if note.loss_scale is not None), None)
+        adopt_state(self.rank, self.plan, TrainedState(PiecesInMemory(pieces), tuple(kinds), numbers, scale))
+        return self.made
+
+    def _prepare(self) -> _Note:
+        rank, members, kind = self.rank, self.generation.members, self.rank.settings.optimizer.kind
+        missing = [one for one in self.plan.ranks if one not in members]
+        if missing:
+            raise InputError(f"the new plan has rank {format_ranks(missing)}, but the job has processes for {format_ranks(members)} alone. "
+                             "Use a plan of devices that take part.")  # fmt: skip
+        for word in ("optimizer", "global_batch", "seq_length", "dec_length"):
+            before, after = getattr(rank.plan, word), getattr(self.plan, word)
+            if before != after:
+                raise InputError(f"{word} is {after} in the new plan, but {before} in the old one: training would not be the same. "
+                                 "Use plans of one optimizer, global batch and length.")  # fmt: skip
+        # Of the optimizer that really runs, whatever the plans were priced for.
+        self.made = moves(replace(rank.plan, optimizer=kind), replace(self.plan, optimizer=kind))
+        if problem := self.made.unfit(cluster_of(rank.plan)):
+            raise InfeasibleError(f"no room to move: {problem}. Stop and resume under the new plan, or choose one that moves less.")
+        self.own = list(held_pieces(rank))
+        kinds = {piece.name.partition("/")[0]: piece.shape == () for piece in self.own}
+        scale = rank.update.scale if rank.world.rank >= 0 else None
+        return _Note(self.plan, self.step, {kind: is_number for kind, is_number in kinds.items() if kind not in (WEIGHTS, BUFFERS)},
+                     None if scale is None else asdict(scale))  # fmt: skip
+
+    def _transfer(self, boxes: Sequence[Move]) -> None:
+        """Returns once every process has what it needs."""
+        source, coming = PiecesInMemory(self.own), list[TensorPiece]()
+        for some in _rounds(boxes):
+            operations: list[dist.P2POp] = []
+            self._agreed(partial(self._ready, some, source, operations, coming))
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+        self._agreed(lambda: self.arrived.extend(replace(piece, tensor=piece.tensor.to(self.rank.groups.device)) for piece in coming))
+
+    def _ready(
+        self, some: Sequence[Move], source: PiecesInMemory, operations: list[dist.P2POp], coming: list[TensorPiece]
+    ) -> None:  # fmt: skip
+        """Fills what this process sends in a round, and makes room for what it receives."""
+        for one in some:
+            if self.generation.own not in (one.source, one.target):
+                continue
+            dtype = TORCH_DTYPES[self.rank.plan.precision] if one.kind == WEIGHTS else torch.float32
+            values = torch.empty([stop - start for start, stop in one.box], dtype=dtype, device=self.through)
+            piece = TensorPiece(f"{WEIGHTS if one.kind == MASTER else one.kind}/{one.name}", one.shape, one.box, values)
+            if one.source == self.generation.own:
+                source.load([piece])
+                operations.append(dist.P2POp(dist.isend, values, self.generation.members.index(one.target)))
+            else:
+                coming.append(piece)
+                operations.append(dist.P2POp(dist.irecv, values, self.generation.members.index(one.source)))
+
+    def _agreed(self, act: Callable[[], T]) -> list[T]:
+        """Acts; what the act returned on each process. Raises on all if it failed on any: nobody goes on to wait for one that failed."""
+        failure: Exception | None = None
+        done = None
+        try:
+            done = act()
+        except Exception as error:  # whatever it is, the others must hear of it
+            failure = error
+        answers: list[Any] = [("" if failure is None else f"{type(failure).__name__}: {failure}", done)]
+        if len(self.generation.members) > 1:
+            answers *= len(self.generation.members)
+            dist.all_gather_object(answers, answers[0])
+        try:
+            if isinstance(failure, InputError | InfeasibleError):  # what a plan lacks, all find alike
+                raise failure
+            failed = [f"process {member}: {why}" for member, (why, _) in zip(self.generation.members, answers, strict=True) if why]
+            if failed:
+                raise MoveAbortedError(f"the move before step {self.step} was aborted ({'; '.join(failed)}). "
+                                       "Training goes on under the old plan.") from failure  # fmt: skip
+        finally:
+            failure = None  # its traceback has this frame: in a circle, transfers and their process groups would outlive the generation
+        return [told for _, told in answers]
+
+
+def _rounds(boxes: Sequence[Move]) -> Iterator[list[Move]]:
+    """Moves in turn, in rounds in which no rank sends or receives more than `MAX_MOVE_BYTES`: they are begun together and waited for
+    together, so that no two ranks can wait for each other in a circle."""
+    found: list[Move] = []
+    busy: defaultdict[tuple[str, int], int] = defaultdict(int)
+    for one in boxes:
+        ends = ("sends", one.source), ("receives", one.target)
+        if found and any(busy[end] + one.num_bytes > MAX_MOVE_BYTES for end in ends):
+            yield found
+            found = []
+            busy.clear()
+        found.append(one)
+        for end in ends:
+            busy[end] += one.num_bytes
+    if found:
+        yield found
