@@ -113,7 +113,9 @@ def _disturbed(
     """Ratios of a run in which one subject of one cause is slower from step `start` on; which cause and which of its subjects."""
     generator = np.random.default_rng(seed)
     cause = causes[int(generator.integers(len(causes)))]
-    ratios = {one: noise.draw(generator, start + length, len(SUBJECTS[one])) for one in causes}
+    unpredicted = replace(noise, common=0.0)  # a wait is measured beside the step: no prediction of it could be off
+    noises = {one: unpredicted if one is Cause.DATA else noise for one in causes}
+    ratios = {one: noises[one].draw(generator, start + length, len(SUBJECTS[one])) for one in causes}
     index = int(generator.integers(len(SUBJECTS[cause])))
     ratios[cause][start:, index] += np.log(factor)
     return ratios, cause, index

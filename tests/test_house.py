@@ -45,7 +45,7 @@ ARROWS = {
     "profiling": "clusters models costs timing runtime",
     "reports": "errors files schedules timing",
     "cli": "errors files processes clusters models schedules plans costs timing ordering batching search "
-           "programs stores data systems interop runtime profiling reports",
+           "programs stores data systems interop runtime adapting profiling reports",
 }
 
 MAX_KERNEL_ARGUMENTS = 12

@@ -24,7 +24,7 @@ from penstock.runtime.devices.timed import TimedRank
 from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.rank import Evaluated, Rank
 from penstock.runtime.request import WARM_UP, TrainRequest, TrainResult
-from penstock.runtime.run import train_rank
+from penstock.runtime.run import Watching, train_rank
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.source import Source, load_share
 from penstock.runtime.telemetry.observing import Observer
@@ -199,7 +199,7 @@ def run_paced(
     return times_s, TrainedPrograms(tuple(losses), (), (), *collected(rank))
 
 
-def train_slowly(worker: Worker, request: TrainRequest, handover: Handover, token: str) -> TrainResult:
+def train_slowly(worker: Worker, request: TrainRequest, handover: Handover, token: str, watching: Watching | None = None) -> TrainResult:
     """A rank of `penstock train`; rank 0's micro-batches take a second to load once it is warm."""
 
     def late(source: Source, program: Program, *given: Any, **named: Any) -> Batch:
@@ -207,4 +207,4 @@ def train_slowly(worker: Worker, request: TrainRequest, handover: Handover, toke
         return load_share(source, program, *given, **named)
 
     with mock.patch("penstock.runtime.rank.load_share", late):
-        return train_rank(worker, request, handover, token)
+        return train_rank(worker, request, handover, token, watching)

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -461,3 +462,27 @@ def test_a_store_that_is_gone_ends_the_wait(folder: Path) -> None:
         loader = DynamicLoader(make_source(folder), make_planner(folder), 1, address=address, job=job, starts_planners=False, timeout=1)
         with pytest.raises(StoreError, match="nothing came for 1 s"):
             next(iter(loader))
+
+
+def test_waits_for_programs_and_for_samples_are_told_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock of the test's own: planning takes 2 s, reading samples 3 s. Samples are read last, so a short wait is for them."""
+    now = [0.0]
+    planner = make_planner(folder)
+    programs, load = planner.programs, Samples.load
+
+    def later(time_s: float, found: Any) -> Any:
+        now[0] += time_s
+        return found
+
+    monkeypatch.setattr("penstock.data.loader.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(Samples, "load", lambda *given: later(3.0, load(*given)))
+    slow: Any = SimpleNamespace(plan=planner.plan, form=planner.form, programs=lambda *given: later(2.0, programs(*given)))
+    loader = DynamicLoader(make_source(folder), slow, 0, planners=0)
+    loader.next_planned_here()
+    assert (loader.wait_s, loader.data_wait_s) == (5.0, 3.0)
+    waits = iter([4.0, 1.0])
+    loader._feed = SimpleNamespace(next=lambda: later(next(waits), ("found", 3.0)), end=lambda: None)  # type: ignore[assignment]
+    loader._fetched()
+    assert (loader.wait_s, loader.data_wait_s) == (5.0 + 4.0, 3.0 + 3.0)
+    loader._fetched()
+    assert (loader.wait_s, loader.data_wait_s) == (9.0 + 1.0, 6.0 + 1.0)

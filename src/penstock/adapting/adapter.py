@@ -35,14 +35,20 @@ class AfterStep:
 class Adapter:
     """Notices and decides for one run; who carries decisions out says so with `adopted`."""
 
-    def __init__(self, ladder: Ladder, plan: Plan, subjects: Mapping[Cause, Sequence[Subject]]) -> None:
-        """`subjects` are the ranks and links of the job, also of those that the plan leaves out."""
-        self.detector, self.decider = Detector(subjects), Decider(ladder, plan)
+    def __init__(
+        self, ladder: Ladder, plan: Plan, subjects: Mapping[Cause, Sequence[Subject]], detector: Detector | None = None
+    ) -> None:  # fmt: skip
+        """`subjects` are the ranks and links of the job, also of those that the plan leaves out; `detector` has followed the run so far."""
+        self.detector, self.decider = detector or Detector(subjects), Decider(ladder, plan)
         self._links = Cause.LINK in subjects
 
     def add(self, step: int, figures: Mapping[Cause, StepFigures], slowdowns: Mapping[int, Slowdowns] | None = None) -> AfterStep:
         """Takes the figures of all ranks for a step; `slowdowns` tell classes of ops apart on the ranks that have been fitted."""
         changes = self.detector.add(step, figures)
+        return AfterStep(tuple(changes), self.decide(step, changes, slowdowns))
+
+    def decide(self, step: int, changes: Sequence[Change], slowdowns: Mapping[int, Slowdowns] | None = None) -> Decision:
+        """What to do after a step in which the detector has seen these changes."""
         links = self.detector.factors(Cause.LINK) if self._links else {}
         speeds = measured_speeds(self.detector.factors(Cause.COMPUTE), links, slowdowns or {})
         begun = [change.since for change in changes if change.cause in (Cause.COMPUTE, Cause.LINK)]
@@ -50,7 +56,7 @@ class Adapter:
             self.decider.changed(speeds, min(begun))
         elif speeds != self.decider.speeds:
             self.decider.refined(speeds)
-        return AfterStep(tuple(changes), self.decider.decide(step))
+        return self.decider.decide(step)
 
     def adopted(self, decision: Decision) -> None:
         """The decision was carried out: its plan is in force."""

@@ -60,6 +60,10 @@ class Cause(StrEnum):
     """All ranks alike are slower, or faster, than the costs say: nobody is to blame, and no plan would help."""
 
 
+_WAITS = (Cause.DATA, Cause.PLANNING)
+"""Nothing is predicted for them that could be wrong for all alike: who waits is told, also if all do."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepFigures:
     """What one kind of work took in a step, for all subjects in one order; a subject that had none of it has 0 predicted.
@@ -218,7 +222,7 @@ class Detector:
         found: list[tuple[float, Change]] = []
         for cause, own in figures.items():
             ratios = own.ratios()
-            common = _common(ratios) if len(ratios) > 1 else 0.0
+            common = 0.0 if cause in _WAITS or (cause is Cause.LINK and len(ratios) == 1) else _common(ratios)
             found += self._series[cause].add(ratios - common, step)
             if cause is Cause.COMPUTE:
                 found += self._costs_off(_common(ratios), step)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.runtime.interrupts import Interrupted
     from penstock.runtime.request import StepTold, TrainResult
+    from penstock.runtime.run import Watching
     from penstock.runtime.settings import TrainingSettings
     from penstock.runtime.telemetry.predicting import PredictedSteps
     from penstock.timing.disturbance import Disturbance
@@ -50,6 +51,9 @@ def train(
     disturb: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With timed and paced devices: what slows them down, and at which steps (YAML).")
     ] = None,
+    adapt: Annotated[
+        str, typer.Option(metavar="off|watch", help="watch: notice slow ranks and say what could be done (`penstock events`).")
+    ] = "watch",
     share_gpus: Annotated[
         bool, typer.Option("--share-gpus", help="Let several ranks run on one GPU, each with its part under MPS.")
     ] = False,
@@ -112,7 +116,7 @@ def train(
     from penstock.plans.schema import read_plan
 
     given = read_plan(plan)
-    _check(reserve_memory)
+    _check(reserve_memory, adapt)
     if device == "timed":
         _refuse_learning(context)
     under_torchrun = "WORLD_SIZE" in os.environ and "RANK" in os.environ
@@ -126,7 +130,7 @@ def train(
         checkpoint_every=checkpoint_every, keep=keep, resume=resume, weights=weights, profile_steps=_steps(torch_profile),
         share_gpus=share_gpus, reserve_memory=reserve_memory,
         planning=PlanningSettings(planners, store, store_timeout, search_steps=budget_steps), disturbance=_disturbance(slow or [], disturb),
-    ))  # fmt: skip
+    ), _watching(adapt))  # fmt: skip
     unit = "tokens" if given.seq_length else "images"
     first = not under_torchrun or os.environ["RANK"] == "0"
     for note in trainer.notes() if first else ():
@@ -178,7 +182,7 @@ def _interrupted(result: TrainResult, steps: int, path: Path) -> Interrupted:
 
 _LEARNING = (
     "share_gpus", "reserve_memory", "lr", "warmup", "clip", "on_nan", "eval_every", "checkpoint_every", "keep", "resume",
-    "weights", "torch_profile", "deterministic",
+    "weights", "torch_profile", "deterministic", "adapt",
 )  # fmt: skip
 """Options that ask for what only devices that compute can give."""
 
@@ -189,9 +193,17 @@ def _refuse_learning(context: typer.Context) -> None:
     ]
     if given:
         raise InputError(
-            f"{', '.join(given)}: a timed device computes nothing, so there is nothing to learn, evaluate, save or go on from, and no "
-            "memory to take. Leave out what is named, or use --device cpu or cuda."
+            f"{', '.join(given)}: a timed device computes nothing, so there is nothing to learn, notice, evaluate, save or go on from, "
+            "and no memory to take. Leave out what is named, or use --device cpu or cuda."
         )
+
+
+def _watching(adapt: str) -> Watching | None:
+    if adapt == "off":
+        return None
+    from penstock.adapting.watching import watch_run
+
+    return watch_run
 
 
 def _disturbance(slow: list[str], path: Path | None) -> Disturbance:
@@ -223,8 +235,12 @@ def _steps(text: str) -> tuple[int, ...]:
         raise InputError(f"--torch-profile is '{text}'; steps such as 3,4 were expected.") from None
 
 
-def _check(reserve_memory: float) -> None:
-    """Refuses a share that is none."""
+def _check(reserve_memory: float, adapt: str) -> None:
+    """Refuses a share that is none, and a way to adapt that there is not."""
+    if adapt == "move":
+        raise InputError("--adapt is 'move', but runs cannot move to another plan by themselves yet. Use --adapt watch.")
+    if adapt not in ("off", "watch"):
+        raise InputError(f"--adapt is '{adapt}'; off or watch was expected.")
     if not 0 <= reserve_memory < 1:
         raise InputError(f"--reserve-memory is {reserve_memory}; a share of the memory from 0 to below 1, such as 0.9, was expected.")
 

@@ -60,6 +60,8 @@ class DynamicLoader:
         """The iteration that comes next."""
         self.wait_s = 0.0
         """Time that training spent waiting for its next iteration, all in all."""
+        self.data_wait_s = 0.0
+        """Of it, waiting for samples; the rest is for programs."""
         self._address, self._job, self._planners, self._ahead, self._timeout_s = address, job, planners, prefetch_factor, timeout
         self._feed: _Feed | None = None
         self.data, self.batches = source.open()
@@ -120,8 +122,10 @@ class DynamicLoader:
         """The next iteration, planned by this rank: the same as planners give, for when the store is gone while others have theirs."""
         start = time.perf_counter()
         programs = self.planner.programs(self.data, self.batches[self.step])
+        planned = time.perf_counter()
         found = self._samples.load(next(program for program in programs if program.rank == self.rank), self.planner.plan)
         self.wait_s += time.perf_counter() - start
+        self.data_wait_s += time.perf_counter() - planned
         self.step += 1
         return found
 
@@ -134,8 +138,10 @@ class DynamicLoader:
             steps = range(self.step, self.source.num_steps or sys.maxsize)
             self._feed = _Feed(store, load, self.rank, self.planner.plan.ranks.index(self.rank), steps, self._ahead)
         start = time.perf_counter()
-        found = self._feed.next()
-        self.wait_s += time.perf_counter() - start
+        found, loading_s = self._feed.next()
+        waited_s = time.perf_counter() - start
+        self.wait_s += waited_s
+        self.data_wait_s += min(waited_s, loading_s)  # samples are read last, right before they are handed over
         self.step += 1
         return found
 
@@ -159,13 +165,13 @@ class _Feed:
     ) -> None:  # fmt: skip
         self._open, self._load, self._rank, self._place, self._steps = open_own, load, rank, place, steps
         """`place`: of the rank among those that have work, by which the store knows it."""
-        self._ready: queue.Queue[LoadedProgram | BaseException] = queue.Queue(ahead)
+        self._ready: queue.Queue[tuple[LoadedProgram, float] | BaseException] = queue.Queue(ahead)
         self._ended, self._at = threading.Event(), 0
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
         self._thread.start()
 
-    def next(self) -> LoadedProgram:
-        """The next iteration, or the failure that it met."""
+    def next(self) -> tuple[LoadedProgram, float]:
+        """The next iteration, and how long its samples took to read; or the failure that it met."""
         found = self._ready.get()
         if isinstance(found, BaseException):
             raise found
@@ -191,9 +197,11 @@ class _Feed:
                     entry = b"" if self._ended.is_set() else store.fetch(step, self._place)
                     if not entry:
                         return
-                    found = self._load(open_entry(entry, f"the program of rank {self._rank} in iteration {step}"))
+                    program = open_entry(entry, f"the program of rank {self._rank} in iteration {step}")
+                    start = time.perf_counter()
+                    found, loading_s = self._load(program), time.perf_counter() - start
                     store.acknowledge(step, self._place)
-                    self._ready.put(found)
+                    self._ready.put((found, loading_s))
         except BaseException as error:
             if not self._ended.is_set():
                 self._ready.put(error)

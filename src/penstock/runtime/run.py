@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ from penstock.runtime.rank_state import load_rank, load_weights, rank_pieces, ra
 from penstock.runtime.request import PACED, WARM_UP, EvalRecord, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run_folder import CHECKPOINTS, STEPS
 from penstock.runtime.run_inputs import batch_source, run_inputs
+from penstock.runtime.telemetry.figures import RankFigures, StepMeter, StepWatcher
 from penstock.runtime.telemetry.flops import PeakTimes
 from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
 from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages, times_of_ranks
@@ -55,7 +57,10 @@ from penstock.stores import StoreError
 if TYPE_CHECKING:
     from penstock.runtime.planner_processes import Handover
 
-__all__ = ["Run", "train_rank"]
+__all__ = ["Run", "Watching", "train_rank"]
+
+Watching = Callable[["Run"], "StepWatcher | None"]
+"""Makes the watcher of a run, on every rank; None where there is nothing to be seen."""
 
 _BEHIND = 1.2
 """A machine that takes so many times as long as its paced devices says so."""
@@ -119,6 +124,9 @@ class Run:
             load_weights(open_weights(request.weights, self.model), self.rank)
         self._held_out, self._evaluations = self._evaluation(planner) if request.eval_every else (None, ())
         self.evaluated: list[EvalRecord] = []
+        self.watcher: StepWatcher | None = None
+        self._meter: StepMeter | None = None
+        """On devices that keep no clock of their own."""
 
     def _rank(self, planner: ProgramPlanner, observer: Observers) -> Rank:
         request, groups = self.request, self.worker.groups
@@ -144,6 +152,17 @@ class Run:
         if self.log is not None:
             self.log.close()
 
+    @property
+    def computes_on_cores(self) -> bool:
+        """Whether passes take as long as the cores of this machine need, and not as long as a clock of devices says."""
+        return self.world.device.type == "cpu" and not isinstance(self.rank, PacedRank)
+
+    def watch(self, watcher: StepWatcher) -> None:
+        """Has every step measured, and tells `watcher` of it."""
+        self.watcher = watcher
+        if not isinstance(self.rank, PacedRank):
+            self._meter = StepMeter(self.loader.planner, self.times)
+
     def train(self) -> TrainResult:
         """All steps that are left."""
         losses, times, tokens, ended_by = [], [], [], 0
@@ -154,12 +173,15 @@ class Run:
             wait_s, position = self.loader.wait_s, self.spans.position
             with self.profiled.around(program.iteration):
                 result = self.rank.train(program, loaded)
+            if self._meter is not None:
+                self._meter.expect(program)
             losses.append(result.loss.item())
             norm = None if result.norm is None else result.norm.item()
             self._check_finite(program, result, losses[-1], norm)
             end = time.perf_counter()
             times.append(self._device_s(program.iteration, end - start))
             self.times.step_done(end - start, wait_s, self.rank.update.exchanges)
+            figures = self._figures(end - start)
             tokens.append(int(result.tokens.item()))
             step = program.iteration
             record = StepRecord(
@@ -172,14 +194,14 @@ class Run:
                 self.log.write(record)
             self._after(step, StepTold(step, losses[-1], tokens[-1] / times[-1], record.gpu_utilisation))
             if step + 1 < self.request.steps:
-                ended_by, is_due = self._agreed()
+                ended_by, is_due = self._agreed(step, figures)
                 if ended_by:
                     break
                 if is_due and self._saved <= step:
                     self._save(step + 1)
             if (step + 1) % _SYNC_STEPS == 0:
                 self._compare_clocks(step + 1)
-            self.loader.wait_s = 0.0
+            self.loader.wait_s = self.loader.data_wait_s = 0.0
             start = time.perf_counter()
             self.times.paused(start - end)
         if self.loader.step > self._saved:
@@ -193,6 +215,19 @@ class Run:
             slowest_stages(self.world, self.times), str(Path(self.request.out) / CHECKPOINTS), ended_by,
             times_of_ranks(self.world, self.times.times(self._memory().get("allocated_bytes"))),
         )  # fmt: skip
+
+    def _figures(self, wall_s: float) -> RankFigures:
+        """What this rank measured in the step that has ended, or the one before it."""
+        if isinstance(self.rank, PacedRank):
+            clock = self.rank.clock
+            return RankFigures(clock.busy_s, clock.expected_s, clock.data_wait_s, 0.0, clock.device_s)
+        if self._meter is None:
+            return RankFigures()
+        if self.is_first and self._meter.refused is not None and "costs" not in self._given_up:
+            self._given_up.add("costs")
+            self._notes.append(f"slow ranks will not be noticed, since nothing can be predicted: {self._meter.refused}")
+        wait_s, data_s = self.loader.wait_s, self.loader.data_wait_s
+        return self._meter.ended(wall_s, data_s, wait_s - data_s)
 
     def _device_s(self, step: int, wall_s: float) -> float:
         """What a step took: by the clock on the wall, or by those of paced devices."""
@@ -239,14 +274,19 @@ class Run:
         except PlanningError as error:  # which every rank was told
             raise self._ended(error) from None
 
-    def _agreed(self) -> tuple[int, bool]:
+    def _agreed(self, step: int, figures: RankFigures) -> tuple[int, bool]:
         """The signal that asks any of the ranks to end, and whether it is time for a checkpoint, which none is still writing; asked of all
-        after each step, so that they do so after the same one. Raises on all of them where one has lost the store."""
+        after each step, so that they do so after the same one. Raises on all of them where one has lost the store. What ranks measured
+        goes the same way, since a message costs far more than its bytes."""
         is_due = self.is_first and self.request.checkpoint_every > 0 and self._interval.is_over(time.monotonic())
         own = [int(self._lost is not None), self.worker.asked_to_end(), int(is_due), int(self.checkpoints.busy)]
-        lost, number, due, busy = self.world.gather(torch.tensor(own)).amax(0).tolist()
+        told = self.world.gather(torch.tensor([*own, *astuple(figures)], dtype=torch.float64))
+        lost, number, due, busy = told[:, : len(own)].amax(0).tolist()
         if lost:
             raise self._ended(self._lost or StoreError("another rank gets no more programs from the store."))
+        if self.watcher is not None:
+            ranks = {rank: RankFigures(*row) for rank, row in zip(self.world.ranks, told[:, len(own) :].tolist(), strict=True)}
+            self._notes += self.watcher.after(step - (self._meter.lateness if self._meter else 0), ranks)
         return int(number), bool(due and not busy)
 
     def _ended(self, error: PenstockError) -> PenstockError:
@@ -360,7 +400,11 @@ def _forwards(program: Program) -> ReplicaWork:
     return ReplicaWork(program.micro_batches, merged)
 
 
-def train_rank(worker: Worker, request: TrainRequest, handover: Handover, token: str) -> TrainResult:
-    """One rank's whole run: a job for workers, and what a process under torchrun calls."""
+def train_rank(worker: Worker, request: TrainRequest, handover: Handover, token: str, watching: Watching | None = None) -> TrainResult:
+    """One rank's whole run: a job for workers, and what a process under torchrun calls. `watching` makes who follows its steps."""
     with Run(worker, request, handover, token) as run:
-        return run.train()
+        if watching is None or (watcher := watching(run)) is None:
+            return run.train()
+        with closing(watcher):
+            run.watch(watcher)
+            return run.train()

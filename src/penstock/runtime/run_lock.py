@@ -12,7 +12,7 @@ from pathlib import Path
 
 from penstock.errors import InputError
 
-__all__ = ["LOCK", "run_lock"]
+__all__ = ["LOCK", "is_held", "run_lock"]
 
 LOCK = "lock"
 """The file that is locked; it stays, and says who had the folder last."""
@@ -31,6 +31,21 @@ def run_lock(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)  # which lets go of the lock: children are started with `exec` and never get the handle
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process of this machine trains into a folder now."""
+    try:
+        handle = os.open(folder / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False
 
 
 def _take(handle: int, folder: Path) -> None:

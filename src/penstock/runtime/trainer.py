@@ -29,7 +29,7 @@ from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.planner_processes import planners_here, planners_of_nodes
 from penstock.runtime.rank_state import check_state
 from penstock.runtime.request import PACED, TIMED, WARM_UP, StepTold, TrainRequest, TrainResult
-from penstock.runtime.run import train_rank
+from penstock.runtime.run import Watching, train_rank
 from penstock.runtime.run_folder import own_folder, safe_step
 from penstock.runtime.run_inputs import run_inputs
 from penstock.runtime.telemetry.predicting import PredictedSteps, predict_peaks, predict_steps
@@ -49,8 +49,9 @@ class Trainer:
     >>> Trainer(TrainRequest(read_plan("plan.json"), "data", steps=100, out="run")).train()   # doctest: +SKIP
     """
 
-    def __init__(self, request: TrainRequest) -> None:
-        self.request = _checked(request)
+    def __init__(self, request: TrainRequest, watching: Watching | None = None) -> None:
+        """`watching` makes who is told of every step, on every rank; a function that ranks can import."""
+        self.request, self.watching = _checked(request), watching
         self.model = model_of(request.plan)
         self.first_step = _first_step(self.request)
         """How many steps a checkpoint has behind it."""
@@ -76,7 +77,7 @@ class Trainer:
             dist.broadcast(token, 0)
             worker = replace(worker, tell=lambda told: progress(told) if progress else None, asked_to_end=lambda: interrupts.number)
             try:
-                return _run_rank(worker, train_rank, request, handover, f"{int(token):x}")
+                return _run_rank(worker, train_rank, request, handover, f"{int(token):x}", self.watching)
             except PenstockError as error:
                 raise (self._with_safe_step(error) if first else error) from None
 
@@ -94,7 +95,8 @@ class Trainer:
             ) as pool,
             nullcontext() if rehearses else Interrupts(pool.board.ask_to_end),
         ):
-            job = (rehearse_rank, request, handover) if rehearses else (train_rank, request, handover, secrets.token_hex(8))
+            own = (rehearse_rank, request, handover)
+            job = own if rehearses else (train_rank, request, handover, secrets.token_hex(8), self.watching)
             try:
                 found: list[TrainResult] = pool.run(
                     _run_rank, *job, timeout_s=_RUN_S, listen=lambda rank, told: progress(told) if progress else None

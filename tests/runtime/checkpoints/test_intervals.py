@@ -10,6 +10,7 @@ import torch
 
 from penstock.runtime.checkpoints.intervals import SaveInterval
 from penstock.runtime.run import Run
+from penstock.runtime.telemetry.figures import RankFigures
 
 
 def test_ten_minutes_or_a_hundred_times_what_the_last_one_cost() -> None:
@@ -25,7 +26,7 @@ def test_ten_minutes_or_a_hundred_times_what_the_last_one_cost() -> None:
 def test_the_first_rank_asks_for_one_that_no_rank_still_writes(every: int, is_first: int, busy: int, expected: int) -> None:
     stub: Any = SimpleNamespace(
         is_first=bool(is_first), request=SimpleNamespace(checkpoint_every=every), _interval=SaveInterval(_last_s=-1e9), _lost=None,
-        worker=SimpleNamespace(asked_to_end=lambda: 15), checkpoints=SimpleNamespace(busy=False),
-        world=SimpleNamespace(gather=lambda own: torch.stack([own, torch.tensor([0, 0, 0, busy])])),
+        worker=SimpleNamespace(asked_to_end=lambda: 15), checkpoints=SimpleNamespace(busy=False), watcher=None,
+        world=SimpleNamespace(gather=lambda own: torch.stack([own, torch.tensor([0.0, 0.0, 0.0, busy, *[0.0] * 5], dtype=torch.float64)])),
     )  # fmt: skip
-    assert Run._agreed(stub) == (15, bool(expected))
+    assert Run._agreed(stub, 3, RankFigures()) == (15, bool(expected))

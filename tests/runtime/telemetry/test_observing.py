@@ -43,6 +43,7 @@ def test_the_parts_of_steps_add_up_to_them() -> None:
             times.done(index, 0, (index + 1) * 1_000_000_000)
         times.step_done(50.0 if one.training else 99.0, planning_s=1.0, exchanges=[(100.0, 102.0), (103.0, 103.5)])
         times.paused(4.0 if one.iteration < 3 else 0.0)
+    assert times.passes_s == 1 + 2 + 3 + 6 + 7 + 8  # of step 2; that of evaluations is not counted
     times.settle()
     found = times.times()
     assert found is not None and (found.issuing_s, found.peak_bytes) == (None, None)
@@ -64,6 +65,7 @@ def test_on_a_gpu_what_runs_beside_it_counts_as_far_as_it_is_idle(monkeypatch: p
             times.at(index)
             times.done(index, 0, 3_000_000_000)
         times.step_done(30.0, planning_s=1.0)
+        assert times.passes_s == (12.0 if iteration else 0.0)  # of the step before
     times.settle()
     found = times.times(peak_bytes=7.0)
     assert found is not None and (found.issuing_s, found.peak_bytes) == (18.0, 7.0)

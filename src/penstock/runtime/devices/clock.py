@@ -22,25 +22,19 @@ import torch.distributed as dist
 from penstock.plans.degrees import Axis, parts_of
 from penstock.plans.ranks import seats_of
 from penstock.programs.instructions import (
-    Backward,
-    BackwardInput,
     BackwardWeight,
     Forward,
     Free,
-    Instruction,
     Program,
     ReduceStart,
     SendStart,
 )
+from penstock.runtime.telemetry.predicting import PASSES, Pass, passes_s
 from penstock.runtime.transport.world import World
-from penstock.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from penstock.timing.disturbance import Disturbance
 from penstock.timing.workload import Workload
 
 __all__ = ["ClockSettings", "DeviceClock"]
-
-Pass = Forward | Backward | BackwardInput | BackwardWeight
-_KINDS: dict[type[Instruction], int] = {Forward: FORWARD, Backward: BACKWARD, BackwardInput: INPUT_GRAD, BackwardWeight: WEIGHT_GRAD}
 
 
 @dataclass(frozen=True)
@@ -75,6 +69,10 @@ class DeviceClock:
         """Of the last iteration: until the last rank was done, by the clock on the wall."""
         self.busy_s = 0.0
         """Of the last iteration: what this device computed, waits left out."""
+        self.expected_s = 0.0
+        """The same, were it not slowed."""
+        self.data_wait_s = 0.0
+        """Of the last iteration: how long it waited for samples."""
         self._random = random.Random(f"{settings.seed} {world.rank}")
         self._ready: dict[int, float] = {}
         """When what lies in each buffer is there."""
@@ -91,17 +89,14 @@ class DeviceClock:
         self._begin = self._gathered(time.monotonic()).max().item() + self.settings.lead_s
         self._now = self._begin
         """When the device is free."""
-        self.busy_s = 0.0
+        self.busy_s = self.data_wait_s = 0.0
+        self.expected_s = passes_s(program, work)
         factor = self.settings.disturbance.data(step)
         # Loading runs beside the step before, from its start on: what is left of it now is waited for.
-        left_s = 0.0 if factor is None else factor * self._computing_s() - self.device_s
+        left_s = 0.0 if factor is None else factor * self.expected_s - self.device_s
         self._loaded = self._begin + max(0.0, left_s) if self.device_s else self._begin
         self._slower = self.settings.disturbance.compute(self.world.rank, step)
         sleep_until(self._begin)
-
-    def _computing_s(self) -> float:
-        passes = (step for step in self._program.instructions if isinstance(step, Pass))
-        return sum(float(self._work.durations_s[_KINDS[type(step)], step.stage, step.micro_batch]) for step in passes)
 
     def end(self) -> None:
         """Returns when the last device is done."""
@@ -111,13 +106,14 @@ class DeviceClock:
 
     def loaded(self) -> None:
         """The samples of this iteration are there."""
+        self.data_wait_s += max(0.0, self._loaded - self._now)
         self._now = max(self._now, self._loaded)
 
     def passed(self, step: Pass, since: float) -> None:
         """The device is busy for a pass from the moment it is free and the pass is ready; returns when it ends. `since`: when the executor
         came to it."""
         source = getattr(step, "source", None)
-        time_s = float(self._work.durations_s[_KINDS[type(step)], step.stage, step.micro_batch]) * self._slower
+        time_s = float(self._work.durations_s[PASSES[type(step)], step.stage, step.micro_batch]) * self._slower
         if self.settings.noise:
             time_s *= max(0.0, self._random.gauss(1.0, self.settings.noise))
         self.busy_s += time_s

@@ -16,8 +16,9 @@ import numpy as np
 
 from penstock.batching.workloads import batch_workload
 from penstock.plans.ranks import seats_of
+from penstock.programs.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction
 from penstock.runtime.telemetry.parts import StepParts
-from penstock.schedules.actions import BACKWARD, FORWARD
+from penstock.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from penstock.schedules.rules import SCHEDULES
 from penstock.timing.estimate import Estimate, Estimator
 from penstock.timing.execution import Execution, execute
@@ -33,7 +34,11 @@ if TYPE_CHECKING:
     from penstock.programs.instructions import Program
     from penstock.timing.planned import PlannedPipeline
 
-__all__ = ["PredictedSteps", "ProgramTimes", "predict_peaks", "predict_steps", "predict_timelines"]
+__all__ = ["PASSES", "Pass", "PredictedSteps", "ProgramTimes", "passes_s", "predict_peaks", "predict_steps", "predict_timelines"]
+
+Pass = Forward | Backward | BackwardInput | BackwardWeight
+PASSES: dict[type[Instruction], int] = {Forward: FORWARD, Backward: BACKWARD, BackwardInput: INPUT_GRAD, BackwardWeight: WEIGHT_GRAD}
+"""The kind of action that each instruction is."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +118,6 @@ class ProgramTimes:
             count = len(program.micro_batches)
             same = {name: np.repeat(getattr(self._alike, name)[..., :1], count, axis=2) for name in ("durations_s", "transfers_s")}
             return replace(self._alike, **same)
-        from penstock.programs.instructions import Forward
-
         assert self._costs is not None
         patterns = {one.index: [0] * program.num_stages for one in program.micro_batches}
         for step in program.instructions:
@@ -122,6 +125,12 @@ class ProgramTimes:
                 patterns[step.micro_batch][step.stage] = step.pattern
         micro_batches = [msgspec.structs.replace(one, recompute=tuple(patterns[one.index])) for one in program.micro_batches]
         return batch_workload(self._costs, micro_batches, program.replica)
+
+
+def passes_s(program: Program, work: Workload) -> float:
+    """What a rank computes in a program, one pass after the other; `work` has the times of its replica."""
+    passes = (step for step in program.instructions if isinstance(step, Pass))
+    return sum(float(work.durations_s[PASSES[type(step)], step.stage, step.micro_batch]) for step in passes)
 
 
 def _pipeline(planner: ProgramPlanner) -> PlannedPipeline:

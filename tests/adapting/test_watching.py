@@ -1,0 +1,120 @@
+"""What is noticed in running jobs: processes on paced devices, whose times are exact however busy the machine is; and figures made up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from penstock.adapting.events import EVENTS, RunEvent, read_events
+from penstock.adapting.watching import Watch, watch_run
+from penstock.plans.build import uniform_plan
+from penstock.plans.plan import Plan
+from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
+from penstock.runtime.telemetry.figures import RankFigures
+from penstock.runtime.trainer import Trainer
+from penstock.timing.disturbance import Disturbance, DisturbanceChange
+
+pytestmark = pytest.mark.timeout(280)
+SOON = 12
+"""Steps within which a change has to be noticed."""
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    """Four stages on devices that keep no rank waiting."""
+    (tmp_path / "four.yaml").write_text(
+        "devices: [{name: swift, memory_gb: 8, memory_bandwidth_gb_per_s: 900, fp32_tflops: 9}]\nnodes: [{device: swift, gpus: 4}]\n",
+        encoding="utf-8",
+    )
+    return uniform_plan("gpt-tiny", str(tmp_path / "four.yaml"), global_batch=4, micro_batch=1, pp=4, layout="packed", precision="fp32")
+
+
+def trained(plan: Plan, data: str, out: Path, steps: int, *changes: DisturbanceChange) -> tuple[list[RunEvent], list[str]]:
+    """The events of a run, and the notes in its terminal but for those on its pace."""
+    notes: list[str] = []
+
+    def told(step: StepTold) -> None:
+        notes.extend(note for note in step.notes if "paced devices" not in note)
+
+    request = TrainRequest(
+        plan, data, steps, str(out), device="paced", checkpoint_every=0, disturbance=Disturbance(changes), planning=PlanningSettings(0)
+    )
+    Trainer(request, watch_run).train(told)
+    return list(read_events(out)), notes
+
+
+def test_a_rank_that_is_slow_for_a_while_is_named_and_so_is_its_end(plan: Plan, data: str, tmp_path: Path) -> None:
+    events, notes = trained(plan, data, tmp_path / "run", 42, DisturbanceChange((2,), 2.0, "pulse", 14, 14))
+    slow, fast = (event for event in events if event.event == "noticed")
+    assert (slow.cause, slow.ranks, slow.since) == ("compute", (2,), 14) and slow.factor == pytest.approx(2.0, rel=0.01)
+    assert 14 <= slow.step < 14 + SOON and 28 <= fast.step < 28 + SOON
+    assert (fast.cause, fast.ranks, fast.since) == ("compute", (2,), 28) and fast.factor == pytest.approx(1.0, rel=0.05)
+    assert notes == ["rank 2 has computed 2x slower than the others since step 14.",
+                     "rank 2 has computed as fast as the others again since step 28."]  # fmt: skip
+    decisions = [event for event in events if event.event == "decided"]
+    assert next(one for one in decisions if one.step == slow.step).alternatives[0].remedy == "nothing"
+    best = max(decisions, key=lambda one: one.gain_s or 0.0)
+    assert best.gain_s and "expected steps" in best.text and decisions[-1].step >= fast.step and not decisions[-1].moves
+
+
+def test_nothing_is_noticed_where_nothing_happens_though_samples_differ(plan: Plan, data: str, tmp_path: Path) -> None:
+    assert trained(plan, data, tmp_path / "run", 20) == ([], [])
+    assert (tmp_path / "run" / EVENTS).read_bytes() == b""
+
+
+def test_a_rank_that_is_slow_from_the_first_step_on(plan: Plan, data: str, tmp_path: Path) -> None:
+    events, _ = trained(plan, data, tmp_path / "run", 8, DisturbanceChange((3,), 1.5))
+    (slow,) = (event for event in events if event.event == "noticed")
+    assert (slow.cause, slow.ranks, slow.since, slow.step) == ("compute", (3,), 0, 4) and slow.factor == pytest.approx(1.5, rel=0.01)
+
+
+@pytest.mark.parametrize(("cores", "ranks", "is_watched"), [(False, 999, True), (True, 999, False), (True, 1, True)])
+def test_ranks_that_share_cores_are_not_watched(plan: Plan, tmp_path: Path, cores: bool, ranks: int, is_watched: bool) -> None:
+    world = SimpleNamespace(ranks=range(ranks))
+    request = TrainRequest(plan, "", 1, str(tmp_path / "run"))
+    run = SimpleNamespace(computes_on_cores=cores, world=world, request=request, first_step=0, is_first=True)
+    watcher = watch_run(run)  # type: ignore[arg-type]
+    assert (watcher is not None) == is_watched == (tmp_path / "run" / EVENTS).exists()
+    if watcher is not None:
+        watcher.close()
+
+
+def watched(plan: Plan, out: Path, steps: Mapping[int, Mapping[int, RankFigures]]) -> list[RunEvent]:
+    watch = Watch(plan, out)
+    for step, ranks in steps.items():
+        watch.after(step, ranks)
+    watch.close()
+    return list(read_events(out))
+
+
+def test_all_ranks_slow_alike_means_that_the_costs_are_off(plan: Plan, tmp_path: Path) -> None:
+    ranks = {rank: RankFigures(1.4, 1.0, step_s=5.0) for rank in range(4)}
+    (event,) = watched(plan, tmp_path, dict.fromkeys(range(60), ranks))
+    assert (event.cause, event.ranks) == ("costs", ()) and event.factor == pytest.approx(1.4)
+    assert event.text == "all ranks have computed 1.4x slower than the costs say since step 0; no plan would help"
+
+
+@pytest.mark.parametrize(("cause", "who"), [("data", [(0,), (1,), (2,), (3,)]), ("planning", [()])])
+def test_waits_are_told_also_where_all_ranks_wait(plan: Plan, tmp_path: Path, cause: str, who: list[tuple[int, ...]]) -> None:
+    def figures(wait_s: float) -> RankFigures:
+        return RankFigures(1.0, 1.0, step_s=5.0 + wait_s, **{f"{cause}_wait_s": wait_s})
+
+    steps = {step: {rank: figures(2.5 if step >= 20 else 0.0) for rank in range(4)} for step in range(40)}
+    events = watched(plan, tmp_path, steps)
+    assert sorted(event.ranks for event in events) == who and {event.cause for event in events} == {cause}
+    assert all(event.since == 20 and event.step < 20 + SOON and event.factor == pytest.approx(1.5) for event in events)
+
+
+def test_a_rank_is_judged_by_steps_after_costs_were_opened(plan: Plan, tmp_path: Path) -> None:
+    """One noisy step is no level: five are needed, and those before did not count."""
+    unknown, calm = RankFigures(1.0, step_s=9.0), RankFigures(1.0, 1.0, step_s=9.0)
+    steps = {step: {rank: calm if step >= 4 else unknown for rank in range(4)} for step in range(20)}
+    assert watched(plan, tmp_path, steps | {4: dict.fromkeys(range(3), calm) | {3: RankFigures(3.0, 1.0, step_s=9.0)}}) == []
+
+
+def test_ranks_without_a_prediction_raise_no_alarm(plan: Plan, tmp_path: Path) -> None:
+    ranks = {rank: RankFigures(1.0 + rank, step_s=9.0) for rank in range(4)}
+    assert watched(plan, tmp_path, dict.fromkeys(range(60), ranks)) == []

@@ -1,0 +1,99 @@
+"""`penstock events`: what a run noticed and decided, as lines, as JSON, and while it goes on."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.adapting.detecting import Cause, Change
+from penstock.adapting.events import EVENTS, noticed
+from penstock.cli.main import run
+from penstock.plans.build import uniform_plan
+from penstock.plans.schema import write_plan
+from penstock.runtime.run_lock import run_lock
+from penstock.runtime.telemetry.steps import LineLog
+
+SLOW = Change(Cause.COMPUTE, (2,), 1.53, 1.0, 40, 45)
+DATA = Change(Cause.DATA, (1,), 1.5, 1.0, 50, 56)
+ALIKE = Change(Cause.COSTS, (), 0.5, 1.0, 10, 59)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Of a run that was watched and noticed nothing."""
+    write_plan(tmp_path / "plan.json", uniform_plan("gpt-tiny", "2xcpu", global_batch=8, micro_batch=4, pp=2))
+    LineLog(tmp_path / EVENTS, anew=True).close()
+    return tmp_path
+
+
+def write(folder: Path, *changes: Change) -> None:
+    log = LineLog(folder / EVENTS)
+    for change in changes:
+        log.write(noticed(change, 1e9))
+    log.close()
+
+
+def test_events_fit_a_terminal_and_say_who_what_and_when(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder, SLOW, DATA, ALIKE)
+    assert run(["events", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    told = " ".join(shown.split())
+    for wanted in ("step 45 ", "rank 2 has computed 1.53x slower than the others since step 40",
+                   "rank 1 has waited for samples, and its steps took 1.5x as long, since step 50",
+                   "all ranks have computed 2x faster than the costs say since step 10; no plan would help"):  # fmt: skip
+        assert wanted in told
+
+
+def test_events_as_one_object(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder, SLOW)
+    assert run(["events", str(folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["watched"] and len(found["events"]) == 1
+    event = found["events"][0]
+    assert (event["event"], event["cause"], event["ranks"], event["factor"], event["since"]) == ("noticed", "compute", [2], 1.53, 40)
+
+
+def test_events_are_followed_until_the_run_ends(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder, SLOW)
+
+    def train() -> None:
+        with run_lock(folder):
+            held.set()
+            write(folder, DATA)
+            time.sleep(0.1)
+
+    held = threading.Event()
+    other = threading.Thread(target=train)
+    other.start()
+    held.wait(10)
+    assert run(["events", str(folder), "--follow"]) == 0
+    other.join(10)
+    assert capsys.readouterr().out.count("noticed") == 2
+
+
+def test_a_calm_run_an_unwatched_one_and_none_at_all(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["events", str(folder)]) == 0
+    assert "nothing has been noticed" in capsys.readouterr().err
+    (folder / EVENTS).unlink()
+    assert run(["events", str(folder)]) == 0
+    assert "was not watched" in capsys.readouterr().err
+    assert run(["events", str(tmp_path / "nowhere")]) == 2
+    assert "is not the folder of a run" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_damaged_line_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / EVENTS).write_text('{"event": 3}\n', encoding="utf-8")
+    assert run(["events", str(folder)]) == 2
+    assert "line 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "message"), [("move", "cannot move to another plan"), ("on", "off or watch was expected")])
+def test_ways_to_adapt_that_are_refused(folder: Path, capsys: pytest.CaptureFixture[str], given: str, message: str) -> None:
+    options = ["--data", "nowhere", "--steps", "3", "--out", str(folder / "run"), "--adapt", given]
+    assert run(["train", str(folder / "plan.json"), *options]) == 2
+    assert message in " ".join(capsys.readouterr().err.split()) and not (folder / "run").exists()
