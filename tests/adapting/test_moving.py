@@ -62,6 +62,14 @@ def test_one_move_after_the_other(settings: TrainingSettings, precision: str, po
     check(parts, settings, pool, tmp_path)
 
 
+def test_asynchronous_plans_move_where_they_are_drained(pool: WorkerPool, tmp_path: Path) -> None:
+    """Which they are between two programs; the versions of weights are one again. (Llama shares no weights, which these plans cannot.)"""
+    choices: list[Choice] = [{"pp": 2, "schedule": "pipedream"}, {"tp": 2}, {"pp": 3, "schedule": "pipedream"}]
+    steps, places = (slice(0, 2), slice(2, 3), slice(3, 5)), ((0, 1), (1, 3), (2, 0, 1))
+    parts = [part_of(choice | {"family": "llama"}, own, places=on) for choice, own, on in zip(choices, steps, places, strict=True)]
+    check(parts, replace(ADAMW, clip_norm=None), pool, tmp_path)
+
+
 def test_a_move_before_the_first_step_takes_first_weights(pool: WorkerPool, tmp_path: Path) -> None:
     """There are no moments yet, and none are made up."""
     old, new = part_of({"pp": 2}, slice(0, 0), "bf16"), part_of({"tp": 2}, slice(0, 2), "bf16", (3, 2, 1, 0))
