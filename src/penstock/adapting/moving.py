@@ -16,8 +16,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -26,6 +27,7 @@ from penstock.errors import InfeasibleError, InputError, PenstockError
 from penstock.models.modules.build import TORCH_DTYPES
 from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of
+from penstock.plans.schema import plan_to_dict
 from penstock.plans.texts import format_ranks
 from penstock.runtime.checkpoints.layout import BUFFERS, WEIGHTS, TensorPiece
 from penstock.runtime.checkpoints.reader import PiecesInMemory
@@ -35,9 +37,6 @@ from penstock.runtime.rank_state import TrainedState, adopt_state, held_pieces
 
 __all__ = ["MoveAbortedError", "move"]
 
-T = TypeVar("T")
-
-
 class MoveAbortedError(PenstockError):
     """A process could not take its part in a move: all keep the plan that they had, and training can go on."""
 
@@ -46,7 +45,8 @@ class MoveAbortedError(PenstockError):
 class _Note:
     """What a process tells all others before anything travels."""
 
-    plan: Plan
+    plan: Mapping[str, Any]
+    """The new plan, as its file would be."""
     step: int
     kinds: Mapping[str, bool]
     """What its optimizer keeps for each weight, and whether that is one number; nothing on a rank without weights."""
@@ -76,8 +76,8 @@ class _Mover:
         self.arrived: list[TensorPiece] = []
 
     def run(self) -> Moves:
-        notes = self._agreed(self._prepare)
-        if any((note.plan, note.step) != (self.plan, self.step) for note in notes):
+        notes = [_Note(**told) for told in self._agreed(self._prepare)]
+        if any((note.plan, note.step) != (notes[0].plan, notes[0].step) for note in notes):
             raise MoveAbortedError(f"processes were to move to different plans, or before different steps: "
                                    f"{[note.step for note in notes]}. Training goes on under the old plan.")  # fmt: skip
         if self.plan == self.rank.plan:
@@ -110,8 +110,8 @@ class _Mover:
         self.own = list(held_pieces(rank))
         kinds = {piece.name.partition("/")[0]: piece.shape == () for piece in self.own}
         scale = rank.update.scale if rank.world.rank >= 0 else None
-        return _Note(self.plan, self.step, {kind: is_number for kind, is_number in kinds.items() if kind not in (WEIGHTS, BUFFERS)},
-                     None if scale is None else asdict(scale))  # fmt: skip
+        of_optimizer = {kind: is_number for kind, is_number in kinds.items() if kind not in (WEIGHTS, BUFFERS)}
+        return _Note(plan_to_dict(self.plan), self.step, of_optimizer, None if scale is None else asdict(scale))
 
     def _transfer(self, boxes: Sequence[Move]) -> None:
         """Returns once every process has what it needs."""
@@ -140,18 +140,16 @@ class _Mover:
                 coming.append(piece)
                 operations.append(dist.P2POp(dist.irecv, values, self.generation.members.index(one.source)))
 
-    def _agreed(self, act: Callable[[], T]) -> list[T]:
-        """Acts; what the act returned on each process. Raises on all if it failed on any: nobody goes on to wait for one that failed."""
+    def _agreed(self, act: Callable[[], object]) -> list[Any]:
+        """Acts; what the act returned on each process, as JSON has it. Raises on all if it failed on any: nobody goes on to wait for one
+        that failed."""
         failure: Exception | None = None
         done = None
         try:
             done = act()
         except Exception as error:  # whatever it is, the others must hear of it
             failure = error
-        answers: list[Any] = [("" if failure is None else f"{type(failure).__name__}: {failure}", done)]
-        if len(self.generation.members) > 1:
-            answers *= len(self.generation.members)
-            dist.all_gather_object(answers, answers[0])
+        answers = self._gathered(("" if failure is None else f"{type(failure).__name__}: {failure}", done))
         try:
             if isinstance(failure, InputError | InfeasibleError):  # what a plan lacks, all find alike
                 raise failure
@@ -162,6 +160,18 @@ class _Mover:
         finally:
             failure = None  # its traceback has this frame: in a circle, transfers and their process groups would outlive the generation
         return [told for _, told in answers]
+
+    def _gathered(self, told: object) -> list[Any]:
+        """What each process told. As JSON, not as torch gathers objects: nothing that arrives is unpickled."""
+        own = torch.frombuffer(bytearray(msgspec.json.encode(told)), dtype=torch.uint8).to(self.through)
+        if len(self.generation.members) == 1:
+            return [msgspec.json.decode(bytes(own.tolist()))]
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.through) for _ in self.generation.members]
+        dist.all_gather(sizes, torch.tensor([len(own)], device=self.through))
+        longest = max(int(size) for size in sizes)
+        texts = [torch.empty(longest, dtype=torch.uint8, device=self.through) for _ in sizes]
+        dist.all_gather(texts, torch.nn.functional.pad(own, (0, longest - len(own))))
+        return [msgspec.json.decode(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
 
 
 def _rounds(boxes: Sequence[Move]) -> Iterator[list[Move]]:
