@@ -224,7 +224,7 @@ class _Plain(Optimizer):
 
 def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """(gradients,) the squared norm of each, in fp64."""
-    return torch.stack([norm.double() for norm in torch._foreach_norm(gradients, 2.0, dtype=torch.float32)]).square()
+    return torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)).double().square()
 
 
 def make_optimizer(
