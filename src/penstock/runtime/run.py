@@ -132,7 +132,8 @@ class Run:
         request, groups = self.request, self.worker.groups
         if request.device != PACED:
             return Rank(self.model, groups, request.settings, observer)
-        paced = PacedRank(self.model, groups, request.settings, observer, ClockSettings(disturbance=request.disturbance))
+        clock = ClockSettings(disturbance=request.disturbance, folder=request.out)
+        paced = PacedRank(self.model, groups, request.settings, observer, clock)
         paced.times = ProgramTimes(planner)
         return paced
 

@@ -33,6 +33,7 @@ from penstock.runtime.run import Watching, train_rank
 from penstock.runtime.run_folder import own_folder, safe_step
 from penstock.runtime.run_inputs import run_inputs
 from penstock.runtime.telemetry.predicting import PredictedSteps, predict_peaks, predict_steps
+from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.transport.world import World
 from penstock.runtime.workers import Worker, WorkerError, WorkerPool, joined
 from penstock.schedules.rules import SCHEDULES
@@ -127,7 +128,9 @@ def _processes(plan: Plan) -> tuple[int, ...]:
 def _run_rank(worker: Worker, job: Callable[..., TrainResult], request: TrainRequest, *more: Any) -> TrainResult:
     """A job for workers: `job`, or nothing where the plan has no work for the process, which is then in none of its groups."""
     if worker.rank in request.plan.ranks:
-        return job(worker, request, *more)
+        device = request.device if request.device in _CLOCKED else str(worker.groups.device)
+        with named_process(request.out, worker.rank, device):
+            return job(worker, request, *more)
     World(request.plan, worker.groups)  # all processes make groups together
     return TrainResult(0, 0, (), (), 0.0, 0.0, {}, None)
 
