@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from training_jobs import train_slowly
@@ -17,7 +18,7 @@ from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import write_plan
-from penstock.runtime.request import StepTold, TrainRequest
+from penstock.runtime.request import PlanAdopted, StepTold, TrainRequest
 from penstock.runtime.settings import LearningRate, TrainingSettings
 from penstock.runtime.telemetry.spans_reader import RankSpans, read_run, read_spans
 from penstock.runtime.telemetry.steps import read_steps
@@ -107,6 +108,15 @@ def test_devices_without_work_stay_idle(data: str, tmp_path: Path) -> None:
     assert worked == [1, 3]
     again = replace(requests[0], resume=str(tmp_path / "of four"), out=str(tmp_path / "again"), steps=4)
     assert Trainer(again).train().first_step == 3
+
+
+def test_planners_follow_a_run_to_another_plan(data: str, tmp_path: Path) -> None:
+    adopted, told = [], []
+    planners = SimpleNamespace(adopt=lambda step, planner: adopted.append((step, planner.plan)))
+    hear = Trainer(TrainRequest(plan_of(pp=2), data, 3, str(tmp_path / "run")))._hearing(planners, told.append)  # type: ignore[arg-type]
+    hear(StepTold(4, 5.0, 1.0))
+    hear(PlanAdopted(5, plan_of(tp=2)))
+    assert adopted == [(5, plan_of(tp=2))] and told == [StepTold(4, 5.0, 1.0)]
 
 
 def test_torchrun_starts_the_same_training(data: str, tmp_path: Path) -> None:
