@@ -29,6 +29,11 @@ COMMANDS = {
     "batch": (["batch", "--lengths", "lengths.csv", "--plan", PIPELINE, "--budget-steps", "0", "--baselines"], "a step"),
     "pareto": (["pareto", "--model", "gpt-350m", "--cluster", "1xp4d.24xlarge+2xg5.24xlarge", "--global-batch", "32",
                 "--micro-batches", "1", "--steps", "100", "--dominated"], "fastest: "),
+    "list models": (["list", "models"], "gpt-1.3b"),
+    "list devices": (["list", "devices", "--verbose"], "a100-40gb"),
+    "list clusters": (["list", "clusters"], "p4d.24xlarge"),
+    "list schedules": (["list", "schedules"], "1f1b"),
+    "list profiles": (["list", "profiles"], "h200-141gb"),
 }  # fmt: skip
 """Each with words of its answer."""
 
