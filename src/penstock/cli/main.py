@@ -38,6 +38,7 @@ class Verb(NamedTuple):
 # In the order in which `penstock --help` lists them.
 VERBS: tuple[Verb, ...] = (
     Verb("demo", "demo", "Measure a small model on this machine, plan for it, and explain the plan."),
+    Verb("list", "list_", "List the models, devices, clusters, schedules and profiles that have names."),
     Verb("profile", "profile", "Measure a model's ops on this machine's device."),
     Verb("search", "search", "Find the best plans for a model on a cluster."),
     Verb("pareto", "pareto", "Compare every choice of nodes from a pool by time and money."),
