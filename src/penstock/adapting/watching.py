@@ -29,7 +29,7 @@ __all__ = ["Watch", "watch_run"]
 
 
 def watch_run(run: Run) -> StepWatcher | None:
-    """The watcher of each rank of a run: what `Trainer` takes as `watching`. None where ranks have to share processor cores, and slow each
+    """The watcher of each rank of a run: what `PlanTrainer` takes as `watching`. None where ranks share processor cores, and slow each
     other down in turn."""
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", len(run.world.ranks)))
     if run.computes_on_cores and num_here > len(os.sched_getaffinity(0)):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.data.loader import DynamicLoader
+from penstock.data.loader import ProgramLoader
 from penstock.data.planning import PlanningError, ProgramPlanner
 from penstock.data.samples import LoadedProgram, Samples
 from penstock.errors import PenstockError
@@ -87,7 +87,7 @@ class Run:
         self.rank = self._rank(planner, observer)
         self.rank.adopt(request.plan)
         address, self._job = handover
-        self.loader = DynamicLoader(
+        self.loader = ProgramLoader(
             batches, planner, own, address=address, job=self._job, planners=1 if self._job else 0, starts_planners=False,
             first_step=self.first_step, timeout=request.planning.wait_s,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from penstock.runtime.request import PlanningSettings, TrainRequest
 from penstock.runtime.run_lock import run_lock
 from penstock.runtime.settings import TrainingSettings
 
-__all__ = ["CHECKPOINTS", "STEPS", "own_folder", "plan_of_run", "read_request", "safe_step"]
+__all__ = ["CHECKPOINTS", "STEPS", "own_folder", "plan_of_run", "read_request", "refuse_other_run", "safe_step"]
 
 CHECKPOINTS, STEPS = "checkpoints", "steps.jsonl"
 _PLAN, _FACTS = "plan.json", "run.json"
@@ -46,7 +46,7 @@ def own_folder(request: TrainRequest) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"'{out}' cannot hold a run: {error.strerror}.") from None
     with run_lock(out):
-        _refuse_other_run(out, request.resume)
+        refuse_other_run(out, request.resume)
         write_plan(out / _PLAN, request.plan)
         data = str(Path(request.data).resolve())
         facts = _Facts(data, request.steps, request.settings.seed, request.prompt_loss, request.planning.search_steps)
@@ -54,8 +54,9 @@ def own_folder(request: TrainRequest) -> Iterator[None]:
         yield
 
 
-def _refuse_other_run(out: Path, resume: str) -> None:
-    """A run that ended before its first step left nothing to lose; one that goes on from a checkpoint of the folder is the same run."""
+def refuse_other_run(out: Path, resume: str) -> None:
+    """Refuses to put a run where another has been. One that ended before its first step left nothing to lose; one that goes on from a
+    checkpoint of the folder is the same run."""
     steps, saved = out / STEPS, latest_checkpoint(out / CHECKPOINTS)
     if saved is None and not (steps.is_file() and steps.stat().st_size):
         return
