@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.data.batches import GlobalBatches
 from penstock.data.filled import sample_limits
@@ -18,9 +18,6 @@ from penstock.errors import InputError
 from penstock.jobs.finding import open_samples
 from penstock.plans.plan import Plan
 from penstock.plans.references import model_of
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["DynamicLoader"]
 
@@ -100,7 +97,7 @@ class DynamicLoader:
                 for future in waiting:
                     future.cancel()
 
-    def dicts(self) -> Iterator[tuple[int, list[dict[str, torch.Tensor]]]]:
+    def dicts(self) -> Iterator[tuple[int, list[dict[str, Any]]]]:
         """(step, micro-batches of this rank) as models of transformers take them: `model(**one).loss`.
 
         `num_items_in_batch` is that of the global batch, so that losses and gradients of all micro-batches and ranks are to be summed, not
@@ -130,7 +127,7 @@ class DynamicLoader:
         programs = self._planner.programs(self._data, self._batches[step])
         return self._samples.load(next(program for program in programs if program.rank == self.rank), self.plan)
 
-    def _dict(self, loaded: LoadedProgram, micro: Any) -> dict[str, torch.Tensor]:
+    def _dict(self, loaded: LoadedProgram, micro: Any) -> dict[str, Any]:
         """The share that this rank has of a micro-batch; empty where it has none."""
         import torch
 
@@ -149,7 +146,8 @@ class DynamicLoader:
         found = {name: tensor.reshape(rows) for name, tensor in found.items()}
         if own.layout == "padded":
             found["attention_mask"] = own.key_padding().long()
-        return {**found, "num_items_in_batch": torch.tensor(loaded.program.loss_tokens)}
+        # With a cache, models of transformers take a packed row for one long text.
+        return {**found, "num_items_in_batch": torch.tensor(loaded.program.loss_tokens), "use_cache": False}
 
 
 def _rank(plan: Plan, given: int | None) -> int:

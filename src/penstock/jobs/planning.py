@@ -117,7 +117,7 @@ def batch_of(tokens_per_batch: int | None, lengths: Sequence[int], has_tokens: b
     if samples > len(lengths):
         raise InputError(
             f"a global batch of {tokens_per_batch:,} tokens is about {samples:,} samples of {mean:,.0f} tokens, but the data has "
-            f"{len(lengths):,}. Use more data, or --tokens-per-batch {int(mean * len(lengths)):,} at most.".replace(",", " ")
+            f"{len(lengths):,}. Use more data, or --tokens-per-batch {int(mean * len(lengths))} at most."
         )
     return samples
 
