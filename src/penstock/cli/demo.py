@@ -60,11 +60,11 @@ def _trained(folder: Path, quiet: bool) -> list[float]:
     from penstock.cli.compare import show_comparison
     from penstock.plans.schema import read_plan
     from penstock.runtime.request import StepTold, TrainRequest
-    from penstock.runtime.trainer import Trainer
+    from penstock.runtime.trainer import PlanTrainer
 
     shutil.rmtree(folder / "run", ignore_errors=True)
     plan = read_plan(folder / "plan.json")
-    trainer = Trainer(TrainRequest(plan, str(_prepared(folder / "data")), _STEPS, str(folder / "run")))
+    trainer = PlanTrainer(TrainRequest(plan, str(_prepared(folder / "data")), _STEPS, str(folder / "run")))
     with progress(f"training {_MODEL} with {len(plan.ranks)} processes", _STEPS, quiet=quiet) as bar:
 
         def told(step: StepTold) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from penstock.data.loader import DynamicLoader
+from penstock.data.loader import ProgramLoader
 from penstock.data.planning import PlanningError, ProgramPlanner
 from penstock.data.samples import LoadedProgram, Samples
 from penstock.errors import PenstockError
@@ -128,7 +128,7 @@ class Run:
         self.rank.adopt(request.plan)
         address, self._job = handover
         batches, planner = run_inputs(request)
-        self.loader = DynamicLoader(
+        self.loader = ProgramLoader(
             batches, planner, own, address=address, job=self._job, planners=1 if self._job else 0, starts_planners=False,
             first_step=self.first_step, timeout=request.planning.wait_s,
         )  # fmt: skip
