@@ -354,6 +354,9 @@ def all_cases(folder: Path) -> list[Case]:
     add("trace", "RUN", "@ --out t.json", FILES)
     add("trace", "--out", "good --out @", TO_WRITE)
     add("events", "RUN", "@", FILES)
+    add("replan", "RUN", "@ --plan good/plan.json", FILES)
+    add("replan", "--plan", "good --plan @", FILES)
+    add("replan", "--at", "good --plan good/plan.json --at @", WHOLE)
     add("profile", "--out", "--model gpt-small --out @", TO_WRITE)
     add("profile", "--model", "--out p.json --model @", NAMES | _of("model", folder))
     add("profile", "--device", "--out p.json --model gpt-small --device @", NAMES)
@@ -376,6 +379,7 @@ def all_cases(folder: Path) -> list[Case]:
         "simulate",
         "trace",
         "events",
+        "replan",
         "demo",
         "explain",
     ):
