@@ -466,6 +466,16 @@ _CLI = (
          "cli/test_check.py"),
 )  # fmt: skip
 
+_DISTURBING = (
+    _bug("the most that a rank saw counts", "runtime/devices/clock.py", "agree(int(seen.min()))", "agree(int(seen.max()))",
+         "ranks slow down in different steps", "runtime/devices/test_clock.py"),
+    _bug("half a line is read", "timing/asked.py", '*lines, _half = self._path.read_bytes().split(b"\\n")',
+         'lines = self._path.read_bytes().rstrip().split(b"\\n")', "a rank looks while somebody writes", "timing/test_asked.py"),
+    _bug("any process of that number will do", "runtime/telemetry/process_files.py", "started_ticks(self.pid) == self.started",
+         "started_ticks(self.pid) is not None", "numbers of processes come again", "cli/test_disturb.py", pick="left_alone"),
+    _bug("burners take no notice of what their victim waits", "processes/burners.py", "self.share * (1.0 + 0.5 * math.log(missing))",
+         "self.share", "the factor is met on idle machines alone", "processes/test_burners.py", pick="steered"),
+)  # fmt: skip
 _ADAPTING = (
     _bug("a move forgets what arrives", "adapting/moves.py",
          "parts = self.before_bytes, self.arriving_bytes, self.after_bytes", "parts = self.before_bytes, self.after_bytes",
@@ -525,5 +535,5 @@ _ADAPTING = (
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
     *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_GENERATIONS, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS,
-    *_CLI, *_ADAPTING,
+    *_CLI, *_DISTURBING, *_ADAPTING,
 )  # fmt: skip

@@ -357,6 +357,12 @@ def all_cases(folder: Path) -> list[Case]:
     add("replan", "RUN", "@ --plan good/plan.json", FILES)
     add("replan", "--plan", "good --plan @", FILES)
     add("replan", "--at", "good --plan good/plan.json --at @", WHOLE)
+    add("disturb", "RUN", "@ --slow 0=2", FILES)
+    add("disturb", "--slow", "good --slow @", NAMES)
+    add("disturb", "--link", "good --link @", NAMES)
+    add("disturb", "--data", "good --data @", REAL)
+    for option in ("--from", "--steps"):
+        add("disturb", option, f"good --slow 0=2 {option} @", WHOLE)
     add("profile", "--out", "--model gpt-small --out @", TO_WRITE)
     add("profile", "--model", "--out p.json --model @", NAMES | _of("model", folder))
     add("profile", "--device", "--out p.json --model gpt-small --device @", NAMES)
@@ -380,6 +386,7 @@ def all_cases(folder: Path) -> list[Case]:
         "trace",
         "events",
         "replan",
+        "disturb",
         "demo",
         "explain",
     ):

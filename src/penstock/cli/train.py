@@ -12,7 +12,7 @@ import typer
 
 from penstock.cli.compare import comparison, show_comparison
 from penstock.cli.console import JsonFlag, err, format_count, format_time, out, print_json, progress
-from penstock.cli.options import BIG, MAX_PLANNERS, MAX_SEARCH_STEPS, SEED, folder_to_write, within
+from penstock.cli.options import BIG, MAX_PLANNERS, MAX_SEARCH_STEPS, SEED, folder_to_write, slower_ranks, within
 from penstock.errors import InputError
 from penstock.processes.fork_server import warm_up
 
@@ -208,23 +208,12 @@ def _watching(adapt: str) -> Watching:
 def _disturbance(slow: list[str], path: Path | None) -> Disturbance:
     from penstock.timing.disturbance import Disturbance
 
-    whole_run = Disturbance.of_ranks(_slower(slow))
+    whole_run = Disturbance.of_ranks(slower_ranks(slow))
     if path is None:
         return whole_run
     from penstock.timing.disturbance_file import read_disturbance
 
     return Disturbance((*whole_run.changes, *read_disturbance(path).changes))
-
-
-def _slower(given: list[str]) -> dict[int, float]:
-    found = {}
-    for text in given:
-        rank, _, factor = text.partition("=")
-        try:
-            found[int(rank)] = float(factor)
-        except ValueError:
-            raise InputError(f"--slow is '{text}'; a rank and a factor such as 3=1.5 were expected.") from None
-    return found
 
 
 def _steps(text: str) -> tuple[int, ...]:

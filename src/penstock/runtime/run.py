@@ -166,7 +166,8 @@ class Run:
         request, groups = self.request, self.worker.groups
         if request.device != PACED:
             return Rank(self.model, groups, request.settings)
-        return PacedRank(self.model, groups, request.settings, clock=ClockSettings(disturbance=request.disturbance))
+        clock = ClockSettings(disturbance=request.disturbance, folder=request.out)
+        return PacedRank(self.model, groups, request.settings, clock=clock)
 
     @property
     def world(self) -> World:

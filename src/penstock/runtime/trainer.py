@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 from penstock.data.dataset import open_data
 from penstock.data.forms import form_of
@@ -32,6 +33,7 @@ from penstock.runtime.run import Watching, train_rank
 from penstock.runtime.run_folder import own_folder, safe_step
 from penstock.runtime.run_inputs import program_planner, run_inputs
 from penstock.runtime.telemetry.predicting import PredictedSteps, predict_peaks, predict_steps
+from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.transport.world import World
 from penstock.runtime.workers import Worker, WorkerError, WorkerPool, joined
 
@@ -75,7 +77,7 @@ class Trainer:
             dist.broadcast(token, 0)
             worker = replace(worker, tell=self._hearing(planners, progress), asked_to_end=lambda: interrupts.number)
             try:
-                return train_rank(worker, request, planners.handover, f"{int(token):x}", self.watching)
+                return _named(worker, train_rank, request, planners.handover, f"{int(token):x}", self.watching)
             except PenstockError as error:
                 raise (self._with_safe_step(error) if first else error) from None
 
@@ -97,7 +99,7 @@ class Trainer:
             hear = self._hearing(planners, progress)
             try:
                 found: list[TrainResult] = pool.run(
-                    *((_rehearse, request, planners.handover) if rehearses else job), timeout_s=_RUN_S,
+                    _named, *((_rehearse, request, planners.handover) if rehearses else job), timeout_s=_RUN_S,
                     listen=lambda rank, told: hear(told) if rank == 0 or rehearses else None,
                 )  # fmt: skip
             except WorkerError as error:
@@ -133,6 +135,13 @@ def _processes(plan: Plan) -> tuple[int, ...]:
     if os.environ.get("WORLD_SIZE") == str(len(plan.ranks)):
         return plan.ranks
     return tuple(range(plan.ranks[-1] + 1))
+
+
+def _named(worker: Worker, job: Callable[..., TrainResult], request: TrainRequest, *more: Any) -> TrainResult:
+    """A job for workers: `job`, while the run's folder names this process as that of its device."""
+    device = request.device if request.device in _CLOCKED else str(worker.groups.device)
+    with named_process(request.out, worker.rank, device):
+        return job(worker, request, *more)
 
 
 def _rehearse(worker: Worker, request: TrainRequest, handover: Handover) -> TrainResult:

@@ -40,7 +40,7 @@ def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> 
         )
         spans = stack.enter_context(closing(SpanRecorder(out / f"rank-{world.rank:05d}.spans", world.rank)))
         log = stack.enter_context(closing(LineLog(out / STEPS, anew=True))) if world.place == 0 else None
-        settings = ClockSettings(disturbance=request.disturbance)
+        settings = ClockSettings(disturbance=request.disturbance, folder=request.out)
         rank = TimedRank(world, settings, Observers(worker.status, spans, stages))
         world.barrier()
         spans.mark_sync(0)
