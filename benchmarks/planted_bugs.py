@@ -248,6 +248,8 @@ _DATA = (
     _bug("the weights of tasks are ignored", "data/mixture.py",
          "return apportion(self.epoch_size, [task.weight or 0.0 for task in self.tasks])",
          "return [task.size for task in self.tasks]", "a mixture is what there is", "data/test_mixture.py"),
+    _bug("late programs are run", "data/loader.py", "found is None or found.program.iteration < self.step", "found is None",
+         "a step is trained twice", "data/test_loader.py", pick="plans_for_itself"),
 )  # fmt: skip
 _SERVING = (
     _bug("a stranger is served", "stores/tcp_server.py", "if not is_proof(said[NONCE_BYTES:], self._key, \"client\", mine, its):",
@@ -415,6 +417,8 @@ _TRAINING = (
          "min(self.longest_s, self._stood_s / self.share)", "one after each step", "runtime/checkpoints/test_intervals.py"),
     _bug("a GPU's passes are held against the wrong step", "runtime/telemetry/figures.py", "(self._before if self.lateness else now)",
          "now", "ragged batches raise alarms", "runtime/telemetry/test_figures.py"),
+    _bug("planners stay with the old plan", "runtime/trainer.py", "replace(self.request, plan=told.plan)", "self.request",
+         "programs of a plan that is gone", "runtime/test_trainer.py", pick="planners_follow"),
     _bug("a signal must reach all ranks", "runtime/run.py", "max(word.asked_to_end for", "min(word.asked_to_end for",
          "one rank alone is asked to end", "runtime/checkpoints/test_intervals.py"),
     _bug("updates dropped long ago count", "runtime/run.py", "            self._dropped = 0\n            return\n", "            return\n",
@@ -526,10 +530,6 @@ _ADAPTING = (
          "self._refused.clear()", "training stands still for ever", "adapting/test_watching.py", pick="tried_again"),
     _bug("who asks is overruled", "adapting/watching.py", "            self._adapter = None\n        elif",
          "            pass\n        elif", "a plan that was asked for is left at once", "adapting/test_watching.py", pick="last_word"),
-    _bug("late programs are run", "data/loader.py", "found is None or found.program.iteration < self.step", "found is None",
-         "a step is trained twice", "data/test_loader.py", pick="plans_for_itself"),
-    _bug("planners stay with the old plan", "runtime/trainer.py", "replace(self.request, plan=told.plan)", "self.request",
-         "programs of a plan that is gone", "runtime/test_trainer.py", pick="planners_follow"),
 )  # fmt: skip
 
 PLANTED = (
