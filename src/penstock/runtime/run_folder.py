@@ -18,9 +18,9 @@ from penstock.runtime.request import PlanningSettings, TrainRequest
 from penstock.runtime.run_lock import run_lock
 from penstock.runtime.settings import TrainingSettings
 
-__all__ = ["CHECKPOINTS", "STEPS", "own_folder", "plan_of_run", "read_request", "refuse_other_run", "safe_step"]
+__all__ = ["CHECKPOINTS", "JOB", "STEPS", "own_folder", "plan_of_run", "read_request", "refuse_other_run", "safe_step"]
 
-CHECKPOINTS, STEPS = "checkpoints", "steps.jsonl"
+CHECKPOINTS, STEPS, JOB = "checkpoints", "steps.jsonl", "job.yaml"
 _PLAN, _FACTS = "plan.json", "run.json"
 _FORMAT, _VERSION = "penstock-run", 1
 
@@ -77,6 +77,8 @@ def safe_step(request: TrainRequest, first_step: int) -> str:
     if saved is None and not request.resume:
         return f"No checkpoint had been written: there is nothing to go on from. Start it again with another --out, or remove '{out}'."
     where, step = (request.resume, first_step) if saved is None else (str(out), step_of(saved))
+    if (out / JOB).is_file():
+        return f"Step {step} is safe. Go on with the same command, or with: penstock train '{out / JOB}'"
     return f"Step {step} is safe. Go on with: penstock train … --out '{out}' --resume '{where}'"
 
 
