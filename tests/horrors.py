@@ -363,6 +363,12 @@ def all_cases(folder: Path) -> list[Case]:
     add("trace", "RUN", "@ --out t.json", FILES)
     add("trace", "--out", "good --out @", TO_WRITE)
     add("events", "RUN", "@", FILES)
+    add("disturb", "RUN", "@ --slow 0=2", FILES)
+    add("disturb", "--slow", "good --slow @", NAMES)
+    add("disturb", "--link", "good --link @", NAMES)
+    add("disturb", "--data", "good --data @", REAL)
+    for option in ("--from", "--steps"):
+        add("disturb", option, f"good --slow 0=2 {option} @", WHOLE)
     add("profile", "--out", "--model gpt-small --out @", TO_WRITE)
     add("profile", "--model", "--out p.json --model @", NAMES | _of("model", folder))
     add("profile", "--device", "--out p.json --model gpt-small --device @", NAMES)
@@ -385,6 +391,7 @@ def all_cases(folder: Path) -> list[Case]:
         "simulate",
         "trace",
         "events",
+        "disturb",
         "demo",
         "explain",
     ):

@@ -481,8 +481,31 @@ def test_waits_for_programs_and_for_samples_are_told_apart(folder: Path, monkeyp
     loader.next_planned_here()
     assert (loader.wait_s, loader.data_wait_s) == (5.0, 3.0)
     waits = iter([4.0, 1.0])
-    loader._feed = SimpleNamespace(next=lambda: later(next(waits), ("found", 3.0)), end=lambda: None)  # type: ignore[assignment]
+    found = SimpleNamespace(program=SimpleNamespace(iteration=9))
+    loader._feed = SimpleNamespace(next=lambda: later(next(waits), (found, 3.0)), end=lambda: None)  # type: ignore[assignment]
     loader._fetched()
     assert (loader.wait_s, loader.data_wait_s) == (5.0 + 4.0, 3.0 + 3.0)
     loader._fetched()
     assert (loader.wait_s, loader.data_wait_s) == (9.0 + 1.0, 6.0 + 1.0)
+
+
+def test_a_rank_plans_for_itself_until_planners_have_followed(folder: Path) -> None:
+    """What they hand over too late is dropped; from the first program that comes in time on, they are waited for again."""
+    planner = make_planner(folder)
+    loader = ProgramLoader(make_source(folder), planner, 0, planners=0, first_step=3)
+    loader.adopt(3, planner)
+    handed = [SimpleNamespace(program=SimpleNamespace(iteration=step)) for step in (3, 4, 5, 6)]
+    ready: list[Any] = []
+
+    class Feed:
+        is_ready = property(lambda self: bool(ready))
+
+        def next(self) -> tuple[Any, float]:
+            return ready.pop(0), 0.0
+
+    loader._feed = Feed()  # type: ignore[assignment]
+    assert [loader._fetched().program.iteration for _ in range(2)] == [3, 4]
+    ready += handed[:2]
+    assert loader._fetched().program.iteration == 5 and not ready  # 3 and 4 were planned here
+    ready += handed[2:]
+    assert loader._fetched() is handed[3] and loader.step == 7

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from training_jobs import train_slowly
@@ -17,9 +18,9 @@ from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import write_plan
-from penstock.runtime.request import StepTold, TrainRequest
+from penstock.runtime.request import PlanAdopted, StepTold, TrainRequest
 from penstock.runtime.settings import LearningRate, TrainingSettings
-from penstock.runtime.telemetry.spans_reader import RankSpans, read_run
+from penstock.runtime.telemetry.spans_reader import RankSpans, read_run, read_spans
 from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import PlanTrainer
 from penstock.runtime.workers import WorkerError
@@ -103,9 +104,19 @@ def test_devices_without_work_stay_idle(data: str, tmp_path: Path) -> None:
                 for name, plan in (("two", plan_of(pp=2)), ("of four", on_devices(plan_of(pp=2), 3, 1)))]  # fmt: skip
     found = [PlanTrainer(request).train() for request in requests]
     assert found[0].losses == found[1].losses and found[1].num_steps == 3
-    assert sorted(path.name for path in (tmp_path / "of four").glob("*.spans")) == ["rank-00001.spans", "rank-00003.spans"]
+    worked = [rank for rank in range(4) if read_spans(tmp_path / "of four" / f"rank-{rank:05d}.spans").iterations]
+    assert worked == [1, 3]
     again = replace(requests[0], resume=str(tmp_path / "of four"), out=str(tmp_path / "again"), steps=4)
     assert PlanTrainer(again).train().first_step == 3
+
+
+def test_planners_follow_a_run_to_another_plan(data: str, tmp_path: Path) -> None:
+    adopted, told = [], []
+    planners = SimpleNamespace(adopt=lambda step, planner: adopted.append((step, planner.plan)))
+    hear = PlanTrainer(TrainRequest(plan_of(pp=2), data, 3, str(tmp_path / "run")))._hearing(planners, told.append)  # type: ignore[arg-type]
+    hear(StepTold(4, 5.0, 1.0))
+    hear(PlanAdopted(5, plan_of(tp=2)))
+    assert adopted == [(5, plan_of(tp=2))] and told == [StepTold(4, 5.0, 1.0)]
 
 
 def test_torchrun_starts_the_same_training(data: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.console import JsonFlag, out, print_json, progress
+from penstock.cli.console import JsonFlag, out, print_json, progress, say
 from penstock.cli.options import folder_to_write
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def demo(
         _explain(found, folder)
     losses = _trained(folder, json)
     if json:
-        from penstock.cli.search import choice_row
+        from penstock.cli.plan_words import choice_row
 
         rows = [choice_row(choice) for choice in found]
         print_json({"profile": folder / "profile.json", "plan": folder / "plan.json", "plans": rows, "losses": losses})
@@ -111,21 +111,21 @@ def _measured(path: Path, quiet: bool) -> Profiled:
 
 def _explain(found: list[Choice], folder: Path) -> None:
     from penstock.cli.explain import show_estimate
-    from penstock.cli.search import choices_table
+    from penstock.cli.plan_words import choices_table, plan_sentence
 
-    plan = folder / "plan.json"
+    plan, best = folder / "plan.json", found[0]
+    say(plan_sentence(best.plan, best.estimate), "")
     out().print(choices_table(f"best uniform plans of {_MODEL} on {_CLUSTER}, global batch {_GLOBAL_BATCH}, as measured here", found))
-    show_estimate(str(plan), found[0].estimate)
+    show_estimate(str(plan), best.estimate)
 
 
 def _tell(folder: Path) -> None:
     plan = folder / "plan.json"
-    for line in (
+    say(
         "",
         f"measured costs are in {folder / 'profile.json'}, the best plan in {plan}. What to try next:",
         f"  penstock check {plan}",
         f"  penstock search --model {_MODEL} --cluster 4xcpu --global-batch 32 --costs profile:{folder / 'profile.json'}",
         "  penstock search --model gpt-1.3b --cluster 8xh200-141gb --global-batch 64 --costs profile:h200-141gb --out big.json",
         "  penstock explain big.json",
-    ):
-        out().print(line, markup=False, soft_wrap=True)
+    )

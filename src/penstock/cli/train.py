@@ -13,7 +13,7 @@ import typer
 
 from penstock.cli.compare import comparison, show_comparison
 from penstock.cli.console import JsonFlag, err, format_count, format_time, out, print_json, progress
-from penstock.cli.options import BIG, MAX_PLANNERS, MAX_SEARCH_STEPS, SEED, folder_to_write, within
+from penstock.cli.options import BIG, MAX_PLANNERS, MAX_SEARCH_STEPS, SEED, folder_to_write, slower_ranks, within
 from penstock.errors import InputError
 from penstock.processes.fork_server import warm_up
 
@@ -74,7 +74,8 @@ def train(
         Path | None, typer.Option(metavar="FILE", help="With timed and paced devices: what slows them down, and at which steps (YAML).")
     ] = None,
     adapt: Annotated[
-        str, typer.Option(metavar="off|watch", help="watch: notice slow ranks and say what could be done (`penstock events`).")
+        str,
+        typer.Option(metavar="off|watch|move", help="watch: notice slow ranks, say what could be done (`penstock events`); move: do it."),
     ] = "watch",
     share_gpus: Annotated[
         bool, typer.Option("--share-gpus", help="Let several ranks run on one GPU, each with its part under MPS.")
@@ -271,7 +272,7 @@ def _refuse_learning(given: set[str]) -> None:
 def _disturbance(slow: list[str], path: Path | None) -> Disturbance:
     from penstock.timing.disturbance import Disturbance
 
-    whole_run = Disturbance.of_ranks(_slower(slow))
+    whole_run = Disturbance.of_ranks(slower_ranks(slow))
     if path is None:
         return whole_run
     from penstock.timing.disturbance_file import read_disturbance
@@ -279,23 +280,10 @@ def _disturbance(slow: list[str], path: Path | None) -> Disturbance:
     return Disturbance((*whole_run.changes, *read_disturbance(path).changes))
 
 
-def _slower(given: list[str]) -> dict[int, float]:
-    found = {}
-    for text in given:
-        rank, _, factor = text.partition("=")
-        try:
-            found[int(rank)] = float(factor)
-        except ValueError:
-            raise InputError(f"--slow is '{text}'; a rank and a factor such as 3=1.5 were expected.") from None
-    return found
-
-
 def _check(reserve_memory: float, adapt: str) -> None:
     """Refuses a share that is none, and a way to adapt that there is not."""
-    if adapt == "move":
-        raise InputError("--adapt is 'move', but runs cannot move to another plan by themselves yet. Use --adapt watch.")
-    if adapt not in ("off", "watch"):
-        raise InputError(f"--adapt is '{adapt}'; off or watch was expected.")
+    if adapt not in ("off", "watch", "move"):
+        raise InputError(f"--adapt is '{adapt}'; off, watch or move was expected.")
     if not 0 <= reserve_memory < 1:
         raise InputError(f"--reserve-memory is {reserve_memory}; a share of the memory from 0 to below 1, such as 0.9, was expected.")
 

@@ -105,8 +105,8 @@ class TrainGroup(_Fields):
     """Steps between evaluations on the validation split; 0: never."""
     device: str = ""
     """cpu or cuda; empty: what the cluster has."""
-    adapt: Literal["off", "watch"] = "watch"
-    """watch: notice slow ranks and say what could be done."""
+    adapt: Literal["off", "watch", "move"] = "watch"
+    """watch: notice slow ranks and say what could be done; move: do it."""
     share_gpus: bool = False
     """Let several ranks run on one GPU."""
     reserve_memory: Annotated[float, Field(ge=0, lt=1)] = 0.0

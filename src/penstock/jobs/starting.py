@@ -183,14 +183,11 @@ def training_request(
 
 
 def trainer_of(request: TrainRequest, adapt: str) -> PlanTrainer:
-    """The trainer of a request; slow ranks are noticed unless `adapt` is off."""
+    """The trainer of a request. `adapt`: slow ranks are not noticed (`off`), told (`watch`), or moved away from (`move`)."""
+    from penstock.adapting.watching import move_run, obey_run, watch_run
     from penstock.runtime.trainer import PlanTrainer
 
-    if adapt == "off":
-        return PlanTrainer(request)
-    from penstock.adapting.watching import watch_run
-
-    return PlanTrainer(request, watch_run)
+    return PlanTrainer(request, {"off": obey_run, "watch": watch_run, "move": move_run}[adapt])
 
 
 def _steps(text: str) -> tuple[int, ...]:
