@@ -543,9 +543,21 @@ _ADAPTING = (
     _bug("who asks is overruled", "adapting/watching.py", "            self._adapter = None\n        elif",
          "            pass\n        elif", "a plan that was asked for is left at once", "adapting/test_watching.py", pick="last_word"),
 )  # fmt: skip
+_JOBS = (
+    _bug("any content is the same data", "jobs/cache.py", "                found.update(piece)", "                pass",
+         "a changed file trains on the old tokens", "jobs/test_raw_data.py", pick="once"),
+    _bug("samples are cut off without a word", "jobs/raw_data.py", 'and over_long == "refuse":', 'and over_long == "never":',
+         "the ends of long texts are not trained on", "jobs/test_raw_data.py", pick="longer"),
+    _bug("plans of other models are taken", "jobs/planning.py", "    if differ:\n", "    if False:\n", "tensors do not fit, hours later",
+         "jobs/test_planning.py", pick="other_models"),
+    _bug("a micro-batch weighs by itself", "jobs/dynamic_loader.py", "torch.tensor(loaded.program.loss_tokens)",
+         "torch.tensor(micro.loss_tokens())", "the loss depends on how a batch was cut", "jobs/test_dynamic_loader.py", pick="plain"),
+    _bug("a loader begins anew", "jobs/dynamic_loader.py", '        self.step = int(state["step"])', "        self.step = 0",
+         "the first samples are seen twice", "jobs/test_dynamic_loader.py", pick="goes_on"),
+)  # fmt: skip
 
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
     *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_GENERATIONS, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS,
-    *_CLI, *_SCREEN, *_DISTURBING, *_ADAPTING,
+    *_CLI, *_SCREEN, *_DISTURBING, *_ADAPTING, *_JOBS,
 )  # fmt: skip

@@ -30,11 +30,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def kept(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.getbasetemp() / "kept"))
-
-
 def command(texts: Path, out: Path, *options: str) -> list[str]:
     return ["train", "--model", "gpt-tiny", "--data", str(texts), "--out", str(out), "--tokens-per-batch", "400", *options]
 

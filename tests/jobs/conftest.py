@@ -1,25 +1,15 @@
-"""Texts and models that the tests of jobs share; what jobs keep goes into a folder of the tests."""
+"""Texts and samples that the tests of jobs share."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "rivers", "run", "under", "old", "stone", "bridges")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The cache of all tests: nothing is prepared, measured or searched twice."""
-    patch, folder = pytest.MonkeyPatch(), tmp_path_factory.mktemp("kept")
-    patch.setenv("PENSTOCK_CACHE", str(folder))
-    yield folder
-    patch.undo()
 
 
 @pytest.fixture(scope="session")

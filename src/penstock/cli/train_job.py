@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.console import format_bytes, format_count, format_time, out, progress
+from penstock.cli.console import format_bytes, format_count, format_time, out, print_json, progress
 from penstock.cli.train import run_training
 from penstock.errors import InputError
 from penstock.processes.fork_server import warm_up
@@ -38,7 +38,10 @@ def run_job(file: Path | None, options: Mapping[str, Any], texts: Sequence[str],
         with progress("looking", quiet=json or not first) as bar:
             found = ready(job, bar.describe)
     except AllDoneError as done:
-        out().print(str(done), markup=False, soft_wrap=True)
+        if json:
+            print_json({"job": job.out, "losses": [], "done": str(done)})
+        else:
+            out().print(str(done), markup=False, soft_wrap=True)
         return
     trainer = found.trainer()
     if first and not json:
@@ -82,7 +85,7 @@ def _times(found: ReadyJob) -> Iterator[str]:
         return
     best = found.found.found[0]
     yield (
-        f"step     {found.plan.global_batch:,} samples, {format_count(best.tokens)} {unit} in {best.num_micro_batches:.0f} micro-batches: "
+        f"step     {found.plan.global_batch:,} samples, {format_count(best.tokens)} {unit} in {_micro_batches(best.num_micro_batches)}: "
         f"{format_time(best.time_s)} ±{found.found.error:.0%}, {format_count(best.tokens / best.time_s)} {unit}/s; "
         f"{steps:,} steps take {format_time(best.time_s * steps)}"
     )
@@ -93,6 +96,10 @@ def _times(found: ReadyJob) -> Iterator[str]:
     if found.found.fixed_padded_s:
         padded_s = found.found.fixed_padded_s
         yield f"beside   fixed padded micro-batches: {format_time(padded_s)} ({padded_s / best.time_s:.2f} times as long)"
+
+
+def _micro_batches(count: float) -> str:
+    return "one micro-batch" if count == 1 else f"{count:.0f} micro-batches"
 
 
 def _begins(weights: str, source: str) -> str:

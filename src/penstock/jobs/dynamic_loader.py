@@ -101,8 +101,8 @@ class DynamicLoader:
         """(step, micro-batches of this rank) as models of transformers take them: `model(**one).loss`.
 
         `num_items_in_batch` is that of the global batch, so that losses and gradients of all micro-batches and ranks are to be summed, not
-        averaged; where a wrapper averages gradients over ranks, as DDP does, multiply the loss by the number of ranks. Packed micro-batches
-        are one row whose `position_ids` begin anew with each sample. Labels are those of each position itself: they are not shifted again.
+        averaged; ranks may have different numbers of micro-batches. Packed ones are one row whose `position_ids` begin anew with each
+        sample. Labels are those of each position itself (`shift_labels`): they are not shifted again.
         """
         from penstock.plans.telling import short_name
 

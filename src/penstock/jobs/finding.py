@@ -51,7 +51,7 @@ def find_plans(
     prepared = open_samples(data, described, source, lengths=lengths, tokenizer=tokenizer, over_long=over_long)
     positions = [max(1, length) for length in prepared.filled.own.tolist()]
     batch = batch_of(tokens_per_batch, positions, bool(described.seq_length))
-    found_costs, _ = chosen_costs(costs, described, devices)
+    found_costs, _ = chosen_costs(costs, described, devices, source)
     question = PlanQuestion(
         described, source, place, found_costs, batch, max(8, max(positions)), precision, memory_limit_gb, time_budget_s
     )  # fmt: skip

@@ -16,11 +16,10 @@ from penstock.errors import InputError, near_misses
 from penstock.files import describe_validation_error, read_yaml, write_text
 
 __all__ = [
-    "JOB", "DataGroup", "JobFile", "ModelGroup", "PlanGroup", "SaveGroup", "TrainGroup", "changed", "dotted_fields", "job_from",
+    "DataGroup", "JobFile", "ModelGroup", "PlanGroup", "SaveGroup", "TrainGroup", "changed", "dotted_fields", "job_from",
     "parse_changes", "read_job", "write_job",
 ]  # fmt: skip
 
-JOB = "job.yaml"
 FORMAT, VERSION = "penstock-job", 1
 _MOST = 10**15
 

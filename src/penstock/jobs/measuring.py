@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.errors import InputError, PenstockError
 from penstock.jobs.cache import cache_folder, digest, only_one
@@ -16,67 +19,73 @@ if TYPE_CHECKING:
 
 __all__ = ["chosen_costs"]
 
-_BUDGET_S = 60.0
+_BUDGET_S = 60
 _FINISHED = ".finished"
 """Beside a profile that was given all of its time: what it lacks is modelled, not measured again in every run."""
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
-def chosen_costs(asked: str, model: Model, cluster: Cluster, *, progress: Callable[[str], None] = lambda name: None) -> tuple[str, str]:
-    """(source as `--costs` takes it, what to say of it) of `auto`, `measure`, or any source of costs."""
+def chosen_costs(asked: str, model: Model, cluster: Cluster, source: str) -> tuple[str, str]:
+    """(source as `--costs` takes it, what to say of it) of `auto`, `measure`, or any source of costs; `source` names the model."""
     device = cluster.device(0).name
-    here = len(cluster.kinds) == 1 and cluster.name == "local"
     if asked not in ("auto", "measure"):
         return asked, asked
+    here = len(cluster.kinds) == 1 and (cluster.name == "local" or device == "cpu")
     if asked == "auto" and (device == "cpu" or not here):
         return "roofline", f"roofline: formulas and the datasheet of {'a processor' if device == 'cpu' else device}"
-    if asked == "measure" and not (here or device == "cpu"):
+    if not here:
         raise InputError(f"costs are to be measured, but {cluster.describe()} is not this machine. Use --costs roofline or profile:FILE.")
     try:
-        path, was_there = _measured(model, device, cluster.num_devices, progress)
+        path, was_there = _measured(model, device, cluster.num_devices, source)
     except PenstockError as error:
         if asked == "measure":
             raise
-        return "roofline", f"roofline: this model cannot be measured ({error})"
+        return "roofline", f"roofline, since the model could not be measured: {error}"
     return f"profile:{path}", f"measured on this machine{', earlier' if was_there else ''} ({path})"
 
 
-def _measured(model: Model, device: str, count: int, progress: Callable[[str], None]) -> tuple[Path, bool]:
+def _measured(model: Model, device: str, count: int, source: str) -> tuple[Path, bool]:
     """The profile of a model's kinds of ops, here, in this precision, by these versions; whether it was made earlier."""
-    import torch
+    from importlib.metadata import version
 
     from penstock.profiling.stamp import stamp
 
-    where = "cpu" if device == "cpu" else "cuda"
-    degrees = [1] if where == "cpu" else [tp for tp in (1, 2, 4, 8) if tp <= count]
-    kinds = sorted(str(op.signature) for op in model.distinct_ops)
-    shared = count if where == "cpu" else 1
-    path = cache_folder("profiles") / f"{digest(kinds, model.dtype, device, degrees, shared, torch.__version__, stamp())}.json"
+    degrees = [1] if device == "cpu" else [tp for tp in (1, 2, 4, 8) if tp <= count]
+    kinds = sorted(op.signature for op in model.distinct_ops)
+    sharing = count if device == "cpu" else 1
+    path = cache_folder("profiles") / f"{digest(kinds, model.dtype, device, degrees, sharing, version('torch'), stamp())}.json"
     finished = path.with_name(path.name + _FINISHED)
     with only_one(path):
         if finished.exists():
             return path, True
-        _measure(path, model, where, degrees, shared, progress)
+        _measure(path, model, device, degrees, sharing, source)
         finished.touch()
     return path, False
 
 
-def _measure(path: Path, model: Model, device: str, degrees: list[int], processes: int, progress: Callable[[str], None]) -> None:
-    """In processes of their own, as training has them: what they take of a GPU's memory goes with them."""
-    from penstock.profiling.run import Profiler
-    from penstock.profiling.together import measure_together
-    from penstock.runtime.workers import WorkerPool
+def _measure(path: Path, model: Model, device: str, degrees: list[int], sharing: int, source: str) -> None:
+    """`penstock profile`, in a process of its own: what it takes of a GPU's memory goes with it, and no user's script is imported again."""
+    with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
+        command = [
+            sys.executable, "-m", "penstock.cli.main", "profile", "--model", _named(model, source, Path(scratch)), "--out", str(path),
+            "--device", "cpu" if device == "cpu" else "cuda", "--tp", ",".join(map(str, degrees)), "--time-budget", str(_BUDGET_S),
+        ]  # fmt: skip
+        environment = {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}
+        environment["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // sharing))  # as many as a rank will have
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        raise PenstockError(said[-1].removeprefix("error: "))
 
-    if device == "cpu":
-        units = Profiler.open(path, device).units([model], degrees)
-        measure_together(path, units, processes, time_budget_s=_BUDGET_S, progress=progress)
-        return
-    with WorkerPool(1, device=device, threads=len(os.sched_getaffinity(0))) as pool:
-        pool.run(_profile, str(path), model, degrees, listen=lambda rank, name: progress(name), timeout_s=24 * 3600.0)
 
+def _named(model: Model, source: str, scratch: Path) -> str:
+    """The model with its precision, in a file where it is of a family; else as the user names it."""
+    import yaml
 
-def _profile(worker: Any, path: str, model: Model, degrees: list[int]) -> None:
-    """A job for a worker."""
-    from penstock.profiling.run import Profiler
+    from penstock.models.catalog import FAMILIES
 
-    profiler = Profiler.open(path, "cuda")
-    profiler.run(profiler.units([model], degrees), time_budget_s=_BUDGET_S, progress=worker.tell)
+    if model.family not in FAMILIES:
+        return source
+    path, sizes = scratch / "model.yaml", json.loads(json.dumps(dict(model.config)))  # YAML knows no tuples
+    path.write_text(yaml.safe_dump({"family": model.family, "name": model.name, **sizes, "dtype": model.dtype}), encoding="utf-8")
+    return str(path)

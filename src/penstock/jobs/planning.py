@@ -127,10 +127,11 @@ def plans_for(
 ) -> FoundPlans:  # fmt: skip
     """The best plans for these samples. Processes that ask the same get the same plans, on one machine or with one cache."""
     cluster = resolve_cluster(question.cluster)
-    asked = dataclasses.asdict(replace(question, model=None)) | {"model": question.model.name, "config": dict(question.model.config)}  # type: ignore[arg-type]
+    asked = {field.name: getattr(question, field.name) for field in dataclasses.fields(question) if field.name != "model"}
+    asked["model"] = [(block.name, copies, [op.signature for op in block.ops]) for block, copies in question.model.runs]
     lengths = [(sample.length, sample.dec_length) for sample in samples]
     started = os.environ.get("WORLD_SIZE")
-    path = cache_folder("plans") / f"{digest(_RECIPE, asked, cluster_to_dict(cluster), lengths, started)}.json"
+    path = cache_folder("plans") / f"{digest(_RECIPE, asked, dict(question.model.config), cluster_to_dict(cluster), lengths, started)}.json"
     made_once(path, lambda path: write_json(path, _to_dict(_searched(question, samples, progress))))
     return _from_dict(read_json(path, "kept plans"), path)
 

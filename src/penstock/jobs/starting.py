@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from penstock.clusters import cluster_to_dict, resolve_cluster
 from penstock.errors import InputError
-from penstock.jobs.job_file import JOB, JobFile, SaveGroup, TrainGroup, changed, job_from, read_job, write_job
+from penstock.jobs.job_file import JobFile, SaveGroup, TrainGroup, changed, job_from, read_job, write_job
 from penstock.jobs.measuring import chosen_costs
 from penstock.jobs.models import first_weights, found_source, job_model
 from penstock.jobs.planning import FoundPlans, PlanQuestion, batch_of, job_cluster, plans_for, require_plan_of
@@ -77,7 +77,7 @@ class ReadyJob:
         return found
 
     def _own_folder(self) -> None:
-        from penstock.runtime.run_folder import STEPS
+        from penstock.runtime.run_folder import JOB, STEPS
         from penstock.runtime.run_lock import run_lock
 
         out = Path(self.job.out)
@@ -122,7 +122,7 @@ def ready(job: JobFile, progress: Progress = lambda text: None) -> ReadyJob:
     found, about = None, "as the plan says" if plan is None else plan.costs
     if plan is None:
         progress("measuring costs")
-        costs, about = chosen_costs(job.plan.costs, model, cluster, progress=lambda name: progress(f"measuring {name}"))
+        costs, about = chosen_costs(job.plan.costs, model, cluster, source)
         question = PlanQuestion(
             model, source, place, costs, batch, max(8, max(lengths)), job.model.precision, job.plan.memory_limit_gb, job.plan.time_budget_s
         )  # fmt: skip
@@ -134,7 +134,7 @@ def ready(job: JobFile, progress: Progress = lambda text: None) -> ReadyJob:
 def _earlier(out: str) -> tuple[JobFile | None, str, int]:
     """(job, checkpoint to go on from, steps behind it) of what a folder holds of this run; a run that is not of a job is refused."""
     from penstock.runtime.checkpoints.folder import latest_checkpoint, step_of
-    from penstock.runtime.run_folder import CHECKPOINTS, refuse_other_run
+    from penstock.runtime.run_folder import CHECKPOINTS, JOB, refuse_other_run
 
     path = Path(out) / JOB
     if not path.is_file():

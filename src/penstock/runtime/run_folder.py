@@ -21,11 +21,11 @@ from penstock.runtime.telemetry.steps import StepRecord
 from penstock.timing.asked import ASKED
 
 __all__ = [
-    "CHECKPOINTS", "STEPS", "last_step", "own_folder", "plan_of_run", "plans_of_run", "put_in_force", "read_request", "refuse_other_run",
+    "CHECKPOINTS", "JOB", "STEPS", "last_step", "own_folder", "plan_of_run", "plans_of_run", "put_in_force", "read_request", "refuse_other_run",
     "safe_step",
 ]  # fmt: skip
 
-CHECKPOINTS, STEPS = "checkpoints", "steps.jsonl"
+CHECKPOINTS, STEPS, JOB = "checkpoints", "steps.jsonl", "job.yaml"
 _PLAN, _FACTS = "plan.json", "run.json"
 _PLANS = "plans"
 """All plans that the run has had, each in a file that is named after its first step; `plan.json` is the last."""
@@ -102,6 +102,8 @@ def safe_step(request: TrainRequest, first_step: int) -> str:
     if saved is None and not request.resume:
         return f"No checkpoint had been written: there is nothing to go on from. Start it again with another --out, or remove '{out}'."
     where, step = (request.resume, first_step) if saved is None else (str(out), step_of(saved))
+    if (out / JOB).is_file():
+        return f"Step {step} is safe. Go on with the same command, or with: penstock train '{out / JOB}'"
     return f"Step {step} is safe. Go on with: penstock train … --out '{out}' --resume '{where}'"
 
 
