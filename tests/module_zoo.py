@@ -95,3 +95,28 @@ def example(name: str, samples: int = 3, length: int = 12, seed: int = 1) -> dic
     if name == "t5":
         return {"input_ids": ids, "labels": labels[:, : max(1, length // 2)].contiguous()}
     return {"ids" if name == "long-skips" else "input_ids": ids, "labels": labels}
+
+
+def llama() -> tuple[nn.Module, None]:
+    """As `module:module_zoo.py:llama` names it."""
+    return make("llama"), None
+
+
+def qwen3() -> tuple[nn.Module, None]:
+    return make("qwen3"), None
+
+
+def gemma3() -> tuple[nn.Module, None]:
+    return make("gemma3"), None
+
+
+def mixtral() -> tuple[nn.Module, None]:
+    return make("mixtral"), None
+
+
+def long_skips() -> tuple[nn.Module, None]:
+    return make("long-skips"), None
+
+
+def vit() -> tuple[nn.Module, torch.Tensor]:
+    return make("vit"), torch.zeros(1, 3, 16, 16)

@@ -16,7 +16,7 @@ from penstock.models.llama import LlamaConfig, llama
 from penstock.models.ops import Model
 from penstock.models.t5 import T5Config, t5
 
-__all__ = ["HF_ACTIVATIONS", "HF_DTYPES", "model_from_hf"]
+__all__ = ["HF_ACTIVATIONS", "HF_DTYPES", "UnknownModelType", "model_from_hf"]
 
 # Their names to ours; of several for one of ours the first is what we write.
 HF_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -26,6 +26,10 @@ HF_ACTIVATIONS = {
 }  # fmt: skip
 _ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 """The rotary scalings our kernels know and the numbers each needs."""
+
+
+class UnknownModelType(InputError):
+    """A config of a model that is none of our families."""
 
 
 def model_from_hf(path: str, *, keep_attention_dropout: bool = False) -> Model:
@@ -42,7 +46,7 @@ def model_from_hf(path: str, *, keep_attention_dropout: bool = False) -> Model:
         raise InputError(f"{where}: expected an object with a field 'model_type', got {type(values).__name__}.")
     kind = str(values.get("model_type", "missing"))
     if kind not in _READERS:
-        raise InputError(f"{where}: field 'model_type' is {kind!r}, which is not supported. {near_misses(kind, _READERS)}")
+        raise UnknownModelType(f"{where}: field 'model_type' is {kind!r}, which is not supported. {near_misses(kind, _READERS)}")
     fields = _Fields(values, where, kind, keep_attention_dropout)
     fields.only("quantization_config", (), "weights in bf16, fp16 or fp32")
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):

@@ -34,7 +34,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from penstock.errors import InputError
 from penstock.models.modules.build import TORCH_DTYPES
-from penstock.models.modules.cutting.skipping import Skipping
+from penstock.models.modules.cutting.seen import SeenMicroBatch
+from penstock.models.modules.cutting.skipping import Call, Skipping
 from penstock.models.modules.cutting.weights import WeightTable
 from penstock.models.ops import Block, Model, Op, Split, TensorSpec
 from penstock.models.shapes import FEATURES, Form, Quantity, Shape
@@ -42,6 +43,7 @@ from penstock.models.shapes import FEATURES, Form, Quantity, Shape
 __all__ = ["trace_module"]
 
 Example = Callable[[int, int], Any] | Sequence[torch.Tensor] | torch.Tensor
+Called = Callable[[nn.Module, Any], Any]
 _CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _AMOUNTS = ("parameters", "flops", "backward_flops", "traffic", "backward_traffic", "workspace", "kept")
@@ -50,17 +52,21 @@ TOLERANCE = 1e-2
 _BASIS = ("one", "samples", "tokens", "squares")
 
 
-def trace_module(module: nn.Module, example: Example, name: str = "traced", dtype: str = "fp32", *, length: int = 128) -> Model:
+def trace_module(
+    module: nn.Module, example: Example, name: str = "traced", dtype: str = "fp32", *, length: int = 128, call: Called | None = None
+) -> Model:
     """The description of `module` when it trains in `dtype`; its weights may be on the meta device.
 
     `example` makes the arguments of a forward pass from (samples, length), or is such arguments: then the first dimension counts
     samples, and the second of integer matrices and of float tensors with three dimensions is the length. `length` is the longest
-    that a callable `example` is asked for. Kept bytes are those of torch's CPU kernels.
+    that a callable `example` is asked for. `call` runs the module on what `example` makes, perhaps up to its loss. Kept bytes are those
+    of torch's CPU kernels.
 
         model = trace_module(net, lambda samples, length: (torch.randint(100, (samples, length)),), "mine", "bf16")
         write_json("mine.json", model_to_description(model))
     """
-    make, length = _maker(example, length)
+    make, length = (example, length) if call is not None and callable(example) else _maker(example, length)
+    run = call or (lambda own, given: own(**given) if isinstance(given, Mapping) else own(*given))
     if dtype not in TORCH_DTYPES:
         raise InputError(f"trace of '{name}': dtype is {dtype!r}; known: {', '.join(TORCH_DTYPES)}.")
     if next(module.parameters(), None) is None:
@@ -70,8 +76,11 @@ def trace_module(module: nn.Module, example: Example, name: str = "traced", dtyp
     points = [(2, short), (3, short), (2, middle), (4, long), (3, length)]
 
     def trace() -> tuple[list[Op], bool]:
-        with _chain(module, make, *points[0], name) as chain:
-            runs = [_Run(chain, make, samples, size, TORCH_DTYPES[dtype], name) for samples, size in points]
+        with _chain(module, lambda own: run(own, make(*points[0])), _where(name, *points[0])) as chain:
+            runs = [
+                _Run(chain, lambda own: run(own, _cast(make(*point), TORCH_DTYPES[dtype])), TORCH_DTYPES[dtype], _where(name, *point))  # noqa: B023
+                for point in points
+            ]
             weights = WeightTable(chain)
         if any(run.names != runs[0].names for run in runs):
             raise InputError(f"trace of '{name}': the module calls other children for other shapes; its chain must stay the same.")
@@ -84,15 +93,17 @@ def trace_module(module: nn.Module, example: Example, name: str = "traced", dtyp
                  config={"module": type(module).__name__}, names=tuple(op.name for op in ops))  # fmt: skip
 
 
+def _where(name: str, samples: int, size: int) -> str:
+    return f"trace of '{name}' at {samples} samples of length {size}"
+
+
 @contextmanager
-def _chain(module: nn.Module, make: Callable[[int, int], Any], samples: int, size: int, name: str) -> Iterator[Skipping]:
+def _chain(module: nn.Module, call: Call, where: str) -> Iterator[Skipping]:
     """The module as a chain of units, with the order of their calls and what crosses between them."""
     chain = Skipping(module)
-    where = f"trace of '{name}' at {samples} samples of length {size}"
     try:
         with _buffers_off_meta(module), _told(where, lambda: "" if chain.last_begun is None else chain.last_begun):
-            args, kwargs = _taken(make(samples, size))
-            chain.trace(lambda own: own(*args, **kwargs))
+            chain.trace(call)
         yield chain
     finally:
         chain.close()
@@ -126,9 +137,23 @@ def _told(where: str, last: Callable[[], str]) -> Iterator[None]:
         ) from error
 
 
-def _taken(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments by place and by name."""
-    return ((), dict(given)) if isinstance(given, Mapping) else (tuple(given), {})
+def _cast(given: Any, dtype: torch.dtype) -> Any:
+    """Inputs in the dtype of the module."""
+    if isinstance(given, SeenMicroBatch):
+        given.ids = given.ids.to(dtype) if given.ids.is_floating_point() else given.ids
+        return given
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, given)
+
+
+class _Called(nn.Module):
+    """A module with what is done to it, so that both can be run with other weights."""
+
+    def __init__(self, module: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.module, self.call = module, call
+
+    def forward(self) -> Any:
+        return self.call(self.module)
 
 
 _FEW = 4
@@ -214,6 +239,14 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     return count(*args, **kwargs, out_val=out) if count else 0
 
 
+def _result(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation returns. Torch's shape function of grouped products (experts) knows bf16 alone."""
+    if func is not torch.ops.aten._grouped_mm.default or args[0].dtype != torch.float32:
+        return func(*args, **kwargs)
+    half = tree_map(lambda x: x.bfloat16() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs))
+    return func(*half[0], **half[1]).float()
+
+
 @dataclass
 class _Segment:
     """What one op did at one shape."""
@@ -230,7 +263,7 @@ class _Segment:
 class _Run(TorchDispatchMode):
     """One forward and backward pass on fake tensors, taken apart into segments."""
 
-    def __init__(self, chain: Skipping, make: Callable[[int, int], Any], samples: int, size: int, dtype: torch.dtype, name: str) -> None:
+    def __init__(self, chain: Skipping, call: Call, dtype: torch.dtype, where: str) -> None:
         super().__init__()
         self.chain, self.backward = chain, False
         self.handed: list[dict[Any, torch.Tensor]] = []
@@ -254,10 +287,8 @@ class _Run(TorchDispatchMode):
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
         with fakes:
             state = self._state(chain.module, dtype, fakes)
-            given = _taken(make(samples, size))
-            args, kwargs = tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, given)
-            with _told(f"trace of '{name}' at {samples} samples of length {size}", lambda: self.names[-1] if self.names else ""):
-                self._measure(state, args, kwargs)
+            with _told(where, lambda: self.names[-1] if self.names else ""):
+                self._measure(state, call)
 
     def _state(self, module: nn.Module, dtype: torch.dtype, fakes: FakeTensorMode) -> dict[str, torch.Tensor]:
         """Fake weights of the same shapes, one for each distinct weight; buffers keep their values where they have any."""
@@ -276,13 +307,14 @@ class _Run(TorchDispatchMode):
             state[name] = fake[id(b)]
         return state
 
-    def _measure(self, state: dict[str, torch.Tensor], args: Any, kwargs: Any) -> None:
+    def _measure(self, state: dict[str, torch.Tensor], call: Call) -> None:
         hooks = [unit.register_forward_pre_hook(self._start(path)) for path, unit in self.chain.units.items()]
         hooks += [unit.register_forward_hook(self._done) for unit in self.chain.units.values()]
         found: dict[Any, torch.Tensor] = {}
         try:
             with self, torch.autograd.graph.saved_tensors_hooks(self._save, lambda x: x):
-                out = self.chain.watch(lambda module: torch.func.functional_call(module, state, args, kwargs), found)
+                weights = {f"module.{name}": x for name, x in state.items()}
+                out = self.chain.watch(lambda module: torch.func.functional_call(_Called(module, call), weights, ()), found)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -325,7 +357,7 @@ class _Run(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = _result(func, args, kwargs)
         index = self._segment()
         segment = self.segments[index]
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]

@@ -88,7 +88,7 @@ def test_a_micro_batch_of_another_shape_needs_no_trace() -> None:
     module = make("gemma3")
     chain = Skipping(module)
     chain.trace(lambda module: module(**example("gemma3")))
-    for samples, length in ((1, 5), (4, 7), (2, 23), (5, 2)):
+    for samples, length in ((3, 5), (3, 7), (3, 23), (3, 8), (1, 5), (4, 7), (2, 23), (5, 2)):  # a size that stays the same is no constant
         kwargs = example("gemma3", samples, length)
         loss, _ = plain(module, lambda module: module(**kwargs))  # noqa: B023
         assert torch.equal(in_two(chain, lambda module: module(**kwargs), 3)[0], loss)  # noqa: B023

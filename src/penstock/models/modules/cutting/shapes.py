@@ -8,77 +8,84 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
 from penstock.models.modules.cutting.absent import absent
 
 __all__ = ["UnitShapes", "weights_on_meta"]
 
-_CONFIRMED = 2
-"""A rule is believed once it has foretold so many shapes."""
+_LEARNT = 3
+"""Rules are asked once so many different inputs were seen."""
 
-_Rule = list[tuple[tuple[str, int], ...] | None]
-"""For each output its sizes: a constant, or the i-th of all sizes that the unit is given. None: not a tensor."""
+_Dim = frozenset[tuple[str, int]]
+"""What one size of an output may be, by all that was seen: a constant, or the i-th of all sizes that the unit is given."""
+_Shape = tuple[int, ...]
 
 
 class UnitShapes:
     """Shapes of the outputs of units of one kind.
 
-    The unit runs on the meta device for each new set of input sizes, which takes a millisecond, until every size of its outputs is seen to
-    be a constant or one of its inputs' sizes.
+    The unit runs on the meta device, which takes a millisecond, until all that its output sizes may still be says the same of new inputs.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[int, ...], list[tuple[int, ...] | None]] = {}
-        self._rule: _Rule | None = None
+        self._seen: dict[_Shape, list[_Shape | None]] = {}
+        self._rules: dict[int, list[list[_Dim] | None] | None] = {}
+        """By the number of input sizes; None where sizes follow no rule. In a rule, None stands for an output that is no tensor."""
         self._spec: Any = None
         self._kinds: list[Any] = []
         """Of each output its dtype, or, where it is no tensor, the value itself."""
-        self._confirmed = 0
 
     def outputs(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> Any:
         """What `forward` of the unit would return, with absent tensors."""
-        sizes = tuple(size for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor) for size in x.shape)
-        if self._rule is not None and self._confirmed >= _CONFIRMED:
-            shapes = [None if dims is None else tuple(v if how == "is" else sizes[v] for how, v in dims) for dims in self._rule]
-        else:
-            if sizes not in self._seen:
-                self._learn(sizes, *tree_flatten(_on_meta(unit, forward, args, kwargs)))
-            shapes = self._seen[sizes]
+        sizes = tuple(size for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor) for size in x.shape)
+        shapes = self._seen.get(sizes) or self._foretold(sizes)
+        if shapes is None:
+            shapes = self._learn(sizes, *tree_flatten(_on_meta(unit, forward, args, kwargs)))
         made = [kind if shape is None else absent(shape, kind, device) for shape, kind in zip(shapes, self._kinds, strict=True)]
         return tree_unflatten(made, self._spec)
 
-    def _learn(self, sizes: tuple[int, ...], got: list[Any], spec: Any) -> None:
-        self._spec, self._kinds = spec, [x.dtype if isinstance(x, torch.Tensor) else x for x in got]
-        self._seen[sizes] = [tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in got]
-        points = [(given, made) for given, made in self._seen.items() if len(given) == len(sizes) and len(made) == len(got)]
-        rule = _rule_of(points) if len(points) > 1 else None
-        self._confirmed = self._confirmed + 1 if rule is not None and rule == self._rule else 0
-        self._rule = rule
-
-
-def _rule_of(points: list[tuple[tuple[int, ...], list[tuple[int, ...] | None]]]) -> _Rule | None:
-    """The rule that all points follow; None where there is none."""
-    rule: _Rule = []
-    for j, first in enumerate(points[0][1]):
-        shapes = [made[j] for _, made in points]
-        if first is None:
-            rule.append(None)
-            continue
-        if any(shape is None or len(shape) != len(first) for shape in shapes):
+    def _foretold(self, sizes: _Shape) -> list[_Shape | None] | None:
+        """By the rules, where they are sure."""
+        rule = self._rules.get(len(sizes))
+        if rule is None or len(self._seen) < _LEARNT:
             return None
-        dims: list[tuple[str, int]] = []
-        for values in zip(*(shape for shape in shapes if shape is not None), strict=True):
-            given = list(zip(*(sizes for sizes, _ in points), strict=True))
-            same = given.index(values) if values in given else None
-            if len(set(values)) == 1:
-                dims.append(("is", values[0]))
-            elif same is not None:
-                dims.append(("as", same))
-            else:
+        found: list[_Shape | None] = []
+        for dims in rule:
+            if dims is None:
+                found.append(None)
+                continue
+            said = [{value if how == "is" else sizes[value] for how, value in dim} for dim in dims]
+            if any(len(values) != 1 for values in said):
                 return None
-        rule.append(tuple(dims))
-    return rule
+            found.append(tuple(values.pop() for values in said))
+        return found
+
+    def _learn(self, sizes: _Shape, got: list[Any], spec: Any) -> list[_Shape | None]:
+        self._spec, self._kinds = spec, [x.dtype if isinstance(x, torch.Tensor) else x for x in got]
+        shapes: list[_Shape | None] = [tuple(x.shape) if isinstance(x, torch.Tensor) else None for x in got]
+        self._seen[sizes] = shapes
+        now: list[list[_Dim] | None] = [
+            None if shape is None else [frozenset({("is", n), *(("as", i) for i, size in enumerate(sizes) if size == n)}) for n in shape]
+            for shape in shapes
+        ]
+        before = self._rules.get(len(sizes), now)
+        self._rules[len(sizes)] = None if before is None else _both(before, now)
+        return shapes
+
+
+def _both(before: list[list[_Dim] | None], now: list[list[_Dim] | None]) -> list[list[_Dim] | None] | None:
+    """What both allow; None where nothing is left."""
+    found: list[list[_Dim] | None] = []
+    for a, b in zip(before, now, strict=False):
+        if a is None or b is None:
+            found.append(None)
+            continue
+        dims = [x & y for x, y in zip(a, b, strict=False)]
+        if not all(dims) or len(a) != len(b):
+            return None
+        found.append(dims)
+    return found if len(before) == len(now) else None
 
 
 def _on_meta(unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

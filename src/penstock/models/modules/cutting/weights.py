@@ -53,3 +53,13 @@ class WeightTable:
             "buffers": buffers,
         }
         return {name: value for name, value in found.items() if value}
+
+    def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """A weight is another tensor from now on."""
+        for own in self.ops:
+            for name, p in own.items():
+                if p is old:
+                    own[name] = new
+        self.home[id(new)] = self.home.pop(id(old))
+        if id(old) in self.unused:
+            self.unused = self.unused - {id(old)} | {id(new)}
