@@ -41,7 +41,7 @@ ARROWS = {
     "systems": "errors files clusters models schedules plans costs timing batching search",
     "interop": "errors clusters models schedules plans",
     "runtime": "errors files processes clusters models schedules plans costs timing batching programs stores data",
-    "adapting": "errors clusters models schedules plans costs timing search runtime",
+    "adapting": "errors files clusters models schedules plans costs timing search programs runtime",
     "profiling": "clusters models costs timing runtime",
     "reports": "errors files schedules timing",
     "cli": "errors files processes clusters models schedules plans costs timing ordering batching search "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,13 +74,10 @@ def test_a_rank_that_is_slow_from_the_first_step_on(plan: Plan, data: str, tmp_p
 
 @pytest.mark.parametrize(("cores", "ranks", "is_watched"), [(False, 999, True), (True, 999, False), (True, 1, True)])
 def test_ranks_that_share_cores_are_not_watched(plan: Plan, tmp_path: Path, cores: bool, ranks: int, is_watched: bool) -> None:
-    world = SimpleNamespace(ranks=range(ranks))
     request = TrainRequest(plan, "", 1, str(tmp_path / "run"))
-    run = SimpleNamespace(computes_on_cores=cores, world=world, request=request, first_step=0, is_first=True)
-    watcher = watch_run(run)  # type: ignore[arg-type]
-    assert (watcher is not None) == is_watched == (tmp_path / "run" / EVENTS).exists()
-    if watcher is not None:
-        watcher.close()
+    run = SimpleNamespace(computes_on_cores=cores, members=range(ranks), request=request, first_step=0, is_first=True)
+    with closing(watch_run(run)) as watcher:  # type: ignore[arg-type]
+        assert watcher.measures == is_watched == (tmp_path / "run" / EVENTS).exists()
 
 
 def watched(plan: Plan, out: Path, steps: Mapping[int, Mapping[int, RankFigures]]) -> list[RunEvent]:

@@ -481,7 +481,8 @@ def test_waits_for_programs_and_for_samples_are_told_apart(folder: Path, monkeyp
     loader.next_planned_here()
     assert (loader.wait_s, loader.data_wait_s) == (5.0, 3.0)
     waits = iter([4.0, 1.0])
-    loader._feed = SimpleNamespace(next=lambda: later(next(waits), ("found", 3.0)), end=lambda: None)  # type: ignore[assignment]
+    found = SimpleNamespace(program=SimpleNamespace(iteration=9))
+    loader._feed = SimpleNamespace(next=lambda: later(next(waits), (found, 3.0)), end=lambda: None)  # type: ignore[assignment]
     loader._fetched()
     assert (loader.wait_s, loader.data_wait_s) == (5.0 + 4.0, 3.0 + 3.0)
     loader._fetched()

@@ -52,7 +52,8 @@ def train(
         Path | None, typer.Option(metavar="FILE", help="With timed and paced devices: what slows them down, and at which steps (YAML).")
     ] = None,
     adapt: Annotated[
-        str, typer.Option(metavar="off|watch", help="watch: notice slow ranks and say what could be done (`penstock events`).")
+        str,
+        typer.Option(metavar="off|watch|move", help="watch: notice slow ranks, say what could be done (`penstock events`); move: do it."),
     ] = "watch",
     share_gpus: Annotated[
         bool, typer.Option("--share-gpus", help="Let several ranks run on one GPU, each with its part under MPS.")
@@ -198,12 +199,10 @@ def _refuse_learning(context: typer.Context) -> None:
         )
 
 
-def _watching(adapt: str) -> Watching | None:
-    if adapt == "off":
-        return None
-    from penstock.adapting.watching import watch_run
+def _watching(adapt: str) -> Watching:
+    from penstock.adapting.watching import move_run, obey_run, watch_run
 
-    return watch_run
+    return {"off": obey_run, "watch": watch_run, "move": move_run}[adapt]
 
 
 def _disturbance(slow: list[str], path: Path | None) -> Disturbance:
@@ -237,10 +236,8 @@ def _steps(text: str) -> tuple[int, ...]:
 
 def _check(reserve_memory: float, adapt: str) -> None:
     """Refuses a share that is none, and a way to adapt that there is not."""
-    if adapt == "move":
-        raise InputError("--adapt is 'move', but runs cannot move to another plan by themselves yet. Use --adapt watch.")
-    if adapt not in ("off", "watch"):
-        raise InputError(f"--adapt is '{adapt}'; off or watch was expected.")
+    if adapt not in ("off", "watch", "move"):
+        raise InputError(f"--adapt is '{adapt}'; off, watch or move was expected.")
     if not 0 <= reserve_memory < 1:
         raise InputError(f"--reserve-memory is {reserve_memory}; a share of the memory from 0 to below 1, such as 0.9, was expected.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from penstock.schedules.rules import SCHEDULES
 
 __all__ = ["Evaluated", "Rank"]
 
+_PROBE_SIZE, _PROBE_PRODUCTS = 256, 8
 _Transfer = tuple[str, int, int, int]
 """What, cut, micro-batch, peer."""
 
@@ -177,6 +179,16 @@ class Rank:
         self._end(program)
         loss, correct, counted = self.world.gather(torch.cat([self._loss[None], self._correct])).sum(0).tolist()
         return Evaluated(loss, correct / max(1.0, counted))
+
+    def probe_s(self, step: int) -> float:
+        """What a fixed piece of work takes this process' device now, between two steps: whether one without work is slow."""
+        values = torch.ones(_PROBE_SIZE, _PROBE_SIZE, device=self.groups.device)
+        values.sum().item()
+        begun_s = time.perf_counter()
+        for _ in range(_PROBE_PRODUCTS):
+            values = values @ values / _PROBE_SIZE
+        values.sum().item()  # a GPU is waited for
+        return time.perf_counter() - begun_s
 
     def _begin(self, program: i.Program, source: Source) -> None:
         self._source = source
@@ -321,10 +333,14 @@ class Rank:
         """Sums a shared weight's gradients, for all stages of this rank that hold it."""
         sync_tied(step, self.stages, self.world.rank, self.transport)
 
+    @property
+    def leads_replica(self) -> bool:
+        """Whether this is the one rank of its replica that counts what it trains on."""
+        return 0 in self.stages and self.stages[0].index == 0
+
     def step(self, step: i.Step) -> None:
         """Updates the weights."""
-        first = 0 in self.stages and self.stages[0].index == 0
-        tokens = _useful_tokens(self._program) if first else 0
+        tokens = _useful_tokens(self._program) if self.leads_replica else 0
         self.result = self.update.step(self._program.iteration, self._loss, tokens, updates=not self.asynchronous)
         if self.result.skipped:  # the forward passes of a step that is dropped have changed running statistics too
             for own, before in self._before:

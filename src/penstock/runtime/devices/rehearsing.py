@@ -61,5 +61,6 @@ def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> 
             loader.wait_s, start_s = 0.0, time.perf_counter()
         usual_s = statistics.median(steps_s[WARM_UP:] or steps_s)
         stages.settle()
-        speed, found = statistics.fmean(tokens) / usual_s, slowest_stages(world, stages)
-        return TrainResult(0, len(steps_s), (), (), usual_s, speed, found, None, ranks=times_of_ranks(world, stages.times()))
+        speed, found = statistics.fmean(tokens) / usual_s, slowest_stages(plan.num_stages, stages, world.gather)
+        ranks = times_of_ranks(world.ranks, stages.times(), world.gather)
+        return TrainResult(0, len(steps_s), (), (), usual_s, speed, found, None, ranks=ranks)

@@ -42,6 +42,10 @@ class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of this rank's device, as NVML last had it; so are clock and power."""
     gpu_sm_clock_hz: float | None = None
     gpu_power_w: float | None = None
+    samples: str | None = None
+    """Digest of the samples: the same under every plan that trains each of them once."""
+    plan: int | None = None
+    """Which of the run's plans was in force: 0, and one more after each move."""
 
 
 class LineLog:
