@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch: tests side by side leave no core for a second thread, or for threads that spin while they wait.
@@ -37,6 +38,14 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     """Else libraries that look for leaks at the end would find what is kept."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What jobs prepare, measure and search once is kept in a folder of the tests, not in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("kept")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
 from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
 from penstock.runtime.settings import LearningRate, TrainingSettings
-from penstock.runtime.trainer import Trainer
+from penstock.runtime.trainer import PlanTrainer
 from penstock.runtime.workers import WorkerError
 from penstock.stores.addresses import connect
 from penstock.stores.server import RedisServer, start_redis
@@ -57,7 +57,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=BATCH, micro_batch=4, layout="packed", pp=2)
     plan = replace(plan, micro_batching=MicroBatching("packed", "dynamic"))
     request = TrainRequest(plan, str(folder / "data"), STEPS, str(folder / "run"), SETTINGS, planning=PlanningSettings(planners=0))
-    return Case(request, list(Trainer(request).train().losses))
+    return Case(request, list(PlanTrainer(request).train().losses))
 
 
 def steps_done(out: Path) -> int:
@@ -133,7 +133,7 @@ def test_a_hanging_planner_is_replaced_and_the_losses_stay(case: Case, tmp_path:
 
     planning = PlanningSettings(hang_s=8.0)
     with caplog.at_level(logging.WARNING):
-        found = Trainer(replace(case.request, out=str(tmp_path / "run"), planning=planning)).train(told)
+        found = PlanTrainer(replace(case.request, out=str(tmp_path / "run"), planning=planning)).train(told)
     assert list(found.losses) == case.losses
     assert "planner 0 hung at iteration" in caplog.text
 
@@ -201,7 +201,7 @@ def test_a_planner_without_progress_on_a_store_that_answers_ends_the_run_with_a_
                 os.kill(pid, signal.SIGSTOP)
 
     with pytest.raises(WorkerError) as ended:
-        Trainer(replace(case.request, out=str(out), planning=PlanningSettings(wait_s=8.0))).train(told)
+        PlanTrainer(replace(case.request, out=str(out), planning=PlanningSettings(wait_s=8.0))).train(told)
     done, said = steps_done(out), " ".join(str(ended.value).split())
     assert 3 < done < STEPS
     assert re.search(r"nothing came for 8 s in the store at 127|another rank gets no more programs from the store", said)
@@ -218,7 +218,7 @@ def test_a_damaged_sample_is_told_before_anything_starts(case: Case, tmp_path: P
     index.flush()
     request = replace(case.request, data=str(data), out=str(tmp_path / "run"), planning=PlanningSettings())
     with pytest.raises(InputError, match=r"train_input\.idx' is damaged"):
-        Trainer(request).train()
+        PlanTrainer(request).train()
     assert not (tmp_path / "run").exists()
 
 
