@@ -472,6 +472,14 @@ _DISTURBING = (
     _bug("burners take no notice of what their victim waits", "processes/burners.py", "self.share * (1.0 + 0.5 * math.log(missing))",
          "self.share", "the factor is met on idle machines alone", "processes/test_burners.py", pick="steered"),
 )  # fmt: skip
+_LINKS = (
+    _bug("messages are timed after every step", "adapting/link_probes.py", "if step > self._until and len(self._steps) >= FIRST and not",
+         "if step < 0 and not", "noticing costs something while nothing happens", "adapting/test_link_probes.py", pick="timed"),
+    _bug("a slow rank is taken for a link", "adapting/link_probes.py", "busiest_s = max(own.compute_s", "busiest_s = min(own.compute_s",
+         "links are blamed for all that is slow", "adapting/test_link_probes.py", pick="slow_rank"),
+    _bug("two messages at once", "adapting/link_probes.py", "if not busy[number] & set(pair)", "if number >= 0",
+         "a rank waits for two peers in a circle", "adapting/test_link_probes.py", pick="round"),
+)  # fmt: skip
 _ADAPTING = (
     _bug("a move forgets what arrives", "adapting/moves.py",
          "parts = self.before_bytes, self.arriving_bytes, self.after_bytes", "parts = self.before_bytes, self.after_bytes",
@@ -525,5 +533,5 @@ _ADAPTING = (
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
     *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_GENERATIONS, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS,
-    *_CLI, *_DISTURBING, *_ADAPTING,
+    *_CLI, *_DISTURBING, *_LINKS, *_ADAPTING,
 )  # fmt: skip
