@@ -166,11 +166,12 @@ class Watch(_Follower):
         """Made when something is slow: the search takes seconds to import, which most runs never need."""
         from penstock.adapting.adapter import Adapter
         from penstock.adapting.ladder import Ladder
-        from penstock.costs.sources import open_costs
+        from penstock.costs.sources import beside_loads, open_costs
 
         cluster = cluster_of(self._plan)
-        ladder = Ladder(model_of(self._plan), cluster, open_costs(self._plan.costs, cluster), devices=self._members)
-        return Adapter(ladder, self._plan, self._subjects, self._detector)
+        source = open_costs(self._plan.costs, cluster)
+        ladder = Ladder(model_of(self._plan), cluster, source, devices=self._members)
+        return Adapter(ladder, self._plan, self._subjects, self._detector, beside_loads(source))
 
     def order(self, step: int) -> Plan | None:
         """What was asked for, or decided."""
