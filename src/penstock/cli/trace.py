@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,17 +40,21 @@ def trace(
 
     Example: penstock trace run --steps 20-24 --out trace.json
     """
-    from penstock.runtime.run_folder import plan_of_run
+    from penstock.plans.schema import read_plan
+    from penstock.runtime.run_folder import plan_of_run, plans_of_run
     from penstock.runtime.telemetry.spans_reader import read_run
     from penstock.runtime.telemetry.spans_trace import write_trace
 
-    plan = plan_of_run(run)
-    ranks = read_run(run, plan.ranks)
+    plan_of_run(run)
+    plans = {first: read_plan(file) for first, file in plans_of_run(run).items()}
+    ranks = read_run(run, {rank for plan in plans.values() for rank in plan.ranks})
     known = sorted({step for one in ranks for step in one.iterations})
     chosen = _chosen(steps, known, run)
     ranks = [one.only(chosen) for one in ranks]
-    predicted = None if measured_only else _predicted(run, plan, chosen)
-    write_trace(path, ranks, predicted)
+    in_force = {step: max((first for first in plans if first <= step), default=min(plans)) for step in chosen}
+    predicted = None if measured_only else _predicted(run, plans, in_force)
+    numbers = {step: sorted(plans).index(first) for step, first in in_force.items()} if len(plans) > 1 else {}
+    write_trace(path, ranks, predicted, numbers)
     rows = [_row(one) for one in ranks]
     if json:
         print_json({"run": run, "trace": path, "steps": chosen, "predicted": predicted is not None, "ranks": rows})
@@ -80,24 +86,27 @@ def _chosen(text: str, known: list[int], run: Path) -> list[int]:
     return [step for step in known if step in wanted]
 
 
-def _predicted(run: Path, plan: Plan, steps: list[int]) -> Predictions | None:
-    """What the plan's costs expect of every rank, with the micro-batches that the steps had; None, with a note, where nobody can say."""
+def _predicted(run: Path, plans: Mapping[int, Plan], steps: Mapping[int, int]) -> Predictions | None:
+    """What the plan in force in each step expects of every rank, with the micro-batches that the step had; None, with a note, where nobody
+    can say. `steps` has the first step of that plan, by which `plans` has it."""
     from penstock.plans.ranks import seats_of
     from penstock.runtime.run_folder import read_request
     from penstock.runtime.run_inputs import run_inputs
     from penstock.runtime.telemetry.predicting import predict_timelines
     from penstock.runtime.telemetry.spans_trace import predicted_spans
 
-    seats = {rank: first for rank, (first, *_) in seats_of(plan).items()}  # a rank's first stage is that of its device group
+    found = {}
     try:
-        timelines = list(predict_timelines(*run_inputs(read_request(run)), steps))
+        for first in sorted(set(steps.values())):
+            own = [step for step, its in steps.items() if its == first]
+            seats = {rank: seat for rank, (seat, *_) in seats_of(plans[first]).items()}  # a rank's first stage is that of its device group
+            timelines = predict_timelines(*run_inputs(replace(read_request(run), plan=plans[first])), own)
+            for step, replicas in zip(own, timelines, strict=True):
+                found[step] = {rank: predicted_spans(replicas[seat.replica], seat.stage) for rank, seat in seats.items()}
     except PenstockError as error:
         err().print(f"note: without a prediction: {error}", markup=False, soft_wrap=True)
         return None
-    return {
-        step: {rank: predicted_spans(replicas[seat.replica], seat.stage) for rank, seat in seats.items()}
-        for step, replicas in zip(steps, timelines, strict=True)
-    }
+    return found
 
 
 def _row(one: RankSpans) -> dict[str, float]:

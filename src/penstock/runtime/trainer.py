@@ -36,16 +36,16 @@ from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.transport.world import World
 from penstock.runtime.workers import Worker, WorkerError, WorkerPool, joined
 
-__all__ = ["Trainer"]
+__all__ = ["PlanTrainer"]
 
 PROCESSES_PER_CORE = 8
 _EVAL_SPLIT = "validation"
 
 
-class Trainer:
+class PlanTrainer:
     """Trains a plan on this machine.
 
-    >>> Trainer(TrainRequest(read_plan("plan.json"), "data", steps=100, out="run")).train()   # doctest: +SKIP
+    >>> PlanTrainer(TrainRequest(read_plan("plan.json"), "data", steps=100, out="run")).train()   # doctest: +SKIP
     """
 
     def __init__(self, request: TrainRequest, watching: Watching | None = None) -> None:

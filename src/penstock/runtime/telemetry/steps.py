@@ -56,9 +56,10 @@ class LineLog:
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             # Nothing is buffered: what a full disk refuses would come up again when the file is closed.
+            if anew:
+                open(path, "wb").close()
+            # At the end of the file, wherever that is: others may append to it too.
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 — it stays open as long as the log
-            if anew:  # and still at the end of the file, wherever that is: others may append to it too
-                self._file.truncate(0)
         except OSError as error:
             raise InputError(f"'{path}' cannot be written: {error.strerror}.") from None
         self._more = more
