@@ -248,6 +248,8 @@ _DATA = (
     _bug("the weights of tasks are ignored", "data/mixture.py",
          "return apportion(self.epoch_size, [task.weight or 0.0 for task in self.tasks])",
          "return [task.size for task in self.tasks]", "a mixture is what there is", "data/test_mixture.py"),
+    _bug("late programs are run", "data/loader.py", "found is None or found.program.iteration < self.step", "found is None",
+         "a step is trained twice", "data/test_loader.py", pick="plans_for_itself"),
 )  # fmt: skip
 _SERVING = (
     _bug("a stranger is served", "stores/tcp_server.py", "if not is_proof(said[NONCE_BYTES:], self._key, \"client\", mine, its):",
@@ -415,6 +417,8 @@ _TRAINING = (
          "min(self.longest_s, self._stood_s / self.share)", "one after each step", "runtime/checkpoints/test_intervals.py"),
     _bug("a GPU's passes are held against the wrong step", "runtime/telemetry/figures.py", "(self._before if self.lateness else now)",
          "now", "ragged batches raise alarms", "runtime/telemetry/test_figures.py"),
+    _bug("planners stay with the old plan", "runtime/trainer.py", "replace(self.request, plan=told.plan)", "self.request",
+         "programs of a plan that is gone", "runtime/test_trainer.py", pick="planners_follow"),
     _bug("a signal must reach all ranks", "runtime/run.py", "max(word.asked_to_end for", "min(word.asked_to_end for",
          "one rank alone is asked to end", "runtime/checkpoints/test_intervals.py"),
     _bug("updates dropped long ago count", "runtime/run.py", "            self._dropped = 0\n            return\n", "            return\n",
@@ -538,14 +542,22 @@ _ADAPTING = (
          "self._refused.clear()", "training stands still for ever", "adapting/test_watching.py", pick="tried_again"),
     _bug("who asks is overruled", "adapting/watching.py", "            self._adapter = None\n        elif",
          "            pass\n        elif", "a plan that was asked for is left at once", "adapting/test_watching.py", pick="last_word"),
-    _bug("late programs are run", "data/loader.py", "found is None or found.program.iteration < self.step", "found is None",
-         "a step is trained twice", "data/test_loader.py", pick="plans_for_itself"),
-    _bug("planners stay with the old plan", "runtime/trainer.py", "replace(self.request, plan=told.plan)", "self.request",
-         "programs of a plan that is gone", "runtime/test_trainer.py", pick="planners_follow"),
+)  # fmt: skip
+_JOBS = (
+    _bug("any content is the same data", "jobs/cache.py", "                found.update(piece)", "                pass",
+         "a changed file trains on the old tokens", "jobs/test_raw_data.py", pick="once"),
+    _bug("samples are cut off without a word", "jobs/raw_data.py", 'and over_long == "refuse":', 'and over_long == "never":',
+         "the ends of long texts are not trained on", "jobs/test_raw_data.py", pick="longer"),
+    _bug("plans of other models are taken", "jobs/planning.py", "    if differ:\n", "    if False:\n", "tensors do not fit, hours later",
+         "jobs/test_planning.py", pick="other_models"),
+    _bug("a micro-batch weighs by itself", "jobs/dynamic_loader.py", "torch.tensor(loaded.program.loss_tokens)",
+         "torch.tensor(micro.loss_tokens())", "the loss depends on how a batch was cut", "jobs/test_dynamic_loader.py", pick="plain"),
+    _bug("a loader begins anew", "jobs/dynamic_loader.py", '        self.step = int(state["step"])', "        self.step = 0",
+         "the first samples are seen twice", "jobs/test_dynamic_loader.py", pick="goes_on"),
 )  # fmt: skip
 
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
     *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_GENERATIONS, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS,
-    *_CLI, *_SCREEN, *_DISTURBING, *_ADAPTING,
+    *_CLI, *_SCREEN, *_DISTURBING, *_ADAPTING, *_JOBS,
 )  # fmt: skip
