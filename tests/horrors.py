@@ -366,6 +366,8 @@ def all_cases(folder: Path) -> list[Case]:
     add("replan", "RUN", "@ --plan good/plan.json", FILES)
     add("replan", "--plan", "good --plan @", FILES)
     add("replan", "--at", "good --plan good/plan.json --at @", WHOLE)
+    add("list", "WHAT", "@", NAMES | {"no-name": ""})
+    add("list", "WORD", "models @", NAMES)
     add("disturb", "RUN", "@ --slow 0=2", FILES)
     add("disturb", "--slow", "good --slow @", NAMES)
     add("disturb", "--link", "good --link @", NAMES)
@@ -399,6 +401,7 @@ def all_cases(folder: Path) -> list[Case]:
         "disturb",
         "demo",
         "explain",
+        "list",
     ):
         add(verb, "option", "@", {"unknown": "--no-such-option", "escape": f"--{ESCAPE}", "no-text": f"--{NO_TEXT}"})
     add("", "verb", "@", NAMES | {"no-name": ""})
