@@ -105,7 +105,7 @@ def test_plans_and_jobs_take_other_options(texts: Path, tmp_path: Path, capsys: 
     assert "--data is missing" in refused(capsys, *plan, "--steps", "1", "--out", str(tmp_path / "run"))
     assert "--model is missing" in refused(capsys, "train", "--data", str(texts), "--out", str(tmp_path / "run"))
     assert "--resume goes with a plan file" in refused(capsys, *command(texts, tmp_path / "run", "--resume", "x"))
-    assert "--adapt is 'move'" in refused(capsys, *command(texts, tmp_path / "run", "--adapt", "move"))
+    assert "--adapt is 'sideways'" in refused(capsys, *command(texts, tmp_path / "run", "--adapt", "sideways"))
     assert not (tmp_path / "run").exists()
 
 

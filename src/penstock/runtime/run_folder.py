@@ -21,8 +21,8 @@ from penstock.runtime.telemetry.steps import StepRecord
 from penstock.timing.asked import ASKED
 
 __all__ = [
-    "CHECKPOINTS", "JOB", "STEPS", "last_step", "own_folder", "plan_of_run", "plans_of_run", "put_in_force", "read_request", "refuse_other_run",
-    "safe_step",
+    "CHECKPOINTS", "JOB", "STEPS", "last_step", "own_folder", "plan_of_run", "plans_of_run", "put_in_force", "read_request",
+    "refuse_other_run", "safe_step",
 ]  # fmt: skip
 
 CHECKPOINTS, STEPS, JOB = "checkpoints", "steps.jsonl", "job.yaml"
