@@ -363,6 +363,9 @@ def all_cases(folder: Path) -> list[Case]:
     add("trace", "RUN", "@ --out t.json", FILES)
     add("trace", "--out", "good --out @", TO_WRITE)
     add("events", "RUN", "@", FILES)
+    add("replan", "RUN", "@ --plan good/plan.json", FILES)
+    add("replan", "--plan", "good --plan @", FILES)
+    add("replan", "--at", "good --plan good/plan.json --at @", WHOLE)
     add("disturb", "RUN", "@ --slow 0=2", FILES)
     add("disturb", "--slow", "good --slow @", NAMES)
     add("disturb", "--link", "good --link @", NAMES)
@@ -391,6 +394,7 @@ def all_cases(folder: Path) -> list[Case]:
         "simulate",
         "trace",
         "events",
+        "replan",
         "disturb",
         "demo",
         "explain",

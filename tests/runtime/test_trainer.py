@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torchrun_ranks import run_ranks
 from training_jobs import train_slowly
 
 from penstock.cli.main import run
@@ -119,16 +117,15 @@ def test_planners_follow_a_run_to_another_plan(data: str, tmp_path: Path) -> Non
     assert adopted == [(5, plan_of(tp=2))] and told == [StepTold(4, 5.0, 1.0)]
 
 
-def test_torchrun_starts_the_same_training(data: str, tmp_path: Path) -> None:
+def test_processes_of_torchrun_do_the_same_training(data: str, tmp_path: Path) -> None:
     """Of three devices the plan leaves one out, and no process was started for it."""
     write_plan(tmp_path / "plan.json", on_devices(plan_of(pp=2), 0, 2))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock.cli.main", "train"]
     options = [str(tmp_path / "plan.json"), "--data", data, "--steps", "2", "--out", str(tmp_path / "run"), "--json", "--lr", "2e-3"]
     options += ["--compare", "--planners", "0"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=250, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)  # one of the two ranks prints
+    first, second = run_ranks(["train", *options], [{"LOCAL_RANK": "0"}, {"LOCAL_RANK": "1"}], tmp_path)
+    assert (first.status, second.status) == (0, 0), first.err[-2000:] + second.err[-2000:]
+    found = json.loads(first.out)
+    assert not second.out
     assert [stage["stage"] for stage in found["stages"]] == [0, 1] and all(stage["forward_measured_s"] > 0 for stage in found["stages"])
     alone = PlanTrainer(TrainRequest(plan_of(), data, 2, str(tmp_path / "alone"), SETTINGS)).train()
     assert found["losses"] == pytest.approx(alone.losses, rel=1e-5)

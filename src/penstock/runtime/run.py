@@ -46,6 +46,7 @@ from penstock.runtime.telemetry.flops import PeakTimes
 from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
 from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages, times_of_ranks
 from penstock.runtime.telemetry.predicting import ProgramTimes
+from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.telemetry.profiled_steps import ProfiledSteps
 from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
 from penstock.runtime.telemetry.steps import LineLog, StepRecord
@@ -541,7 +542,8 @@ def _forwards(program: Program) -> ReplicaWork:
 
 def train_rank(worker: Worker, request: TrainRequest, handover: Handover, token: str, watching: Watching | None = None) -> TrainResult:
     """One rank's whole run: a job for workers, and what a process under torchrun calls. `watching` makes who follows its steps."""
-    with Run(worker, request, handover, token) as run:
+    device = PACED if request.device == PACED else str(worker.groups.device)
+    with named_process(request.out, worker.rank, device), Run(worker, request, handover, token) as run:
         if watching is None:
             return run.train()
         with closing(watching(run)) as watcher:

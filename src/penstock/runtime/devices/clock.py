@@ -104,6 +104,11 @@ class DeviceClock:
         self._slower = self._disturbance.now.compute(self.world.rank, step)
         sleep_until(self._begin)
 
+    def slower(self, rank: int, step: int) -> float:
+        """How many times as long a device takes in a step that has no work for it."""
+        self._disturbance.agree(self._disturbance.seen())
+        return self._disturbance.now.compute(rank, step)
+
     def end(self) -> None:
         """Returns when the last device is done."""
         sleep_until(self._now)
