@@ -14,13 +14,16 @@ _HOMES = {
     "Executor": "penstock.runtime.executor",
     "InfeasibleError": "penstock.errors",
     "InputError": "penstock.errors",
+    "MicroBatch": "penstock.models.modules.cutting.seen",
     "MoveAbortedError": "penstock.adapting.moving",
+    "Parallel": "penstock.runtime.parallel_module",
     "PenstockError": "penstock.errors",
     "ProfileMissingError": "penstock.errors",
     "TrainRequest": "penstock.runtime.request",
     "Trainer": "penstock.runtime.trainer",
     "move": "penstock.adapting.moving",
     "moves": "penstock.adapting.moves",
+    "parallelize": "penstock.runtime.parallel_module",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]
