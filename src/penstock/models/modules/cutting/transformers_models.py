@@ -10,10 +10,12 @@ import torch
 from penstock.errors import InputError
 from penstock.models.modules.cutting.first_values import FirstValues, weights_made_on_meta
 from penstock.models.modules.cutting.origins import Made
+from penstock.models.modules.cutting.packing import sample_attention
 from penstock.models.modules.cutting.seen import SeenMicroBatch, logits_loss
 
-__all__ = ["made_by_transformers", "pretrained_state", "save_config"]
+__all__ = ["made_by_transformers", "pretrained_state", "save_config", "use_our_attention"]
 
+_ATTENTION = "penstock"
 _SMALL_BYTES = 2**30
 """A model below this is made with weights, exactly as transformers would make it; a larger one draws them part by part."""
 
@@ -29,6 +31,7 @@ def made_by_transformers(folder: str, seed: int) -> Made:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module = kind(config)
+    use_our_attention(module)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocab = int(getattr(text, "vocab_size", 0) or 0)
     form = _form(kind.__name__, config)
@@ -38,6 +41,18 @@ def made_by_transformers(folder: str, seed: int) -> Made:
         FirstValues(module, seed, module._init_weights), form, 0 if form == "images" else vocab,
         0 if form == "images" else int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 0),
     )  # fmt: skip
+
+
+def use_our_attention(module: Any) -> None:
+    """Attention that stays inside samples, where the model lets attention be chosen."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if not getattr(module, "_supports_attention_backend", False):
+        return
+    AttentionInterface.register(_ATTENTION, sample_attention)
+    AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
+    for config in {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}.values():
+        config._attn_implementation = _ATTENTION
 
 
 def _path(folder: str) -> Path:
