@@ -90,7 +90,10 @@ def search(
     top: Annotated[int, typer.Option(callback=within(1, 1000), help="How many plans to show.")] = _TOP,
     path: Annotated[
         Path | None,
-        typer.Option("--out", callback=file_to_write, help="Write the plans here: the best to this file, the next to NAME.2.json, …"),
+        typer.Option(
+            "--out", callback=file_to_write,
+            help="Write the plans here: the best to this file, the next to NAME.2.json, …; how they were found to NAME.search.json.",
+        ),
     ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Rank by time alone: no simpler plan before a faster one, however near their times are.")
@@ -109,6 +112,8 @@ def search(
 
     Example: penstock search --costs aceso:DIR --model gpt_1_3B --cluster 1x4 --global-batch 1024 --memory-limit 28 --out aceso.json
     """
+    from penstock.cli.search_record import Trail, record_path, write_record
+    from penstock.files import written_together
     from penstock.plans.precision import described_training
     from penstock.search import Objective, Request, num_steps
     from penstock.search import search as find
@@ -147,9 +152,11 @@ def search(
         return
     count = num_steps(request, steps, tokens)
     notes: list[str] = []
+    trail = Trail()
     with progress("searching", quiet=json) as bar:
 
         def tell(text: str, best_s: float, bound_s: float) -> None:
+            trail.note(text, best_s, bound_s)
             best = "-" if best_s == math.inf else format_time(best_s)
             gap = "" if math.inf in (best_s, bound_s) or not bound_s else f", at most {best_s / bound_s - 1:.1%} above the best possible"
             bar.describe(f"{text}: best {best}{gap}")
@@ -165,10 +172,19 @@ def search(
     # Under a limit of money or hours a slower plan may be one too many.
     strict = strict or not goal.is_time
     choices = outcome.choices if strict else outcome.simple_first
-    paths = write_plans(path, [choice.plan for choice in choices])
+    rows = baseline_rows(request, outcome) if baselines else []
+    with written_together():
+        paths = write_plans(path, [choice.plan for choice in choices])
+        if path is not None:
+            asked = {
+                "model": model, "cluster": cluster, "global_batch": global_batch, "costs": costs, "objective": objective, "steps": count,
+                "seq_length": choices[0].plan.seq_length, "precision": choices[0].plan.precision, "micro_batches": micro_batches,
+                "schedules": names, "memory_limit_gb": memory_limit, "strict": strict,
+            }  # fmt: skip
+            found_rows = [choice_row(choice, count) for choice in choices]
+            write_record(record_path(path), asked, outcome, choices, found_rows, paths, rows, proof_rows(outcome), trail)
     if target:
         _export(choices[0].plan, target, path)
-    rows = baseline_rows(request, outcome) if baselines else []
     best = choices[0]
     if json:
         print_json({
