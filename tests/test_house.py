@@ -43,7 +43,7 @@ ARROWS = {
     "runtime": "errors files processes clusters models schedules plans costs timing batching programs stores data",
     "adapting": "errors clusters models schedules plans costs timing search runtime",
     "profiling": "clusters models costs timing runtime",
-    "reports": "errors files schedules timing",
+    "reports": "errors files models schedules plans costs timing batching runtime adapting",
     "cli": "errors files processes clusters models schedules plans costs timing ordering batching search "
            "programs stores data systems interop runtime adapting profiling reports",
 }

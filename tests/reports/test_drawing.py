@@ -136,9 +136,8 @@ def test_traces_hold_everything_and_no_slices_of_a_track_overlap(contention: str
         assert all(first[1] <= second[0] for first, second in pairwise(spans))
     names = [name for spans in tracks.values() for *_, name in spans]
     assert sum(name[1] in "FIW" for name in names) == 3 * 3 * 5 and sum("→" in name for name in names) == 2 * 2 * 5
-    assert (
-        tracks[1, 0][0] == (1.75e9, 2.75e9, "1F0")
-        and max(end for spans in tracks.values() for _, end, _ in spans) == round(found.makespan_s * 1e9)
+    assert tracks[1, 0][0] == (1.75e9, 2.75e9, "1F0") and max(end for spans in tracks.values() for _, end, _ in spans) == round(
+        found.makespan_s * 1e9
     )
     assert [name for *_, name in tracks[2, 1]] == ["stage 2"] and (0, 1) not in tracks
     counters = [event for event in trace_of(found)["traceEvents"] if event["ph"] == "C"]

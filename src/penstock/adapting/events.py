@@ -105,8 +105,8 @@ def decided(decision: Decision, time_s: float) -> RunEvent:
     )  # fmt: skip
 
 
-def read_events(folder: str | Path) -> Iterator[RunEvent]:
-    """The events of a run so far; none where it was not watched."""
+def read_events(folder: str | Path, damaged: list[str] | None = None) -> Iterator[RunEvent]:
+    """The events of a run so far; none where it was not watched. Damaged lines are refused, or told in `damaged`."""
     path = Path(folder) / EVENTS
     if path.is_file():
-        yield from (one for one in read_lines(path, RunEvent) if isinstance(one, RunEvent))
+        yield from (one for one in read_lines(path, RunEvent, damaged) if isinstance(one, RunEvent))

@@ -82,21 +82,19 @@ def _chosen(text: str, known: list[int], run: Path) -> list[int]:
 
 def _predicted(run: Path, plan: Plan, steps: list[int]) -> Predictions | None:
     """What the plan's costs expect of every rank, with the micro-batches that the steps had; None, with a note, where nobody can say."""
-    from penstock.plans.ranks import seats_of
-    from penstock.runtime.run_folder import read_request
-    from penstock.runtime.run_inputs import run_inputs
-    from penstock.runtime.telemetry.predicting import predict_timelines
+    from penstock.plans.ranks import device_of_ranks
+    from penstock.runtime.run_predictions import predicted_executions
     from penstock.runtime.telemetry.spans_trace import predicted_spans
 
-    seats = {rank: first for rank, (first, *_) in seats_of(plan).items()}  # a rank's first stage is that of its device group
+    devices = device_of_ranks(plan)
     try:
-        timelines = list(predict_timelines(*run_inputs(read_request(run)), steps))
+        timelines = predicted_executions(run, steps)
     except PenstockError as error:
         err().print(f"note: without a prediction: {error}", markup=False, soft_wrap=True)
         return None
     return {
-        step: {rank: predicted_spans(replicas[seat.replica], seat.stage) for rank, seat in seats.items()}
-        for step, replicas in zip(steps, timelines, strict=True)
+        step: {rank: predicted_spans(replicas[replica], device) for rank, (replica, device) in devices.items()}
+        for step, replicas in timelines.items()
     }
 
 

@@ -121,9 +121,7 @@ def _draw_memory(axes: Any, execution: Execution) -> None:
     for device in devices:
         own = execution.memory_device == device
         times, held = execution.memory_time_s[own], execution.memory_bytes[own] / 2**30
-        axes.step(
-            [*times, execution.makespan_s], [*held, held[-1]], where="post", label=f"device {device}", linewidth=1, rasterized=many
-        )
+        axes.step([*times, execution.makespan_s], [*held, held[-1]], where="post", label=f"device {device}", linewidth=1, rasterized=many)
     limits = np.unique(execution.workload.limit_bytes[np.isfinite(execution.workload.limit_bytes)]) / 2**30
     peak = float(np.max(execution.peak_bytes)) / 2**30
     for limit in limits[limits <= _FAR_LIMIT * peak]:
