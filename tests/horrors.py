@@ -358,6 +358,8 @@ def all_cases(folder: Path) -> list[Case]:
     add("report", "--csv", "good/plan.json --out r.html --csv @", FOLDERS)
     add("report", "--steps", "good/plan.json --out r.html --steps @", WHOLE)
     add("simulate", "--batch", "good/plan.json --batch @", FILES)
+    add("watch", "RUN", "@", FILES)
+    add("watch", "--port", "good --port @", {"high": "65536", "text": "x"})
     add("trace", "RUN", "@ --out t.json", FILES)
     add("trace", "--out", "good --out @", TO_WRITE)
     add("events", "RUN", "@", FILES)
@@ -383,6 +385,7 @@ def all_cases(folder: Path) -> list[Case]:
         "simulate",
         "trace",
         "report",
+        "watch",
         "events",
         "demo",
         "explain",

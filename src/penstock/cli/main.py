@@ -48,6 +48,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("train", "train", "Run a plan: train its model on prepared data."),
     Verb("trace", "trace", "Write what every rank of a run did and when, beside what was predicted, for Perfetto."),
     Verb("report", "report", "Write a page to look at: plans, searches, choices of nodes, batches and runs."),
+    Verb("watch", "watch", "Serve the report of a run to this machine, kept up to date while it goes on."),
     Verb("events", "events", "Tell what a run noticed about slow ranks, late data and costs, and what it decided."),
     Verb("import", "import_", "Trace your own torch module into a model description, or turn DynPipe's files into a plan."),
     Verb("export", "export", "Write a plan for another system or a launcher, or weights for Hugging Face."),

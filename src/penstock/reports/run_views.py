@@ -7,7 +7,7 @@ prediction of its steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from penstock.runtime.telemetry.spans_reader import RankSpans, aligned, read_spa
 from penstock.runtime.telemetry.steps import StepRecord, read_steps
 from penstock.timing.execution import Execution
 
-__all__ = ["RunFacts", "read_run_facts", "run_subject"]
+__all__ = ["RunFacts", "RunMemo", "read_run_facts", "run_subject"]
 
 _LAST = 10
 """Steps of a timeline, unless others are asked for."""
@@ -75,11 +75,28 @@ def read_run_facts(folder: Path) -> RunFacts:
     return RunFacts(folder.name, folder, plan, tuple(steps), tuple(aligned(ranks) if ranks else ()), events, tuple(damaged))
 
 
-def run_subject(run: RunFacts, first: int | None = None, last: int | None = None) -> Subject:
+@dataclass
+class RunMemo:
+    """What stays as it is while a run goes on, for whoever shows it again and again."""
+
+    plan: Plan | None = None
+    views: list[View] = field(default_factory=list)
+    predicted: dict[int, list[Execution]] = field(default_factory=dict)
+
+    def of(self, plan: Plan) -> RunMemo:
+        """The memo, emptied where the run goes on under another plan."""
+        if plan != self.plan:
+            self.plan, self.views, self.predicted = plan, [], {}
+        return self
+
+
+def run_subject(run: RunFacts, first: int | None = None, last: int | None = None, memo: RunMemo | None = None) -> Subject:
     """A run, ready to be shown; `first` to `last` are the steps of its timeline."""
+    known = (memo or RunMemo()).of(run.plan)
     chosen, note = _chosen(run, first, last)
-    predicted, why = _predicted(run, chosen)
-    of_plan = {view.name: view for view in _plan_part(run)}
+    predicted, why = _predicted(run, chosen, known)
+    known.views = known.views or _plan_part(run)
+    of_plan = {view.name: view for view in known.views}
     views = [View("glance", "Glance", [*_glance(run, predicted), *_notes(run, why)])]
     views += [of_plan[name] for name in ("plan", "stages") if name in of_plan]
     views += [
@@ -118,11 +135,13 @@ def _chosen(run: RunFacts, first: int | None, last: int | None) -> tuple[list[in
     ]
 
 
-def _predicted(run: RunFacts, steps: Sequence[int]) -> tuple[dict[int, list[Execution]], str]:
+def _predicted(run: RunFacts, steps: Sequence[int], known: RunMemo) -> tuple[dict[int, list[Execution]], str]:
     from penstock.runtime.run_predictions import predicted_executions
 
     try:
-        return predicted_executions(run.folder, steps), ""
+        new = predicted_executions(run.folder, [step for step in steps if step not in known.predicted])
+        known.predicted = {step: (known.predicted | new)[step] for step in steps}
+        return known.predicted, ""
     except (PenstockError, OSError, IndexError) as error:
         return {}, f"without a prediction of its steps: {error}"
 
@@ -150,7 +169,7 @@ def _glance(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block]
     steps = run.steps
     time_s, expected_s = _median([one.time_s for one in steps]), _step_s(predicted)
     losses = [one.loss for one in steps if one.loss is not None]
-    done = f"{len(steps)} steps" + (f", the last of them {steps[-1].step}" if steps else "")
+    done = f"{len(steps)} step{'' if len(steps) == 1 else 's'}" + (f", the last of them {steps[-1].step}" if steps else "")
     middle = "" if time_s is None else f", {format_time(time_s)} each in the median"
     beside = "" if time_s is None or expected_s is None else f", {time_s / expected_s:.2f} times what was predicted"
     facts = [
