@@ -20,11 +20,13 @@ from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
 from penstock.plans.schema import write_plan
+from penstock.reports import span_lanes
 from penstock.reports.blocks import Facts, Spans, Text
 from penstock.reports.columns import packed, unpacked
 from penstock.reports.document import script
 from penstock.reports.report import kind_of, report_of
-from penstock.reports.tables import slug, tables_of
+from penstock.reports.span_lanes import SpanLanes
+from penstock.reports.tables import slug, table_of, tables_of
 from penstock.reports.units import shown
 from penstock.runtime.request import TrainRequest
 from penstock.runtime.telemetry.spans_reader import read_spans
@@ -71,7 +73,7 @@ def test_a_browser_reads_columns_and_units_as_python_does() -> None:
 
 def test_shares_of_pixels_add_up_however_far_away() -> None:
     found = node("""
-        import { binned, exactShares, fromBins } from "./shares.js";
+        import { addExact, addLevels, levelsOf } from "./shares.js";
         let seed = 7; const random = () => (seed = seed * 16807 % 2147483647) / 2147483647;
         const n = 5000, start = new Float64Array(n), length = new Float64Array(n), colour = new Uint8Array(n);
         let time = 0, sums = [0, 0, 0];
@@ -85,11 +87,15 @@ def test_shares_of_pixels_add_up_however_far_away() -> None:
         }
         const lane = { first: 0, count: n, begin_ns: 100 }, high = time + 100, width = 313;
         const told = (shares) => [0, 1, 2].map((own) => shares.filter((_, at) => at % 3 === own).reduce((a, b) => a + b, 0) * high / width);
-        const exact = told(exactShares(lane, start, length, colour, 3, 0, high, width));
-        const bins = told(fromBins(binned(lane, start, length, colour, 3, 0, high, 2048), 3, 2048, 0, high, 0, high, width));
-        console.log(JSON.stringify({ sums, exact, bins }));
+        // Three colours that are one channel each: what is drawn is the time of each kind.
+        const tints = [1, 0, 0, 0, 1, 0, 0, 0, 1];
+        const paint = (width) => addExact(lane, start, length, colour, tints, 0, high, width, new Float32Array(3 * width));
+        const exact = told(paint(width)), levels = levelsOf(paint(2048), 2048);
+        const far = told(addLevels(levels, 0, high, 0, high, width, new Float32Array(3 * width)));
+        console.log(JSON.stringify({ sums, exact, far, levels: levels.map((one) => one.length / 3) }));
     """)
-    assert found["exact"] == pytest.approx(found["sums"], rel=1e-4) and found["bins"] == pytest.approx(found["sums"], rel=0.01)
+    assert found["exact"] == pytest.approx(found["sums"], rel=1e-4) and found["far"] == pytest.approx(found["sums"], rel=1e-3)
+    assert found["levels"] == [2048, 1024, 512, 256, 128, 64]
 
 
 def test_what_a_search_text_means_and_which_choices_are_not_beaten() -> None:
@@ -181,6 +187,20 @@ def test_a_run_and_a_plan_are_compared(a_run: Path, tmp_path: Path) -> None:
     assert [view.name for _, view in report.views][-2:] == ["compare", "sources"] and out.stat().st_size > 50_000
     assert sorted(path.name for path in tables.iterdir()) == sorted(tables_of(report))
     assert (tables / "run-run-steps.csv").read_text(encoding="utf-8").startswith("step,")
+
+
+def test_very_many_spans_are_told_in_coarser_ticks_that_do_not_drift(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(span_lanes, "_EXACT", 10)
+    rng, lanes = np.random.default_rng(3), SpanLanes()
+    ends = np.cumsum(rng.integers(1, 5000, 2000))
+    starts, ends = ends[::2], ends[1::2]
+    zeros = np.zeros(len(starts), np.int64)
+    lanes.add_arrays("rank 0", "", "measured", starts, ends, zeros + lanes.kind("F"), zeros, zeros)
+    block = lanes.block("many")
+    table = table_of(block)
+    assert block.tick_ns == 1000 and table is not None
+    assert np.abs(np.array([row[5] for row in table[1]]) - starts).max() <= 500
+    assert np.abs(np.array([row[5] + row[6] for row in table[1]]) - ends).max() <= 500
 
 
 def test_names_of_files_stay_in_their_folder() -> None:

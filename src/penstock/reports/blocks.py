@@ -219,6 +219,8 @@ class Spans:
     memory: tuple[MemoryLine, ...] = ()
     marks: tuple[tuple[int, str], ...] = ()
     """Moments with a name: where steps begin."""
+    tick_ns: int = 1
+    """What gaps and lengths count: nanoseconds, or of very many spans something coarser."""
 
 
 Block = Text | Command | Facts | Table | Stack | OpChain | Charts | Scatter | Heat | Spans

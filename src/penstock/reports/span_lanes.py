@@ -19,6 +19,8 @@ KINDS: dict[str, SpanKind] = {
 """Of what is simulated; those of instructions come with the span files."""
 
 Integers = NDArray[np.int64]
+_EXACT, _TICK_NS = 1_000_000, 1000
+"""Beyond so many spans times are told in microseconds: nobody sees the difference, and a page of noise takes megabytes more."""
 
 
 class SpanLanes:
@@ -62,6 +64,17 @@ class SpanLanes:
     def block(self, title: str, memory: tuple[MemoryLine, ...] = (), marks: tuple[tuple[int, str], ...] = ()) -> Spans:
         """The timeline."""
         empty = (np.zeros(0, np.int64),) * 5
-        gap, length, kind, stage, micro_batch = (np.concatenate(column) for column in zip(*(self._parts or [empty]), strict=True))
+        tick_ns = 1 if self.num_spans <= _EXACT else _TICK_NS
+        parts = self._parts or [empty]
+        if tick_ns > 1:
+            parts = [(*_coarser(gap, length, tick_ns), *rest) for gap, length, *rest in parts]
+        gap, length, kind, stage, micro_batch = (np.concatenate(column) for column in zip(*parts, strict=True))
         kinds = tuple(known for _, known in self._kinds.values())
-        return Spans(title, kinds, tuple(self._lanes), gap, length, kind, stage, micro_batch, memory, marks)
+        return Spans(title, kinds, tuple(self._lanes), gap, length, kind, stage, micro_batch, memory, marks, tick_ns)
+
+
+def _coarser(gap_ns: Integers, length_ns: Integers, tick_ns: int) -> tuple[Integers, Integers]:
+    """Gaps and lengths in ticks; moments are rounded, so that errors do not add up."""
+    ends = np.cumsum(gap_ns + length_ns)
+    start, end = (np.rint(moments / tick_ns).astype(np.int64) for moments in (ends - length_ns, ends))
+    return start - np.concatenate([np.zeros(1, np.int64), end])[:-1], end - start

@@ -68,7 +68,8 @@ def table_of(block: Block) -> Rows | None:
 
 
 def _spans(block: Spans) -> Iterator[tuple[Any, ...]]:
-    columns = [one.tolist() for one in (block.gap_ns, block.length_ns, block.kind, block.stage, block.micro_batch)]
+    times = block.gap_ns * block.tick_ns, block.length_ns * block.tick_ns
+    columns = [one.tolist() for one in (*times, block.kind, block.stage, block.micro_batch)]
     for lane in block.lanes:
         time = lane.begin_ns
         for gap, length, kind, stage, micro_batch in zip(*(one[lane.first : lane.first + lane.count] for one in columns), strict=True):

@@ -5,7 +5,6 @@ export const SPANS = {
   forward: "#0072b2", backward: "#009e73", input: "#56b4e9", weight: "#e69f00", update: "#cc79a7", wait: "#c9c9c9", transfer: "#d55e00",
   other: "#8c8c8c",
 };
-export const SPAN_NAMES = Object.keys(SPANS);
 
 export const stageColour = (index) => STAGES[index % STAGES.length];
 

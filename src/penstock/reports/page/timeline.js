@@ -1,15 +1,15 @@
 // The timeline: a row for each rank or device, what was predicted below what was measured, memory on the same axis.
 import { h, figure } from "./dom.js";
-import { SPANS, SPAN_NAMES, STAGES, ink, rgb, themed } from "./colours.js";
+import { SPANS, STAGES, ink, rgb, themed } from "./colours.js";
 import { decimated } from "./curves.js";
 import { csvButton, pngButton, save, slug } from "./download.js";
-import { binned, exactShares, fromBins } from "./shares.js";
+import { addExact, addLevels, levelsOf, onPaper } from "./shares.js";
 import { find, spanAfter, starts, sums } from "./spans.js";
 import { swatch } from "./stack.js";
 import { shown } from "./units.js";
 import { sharp, steered, ticks, Viewport } from "./viewport.js";
 
-const LEFT = 150, TOP = 18, MEMORY = 110, MOST_HEIGHT = 620, STRIP = 34, WALKED = 600000, BINS = 2048, MOST_LINES = 8, MOST_CSV = 200000;
+const LEFT = 150, TOP = 18, MEMORY = 110, MOST_HEIGHT = 620, STRIP = 34, WALKED = 600000, BINS = 2048, MOST_LINES = 8, MOST_SUMMED = 64, MOST_CSV = 200000;
 
 /** Lanes of one name are one row: the steps of a prediction. */
 function rowsOf(lanes) {
@@ -24,15 +24,14 @@ function rowsOf(lanes) {
 }
 
 export function timeline(block) {
-  const { title, kinds, lanes, length_ns: length, gap_ns: gap, memory, marks } = block;
-  const start = starts(lanes, gap, length), colours = SPAN_NAMES.length, colour = new Uint8Array(length.length);
-  const ofKind = kinds.map((kind) => SPAN_NAMES.indexOf(kind.colour));
-  for (let at = 0; at < colour.length; at++) colour[at] = ofKind[block.kind[at]];
+  const { title, kinds, lanes, memory, marks } = block, length = inNanoseconds(block.length_ns, block.tick_ns);
+  const start = starts(lanes, inNanoseconds(block.gap_ns, block.tick_ns), length);
+  block = { ...block, length_ns: length };
   const ends = lanes.filter((lane) => lane.count).map((lane) => lane.begin_ns + start[lane.first + lane.count - 1] + length[lane.first + lane.count - 1]);
   const view = new Viewport(Math.min(0, ...lanes.map((lane) => lane.begin_ns)), ends.reduce((most, end) => Math.max(most, end), 1));
   const all = rowsOf(lanes), roles = [...new Set(all.map((row) => row.role))], groups = [...new Set(all.map((row) => row.group))];
   const hidden = new Set();
-  let group = "", rows = all, firstRow = 0, bins = null, hovered = null, later = 0;
+  let group = "", rows = all, levels = null, hovered = null, later = 0;
 
   const canvas = h("canvas", { tabindex: 0, class: "timeline", role: "application", "aria-label": `${title}: ${all.length} rows, ${length.length} spans. Keys: A and D move, W and S zoom, Home shows all.` });
   const strip = h("canvas", { class: "strip", "aria-hidden": "true" });
@@ -49,9 +48,10 @@ export function timeline(block) {
   function draw() {
     const { pen, width: whole, ratio } = sharp(canvas), width = plot(), high = rowHeight(), background = rgb(toHex(themed("--paper")));
     const counts = rows.map((row) => inView(row).reduce((sum, lane) => sum + countIn(lane), 0)), total = counts.reduce((sum, one) => sum + one, 0);
-    if (total > WALKED && !bins) bins = new Map(all.map((row) => [row, row.lanes.map((lane) => binned(lane, start, length, colour, colours, view.low, view.high, BINS))]));
+    const tints = tintsOf(kinds, background), walked = total <= WALKED;
+    if (!walked && !levels) levels = new Map();
     const dense = rows.map((row, number) => high < 3 || counts[number] * 1.5 > width), wide = Math.round(width * ratio), tall = Math.round(lanesHeight() * ratio);
-    const image = pen.createImageData(wide, Math.max(1, tall)), pixels = new Uint32Array(image.data.buffer), line = new Uint32Array(wide), mixed = new Float32Array(wide * colours), part = new Float32Array(wide * colours);
+    const image = pen.createImageData(wide, Math.max(1, tall)), pixels = new Uint32Array(image.data.buffer), line = new Uint32Array(wide), mixed = new Float32Array(3 * wide);
     let last = -1;
     for (let y = 0; y < tall; y++) {
       const number = Math.min(rows.length - 1, Math.floor(y / ratio / high));
@@ -69,15 +69,21 @@ export function timeline(block) {
     later = setTimeout(sumUp, 150);
 
     function fillLine(number) {
-      const row = rows[number], own = inView(row);
+      const row = rows[number];
       mixed.fill(0);
-      for (const lane of own) {
-        if (total > WALKED) fromBins(bins.get(row)[row.lanes.indexOf(lane)], colours, BINS, view.low, view.high, view.from, view.to, wide, part);
-        else exactShares(lane, start, length, colour, colours, view.from, view.to, wide, part);
-        for (let each = 0; each < part.length; each++) mixed[each] += part[each];
+      if (walked) for (const lane of inView(row)) addExact(lane, start, length, block.kind, tints(row.role), view.from, view.to, wide, mixed);
+      else {
+        if (!levels.has(row)) levels.set(row, levelsOf(whole_(row, BINS, tints), BINS));
+        addLevels(levels.get(row), view.low, view.high, view.from, view.to, wide, mixed);
       }
-      mix(mixed, line, wide, colours, background, row.role);
+      onPaper(mixed, background, wide, line);
     }
+  }
+
+  /** A row over the whole axis. */
+  function whole_(row, width, tints, into = new Float32Array(3 * width)) {
+    for (const lane of row.lanes) addExact(lane, start, length, block.kind, tints(row.role), view.low, view.high, width, into);
+    return into;
   }
 
   function bars(pen, row, top, high, width) {
@@ -171,10 +177,10 @@ export function timeline(block) {
   function drawStrip() {
     const { pen, width: whole, ratio } = sharp(strip), width = plot(), wide = Math.round(width * ratio);
     if (!overview || overview.width !== wide) {
-      const total = new Float32Array(wide * colours), part = new Float32Array(wide * colours), measured = all.filter((row) => row.role !== "sends"), some = measured.slice(0, 64);
-      for (const row of some) for (const lane of row.lanes) { exactShares(lane, start, length, colour, colours, view.low, view.high, wide, part); for (let each = 0; each < part.length; each++) total[each] += part[each] / some.length; }
+      const total = new Float32Array(3 * wide), some = all.filter((row) => row.role !== "sends").slice(0, MOST_SUMMED), paper = rgb(toHex(themed("--paper")));
+      for (const row of some) whole_(row, wide, tintsOf(kinds, paper), total);
       overview = pen.createImageData(wide, 1);
-      mix(total, new Uint32Array(overview.data.buffer), wide, colours, rgb(toHex(themed("--paper"))), "measured");
+      onPaper(total.map((value) => value / Math.max(1, some.length)), paper, wide, new Uint32Array(overview.data.buffer));
     }
     const tall = Math.round((STRIP - 6) * ratio);
     for (let y = 0; y < tall; y++) pen.putImageData(overview, Math.round(LEFT * ratio), y);
@@ -256,27 +262,22 @@ export function timeline(block) {
   resize();
   const element = figure(title, h("div", {}, controls, strip, canvas, said, summed, legend),
     h("button", { type: "button", click: trace }, "save trace"), csvButton(title, ["row", "role", "kind", "stage", "micro-batch", "start_ns", "length_ns"], lines), pngButton(title, canvas));
-  element.redraw = () => { overview = null; draw(); };
+  element.redraw = () => { overview = levels = null; draw(); };
   element.timeline = { view, draw }; // for whoever measures how fast it is
   return element;
 }
 
-/** Pixels of a row: colours by their share of the pixel's time, the rest as the paper is. */
-function mix(shares, line, wide, colours, paper, role) {
-  const table = SPAN_NAMES.map((name) => rgb(SPANS[name])), strength = role === "measured" ? 1 : 0.75;
-  for (let pixel = 0; pixel < wide; pixel++) {
-    let red = 0, green = 0, blue = 0, whole = 0;
-    for (let own = 0; own < colours; own++) {
-      const share = Math.min(1, shares[pixel * colours + own]) * strength;
-      if (share === 0) continue;
-      whole += share;
-      red += share * table[own][0];
-      green += share * table[own][1];
-      blue += share * table[own][2];
-    }
-    const rest = Math.max(0, 1 - whole), over = Math.max(1, whole);
-    line[pixel] = 0xff000000 | (Math.round(blue / over + rest * paper[2]) << 16) | (Math.round(green / over + rest * paper[1]) << 8) | Math.round(red / over + rest * paper[0]);
-  }
+/** Colours of each kind as differences to the paper; what was predicted is paler than what was measured. */
+function tintsOf(kinds, paper) {
+  const found = { measured: new Float32Array(3 * kinds.length), other: new Float32Array(3 * kinds.length) };
+  kinds.forEach((kind, number) => rgb(SPANS[kind.colour]).forEach((value, channel) => {
+    found.measured[3 * number + channel] = value - paper[channel];
+    found.other[3 * number + channel] = 0.75 * (value - paper[channel]);
+  }));
+  return (role) => (role === "measured" ? found.measured : found.other);
 }
+
+/** Times of a page with very many spans come in coarser ticks. */
+const inNanoseconds = (values, tick) => (tick === 1 ? values : Float64Array.from(values, (value) => value * tick));
 
 const toHex = (colour) => (/^#[0-9a-f]{6}$/i.test(colour) ? colour : "#ffffff");
