@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from checkpoint_jobs import train_part
-from moving_jobs import Chain, differences, drawn_chains, train_moving
+from moving_jobs import Chain, differences, drawn_chain, train_moving
 
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.workers import WorkerError, WorkerPool
@@ -49,7 +49,8 @@ def main() -> int:
     given = parser.parse_args()
     wrong, pauses_s, start = [], [], time.monotonic()
     pool = WorkerPool(given.ranks)
-    for pair in drawn_chains(given.pairs, 2, 2, given.seed, given.ranks):
+    for number in range(given.pairs):
+        pair = drawn_chain(number, 2, 2, given.seed, given.ranks)
         with tempfile.TemporaryDirectory() as folder:
             try:
                 problem, pause_s = problem_of(pair, pool, Path(folder))

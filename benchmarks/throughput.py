@@ -158,8 +158,11 @@ def our_steps(plan: Plan, batches: list[list[int]], costs_name: str, device: str
     from penstock.programs.lower import lower
     from penstock.programs.work import work_of
     from penstock.runtime.settings import TrainingSettings
+    from penstock.runtime.transport.allocator import use_expandable_segments
     from penstock.runtime.transport.world import ProcessGroups
 
+    if device == "cuda":
+        use_expandable_segments()  # as every rank of `penstock train` does
     model = model_of(plan)
     plan = with_recompute_choices(plan, model)
     costs = costs_for(plan, plan.seq_length, costs=costs_name)

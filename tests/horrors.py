@@ -312,6 +312,15 @@ def all_cases(folder: Path) -> list[Case]:
     add("train", "--device", f"{train} --device @", NAMES)
     add("train", "--torch-profile", f"{train} --torch-profile @", {k: v for k, v in WHOLE.items() if v})
     add("train", "--weights", f"{train} --weights @", FILES)
+    job = "--model gpt-tiny --data good/texts.jsonl --out run"
+    add("train", "--model", "--data good/texts.jsonl --out run --model @", NAMES)
+    add("train", "--data of a job", "--model gpt-tiny --out run --data @", FILES)
+    add("train", "--out of a job", "--model gpt-tiny --data good/texts.jsonl --out @", FOLDERS)
+    add("train", "--set", f"{job} --set @", NAMES)
+    add("train", "--cluster", f"{job} --cluster @", NAMES)
+    add("train", "--costs", f"{job} --costs @", NAMES)
+    add("train", "--tokenizer", f"{job} --tokenizer @", FILES)
+    add("train", "--tokens-per-batch", f"{job} --tokens-per-batch @", WHOLE | {"zero": "0"})
     text = "good/texts.jsonl --train-tokenizer 300 --workers 1"
     add("prepare-data", "INPUT", "@ --train-tokenizer 300 --workers 1 --out data", FILES | _of("texts", folder))
     add("prepare-data", "INPUT h5", "@.h5 --out data", {"missing": "bad/nothing", "long": LONG})
@@ -356,6 +365,7 @@ def all_cases(folder: Path) -> list[Case]:
     add("report", "SOURCE field", "@ --out r.html", plans, REFUSED)
     add("report", "--out", "good/plan.json --out @", TO_WRITE)
     add("report", "--csv", "good/plan.json --out r.html --csv @", FOLDERS)
+    add("report", "--figures", "good/plan.json --out r.html --figures @", FOLDERS)
     add("report", "--steps", "good/plan.json --out r.html --steps @", WHOLE)
     add("simulate", "--batch", "good/plan.json --batch @", FILES)
     add("watch", "RUN", "@", FILES)
@@ -363,6 +373,15 @@ def all_cases(folder: Path) -> list[Case]:
     add("trace", "RUN", "@ --out t.json", FILES)
     add("trace", "--out", "good --out @", TO_WRITE)
     add("events", "RUN", "@", FILES)
+    add("replan", "RUN", "@ --plan good/plan.json", FILES)
+    add("replan", "--plan", "good --plan @", FILES)
+    add("replan", "--at", "good --plan good/plan.json --at @", WHOLE)
+    add("disturb", "RUN", "@ --slow 0=2", FILES)
+    add("disturb", "--slow", "good --slow @", NAMES)
+    add("disturb", "--link", "good --link @", NAMES)
+    add("disturb", "--data", "good --data @", REAL)
+    for option in ("--from", "--steps"):
+        add("disturb", option, f"good --slow 0=2 {option} @", WHOLE)
     add("profile", "--out", "--model gpt-small --out @", TO_WRITE)
     add("profile", "--model", "--out p.json --model @", NAMES | _of("model", folder))
     add("profile", "--device", "--out p.json --model gpt-small --device @", NAMES)
@@ -387,6 +406,8 @@ def all_cases(folder: Path) -> list[Case]:
         "report",
         "watch",
         "events",
+        "replan",
+        "disturb",
         "demo",
         "explain",
     ):

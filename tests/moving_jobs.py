@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from penstock.runtime.rank_state import rank_pieces, rank_state
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.workers import Worker
 
-__all__ = ["Chain", "Failure", "differences", "drawn_chains", "move_to_and_fro", "placed", "train_moving", "train_on"]
+__all__ = ["Chain", "Failure", "differences", "drawn_chain", "move_to_and_fro", "placed", "train_moving", "train_on"]
 
 _USUAL = {"pp": 1, "tp": 1, "dp": 1, "replicas": 1, "zero": 0}
 
@@ -50,20 +50,19 @@ def placed(case: Case, places: Sequence[int], precision: str) -> Case:
     return replace(case, plan=plan, model=model_of(plan))
 
 
-def drawn_chains(count: int, length: int, steps: int, seed: int, num_processes: int) -> Iterator[Chain]:
-    """`length` plans of every kind, some steps under each; families and precisions in turn, on random devices of the job: a plan may leave
-    some out."""
-    generator, families = random.Random(seed), DIMENSIONS["family"]
-    for number in range(count):
-        family, precision = families[number % len(families)], ("fp32", "bf16")[number // len(families) % 2]
-        parts, names = [], []
-        for at in range(length):
-            choice = _drawn(generator, family, num_processes)
-            case = make_case(choice, generator.randrange(2**30), iterations=(at + 1) * steps)
-            case = placed(case, generator.sample(range(num_processes), num_processes), precision)
-            parts.append((case.plan, case.programs()[at * steps :]))
-            names.append(_brief(choice, case.plan))
-        yield Chain(f"{number} {family} {precision}: {' to '.join(names)}", tuple(parts))
+def drawn_chain(number: int, length: int, steps: int, seed: int, num_processes: int) -> Chain:
+    """`length` plans of every kind, some steps under each, on random devices of the job: a plan may leave some out. Family and precision
+    change with every `number`."""
+    generator, families = random.Random(f"{seed}/{number}"), DIMENSIONS["family"]
+    family, precision = families[number % len(families)], ("fp32", "bf16")[number // len(families) % 2]
+    parts, names = [], []
+    for at in range(length):
+        choice = _drawn(generator, family, num_processes)
+        case = make_case(choice, generator.randrange(2**30), iterations=(at + 1) * steps)
+        case = placed(case, generator.sample(range(num_processes), num_processes), precision)
+        parts.append((case.plan, case.programs()[at * steps :]))
+        names.append(_brief(choice, case.plan))
+    return Chain(f"{number} {family} {precision}: {' to '.join(names)}", tuple(parts))
 
 
 def _drawn(generator: random.Random, family: str, num_processes: int) -> Choice:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import combinations, groupby
+from itertools import combinations, groupby, islice
 from typing import Any
 
 import msgspec
@@ -80,12 +80,12 @@ def is_possible(choice: Choice, most_ranks: int = 8) -> bool:
 
 
 @cache
-def covering_choices(at_least: int, seed: int = 0, most_ranks: int = 8) -> tuple[Choice, ...]:
+def covering_choices(at_least: int = 0, seed: int = 0, most_ranks: int = 8) -> tuple[Choice, ...]:
     """Choices in which every possible pair of values of two dimensions occurs."""
     names = list(DIMENSIONS)
     generator = random.Random(seed)
-    drawn = [{name: generator.choice(values) for name, values in DIMENSIONS.items()} for _ in range(60_000)]
-    candidates = [choice for choice in drawn if is_possible(choice, most_ranks)][:4000]
+    drawn = ({name: generator.choice(values) for name, values in DIMENSIONS.items()} for _ in range(60_000))
+    candidates = list(islice((choice for choice in drawn if is_possible(choice, most_ranks)), 4000))
 
     def pairs(choice: Choice) -> set[tuple[Any, ...]]:
         return {(a, choice[a], b, choice[b]) for a, b in combinations(names, 2)}
@@ -182,10 +182,13 @@ def _patterns(first: int, last: int, recompute: str, generator: random.Random) -
 
 
 def make_works(plan: Plan, model: Model, generator: random.Random) -> tuple[ReplicaWork, ...]:
-    """Every replica has its own number of micro-batches, each its own number of samples, lengths and dp bounds."""
+    """Every replica has its own number of micro-batches, each its own number of samples, lengths and dp bounds.
+
+    Fewer than stages, as many, or one more, which is the first in a pipeline's steady state: more of them show nothing new.
+    """
     works, sample = [], 0
     for _ in range(plan.num_replicas):
-        count = generator.randint(2, 5)
+        count = generator.randint(2, max(3, plan.num_stages + 1))
         micros = []
         for index in range(count):
             size = max(1, _least(plan, model) * max(_dp_degrees(plan), default=1)) + generator.randint(0, 2)

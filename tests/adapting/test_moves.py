@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runtime_cases import covering_choices, make_case
+from runtime_cases import MODELS, covering_choices, make_case
 
 from penstock.adapting.holdings import MASTER, STATE, Holdings, Layouts, Sizes, holdings
 from penstock.adapting.moves import MAX_MOVE_BYTES, Moves, moves
@@ -52,7 +52,7 @@ def plans_of(family: str) -> tuple[Plan, ...]:
     return tuple(found)
 
 
-FAMILIES = sorted({choice["family"] for choice in covering_choices(120)})
+FAMILIES = sorted(MODELS)
 
 
 def slices(box: Box) -> tuple[slice, ...]:

@@ -101,8 +101,7 @@ def test_text_from_elsewhere_does_not_reach_the_terminal_raw(folder: Path, capsy
     assert "\x1b" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("given", "message"), [("move", "cannot move to another plan"), ("on", "off or watch was expected")])
-def test_ways_to_adapt_that_are_refused(folder: Path, capsys: pytest.CaptureFixture[str], given: str, message: str) -> None:
-    options = ["--data", "nowhere", "--steps", "3", "--out", str(folder / "run"), "--adapt", given]
+def test_a_way_to_adapt_that_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--data", "nowhere", "--steps", "3", "--out", str(folder / "run"), "--adapt", "on"]
     assert run(["train", str(folder / "plan.json"), *options]) == 2
-    assert message in " ".join(capsys.readouterr().err.split()) and not (folder / "run").exists()
+    assert "off, watch or move was expected" in " ".join(capsys.readouterr().err.split()) and not (folder / "run").exists()

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import penstock
 from penstock.cli.main import run
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
@@ -24,13 +25,14 @@ from penstock.reports import span_lanes
 from penstock.reports.blocks import Facts, Spans, Text
 from penstock.reports.columns import packed, unpacked
 from penstock.reports.document import script
+from penstock.reports.pictures import pictures_of
 from penstock.reports.report import kind_of, report_of
 from penstock.reports.span_lanes import SpanLanes
 from penstock.reports.tables import slug, table_of, tables_of
 from penstock.reports.units import shown
 from penstock.runtime.request import TrainRequest
 from penstock.runtime.telemetry.spans_reader import read_spans
-from penstock.runtime.trainer import Trainer
+from penstock.runtime.trainer import PlanTrainer
 
 PAGE = Path(__file__).parents[2] / "src" / "penstock" / "reports" / "page"
 PLAN = Path(__file__).parents[2] / "examples" / "plans" / "gpt-1.3b-pp4.json"
@@ -135,7 +137,7 @@ def trained(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained") / "run"
     plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=8, micro_batch=4, layout="packed", pp=2)
     plan = replace(plan, micro_batching=MicroBatching("packed", "dynamic"))
-    Trainer(TrainRequest(plan, data, 3, str(folder))).train()
+    PlanTrainer(TrainRequest(plan, data, 3, str(folder))).train()
     return folder
 
 
@@ -201,6 +203,22 @@ def test_very_many_spans_are_told_in_coarser_ticks_that_do_not_drift(monkeypatch
     assert block.tick_ns == 1000 and table is not None
     assert np.abs(np.array([row[5] for row in table[1]]) - starts).max() <= 500
     assert np.abs(np.array([row[5] + row[6] for row in table[1]]) - ends).max() <= 500
+
+
+def test_charts_are_drawn_without_a_browser(a_run: Path, tmp_path: Path) -> None:
+    figures = tmp_path / "figures"
+    assert run(["report", str(a_run), "--out", str(tmp_path / "r.html"), "--figures", str(figures)]) == 0
+    drawn = {path.name: path.read_bytes() for path in figures.iterdir()}
+    assert {"run-run-steps.svg", "run-timeline-measured-and-below-it-predicted.svg"} <= set(drawn)
+    assert all(b"<svg" in one and len(one) < 500_000 for one in drawn.values())
+    assert drawn == pictures_of(report_of([a_run]))
+
+
+def test_a_notebook_keeps_a_plan() -> None:
+    plan = uniform_plan("gpt-1.3b", "4xa100-80gb", global_batch=16, micro_batch=2, pp=4)
+    shown_ = penstock.report(replace(plan, notes=("<script>alert(1)</script>",)), PLAN)._repr_html_()
+    assert len(shown_) < 200_000 and shown_.count("<svg") >= 2 and "<script" not in shown_ and "&lt;script&gt;" in shown_
+    assert "4 stages" in shown_ and "tokens/s" in shown_
 
 
 def test_names_of_files_stay_in_their_folder() -> None:

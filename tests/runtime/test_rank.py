@@ -61,3 +61,19 @@ def test_an_abandoned_step_leaves_what_was_before_it() -> None:
     rank.abandon()
     after = [buffer for module in rank.stages[0].modules() for buffer in module.buffers()]
     assert all(map(torch.equal, before, after)) and not rank.stages[0].num_running and not rank._buffers
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_host_never_waits_for_the_gpu_inside_a_step() -> None:
+    """Whoever reads the loss waits; until then the host is free to hand over the next step."""
+    case = make_case(ONE, 3, iterations=3)
+    rank = rank_of(case.plan, ProcessGroups("cuda"), TrainingSettings(clip_norm=1.0))
+    first, second, third = (programs[0] for programs in case.programs())
+    rank.train(first)
+    rank.train(second)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        result = rank.train(third)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.isfinite(result.loss)

@@ -61,7 +61,7 @@ def differences(
 
 
 def test_the_covering_set_has_plans_of_every_kind_on_many_ranks() -> None:
-    choices = covering_choices(at_least=42)
+    choices = covering_choices()
     for kind, value in (("schedule", "interleaved"), ("schedule", "zero-bubble"), ("degrees", "per stage")):
         sizes = [len(make_case(choice, seed).plan.ranks) for seed, choice in enumerate(choices) if choice[kind] == value]
         assert sum(size >= 4 for size in sizes) >= 4
@@ -70,8 +70,8 @@ def test_the_covering_set_has_plans_of_every_kind_on_many_ranks() -> None:
 @pytest.mark.parametrize("piece", range(PIECES))
 def test_a_covering_set_of_plans(pool: WorkerPool, piece: int) -> None:
     wrong = []
-    for seed, choice in list(enumerate(covering_choices(at_least=42)))[piece::PIECES]:
-        case = make_case(choice, seed)
+    for seed, choice in list(enumerate(covering_choices()))[piece::PIECES]:
+        case = make_case(choice, seed, iterations=2)  # the second begins with weights that the first has changed
         assert check_plan(case.plan, case.model) == []
         assert all(check_programs(programs, case.plan, case.model) == [] for programs in case.programs())
         doubles = choice["family"] == "resnet"
@@ -88,13 +88,13 @@ def test_equals_the_whole_batch_at_once(pool: WorkerPool, family: str) -> None:
     assert max(differences(pool, case, whole=True)[:2]) <= TOLERANCE
 
 
-def test_twenty_steps(pool: WorkerPool) -> None:
-    assert max(differences(pool, make_case(PLAIN, 5, iterations=20))[:2]) <= TOLERANCE
+def test_many_steps(pool: WorkerPool) -> None:
+    assert max(differences(pool, make_case(PLAIN | {"replicas": 1}, 5, iterations=15))[:2]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_adamw_with_clipping_and_warm_up(pool: WorkerPool, zero: int) -> None:
-    case = make_case(PLAIN | {"zero": zero, "dp": 2, "tp": 1, "pp": 2 if zero < 2 else 1}, 7, iterations=5)
+    case = make_case(PLAIN | {"zero": zero, "dp": 2, "tp": 1, "pp": 2 if zero < 2 else 1}, 7, iterations=4)
     assert max(differences(pool, case, ADAMW)[:2]) <= TOLERANCE
 
 
@@ -120,9 +120,9 @@ def test_a_pipeline_is_exactly_plain_torch(pool: WorkerPool, schedule: str) -> N
     assert differences(pool, case, settings)[:2] == (0.0, 0.0)
 
 
-def test_batch_statistics_stay_exact_over_twenty_steps(pool: WorkerPool) -> None:
+def test_batch_statistics_stay_exact_over_many_steps(pool: WorkerPool) -> None:
     """Two ranks add in the order of one process; any rounding would grow at the kinks of ReLU after batch norm."""
-    case = make_case(PLAIN | {"family": "resnet", "layout": "padded", "pp": 3, "tp": 1, "dp": 2, "replicas": 1}, 3, iterations=20)
+    case = make_case(PLAIN | {"family": "resnet", "layout": "padded", "pp": 3, "tp": 1, "dp": 2, "replicas": 1}, 3, iterations=10)
     assert differences(pool, case, replace(SGD, clip_norm=None, rate=LearningRate(0.02)))[1] == 0.0
 
 
@@ -147,9 +147,9 @@ def in_precision(case: Case, precision: str) -> Case:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_learns_alike_on_one_rank_and_on_eight(pool: WorkerPool, precision: str) -> None:
-    split = in_precision(make_case(PLAIN | {"replicas": 1, "tp": 2, "pp": 4}, 9, 8), precision)
+    split = in_precision(make_case(PLAIN | {"replicas": 1, "tp": 2, "pp": 4}, 9, 6), precision)
     alone = same_micro_batches(
-        in_precision(make_case(PLAIN | {"pp": 1, "tp": 1, "replicas": 1, "recompute": "none"}, 9, 8), precision), split
+        in_precision(make_case(PLAIN | {"pp": 1, "tp": 1, "replicas": 1, "recompute": "none"}, 9, 6), precision), split
     )
     one, *_ = pool.run(train_programs, alone.plan, alone.programs(), ADAMW)
     eight = pool.run(train_programs, split.plan, split.programs(), ADAMW)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.adapting.ladder import Ladder, Remedy, Rung
 from penstock.costs.speeds import Speeds
@@ -74,12 +74,15 @@ class Decider:
     _before: Plan | None = None
     _options: tuple[Remedy, ...] = ()
     _last_gain_s: float = 0.0
+    _refused: list[tuple[Plan, str]] = field(default_factory=list)
+    """Plans that could not be moved to at these speeds, and why."""
 
     def changed(self, speeds: Speeds, since: int) -> None:
         """Speeds are others since step `since`: a phase has ended."""
         if since > self._since:
             self._phases.append(since - self._since)
         self._since = max(self._since, since)
+        self._refused.clear()
         self.refined(speeds)
 
     def refined(self, speeds: Speeds) -> None:
@@ -95,7 +98,8 @@ class Decider:
         if not (self.speeds.ranks or self.speeds.links or self.left):
             return Decision(step, Remedy(Rung.NOTHING, self.plan, 0.0), False, "nothing is slow")
         if not self._options:
-            self._options = self.ladder.options(self.plan, self.speeds, self.left)
+            found = self.ladder.options(self.plan, self.speeds, self.left)
+            self._options = tuple(replace(one, refused=one.refused or self._why_not(one.plan)) for one in found)
         present, chosen = self._options[0], _cheapest_adequate(self._options)
         gain_s = present.time_s - chosen.time_s
         expected, cost_s = self._expected_steps(step), 2 * chosen.pause_s
@@ -121,6 +125,14 @@ class Decider:
         """Steps without a move after the last; the move counts as unpaid as long as it is."""
         unpaid = self._unpaid if self._balance_s >= 0 else self._unpaid + 1
         return COOL_DOWN_STEPS * 2 ** min(max(0, unpaid - 1), MAX_DOUBLINGS) if self._before is not None else 0
+
+    def _why_not(self, plan: Plan) -> str:
+        return next((reason for other, reason in self._refused if other == plan), "")
+
+    def refuse(self, decision: Decision, reason: str) -> None:
+        """The decision could not be carried out; it is not taken again before speeds change."""
+        self._refused.append((decision.chosen.plan, reason))
+        self._options = ()
 
     def adopted(self, decision: Decision) -> None:
         """The decision was carried out."""

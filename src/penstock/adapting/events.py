@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from penstock.adapting.detecting import LEAST_CHANGE, Cause, Change
+from penstock.errors import PenstockError
 from penstock.runtime.telemetry.steps import read_lines
 
 if TYPE_CHECKING:
     from penstock.adapting.deciding import Decision
 
-__all__ = ["EVENTS", "AlternativeTold", "RunEvent", "decided", "noticed", "read_events"]
+__all__ = ["EVENTS", "AlternativeTold", "RunEvent", "aborted", "asked", "decided", "moved", "noticed", "read_events"]
 
 EVENTS = "events.jsonl"
 
@@ -35,7 +36,7 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """One event; which fields it has follows from its kind."""
 
     event: str
-    """`noticed` or `decided`."""
+    """`noticed`, `decided`, `disturbed`, `asked`, `moved` or `aborted`."""
     step: int
     """After which it was."""
     time_s: Annotated[float, msgspec.Meta(ge=0, le=1e11)]
@@ -58,6 +59,13 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     expected_steps: int | None = None
     cost_s: float | None = None
     alternatives: tuple[AlternativeTold, ...] = ()
+    moved_bytes: int | None = None
+    pause_s: float | None = None
+    """How long training stood still."""
+    status: int | None = None
+    """Of an aborted move: 2, the plan is of other training or devices; 3, there was no room; 1, a process failed."""
+    request: str | None = None
+    """The id of what somebody asked for."""
 
 
 def noticed(change: Change, time_s: float) -> RunEvent:
@@ -94,15 +102,33 @@ def _note(change: Change) -> str:
     return "; no plan would help" if change.cause is Cause.COSTS else ""
 
 
-def decided(decision: Decision, time_s: float) -> RunEvent:
-    """The event of a decision that nobody carries out."""
+def decided(decision: Decision, time_s: float, *, moves: bool = False) -> RunEvent:
+    """The event of a decision, which a run that `moves` carries out."""
     chosen = decision.chosen
-    text = f"would move to another plan ({chosen.rung}): {decision.reason}" if decision.moves else f"would stay as it is: {decision.reason}"
+    move, stay = ("moves", "stays") if moves else ("would move", "would stay")
+    text = f"{move} to another plan ({chosen.rung}): {decision.reason}" if decision.moves else f"{stay} as it is: {decision.reason}"
     others = (AlternativeTold(one.rung.value, one.time_s, one.pause_s, one.moved_bytes, one.refused) for one in decision.alternatives)
     return RunEvent(
         "decided", decision.step, time_s, text, remedy=chosen.rung.value, moves=decision.moves, gain_s=decision.gain_s,
         expected_steps=decision.expected_steps, cost_s=decision.cost_s, alternatives=tuple(others),
     )  # fmt: skip
+
+
+def asked(step: int, time_s: float, at: int, request: str) -> RunEvent:
+    """Somebody wants another plan, and can have it."""
+    return RunEvent("asked", step, time_s, f"was asked to move to another plan before step {max(at, step)}", request=request)
+
+
+def moved(step: int, time_s: float, moved_bytes: int, pause_s: float, remedy: str, request: str | None = None) -> RunEvent:
+    """Another plan is in force from `step` on."""
+    cost = f"{moved_bytes / 1e6:.3g} MB travelled, training stood still for {pause_s:.2g} s"
+    text = f"another plan ({remedy}) is in force from step {step} on: {cost}"
+    return RunEvent("moved", step, time_s, text, remedy=remedy, moved_bytes=moved_bytes, pause_s=pause_s, request=request)
+
+
+def aborted(step: int, time_s: float, error: PenstockError, request: str | None = None) -> RunEvent:
+    """The run has stayed with its plan."""
+    return RunEvent("aborted", step, time_s, f"the plan stays as it is: {error}", status=error.exit_status, request=request)
 
 
 def read_events(folder: str | Path, damaged: list[str] | None = None) -> Iterator[RunEvent]:

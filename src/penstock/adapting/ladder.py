@@ -89,8 +89,12 @@ def rung_between(old: Plan, new: Plan) -> Rung:
 class Ladder:
     """Finds options for plans of one model on one cluster; `source` has the costs of devices that nothing slows."""
 
-    def __init__(self, model: Model, cluster: Cluster, source: CostSource, layouts: Layouts | None = None) -> None:
+    def __init__(
+        self, model: Model, cluster: Cluster, source: CostSource, layouts: Layouts | None = None, devices: Sequence[int] | None = None
+    ) -> None:  # fmt: skip
+        """`devices` are those that could take part; all of the cluster if not given."""
         self.model, self.cluster, self.source = model, cluster, source
+        self.devices = range(cluster.num_devices) if devices is None else devices
         self.layouts = layouts or Layouts(model)
         self._estimators: dict[str, Estimator] = {}
 
@@ -112,7 +116,7 @@ class Ladder:
         estimator = self.estimator(speeds)
         present = clocked(plan, estimator.estimate(plan))
         best: dict[Rung, tuple[float, Plan, Estimate]] = {}
-        for candidate in (*_candidates(plan, present, estimator, speeds), *known):
+        for candidate in (*_candidates(plan, present, estimator, speeds, self.devices), *known):
             rung = rung_between(plan, candidate)
             if rung is Rung.NOTHING:
                 continue
@@ -142,7 +146,7 @@ def _unfit(found: Estimate) -> str:
     return ""
 
 
-def _candidates(plan: Plan, present: Estimate, estimator: Estimator, speeds: Speeds) -> Iterator[Plan]:
+def _candidates(plan: Plan, present: Estimate, estimator: Estimator, speeds: Speeds, devices: Sequence[int]) -> Iterator[Plan]:
     """Plans of all kinds of steps."""
     shared = list(_with_shares(plan, estimator))
     yield from shared
@@ -154,7 +158,7 @@ def _candidates(plan: Plan, present: Estimate, estimator: Estimator, speeds: Spe
     slow = [number for number, stage in enumerate(plan.stages) if any(_is_slow(speeds, ranks) for ranks in stage.devices)]
     yield from _reordered(plan, slow, estimator)
     yield from _without(plan, slow, speeds, estimator)
-    yield from _with_free_devices(plan, speeds, estimator)
+    yield from _with_free_devices(plan, speeds, estimator, devices)
 
 
 def _is_slow(speeds: Speeds, ranks: Sequence[int]) -> bool:
@@ -218,10 +222,10 @@ def _recomputed(stage: Stage) -> Iterator[int]:
     return (op for first, last in stage.pattern() for op in range(first, last))
 
 
-def _with_free_devices(plan: Plan, speeds: Speeds, estimator: Estimator) -> Iterator[Plan]:
+def _with_free_devices(plan: Plan, speeds: Speeds, estimator: Estimator, devices: Sequence[int]) -> Iterator[Plan]:
     """Free devices in place of slow ones of their kind, those of the same node first."""
     cluster = estimator.cluster
-    free = [rank for rank in range(cluster.num_devices) if rank not in set(plan.ranks) and not _is_slow(speeds, [rank])]
+    free = [rank for rank in devices if rank not in set(plan.ranks) and not _is_slow(speeds, [rank])]
     instead: dict[int, int] = {}
     for rank in plan.ranks:
         if _is_slow(speeds, [rank]):
@@ -230,6 +234,6 @@ def _with_free_devices(plan: Plan, speeds: Speeds, estimator: Estimator) -> Iter
                 instead[rank] = min(fitting, key=lambda other: (cluster.node_index(other) != cluster.node_index(rank), other))
                 free.remove(instead[rank])
     if instead:
-        devices = [tuple(tuple(instead.get(rank, rank) for rank in ranks) for ranks in stage.devices) for stage in plan.stages]
-        stages = tuple(replace(stage, devices=own) for stage, own in zip(plan.stages, devices, strict=True))
+        taken = [tuple(tuple(instead.get(rank, rank) for rank in ranks) for ranks in stage.devices) for stage in plan.stages]
+        stages = tuple(replace(stage, devices=own) for stage, own in zip(plan.stages, taken, strict=True))
         yield replace(plan, stages=stages, predicted=None)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from penstock.adapting.moves import MAX_MOVE_BYTES, Move, Moves, moves
 from penstock.errors import InfeasibleError, InputError, PenstockError
 from penstock.models.modules.build import TORCH_DTYPES
+from penstock.plans.degrees import parts_of
 from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of
 from penstock.plans.schema import plan_to_dict
@@ -35,7 +36,8 @@ from penstock.runtime.optimizing.optimizer import MASTER
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import TrainedState, adopt_state, held_pieces
 
-__all__ = ["MoveAbortedError", "move"]
+__all__ = ["MoveAbortedError", "move", "require_movable"]
+
 
 class MoveAbortedError(PenstockError):
     """A process could not take its part in a move: all keep the plan that they had, and training can go on."""
@@ -53,21 +55,40 @@ class _Note:
     loss_scale: Mapping[str, Any] | None
 
 
-def move(rank: Rank, plan: Plan, step: int) -> Moves:
-    """Puts `plan` in force before step `step`, with all that training has reached; what travelled.
+def move(rank: Rank, plan: Plan, step: int, prepare: Callable[[], object] = lambda: None) -> Moves:
+    """Puts `plan` in force before step `step`, with all that training has reached; what travelled. `prepare` does what else every process
+    needs for the new plan: where it fails on one, nobody moves.
 
     Every process of the job calls it between the same two steps, also one to which either plan gives nothing. Raises `InputError` for a
     plan of other training, `InfeasibleError` where a device has no room to move, `MoveAbortedError` where a process failed: on all
     processes, and with the old plan in force as before.
     """
-    return _Mover(rank, plan, step).run()
+    return _Mover(rank, plan, step, prepare).run()
+
+
+def require_movable(old: Plan, new: Plan, processes: Sequence[int]) -> Moves:
+    """What would travel between two plans of a job that has these processes; refused is a plan of other training, of devices that the job
+    lacks, or without room while both are held."""
+    missing = [one for one in new.ranks if one not in processes]
+    if missing:
+        raise InputError(f"the new plan has rank {format_ranks(missing)}, but the job has processes for {format_ranks(processes)} alone. "
+                         "Use a plan of devices that take part.")  # fmt: skip
+    for word in ("optimizer", "global_batch", "seq_length", "dec_length"):
+        before, after = getattr(old, word), getattr(new, word)
+        if before != after:
+            raise InputError(f"{word} is {after} in the new plan, but {before} in the old one: training would not be the same. "
+                             "Use plans of one optimizer, global batch and length.")  # fmt: skip
+    made = moves(old, new)
+    if problem := made.unfit(cluster_of(old)):
+        raise InfeasibleError(f"no room to move: {problem}. Stop and resume under the new plan, or choose one that moves less.")
+    return made
 
 
 class _Mover:
     """This process' part in one move."""
 
-    def __init__(self, rank: Rank, plan: Plan, step: int) -> None:
-        self.rank, self.plan, self.step = rank, plan, step
+    def __init__(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object]) -> None:
+        self.rank, self.plan, self.step, self.prepare = rank, plan, step, prepare
         self.generation = rank.groups.generation
         self.through = torch.device("cpu") if rank.groups.staged else rank.groups.device
         """Where the process groups can reach a tensor: processes that share a GPU have theirs on the host."""
@@ -93,20 +114,15 @@ class _Mover:
         return self.made
 
     def _prepare(self) -> _Note:
-        rank, members, kind = self.rank, self.generation.members, self.rank.settings.optimizer.kind
-        missing = [one for one in self.plan.ranks if one not in members]
-        if missing:
-            raise InputError(f"the new plan has rank {format_ranks(missing)}, but the job has processes for {format_ranks(members)} alone. "
-                             "Use a plan of devices that take part.")  # fmt: skip
-        for word in ("optimizer", "global_batch", "seq_length", "dec_length"):
-            before, after = getattr(rank.plan, word), getattr(self.plan, word)
-            if before != after:
-                raise InputError(f"{word} is {after} in the new plan, but {before} in the old one: training would not be the same. "
-                                 "Use plans of one optimizer, global batch and length.")  # fmt: skip
+        rank = self.rank
+        if rank.groups.staged and any(part.degrees.tp > 1 for stage in self.plan.stages for part in parts_of(stage)):
+            raise InputError("the new plan has tensor parallelism, for which ranks that share one GPU have no collectives. Use tp 1 there.")
         # Of the optimizer that really runs, whatever the plans were priced for.
-        self.made = moves(replace(rank.plan, optimizer=kind), replace(self.plan, optimizer=kind))
-        if problem := self.made.unfit(cluster_of(rank.plan)):
-            raise InfeasibleError(f"no room to move: {problem}. Stop and resume under the new plan, or choose one that moves less.")
+        kind = rank.settings.optimizer.kind
+        old, new = replace(rank.plan, optimizer=kind), replace(self.plan, optimizer=kind)
+        rank.settings.require_suits(new.schedule)
+        self.made = require_movable(old, new, self.generation.members)
+        self.prepare()
         self.own = list(held_pieces(rank))
         kinds = {piece.name.partition("/")[0]: piece.shape == () for piece in self.own}
         scale = rank.update.scale if rank.world.rank >= 0 else None

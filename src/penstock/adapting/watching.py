@@ -1,77 +1,141 @@
-"""Watching a run: the figures of each step go to a detector, and what it notices is written down with what would be done about it.
+"""Watching a run: the figures of each step go to a detector, what it notices is written down with what is done about it, and done.
 
     figures of all ranks ─► Detector ─► change ─► events.jsonl, and a note in the terminal
-                                           └────► Adapter ─► decision ─► events.jsonl       (nobody carries it out)
+                                           └────► Adapter ─► decision ─► events.jsonl ─► order: all processes move
+    `penstock replan` ─► replan.json ────────────────────────────────────────────────────────┘
 
-The first rank alone has work with it, since only what it writes is read.
+The first process of a job alone notices, decides and is asked: what it orders goes to all with the next message after a step.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.adapting.asking import MoveRequest, asked_for, withdraw
 from penstock.adapting.detecting import Cause, Change, Detector, StepFigures, Subject
-from penstock.adapting.events import EVENTS, decided, noticed
-from penstock.errors import PenstockError
+from penstock.adapting.events import EVENTS, RunEvent, aborted, asked, decided, moved, noticed
+from penstock.adapting.moving import MoveAbortedError, move, require_movable
+from penstock.errors import InfeasibleError, InputError, PenstockError
+from penstock.plans.capabilities import unsupported
 from penstock.plans.plan import Plan
-from penstock.runtime.telemetry.figures import RankFigures, StepWatcher
+from penstock.plans.references import cluster_of, model_of
+from penstock.plans.validity import require_valid
+from penstock.programs.memory import require_memory
+from penstock.runtime.step_words import StepWatcher
+from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.telemetry.steps import LineLog
 
 if TYPE_CHECKING:
     from penstock.adapting.adapter import Adapter
+    from penstock.adapting.deciding import Decision
+    from penstock.adapting.moves import Moves
+    from penstock.runtime.rank import Rank
     from penstock.runtime.run import Run
 
-__all__ = ["Watch", "watch_run"]
+__all__ = ["Watch", "move_run", "obey_run", "watch_run"]
 
 
-def watch_run(run: Run) -> StepWatcher | None:
-    """The watcher of each rank of a run: what `Trainer` takes as `watching`. None where ranks have to share processor cores, and slow each
-    other down in turn."""
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", len(run.world.ranks)))
-    if run.computes_on_cores and num_here > len(os.sched_getaffinity(0)):
-        return None
-    return Watch(run.request.plan, run.request.out, anew=not run.first_step) if run.is_first else _Bystander()
+def watch_run(run: Run, *, moves: bool = False, notices: bool = True) -> StepWatcher:
+    """The watcher of each process of a run: what `PlanTrainer` takes as `watching`. Nothing is noticed where ranks have to share processor
+    cores, and slow each other down in turn."""
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", len(run.members)))
+    notices = notices and not (run.computes_on_cores and num_here > len(os.sched_getaffinity(0)))
+    if not run.is_first:
+        return _Follower(notices)
+    return Watch(run.request.plan, run.request.out, members=run.members, anew=not run.first_step, moves=moves, notices=notices)
 
 
-class _Bystander:
-    """Of ranks that write nothing."""
+def move_run(run: Run) -> StepWatcher:
+    """The same for a run that moves to better plans."""
+    return watch_run(run, moves=True)
+
+
+def obey_run(run: Run) -> StepWatcher:
+    """The same for a run that notices nothing, and moves when it is asked to."""
+    return watch_run(run, notices=False)
+
+
+class _Follower:
+    """Of processes that do what the first one orders."""
+
+    def __init__(self, measures: bool) -> None:
+        self.measures = measures
+        self._made: Moves | None = None
+        """What travelled in the last move."""
 
     def after(self, step: int, ranks: Mapping[int, RankFigures]) -> Sequence[str]:
+        return ()
+
+    def order(self, step: int) -> Plan | None:
+        return None
+
+    def move(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object]) -> bool:
+        """Whether all processes have moved."""
+        try:
+            self._made = move(rank, plan, step, prepare)
+        except (InputError, InfeasibleError, MoveAbortedError) as error:  # raised on all, with the old plan in force
+            self._stayed(step, error)
+            return False
+        return True
+
+    def _stayed(self, step: int, error: PenstockError) -> None:
+        """The move was aborted."""
+
+    def moved(self, step: int, plan: Plan, pause_s: float) -> Sequence[str]:
         return ()
 
     def close(self) -> None:
         pass
 
 
-class Watch:
-    """Writes the events of a run into its folder."""
+class Watch(_Follower):
+    """Of the first process: writes the events of a run into its folder, and with `moves` orders what it decides."""
 
-    def __init__(self, plan: Plan, out: str | Path, *, anew: bool = True) -> None:
-        self._plan, self._subjects = plan, _subjects(plan)
+    def __init__(
+        self, plan: Plan, out: str | Path, *, members: Sequence[int] = (), anew: bool = True, moves: bool = False, notices: bool = True
+    ) -> None:  # fmt: skip
+        super().__init__(notices)
+        self._plan, self._members, self._moves, self._out = plan, tuple(members or plan.ranks), moves, Path(out)
+        self._subjects = _subjects(self._members)
         self._detector = Detector(self._subjects)
-        self._log = LineLog(Path(out) / EVENTS, anew=anew)
         self._adapter: Adapter | None = None
+        self._decision: Decision | None = None
+        """What is to be carried out, if nothing else is asked for."""
+        self._request: MoveRequest | None = None
+        """What somebody has asked for, and can have."""
+        self._left: dict[int, float] = {}
+        """Ranks that the plan in force leaves without work: how slow each was when it was left."""
         self._told: tuple[bool, str] = False, "nothing"
         """Of the last decision that was written."""
         self._undecided = False
         """Whether it turned out that plans of this kind cannot be compared."""
+        withdraw(out)  # of a run that has ended
+        if anew:
+            (self._out / EVENTS).unlink(missing_ok=True)
+        self._events: LineLog | None = LineLog(self._out / EVENTS) if notices else None
+
+    def _log(self, event: RunEvent) -> None:
+        self._events = self._events or LineLog(self._out / EVENTS)
+        self._events.write(event)
 
     def after(self, step: int, ranks: Mapping[int, RankFigures]) -> Sequence[str]:
         """Ranks have measured this in a step; what to say about it."""
-        changes = self._detector.add(step, _figures(ranks))
+        if not self.measures:
+            return ()
+        changes = self._detector.add(step, _figures(ranks, self._plan, self._left))
         events = [noticed(change, time.time()) for change in changes]
         for event in events:
-            self._log.write(event)
+            self._log(event)
         return [*(event.text + "." for event in events), *self._decide(step, changes)]
 
     def _decide(self, step: int, changes: Sequence[Change]) -> Sequence[str]:
-        """Writes down what would be done, where that is new; a note where nobody can say."""
+        """Writes down what is, or would be, done, where that is new; a note where nobody can say."""
         slower = [change for change in changes if change.cause in (Cause.COMPUTE, Cause.LINK)]
-        if self._undecided or not (slower or self._adapter):
+        if self._undecided or self._decision is not None or not (slower or self._adapter):
             return ()
         try:
             self._adapter = self._adapter or self._new_adapter()
@@ -82,7 +146,9 @@ class Watch:
         now = decision.moves, decision.chosen.rung.value if decision.moves else ""
         if slower or now != self._told:
             self._told = now
-            self._log.write(decided(decision, time.time()))
+            self._log(decided(decision, time.time(), moves=self._moves))
+        if decision.moves and self._moves:
+            self._decision = decision
         return ()
 
     def _new_adapter(self) -> Adapter:
@@ -90,29 +156,89 @@ class Watch:
         from penstock.adapting.adapter import Adapter
         from penstock.adapting.ladder import Ladder
         from penstock.costs.sources import open_costs
-        from penstock.plans.references import cluster_of, model_of
 
         cluster = cluster_of(self._plan)
-        ladder = Ladder(model_of(self._plan), cluster, open_costs(self._plan.costs, cluster))
+        ladder = Ladder(model_of(self._plan), cluster, open_costs(self._plan.costs, cluster), devices=self._members)
         return Adapter(ladder, self._plan, self._subjects, self._detector)
+
+    def order(self, step: int) -> Plan | None:
+        """What was asked for, or decided."""
+        self._hear(step)
+        if self._request is not None:
+            return self._request.wanted() if self._request.at <= step else None
+        return None if self._decision is None else self._decision.chosen.plan
+
+    def _hear(self, step: int) -> None:
+        """Looks for a request; one that cannot be met is answered at once."""
+        found = None
+        try:
+            found = asked_for(self._out)
+            if found is not None and (self._request is None or found.id != self._request.id):
+                self._check(found, step)
+                self._log(asked(step, time.time(), found.at, found.id))
+        except PenstockError as error:
+            self._stayed(step, error, found)
+            found = None
+        self._request = found
+
+    def _check(self, request: MoveRequest, step: int) -> None:
+        if request.at and request.at < step:
+            raise InputError(f"--at is {request.at}, but step {step} is next. Ask for that or a later one.")
+        plan = request.wanted()
+        model, cluster = model_of(plan), cluster_of(plan)
+        require_valid(plan, model, cluster)
+        if refused := unsupported(plan, model):
+            raise InputError("the plan cannot be run: " + "; ".join(refused))
+        require_movable(self._plan, plan, self._members)
+        require_memory(plan, model, cluster)
+
+    def moved(self, step: int, plan: Plan, pause_s: float) -> Sequence[str]:
+        """Writes down that it was carried out."""
+        assert self._made is not None
+        kept, factors = set(plan.ranks), self._detector.factors(Cause.COMPUTE)
+        left = {rank: factors[rank,] for rank in self._members if rank not in kept and rank not in self._left}
+        self._left = {rank: factor for rank, factor in {**left, **self._left}.items() if rank not in kept}
+        request, decision, self._plan = self._request, self._decision, plan
+        self._request = self._decision = None
+        self._told = False, ""
+        if request is not None:  # who asked knows best: nothing else is decided before something changes
+            withdraw(self._out)
+            self._adapter = None
+        elif decision is not None and self._adapter is not None:
+            self._adapter.adopted(decision)
+        remedy = "as asked" if request or decision is None else decision.chosen.rung.value
+        event = moved(step, time.time(), self._made.num_bytes, pause_s, remedy, request and request.id)
+        self._log(event)
+        return [event.text + "."]
+
+    def _stayed(self, step: int, error: PenstockError, request: MoveRequest | None = None) -> None:
+        request = request or self._request
+        self._log(aborted(step, time.time(), error, request and request.id))
+        if request is None and self._decision is not None and self._adapter is not None:
+            self._adapter.decider.refuse(self._decision, str(error))
+        self._request = self._decision = None
+        withdraw(self._out)
 
     def close(self) -> None:
         """The run has ended."""
-        self._log.close()
+        if self._events is not None:
+            self._events.close()
 
 
-def _subjects(plan: Plan) -> dict[Cause, list[Subject]]:
-    ranks: list[Subject] = [(rank,) for rank in plan.ranks]
+def _subjects(members: Sequence[int]) -> dict[Cause, list[Subject]]:
+    ranks: list[Subject] = [(rank,) for rank in members]
     return {Cause.COMPUTE: ranks, Cause.DATA: ranks, Cause.PLANNING: [()]}
 
 
-def _figures(ranks: Mapping[int, RankFigures]) -> dict[Cause, StepFigures]:
-    """What ranks measured, as detectors take it. Whoever gets its program last holds all others up."""
+def _figures(ranks: Mapping[int, RankFigures], plan: Plan, left: Mapping[int, float]) -> dict[Cause, StepFigures]:
+    """What processes measured, as detectors take it. Whoever gets its program last holds all others up. Of a rank without work it is
+    known how slow it was when it was `left` so, and how a probe has changed since then."""
     last = max(ranks.values(), key=lambda own: own.planning_wait_s)
-    measured, predicted = [own.compute_s for own in ranks.values()], [own.predicted_s for own in ranks.values()]
+    measured = [own.compute_s for own in ranks.values()]
+    predicted = [own.predicted_s / left.get(rank, 1.0) for rank, own in ranks.items()]
     # The first steps are not measured: ranks warm up, and open their costs.
-    compute = {Cause.COMPUTE: StepFigures(measured, predicted)} if all(measured) and all(predicted) else {}
-    return compute | {
+    known = all(ranks[rank].compute_s and ranks[rank].predicted_s for rank in plan.ranks)
+    return ({Cause.COMPUTE: StepFigures(measured, predicted)} if known else {}) | {
         Cause.DATA: StepFigures([own.step_s for own in ranks.values()], [own.step_s - own.data_wait_s for own in ranks.values()]),
         Cause.PLANNING: StepFigures([last.step_s], [last.step_s - last.planning_wait_s]),
     }

@@ -22,6 +22,8 @@ HOT = 0.006
 """First temperature, of the mean charge of a micro-batch; a hotter start forgets the plan it started from."""
 COOLING = 60.0
 """First temperature over the last."""
+_ALIKE = 0.005
+"""Makespans closer than this are the same: a tenth of what costs are known to."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,14 @@ def start(costs: PipelineCosts, enc: Ints, dec: Ints, splits: Sequence[BatchSpli
         found = [single] if single is not None else []
     if not found:
         raise InfeasibleError("samples fit alone but not in a pipeline with others in flight. Allow more recomputation or memory.")
-    return min(found, key=lambda run: run.makespan_s)
+    return _least_held(found) if costs.num_stages == 1 else min(found, key=lambda run: run.makespan_s)
+
+
+def _least_held(found: Sequence[Found]) -> Found:
+    """The most micro-batches among splits that take the same time. In one stage their number changes little but the memory they hold, and
+    costs, measured at sizes far from each other, do not tell one micro-batch of 64k tokens from four of 16k."""
+    enough = (1 + _ALIKE) * min(run.makespan_s for run in found)
+    return max((run for run in found if run.makespan_s <= enough), key=lambda run: (len(run.cuts), -run.makespan_s))
 
 
 def _run(costs: PipelineCosts, enc: Ints, dec: Ints, order: Ints, cuts: Ints) -> Found | None:

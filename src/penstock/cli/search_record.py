@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.search import Choice, Outcome
+    from penstock.search import Choice, Outcome, Request
 
 __all__ = ["Trail", "record_path", "write_record"]
 
@@ -38,21 +38,25 @@ def record_path(path: Path) -> Path:
 
 
 def write_record(
-    path: Path, request: Mapping[str, Any], outcome: Outcome, choices: Sequence[Choice], rows: Sequence[Mapping[str, Any]],
-    paths: Sequence[Path], baselines: Sequence[Mapping[str, Any]], families: Sequence[Mapping[str, Any]], trail: Trail,
+    path: Path, asked: Mapping[str, Any], request: Request, outcome: Outcome, choices: Sequence[Choice], paths: Sequence[Path], count: int,
+    baselines: bool, trail: Trail,
 ) -> None:  # fmt: skip
-    """Writes the record; `rows` and `paths` are those of `choices`."""
+    """Writes the record of a search whose plans are in `paths`."""
+    from penstock.cli.plan_words import choice_row
+    from penstock.cli.search_answer import baseline_rows, proof_rows
     from penstock.files import write_json
 
     best = choices[0]
     candidates = [
-        {**row, "file": file.name, "slower": choice.estimate.time_s / best.estimate.time_s - 1, "because": _because(choice, best)}
-        for choice, row, file in zip(choices, rows, paths, strict=True)
-    ]
+        {**choice_row(choice, count), "file": file.name, "slower": choice.estimate.time_s / best.estimate.time_s - 1,
+         "because": _because(choice, best)}
+        for choice, file in zip(choices, paths, strict=True)
+    ]  # fmt: skip
     write_json(path, {
-        "format": FORMAT, "version": VERSION, "request": dict(request), "bound_s": outcome.bound_s, "formula_s": outcome.formula_s,
-        "gap": outcome.gap, "error": outcome.error, "stopped": outcome.stopped, "candidates": candidates, "baselines": list(baselines),
-        "families": [_finite(family) for family in families], "progress": trail.points,
+        "format": FORMAT, "version": VERSION, "request": dict(asked), "bound_s": outcome.bound_s, "formula_s": outcome.formula_s,
+        "gap": outcome.gap, "error": outcome.error, "stopped": outcome.stopped, "candidates": candidates,
+        "baselines": baseline_rows(request, outcome) if baselines else [], "families": [_finite(row) for row in proof_rows(outcome)],
+        "progress": trail.points,
     })  # fmt: skip
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.console import JsonFlag, format_bytes, format_time, out, print_json, table
+from penstock.cli.console import JsonFlag, VerboseFlag, format_bytes, format_part, format_share, format_time, out, print_json, say, table
 from penstock.cli.options import file_to_write
+from penstock.cli.plan_words import plan_name, ranks_words
 from penstock.errors import InputError, near_misses
 
 if TYPE_CHECKING:
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["simulate"]
 
-_COLUMNS = ("device", "ranks", "stages", "computes", "bubble", "share", "sends", "in flight", "peak memory", "limit", "used")
+_COLUMNS = ("device", "ranks", "stages", "computes", "bubble", "share", "sends", "in flight", "memory")
+_SPARE = ("ranks", "stages", "sends")
 _NAME_COLUMNS = 5
-_SHOWN_REPLICAS = 4
 _ORDER_COLUMNS = ("order", "time", "bubble of the busiest device", "peak memory", "fits")
 
 
@@ -62,6 +63,7 @@ def simulate(
         Path | None, typer.Option(callback=file_to_write, help="Write a trace for ui.perfetto.dev (t.json, or t.json.gz).")
     ] = None,
     figure: Annotated[Path | None, typer.Option(callback=file_to_write, help="Draw the timeline into a .svg, .png or .pdf file.")] = None,
+    verbose: VerboseFlag = False,
     json: JsonFlag = False,
 ) -> None:
     """Run one iteration of a plan in simulation: who computes when, who waits, what is sent, how memory rises and falls.
@@ -97,12 +99,10 @@ def simulate(
         told = {"plan": plan, "lengths": lengths, "batch": batch, **_as_dict(subject, run)}
         print_json({**told, "orders": orders, "trace": trace, "figure": figure})
         return
-    _show(plan, subject, run)
+    _show(plan, subject, run, verbose)
     if orders:
         _show_orders(orders)
-    for path, what in ((trace, "trace"), (figure, "figure")):
-        if path is not None:
-            out().print(f"{what} written to {path}", markup=False, soft_wrap=True)
+    say(*(f"{what} written to {path}" for path, what in ((trace, "trace"), (figure, "figure")) if path is not None))
 
 
 def _asked(path: Path, costs: str | None) -> tuple[Plan, Model, Cluster, CostSource]:
@@ -124,8 +124,9 @@ def _planned(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> 
     found = planned_pipeline(plan, model, cluster, source)
     where = "by the closed formula that bounds are of, where no message is hidden behind compute"
     replica = found.estimate.replica if plan.micro_batching.per_replica else None
+    what = f"schedule {plan.schedule}" if plan.num_groups > 1 else "one stage"
     return _Subject(
-        plan, plan.schedule, replica, f"schedule {plan.schedule}", found.workload, found.schedule, where, found.estimate.time_s,
+        plan, plan.schedule, replica, what, found.workload, found.schedule, where, found.estimate.time_s,
         found.estimate.source, found.estimate.notes,
     )  # fmt: skip
 
@@ -218,8 +219,7 @@ def _ranks(subject: _Subject) -> list[str]:
     groups = [stage.devices for stage in subject.plan.stages[: subject.plan.num_groups]]
     if subject.replica is not None:
         return [format_ranks(group[subject.replica]) for group in groups]
-    shown = [[format_ranks(ranks) for ranks in group[:_SHOWN_REPLICAS]] for group in groups]
-    return [" | ".join([*texts, "…"] if len(group) > len(texts) else texts) for texts, group in zip(shown, groups, strict=True)]
+    return [ranks_words(group) for group in groups]
 
 
 def _devices(subject: _Subject, run: Execution) -> list[dict[str, Any]]:
@@ -244,26 +244,40 @@ def _devices(subject: _Subject, run: Execution) -> list[dict[str, Any]]:
     return rows
 
 
-def _show(path: Path, subject: _Subject, run: Execution) -> None:
+def _show(path: Path, subject: _Subject, run: Execution, verbose: bool) -> None:
+    say(*_sentences(subject, run), "")
     rows = [
         [row["device"], row["ranks"], ",".join(map(str, row["stages"])), format_time(row["busy_s"]), format_time(row["bubble_s"]),
          f"{row['bubble_share']:.1%}", format_time(row["sending_s"]) if row["sending_s"] else "-", row["in_flight"],
-         format_bytes(row["peak_bytes"]), format_bytes(row["limit_bytes"]), f"{row['peak_bytes'] / row['limit_bytes']:.0%}"]
+         f"{format_part(row['peak_bytes'], row['limit_bytes'])} ({row['peak_bytes'] / row['limit_bytes']:.0%})"]
         for row in _devices(subject, run)
     ]  # fmt: skip
-    out().print(table(f"{path}: one iteration of the slowest replica, {subject.what}", _COLUMNS, rows))
-    out().print(_drawing(run, max(40, out().width)), markup=False, highlight=False, no_wrap=True, overflow="crop")
+    title = f"{path}: one iteration of the slowest replica, {subject.what}"
+    out().print(table(title, _COLUMNS, rows, more=_SPARE, verbose=verbose))
+    grid, _, legend = _drawing(run, max(40, out().width)).rpartition("\n")
+    out().print(grid, markup=False, highlight=False, soft_wrap=True)
+    say(legend, *(f"note: {note}" for note in subject.notes))
+
+
+def _sentences(subject: _Subject, run: Execution) -> list[str]:
+    """How long it takes, how much of that is waiting, how full devices get; by formula beside it."""
     from penstock.plans.precision import described_training
 
-    facts = [f"{format_time(run.makespan_s)} simulated, {format_time(subject.predicted_s)} {subject.predicted} ({subject.source})"]
+    rows = _devices(subject, run)
+    fullest = max(rows, key=lambda row: row["peak_bytes"] / row["limit_bytes"])
+    idle = sum(row["bubble_share"] for row in rows) / len(rows)
+    sentences = [
+        f"{plan_name(subject.plan)}, {subject.workload.num_micro_batches} micro-batches: {format_time(run.makespan_s)} simulated, devices "
+        f"idle {format_share(idle)} of the pipeline, {format_part(fullest['peak_bytes'], fullest['limit_bytes'])}; "
+        f"{described_training(subject.plan)}; {format_time(subject.predicted_s)} {subject.predicted} ({subject.source})."
+    ]
     if run.violation is not None:
         over = run.violation
-        facts.append(
+        sentences.append(
             f"this plan does not fit: device {over.device} holds {format_bytes(over.memory_bytes)} of {format_bytes(over.limit_bytes)} "
             f"after {format_time(over.time_s)}"
         )
-    for fact in [described_training(subject.plan), *facts, *(f"note: {note}" for note in subject.notes)]:
-        out().print(fact, markup=False, soft_wrap=True)
+    return sentences
 
 
 def _drawing(run: Execution, width: int) -> str:

@@ -22,7 +22,7 @@ from penstock.stores.addresses import job_from_environment
 if TYPE_CHECKING:
     from penstock.programs.instructions import Program
 
-__all__ = ["DynamicLoader"]
+__all__ = ["ProgramLoader"]
 
 _END_S = 5.0
 """Longer than a fetch takes that was called off."""
@@ -30,7 +30,7 @@ _SOON_S = 0.01
 """For a thread that has nothing left to do."""
 
 
-class DynamicLoader:
+class ProgramLoader:
     """Iterating yields one iteration after the other, for one rank: a `LoadedProgram`.
 
     Planners are processes that work ahead: of `planners` in all on each of `num_nodes` nodes, the loader of the node's first rank
@@ -38,7 +38,7 @@ class DynamicLoader:
     these, the environment says which. With `planners` 0 each rank plans for itself, in step with training: slow, but with nothing
     beside it that could fail.
 
-    >>> loader = DynamicLoader(BatchSource("data", tokens_per_batch=65536), planner, rank, address=address, job=job)
+    >>> loader = ProgramLoader(BatchSource("data", tokens_per_batch=65536), planner, rank, address=address, job=job)
     >>> for micro_batches, program in loader: ...
     """
 
@@ -64,6 +64,8 @@ class DynamicLoader:
         """Of it, waiting for samples; the rest is for programs."""
         self._address, self._job, self._planners, self._ahead, self._timeout_s = address, job, planners, prefetch_factor, timeout
         self._feed: _Feed | None = None
+        self._catching_up = False
+        """Whether planners have still to follow a plan that was adopted: until then this rank plans for itself."""
         self.data, self.batches = source.open()
         self._samples = Samples(self.data, planner.form, source.limits)
         self.pool: PlannerPool | None = None
@@ -77,12 +79,13 @@ class DynamicLoader:
         for the plan before are discarded.
 
         The loaders of all ranks adopt it, and so do the planners (`PlannerPool.adopt`, called here for those that this loader started).
+        Until they have caught up, this rank plans for itself: the same programs.
         """
         if self.has_work and step > self.step:
             raise InputError(f"a plan is to be adopted at iteration {step}, but {self.step} is next.")
         self.step = step
         self._end_feed()
-        self.planner = planner
+        self.planner, self._catching_up = planner, True
         if self._job is not None:
             self._job = self._job.adopted(step, len(planner.plan.ranks))
         if self.pool is not None:
@@ -108,7 +111,7 @@ class DynamicLoader:
             self.pool.stop()
             self.pool = None
 
-    def __enter__(self) -> DynamicLoader:
+    def __enter__(self) -> ProgramLoader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -138,7 +141,12 @@ class DynamicLoader:
             steps = range(self.step, self.source.num_steps or sys.maxsize)
             self._feed = _Feed(store, load, self.rank, self.planner.plan.ranks.index(self.rank), steps, self._ahead)
         start = time.perf_counter()
-        found, loading_s = self._feed.next()
+        found, loading_s = None, 0.0
+        while found is None or found.program.iteration < self.step:  # an earlier one was planned here, before its planner had it
+            if self._catching_up and not self._feed.is_ready:
+                return self.next_planned_here()
+            found, loading_s = self._feed.next()
+        self._catching_up = False
         waited_s = time.perf_counter() - start
         self.wait_s += waited_s
         self.data_wait_s += min(waited_s, loading_s)  # samples are read last, right before they are handed over
@@ -169,6 +177,11 @@ class _Feed:
         self._ended, self._at = threading.Event(), 0
         self._thread = threading.Thread(target=self._run, name="loader", daemon=True)
         self._thread.start()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `next` would not wait."""
+        return not self._ready.empty()
 
     def next(self) -> tuple[LoadedProgram, float]:
         """The next iteration, and how long its samples took to read; or the failure that it met."""
@@ -208,7 +221,7 @@ class _Feed:
 
 
 def _member(rank: int, planner: ProgramPlanner) -> int:
-    """The rank, if the planner's plan has it."""
-    if rank not in planner.plan.ranks:
+    """The rank, if the planner's plan has it, or leaves it out."""
+    if not 0 <= rank <= planner.plan.ranks[-1]:
         raise InputError(f"the plan has no rank {rank}; it has {len(planner.plan.ranks)}.")
     return rank

@@ -11,6 +11,7 @@ import penstock
 from penstock.batching.plan import BatchPlan, read_batch_plan
 from penstock.errors import InputError, PenstockError
 from penstock.files import read_json
+from penstock.plans.plan import Plan
 from penstock.plans.schema import read_plan
 from penstock.plans.validity import require_valid
 from penstock.reports.batch_views import batch_views
@@ -20,7 +21,7 @@ from penstock.reports.plan_views import plan_subject
 from penstock.reports.run_views import read_run_facts, run_subject
 from penstock.reports.search_views import pareto_views, search_views
 
-__all__ = ["Report", "kind_of", "report_of"]
+__all__ = ["Report", "kind_of", "report", "report_of"]
 
 _PARETO, _SEARCH = "penstock-pareto", "penstock-search"
 _VERSION = 1
@@ -51,6 +52,12 @@ class Report:
     def views(self) -> list[tuple[str, View]]:
         """Every view with the name of its subject, empty where it is of all."""
         return [*((one.name, view) for one in self.subjects for view in one.views), *(("", view) for view in self.shared)]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows, and keeps."""
+        from penstock.reports.notebook import static_html
+
+        return static_html(self)
 
     def html(self, *, with_paths: bool = False, live: str = "") -> str:
         """The page."""
@@ -108,6 +115,20 @@ def report_of(paths: Sequence[Path], steps: tuple[int | None, int | None] = (Non
         report.shared.append(View("compare", "Compare", _compared(report.subjects)))
     report.shared.append(View("sources", "Sources", _sources(report.sources)))
     return report
+
+
+def report(*sources: str | Path | Plan) -> Report:
+    """A report of plans, or of files and folders as `penstock report` takes them: shown by a notebook, or as a page by `.html()`.
+
+    >>> report("examples/plans/gpt-1.3b-pp4.json").title
+    'gpt-1.3b-pp4.json'
+    """
+    found = report_of([Path(one) for one in sources if not isinstance(one, Plan)])
+    for number, plan in enumerate(one for one in sources if isinstance(one, Plan)):
+        require_valid(plan, where="the plan")
+        found.sources.append(("plan", f"plan {number}"))
+        found.subjects.append(plan_subject(f"plan {number}", plan))
+    return found
 
 
 def _add_plan(report: Report, path: Path, name: str) -> None:

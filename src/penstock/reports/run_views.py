@@ -16,6 +16,7 @@ from penstock.adapting.events import RunEvent, read_events
 from penstock.errors import InputError, PenstockError
 from penstock.plans.plan import Plan
 from penstock.plans.ranks import device_of_ranks, seats_of
+from penstock.plans.schema import read_plan
 from penstock.reports.blocks import Block, ChartLine, Charts, Fact, Facts, Heat, SpanKind, Subject, Table, Text, View, as_array
 from penstock.reports.plan_views import plan_views
 from penstock.reports.span_lanes import SpanLanes
@@ -45,10 +46,21 @@ class RunFacts:
     name: str
     folder: Path
     plan: Plan
+    """The one in force, or that was at the end."""
+    plans: dict[int, Plan]
+    """All that it had, by their first steps."""
     steps: tuple[StepRecord, ...]
     ranks: tuple[RankSpans, ...]
     events: tuple[RunEvent, ...]
     damaged: tuple[str, ...]
+
+    def devices(self, rank: int) -> tuple[int, int]:
+        """Replica and device of a rank under the last plan that it had work in."""
+        return next(own[rank] for own in map(device_of_ranks, (self.plan, *reversed(self.plans.values()))) if rank in own)
+
+    def plan_at(self, step: int) -> Plan:
+        """The plan that a step ran under."""
+        return self.plans[max((first for first in self.plans if first <= step), default=min(self.plans))]
 
     @property
     def spanned(self) -> list[int]:
@@ -58,9 +70,10 @@ class RunFacts:
 
 def read_run_facts(folder: Path) -> RunFacts:
     """Reads a run; InputError where it has not begun."""
-    from penstock.runtime.run_folder import STEPS, plan_of_run
+    from penstock.runtime.run_folder import STEPS, plan_of_run, plans_of_run
 
     plan, damaged = plan_of_run(folder), list[str]()
+    plans = {first: read_plan(path) for first, path in plans_of_run(folder).items()}
     steps = read_steps(folder / STEPS, damaged) if (folder / STEPS).is_file() else []
     ranks = []
     for path in sorted(folder.glob("*.spans")):
@@ -68,11 +81,12 @@ def read_run_facts(folder: Path) -> RunFacts:
             ranks.append(read_spans(path))
         except InputError as error:
             damaged.append(f"{path.name}: {error}")
-    ranks = sorted((one for one in ranks if one.rank in plan.ranks), key=lambda one: one.rank)
+    known = {rank for one in (plan, *plans.values()) for rank in one.ranks}
+    ranks = sorted((one for one in ranks if one.rank in known), key=lambda one: one.rank)
     events = tuple(read_events(folder, damaged))
     if not steps and not any(len(one.spans) for one in ranks):
         raise InputError(f"run '{folder}' holds no step yet: neither {STEPS} nor span files. Wait for its first step.")
-    return RunFacts(folder.name, folder, plan, tuple(steps), tuple(aligned(ranks) if ranks else ()), events, tuple(damaged))
+    return RunFacts(folder.name, folder, plan, plans, tuple(steps), tuple(aligned(ranks) if ranks else ()), events, tuple(damaged))
 
 
 @dataclass
@@ -136,10 +150,11 @@ def _chosen(run: RunFacts, first: int | None, last: int | None) -> tuple[list[in
 
 
 def _predicted(run: RunFacts, steps: Sequence[int], known: RunMemo) -> tuple[dict[int, list[Execution]], str]:
-    from penstock.runtime.run_predictions import predicted_executions
+    from penstock.runtime.run_predictions import plan_in_force, predicted_executions
 
     try:
-        new = predicted_executions(run.folder, [step for step in steps if step not in known.predicted])
+        missing = [step for step in steps if step not in known.predicted]
+        new = predicted_executions(run.folder, run.plans, plan_in_force(run.plans, missing))
         known.predicted = {step: (known.predicted | new)[step] for step in steps}
         return known.predicted, ""
     except (PenstockError, OSError, IndexError) as error:
@@ -188,7 +203,7 @@ def _timeline(run: RunFacts, steps: Sequence[int], predicted: dict[int, list[Exe
     if not steps:
         return []
     begins = {step: min(one.iterations[step] for one in run.ranks if step in one.iterations) for step in steps}
-    origin, lanes, devices = min(begins.values()), SpanLanes(), device_of_ranks(run.plan)
+    origin, lanes, devices = min(begins.values()), SpanLanes(), {step: device_of_ranks(run.plan_at(step)) for step in steps}
     for one in run.ranks:
         own = one.only(steps).spans
         own = own[np.argsort(own["start_ns"], kind="stable")]
@@ -198,17 +213,18 @@ def _timeline(run: RunFacts, steps: Sequence[int], predicted: dict[int, list[Exe
             category = int(own["category"][own["kind"] == number][0]) % 3
             letter, colour = _COLOURS.get(name, (name, _CATEGORY[category]))
             numbers[number] = lanes.kind(name, SpanKind(name, letter, colour))
-        replica, device = devices[one.rank]
+        replica, device = run.devices(one.rank)
         stage = np.where(own["stage"] == NO_STAGE, -1, own["stage"].astype(np.int64))
         group = f"replica {replica}, device {device}"
         lanes.add_arrays(f"rank {one.rank}", group, "measured", own["start_ns"] - origin, own["end_ns"] - origin,
                          numbers[own["kind"]], stage, own["micro_batch"].astype(np.int64))  # fmt: skip
         for step in steps:
-            if step in predicted:
-                execution = predicted[step][replica]
+            if step in predicted and one.rank in devices[step]:  # a plan may leave a rank out
+                its_replica, its_device = devices[step][one.rank]
+                execution = predicted[step][its_replica]
                 spans = [
                     (*execution.span_s(action), "FBIW"[action.kind], action.stage, action.micro_batch)
-                    for action in execution.schedule[device]
+                    for action in execution.schedule[its_device]
                 ]
                 lanes.add(f"rank {one.rank} predicted", group, "predicted", spans, begins[step] - origin)
     marks = tuple((begin - origin, f"step {step}") for step, begin in begins.items())
@@ -238,10 +254,11 @@ def _curves(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block]
 
 
 def _passes(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block]:
-    """Mean forward and backward pass of each rank and stage, measured against predicted."""
+    """Mean forward and backward pass of each rank and stage under the last plan, measured against predicted."""
     rows, devices = [], device_of_ranks(run.plan)
-    for one in run.ranks:
-        own = one.only(list(predicted) or run.spanned[-_LAST:]).spans
+    predicted = {step: found for step, found in predicted.items() if run.plan_at(step) == run.plan}
+    for one in (one for one in run.ranks if one.rank in devices):
+        own = one.only(list(predicted) or [step for step in run.spanned[-_LAST:] if run.plan_at(step) == run.plan]).spans
         for seat in seats_of(run.plan)[one.rank]:
             measured = [_mean_s(one, own, seat.stage, kinds) for kinds in (("Forward",), ("Backward", "BackwardInput", "BackwardWeight"))]
             works = [replicas[devices[one.rank][0]].workload.durations_s for replicas in predicted.values()]
@@ -274,7 +291,7 @@ def _devices(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block
         busy = np.full((len(run.ranks), len(known)), np.nan)
         for row, one in enumerate(run.ranks):
             busy[row] = _busy_s(one, known)
-        stages = np.array([device_of_ranks(run.plan)[one.rank][1] for one in run.ranks])
+        stages = np.array([run.devices(one.rank)[1] for one in run.ranks])
         usual = np.empty_like(busy)
         for stage in np.unique(stages):
             own = stages == stage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["format_bytes", "format_count", "format_time", "format_usd", "shown"]
+__all__ = ["format_bytes", "format_count", "format_part", "format_share", "format_time", "format_usd", "shown"]
 
 
 def shown(value: object, unit: str) -> str:
@@ -59,6 +59,18 @@ def format_count(number: float) -> str:
         if float(f"{abs(number) / scale:.3g}") < 1000 or unit == "T":
             break
     return f"{_three_digits(number / scale)} {unit}"
+
+
+def format_part(part_bytes: float, whole_bytes: float) -> str:
+    """A size of a larger one, with the unit once if both have the same: `63.0 of 79.6 GiB`."""
+    part, whole = format_bytes(part_bytes), format_bytes(whole_bytes)
+    number, _, unit = part.partition(" ")
+    return f"{number if whole.endswith(f' {unit}') else part} of {whole}"
+
+
+def format_share(share: float) -> str:
+    """A share in per cent, as sentences have it: `0.4 %`, `2.1 %`, `47 %`."""
+    return f"{share * 100:.{1 if abs(share) < 0.0995 else 0}f} %"
 
 
 def format_usd(amount_usd: float) -> str:

@@ -11,7 +11,7 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 
 from penstock.data.planners import BatchSource, PlannerPool
@@ -22,38 +22,51 @@ from penstock.stores import Job, StoreError, open_store
 from penstock.stores.listening import LOOPBACK, means_loopback
 from penstock.stores.tcp_server import TcpServer
 
-__all__ = ["Handover", "planners_here", "planners_of_nodes"]
+__all__ = ["Handover", "Planners", "planners_here", "planners_of_nodes"]
 
 Handover = tuple[str, Job | None]
 """The store's address, and the job in it; no job: every rank plans for itself."""
+
+
+@dataclass(frozen=True)
+class Planners:
+    """The planners that this process has started, if any."""
+
+    handover: Handover
+    pool: PlannerPool | None = None
+
+    def adopt(self, step: int, planner: ProgramPlanner) -> None:
+        """They plan for another plan from iteration `step` on, as ranks do that adopt it."""
+        if self.pool is not None:
+            self.pool.adopt(step, planner)
+
 
 _EVERYWHERE = "0.0.0.0"
 _ID_BYTES, _KEY_BYTES, _PORT_BYTES = 8, 32, 4
 
 
 @contextmanager
-def planners_here(settings: PlanningSettings, source: BatchSource, planner: ProgramPlanner, first_step: int) -> Iterator[Handover]:
+def planners_here(settings: PlanningSettings, source: BatchSource, planner: ProgramPlanner, first_step: int) -> Iterator[Planners]:
     """All planners of a run on one machine, beside the launcher."""
     if not settings.planners:
-        yield "", None
+        yield Planners(("", None))
         return
     key = secrets.token_bytes(_KEY_BYTES)
     job = Job(f"train-{secrets.token_hex(_ID_BYTES)}", key, len(planner.plan.ranks), first=first_step, away_s=settings.away_s)
     with ExitStack() as stack:
         address = settings.address or f"tcp://{LOOPBACK}:{stack.enter_context(TcpServer(key)).port}"
         stack.enter_context(_left_clean(address, job))
-        stack.enter_context(_pool(settings, source, planner, address, job))
-        yield address, job
+        yield Planners((address, job), stack.enter_context(_pool(settings, source, planner, address, job)))
 
 
 @contextmanager
-def planners_of_nodes(settings: PlanningSettings, source: BatchSource, planner: ProgramPlanner, first_step: int) -> Iterator[Handover]:
+def planners_of_nodes(settings: PlanningSettings, source: BatchSource, planner: ProgramPlanner, first_step: int) -> Iterator[Planners]:
     """The planners of this node, if this process is the first of it, in a job that torchrun started."""
     import torch
     import torch.distributed as dist
 
     if not settings.planners:
-        yield "", None
+        yield Planners(("", None))
         return
     first, node, num_nodes = dist.get_rank() == 0, int(os.environ.get("GROUP_RANK", "0")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     host = os.environ.get("MASTER_ADDR", LOOPBACK) if num_nodes > 1 else LOOPBACK
@@ -68,9 +81,9 @@ def planners_of_nodes(settings: PlanningSettings, source: BatchSource, planner: 
         job = Job(f"train-{identity.hex()}", key, len(planner.plan.ranks), first=first_step, away_s=settings.away_s)
         if first:
             stack.enter_context(_left_clean(address, job))
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            stack.enter_context(_pool(settings, source, planner, address, job, node, num_nodes))
-        yield address, job
+        starts = os.environ.get("LOCAL_RANK", "0") == "0"
+        pool = stack.enter_context(_pool(settings, source, planner, address, job, node, num_nodes)) if starts else None
+        yield Planners((address, job), pool)
 
 
 def _reachable(name: str) -> str:

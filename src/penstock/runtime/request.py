@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.runtime.telemetry.observing import StageTime
     from penstock.runtime.telemetry.parts import RankTimes
 
-__all__ = ["PACED", "TIMED", "WARM_UP", "EvalRecord", "PlanningSettings", "StepTold", "TrainRequest", "TrainResult"]
+__all__ = ["PACED", "TIMED", "WARM_UP", "EvalRecord", "PlanAdopted", "PlanningSettings", "StepTold", "TrainRequest", "TrainResult"]
 
 TIMED, PACED = "timed", "paced"
 """Devices that take as long as the costs say: on those of a rehearsal ops are waits, the others compute, and wait for what is left."""
@@ -119,6 +119,15 @@ class StepTold:
 
 
 @dataclass(frozen=True)
+class PlanAdopted:
+    """What every process tells when the job has moved to another plan: planners have to follow."""
+
+    step: int
+    """The first one under it."""
+    plan: Plan
+
+
+@dataclass(frozen=True)
 class TrainResult:
     """What a run achieved."""
 
@@ -140,3 +149,7 @@ class TrainResult:
     """The signal that ended it before its last step; 0: none."""
     ranks: Mapping[int, RankTimes] = field(default_factory=dict)
     """Measured, on each rank; none where no step was counted."""
+    plan: Plan | None = None
+    """In force at the end, if the run moved to it; times are those of its steps."""
+    plan_since: int = 0
+    """Its first step."""

@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import astuple, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
-from penstock.data.loader import DynamicLoader
+from penstock.data.loader import ProgramLoader
 from penstock.data.planning import PlanningError, ProgramPlanner
 from penstock.data.samples import LoadedProgram, Samples
 from penstock.errors import PenstockError
 from penstock.plans.references import cluster_of, model_of
+from penstock.plans.schema import plan_from_dict, plan_to_dict
 from penstock.programs.check import require_safe
 from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
@@ -35,14 +37,16 @@ from penstock.runtime.divergence import MAX_DROPPED, DivergedError, describe_div
 from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import load_rank, load_weights, rank_pieces, rank_state
-from penstock.runtime.request import PACED, WARM_UP, EvalRecord, StepTold, TrainRequest, TrainResult
-from penstock.runtime.run_folder import CHECKPOINTS, STEPS
-from penstock.runtime.run_inputs import batch_source, run_inputs
-from penstock.runtime.telemetry.figures import RankFigures, StepMeter, StepWatcher
+from penstock.runtime.request import PACED, WARM_UP, EvalRecord, PlanAdopted, StepTold, TrainRequest, TrainResult
+from penstock.runtime.run_folder import CHECKPOINTS, STEPS, plans_of_run, put_in_force
+from penstock.runtime.run_inputs import batch_source, program_planner, run_inputs
+from penstock.runtime.step_words import StepWatcher, StepWord, samples_digest, whole_digest
+from penstock.runtime.telemetry.figures import RankFigures, StepMeter
 from penstock.runtime.telemetry.flops import PeakTimes
 from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
 from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages, times_of_ranks
 from penstock.runtime.telemetry.predicting import ProgramTimes
+from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.telemetry.profiled_steps import ProfiledSteps
 from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
 from penstock.runtime.telemetry.steps import LineLog, StepRecord
@@ -55,12 +59,13 @@ from penstock.schedules.orders import gpipe
 from penstock.stores import StoreError
 
 if TYPE_CHECKING:
+    from penstock.plans.plan import Plan
     from penstock.runtime.planner_processes import Handover
 
 __all__ = ["Run", "Watching", "train_rank"]
 
-Watching = Callable[["Run"], "StepWatcher | None"]
-"""Makes the watcher of a run, on every rank; None where there is nothing to be seen."""
+Watching = Callable[["Run"], "StepWatcher"]
+"""Makes the watcher of a run, in every process."""
 
 _BEHIND = 1.2
 """A machine that takes so many times as long as its paced devices says so."""
@@ -68,8 +73,42 @@ _SYNC_STEPS = 100
 """Clocks of several machines drift apart; so often they are compared again."""
 
 
+@dataclass(frozen=True)
+class _Place:
+    """What a process has under one plan."""
+
+    planner: ProgramPlanner
+    times: ProgramTimes | None = None
+    """Of paced devices."""
+    held_out: Samples | None = None
+    evaluations: Sequence[Program] = ()
+    """This rank's forward passes over the held-out samples."""
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What all processes know after a step."""
+
+    record: StepRecord
+    evaluated: EvalRecord | None
+    samples: str
+    """Digest of all that were trained."""
+    ended_by: int
+    """The signal that asks any of them to end, so that they do so after the same step."""
+    is_due: bool
+    """Whether it is time for a checkpoint, which none is still writing."""
+    is_lost: bool
+    """Whether one gets no more programs, so that all have to end."""
+    plan: Plan | None
+    """To move to."""
+
+
 class Run:
-    """Trains one rank; a context, so that files and planners are closed."""
+    """Trains in one process of a job; a context, so that files and planners are closed.
+
+    A process to which the plan in force gives no work takes part in what all agree on after each step, so that a later plan can have it.
+    The first process of the job writes the records of all, and tells the launcher.
+    """
 
     def __init__(self, worker: Worker, request: TrainRequest, handover: Handover, token: str) -> None:
         self.worker, self.request = worker, request
@@ -77,17 +116,20 @@ class Run:
             always_the_same()
         self.model = model_of(request.plan)
         self.first_step = Checkpoint(request.resume).step if request.resume else 0
+        self.step = self.first_step
+        """The one that comes next."""
+        self.plan_since, self.plan_number = self.first_step, 0
+        """The first step of the plan in force, and how many the run has had before it; the latter is known to the first process."""
         out, own = Path(request.out), worker.rank
+        self.members = worker.groups.generation.members
+        self.is_first = own == self.members[0]
         self.spans = SpanRecorder(out / f"rank-{own:05d}.spans", own)
-        warm = self.first_step + WARM_UP if request.steps - self.first_step > WARM_UP else 0
-        self.times = StageSpans(warm, worker.groups.device)
         self.profiled = ProfiledSteps(request.profile_steps, out, own)
-        observer = Observers(worker.status, self.spans, self.times, *([self.profiled] if request.profile_steps else []))
-        batches, planner = run_inputs(request)
-        self.rank = self._rank(planner, observer)
+        self.rank = self._rank()
         self.rank.adopt(request.plan)
         address, self._job = handover
-        self.loader = DynamicLoader(
+        batches, planner = run_inputs(request)
+        self.loader = ProgramLoader(
             batches, planner, own, address=address, job=self._job, planners=1 if self._job else 0, starts_planners=False,
             first_step=self.first_step, timeout=request.planning.wait_s,
         )  # fmt: skip
@@ -99,9 +141,9 @@ class Run:
         """Steps that the last checkpoint of this run has behind it."""
         if request.reserve_memory and self.world.device.type == "cuda":
             reserve(self.world.device, request.reserve_memory, len(self.world.ranks) if worker.shared_gpu else 1)
-        self.is_first = self.world.place == 0
         self.log: LineLog | None = None
         if self.is_first:
+            self.plan_number = len(plans_of_run(out)) - 1
             sink = tensorboard_sink(out / "tensorboard")
             self.log = LineLog(out / STEPS, *([] if sink is None else [sink]), anew=not self.first_step)
         self._notes: list[str] = []
@@ -109,37 +151,71 @@ class Run:
         self._given_up: set[str] = set()
         """What was said once, and is not said again."""
         self.gpu = self._gpu_log(out)
-        self._peaks = self._peak_times()
-        self.checkpoints = CheckpointWriter(
-            out / CHECKPOINTS, rank=self.world.place, world_size=len(self.world.ranks), token=token, keep=request.keep
-        )  # fmt: skip
         best = best_checkpoint(out / CHECKPOINTS)
         self._best_loss = math.inf if best is None else best[1]
         self._interval = SaveInterval()
-        seed, global_batch = request.settings.seed, request.plan.global_batch
-        self._facts = run_facts(self.model, request.data, seed=seed, global_batch=global_batch) if self.is_first else {}
-        if request.resume:
-            load_rank(Checkpoint(request.resume), self.rank)
-        elif request.weights:
-            load_weights(open_weights(request.weights, self.model), self.rank)
-        self._held_out, self._evaluations = self._evaluation(planner) if request.eval_every else (None, ())
         self.evaluated: list[EvalRecord] = []
         self.watcher: StepWatcher | None = None
-        self._meter: StepMeter | None = None
-        """On devices that keep no clock of their own."""
+        self._token = token
+        self._take_place(self._places(planner))
+        if request.resume and self.has_work:
+            load_rank(Checkpoint(request.resume), self.rank)
+        elif request.weights and self.has_work:
+            load_weights(open_weights(request.weights, self.model), self.rank)
 
-    def _rank(self, planner: ProgramPlanner, observer: Observers) -> Rank:
+    def _rank(self) -> Rank:
         request, groups = self.request, self.worker.groups
         if request.device != PACED:
-            return Rank(self.model, groups, request.settings, observer)
-        paced = PacedRank(self.model, groups, request.settings, observer, ClockSettings(disturbance=request.disturbance))
-        paced.times = ProgramTimes(planner)
-        return paced
+            return Rank(self.model, groups, request.settings)
+        clock = ClockSettings(disturbance=request.disturbance, folder=request.out)
+        return PacedRank(self.model, groups, request.settings, clock=clock)
 
     @property
     def world(self) -> World:
         """That of the plan in force."""
         return self.rank.world
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the plan in force has any for this process."""
+        return self.world.rank >= 0
+
+    @property
+    def _tells_steps(self) -> bool:
+        """Whether this is the plan's first rank, whose record of a step is that of the run."""
+        return self.has_work and self.world.place == 0
+
+    def _places(self, planner: ProgramPlanner) -> _Place:
+        """What this process needs under the plan of a planner, before that is in force: all that may fail."""
+        has_work = self.worker.rank in planner.plan.ranks
+        times = ProgramTimes(planner) if has_work and isinstance(self.rank, PacedRank) else None
+        evaluation = self._evaluation(planner) if has_work and self.request.eval_every else (None, ())
+        return _Place(planner, times, *evaluation)
+
+    def _take_place(self, place: _Place) -> None:
+        """All that belongs to the plan in force, which `rank` has adopted: who saves what, what is measured, predicted and evaluated."""
+        request, out, warm = self.request, Path(self.request.out), self.step + WARM_UP
+        self._place = place
+        self.times = StageSpans(warm if request.steps > warm else 0, self.worker.groups.device)
+        """Since the plan is in force."""
+        observers = self.worker.status, self.spans, self.times, *([self.profiled] if request.profile_steps else [])
+        self.rank.executor.observer = Observers(*observers)
+        if isinstance(self.rank, PacedRank) and place.times is not None:
+            self.rank.times = place.times
+        self._usual_probe_s = 0.0
+        """What a probe took when this process was left without work."""
+        self._peaks = self._peak_times() if self._tells_steps else None
+        self._facts: dict[str, Any] = {}
+        if self._tells_steps:
+            self._facts = run_facts(self.model, request.data, seed=request.settings.seed, global_batch=request.plan.global_batch)
+        self.checkpoints: CheckpointWriter | None = None
+        if self.has_work:
+            self.checkpoints = CheckpointWriter(
+                out / CHECKPOINTS, rank=self.world.place, world_size=len(self.world.ranks), token=self._token, keep=request.keep
+            )  # fmt: skip
+        self._meter: StepMeter | None = None
+        """On devices that keep no clock of their own."""
+        self._measure()
 
     def __enter__(self) -> Run:
         return self
@@ -158,63 +234,88 @@ class Run:
         return self.world.device.type == "cpu" and not isinstance(self.rank, PacedRank)
 
     def watch(self, watcher: StepWatcher) -> None:
-        """Has every step measured, and tells `watcher` of it."""
+        """Tells `watcher` of every step, and has it measured if it wants that."""
         self.watcher = watcher
-        if not isinstance(self.rank, PacedRank):
+        self._measure()
+
+    def _measure(self) -> None:
+        if self.watcher is not None and self.watcher.measures and self.has_work and not isinstance(self.rank, PacedRank):
             self._meter = StepMeter(self.loader.planner, self.times)
 
     def train(self) -> TrainResult:
         """All steps that are left."""
         losses, times, tokens, ended_by = [], [], [], 0
+        programs = self._loaded_programs()
         self._compare_clocks(self.first_step)
-        start = time.perf_counter()
-        for loaded in self._loaded_programs():
-            program = loaded.program
-            wait_s, position = self.loader.wait_s, self.spans.position
-            with self.profiled.around(program.iteration):
-                result = self.rank.train(program, loaded)
-            if self._meter is not None:
-                self._meter.expect(program)
-            losses.append(result.loss.item())
-            norm = None if result.norm is None else result.norm.item()
-            self._check_finite(program, result, losses[-1], norm)
-            end = time.perf_counter()
-            times.append(self._device_s(program.iteration, end - start))
-            self.times.step_done(end - start, wait_s, self.rank.update.exchanges)
-            figures = self._figures(end - start)
-            tokens.append(int(result.tokens.item()))
-            step = program.iteration
-            record = StepRecord(
-                step, losses[-1], times[-1], tokens[-1], tokens[-1] / times[-1], self._mfu(program, tokens[-1], times[-1]), result.rate,
-                gradient_norm=norm, skipped=result.skipped,
-                bubble_share=max(0.0, 1.0 - float(self.spans.busy_ns(position)[COMPUTE]) * 1e-9 / times[-1]), planning_wait_s=wait_s,
-                **self._memory(), **self._sampled(),
-            )  # fmt: skip
-            if self.log is not None:
-                self.log.write(record)
-            self._after(step, StepTold(step, losses[-1], tokens[-1] / times[-1], record.gpu_utilisation))
-            if step + 1 < self.request.steps:
-                ended_by, is_due = self._agreed(step, figures)
-                if ended_by:
-                    break
-                if is_due and self._saved <= step:
-                    self._save(step + 1)
-            if (step + 1) % _SYNC_STEPS == 0:
-                self._compare_clocks(step + 1)
+        start_s = time.perf_counter()
+        while self.step < self.request.steps and not ended_by:
+            word = self._train(next(programs), start_s) if self.has_work else StepWord(figures=self._idle_figures())
+            end_s = time.perf_counter()
+            self.step += 1
+            told = self._agreed(word)
+            losses.append(math.nan if told.record.loss is None else told.record.loss)
+            times.append(told.record.time_s or 0.0)
+            tokens.append(told.record.tokens or 0)
+            self._tell(told)
+            if told.is_lost and self.step < self.request.steps:
+                raise self._ended(self._lost or StoreError("another rank gets no more programs from the store."))
+            self._save_if_due(told)
+            ended_by = told.ended_by
+            if told.plan is not None and not ended_by:
+                self._move(told.plan)
+            elif self.step % _SYNC_STEPS == 0:
+                self._compare_clocks(self.step)
             self.loader.wait_s = self.loader.data_wait_s = 0.0
-            start = time.perf_counter()
-            self.times.paused(start - end)
-        if self.loader.step > self._saved:
-            self._save(self.loader.step)
-        self.checkpoints.wait()
+            start_s = time.perf_counter()
+            self.times.paused(start_s - end_s)
+        if self.step > self._saved:
+            self._save(self.step)
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
         self.times.settle()
-        usual = statistics.median(times[WARM_UP:] or times)
-        mean_tokens = statistics.fmean(tokens)
+        steps_of_plan = self.step - self.plan_since
+        usual = statistics.median(times[-steps_of_plan:][WARM_UP:] or times[-steps_of_plan:] or times)
+        mean_tokens, gather = statistics.fmean(tokens), self.worker.groups.gather
+        own = self.times.times(self._memory().get("allocated_bytes")) if self.has_work else None
         return TrainResult(
             self.first_step, len(losses), tuple(losses), tuple(self.evaluated), usual, mean_tokens / usual,
-            slowest_stages(self.world, self.times), str(Path(self.request.out) / CHECKPOINTS), ended_by,
-            times_of_ranks(self.world, self.times.times(self._memory().get("allocated_bytes"))),
+            slowest_stages(self.request.plan.num_stages, self.times, gather), str(Path(self.request.out) / CHECKPOINTS), ended_by,
+            times_of_ranks(self.members, own, gather), self.request.plan if self.plan_since > self.first_step else None, self.plan_since,
         )  # fmt: skip
+
+    def _train(self, loaded: LoadedProgram, start_s: float) -> StepWord:
+        """One step, and what to say about it."""
+        program, wait_s, position = loaded.program, self.loader.wait_s, self.spans.position
+        with self.profiled.around(program.iteration):
+            result = self.rank.train(program, loaded)
+        if self._meter is not None:
+            self._meter.expect(program)
+        loss, norm = result.loss.item(), None if result.norm is None else result.norm.item()
+        self._check_finite(program, result, loss, norm)
+        wall_s = time.perf_counter() - start_s
+        time_s = self._device_s(program.iteration, wall_s)
+        self.times.step_done(wall_s, wait_s, self.rank.update.exchanges)
+        figures, record = self._figures(wall_s), None
+        if self._tells_steps:
+            tokens = int(result.tokens.item())
+            record = StepRecord(
+                program.iteration, loss, time_s, tokens, tokens / time_s, self._mfu(program, tokens, time_s), result.rate,
+                gradient_norm=norm, skipped=result.skipped,
+                bubble_share=max(0.0, 1.0 - float(self.spans.busy_ns(position)[COMPUTE]) * 1e-9 / time_s), planning_wait_s=wait_s,
+                **self._memory(), **self._sampled(),
+            )  # fmt: skip
+        done, every = program.iteration + 1, self.request.eval_every
+        evaluated = self._evaluate(done) if every and (done % every == 0 or done == self.request.steps) else None
+        samples = samples_digest(program) if self.rank.leads_replica else 0
+        return StepWord(samples=samples, figures=figures, record=record, evaluated=evaluated)
+
+    def _idle_figures(self) -> RankFigures:
+        """Of a process without work: what a probe takes over what it took when it was left without."""
+        if self.watcher is None or not self.watcher.measures:
+            return RankFigures()
+        probe_s = self.rank.probe_s(self.step)
+        self._usual_probe_s = self._usual_probe_s or probe_s
+        return RankFigures(probe_s, self._usual_probe_s)
 
     def _figures(self, wall_s: float) -> RankFigures:
         """What this rank measured in the step that has ended, or the one before it."""
@@ -254,13 +355,14 @@ class Run:
             if self.is_first:
                 self._notes.append(f"{what}. Its update was dropped.")
             return
-        self.checkpoints.wait()
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
         self.world.barrier()  # the first rank to fail ends the others, rank 0 included, which completes the checkpoint before
         advice = f"It was the {MAX_DROPPED}th in a row" if self._dropped > 1 else "--on-nan skip would drop such updates"
         raise DivergedError(f"{what}. Nothing of this step was saved. {advice}; look at the samples, or lower --lr.")
 
     def _compare_clocks(self, number: int) -> None:
-        self.world.barrier()
+        self.worker.groups.barrier()
         self.spans.mark_sync(number)
 
     def _loaded_programs(self) -> Iterator[LoadedProgram]:
@@ -274,53 +376,90 @@ class Run:
         except PlanningError as error:  # which every rank was told
             raise self._ended(error) from None
 
-    def _agreed(self, step: int, figures: RankFigures) -> tuple[int, bool]:
-        """The signal that asks any of the ranks to end, and whether it is time for a checkpoint, which none is still writing; asked of all
-        after each step, so that they do so after the same one. Raises on all of them where one has lost the store. What ranks measured
-        goes the same way, since a message costs far more than its bytes."""
+    def _agreed(self, own: StepWord) -> _Agreed:
+        """What all processes know after a step, and will do before the next."""
+        step, groups, first = self.step - 1, self.worker.groups, self.members[0]
         is_due = self.is_first and self.request.checkpoint_every > 0 and self._interval.is_over(time.monotonic())
-        own = [int(self._lost is not None), self.worker.asked_to_end(), int(is_due), int(self.checkpoints.busy)]
-        told = self.world.gather(torch.tensor([*own, *astuple(figures)], dtype=torch.float64))
-        lost, number, due, busy = told[:, : len(own)].amax(0).tolist()
-        if lost:
-            raise self._ended(self._lost or StoreError("another rank gets no more programs from the store."))
+        order = self._order() if self.is_first and self.step < self.request.steps else b""
+        own = replace(
+            own, lost=self._lost is not None, asked_to_end=self.worker.asked_to_end(), is_due=is_due,
+            is_saving=self.checkpoints is not None and self.checkpoints.busy, order_bytes=len(order),
+        )  # fmt: skip
+        rows = groups.gather(torch.tensor(own.row(), dtype=torch.float64)).tolist()
+        words = {member: StepWord.of_row(row) for member, row in zip(self.members, rows, strict=True)}
+        size, told = words[first].order_bytes, words[self.world.ranks[0]]
+        plan = plan_from_dict(msgspec.json.decode(groups.broadcast(order, size)), "the plan to move to") if size else None
         if self.watcher is not None:
-            ranks = {rank: RankFigures(*row) for rank, row in zip(self.world.ranks, told[:, len(own) :].tolist(), strict=True)}
-            self._notes += self.watcher.after(step - (self._meter.lateness if self._meter else 0), ranks)
-        return int(number), bool(due and not busy)
+            figures = {member: word.figures for member, word in words.items()}
+            self._notes += self.watcher.after(step - (self._meter.lateness if self._meter else 0), figures)
+        assert told.record is not None
+        is_saving = any(word.is_saving for word in words.values())
+        return _Agreed(
+            told.record, told.evaluated, whole_digest(words.values()), max(word.asked_to_end for word in words.values()),
+            words[first].is_due and not is_saving, any(word.lost for word in words.values()), plan,
+        )  # fmt: skip
+
+    def _order(self) -> bytes:
+        """The plan that is to be in force from the next step on; nothing: the present one."""
+        wanted = None if self.watcher is None else self.watcher.order(self.step)
+        return b"" if wanted is None else msgspec.json.encode(plan_to_dict(wanted))
+
+    def _move(self, plan: Plan) -> None:
+        """Puts another plan in force, with all that training has reached; or stays as it was, if a process cannot."""
+        assert self.watcher is not None
+        start_s, request, places = time.perf_counter(), replace(self.request, plan=plan), list[_Place]()
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        if not self.watcher.move(self.rank, plan, self.step, lambda: places.append(self._places(program_planner(request)))):
+            return
+        self.request, self.plan_since = request, self.step
+        self.loader.adopt(self.step, places[0].planner)
+        self.worker.tell(PlanAdopted(self.step, plan))
+        self._take_place(places[0])
+        self._compare_clocks(self.step)
+        if self.is_first:
+            self.plan_number = put_in_force(request.out, self.step, plan)
+        self._notes += self.watcher.moved(self.step, plan, time.perf_counter() - start_s)
 
     def _ended(self, error: PenstockError) -> PenstockError:
         """Saves what was trained, on all ranks, before the run ends; the error, with how far it came."""
-        done = self.loader.step
-        if not done:
+        if not self.step:
             return error
-        if done > self._saved:
-            self._save(done)
-        self.checkpoints.wait()
+        if self.step > self._saved:
+            self._save(self.step)
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
         self.world.barrier()  # the first rank to fail ends the others, rank 0 included, which completes the checkpoint
-        return type(error)(f"{str(error).rstrip('.')}. The run ended after {done} steps.")
+        return type(error)(f"{str(error).rstrip('.')}. The run ended after {self.step} steps.")
 
     def _save(self, done: int, best_loss: float | None = None) -> None:
         self._saved, start_s = done, time.monotonic()
-        state = {**rank_state(self.rank), "data": self.loader.state_dict(), RUN: self._facts}
-        self.checkpoints.save(done, rank_pieces(self.rank), state if best_loss is None else {**state, BEST_LOSS: best_loss})
+        if self.checkpoints is not None:
+            state = {**rank_state(self.rank), "data": self.loader.batches.state(done), RUN: self._facts}
+            self.checkpoints.save(done, rank_pieces(self.rank), state if best_loss is None else {**state, BEST_LOSS: best_loss})
         self._interval.saved(start_s, time.monotonic())
 
-    def _after(self, step: int, told: StepTold) -> None:
-        """Evaluation, checkpoint, a word to the launcher."""
-        request, done = self.request, step + 1
-        best_loss = None
-        if request.eval_every and (done % request.eval_every == 0 or done == request.steps):
-            self.evaluated.append(self._evaluate(done))
-            told = replace(told, evaluated=self.evaluated[-1])
-            if self.evaluated[-1].loss < self._best_loss:
-                best_loss = self._best_loss = self.evaluated[-1].loss
-        if (request.checkpoint_every and done % request.checkpoint_every == 0) or best_loss is not None:
-            self._save(done, best_loss)
-        if self.is_first:
+    def _tell(self, told: _Agreed) -> None:
+        """The first process writes a step down, and says a word to the launcher; all keep what was evaluated."""
+        record = msgspec.structs.replace(told.record, samples=told.samples, plan=self.plan_number)
+        if told.evaluated is not None:
+            self.evaluated.append(told.evaluated)
+        if self.log is not None:
+            self.log.write(record)
             self._notes += self._gone_silent()
-            self.worker.tell(replace(told, notes=tuple(self._notes)))
+            loss = math.nan if record.loss is None else record.loss
+            self.worker.tell(StepTold(
+                record.step, loss, record.tokens_per_s or 0.0, record.gpu_utilisation, told.evaluated, tuple(self._notes)
+            ))  # fmt: skip
             self._notes.clear()
+
+    def _save_if_due(self, told: _Agreed) -> None:
+        """A checkpoint, where there is to be one after this step."""
+        every, best_loss = self.request.checkpoint_every, None
+        if told.evaluated is not None and told.evaluated.loss < self._best_loss:
+            best_loss = self._best_loss = told.evaluated.loss
+        if best_loss is not None or (every and self.step % every == 0) or (told.is_due and self._saved < self.step):
+            self._save(self.step, best_loss)
 
     def _gone_silent(self) -> Iterator[str]:
         """A note for each kind of record that a full disk ended, once."""
@@ -335,7 +474,7 @@ class Run:
         if uuid is None or (self.worker.shared_gpu and self.worker.rank >= torch.cuda.device_count()):
             return None
         try:
-            return DeviceLog(uuid, out / f"rank-{self.world.rank:05d}.devices.jsonl")
+            return DeviceLog(uuid, out / f"rank-{self.worker.rank:05d}.devices.jsonl")
         except NvmlMissing as error:
             self._notes.append(f"no GPU utilisation, clocks and power are recorded: {error}.")
             return None
@@ -365,7 +504,8 @@ class Run:
 
     def _evaluate(self, done: int) -> EvalRecord:
         """The mean over the held-out batches."""
-        found = [self.rank.evaluate(program, self._held_out) for program in self._evaluations]
+        place = self._place
+        found = [self.rank.evaluate(program, place.held_out) for program in place.evaluations]
         return EvalRecord(done, statistics.fmean(one.loss for one in found), statistics.fmean(one.accuracy for one in found))
 
     def _evaluation(self, planner: ProgramPlanner) -> tuple[Samples, list[Program]]:
@@ -376,9 +516,9 @@ class Run:
         for number in range(self.request.eval_batches):
             planned = planner.programs(data, batches[number])
             work = [_forwards(program) for _, program in sorted({program.replica: program for program in planned}.items())]
-            programs = lower(self.request.plan, self.model, work, number, training=False)
-            require_safe(programs, self.request.plan, self.model)
-            found.append(next(program for program in programs if program.rank == self.world.rank))
+            programs = lower(planner.plan, self.model, work, number, training=False)
+            require_safe(programs, planner.plan, self.model)
+            found.append(next(program for program in programs if program.rank == self.worker.rank))
         return Samples(data, planner.form, source.limits), found
 
 
@@ -402,9 +542,10 @@ def _forwards(program: Program) -> ReplicaWork:
 
 def train_rank(worker: Worker, request: TrainRequest, handover: Handover, token: str, watching: Watching | None = None) -> TrainResult:
     """One rank's whole run: a job for workers, and what a process under torchrun calls. `watching` makes who follows its steps."""
-    with Run(worker, request, handover, token) as run:
-        if watching is None or (watcher := watching(run)) is None:
+    device = PACED if request.device == PACED else str(worker.groups.device)
+    with named_process(request.out, worker.rank, device), Run(worker, request, handover, token) as run:
+        if watching is None:
             return run.train()
-        with closing(watcher):
+        with closing(watching(run)) as watcher:
             run.watch(watcher)
             return run.train()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.errors import InputError
+from penstock.schedules.rules import SCHEDULES
 
 __all__ = ["LearningRate", "OptimizerSettings", "TrainingSettings"]
 
@@ -79,3 +80,15 @@ class TrainingSettings:
             raise InputError(f"--on-nan is '{self.on_nan}'; stop or skip was expected.")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise InputError(f"clip_norm is {self.clip_norm}; a number above 0 was expected, or none.")
+
+    def require_suits(self, schedule: str) -> None:
+        """Refuses what a schedule cannot do."""
+        if not SCHEDULES[schedule].asynchronous:
+            return
+        if self.clip_norm is not None:
+            raise InputError(
+                f"gradients are to be clipped to a norm of {self.clip_norm:g}, but under schedule '{schedule}' no rank knows those of all "
+                "stages. Use --clip 0."
+            )
+        if self.on_nan != "stop":
+            raise InputError(f"under schedule '{schedule}' stages update by themselves, so no update can be dropped. Use --on-nan stop.")

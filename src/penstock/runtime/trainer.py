@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 from penstock.data.dataset import open_data
 from penstock.data.forms import form_of
@@ -26,27 +25,27 @@ from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.data_notes import data_notes
 from penstock.runtime.devices.rehearsing import rehearse_rank
 from penstock.runtime.interrupts import Interrupts
-from penstock.runtime.planner_processes import planners_here, planners_of_nodes
+from penstock.runtime.planner_processes import Handover, Planners, planners_here, planners_of_nodes
 from penstock.runtime.rank_state import check_state
-from penstock.runtime.request import PACED, TIMED, WARM_UP, StepTold, TrainRequest, TrainResult
+from penstock.runtime.request import PACED, TIMED, WARM_UP, PlanAdopted, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run import Watching, train_rank
 from penstock.runtime.run_folder import own_folder, safe_step
-from penstock.runtime.run_inputs import run_inputs
+from penstock.runtime.run_inputs import program_planner, run_inputs
 from penstock.runtime.telemetry.predicting import PredictedSteps, predict_peaks, predict_steps
+from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.transport.world import World
 from penstock.runtime.workers import Worker, WorkerError, WorkerPool, joined
-from penstock.schedules.rules import SCHEDULES
 
-__all__ = ["Trainer"]
+__all__ = ["PlanTrainer"]
 
 PROCESSES_PER_CORE = 8
 _EVAL_SPLIT = "validation"
 
 
-class Trainer:
+class PlanTrainer:
     """Trains a plan on this machine.
 
-    >>> Trainer(TrainRequest(read_plan("plan.json"), "data", steps=100, out="run")).train()   # doctest: +SKIP
+    >>> PlanTrainer(TrainRequest(read_plan("plan.json"), "data", steps=100, out="run")).train()   # doctest: +SKIP
     """
 
     def __init__(self, request: TrainRequest, watching: Watching | None = None) -> None:
@@ -68,16 +67,16 @@ class Trainer:
         request = self.request
         first = os.environ.get("RANK", "0") == "0"
         with (
-            own_folder(request) if first else nullcontext(),  # before any rank is met: a refusal is then all that is said
+            own_folder(request, self.first_step) if first else nullcontext(),  # before any rank is met: a refusal is then all that is said
             joined(request.device, _processes(request.plan)) as worker,
-            planners_of_nodes(request.planning, *run_inputs(request), self.first_step) as handover,
+            planners_of_nodes(request.planning, *run_inputs(request), self.first_step) as planners,
             Interrupts(quiet=worker.rank != 0) as interrupts,
         ):
             token = torch.tensor([secrets.randbits(62)])
             dist.broadcast(token, 0)
-            worker = replace(worker, tell=lambda told: progress(told) if progress else None, asked_to_end=lambda: interrupts.number)
+            worker = replace(worker, tell=self._hearing(planners, progress), asked_to_end=lambda: interrupts.number)
             try:
-                return _run_rank(worker, train_rank, request, handover, f"{int(token):x}", self.watching)
+                return train_rank(worker, request, planners.handover, f"{int(token):x}", self.watching)
             except PenstockError as error:
                 raise (self._with_safe_step(error) if first else error) from None
 
@@ -88,22 +87,34 @@ class Trainer:
         request, rehearses, count = self.request, self.request.device == TIMED, len(_processes(self.request.plan))
         threads = max(1, len(os.sched_getaffinity(0)) // len(request.plan.ranks))
         with (
-            own_folder(request),
-            planners_here(request.planning, *run_inputs(request), self.first_step) as handover,
+            own_folder(request, self.first_step),
+            planners_here(request.planning, *run_inputs(request), self.first_step) as planners,
             WorkerPool(
                 count, device="cpu" if request.device in _CLOCKED else request.device, threads=threads, timeout_s=_OPERATION_S
             ) as pool,
             nullcontext() if rehearses else Interrupts(pool.board.ask_to_end),
         ):
-            own = (rehearse_rank, request, handover)
-            job = own if rehearses else (train_rank, request, handover, secrets.token_hex(8), self.watching)
+            job = (train_rank, request, planners.handover, secrets.token_hex(8), self.watching)
+            hear = self._hearing(planners, progress)
             try:
                 found: list[TrainResult] = pool.run(
-                    _run_rank, *job, timeout_s=_RUN_S, listen=lambda rank, told: progress(told) if progress else None
+                    *((_rehearse, request, planners.handover) if rehearses else job), timeout_s=_RUN_S,
+                    listen=lambda rank, told: hear(told) if rank == 0 or rehearses else None,
                 )  # fmt: skip
             except WorkerError as error:
                 raise error if rehearses else self._with_safe_step(error) from None
-        return found[request.plan.ranks[0]]
+        return found[request.plan.ranks[0] if rehearses else 0]
+
+    def _hearing(self, planners: Planners, progress: Callable[[StepTold], None] | None) -> Callable[[StepTold | PlanAdopted], None]:
+        """What becomes of what a run tells: planners follow it to another plan, `progress` hears the rest."""
+
+        def hear(told: StepTold | PlanAdopted) -> None:
+            if isinstance(told, PlanAdopted):
+                planners.adopt(told.step, program_planner(replace(self.request, plan=told.plan)))
+            elif progress is not None:
+                progress(told)
+
+        return hear
 
     def _with_safe_step(self, error: PenstockError) -> PenstockError:
         """The failure of a run, with what of it is not lost."""
@@ -111,9 +122,10 @@ class Trainer:
 
     def predicted(self, result: TrainResult) -> PredictedSteps:
         """What the plan's costs say of the steps of a run, those left out that warm up."""
-        last = result.first_step + result.num_steps
-        first = result.first_step + WARM_UP if result.num_steps > WARM_UP else result.first_step
-        steps, (source, planner) = range(first, last), run_inputs(self.request)
+        request = self.request if result.plan is None else replace(self.request, plan=result.plan)
+        last, since = result.first_step + result.num_steps, max(result.first_step, result.plan_since)
+        first = since + WARM_UP if last - since > WARM_UP else since
+        steps, (source, planner) = range(first, last), run_inputs(request)
         return replace(predict_steps(source, planner, steps), peak_bytes=predict_peaks(source, planner, steps))
 
 
@@ -124,10 +136,11 @@ def _processes(plan: Plan) -> tuple[int, ...]:
     return tuple(range(plan.ranks[-1] + 1))
 
 
-def _run_rank(worker: Worker, job: Callable[..., TrainResult], request: TrainRequest, *more: Any) -> TrainResult:
-    """A job for workers: `job`, or nothing where the plan has no work for the process, which is then in none of its groups."""
+def _rehearse(worker: Worker, request: TrainRequest, handover: Handover) -> TrainResult:
+    """A job for workers: a rehearsal, or nothing where the plan has no work for the process, which is then in none of its groups."""
     if worker.rank in request.plan.ranks:
-        return job(worker, request, *more)
+        with named_process(request.out, worker.rank, TIMED):
+            return rehearse_rank(worker, request, handover)
     World(request.plan, worker.groups)  # all processes make groups together
     return TrainResult(0, 0, (), (), 0.0, 0.0, {}, None)
 
@@ -151,14 +164,8 @@ def _checked(request: TrainRequest) -> TrainRequest:
         raise InputError(f"{request.keep} checkpoints are to be kept; keep at least 1.")
     if refused := unsupported(plan, model):
         raise InputError("the plan cannot be run:\n" + "\n".join(f"  {problem}" for problem in refused))
-    if SCHEDULES[plan.schedule].asynchronous and request.device != TIMED and request.settings.clip_norm is not None:
-        raise InputError(
-            f"gradients are to be clipped to a norm of {request.settings.clip_norm:g}, but under schedule '{plan.schedule}' no rank knows "
-            "those of all stages. Use --clip 0."
-        )
-    if SCHEDULES[plan.schedule].asynchronous and request.settings.on_nan != "stop":
-        raise InputError(f"under schedule '{plan.schedule}' stages update by themselves, so no update can be dropped. Use --on-nan stop.")
-    if request.device != TIMED:  # which holds nothing
+    if request.device != TIMED:  # which learns and holds nothing
+        request.settings.require_suits(plan.schedule)
         require_memory(plan, model, cluster)
     device = request.device or ("cpu" if {cluster.device(rank).name for rank in plan.ranks} == {"cpu"} else "cuda")
     _require_devices(plan, device, request.share_gpus)

@@ -10,7 +10,8 @@ import torch
 
 from penstock.runtime.checkpoints.intervals import SaveInterval
 from penstock.runtime.run import Run
-from penstock.runtime.telemetry.figures import RankFigures
+from penstock.runtime.step_words import StepWord
+from penstock.runtime.telemetry.steps import StepRecord
 
 
 def test_ten_minutes_or_a_hundred_times_what_the_last_one_cost() -> None:
@@ -23,10 +24,16 @@ def test_ten_minutes_or_a_hundred_times_what_the_last_one_cost() -> None:
 
 
 @pytest.mark.parametrize(("every", "is_first", "busy", "expected"), [(500, 1, 0, 1), (0, 1, 0, 0), (500, 0, 0, 0), (500, 1, 1, 0)])
-def test_the_first_rank_asks_for_one_that_no_rank_still_writes(every: int, is_first: int, busy: int, expected: int) -> None:
+def test_the_first_process_asks_for_one_that_no_rank_still_writes(every: int, is_first: int, busy: int, expected: int) -> None:
+    other = StepWord(is_saving=bool(busy), record=StepRecord(3))
+
+    def gather(own: torch.Tensor) -> torch.Tensor:
+        return torch.stack([own, torch.tensor(other.row(), dtype=torch.float64)])
+
     stub: Any = SimpleNamespace(
-        is_first=bool(is_first), request=SimpleNamespace(checkpoint_every=every), _interval=SaveInterval(_last_s=-1e9), _lost=None,
-        worker=SimpleNamespace(asked_to_end=lambda: 15), checkpoints=SimpleNamespace(busy=False), watcher=None,
-        world=SimpleNamespace(gather=lambda own: torch.stack([own, torch.tensor([0.0, 0.0, 0.0, busy, *[0.0] * 5], dtype=torch.float64)])),
+        step=4, members=(0, 1), is_first=bool(is_first), request=SimpleNamespace(checkpoint_every=every, steps=9), watcher=None,
+        _interval=SaveInterval(_last_s=-1e9), _lost=None, checkpoints=SimpleNamespace(busy=False), world=SimpleNamespace(ranks=(1,)),
+        worker=SimpleNamespace(asked_to_end=lambda: 15, groups=SimpleNamespace(gather=gather)), _order=lambda: b"",
     )  # fmt: skip
-    assert Run._agreed(stub, 3, RankFigures()) == (15, bool(expected))
+    told = Run._agreed(stub, StepWord())
+    assert (told.ended_by, told.is_due) == (15, bool(expected))

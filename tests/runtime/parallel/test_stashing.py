@@ -26,7 +26,7 @@ from penstock.programs.lower import lower
 from penstock.runtime.parallel.stashing import WeightStash
 from penstock.runtime.request import TrainRequest
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
-from penstock.runtime.trainer import Trainer
+from penstock.runtime.trainer import PlanTrainer
 from penstock.runtime.workers import WorkerPool
 from penstock.schedules.rules import SCHEDULES, schedule_of
 from penstock.timing.estimate import Estimate, Estimator
@@ -43,7 +43,7 @@ def pool() -> Iterator[WorkerPool]:
         yield workers
 
 
-def asynchronous(choice: Choice, seed: int, iterations: int = 2, count: int = 20) -> Case:
+def asynchronous(choice: Choice, seed: int, iterations: int = 2, count: int = 12) -> Case:
     """A case of so many micro-batches in each iteration, with updates after each."""
     case = make_case(choice, seed, iterations)
     plan = replace(case.plan, schedule="pipedream")
@@ -86,15 +86,15 @@ def test_the_delay_is_seen(pool: WorkerPool) -> None:
 
 
 def test_it_learns(pool: WorkerPool) -> None:
-    """Twelve times the same twenty micro-batches: as good as with updates in step, within what the delay costs."""
+    """Twelve times the same twelve micro-batches: as good as with updates in step, within what the delay costs."""
     case = asynchronous(PLAIN | {"recompute": "none"}, 5, iterations=1)
     programs = case.programs() * 12
     waiting = replace(case, plan=replace(case.plan, schedule="1f1b"))
     fast = TrainingSettings(LearningRate(0.02), OptimizerSettings("sgd"), clip_norm=None)
     found, slow = (pool.run(train_programs, one, many, fast)[0].losses
                    for one, many in ((case.plan, programs), (waiting.plan, waiting.programs() * 12)))  # fmt: skip
-    assert found[-1] < 0.6 * found[0]
-    assert found[-1] < slow[-1]  # twenty times as many updates
+    assert found[-1] < 0.85 * found[0]
+    assert found[-1] < slow[-1]  # twelve times as many updates
 
 
 def test_versions_live_as_long_as_they_are_used() -> None:
@@ -172,7 +172,7 @@ def broken(program: i.Program, change: Any) -> i.Program:
     ("change", "text"),
     [
         (lambda steps, at: steps.pop(at[2]), "gradients of several micro-batches at once"),
-        (lambda steps, at: steps.pop(at[-1]), "but not after micro-batch 19"),
+        (lambda steps, at: steps.pop(at[-1]), "but not after micro-batch 11"),
         (lambda steps, at: steps.insert(at[0], steps[at[0]]), "updates its weights twice for micro-batch 0"),
         (lambda steps, at: steps.insert(0, steps.pop(at[0])), "before the backward pass of micro-batch 0 is done"),
         (lambda steps, at: [steps.pop(index) for index in reversed(at)], "does not update stages by themselves"),
@@ -194,7 +194,7 @@ def test_updates_are_refused_where_the_schedule_is_synchronous() -> None:
 def test_clipping_is_refused() -> None:
     plan = uniform_plan("llama-tiny", "2xcpu", pp=2, global_batch=8, micro_batch=2, schedule="pipedream", precision="fp32")
     with pytest.raises(InputError, match=r"clipped to a norm of 1, but .* Use --clip 0"):
-        Trainer(TrainRequest(plan, "no-data", 1, "no-folder"))
+        PlanTrainer(TrainRequest(plan, "no-data", 1, "no-folder"))
 
 
 def test_evaluation_updates_nothing() -> None:

@@ -247,7 +247,7 @@ export function timeline(block) {
     roles.length > 1 ? roles.map((role) => h("label", {}, h("input", { type: "checkbox", checked: true, change: (event) => { hidden[event.target.checked ? "delete" : "add"](role); filter(); } }), role)) : null,
     h("button", { type: "button", click: () => view.show(view.low, view.high) }, "show all"));
   const used = [...new Set(kinds.map((kind) => kind.colour))];
-  const legend = h("ul", { class: "legend" }, used.map((name) => h("li", {}, swatch(SPANS[name]), `${kinds.filter((kind) => kind.colour === name).map((kind) => kind.letter).join(" ")} ${name}`)));
+  const legend = h("ul", { class: "legend" }, used.map((name) => h("li", {}, swatch(SPANS[name]), `${[...new Set(kinds.filter((kind) => kind.colour === name).map((kind) => kind.letter))].join(" ")} ${name}`)));
   const lines = () => lanes.flatMap((lane) => Array.from({ length: lane.count }, (_, each) => {
     const span = lane.first + each;
     return [lane.name, lane.role, kinds[block.kind[span]].name, block.stage[span], block.micro_batch[span], lane.begin_ns + start[span], length[span]];

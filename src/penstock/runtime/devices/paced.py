@@ -66,6 +66,10 @@ class PacedRank(Rank):
         self.clock.end()
         return result
 
+    def probe_s(self, step: int) -> float:
+        """By the clock of the devices, work that takes a second where nothing slows it."""
+        return self.clock.slower(self.groups.own, step)
+
     def load(self, step: Load) -> None:
         super().load(step)
         if self._program.training:

@@ -23,6 +23,9 @@ __all__ = ["MASTER", "MasterAdamW", "Optimizer", "make_adamw", "make_optimizer",
 MASTER = "master"
 """What an optimizer calls the fp32 copy that a half-precision weight is rounded from, beside `exp_avg` and the like."""
 
+_SMALL = 2**17
+"""Values below which weights are updated together: the GPU reads and writes their state in about two microseconds."""
+
 Make = Callable[[list[nn.Parameter]], UpdateRule]
 """The update rule over fp32 weights."""
 
@@ -85,9 +88,7 @@ class _Masters(Optimizer):
         """`op_of`: the op of each weight, by its id. On a processor no piece then spans two ops: what vector instructions round, they round
         by a value's place in its piece, and that must not change when ops around it move to another device."""
         self.parameters = [p for p in parameters if p.requires_grad]
-        ops = op_of if self.parameters and self.parameters[0].device.type == "cpu" else None
-        runs = groupby(self.parameters, key=lambda p: None if ops is None else ops.get(id(p)))
-        self._pieces = [self._piece(spans, make) for _, run in runs for spans in _spans(list(run), chunk)]
+        self._pieces = [self._piece(spans, make) for run in _runs(self.parameters, op_of or {}) for spans in _spans(run, chunk)]
 
     def _piece(self, spans: list[tuple[nn.Parameter, int, int]], make: Make) -> _Piece:
         master = nn.Parameter(torch.cat([p.detach().view(-1)[start:stop].float() for p, start, stop in spans]))
@@ -102,7 +103,7 @@ class _Masters(Optimizer):
             missing = next((p for p, _, _ in piece.spans if p.grad is None), None)
             if missing is not None:
                 raise RuntimeError(f"a weight of shape {tuple(missing.shape)} has no gradient; was the backward pass run?")
-            if isinstance(piece.optimizer, AdamWRule) and piece.master.is_cuda and has_triton():
+            if isinstance(piece.optimizer, AdamWRule) and piece.master.is_cuda and has_triton() and not _is_small(piece.spans[0][0]):
                 _adamw_at_once(piece, factor)
             else:
                 _step_by_copies(piece, factor)
@@ -223,7 +224,7 @@ class _Plain(Optimizer):
 
 def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """(gradients,) the squared norm of each, in fp64."""
-    return torch.stack([norm.double() for norm in torch._foreach_norm(gradients, 2.0, dtype=torch.float32)]).square()
+    return torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)).double().square()
 
 
 def make_optimizer(
@@ -242,6 +243,20 @@ def make_adamw(parameters: Iterable[nn.Parameter], *, lr: float = 1e-4, weight_d
     if own and own[0].dtype == torch.float32:
         return _Plain(own, lambda inner: update_rule(OptimizerSettings(weight_decay=weight_decay), inner, lr))
     return MasterAdamW(own, lr=lr, weight_decay=weight_decay)
+
+
+def _is_small(parameter: nn.Parameter) -> bool:
+    """Whether a kernel of its own would take the host longer to start than the GPU to run: norms, biases."""
+    return parameter.numel() < _SMALL
+
+
+def _runs(parameters: list[nn.Parameter], op_of: Mapping[int, int]) -> Iterator[list[nn.Parameter]]:
+    """Weights whose pieces may run into each other. On a processor, those of one op after the other; on a GPU the small ones, which are
+    updated together in a few launches, and the others, with a launch each."""
+    on_gpu = bool(parameters) and parameters[0].is_cuda
+    ordered = sorted(parameters, key=_is_small) if on_gpu else parameters
+    for _, run in groupby(ordered, key=lambda p: _is_small(p) if on_gpu else op_of.get(id(p))):
+        yield list(run)
 
 
 def _spans(parameters: list[nn.Parameter], chunk: int) -> Iterator[list[tuple[nn.Parameter, int, int]]]:

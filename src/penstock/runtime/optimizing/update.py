@@ -79,7 +79,7 @@ class Update:
     def step(self, iteration: int, loss: torch.Tensor, tokens: int, *, updates: bool = True) -> StepResult:
         """One update, unless stages do that by themselves; `loss` and `tokens` are this rank's shares of them."""
         shares = torch.zeros(self._num_ops + 2 if updates else 2, dtype=torch.float64, device=self.world.device)
-        shares[-2] = tokens
+        shares[-2:-1].fill_(tokens)  # `shares[-2] = tokens` would wait for the GPU
         shares[-1] = loss
         if updates:  # also where nothing is clipped: a norm that is not finite ends the run
             self._add_squares(shares)

@@ -5,10 +5,9 @@ Figures of all ranks are gathered with the word on which ranks agree after each 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
 from penstock.runtime.telemetry.predicting import ProgramTimes, passes_s
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.programs.instructions import Program
     from penstock.runtime.telemetry.observing import StageSpans
 
-__all__ = ["RankFigures", "StepMeter", "StepWatcher"]
+__all__ = ["RankFigures", "StepMeter"]
 
 
 @dataclass(frozen=True)
@@ -35,16 +34,6 @@ class RankFigures:
     """For the program."""
     step_s: float = 0.0
     """The whole step, waits included."""
-
-
-class StepWatcher(Protocol):
-    """Follows a run: told of every step, on every rank, with the same figures."""
-
-    def after(self, step: int, ranks: Mapping[int, RankFigures]) -> Sequence[str]:
-        """Ranks have agreed to go on after `step`, or the one after it; what to say about it on the first rank."""
-
-    def close(self) -> None:
-        """The run has ended."""
 
 
 class StepMeter:

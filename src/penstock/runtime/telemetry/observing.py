@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,8 +30,6 @@ from penstock.runtime.telemetry.parts import RankTimes, StepParts
 
 if TYPE_CHECKING:
     import torch
-
-    from penstock.runtime.transport.world import World
 
 __all__ = ["Observer", "Observers", "StageSpans", "StageTime", "slowest_stages", "times_of_ranks"]
 
@@ -199,28 +197,32 @@ class StageSpans:
         return RankTimes(mean, None if self.gpu is None else self._issuing_s / self._num_steps, peak_bytes)
 
 
-def slowest_stages(world: World, times: StageSpans) -> dict[int, StageTime]:
+Gather = Callable[["torch.Tensor"], "torch.Tensor"]
+"""Stacks the tensors of all ranks of a plan, or of all processes of a job, in their order."""
+
+
+def slowest_stages(num_stages: int, times: StageSpans, gather: Gather) -> dict[int, StageTime]:
     """Each stage on the rank that took longest for it, the same on every rank."""
     import torch
 
-    own = torch.zeros(world.plan.num_stages, 4, dtype=torch.float64)
+    own = torch.zeros(num_stages, 4, dtype=torch.float64)
     for stage, one in times.stages.items():
         own[stage] = torch.tensor([one.forward_s, one.backward_s, one.wait_s, one.num_passes])
-    ranks = world.gather(own)
+    ranks = gather(own)
     slowest = ranks[:, :, :2].sum(2).argmax(0)
     found = [ranks[rank, stage].tolist() for stage, rank in enumerate(slowest.tolist())]
     return {stage: StageTime(forward, backward, wait, int(passes)) for stage, (forward, backward, wait, passes) in enumerate(found)}
 
 
-def times_of_ranks(world: World, own: RankTimes | None) -> dict[int, RankTimes]:
-    """What each rank of the plan measured, the same on every rank; none where there was nothing to measure."""
+def times_of_ranks(ranks: Sequence[int], own: RankTimes | None, gather: Gather) -> dict[int, RankTimes]:
+    """What each of these ranks measured, the same on every rank; nothing of one that had nothing to measure."""
     import torch
 
     values = [math.nan] * (len(fields(StepParts)) + 2)
     if own is not None:
         values = [*astuple(own.parts), *(math.nan if one is None else one for one in (own.issuing_s, own.peak_bytes))]
     found = {}
-    for rank, row in zip(world.ranks, world.gather(torch.tensor(values, dtype=torch.float64)).tolist(), strict=True):
+    for rank, row in zip(ranks, gather(torch.tensor(values, dtype=torch.float64)).tolist(), strict=True):
         *parts, issuing_s, peak_bytes = (None if math.isnan(value) else value for value in row)
         if parts[0] is not None:
             found[rank] = RankTimes(StepParts(*parts), issuing_s, peak_bytes)

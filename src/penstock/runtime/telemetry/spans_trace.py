@@ -62,8 +62,11 @@ def predicted_spans(timeline: Timeline, device: int) -> list[PredictedSpan]:
     return found
 
 
-def trace_events(ranks: Iterable[RankSpans], predicted: Predictions | None = None) -> Iterator[dict[str, Any]]:
-    """Trace events: a process for each rank, with a track for each category, and one for what was expected of it.
+def trace_events(
+    ranks: Iterable[RankSpans], predicted: Predictions | None = None, plans: Mapping[int, int] | None = None
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Trace events: a process for each rank, with a track for each category, and one for what was expected of it. `plans` has the number
+    of the plan that was in force in each iteration, where there were several.
 
     Times are microseconds since the first iteration, or span, of any rank. A prediction begins when the first rank begins its iteration.
     """
@@ -77,7 +80,8 @@ def trace_events(ranks: Iterable[RankSpans], predicted: Predictions | None = Non
         for span in one.spans:
             yield _measured(one, span, measured, origin)
         for iteration, begin in one.iterations.items():
-            yield {"ph": "i", "name": f"iteration {iteration}", "pid": measured, "tid": 0, "ts": (begin - origin) / 1e3, "s": "p"}
+            under = f", plan {plans[iteration]}" if plans and iteration in plans else ""
+            yield {"ph": "i", "name": f"iteration {iteration}{under}", "pid": measured, "tid": 0, "ts": (begin - origin) / 1e3, "s": "p"}
         guesses = [
             (begin - origin, guess)
             for iteration, begin in begins.items()
@@ -140,8 +144,10 @@ def _measured(one: RankSpans, span: Any, pid: int, origin: int) -> dict[str, Any
     }  # fmt: skip
 
 
-def write_trace(path: str | Path, ranks: Iterable[RankSpans], predicted: Predictions | None = None) -> None:
+def write_trace(
+    path: str | Path, ranks: Iterable[RankSpans], predicted: Predictions | None = None, plans: Mapping[int, int] | None = None
+) -> None:  # fmt: skip
     """Writes a trace file; compressed if its name ends in .gz, which Perfetto opens as well."""
-    body = ",\n".join(json.dumps(event, separators=(",", ":")) for event in trace_events(ranks, predicted))
+    body = ",\n".join(json.dumps(event, separators=(",", ":")) for event in trace_events(ranks, predicted, plans))
     data = f'{{"displayTimeUnit":"ms","traceEvents":[\n{body}\n]}}\n'.encode()
     write_bytes(path, gzip.compress(data, 6, mtime=0) if str(path).endswith(".gz") else data)

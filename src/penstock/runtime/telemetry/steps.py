@@ -42,6 +42,10 @@ class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of this rank's device, as NVML last had it; so are clock and power."""
     gpu_sm_clock_hz: float | None = None
     gpu_power_w: float | None = None
+    samples: str | None = None
+    """Digest of the samples: the same under every plan that trains each of them once."""
+    plan: int | None = None
+    """Which of the run's plans was in force: 0, and one more after each move."""
 
 
 class LineLog:
@@ -52,7 +56,10 @@ class LineLog:
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             # Nothing is buffered: what a full disk refuses would come up again when the file is closed.
-            self._file = open(path, "wb" if anew else "ab", buffering=0)  # noqa: SIM115 — it stays open as long as the log
+            if anew:
+                open(path, "wb").close()
+            # At the end of the file, wherever that is: others may append to it too.
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 — it stays open as long as the log
         except OSError as error:
             raise InputError(f"'{path}' cannot be written: {error.strerror}.") from None
         self._more = more

@@ -23,7 +23,7 @@ def tensorboard_sink(folder: str | Path) -> Callable[[Any], None] | None:
     def write(record: StepRecord) -> None:
         for name in record.__struct_fields__:
             value = getattr(record, name)
-            if name != "step" and value is not None and math.isfinite(value):
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value):
                 writer.add_scalar(f"train/{name}", value, record.step)
         writer.flush()
 

@@ -53,6 +53,17 @@ class ProcessGroups:
         """Returns when all processes of the generation have come here."""
         self.generation.barrier()
 
+    def gather(self, values: torch.Tensor) -> torch.Tensor:
+        """(processes, …) the tensors of all processes of the generation, in their order."""
+        return _gathered(values, self.of(self.generation.members), len(self.generation.members), staged=self.staged)
+
+    def broadcast(self, data: bytes, size: int) -> bytes:
+        """What the first process has, `size` bytes, in all of them."""
+        told = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+        if len(self.generation.members) > 1:
+            dist.broadcast(told, 0)
+        return told.numpy().tobytes()
+
     def part(self) -> None:
         """Returns when all processes are done, however long some of them take: those without work come here at once."""
         if self.store is not None:
@@ -102,14 +113,18 @@ class World:
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """(ranks, …) the tensors of all ranks, in the order of ranks."""
-        if len(self.ranks) == 1:
-            return values[None]
-        own = values.cpu() if self.staged else values
-        parts = [torch.empty_like(own) for _ in self.ranks]
-        dist.all_gather(parts, own, group=self.group(self.ranks))
-        return torch.stack(parts).to(values.device)
+        return _gathered(values, self.group(self.ranks), len(self.ranks), staged=self.staged)
 
     def barrier(self) -> None:
         """Returns when all ranks have come here."""
         if len(self.ranks) > 1:
             dist.barrier(group=self.group(self.ranks))
+
+
+def _gathered(values: torch.Tensor, group: Any, size: int, *, staged: bool) -> torch.Tensor:
+    if size == 1:
+        return values[None]
+    own = values.cpu() if staged else values
+    parts = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(parts, own, group=group)
+    return torch.stack(parts).to(values.device)
