@@ -248,6 +248,8 @@ _DATA = (
     _bug("the weights of tasks are ignored", "data/mixture.py",
          "return apportion(self.epoch_size, [task.weight or 0.0 for task in self.tasks])",
          "return [task.size for task in self.tasks]", "a mixture is what there is", "data/test_mixture.py"),
+    _bug("late programs are run", "data/loader.py", "found is None or found.program.iteration < self.step", "found is None",
+         "a step is trained twice", "data/test_loader.py", pick="plans_for_itself"),
 )  # fmt: skip
 _SERVING = (
     _bug("a stranger is served", "stores/tcp_server.py", "if not is_proof(said[NONCE_BYTES:], self._key, \"client\", mine, its):",
@@ -338,7 +340,7 @@ _GENERATIONS = (
     _bug("paced devices are late", "runtime/devices/paced.py", "forgiven_s=math.inf, ", "", "times depend on the machine",
          "runtime/devices/test_paced.py", pick="simulated"),
     _bug("slow links are not", "runtime/devices/clock.py",
-         "        time_s *= self.settings.disturbance.link(self.world.rank, step.peer, self._program.iteration)\n", "",
+         "        time_s *= self.link_factor(step.peer)\n", "",
          "a disturbance without effect", "runtime/devices/test_paced.py", pick="disturbed"),
 )  # fmt: skip
 _TRAINING = (
@@ -415,7 +417,9 @@ _TRAINING = (
          "min(self.longest_s, self._stood_s / self.share)", "one after each step", "runtime/checkpoints/test_intervals.py"),
     _bug("a GPU's passes are held against the wrong step", "runtime/telemetry/figures.py", "(self._before if self.lateness else now)",
          "now", "ragged batches raise alarms", "runtime/telemetry/test_figures.py"),
-    _bug("a signal must reach all ranks", "runtime/run.py", "told[:, : len(own)].amax(0)", "told[:, : len(own)].amin(0)",
+    _bug("planners stay with the old plan", "runtime/trainer.py", "replace(self.request, plan=told.plan)", "self.request",
+         "programs of a plan that is gone", "runtime/test_trainer.py", pick="planners_follow"),
+    _bug("a signal must reach all ranks", "runtime/run.py", "max(word.asked_to_end for", "min(word.asked_to_end for",
          "one rank alone is asked to end", "runtime/checkpoints/test_intervals.py"),
     _bug("updates dropped long ago count", "runtime/run.py", "            self._dropped = 0\n            return\n", "            return\n",
          "the fifth of a week ends the run", "runtime/test_divergence.py"),
@@ -447,7 +451,18 @@ _PROFILING = (
 _REPORTS = (
     _bug("times beyond the end are drawn", "reports/drawing.py", "min(until_s, makespan_s)", "max(until_s, makespan_s)",
          "the cut is ignored", "reports/test_drawing.py"),
-)
+    _bug("shares count the whole span in one pixel", "reports/shares.py", "[covered - (ends - starts), covered]", "[covered, covered]",
+         "busy devices look idle", "reports/test_drawing.py"),
+    _bug("a name ends the page's data", "reports/document.py", '.replace("<", "\\\\u003c")', "", "a hostile name is run",
+         "reports/test_page.py", pick="names_are_names"),
+    _bug("folders of the writer are shown", "reports/document.py", "return text if with_paths else", "return text if True else",
+         "a page tells who wrote it", "reports/test_report.py", pick="folders"),
+    _bug("spans are counted from the one before it", "reports/span_lanes.py", "np.concatenate([np.zeros(1, np.int64), end_ns])[:-1]",
+         "np.concatenate([np.zeros(1, np.int64), start_ns])[:-1]", "every span comes too late", "reports/test_page.py",
+         "reports/test_report.py", pick="hover or every_span or download"),
+    _bug("any host may ask", "reports/live.py", 'if self.headers.get("Host") not in', 'if False and self.headers.get("Host") not in',
+         "a page elsewhere reads the run", "reports/test_live.py", pick="strangers"),
+)  # fmt: skip
 _CLI = (
     _bug("a simple plan hides the fastest", "cli/search_lengths.py", "top=max(2, top)", "top=top", "nobody says why it is first",
          "cli/test_search.py", pick="says_why"),
@@ -476,6 +491,44 @@ _CUTTING = (
          pick="dropout"),
 )  # fmt: skip
 
+_SCREEN = (
+    _bug("no column can be spared", "cli/console.py", "spare=name in more and not verbose", "spare=False",
+         "narrow terminals get two tables", "cli/test_fitted.py"),
+    _bug("tables are as wide as they like", "cli/fitted.py", "column.least]) > room:", "column.least]) > 2 * room:",
+         "terminals break lines", "cli/test_fitted.py"),
+    _bug("sentences are as long as they like", "cli/console.py", "        if out().is_terminal:\n", "        if False:\n",
+         "terminals break words", "cli/test_screens.py", pick="check"),
+    _bug("layers between are recomputed too", "plans/texts.py", "one[1][0][1] - one[0]", "0", "scattered layers look like a run",
+         "plans/test_texts.py"),
+    _bug("an expert is a near miss", "models/huggingface.py", 'or "moe" in kind', "", "qwen3_moe is not called what it is",
+         "models/test_huggingface.py"),
+)  # fmt: skip
+_DISTURBING = (
+    _bug("the most that a rank saw counts", "runtime/devices/clock.py", "agree(int(seen.min()))", "agree(int(seen.max()))",
+         "ranks slow down in different steps", "runtime/devices/test_clock.py"),
+    _bug("half a line is read", "timing/asked.py", '*lines, _half = self._path.read_bytes().split(b"\\n")',
+         'lines = self._path.read_bytes().rstrip().split(b"\\n")', "a rank looks while somebody writes", "timing/test_asked.py"),
+    _bug("any process of that number will do", "runtime/telemetry/process_files.py", "started_ticks(self.pid) == self.started",
+         "started_ticks(self.pid) is not None", "numbers of processes come again", "cli/test_disturb.py", pick="left_alone"),
+    _bug("burners take no notice of what their victim waits", "processes/burners.py", "self.share * (1.0 + 0.5 * math.log(missing))",
+         "self.share", "the factor is met on idle machines alone", "processes/test_burners.py", pick="steered"),
+)  # fmt: skip
+_BESIDE = (
+    _bug("loads leave their times in the profile", "profiling/run.py",
+         "found = min(self._tries(unit, chain, model.ops, batch, model.carry_before(0), 6), key=_unrest)",
+         "found = self._measure(unit, chain, model.ops, batch) or []", "a device seems slow because it was measured beside a load",
+         "profiling/test_run.py", pick="beside"),
+    _bug("classes are slowed alike beside any load", "adapting/slowdowns.py", "classes.get(one.value, overall) / overall", "1.0",
+         "what was measured is not used", "adapting/test_slowdowns.py", pick="beside"),
+)  # fmt: skip
+_LINKS = (
+    _bug("messages are timed after every step", "adapting/link_probes.py", "if step > self._until and len(self._steps) >= FIRST and not",
+         "if step < 0 and not", "noticing costs something while nothing happens", "adapting/test_link_probes.py", pick="timed"),
+    _bug("a slow rank is taken for a link", "adapting/link_probes.py", "busiest_s = max(own.compute_s", "busiest_s = min(own.compute_s",
+         "links are blamed for all that is slow", "adapting/test_link_probes.py", pick="slow_rank"),
+    _bug("two messages at once", "adapting/link_probes.py", "if not busy[number] & set(pair)", "if number >= 0",
+         "a rank waits for two peers in a circle", "adapting/test_link_probes.py", pick="round"),
+)  # fmt: skip
 _ADAPTING = (
     _bug("a move forgets what arrives", "adapting/moves.py",
          "parts = self.before_bytes, self.arriving_bytes, self.after_bytes", "parts = self.before_bytes, self.after_bytes",
@@ -496,7 +549,7 @@ _ADAPTING = (
          "if one.kind", "a move before the first step fails", "adapting/test_moving.py", pick="first_step"),
     _bug("failures outlive their move", "adapting/moving.py", "            failure = None  #", "            pass  #",
          "threads and sockets stay after an aborted move", "adapting/test_moving.py", pick="nothing_is_left"),
-    _bug("any plan fits", "adapting/moving.py", "if problem := self.made.unfit(cluster_of(rank.plan)):", "if problem := '':",
+    _bug("any plan fits", "adapting/moving.py", "if problem := made.unfit(cluster_of(old)):", "if problem := '':",
          "memory runs out when nobody can go back any more", "adapting/test_moving.py", pick="refused"),
     _bug("lengths of samples raise alarms", "adapting/detecting.py", "else _common(ratios)", "else 0.0",
          "what all ranks share is not taken off", "adapting/test_detecting.py"),
@@ -516,18 +569,36 @@ _ADAPTING = (
     _bug("slow devices replace slow ones", "adapting/ladder.py", "and not _is_slow(speeds, [rank])]", "]", "a free device is not looked at",
          "adapting/test_ladder.py"),
     _bug("data that comes late changes plans", "adapting/adapter.py",
-         "if (usual := _on_grid(factor)) != 1.0:", "if (usual := _on_grid(factor)):",
+         "if _on_grid(factor) != 1.0:", "if _on_grid(factor):",
          "ranks that nothing slows have times of their own", "adapting/test_adapter.py"),
     _bug("waits that all ranks share are not told", "adapting/detecting.py", "0.0 if cause in _WAITS or", "0.0 if",
          "slow data looks like an error of the costs", "adapting/test_watching.py", pick="waits"),
-    _bug("figures that nobody could predict are watched", "adapting/watching.py", " if all(measured) and all(predicted) else {}", "",
+    _bug("figures that nobody could predict are watched", "adapting/watching.py", " if known else {}", " if True else {}",
          "steps without figures count as known", "adapting/test_watching.py", pick="opened"),
-    _bug("those who share cores are watched", "adapting/watching.py", "if run.computes_on_cores and", "if False and",
+    _bug("those who share cores are watched", "adapting/watching.py", "not (run.computes_on_cores and", "not (False and",
          "notes about the scheduler", "adapting/test_watching.py", pick="cores"),
+    _bug("a rank without work stays slow for ever", "adapting/watching.py", "own.predicted_s / left.get(rank, 1.0)", "own.predicted_s",
+         "a probe is taken for a device that was never slow", "adapting/test_watching.py", pick="comes_back"),
+    _bug("what was aborted is tried again after each step", "adapting/deciding.py", "self._refused.append((decision.chosen.plan, reason))",
+         "self._refused.clear()", "training stands still for ever", "adapting/test_watching.py", pick="tried_again"),
+    _bug("who asks is overruled", "adapting/watching.py", "            self._adapter = None\n        elif",
+         "            pass\n        elif", "a plan that was asked for is left at once", "adapting/test_watching.py", pick="last_word"),
+)  # fmt: skip
+_JOBS = (
+    _bug("any content is the same data", "jobs/cache.py", "                found.update(piece)", "                pass",
+         "a changed file trains on the old tokens", "jobs/test_raw_data.py", pick="once"),
+    _bug("samples are cut off without a word", "jobs/raw_data.py", 'and over_long == "refuse":', 'and over_long == "never":',
+         "the ends of long texts are not trained on", "jobs/test_raw_data.py", pick="longer"),
+    _bug("plans of other models are taken", "jobs/planning.py", "    if differ:\n", "    if False:\n", "tensors do not fit, hours later",
+         "jobs/test_planning.py", pick="other_models"),
+    _bug("a micro-batch weighs by itself", "jobs/dynamic_loader.py", "torch.tensor(loaded.program.loss_tokens)",
+         "torch.tensor(micro.loss_tokens())", "the loss depends on how a batch was cut", "jobs/test_dynamic_loader.py", pick="plain"),
+    _bug("a loader begins anew", "jobs/dynamic_loader.py", '        self.step = int(state["step"])', "        self.step = 0",
+         "the first samples are seen twice", "jobs/test_dynamic_loader.py", pick="goes_on"),
 )  # fmt: skip
 
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
     *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_GENERATIONS, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS,
-    *_CLI, *_CUTTING, *_ADAPTING,
+    *_CLI, *_SCREEN, *_CUTTING, *_DISTURBING, *_LINKS, *_BESIDE, *_ADAPTING, *_JOBS,
 )  # fmt: skip

@@ -312,6 +312,15 @@ def all_cases(folder: Path) -> list[Case]:
     add("train", "--device", f"{train} --device @", NAMES)
     add("train", "--torch-profile", f"{train} --torch-profile @", {k: v for k, v in WHOLE.items() if v})
     add("train", "--weights", f"{train} --weights @", FILES)
+    job = "--model gpt-tiny --data good/texts.jsonl --out run"
+    add("train", "--model", "--data good/texts.jsonl --out run --model @", NAMES)
+    add("train", "--data of a job", "--model gpt-tiny --out run --data @", FILES)
+    add("train", "--out of a job", "--model gpt-tiny --data good/texts.jsonl --out @", FOLDERS)
+    add("train", "--set", f"{job} --set @", NAMES)
+    add("train", "--cluster", f"{job} --cluster @", NAMES)
+    add("train", "--costs", f"{job} --costs @", NAMES)
+    add("train", "--tokenizer", f"{job} --tokenizer @", FILES)
+    add("train", "--tokens-per-batch", f"{job} --tokens-per-batch @", WHOLE | {"zero": "0"})
     text = "good/texts.jsonl --train-tokenizer 300 --workers 1"
     add("prepare-data", "INPUT", "@ --train-tokenizer 300 --workers 1 --out data", FILES | _of("texts", folder))
     add("prepare-data", "INPUT h5", "@.h5 --out data", {"missing": "bad/nothing", "long": LONG})
@@ -351,13 +360,35 @@ def all_cases(folder: Path) -> list[Case]:
     add("export", "--to PATH", "good/plan.json --to torchrun:@", TO_WRITE)
     add("export", "--to folder", "good/plan.json --to huggingface:@", FOLDERS)
     add("export", "checkpoint", "@ --to huggingface:weights", FILES)
+    for named in ("SOURCE", "--against"):
+        add("report", named, f"{'' if named == 'SOURCE' else 'good/plan.json --against '}@ --out r.html", FILES)
+    add("report", "SOURCE field", "@ --out r.html", plans, REFUSED)
+    add("report", "--out", "good/plan.json --out @", TO_WRITE)
+    add("report", "--csv", "good/plan.json --out r.html --csv @", FOLDERS)
+    add("report", "--figures", "good/plan.json --out r.html --figures @", FOLDERS)
+    add("report", "--steps", "good/plan.json --out r.html --steps @", WHOLE)
+    add("simulate", "--batch", "good/plan.json --batch @", FILES)
+    add("watch", "RUN", "@", FILES)
+    add("watch", "--port", "good --port @", {"high": "65536", "text": "x"})
     add("trace", "RUN", "@ --out t.json", FILES)
     add("trace", "--out", "good --out @", TO_WRITE)
     add("events", "RUN", "@", FILES)
+    add("replan", "RUN", "@ --plan good/plan.json", FILES)
+    add("replan", "--plan", "good --plan @", FILES)
+    add("replan", "--at", "good --plan good/plan.json --at @", WHOLE)
+    add("list", "WHAT", "@", NAMES | {"no-name": ""})
+    add("list", "WORD", "models @", NAMES)
+    add("disturb", "RUN", "@ --slow 0=2", FILES)
+    add("disturb", "--slow", "good --slow @", NAMES)
+    add("disturb", "--link", "good --link @", NAMES)
+    add("disturb", "--data", "good --data @", REAL)
+    for option in ("--from", "--steps"):
+        add("disturb", option, f"good --slow 0=2 {option} @", WHOLE)
     add("profile", "--out", "--model gpt-small --out @", TO_WRITE)
     add("profile", "--model", "--out p.json --model @", NAMES | _of("model", folder))
     add("profile", "--device", "--out p.json --model gpt-small --device @", NAMES)
     add("profile", "--tp", "--out p.json --model gpt-small --tp @", WHOLE | {"zero": "0"})
+    add("profile", "--beside", "--out p.json --model gpt-small --beside @", {k: v for k, v in REAL.items() if v} | {"zero": "0"})
     add("profile", "--merge", "--out p.json --merge @", FILES | _of("profile", folder))
     add("profile", "--time-budget", "--out p.json --model gpt-small --time-budget @", REAL)
     add("demo", "--out", "--out @", FOLDERS)
@@ -375,9 +406,14 @@ def all_cases(folder: Path) -> list[Case]:
         "pareto",
         "simulate",
         "trace",
+        "report",
+        "watch",
         "events",
+        "replan",
+        "disturb",
         "demo",
         "explain",
+        "list",
     ):
         add(verb, "option", "@", {"unknown": "--no-such-option", "escape": f"--{ESCAPE}", "no-text": f"--{NO_TEXT}"})
     add("", "verb", "@", NAMES | {"no-name": ""})

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from penstock.adapting.asking import ask_for, withdraw
 from penstock.adapting.events import EVENTS, RunEvent, read_events
+from penstock.adapting.moves import Moves, moves
+from penstock.adapting.moving import MoveAbortedError
 from penstock.adapting.watching import Watch, watch_run
+from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
 from penstock.runtime.telemetry.figures import RankFigures
-from penstock.runtime.trainer import Trainer
+from penstock.runtime.trainer import PlanTrainer
 from penstock.timing.disturbance import Disturbance, DisturbanceChange
 
 pytestmark = pytest.mark.timeout(280)
@@ -43,7 +48,7 @@ def trained(plan: Plan, data: str, out: Path, steps: int, *changes: DisturbanceC
     request = TrainRequest(
         plan, data, steps, str(out), device="paced", checkpoint_every=0, disturbance=Disturbance(changes), planning=PlanningSettings(0)
     )
-    Trainer(request, watch_run).train(told)
+    PlanTrainer(request, watch_run).train(told)
     return list(read_events(out)), notes
 
 
@@ -62,7 +67,7 @@ def test_a_rank_that_is_slow_for_a_while_is_named_and_so_is_its_end(plan: Plan, 
 
 
 def test_nothing_is_noticed_where_nothing_happens_though_samples_differ(plan: Plan, data: str, tmp_path: Path) -> None:
-    assert trained(plan, data, tmp_path / "run", 20) == ([], [])
+    assert trained(plan, data, tmp_path / "run", 14) == ([], [])
     assert (tmp_path / "run" / EVENTS).read_bytes() == b""
 
 
@@ -72,10 +77,19 @@ def test_a_rank_that_is_slow_from_the_first_step_on(plan: Plan, data: str, tmp_p
     assert (slow.cause, slow.ranks, slow.since, slow.step) == ("compute", (3,), 0, 4) and slow.factor == pytest.approx(1.5, rel=0.01)
 
 
+def test_a_link_is_named_and_not_a_rank(plan: Plan, data: str, tmp_path: Path) -> None:
+    events, _ = trained(plan, data, tmp_path / "run", 48, DisturbanceChange((2, 1), 400.0, "pulse", 18, 12))
+    slow, fast = (event for event in events if event.event == "noticed")
+    assert (slow.cause, slow.ranks) == ("link", (1, 2)) and slow.factor == pytest.approx(400.0, rel=0.01)
+    assert 18 <= slow.step < 18 + SOON and slow.text.startswith("messages between ranks 1 and 2 have been 400x slower than predicted")
+    assert (fast.cause, fast.ranks) == ("link", (1, 2)) and 30 <= fast.step < 30 + SOON and fast.factor == pytest.approx(1.0, rel=0.05)
+
+
 @pytest.mark.parametrize(("cores", "ranks", "is_watched"), [(False, 999, True), (True, 999, False), (True, 1, True)])
 def test_ranks_that_share_cores_are_not_watched(plan: Plan, tmp_path: Path, cores: bool, ranks: int, is_watched: bool) -> None:
     request = TrainRequest(plan, "", 1, str(tmp_path / "run"))
-    run = SimpleNamespace(computes_on_cores=cores, members=range(ranks), request=request, first_step=0, is_first=True)
+    rank = SimpleNamespace(plan=plan)
+    run = SimpleNamespace(computes_on_cores=cores, members=range(ranks), request=request, first_step=0, is_first=True, rank=rank)
     with closing(watch_run(run)) as watcher:  # type: ignore[arg-type]
         assert watcher.measures == is_watched == (tmp_path / "run" / EVENTS).exists()
 
@@ -116,3 +130,96 @@ def test_a_rank_is_judged_by_steps_after_costs_were_opened(plan: Plan, tmp_path:
 def test_ranks_without_a_prediction_raise_no_alarm(plan: Plan, tmp_path: Path) -> None:
     ranks = {rank: RankFigures(1.0 + rank, step_s=9.0) for rank in range(4)}
     assert watched(plan, tmp_path, dict.fromkeys(range(60), ranks)) == []
+
+
+class Job:
+    """A job in one process: figures are what a paced job would have, and moves are made up."""
+
+    def __init__(self, plan: Plan, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.out, self.plan, self.failure = out, plan, ""
+        self.watch, self.moves, self.step = Watch(plan, out, members=range(4), moves=True), list[int](), 0
+        self._left: dict[int, float] = {}
+        monkeypatch.setattr("penstock.adapting.watching.move", self._move)
+
+    def _move(self, rank: object, plan: Plan, step: int, prepare: Callable[[], object]) -> Moves:
+        if self.failure:
+            raise MoveAbortedError(self.failure)
+        return moves(self.plan, plan)
+
+    def run(self, steps: int, factors: Mapping[int, float] | None = None) -> None:
+        """These steps, with ranks that take so many times as long; one without work tells what a probe takes."""
+        slower = dict.fromkeys(range(4), 1.0) | dict(factors or {})
+        for _ in range(steps):
+            working = set(self.plan.ranks)
+            self._left = {rank: self._left.get(rank, slower[rank]) for rank in range(4) if rank not in working}
+            figures = {rank: RankFigures(slower[rank], self._left.get(rank, 1.0), step_s=9.0) for rank in range(4)}
+            self.step += 1
+            order = self.watch.order(self.step)
+            self.watch.after(self.step - 1, figures)
+            if order is not None and self.watch.move(None, order, self.step, lambda: None):  # type: ignore[arg-type]
+                self.plan = order
+                self.watch.moved(self.step, order, 0.5)
+                self.moves.append(self.step)
+
+    def events(self, *kinds: str) -> list[RunEvent]:
+        """Those of some kinds, so far."""
+        self.watch.close()
+        self.watch._events = None
+        return [event for event in read_events(self.out) if event.event in kinds]
+
+
+def test_a_device_that_was_left_out_comes_back_when_it_is_fast_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no passes that could be measured meanwhile: a probe tells."""
+    job = Job(uniform_plan("gpt-tiny", "4xa100-40gb", global_batch=16, micro_batch=1, pp=4), tmp_path, monkeypatch)
+    job.run(12)
+    job.run(40, {2: 30.0})
+    assert len(job.moves) == 1 and 2 not in job.plan.ranks
+    assert [event.remedy for event in job.events("moved")] == ["eviction"]
+    job.run(80)
+    assert set(job.plan.ranks) == {0, 1, 2, 3}
+    assert [event.factor for event in job.events("noticed")] == pytest.approx([30.0, 1.0], rel=0.05)
+    assert [event.remedy for event in job.events("moved")][:2] == ["eviction", "addition"]
+
+
+def test_a_move_that_was_aborted_is_not_tried_again_at_once(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(plan, tmp_path, monkeypatch)
+    job.failure = "process 1 has no disk."
+    job.run(12)
+    job.run(60, {2: 3.0})
+    first = job.events("aborted")
+    assert not job.moves and job.plan == plan and 1 <= len(first) <= 4 and {event.status for event in first} == {1}
+    assert "the plan stays as it is: process 1 has no disk" in first[0].text
+    job.failure = ""
+    job.run(60, {2: 6.0})  # something else
+    assert len(job.moves) == 1
+
+
+def test_who_asks_is_answered_and_has_the_last_word(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worse plan stays, though nothing is slow, and so does one that comes later or was withdrawn; one that cannot be is refused."""
+    alone = uniform_plan("gpt-tiny", str(tmp_path / "four.yaml"), global_batch=4, micro_batch=1, layout="packed", precision="fp32")
+    job = Job(plan, tmp_path, monkeypatch)
+    job.run(3)
+    now = ask_for(tmp_path, alone)
+    with pytest.raises(InputError, match="has been asked for a move that is still to come"):
+        ask_for(tmp_path, plan)
+    job.run(20)
+    assert (job.plan, job.moves) == (alone, [4])
+    later = ask_for(tmp_path, plan, 30)
+    job.run(4)
+    withdraw(tmp_path)
+    job.run(10)
+    assert job.plan == alone and job.step > 30
+    wrong = {
+        "seq_length is 64 in the new plan, but 128 in the old one": replace(plan, seq_length=64),
+        "precision is 'bf16' in the new plan, but 'fp32' in": replace(plan, precision="bf16"),
+        "--at is 5, but step": plan,
+    }
+    for message, other in wrong.items():
+        request = ask_for(tmp_path, other, 5 if message.startswith("--at") else 0)
+        job.run(1)
+        told = job.events("aborted")[-1]
+        assert message in told.text and (told.status, told.request) == (2, request) and job.plan == alone
+    (tmp_path / "replan.json").write_text("{}", encoding="utf-8")
+    job.run(2)
+    assert "replan.json" in job.events("aborted")[-1].text and not (tmp_path / "replan.json").exists()
+    assert [(event.event, event.request) for event in job.events("asked", "moved")] == [("asked", now), ("moved", now), ("asked", later)]

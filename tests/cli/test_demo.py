@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from pty_runs import cut_lines, on_terminal, screen_lines
 
 from penstock.cli.main import run
 from penstock.plans.schema import read_plan
@@ -22,6 +23,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     demo = import_module("penstock.cli.demo")
     monkeypatch.setattr(demo, "_MODEL", str(tmp_path / "small.yaml"))
     monkeypatch.setattr(demo, "_BUDGET_S", math.inf)
+    monkeypatch.setattr(demo, "_MOVING_STEPS", 20)
 
 
 @pytest.mark.usefixtures("quick")
@@ -31,16 +33,20 @@ def test_the_demo_runs_and_runs_again(tmp_path: Path, capsys: pytest.CaptureFixt
     told = json.loads(capsys.readouterr().out)
     profile, plan = folder / "profile.json", folder / "plan.json"
     assert told["profile"] == str(profile) and told["plan"] == str(plan)
-    assert sorted(entry.name for entry in folder.iterdir()) == ["data", "plan.json", "profile.json", "run"]
+    assert sorted(entry.name for entry in folder.iterdir()) == ["data", "moving", "plan.json", "profile.json", "run"]
     assert len(told["losses"]) == 6 and told["losses"][-1] < told["losses"][0]
+    assert "rank 2 has computed 3x slower than the others since step 10" in told["events"][0]
+    assert "is in force from step" in told["events"][-1]
     first, written = profile.read_bytes(), read_plan(plan)
     assert written.predicted is not None and written.predicted.time_s == told["plans"][0]["time_s"]
     assert all(row["tp"] == 1 for row in told["plans"])
 
-    assert run(["demo", "--out", str(folder)]) == 0
-    shown = capsys.readouterr().out
+    status, said = on_terminal(["demo", "--out", str(folder)], 80)
+    shown = " ".join(" ".join(screen_lines(said)).split())
+    assert status == 0 and cut_lines(said, 80) == []
     assert profile.read_bytes() == first and read_plan(plan) == written
-    assert "one micro-batch on each stage, predicted and measured" in shown and "the largest cause of the" in " ".join(shown.split())
+    assert "one micro-batch on each stage, predicted and measured" in shown and "the largest cause of the" in shown
+    assert "while rank 2 was slow, and" in shown
     assert "What to try next" in shown and "one iteration" in shown and "profile:h200-141gb" in shown
     assert run(["check", str(plan)]) == 0 and run(["explain", str(plan)]) == 0
 

@@ -24,8 +24,9 @@ def told_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:  # t
 def test_the_whole_story(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", MIXED]) == 0
     shown = capsys.readouterr().out
-    words = ("forward", "backward", "recompute", "tp comm", "transfers", "bubble", "grad sync", "optimizer", "activations", "limit", "MFU")
-    for word in (*words, "tokens/s"):
+    assert shown.startswith("PP 4 × TP 2-4 × DP 2-4 + ZeRO-1, recomputing, micro-batch 2 over 1-2: ")
+    words = ("forward", "backward", "recompute", "tp comm", "transfers", "bubble", "grad sync", "optimizer", "activations", "MFU")
+    for word in (*words, "tokens/s", "master weights"):
         assert word in shown
     assert "3*" in shown and "the others wait for stage 3" in shown and "per hour" in shown and "sequence_parallel" in shown
 

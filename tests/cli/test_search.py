@@ -9,11 +9,12 @@ from unittest import mock
 
 import pytest
 
-from penstock.cli.console import format_time
+from penstock.cli.console import format_share, format_time
 from penstock.cli.main import run
 from penstock.costs.roofline import Roofline
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.schema import read_plan
+from penstock.search import short_name
 from penstock.timing.estimate import estimate
 
 REQUEST = ("search", "--model", "gpt-350m", "--cluster", "4xa100-40gb", "--global-batch", "32", "--micro-batches", "1,2,4")
@@ -26,14 +27,32 @@ def test_the_printed_time_is_that_of_the_written_plan(tmp_path: Path, capsys: py
     plan = read_plan(path)
     found = estimate(plan, model_of(plan), cluster_of(plan), Roofline())
     assert plan.predicted is not None and plan.predicted.time_s == found.time_s
-    row = next(line.split() for line in shown.splitlines() if line.split()[:1] in (["grid"], ["exact"]))  # the first is the best
-    assert format_time(found.time_s) == " ".join(row[9:11])
-    first = plan.stages[0]
-    assert row[1:9] == [plan.schedule, str(plan.num_stages), str(first.degrees.tp), str(first.degrees.dp), str(plan.num_replicas),
-                        str(plan.micro_batching.samples), "none", str(first.zero)]  # fmt: skip
-    assert f"penstock explain {path}" in shown
-    assert sorted(entry.name for entry in path.parent.iterdir()) == ["plan.2.json", "plan.3.json", "plan.json"]
-    assert f"at most {100 * (found.time_s / plan.predicted.lower_bound_s - 1):.1f}%" in shown  # type: ignore[operator]
+    answer, first = shown.splitlines()[0], plan.stages[0]
+    assert answer.startswith(f"{short_name(plan)}, micro-batch {plan.micro_batching.samples}: {format_time(found.time_s)} a step ±6 %, ")
+    assert f"; 2,048 tokens, bf16 (gradients in fp32); at most {format_share(found.time_s / plan.predicted.lower_bound_s - 1)}" in answer  # type: ignore[operator]
+    row = next(line.split("  ") for line in shown.splitlines() if line.startswith(f"{short_name(plan)}  "))  # the first is the best
+    cells = [cell.strip() for cell in row if cell]
+    assert cells[:3] == [short_name(plan), str(plan.micro_batching.samples), format_time(found.time_s)]
+    assert cells[6:11] == [str(number) for number in (plan.num_replicas, first.degrees.dp, plan.num_groups, first.degrees.tp, first.zero)]
+    assert f"penstock train {path} --data DIR --steps 100 --out run" in shown and f"penstock explain {path}" in shown
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["plan.2.json", "plan.3.json", "plan.json", "plan.search.json"]
+
+
+def test_the_record_of_a_search_says_what_was_asked_and_why_plans_lost(tmp_path: Path) -> None:
+    assert run([*REQUEST, "--out", str(tmp_path / "plan.json"), "--top", "3", "--baselines"]) == 0
+    record = json.loads((tmp_path / "plan.search.json").read_text(encoding="utf-8"))
+    best, *others = record["candidates"]
+    assert record["format"] == "penstock-search" and record["request"]["global_batch"] == int(REQUEST[REQUEST.index("--global-batch") + 1])
+    assert best["file"] == "plan.json" and best["slower"] == 0 and best["because"] == []
+    for row in others:
+        plan = read_plan(tmp_path / row["file"])
+        assert plan.predicted is not None and row["time_s"] == plan.predicted.time_s
+        longer_s = sum(part["longer_s"] for part in row["because"])
+        assert longer_s == pytest.approx(row["time_s"] - best["time_s"], abs=1e-9 * row["time_s"])
+    assert len(record["baselines"]) > 2 and record["families"] and record["bound_s"] <= record["formula_s"]
+    points = record["progress"]
+    bests = [point["best_s"] for point in points if point["best_s"] is not None]
+    assert points and bests == sorted(bests, reverse=True) and [p["after_s"] for p in points] == sorted(p["after_s"] for p in points)
 
 
 def test_a_simpler_plan_within_the_error_comes_first(
@@ -47,8 +66,8 @@ def test_a_simpler_plan_within_the_error_comes_first(
     plan, other = read_plan(path), read_plan(tmp_path / "plan.2.json")
     assert (plan.num_groups, plan.num_replicas) == (1, 8) and other.num_groups > 1  # the fastest is still there
     slower = plan.predicted.time_s / other.predicted.time_s - 1  # type: ignore[union-attr]
-    assert f"DP 8 + ZeRO-1, recomputing is {slower:.1%} slower than the best found" in shown
-    assert "within the error of ±50% (roofline)" in shown
+    assert f"DP 8 + ZeRO-1, recomputing is {format_share(slower)} slower than the best found" in shown
+    assert "within the error of ±50 % (roofline)" in shown
     assert "at most" in shown and slower > 0.01
     assert run([*asked, "--strict", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -162,7 +181,7 @@ def test_a_simple_plan_for_lengths_says_why_even_alone(
     asked = ["search", "--model", "gpt-small", "--cluster", "2xcpu", "--global-batch", "16", "--lengths", str(lengths), "--top", "1"]
     assert run([*asked, "--out", str(tmp_path / "plan.json")]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "slower than the best found" in shown and "within the error of ±6% (roofline)" in shown
+    assert "slower than the best found" in shown and "within the error of ±6 % (roofline)" in shown
     assert [path.name for path in tmp_path.glob("plan*")] == ["plan.json"]  # the fastest is named, not offered
     assert run([*asked, "--strict"]) == 0
     assert "within the error" not in capsys.readouterr().out
@@ -210,7 +229,7 @@ def test_precision_gradients_and_length_are_printed_and_can_be_chosen(tmp_path: 
     asked = ["search", "--model", f"hf:{tmp_path}", "--global-batch", "4", "--micro-batches", "1", "--top", "1", "--max-hops", "0"]
     assert run([*asked, "--cluster", "2xa100-40gb"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "samples of 4,096 tokens; weights in bf16, gradients summed in fp32" in told
+    assert "; 4,096 tokens, bf16 (gradients in fp32); at most " in told
     assert "planned in bf16: the config names no dtype" in told and "the model takes 8,192" in told and "attn_pdrop 0.1" in told
     assert run([*asked, "--cluster", "2xa100-40gb", "--precision", "fp16", "--gradients", "fp16", "--seq-length", "64", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -67,8 +67,8 @@ def test_plan_files_hold_gradients() -> None:
     plan = uniform_plan("gpt2", "4xh100", global_batch=8, micro_batch=1)
     wide = dataclasses.replace(plan, gradients="fp32")
     assert plan_from_dict(plan_to_dict(wide), "a test") == wide
-    assert "gradients" not in plan_to_dict(plan) and described_training(plan).endswith("weights in bf16, gradients too")
-    assert described_training(wide) == "samples of 1,024 tokens; weights in bf16, gradients summed in fp32"
+    assert "gradients" not in plan_to_dict(plan) and described_training(plan).endswith(" tokens, bf16")
+    assert described_training(wide) == "1,024 tokens, bf16 (gradients in fp32)"
 
 
 def test_lengths_are_usual_ones() -> None:

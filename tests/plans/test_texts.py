@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import InputError
-from penstock.plans.texts import format_counts, format_ops, format_ranks, parse_op_range, parse_ops, parse_ranks
+from penstock.models import resolve_model
+from penstock.plans.texts import described_ops, format_counts, format_ops, format_ranks, parse_op_range, parse_ops, parse_ranks
 
 RANKS = st.lists(st.integers(0, 50) | st.integers(0, 999_999), min_size=1, max_size=40)
 
@@ -52,3 +53,15 @@ def test_wrong_ops_are_refused(text: object) -> None:
         parse_ops(text)
     with pytest.raises(InputError, match="FIRST:END"):
         parse_op_range(text)
+
+
+def test_ops_are_described_in_the_words_of_their_model() -> None:
+    model = resolve_model("gpt-1.3b")  # the embedding, then 24 layers of 8 ops, then the head's three
+    attention = [1 + 8 * layer + 2 for layer in range(3, 20)]
+    assert described_ops(model, attention) == "layers 3–19: attention"
+    assert described_ops(model, range(1, 1 + 8 * 24)) == "layers 0–23"
+    assert described_ops(model, [*range(17, 24), *range(25, 32), 193]) == "layers 2–3: all but down; head: norm"
+    assert described_ops(model, [0, *range(9, 17)]) == "embedding; layers 1"
+    assert described_ops(model, []) == ""
+    scattered = [1 + 8 * layer for layer in range(0, 24, 2)]  # no two layers in a row
+    assert described_ops(model, scattered) == "layers 0: norm1; layers 2: norm1; layers 4: norm1; layers 6: norm1; 8 more ops"

@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, out, print_json, progress, table
+from penstock.cli.console import (
+    JsonFlag,
+    VerboseFlag,
+    format_bytes,
+    format_count,
+    format_share,
+    format_time,
+    out,
+    print_json,
+    progress,
+    say,
+    table,
+)
 from penstock.cli.options import MAX_SEARCH_STEPS, SEED, file_to_write, within
 from penstock.errors import InputError
 from penstock.systems import SYSTEMS
@@ -46,6 +58,7 @@ def batch(
         bool, typer.Option("--baselines", help="Show beside it what the usual ways to cut a batch would take: padded, packed, budgets.")
     ] = False,
     path: Annotated[Path | None, typer.Option("--out", callback=file_to_write, help="Write the planned batch to this file.")] = None,
+    verbose: VerboseFlag = False,
     json: JsonFlag = False,
 ) -> None:  # fmt: skip
     """Plan one global batch: which samples run together, on which replica, in which order, recomputing what; time and memory to expect.
@@ -71,11 +84,11 @@ def batch(
         compared = {"baselines": [{"method": one.method, **_figures(one)} for one in usual]} if baselines else {}
         print_json({**_summary(found), **compared, "out": path, "batch": found.to_dict()})
         return
-    _show(found)
+    _show(found, verbose)
     if baselines:
         out().print(table("the same batch, cut as usual", _BASELINE_COLUMNS, [_baseline_row(one, found) for one in (found, *usual)]))
     if path is not None:
-        out().print(f"wrote it to {path}.", markup=False, soft_wrap=True)
+        say(f"wrote it to {path}.")
 
 
 def _planned(
@@ -129,26 +142,26 @@ def _summary(found: BatchPlan) -> dict[str, Any]:
     }
 
 
-def _show(found: BatchPlan) -> None:
+def _show(found: BatchPlan, verbose: bool) -> None:
     speed = format_count(found.num_tokens / found.predicted_s)
-    gap = f", at least {format_time(found.bound_s)} for any plan" if found.bound_s else ""
-    out().print(f"{format_time(found.predicted_s)} per iteration ({speed} tokens/s{gap}; {found.costs})", markup=False, soft_wrap=True)
-    out().print(
-        f"{found.num_micro_batches} micro-batches, {format_count(found.num_tokens)} tokens, {found.padding_share:.1%} padding, "
-        f"{found.steps} steps of search", markup=False, soft_wrap=True,
+    gap = f"; no way to cut it takes less than {format_time(found.bound_s)}" if found.bound_s else ""
+    say(
+        f"{found.num_micro_batches} micro-batches: {format_time(found.predicted_s)} a step, {speed} tokens/s, "
+        f"{format_bytes(found.peak_bytes)} at most, {format_share(found.padding_share)} padding{gap}; "
+        f"{format_count(found.num_tokens)} tokens, {found.steps} steps of search ({found.costs}).", ""
     )  # fmt: skip
     for index, replica in enumerate(found.replicas):
-        rows = [_row(number, one) for number, one in enumerate(replica.micro_batches)]
-        if len(rows) > _SHOWN:
-            rows = [*rows[: _SHOWN - 1], ["…", "", "", "", "", ""]]
         order = "" if replica.order == "planned" else f", in the order '{replica.order}'"
-        out().print(table(f"replica {index}: {format_time(replica.predicted_s)}{order}", _COLUMNS, rows))
+        shown = replica.micro_batches if verbose else replica.micro_batches[:_SHOWN]
+        title = f"replica {index}: {format_time(replica.predicted_s)}{order}"
+        out().print(table(title, _COLUMNS, [_row(number, one) for number, one in enumerate(shown)]))
+        if more := len(replica.micro_batches) - len(shown):
+            say(f"and {more} more micro-batches (--verbose shows all)", "")
         peaks = zip(replica.warm_up, replica.peak_bytes, found.limit_bytes[index], strict=True)
         stages = [[s, ahead, format_bytes(peak), format_bytes(limit)] for s, (ahead, peak, limit) in enumerate(peaks)]
         out().print(table("", ("stage", "forwards ahead", "peak memory", "limit"), stages))
     for what, samples in (("dropped", found.dropped), ("truncated", found.truncated)):
-        for sample in samples:
-            out().print(f"note: sample {sample.id} of {sample.length} tokens was {what}.", markup=False, soft_wrap=True)
+        say(*(f"note: sample {sample.id} of {sample.length} tokens was {what}." for sample in samples))
 
 
 _BASELINE_COLUMNS = ("way", "time", "longer by", "micro-batches", "padding", "peak memory")
@@ -167,5 +180,5 @@ def _row(number: int, one: MicroBatch) -> list[Any]:
     shape = f"{one.num_rows} × {one.row_length}" if one.layout == "padded" else f"longest {max(one.lengths)}"
     if one.dec_row_length:
         shape += f" / {one.dec_row_length}"
-    patterns = " ".join("-" if pattern == 0 else str(pattern) for pattern in one.recompute)
+    patterns = " ".join("-" if pattern == 0 else str(pattern) for pattern in one.recompute) if any(one.recompute) else "-"
     return [number, one.layout, len(one.samples), shape, one.num_tokens, patterns]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.check_programs import check_programs_at
-from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, format_usd, out, print_json, table
+from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, format_usd, out, print_json, say, table
+from penstock.cli.plan_words import plan_name, ranks_words
 from penstock.errors import InfeasibleError, InputError, PenstockError
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from penstock.plans.plan import Plan, Stage
 
 __all__ = ["check"]
-
-_SHOWN_REPLICAS = 4
 
 
 def check(
@@ -60,8 +59,7 @@ def check(
         return
     out().print("plan is valid", style="green")
     _show(found, model, cluster)
-    for note in notes:
-        out().print(f"note: {note}", markup=False, soft_wrap=True)
+    say(*(f"note: {note}" for note in notes))
 
 
 def _lines(error: PenstockError) -> list[str]:
@@ -85,28 +83,31 @@ def _summary(plan: Plan, model: Model, cluster: Cluster) -> dict[str, Any]:
 
 def _show(plan: Plan, model: Model, cluster: Cluster) -> None:
     """The plan in a few lines and a table of its stages."""
+    from penstock.plans.precision import described_training
     from penstock.plans.texts import format_counts
     from penstock.schedules.rules import SCHEDULES
 
     batching, counts = plan.micro_batching, plan.micro_batches_per_replica
     division = f" = {format_counts(counts)} micro-batches of {batching.samples}" if counts else ""
+    # The order of passes is none where each device has the whole model.
+    order = [f"schedule {plan.schedule}: {SCHEDULES[plan.schedule].about}"] if plan.num_groups > 1 else []
     facts = [
-        f"{model.name} ({format_count(model.num_parameters)} parameters, {plan.precision}) on {cluster.describe()}",
-        f"{_plural(plan.num_stages, 'stage')}, {_plural(plan.num_replicas, 'replica')}, schedule {plan.schedule}",
-        SCHEDULES[plan.schedule].about,
+        f"{plan_name(plan)}: {model.name} ({format_count(model.num_parameters)} parameters, {described_training(plan)}) on "
+        f"{cluster.describe()}",
+        f"{_plural(plan.num_stages, 'stage')}, {_plural(plan.num_replicas, 'replica')}",
+        *order,
         f"global batch {plan.global_batch}{division} ({batching.policy}, {batching.layout})",
     ]
     if plan.predicted is not None:
         price = "" if plan.predicted.price_usd is None else f", {format_usd(plan.predicted.price_usd)}"
         facts.append(f"predicted {format_time(plan.predicted.time_s)}{price} per iteration ({plan.predicted.costs})")
-    for fact in facts:
-        out().print(fact, markup=False, soft_wrap=True)
+    say(*facts, "")
     memory = plan.predicted.memory if plan.predicted else ()
-    columns = ["stage", "ops", "from", "devices", "tp", "dp", "runs", "recompute", "zero", *(["memory"] if memory else [])]
     rows = [_row(index, stage, model) for index, stage in enumerate(plan.stages)]
     for row, used in zip(rows, memory, strict=False):
         row.append(format_bytes(used.total_bytes))
-    out().print(table("stages", columns, rows))
+    columns = ["stage", "ops", "from", "devices", "tp", "dp", "runs", "recomputed", "ZeRO", *(["memory"] if memory else [])]
+    out().print(table("stages", columns, rows, more=["from"]))
 
 
 def _plural(number: int, noun: str) -> str:
@@ -114,12 +115,9 @@ def _plural(number: int, noun: str) -> str:
 
 
 def _row(index: int, stage: Stage, model: Model) -> list[Any]:
-    from penstock.plans.texts import format_ranks
+    from penstock.plans.texts import described_ops
 
-    groups = [format_ranks(ranks) for ranks in stage.devices]
-    if len(groups) > _SHOWN_REPLICAS:
-        groups = [*groups[: _SHOWN_REPLICAS - 1], "…", groups[-1]]
-    recomputed = sum(last - first for first, last in stage.pattern())
-    share = f"{recomputed} of {stage.last - stage.first} ops" if recomputed else "-"
+    recomputed = described_ops(model, (op for first, last in stage.pattern() for op in range(first, last))) or "-"
     ops, start = f"{stage.first}:{stage.last}", model.ops[stage.first].name
-    return [index, ops, start, " | ".join(groups), stage.degrees.tp, stage.degrees.dp, len(stage.runs) or "-", share, stage.zero]
+    runs = len(stage.runs) or "-"
+    return [index, ops, start, ranks_words(stage.devices), stage.degrees.tp, stage.degrees.dp, runs, recomputed, stage.zero]

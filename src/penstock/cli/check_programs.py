@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from penstock.cli.console import out, print_error, print_json, table
+from penstock.cli.console import out, print_error, print_json, say, table
 from penstock.errors import InputError
 
 if TYPE_CHECKING:
@@ -40,13 +40,13 @@ def check_programs_at(path: Path, json: bool) -> None:
     if json:
         print_json({"valid": not problems, "problems": [str(problem) for problem in problems], **_summary(programs)})
     elif problems:
-        more = [f"… and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+        more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         print_error("\n".join([f"'{path}' is not safe:", *(f"  {problem}" for problem in problems[:_SHOWN]), *more]))
         out().print(picture(programs, problems[0]), markup=False, highlight=False, soft_wrap=True)
     else:
         _show(programs)
         if alone:
-            out().print("note: this is one rank of several: what it exchanges was not checked. Give the folder of all ranks.")
+            say("note: this is one rank of several: what it exchanges was not checked. Give the folder of all ranks.")
     if problems:
         raise typer.Exit(InputError.exit_status)
 
@@ -71,10 +71,9 @@ def _summary(programs: Sequence[Program]) -> dict[str, Any]:
 def _show(programs: Sequence[Program]) -> None:
     first = programs[0]
     out().print("programs are safe", style="green")
-    out().print(
+    say(
         f"iteration {first.iteration}: {len(programs)} ranks, {first.num_stages} stages, {first.num_replicas} replicas, "
-        f"{first.num_samples} samples, {first.loss_tokens} positions in the loss",
-        markup=False,
+        f"{first.num_samples} samples, {first.loss_tokens} positions in the loss"
     )
     rows = []
     for program in programs:

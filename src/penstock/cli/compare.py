@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.console import format_bytes, format_time, out, table
+from penstock.cli.console import format_bytes, format_time, out, say, table
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
@@ -97,8 +97,7 @@ def show_comparison(plan: Plan, result: TrainResult, predicted: PredictedSteps) 
     if shown["measured_bytes"] is None:
         lines.append("Memory is not measured on CPU, nor on timed devices.")
     lines.append(f"Predictions are by {predicted.source}.")
-    for line in lines:
-        out().print(line, markup=False, width=80)
+    say(*lines)
 
 
 def _times(predicted_s: float, measured_s: float) -> list[str]:

@@ -1,14 +1,17 @@
-"""`penstock demo`: measure a small model on this machine, plan for two processes, train with them, and compare with what was predicted."""
+"""`penstock demo`: measure a small model on this machine, plan for two processes, train with them, compare with what was predicted; and a
+run that moves away from a device that becomes slow."""
 
 from __future__ import annotations
 
 import shutil
+import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.console import JsonFlag, out, print_json, progress
+from penstock.cli.console import JsonFlag, format_time, out, print_json, progress, say
 from penstock.cli.options import folder_to_write
 
 if TYPE_CHECKING:
@@ -20,7 +23,9 @@ __all__ = ["demo"]
 _PROCESSES = 2
 _MODEL, _CLUSTER, _GLOBAL_BATCH = "gpt-small", f"{_PROCESSES}xcpu", 16
 _BUDGET_S = 45.0
+_VOCAB = 2048
 _STEPS = 6
+_SLOW_RANK, _SLOWER, _SLOW_FROM, _MOVING_STEPS = 2, 3.0, 10, 26
 
 
 def demo(
@@ -29,8 +34,8 @@ def demo(
     ] = Path("runs/demo"),
     json: JsonFlag = False,
 ) -> None:
-    """Measure a small GPT on this machine's processor, find a plan for two processes, explain it, and train with it for a few steps. Needs
-    no GPU; about a minute.
+    """Measure a small GPT on this machine's processor, find a plan for two processes, explain it, and train with it for a few steps; then
+    let a device of another run become slow, and see the run move away from it. Needs no GPU; about two minutes.
 
     A second run uses the profile of the first.
 
@@ -46,11 +51,12 @@ def demo(
     if not json:
         _explain(found, folder)
     losses = _trained(folder, json)
+    events = _moved(folder, json)
     if json:
-        from penstock.cli.search import choice_row
+        from penstock.cli.plan_words import choice_row
 
         rows = [choice_row(choice) for choice in found]
-        print_json({"profile": folder / "profile.json", "plan": folder / "plan.json", "plans": rows, "losses": losses})
+        print_json({"profile": folder / "profile.json", "plan": folder / "plan.json", "plans": rows, "losses": losses, "events": events})
         return
     _tell(folder)
 
@@ -60,11 +66,11 @@ def _trained(folder: Path, quiet: bool) -> list[float]:
     from penstock.cli.compare import show_comparison
     from penstock.plans.schema import read_plan
     from penstock.runtime.request import StepTold, TrainRequest
-    from penstock.runtime.trainer import Trainer
+    from penstock.runtime.trainer import PlanTrainer
 
     shutil.rmtree(folder / "run", ignore_errors=True)
     plan = read_plan(folder / "plan.json")
-    trainer = Trainer(TrainRequest(plan, str(_prepared(folder / "data")), _STEPS, str(folder / "run")))
+    trainer = PlanTrainer(TrainRequest(plan, str(_prepared(folder / "data")), _STEPS, str(folder / "run")))
     with progress(f"training {_MODEL} with {len(plan.ranks)} processes", _STEPS, quiet=quiet) as bar:
 
         def told(step: StepTold) -> None:
@@ -77,13 +83,48 @@ def _trained(folder: Path, quiet: bool) -> list[float]:
     return list(result.losses)
 
 
+def _moved(folder: Path, quiet: bool) -> list[str]:
+    """What a run on four paced devices tells, one of which becomes slow: it moves its work away, and trains on."""
+    from penstock.adapting.events import read_events
+    from penstock.adapting.watching import move_run
+    from penstock.cli.events import show_events
+    from penstock.plans.build import uniform_plan
+    from penstock.runtime.request import PACED, PlanningSettings, TrainRequest
+    from penstock.runtime.telemetry.steps import read_steps
+    from penstock.runtime.trainer import Trainer
+    from penstock.timing.disturbance import Disturbance, DisturbanceChange
+
+    run = folder / "moving"
+    shutil.rmtree(run, ignore_errors=True)
+    plan = uniform_plan("gpt-tiny", "4xa100-40gb", global_batch=8, micro_batch=1, pp=4, layout="packed")
+    plan = replace(plan, model={"base": "gpt-tiny", "vocab": _VOCAB})
+    story = Disturbance((DisturbanceChange((_SLOW_RANK,), _SLOWER, first=_SLOW_FROM),))
+    request = TrainRequest(
+        plan, str(_prepared(folder / "data")), _MOVING_STEPS, str(run), device=PACED, checkpoint_every=0, disturbance=story,
+        planning=PlanningSettings(0),
+    )  # fmt: skip
+    with progress("training gpt-tiny at the pace of four A100s, one of which becomes slow", _MOVING_STEPS, quiet=quiet) as bar:
+        Trainer(request, move_run).train(lambda step: bar.advance())
+    found = list(read_events(run))
+    if not quiet:
+        out().print()
+        say(f"four A100s, as this processor plays them; rank {_SLOW_RANK} takes {_SLOWER:g} times as long from step {_SLOW_FROM} on:")
+        show_events(found)
+        times_s = [step.time_s or 0.0 for step in read_steps(run / "steps.jsonl")]
+        first = next((event.step for event in found if event.event == "moved"), _MOVING_STEPS)
+        parts = (times_s[:_SLOW_FROM], times_s[_SLOW_FROM:first], times_s[first:] or times_s[-1:])
+        before, slow, after = (format_time(statistics.median(part)) for part in parts)
+        say(f"a step took {before}, {slow} while rank {_SLOW_RANK} was slow, and {after} after the move. Losses are those of a calm run.")
+    return [event.text for event in found]
+
+
 def _prepared(path: Path) -> Path:
     """The bundled texts with a tokenizer trained on them, made once."""
     from penstock.data.bundled import bundled_files
     from penstock.data.text.prepare import TextRequest, prepare_text
 
     if not path.exists():
-        prepare_text(TextRequest(tuple(bundled_files()), path, train_tokenizer=2048, limits=(192, 63)))
+        prepare_text(TextRequest(tuple(bundled_files()), path, train_tokenizer=_VOCAB, limits=(192, 63)))
     return path
 
 
@@ -111,21 +152,21 @@ def _measured(path: Path, quiet: bool) -> Profiled:
 
 def _explain(found: list[Choice], folder: Path) -> None:
     from penstock.cli.explain import show_estimate
-    from penstock.cli.search import choices_table
+    from penstock.cli.plan_words import choices_table, plan_sentence
 
-    plan = folder / "plan.json"
+    plan, best = folder / "plan.json", found[0]
+    say(plan_sentence(best.plan, best.estimate), "")
     out().print(choices_table(f"best uniform plans of {_MODEL} on {_CLUSTER}, global batch {_GLOBAL_BATCH}, as measured here", found))
-    show_estimate(str(plan), found[0].estimate)
+    show_estimate(str(plan), best.estimate)
 
 
 def _tell(folder: Path) -> None:
     plan = folder / "plan.json"
-    for line in (
+    say(
         "",
         f"measured costs are in {folder / 'profile.json'}, the best plan in {plan}. What to try next:",
         f"  penstock check {plan}",
         f"  penstock search --model {_MODEL} --cluster 4xcpu --global-batch 32 --costs profile:{folder / 'profile.json'}",
         "  penstock search --model gpt-1.3b --cluster 8xh200-141gb --global-batch 64 --costs profile:h200-141gb --out big.json",
         "  penstock explain big.json",
-    ):
-        out().print(line, markup=False, soft_wrap=True)
+    )

@@ -15,7 +15,7 @@ from penstock.cli.console import JsonFlag, err, out, print_json, visible
 if TYPE_CHECKING:
     from penstock.adapting.events import RunEvent
 
-__all__ = ["events"]
+__all__ = ["events", "show_events"]
 
 _PAUSE_S = 0.5
 _WIDTH = 80
@@ -41,11 +41,11 @@ def events(
     if json and not follow:
         print_json({"run": run, "watched": (run / EVENTS).is_file(), "events": [_fields(event) for event in found]})
         return
-    shown = _show(found, json)
+    shown = show_events(found, json)
     while follow and is_held(run):
         time.sleep(_PAUSE_S)
-        shown += _show(list(read_events(run))[shown:], json)
-    shown += _show(list(read_events(run))[shown:], json)
+        shown += show_events(list(read_events(run))[shown:], json)
+    shown += show_events(list(read_events(run))[shown:], json)
     if not shown:
         unwatched = "it was not watched (--adapt off, a rehearsal, or more ranks than cores)."
         told = "nothing has been noticed." if (run / EVENTS).is_file() else unwatched
@@ -58,7 +58,7 @@ def _fields(event: RunEvent) -> Any:
     return msgspec.to_builtins(event)
 
 
-def _show(found: list[RunEvent], json: bool) -> int:
+def show_events(found: list[RunEvent], json: bool = False) -> int:
     """Prints events; how many."""
     for event in found:
         if json:

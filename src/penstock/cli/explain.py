@@ -9,10 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, format_usd, out, print_json, progress, table
+from penstock.cli.console import (
+    JsonFlag,
+    VerboseFlag,
+    format_bytes,
+    format_count,
+    format_part,
+    format_time,
+    format_usd,
+    out,
+    print_json,
+    progress,
+    say,
+    table,
+)
+from penstock.cli.plan_words import choice_row, micro_batch_words, plan_name, plan_sentence
 
 if TYPE_CHECKING:
-    from penstock.search import Relaxed, Rival
+    from penstock.search import Choice, Relaxed, Rival
     from penstock.timing.estimate import Estimate, StageEstimate
 
 __all__ = ["explain", "show_estimate"]
@@ -21,6 +35,7 @@ _TIME_COLUMNS = (
     "stage", "ops", "device", "tp", "dp", "forward", "backward", "recompute", "tp comm", "transfers", "host wait", "all",
     "bubble", "grad sync", "optimizer",
 )  # fmt: skip
+_SPARE = ("ops", "device", "tp", "dp")
 
 
 def explain(
@@ -30,15 +45,13 @@ def explain(
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Also search again: why the next best plans lost, and what would make training faster.")
     ] = False,
+    verbose: VerboseFlag = False,
     json: JsonFlag = False,
 ) -> None:
     """Say where a plan's time, memory and money go, stage by stage, what the others wait for, and what the runtime cannot run of it.
 
     Example: penstock explain plan.json --against other.json
     """
-    from penstock.plans.precision import described_training
-    from penstock.plans.schema import read_plan
-
     found = _estimate(plan, costs)
     other = _estimate(against, costs or found.source) if against is not None else None
     cannot = _unsupported(plan)
@@ -46,9 +59,9 @@ def explain(
     if json:
         print_json(_as_dict(plan, found, against, other) | {"unsupported": cannot} | (_what_if_dict(beside, faster) if what_if else {}))
         return
-    show_estimate(f"{plan}, {described_training(read_plan(plan))}", found)
-    for problem in cannot:
-        out().print(f"cannot be trained yet: {problem}", markup=False, soft_wrap=True)
+    say(_sentence(plan, costs, found), "")
+    show_estimate(str(plan), found, verbose)
+    say(*(f"cannot be trained yet: {problem}" for problem in cannot))
     if other is not None:
         out().print(_differences_table(str(plan), found, str(against), other))
     if what_if:
@@ -67,6 +80,18 @@ def _estimate(path: Path, costs: str | None) -> Estimate:
     require_valid(plan, where=f"plan '{path}'")
     cluster = cluster_of(plan)
     return clocked(plan, estimate(plan, model_of(plan), cluster, open_costs(costs or plan.costs, cluster)))
+
+
+def _sentence(path: Path, costs: str | None, found: Estimate) -> str:
+    """The plan in one sentence, beside the bound that its search wrote into it if the costs are the same."""
+    from penstock.costs.sources import open_costs
+    from penstock.plans.references import cluster_of
+    from penstock.plans.schema import read_plan
+
+    plan = read_plan(path)
+    error = open_costs(costs or plan.costs, cluster_of(plan)).error
+    known = plan.predicted if plan.predicted is not None and plan.predicted.costs == found.source else None
+    return plan_sentence(plan, found, error, known.lower_bound_s if known else None)
 
 
 def _unsupported(path: Path) -> list[str]:
@@ -94,16 +119,13 @@ def _what_if(path: Path, costs: str | None, quiet: bool) -> tuple[list[Rival], l
     return rivals(own, found), rows
 
 
-def show_estimate(name: str, found: Estimate) -> None:
+def show_estimate(name: str, found: Estimate, verbose: bool = False) -> None:
     """Prints the whole estimate: times and memory by stage, shares of the iteration, totals."""
-    out().print(table(f"{name}: times per micro-batch; bubble, gradient sync and optimizer per iteration", _TIME_COLUMNS,
-                      [_time_row(stage, found) for stage in found.stages]))  # fmt: skip
+    title = f"{name}: times per micro-batch; bubble, gradient sync and optimizer per iteration"
+    out().print(table(title, _TIME_COLUMNS, [_time_row(stage, found) for stage in found.stages], more=_SPARE, verbose=verbose))
     out().print(_memory_table(found))
     out().print(_shares_table(found))
-    for line in _facts(found):
-        out().print(line, markup=False, soft_wrap=True)
-    for note in found.notes:
-        out().print(f"note: {note}", markup=False, soft_wrap=True)
+    say(*_facts(found), *(f"note: {note}" for note in found.notes))
 
 
 def _time_row(stage: StageEstimate, found: Estimate) -> list[Any]:
@@ -123,11 +145,11 @@ def _memory_table(found: Estimate) -> Any:
     sizes = [[size for _, size, _ in stage.memory.rows()] for stage in found.stages]
     shown = [column for column in range(len(names)) if any(row[column] for row in sizes)]
     rows = [
-        [stage.index, *(format_bytes(row[column]) for column in shown), format_bytes(row[-1]), format_bytes(stage.limit_bytes),
-         f"{row[-1] / stage.limit_bytes:.0%}" + ("" if stage.fits else " does not fit")]
+        [stage.index, f"{format_part(row[-1], stage.limit_bytes)} ({row[-1] / stage.limit_bytes:.0%}{'' if stage.fits else ', too much'})",
+         *(format_bytes(row[column]) for column in shown)]
         for stage, row in zip(found.stages, sizes, strict=True)
     ]  # fmt: skip
-    return table("memory of the fullest device", ["stage", *(names[column] for column in shown), "total", "limit", "used"], rows)
+    return table("memory of the fullest device", ["stage", "all", *(names[column] for column in shown)], rows)
 
 
 def _shares_table(found: Estimate) -> Any:
@@ -139,13 +161,13 @@ def _shares_table(found: Estimate) -> Any:
 def _facts(found: Estimate) -> list[str]:
     from penstock.plans.texts import format_counts
 
-    count, tokens = found.num_micro_batches, "" if found.tokens_per_s is None else f", {format_count(found.tokens_per_s)} tokens/s"
+    count = found.num_micro_batches
     micro_batches = f"{count} micro-batch{'es' if count > 1 else ''} of {found.samples} per replica"
     if len(set(found.per_replica)) > 1:
         micro_batches = f"{format_counts(found.per_replica)} micro-batches of {found.samples}, replica {found.replica} being last"
     facts = [
-        f"{format_time(found.time_s)} per iteration of {micro_batches}{tokens}, "
-        f"{_quantity('samples_per_s', found.samples_per_s)} samples/s, MFU {found.mfu:.1%} ({found.source})"
+        f"{format_time(found.time_s)} per iteration of {micro_batches}, {_quantity('samples_per_s', found.samples_per_s)} samples/s "
+        f"({found.source})"
     ]
     if len(found.stages) > 1:
         slowest_s = found.stages[found.bottleneck].work.total_s
@@ -223,38 +245,34 @@ def _quantity(key: str, value: float | None) -> str:
 
 _SMALL = 0.001
 """Parts that differ by less than this share of the time are not named."""
-_OF_PLAN = ("schedule", "pp", "tp", "dp", "replicas", "micro_batch", "recompute")
-"""What tells plans apart in a table."""
 
 
 def _show_what_if(found: Estimate, beside: list[Rival], faster: list[Relaxed]) -> None:
-    from penstock.cli.search import choice_row
-
     rows = []
     for rival in beside:
-        row, least_s = choice_row(rival.choice), _SMALL * found.time_s
+        choice, least_s = rival.choice, _SMALL * found.time_s
         worse, better = (
             ", ".join(f"{name} {format_time(abs(time_s))}" for name, time_s in parts if abs(time_s) > least_s) or "-"
             for parts in ([part for part in rival.parts_s if part[1] > 0], [part for part in rival.parts_s if part[1] < 0])
         )
-        rows.append([*(row[name] for name in _OF_PLAN), format_time(row["time_s"]), f"{rival.slower:+.1%}", worse, better])
-    columns = [*(name.replace("_", "-") for name in _OF_PLAN), "time", "slower", "takes more", "takes less"]
+        rows.append([*_of_plan(choice), format_time(choice.estimate.time_s), f"{rival.slower:+.1%}", worse, better])
+    columns = ["plan", "micro-batch", "time", "slower", "takes more", "takes less"]
     out().print(table(f"the best plans of other kinds, against this one's {format_time(found.time_s)}", columns, rows))
-    out().print(_verdict(found, beside, faster[0]), markup=False, soft_wrap=True)
+    say(_verdict(found, beside, faster[0]), "")
     out().print(table("what would make training faster, one change at a time, each with the best plan found",
-                      ["change", "time", "saved", *(name.replace("_", "-") for name in _OF_PLAN)], map(_relaxed_row, faster)))  # fmt: skip
-    for change in faster:
-        if change.note:
-            out().print(f"{change.change}: {change.note}", markup=False, soft_wrap=True)
+                      ["change", "time", "saved", "plan", "micro-batch"], map(_relaxed_row, faster)))  # fmt: skip
+    say(*(f"{change.change}: {change.note}" for change in faster if change.note))
+
+
+def _of_plan(choice: Choice) -> list[str]:
+    return [plan_name(choice.plan), micro_batch_words(choice.plan)]
 
 
 def _relaxed_row(row: Relaxed) -> list[Any]:
-    from penstock.cli.search import choice_row
-
     if row.choice is None:
-        return [row.change, *["-"] * (2 + len(_OF_PLAN))]
-    plan, gain = choice_row(row.choice), "-" if row.gain is None else f"{row.gain:.1%}"
-    return [row.change, format_time(plan["time_s"]), gain, *(plan[name] for name in _OF_PLAN)]
+        return [row.change, *["-"] * 4]
+    gain = "-" if row.gain is None else f"{row.gain:.1%}"
+    return [row.change, format_time(row.choice.estimate.time_s), gain, *_of_plan(row.choice)]
 
 
 def _verdict(found: Estimate, beside: list[Rival], best: Relaxed) -> str:
@@ -271,8 +289,6 @@ def _verdict(found: Estimate, beside: list[Rival], best: Relaxed) -> str:
 
 
 def _what_if_dict(beside: list[Rival], faster: list[Relaxed]) -> dict[str, Any]:
-    from penstock.cli.search import choice_row
-
     return {
         "rivals": [
             {**choice_row(rival.choice), "slower": rival.slower, "differences_s": dict(rival.parts_s)} for rival in beside

@@ -38,6 +38,7 @@ class Verb(NamedTuple):
 # In the order in which `penstock --help` lists them.
 VERBS: tuple[Verb, ...] = (
     Verb("demo", "demo", "Measure a small model on this machine, plan for it, and explain the plan."),
+    Verb("list", "list_", "List the models, devices, clusters, schedules and profiles that have names."),
     Verb("profile", "profile", "Measure a model's ops on this machine's device."),
     Verb("search", "search", "Find the best plans for a model on a cluster."),
     Verb("pareto", "pareto", "Compare every choice of nodes from a pool by time and money."),
@@ -45,10 +46,13 @@ VERBS: tuple[Verb, ...] = (
     Verb("batch", "batch", "Plan one global batch: micro-batches, order, recomputation, time and memory."),
     Verb("simulate", "simulate", "Show the timeline a plan would give: who computes, sends, waits, and what memory holds."),
     Verb("check", "check", "Prove a plan valid, or say everything that is wrong with it."),
-    Verb("train", "train", "Run a plan: train its model on prepared data."),
+    Verb("train", "train", "Train a model on your own data in one command; or run a job file, or a plan."),
     Verb("trace", "trace", "Write what every rank of a run did and when, beside what was predicted, for Perfetto."),
+    Verb("report", "report", "Write a page to look at: plans, searches, choices of nodes, batches and runs."),
+    Verb("watch", "watch", "Serve the report of a run to this machine, kept up to date while it goes on."),
     Verb("events", "events", "Tell what a run noticed about slow ranks, late data and costs, and what it decided."),
     Verb("replan", "replan", "Ask a running job to move to another plan."),
+    Verb("disturb", "disturb", "Slow down ranks, links or data of a run that goes on."),
     Verb("import", "import_", "Trace your own torch module into a model description, or turn DynPipe's files into a plan."),
     Verb("export", "export", "Write a plan for another system or a launcher, or weights for Hugging Face."),
     Verb("prepare-data", "prepare_data", "Turn text pairs, images or BERT shards into files that training maps."),

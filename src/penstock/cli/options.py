@@ -14,7 +14,7 @@ from penstock.files import check_folder, check_new_folder, check_writable
 
 __all__ = [
     "BATCH", "BIG", "MAX_PLANNERS", "MAX_SEARCH_STEPS", "SEED", "Gradients", "Precision", "SeqLength", "file_to_write", "folder_to_write",
-    "new_folder_to_write", "within",
+    "new_folder_to_write", "slower_ranks", "within",
 ]  # fmt: skip
 
 SEED = 2**63 - 1
@@ -75,6 +75,18 @@ def _named(param: typer.CallbackParam, check: Callable[[], None]) -> None:
         check()
     except InputError as error:
         raise InputError(f"{param.opts[0]}: {error}") from None
+
+
+def slower_ranks(given: list[str]) -> dict[int, float]:
+    """`--slow` of ranks: texts such as 3=1.5."""
+    found = {}
+    for text in given:
+        rank, _, factor = text.partition("=")
+        try:
+            found[int(rank)] = float(factor)
+        except ValueError:
+            raise InputError(f"--slow is '{text}'; a rank and a factor such as 3=1.5 were expected.") from None
+    return found
 
 
 SeqLength = Annotated[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import math
 import re
@@ -13,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.console import JsonFlag, format_time, format_usd, out, print_json, progress, table
+from penstock.cli.console import JsonFlag, VerboseFlag, format_time, format_usd, out, print_json, progress, say, table
 from penstock.cli.options import BATCH, BIG, Gradients, Precision, SeqLength, folder_to_write, within
-from penstock.cli.search import choice_row, parse_sizes
+from penstock.cli.plan_words import choice_row, plan_name
+from penstock.cli.search_options import parse_sizes
 
 if TYPE_CHECKING:
     from penstock.search import Offer
@@ -24,6 +24,8 @@ __all__ = ["pareto"]
 
 _SHOWN, _NAME_LETTERS = 20, 120
 """Choices left out that are listed; letters of a file's name, of which systems allow 255 bytes."""
+
+FORMAT, VERSION = "penstock-pareto", 1
 
 
 def pareto(
@@ -44,6 +46,7 @@ def pareto(
         typer.Option("--out", callback=folder_to_write, help="Folder for pareto.csv, pareto.json, the chart and a plan for each choice."),
     ] = None,
     dominated: Annotated[bool, typer.Option("--dominated", help="Also show choices that others beat, and which.")] = False,
+    verbose: VerboseFlag = False,
     json: JsonFlag = False,
 ) -> None:
     """Compare every choice of nodes from a pool by time and money, each with its best plan; says which are left out, and why.
@@ -61,31 +64,41 @@ def pareto(
         found, left = offers(request, count, lambda text, done, all_: bar.describe(f"{text} ({done} of {all_})"))
     found.sort(key=lambda offer: (bool(offer.dominated_by), offer.hours))
     rows = [_row(offer, count) for offer in found]
-    if folder is not None:
-        _write(folder, found, rows)
     others = [{"cluster": one.cluster.name, "reason": one.reason} for one in left]
+    if folder is not None:
+        _write(folder, found, rows, {"model": model, "cluster": cluster, "global_batch": global_batch, "steps": count, "left_out": others})
     if json:
         print_json({"model": model, "cluster": cluster, "steps": count, "out": folder, "choices": rows, "left_out": others})
         return
+    say(*_sentences(found), "")
+    names = {offer.cluster.name: plan_name(offer.choice.plan) for offer in found}
     shown = [row for row in rows if dominated or not row["dominated_by"]]
     cells = [
-        [row["cluster"], row["devices"], format_time(row["time_s"]), f"{row['hours']:,.2f}", format_usd(row["usd"]), row["pp"], row["tp"],
-         row["replicas"], row["dominated_by"] or "-"] for row in shown
+        [row["cluster"], format_time(row["time_s"]), f"{row['hours']:,.2f}", format_usd(row["usd"]), names[row["cluster"]],
+         row["dominated_by"] or "-", row["devices"], row["pp"], row["tp"], row["replicas"]] for row in shown
     ]  # fmt: skip
-    columns = ["nodes", "devices", "iteration", "hours", "money", "pp", "tp", "replicas", "beaten by"]
+    columns = ["nodes", "iteration", "hours", "money", "plan", "beaten by", "devices", "pp", "tp", "replicas"]
     title = f"{model}, global batch {global_batch}, {count:,} iteration{'s' if count > 1 else ''}: choices from {cluster}"
-    out().print(table(title, columns, cells))
+    out().print(table(title, columns, cells, more=columns[-4:], verbose=verbose))
     notes = (*request.frame.notes, *request.estimator.source.notes(request.model))
-    for line in (described_training(request.frame), *(f"note: {note}" for note in notes)):
-        out().print(line, markup=False, soft_wrap=True)
+    say(described_training(request.frame), *(f"note: {note}" for note in notes))
     beaten = sum(bool(row["dominated_by"]) for row in rows)
-    out().print(f"{beaten} more choices were searched and are beaten by one of these (--dominated shows them).", markup=False)
+    say(f"{beaten} more choices were searched and are beaten by one of these (--dominated shows them).")
     if others:
-        more = [f"  … and {len(others) - _SHOWN} more (--json lists all)"] if len(others) > _SHOWN else []
-        lines = [f"left out ({len(others)}):", *(f"  {one['cluster']}: {one['reason']}" for one in others[:_SHOWN]), *more]
-        out().print("\n".join(lines), markup=False, soft_wrap=True)
+        say(f"left out ({len(others)}):", *(f"  {one['cluster']}: {one['reason']}" for one in others[:_SHOWN]))
+        say(*([f"  and {len(others) - _SHOWN} more (--json lists all)"] if len(others) > _SHOWN else []))
     if folder is not None:
-        out().print(f"wrote plans, pareto.csv, pareto.json and pareto.svg to {folder}.", markup=False, soft_wrap=True)
+        say(f"wrote plans, pareto.csv, pareto.json and pareto.svg to {folder}.")
+
+
+def _sentences(found: Sequence[Offer]) -> list[str]:
+    """The ends of what is worth having."""
+    best = [offer for offer in found if not offer.dominated_by]
+    ends = {"fastest": min(best, key=lambda offer: offer.hours), "cheapest": min(best, key=lambda offer: offer.usd)}
+    return [
+        f"{word}: {offer.cluster.name}, {offer.hours:,.2f} hours and {format_usd(offer.usd)} with {plan_name(offer.choice.plan)}"
+        for word, offer in ends.items()
+    ]  # fmt: skip
 
 
 def _row(offer: Offer, count: int) -> dict[str, Any]:
@@ -95,21 +108,19 @@ def _row(offer: Offer, count: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _write(folder: Path, found: list[Offer], rows: list[dict[str, Any]]) -> None:
-    import json
-
-    from penstock.files import write_text, written_together
+def _write(folder: Path, found: list[Offer], rows: list[dict[str, Any]], asked: dict[str, Any]) -> None:
+    """The choices as a table and as data, with the file of each plan; choices that were left out are told with their reasons."""
+    from penstock.files import csv_text, write_json, write_text, written_together
     from penstock.plans.schema import write_plan
 
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
     best = [offer for offer in found if not offer.dominated_by]
+    names = _file_names([offer.cluster.name for offer in best])
+    left = iter(names)
+    choices = [{**row, "file": None if row["dominated_by"] else next(left)} for row in rows]
     with written_together():
-        write_text(folder / "pareto.csv", text.getvalue())
-        write_text(folder / "pareto.json", json.dumps(rows, indent=2))
-        for offer, name in zip(best, _file_names([offer.cluster.name for offer in best]), strict=True):
+        write_text(folder / "pareto.csv", csv_text(list(rows[0]), ([row.get(name) for name in rows[0]] for row in rows)))
+        write_json(folder / "pareto.json", {"format": FORMAT, "version": VERSION, **asked, "choices": choices})
+        for offer, name in zip(best, names, strict=True):
             write_plan(folder / name, offer.choice.plan)
         _chart(folder / "pareto.svg", found)
 

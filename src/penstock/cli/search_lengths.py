@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.cli.console import format_bytes, format_count, format_time, format_usd, out, print_json, progress, table
+from penstock.cli.console import (
+    format_bytes,
+    format_count,
+    format_part,
+    format_share,
+    format_time,
+    format_usd,
+    out,
+    print_json,
+    progress,
+    say,
+    table,
+)  # fmt: skip
+from penstock.cli.plan_words import next_steps, plan_name
+from penstock.cli.search_answer import iterations_line, why_first
 
 if TYPE_CHECKING:
     from penstock.batching.plan import SampleLengths
@@ -19,10 +32,10 @@ if TYPE_CHECKING:
 __all__ = ["lengths_of", "search_lengths"]
 
 _COLUMNS = (
-    "pp", "tp", "dp", "replicas", "zero", "micro-batches", "tokens in one", "padding", "time", "tokens/s", "to its bound", "peak memory",
-    "price",
+    "plan", "micro-batches", "tokens in one", "padding", "time", "tokens/s", "memory", "price", "above its bound", "replicas",
+    "dp in each", "pp", "tp", "ZeRO",
 )  # fmt: skip
-
+_SPARE = _COLUMNS[8:]
 
 _MOST = 200_000
 """Samples of a data set that are looked at, spread over all of it: some batches are drawn from them."""
@@ -51,11 +64,10 @@ def lengths_of(request: Request, lengths: Path | None, data: Path | None) -> lis
 
 def search_lengths(
     request: Request, path: Path, samples: list[SampleLengths], top: int, time_budget: float | None, steps: int | None,
-    tokens: float | None, json: bool, target: Path | None, strict: bool,
+    tokens: float | None, json: bool, target: Path | None, strict: bool, verbose: bool = False,
 ) -> list[Plan]:  # fmt: skip
     """Searches, shows and writes; the plans, best first."""
-    from penstock.cli.search import why_first, write_plans
-    from penstock.plans.precision import described_training
+    from penstock.cli.search import write_plans
     from penstock.search import search_for_lengths
 
     with progress("searching", quiet=json) as bar:
@@ -75,13 +87,32 @@ def search_lengths(
                     "notes": notes, "plans": [_row(choice) for choice in choices]})  # fmt: skip
         return plans
     longest = max(sample.length for sample in samples)
+    where = str(path) if path.is_dir() else "DIR"
+    say(_sentence(best, request), next_steps(best.plan, request.model, paths[0] if paths else None, where), "")
     title = f"best plans of {request.model.name} for {len(samples):,} lengths up to {longest}, global batch {request.frame.global_batch}"
-    out().print(table(title, _COLUMNS, [_cells(_row(choice)) for choice in choices]))
+    out().print(table(title, _COLUMNS, map(_cells, choices), more=_SPARE, verbose=verbose))
     offer = why_first(best.plan, best.time_s, fastest.plan, fastest.time_s, request.estimator.source)
-    told = [f"note: {note}" for note in notes]
-    for line in [described_training(best.plan), *offer, *told, *_facts(best, count, path, paths)]:
-        out().print(line, markup=False, soft_wrap=True)
+    price = best.plan.predicted.price_usd if best.plan.predicted else None
+    say(*offer, *(f"note: {note}" for note in notes), *iterations_line(count, best.time_s, price))
+    count = len(best.batches)
+    say(f"judged by {count} batch{'es' if count > 1 else ''}; a bound is what no micro-batching of the same pipeline is below")
+    if paths:
+        shown = "" if path.is_dir() else f" `penstock batch --lengths {path} --plan {paths[0]}` shows micro-batches."
+        say(f"wrote {', '.join(map(str, paths))}.{shown}")
     return plans
+
+
+def _sentence(best: LengthsChoice, request: Request) -> str:
+    """The answer in the words of `plan_words.plan_sentence`."""
+    from penstock.plans.precision import described_training
+
+    error, bound = request.estimator.source.error, format_share(best.time_s / best.bound_s - 1)
+    limit_bytes = min(limit for batch in best.batches for limits in batch.limit_bytes for limit in limits)
+    return (
+        f"{plan_name(best.plan)}, micro-batches by length: {format_time(best.time_s)} a step{f' ±{error * 100:.0f} %' if error else ''}, "
+        f"{format_count(best.tokens_per_s)} tokens/s, {format_part(best.peak_bytes, limit_bytes)}, {format_share(best.padding_share)} "
+        f"padding; {described_training(best.plan)}; at most {bound} above any micro-batching of this pipeline."
+    )
 
 
 def _row(choice: LengthsChoice) -> dict[str, Any]:
@@ -98,24 +129,11 @@ def _row(choice: LengthsChoice) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _cells(row: dict[str, Any]) -> list[Any]:
+def _cells(choice: LengthsChoice) -> list[Any]:
+    row = _row(choice)
     return [
-        row["pp"], row["tp"], row["dp"], row["replicas"], row["zero"], f"{row['num_micro_batches']:.0f}",
-        format_count(row["tokens_per_micro_batch"]),
-        f"{row['padding_share']:.1%}", format_time(row["time_s"]), format_count(row["tokens_per_s"]),
-        f"{row['time_s'] / row['bound_s'] - 1:.1%}", format_bytes(row["peak_bytes"]),
-        "-" if row["price_usd"] is None else format_usd(row["price_usd"]),
+        plan_name(choice.plan), f"{row['num_micro_batches']:.0f}", format_count(row["tokens_per_micro_batch"]),
+        f"{row['padding_share']:.1%}", format_time(row["time_s"]), format_count(row["tokens_per_s"]), format_bytes(row["peak_bytes"]),
+        "-" if row["price_usd"] is None else format_usd(row["price_usd"]), f"{row['time_s'] / row['bound_s'] - 1:.1%}", row["replicas"],
+        row["dp"], row["pp"], row["tp"], row["zero"],
     ]  # fmt: skip
-
-
-def _facts(best: LengthsChoice, count: int, lengths: Path, paths: Sequence[Path]) -> list[str]:
-    facts = [f"judged by {len(best.batches)} batches; `to its bound`: how much slower than any micro-batching of the same pipeline can be"]
-    if count > 1:
-        price = best.plan.predicted.price_usd if best.plan.predicted else None
-        usd = "" if price is None else f" and {format_usd(price * count)}"
-        facts.append(f"{count:,} iterations take {best.time_s * count / 3600:,.2f} hours{usd}")
-    if paths:
-        follows = f"penstock train {paths[0]} --data {lengths} …` trains it" if lengths.is_dir() else (
-            f"penstock batch --lengths {lengths} --plan {paths[0]}` shows micro-batches")  # fmt: skip
-        facts.append(f"wrote {', '.join(map(str, paths))}; `{follows}.")
-    return facts

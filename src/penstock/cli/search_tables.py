@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.console import format_time, format_usd, out, print_json, progress, table
+from penstock.cli.console import format_share, format_time, format_usd, out, print_json, progress, say, table
 from penstock.errors import InputError
 from penstock.systems import SYSTEMS, TableAnswer, TableSearch
 
@@ -67,21 +67,19 @@ def _tell_json(asked: TableSearch, answer: TableAnswer, path: Path | None, steps
 
 
 def _tell(answer: TableAnswer, path: Path | None, steps: int | None) -> None:
-    rows = [[index, *map(_cell, stage.values())] for index, stage in enumerate(answer.stages)]
-    out().print(table(answer.title, ["stage", *answer.stages[0]], rows))
     usd, gap = answer.usd_per_step, answer.time_s / answer.bound_s - 1
     price = "" if usd is None else f", {format_usd(usd)} an iteration for the nodes that have work"
-    lines = [
-        f"{format_time(answer.time_s)} an iteration by the tables' own rules; {answer.note}{price}",
-        f"no such plan takes less than {format_time(answer.bound_s)}: this one is at most {gap:.1%} above the best possible",
-    ]
+    say(
+        f"{format_time(answer.time_s)} an iteration by the tables' own rules; {answer.note}{price}; no such plan takes less than "
+        f"{format_time(answer.bound_s)}: this one is at most {format_share(gap)} above the best possible.", ""
+    )  # fmt: skip
+    rows = [[index, *map(_cell, stage.values())] for index, stage in enumerate(answer.stages)]
+    out().print(table(answer.title, ["stage", *answer.stages[0]], rows))
     if steps is not None:
         total = "" if usd is None else f" and {format_usd(usd * steps)}"
-        lines.append(f"{steps:,} iterations take {answer.time_s * steps / 3600:,.2f} hours{total}")
+        say(f"{steps:,} iterations take {answer.time_s * steps / 3600:,.2f} hours{total}")
     if path is not None:
-        lines.append(f"wrote {path}")
-    for line in lines:
-        out().print(line, markup=False, soft_wrap=True)
+        say(f"wrote {path}")
 
 
 def _cell(value: Any) -> str:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.console import JsonFlag, format_bytes, format_time, out, print_json, table
+from penstock.cli.console import JsonFlag, VerboseFlag, format_bytes, format_part, format_share, format_time, out, print_json, say, table
 from penstock.cli.options import file_to_write
+from penstock.cli.plan_words import plan_name, ranks_words
 from penstock.errors import InputError, near_misses
 
 if TYPE_CHECKING:
+    from penstock.batching.plan import BatchPlan
     from penstock.clusters import Cluster
     from penstock.costs.source import CostSource
     from penstock.models.ops import Model
@@ -23,9 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["simulate"]
 
-_COLUMNS = ("device", "ranks", "stages", "computes", "bubble", "share", "sends", "in flight", "peak memory", "limit", "used")
+_COLUMNS = ("device", "ranks", "stages", "computes", "bubble", "share", "sends", "in flight", "memory")
+_SPARE = ("ranks", "stages", "sends")
 _NAME_COLUMNS = 5
-_SHOWN_REPLICAS = 4
 _ORDER_COLUMNS = ("order", "time", "bubble of the busiest device", "peak memory", "fits")
 
 
@@ -51,6 +53,7 @@ class _Subject:
 def simulate(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file (plan.json).")],
     lengths: Annotated[Path | None, typer.Option(help="Plan this batch (CSV of sample lengths) and simulate its slowest replica.")] = None,
+    batch: Annotated[Path | None, typer.Option(help="Simulate the slowest replica of a batch that `penstock batch --out` planned.")] = None,
     schedule: Annotated[
         str | None,
         typer.Option(help="What if: the same stages in the order of another schedule, or one made for them: adaptive, greedy or search."),
@@ -60,6 +63,7 @@ def simulate(
         Path | None, typer.Option(callback=file_to_write, help="Write a trace for ui.perfetto.dev (t.json, or t.json.gz).")
     ] = None,
     figure: Annotated[Path | None, typer.Option(callback=file_to_write, help="Draw the timeline into a .svg, .png or .pdf file.")] = None,
+    verbose: VerboseFlag = False,
     json: JsonFlag = False,
 ) -> None:
     """Run one iteration of a plan in simulation: who computes when, who waits, what is sent, how memory rises and falls.
@@ -67,6 +71,8 @@ def simulate(
     Example: penstock simulate plan.json --trace t.json
 
     Example: penstock simulate plan.json --lengths lengths.csv --schedule greedy
+
+    Example: penstock simulate plan.json --batch batch.json
     """
     from penstock.files import written_together
     from penstock.reports.figure import check_figure_path, write_figure
@@ -75,10 +81,13 @@ def simulate(
 
     if figure is not None:
         check_figure_path(figure)
+    if lengths is not None and batch is not None:
+        raise InputError("--lengths plans a batch and --batch has one planned. Give one of them.")
     asked = _asked(plan, costs)
-    own = subject = _planned(*asked) if lengths is None else _batched(lengths, *asked)
+    given = lengths or batch
+    own = subject = _planned(*asked) if given is None else _batched(given, lengths is None, *asked)
     if schedule is not None:
-        subject = _reordered(schedule, own, lengths is not None, *asked)
+        subject = _reordered(schedule, own, given is not None, *asked)
     run = execute(subject.schedule, subject.workload)
     orders = [] if schedule is None else [_order_row(own, execute(own.schedule, own.workload)), _order_row(subject, run)]
     with written_together():
@@ -87,14 +96,13 @@ def simulate(
         if figure is not None:
             write_figure(figure, run, f"{plan.name}: {subject.what}, {format_time(run.makespan_s)}")
     if json:
-        print_json({"plan": plan, "lengths": lengths, **_as_dict(subject, run), "orders": orders, "trace": trace, "figure": figure})
+        told = {"plan": plan, "lengths": lengths, "batch": batch, **_as_dict(subject, run)}
+        print_json({**told, "orders": orders, "trace": trace, "figure": figure})
         return
-    _show(plan, subject, run)
+    _show(plan, subject, run, verbose)
     if orders:
         _show_orders(orders)
-    for path, what in ((trace, "trace"), (figure, "figure")):
-        if path is not None:
-            out().print(f"{what} written to {path}", markup=False, soft_wrap=True)
+    say(*(f"{what} written to {path}" for path, what in ((trace, "trace"), (figure, "figure")) if path is not None))
 
 
 def _asked(path: Path, costs: str | None) -> tuple[Plan, Model, Cluster, CostSource]:
@@ -116,30 +124,51 @@ def _planned(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> 
     found = planned_pipeline(plan, model, cluster, source)
     where = "by the closed formula that bounds are of, where no message is hidden behind compute"
     replica = found.estimate.replica if plan.micro_batching.per_replica else None
+    what = f"schedule {plan.schedule}" if plan.num_groups > 1 else "one stage"
     return _Subject(
-        plan, plan.schedule, replica, f"schedule {plan.schedule}", found.workload, found.schedule, where, found.estimate.time_s,
+        plan, plan.schedule, replica, what, found.workload, found.schedule, where, found.estimate.time_s,
         found.estimate.source, found.estimate.notes,
     )  # fmt: skip
 
 
-def _batched(lengths: Path, plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> _Subject:
-    """Micro-batches planned for the lengths of a batch."""
+def _batched(path: Path, is_planned: bool, plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> _Subject:
+    """Micro-batches planned for the lengths of a batch: in a file already, or now."""
     from penstock.batching.lengths import read_lengths
+    from penstock.batching.plan import read_batch_plan
     from penstock.batching.planned import planned_costs
     from penstock.batching.planner import plan_batch
     from penstock.batching.workloads import batch_workload
 
-    samples = read_lengths(lengths)
-    longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
-    prices = planned_costs(plan, model, cluster, source, longest, longest_dec)
-    batch = plan_batch(samples, prices)
+    if is_planned:
+        batch = _fitting(read_batch_plan(path), path, plan)
+        prices = planned_costs(plan, model, cluster, source, *batch.longest)
+    else:
+        samples = read_lengths(path)
+        longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
+        prices = planned_costs(plan, model, cluster, source, longest, longest_dec)
+        batch = plan_batch(samples, prices)
     replica = max(range(len(batch.replicas)), key=lambda index: batch.replicas[index].predicted_s)
     own = batch.replicas[replica]
-    what = f"{len(own.micro_batches)} of {batch.num_micro_batches} micro-batches of {lengths.name}"
+    what = f"{len(own.micro_batches)} of {batch.num_micro_batches} micro-batches of {path.name}"
     return _Subject(
         plan, own.order, replica, what, batch_workload(prices, own.micro_batches, replica), own.schedule, "by the planner of batches",
         batch.predicted_s, batch.costs,
     )  # fmt: skip
+
+
+def _fitting(batch: BatchPlan, path: Path, plan: Plan) -> BatchPlan:
+    """The batch, if it was planned for as many replicas and stages as the plan has."""
+    replicas, stages = len(batch.replicas), {len(replica.schedule) for replica in batch.replicas}
+    if replicas != plan.num_replicas or stages != {plan.num_stages}:
+        raise InputError(
+            f"batch '{path}' is for {replicas} replicas of {', '.join(map(str, sorted(stages)))} stages, the plan has "
+            f"{plan.num_replicas} of {plan.num_stages}. Give the plan it was made with."
+        )
+    patterns = [len(stage.recompute) or 1 for stage in plan.stages]
+    for micro in (micro for replica in batch.replicas for micro in replica.micro_batches):
+        if len(micro.recompute) > len(patterns) or any(used >= known for used, known in zip(micro.recompute, patterns, strict=False)):
+            raise InputError(f"batch '{path}' uses recomputation patterns that the plan does not have. Give the plan it was made with.")
+    return batch
 
 
 def _reordered(name: str, own: _Subject, dynamic: bool, plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> _Subject:
@@ -190,8 +219,7 @@ def _ranks(subject: _Subject) -> list[str]:
     groups = [stage.devices for stage in subject.plan.stages[: subject.plan.num_groups]]
     if subject.replica is not None:
         return [format_ranks(group[subject.replica]) for group in groups]
-    shown = [[format_ranks(ranks) for ranks in group[:_SHOWN_REPLICAS]] for group in groups]
-    return [" | ".join([*texts, "…"] if len(group) > len(texts) else texts) for texts, group in zip(shown, groups, strict=True)]
+    return [ranks_words(group) for group in groups]
 
 
 def _devices(subject: _Subject, run: Execution) -> list[dict[str, Any]]:
@@ -216,26 +244,40 @@ def _devices(subject: _Subject, run: Execution) -> list[dict[str, Any]]:
     return rows
 
 
-def _show(path: Path, subject: _Subject, run: Execution) -> None:
+def _show(path: Path, subject: _Subject, run: Execution, verbose: bool) -> None:
+    say(*_sentences(subject, run), "")
     rows = [
         [row["device"], row["ranks"], ",".join(map(str, row["stages"])), format_time(row["busy_s"]), format_time(row["bubble_s"]),
          f"{row['bubble_share']:.1%}", format_time(row["sending_s"]) if row["sending_s"] else "-", row["in_flight"],
-         format_bytes(row["peak_bytes"]), format_bytes(row["limit_bytes"]), f"{row['peak_bytes'] / row['limit_bytes']:.0%}"]
+         f"{format_part(row['peak_bytes'], row['limit_bytes'])} ({row['peak_bytes'] / row['limit_bytes']:.0%})"]
         for row in _devices(subject, run)
     ]  # fmt: skip
-    out().print(table(f"{path}: one iteration of the slowest replica, {subject.what}", _COLUMNS, rows))
-    out().print(_drawing(run, max(40, out().width)), markup=False, highlight=False, no_wrap=True, overflow="crop")
+    title = f"{path}: one iteration of the slowest replica, {subject.what}"
+    out().print(table(title, _COLUMNS, rows, more=_SPARE, verbose=verbose))
+    grid, _, legend = _drawing(run, max(40, out().width)).rpartition("\n")
+    out().print(grid, markup=False, highlight=False, soft_wrap=True)
+    say(legend, *(f"note: {note}" for note in subject.notes))
+
+
+def _sentences(subject: _Subject, run: Execution) -> list[str]:
+    """How long it takes, how much of that is waiting, how full devices get; by formula beside it."""
     from penstock.plans.precision import described_training
 
-    facts = [f"{format_time(run.makespan_s)} simulated, {format_time(subject.predicted_s)} {subject.predicted} ({subject.source})"]
+    rows = _devices(subject, run)
+    fullest = max(rows, key=lambda row: row["peak_bytes"] / row["limit_bytes"])
+    idle = sum(row["bubble_share"] for row in rows) / len(rows)
+    sentences = [
+        f"{plan_name(subject.plan)}, {subject.workload.num_micro_batches} micro-batches: {format_time(run.makespan_s)} simulated, devices "
+        f"idle {format_share(idle)} of the pipeline, {format_part(fullest['peak_bytes'], fullest['limit_bytes'])}; "
+        f"{described_training(subject.plan)}; {format_time(subject.predicted_s)} {subject.predicted} ({subject.source})."
+    ]
     if run.violation is not None:
         over = run.violation
-        facts.append(
+        sentences.append(
             f"this plan does not fit: device {over.device} holds {format_bytes(over.memory_bytes)} of {format_bytes(over.limit_bytes)} "
             f"after {format_time(over.time_s)}"
         )
-    for fact in [described_training(subject.plan), *facts, *(f"note: {note}" for note in subject.notes)]:
-        out().print(fact, markup=False, soft_wrap=True)
+    return sentences
 
 
 def _drawing(run: Execution, width: int) -> str:

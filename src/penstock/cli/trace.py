@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,17 +39,22 @@ def trace(
 
     Example: penstock trace run --steps 20-24 --out trace.json
     """
-    from penstock.runtime.run_folder import plan_of_run
+    from penstock.plans.schema import read_plan
+    from penstock.runtime.run_folder import plan_of_run, plans_of_run
+    from penstock.runtime.run_predictions import plan_in_force
     from penstock.runtime.telemetry.spans_reader import read_run
     from penstock.runtime.telemetry.spans_trace import write_trace
 
-    plan = plan_of_run(run)
-    ranks = read_run(run, plan.ranks)
+    plan_of_run(run)
+    plans = {first: read_plan(file) for first, file in plans_of_run(run).items()}
+    ranks = read_run(run, {rank for plan in plans.values() for rank in plan.ranks})
     known = sorted({step for one in ranks for step in one.iterations})
     chosen = _chosen(steps, known, run)
     ranks = [one.only(chosen) for one in ranks]
-    predicted = None if measured_only else _predicted(run, plan, chosen)
-    write_trace(path, ranks, predicted)
+    in_force = plan_in_force(plans, chosen)
+    predicted = None if measured_only else _predicted(run, plans, in_force)
+    numbers = {step: sorted(plans).index(first) for step, first in in_force.items()} if len(plans) > 1 else {}
+    write_trace(path, ranks, predicted, numbers)
     rows = [_row(one) for one in ranks]
     if json:
         print_json({"run": run, "trace": path, "steps": chosen, "predicted": predicted is not None, "ranks": rows})
@@ -80,23 +86,21 @@ def _chosen(text: str, known: list[int], run: Path) -> list[int]:
     return [step for step in known if step in wanted]
 
 
-def _predicted(run: Path, plan: Plan, steps: list[int]) -> Predictions | None:
-    """What the plan's costs expect of every rank, with the micro-batches that the steps had; None, with a note, where nobody can say."""
-    from penstock.plans.ranks import seats_of
-    from penstock.runtime.run_folder import read_request
-    from penstock.runtime.run_inputs import run_inputs
-    from penstock.runtime.telemetry.predicting import predict_timelines
+def _predicted(run: Path, plans: Mapping[int, Plan], steps: Mapping[int, int]) -> Predictions | None:
+    """What the plan in force in each step expects of every rank, with the micro-batches that the step had; None, with a note, where nobody
+    can say. `steps` has the first step of that plan, by which `plans` has it."""
+    from penstock.plans.ranks import device_of_ranks
+    from penstock.runtime.run_predictions import predicted_executions
     from penstock.runtime.telemetry.spans_trace import predicted_spans
 
-    seats = {rank: first for rank, (first, *_) in seats_of(plan).items()}  # a rank's first stage is that of its device group
     try:
-        timelines = list(predict_timelines(*run_inputs(read_request(run)), steps))
+        timelines = predicted_executions(run, plans, steps)
     except PenstockError as error:
         err().print(f"note: without a prediction: {error}", markup=False, soft_wrap=True)
         return None
     return {
-        step: {rank: predicted_spans(replicas[seat.replica], seat.stage) for rank, seat in seats.items()}
-        for step, replicas in zip(steps, timelines, strict=True)
+        step: {rank: predicted_spans(replicas[replica], device) for rank, (replica, device) in device_of_ranks(plans[steps[step]]).items()}
+        for step, replicas in timelines.items()
     }
 
 

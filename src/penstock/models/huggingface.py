@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import InputError, near_misses
+from penstock.errors import InputError
 from penstock.files import read_json
 from penstock.models.bert import BertConfig, bert
 from penstock.models.config import MAX_LAYERS, expected_number
@@ -24,6 +24,8 @@ HF_ACTIVATIONS = {
     "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
     "silu": "silu", "swish": "silu", "relu": "relu",
 }  # fmt: skip
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_TRACED = "Trace its module: penstock import module:FILE.py:FUNCTION {options}--out MODEL.json, then --model MODEL.json."
 _ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 """The rotary scalings our kernels know and the numbers each needs."""
 
@@ -45,12 +47,16 @@ def model_from_hf(path: str, *, keep_attention_dropout: bool = False) -> Model:
     if not isinstance(values, dict):
         raise InputError(f"{where}: expected an object with a field 'model_type', got {type(values).__name__}.")
     kind = str(values.get("model_type", "missing"))
+    if any(values.get(name) for name in _EXPERTS) or "moe" in kind or kind == "mixtral":
+        raise UnknownModelType(
+            f"{where}: {kind!r} is a mixture of experts, which hf: does not read: it can be cut as it is, experts are not spread over "
+            f"devices yet. {_TRACED.format(options='--dtype bf16 ')}"
+        )
     if kind not in _READERS:
-        raise UnknownModelType(f"{where}: field 'model_type' is {kind!r}, which is not supported. {near_misses(kind, _READERS)}")
+        known = f"hf: reads {', '.join(_READERS)}. A module of any type can be planned"
+        raise UnknownModelType(f"{where}: field 'model_type' is {kind!r}; {known}. {_TRACED.format(options='')}")
     fields = _Fields(values, where, kind, keep_attention_dropout)
     fields.only("quantization_config", (), "weights in bf16, fp16 or fp32")
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        fields.only(name, (0,), "models without a mixture of experts")
     config, build = _READERS[kind](fields)
     try:
         model = build(config, file.resolve().parent.name or kind)

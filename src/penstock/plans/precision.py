@@ -62,9 +62,9 @@ def chosen_lengths(model: Model, seq_length: int | None) -> tuple[int, int, Note
 
 
 def described_training(plan: Plan) -> str:
-    """What a plan trains on and in, as one line: 'samples of 2,048 tokens; weights in bf16, gradients summed in fp32'."""
+    """What a plan trains on and in, in a few words: '2,048 tokens, bf16 (gradients in fp32)'."""
     lengths = [f"{length:,}" for length in (plan.seq_length, plan.dec_length) if length]
     most = "up to " if plan.micro_batching.policy == "dynamic" else ""
-    samples = f"samples of {most}{' and '.join(lengths)} tokens" if lengths else "images"
+    samples = f"{most}{' and '.join(lengths)} tokens" if lengths else "images"
     gradients = plan.gradients or plan.precision
-    return f"{samples}; weights in {plan.precision}, gradients {'too' if gradients == plan.precision else f'summed in {gradients}'}"
+    return f"{samples}, {plan.precision}{'' if gradients == plan.precision else f' (gradients in {gradients})'}"

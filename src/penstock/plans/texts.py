@@ -6,12 +6,16 @@ import re
 import reprlib
 from collections.abc import Iterable
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from penstock.errors import InputError
 
+if TYPE_CHECKING:
+    from penstock.models.ops import Model, PlacedOp
+
 __all__ = [
-    "OPS_PATTERN", "OP_RANGE_PATTERN", "RANKS_PATTERN", "format_counts", "format_ops", "format_ranks", "parse_op_range", "parse_ops",
-    "parse_ranks",
+    "OPS_PATTERN", "OP_RANGE_PATTERN", "RANKS_PATTERN", "described_ops", "format_counts", "format_ops", "format_ranks", "parse_op_range",
+    "parse_ops", "parse_ranks",
 ]  # fmt: skip
 
 _NUMBER = "[0-9]{1,7}"
@@ -21,6 +25,8 @@ OP_RANGE_PATTERN = f"^{_SLICE}$"
 OPS_PATTERN = f"^({_SLICE}(,{_SLICE})*)?$"
 
 _MAX_RANKS = 1_000_000
+_MAX_DESCRIBED = 4
+"""Runs of layers that are described one by one."""
 
 
 def parse_ranks(text: object) -> tuple[int, ...]:
@@ -69,6 +75,39 @@ def parse_ops(text: object) -> tuple[tuple[int, int], ...]:
 def format_ops(*ranges: tuple[int, int]) -> str:
     """The text of op ranges."""
     return ",".join(f"{first}:{last}" for first, last in ranges)
+
+
+def described_ops(model: Model, indices: Iterable[int]) -> str:
+    """Ops in the words of their model: 'layers 3–19: attention', 'layers 0–23', 'layers 2–4: all but down; head: norm'."""
+    wanted = sorted(indices)
+    sizes = {block.name: len(block.ops) for block, _ in model.runs}
+    copies = [(key, [placed.op.name for placed in run]) for key, run in groupby((model.ops[index] for index in wanted), key=_copy_of)]
+    parts: list[str] = []
+    described = 0
+    # Copies of a block in a row, of which the same ops are meant, are one part.
+    for (block, _, names), same in groupby(enumerate(copies), key=lambda one: (one[1][0][0], one[1][0][1] - one[0], tuple(one[1][1]))):
+        numbers = [copy for _, ((_, copy), _) in same]
+        if len(parts) == _MAX_DESCRIBED:
+            return f"{'; '.join(parts)}; {len(wanted) - described} more ops"
+        described += len(numbers) * len(names)
+        parts.append(_described(model, block, sizes[block], numbers, names))
+    return "; ".join(parts)
+
+
+def _copy_of(placed: PlacedOp) -> tuple[str, int]:
+    return placed.block, placed.copy
+
+
+def _described(model: Model, block: str, size: int, copies: list[int], names: tuple[str, ...]) -> str:
+    """Some ops of some copies of a block."""
+    place = block
+    if sum(count for one, count in model.runs if one.name == block) > 1:
+        place += f" {copies[0]}" if len(copies) == 1 else f" {copies[0]}–{copies[-1]}"
+    if len(names) == size:
+        return place
+    own = next(one for one, _ in model.runs if one.name == block and len(one.ops) == size)
+    others = [op.name for op in own.ops if op.name not in names]
+    return f"{place}: {', '.join(names)}" if len(names) <= len(others) else f"{place}: all but {', '.join(others)}"
 
 
 def _matching(text: object, pattern: str, expected: str) -> str:

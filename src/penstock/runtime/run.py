@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from penstock.data.loader import DynamicLoader
+from penstock.data.loader import ProgramLoader
 from penstock.data.planning import PlanningError, ProgramPlanner
 from penstock.data.samples import LoadedProgram, Samples
 from penstock.errors import PenstockError
@@ -46,6 +46,7 @@ from penstock.runtime.telemetry.flops import PeakTimes
 from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
 from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages, times_of_ranks
 from penstock.runtime.telemetry.predicting import ProgramTimes
+from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.telemetry.profiled_steps import ProfiledSteps
 from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
 from penstock.runtime.telemetry.steps import LineLog, StepRecord
@@ -96,6 +97,8 @@ class _Agreed:
     """The signal that asks any of them to end, so that they do so after the same step."""
     is_due: bool
     """Whether it is time for a checkpoint, which none is still writing."""
+    is_lost: bool
+    """Whether one gets no more programs, so that all have to end."""
     plan: Plan | None
     """To move to."""
 
@@ -126,7 +129,7 @@ class Run:
         self.rank.adopt(request.plan)
         address, self._job = handover
         batches, planner = run_inputs(request)
-        self.loader = DynamicLoader(
+        self.loader = ProgramLoader(
             batches, planner, own, address=address, job=self._job, planners=1 if self._job else 0, starts_planners=False,
             first_step=self.first_step, timeout=request.planning.wait_s,
         )  # fmt: skip
@@ -164,7 +167,8 @@ class Run:
         request, groups = self.request, self.worker.groups
         if request.device != PACED:
             return Rank(self.model, groups, request.settings)
-        return PacedRank(self.model, groups, request.settings, clock=ClockSettings(disturbance=request.disturbance))
+        clock = ClockSettings(disturbance=request.disturbance, folder=request.out)
+        return PacedRank(self.model, groups, request.settings, clock=clock)
 
     @property
     def world(self) -> World:
@@ -253,6 +257,8 @@ class Run:
             times.append(told.record.time_s or 0.0)
             tokens.append(told.record.tokens or 0)
             self._tell(told)
+            if told.is_lost and self.step < self.request.steps:
+                raise self._ended(self._lost or StoreError("another rank gets no more programs from the store."))
             self._save_if_due(told)
             ended_by = told.ended_by
             if told.plan is not None and not ended_by:
@@ -371,7 +377,7 @@ class Run:
             raise self._ended(error) from None
 
     def _agreed(self, own: StepWord) -> _Agreed:
-        """What all processes know after a step, and will do before the next. Raises on all of them where one has lost the store."""
+        """What all processes know after a step, and will do before the next."""
         step, groups, first = self.step - 1, self.worker.groups, self.members[0]
         is_due = self.is_first and self.request.checkpoint_every > 0 and self._interval.is_over(time.monotonic())
         order = self._order() if self.is_first and self.step < self.request.steps else b""
@@ -381,8 +387,6 @@ class Run:
         )  # fmt: skip
         rows = groups.gather(torch.tensor(own.row(), dtype=torch.float64)).tolist()
         words = {member: StepWord.of_row(row) for member, row in zip(self.members, rows, strict=True)}
-        if any(word.lost for word in words.values()) and self.step < self.request.steps:
-            raise self._ended(self._lost or StoreError("another rank gets no more programs from the store."))
         size, told = words[first].order_bytes, words[self.world.ranks[0]]
         plan = plan_from_dict(msgspec.json.decode(groups.broadcast(order, size)), "the plan to move to") if size else None
         if self.watcher is not None:
@@ -392,7 +396,7 @@ class Run:
         is_saving = any(word.is_saving for word in words.values())
         return _Agreed(
             told.record, told.evaluated, whole_digest(words.values()), max(word.asked_to_end for word in words.values()),
-            words[first].is_due and not is_saving, plan,
+            words[first].is_due and not is_saving, any(word.lost for word in words.values()), plan,
         )  # fmt: skip
 
     def _order(self) -> bytes:
@@ -538,7 +542,8 @@ def forward_work(program: Program) -> ReplicaWork:
 
 def train_rank(worker: Worker, request: TrainRequest, handover: Handover, token: str, watching: Watching | None = None) -> TrainResult:
     """One rank's whole run: a job for workers, and what a process under torchrun calls. `watching` makes who follows its steps."""
-    with Run(worker, request, handover, token) as run:
+    device = PACED if request.device == PACED else str(worker.groups.device)
+    with named_process(request.out, worker.rank, device), Run(worker, request, handover, token) as run:
         if watching is None:
             return run.train()
         with closing(watching(run)) as watcher:

@@ -17,14 +17,21 @@ from penstock.runtime.checkpoints.folder import latest_checkpoint, step_of
 from penstock.runtime.request import PlanningSettings, TrainRequest
 from penstock.runtime.run_lock import run_lock
 from penstock.runtime.settings import TrainingSettings
+from penstock.runtime.telemetry.steps import StepRecord
+from penstock.timing.asked import ASKED
 
-__all__ = ["CHECKPOINTS", "STEPS", "own_folder", "plan_of_run", "plans_of_run", "put_in_force", "read_request", "safe_step"]
+__all__ = [
+    "CHECKPOINTS", "JOB", "STEPS", "last_step", "own_folder", "plan_of_run", "plans_of_run", "put_in_force", "read_request",
+    "refuse_other_run", "safe_step",
+]  # fmt: skip
 
-CHECKPOINTS, STEPS = "checkpoints", "steps.jsonl"
+CHECKPOINTS, STEPS, JOB = "checkpoints", "steps.jsonl", "job.yaml"
 _PLAN, _FACTS = "plan.json", "run.json"
 _PLANS = "plans"
 """All plans that the run has had, each in a file that is named after its first step; `plan.json` is the last."""
 _FORMAT, _VERSION = "penstock-run", 1
+_TAIL_BYTES = 16384
+"""More than any line of a step."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,18 @@ class _Facts:
     search_steps: int
 
 
+def last_step(folder: str | Path) -> int:
+    """The newest step that a run has recorded; -1: none."""
+    path = Path(folder) / STEPS
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return -1
+    return msgspec.json.decode(lines[-1], type=StepRecord).step if lines else -1
+
+
 @contextmanager
 def own_folder(request: TrainRequest, first_step: int = 0) -> Iterator[None]:
     """Makes the folder of a run, keeps others out of it while entered, and writes down what is run. A folder that holds another run is
@@ -48,7 +67,8 @@ def own_folder(request: TrainRequest, first_step: int = 0) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"'{out}' cannot hold a run: {error.strerror}.") from None
     with run_lock(out):
-        _refuse_other_run(out, request.resume)
+        refuse_other_run(out, request.resume)
+        (out / ASKED).unlink(missing_ok=True)  # what was asked of the run before, not of this one
         for step, path in plans_of_run(out).items():
             if step >= first_step:  # which is done again
                 path.unlink(missing_ok=True)
@@ -59,8 +79,9 @@ def own_folder(request: TrainRequest, first_step: int = 0) -> Iterator[None]:
         yield
 
 
-def _refuse_other_run(out: Path, resume: str) -> None:
-    """A run that ended before its first step left nothing to lose; one that goes on from a checkpoint of the folder is the same run."""
+def refuse_other_run(out: Path, resume: str) -> None:
+    """Refuses to put a run where another has been. One that ended before its first step left nothing to lose; one that goes on from a
+    checkpoint of the folder is the same run."""
     steps, saved = out / STEPS, latest_checkpoint(out / CHECKPOINTS)
     if saved is None and not (steps.is_file() and steps.stat().st_size):
         return
@@ -81,6 +102,8 @@ def safe_step(request: TrainRequest, first_step: int) -> str:
     if saved is None and not request.resume:
         return f"No checkpoint had been written: there is nothing to go on from. Start it again with another --out, or remove '{out}'."
     where, step = (request.resume, first_step) if saved is None else (str(out), step_of(saved))
+    if (out / JOB).is_file():
+        return f"Step {step} is safe. Go on with the same command, or with: penstock train '{out / JOB}'"
     return f"Step {step} is safe. Go on with: penstock train … --out '{out}' --resume '{where}'"
 
 

@@ -32,19 +32,20 @@ from penstock.runtime.run import Watching, train_rank
 from penstock.runtime.run_folder import own_folder, safe_step
 from penstock.runtime.run_inputs import program_planner, run_inputs
 from penstock.runtime.telemetry.predicting import PredictedSteps, predict_peaks, predict_steps
+from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.transport.world import World
 from penstock.runtime.workers import Worker, WorkerError, WorkerPool, joined
 
-__all__ = ["Trainer"]
+__all__ = ["PlanTrainer"]
 
 PROCESSES_PER_CORE = 8
 _EVAL_SPLIT = "validation"
 
 
-class Trainer:
+class PlanTrainer:
     """Trains a plan on this machine.
 
-    >>> Trainer(TrainRequest(read_plan("plan.json"), "data", steps=100, out="run")).train()   # doctest: +SKIP
+    >>> PlanTrainer(TrainRequest(read_plan("plan.json"), "data", steps=100, out="run")).train()   # doctest: +SKIP
     """
 
     def __init__(self, request: TrainRequest, watching: Watching | None = None) -> None:
@@ -138,7 +139,8 @@ def _processes(plan: Plan) -> tuple[int, ...]:
 def _rehearse(worker: Worker, request: TrainRequest, handover: Handover) -> TrainResult:
     """A job for workers: a rehearsal, or nothing where the plan has no work for the process, which is then in none of its groups."""
     if worker.rank in request.plan.ranks:
-        return rehearse_rank(worker, request, handover)
+        with named_process(request.out, worker.rank, TIMED):
+            return rehearse_rank(worker, request, handover)
     World(request.plan, worker.groups)  # all processes make groups together
     return TrainResult(0, 0, (), (), 0.0, 0.0, {}, None)
 

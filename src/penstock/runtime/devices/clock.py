@@ -31,6 +31,7 @@ from penstock.programs.instructions import (
 )
 from penstock.runtime.telemetry.predicting import PASSES, Pass, passes_s
 from penstock.runtime.transport.world import World
+from penstock.timing.asked import AskedDisturbance
 from penstock.timing.disturbance import Disturbance
 from penstock.timing.workload import Workload
 
@@ -44,6 +45,8 @@ class ClockSettings:
     noise: float = 0.0
     """Standard deviation of each op's time, as a share of it."""
     disturbance: Disturbance = field(default_factory=Disturbance)
+    folder: str = ""
+    """Of the run, where more of it can be asked for."""
     seed: int = 0
     forgiven_s: float = 0.01
     """Lateness of an op that is put down to the machine, which has fewer cores than ranks; more than that counts."""
@@ -76,7 +79,8 @@ class DeviceClock:
         self._random = random.Random(f"{settings.seed} {world.rank}")
         self._ready: dict[int, float] = {}
         """When what lies in each buffer is there."""
-        self._together = _tensor_parallel_ranks(world) if settings.disturbance.changes else {}
+        self._disturbance = AskedDisturbance(settings.disturbance, settings.folder)
+        self._together = _tensor_parallel_ranks(world)
         """Of each stage here: ranks that go through its passes side by side, because they divide its ops."""
 
     def begin(self, program: Program, work: Workload) -> None:
@@ -86,17 +90,24 @@ class DeviceClock:
         self._last: dict[int, float] = {}
         """When the last backward pass of each stage ended."""
         self._ready.clear()
-        self._begin = self._gathered(time.monotonic()).max().item() + self.settings.lead_s
+        moments, seen = self._gathered(time.monotonic(), self._disturbance.seen()).unbind(1)
+        self._disturbance.agree(int(seen.min()))
+        self._begin = moments.max().item() + self.settings.lead_s
         self._now = self._begin
         """When the device is free."""
         self.busy_s = self.data_wait_s = 0.0
         self.expected_s = passes_s(program, work)
-        factor = self.settings.disturbance.data(step)
+        factor = self._disturbance.now.data(step)
         # Loading runs beside the step before, from its start on: what is left of it now is waited for.
         left_s = 0.0 if factor is None else factor * self.expected_s - self.device_s
         self._loaded = self._begin + max(0.0, left_s) if self.device_s else self._begin
-        self._slower = self.settings.disturbance.compute(self.world.rank, step)
+        self._slower = self._disturbance.now.compute(self.world.rank, step)
         sleep_until(self._begin)
+
+    def slower(self, rank: int, step: int) -> float:
+        """How many times as long a device takes in a step that has no work for it."""
+        self._disturbance.agree(self._disturbance.seen())
+        return self._disturbance.now.compute(rank, step)
 
     def end(self) -> None:
         """Returns when the last device is done."""
@@ -119,7 +130,7 @@ class DeviceClock:
         self.busy_s += time_s
         ready = 0.0 if source is None else self._ready[source]
         self._now = max(self._now, ready, since - self.settings.forgiven_s) + time_s
-        if step.stage in self._together and not isinstance(step, BackwardWeight):
+        if self._disturbance.now.changes and step.stage in self._together and not isinstance(step, BackwardWeight):
             latest = torch.tensor([self._now], dtype=torch.float64)
             dist.all_reduce(latest, dist.ReduceOp.MAX, group=self.world.group(self._together[step.stage]))
             self._now = latest.item()
@@ -134,7 +145,7 @@ class DeviceClock:
         """The moment at which a message arrives, which travels with it."""
         direction = 0 if step.what == "activation" else 1
         time_s = float(self._work.transfers_s[direction, step.cut, step.micro_batch])
-        time_s *= self.settings.disturbance.link(self.world.rank, step.peer, self._program.iteration)
+        time_s *= self.link_factor(step.peer)
         link, start = int(self._work.links[direction, step.cut]), self._ready[step.buffer]
         if link >= 0:
             start = max(start, self._links.get(link, 0.0))
@@ -142,6 +153,10 @@ class DeviceClock:
         if not self._work.overlap:
             self._now = max(self._now, start + time_s)
         return torch.tensor([start + time_s], dtype=torch.float64)
+
+    def link_factor(self, peer: int) -> float:
+        """How many times as long as predicted messages to another rank took in the last iteration."""
+        return self._disturbance.now.link(self.world.rank, peer, self._program.iteration)
 
     def received(self, buffer: int, stamp: torch.Tensor) -> None:
         """A message has come; returns at the moment that its stamp says."""

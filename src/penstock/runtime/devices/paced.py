@@ -68,7 +68,7 @@ class PacedRank(Rank):
 
     def probe_s(self, step: int) -> float:
         """By the clock of the devices, work that takes a second where nothing slows it."""
-        return self._clock_settings.disturbance.compute(self.groups.own, step)
+        return self.clock.slower(self.groups.own, step)
 
     def load(self, step: Load) -> None:
         super().load(step)

@@ -62,8 +62,11 @@ def predicted_spans(timeline: Timeline, device: int) -> list[PredictedSpan]:
     return found
 
 
-def trace_events(ranks: Iterable[RankSpans], predicted: Predictions | None = None) -> Iterator[dict[str, Any]]:
-    """Trace events: a process for each rank, with a track for each category, and one for what was expected of it.
+def trace_events(
+    ranks: Iterable[RankSpans], predicted: Predictions | None = None, plans: Mapping[int, int] | None = None
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Trace events: a process for each rank, with a track for each category, and one for what was expected of it. `plans` has the number
+    of the plan that was in force in each iteration, where there were several.
 
     Times are microseconds since the first iteration, or span, of any rank. A prediction begins when the first rank begins its iteration.
     """
@@ -77,7 +80,8 @@ def trace_events(ranks: Iterable[RankSpans], predicted: Predictions | None = Non
         for span in one.spans:
             yield _measured(one, span, measured, origin)
         for iteration, begin in one.iterations.items():
-            yield {"ph": "i", "name": f"iteration {iteration}", "pid": measured, "tid": 0, "ts": (begin - origin) / 1e3, "s": "p"}
+            under = f", plan {plans[iteration]}" if plans and iteration in plans else ""
+            yield {"ph": "i", "name": f"iteration {iteration}{under}", "pid": measured, "tid": 0, "ts": (begin - origin) / 1e3, "s": "p"}
         guesses = [
             (begin - origin, guess)
             for iteration, begin in begins.items()
@@ -100,23 +104,23 @@ def _expected(guesses: list[tuple[int, PredictedSpan]], pid: int, name: str) -> 
     """The events of predicted spans, given with the nanosecond at which their iteration begins.
 
     A track has as many lanes as spans of it overlap, which slices of one lane must not: transfers do, and iterations that took less
-    than was expected.
+    than was expected. Times are whole nanoseconds, so that what ends where the next begins does so in the file as well.
     """
-    ends: dict[str, list[float]] = {track: [] for track in _TRACKS}
+    ends: dict[str, list[int]] = {track: [] for track in _TRACKS}
     rows = []
-    for start_us, end_us, guess in sorted(
-        ((b / 1e3 + g.start_s * 1e6, b / 1e3 + g.end_s * 1e6, g) for b, g in guesses), key=lambda row: row[:2]
+    for start_ns, end_ns, guess in sorted(
+        ((b + round(g.start_s * 1e9), b + round(g.end_s * 1e9), g) for b, g in guesses), key=lambda row: row[:2]
     ):
         lanes = ends[guess.track]
-        lane = next((number for number, end in enumerate(lanes) if end <= start_us), len(lanes))
-        lanes[lane : lane + 1] = [end_us]
-        rows.append((start_us, end_us, guess, lane))
+        lane = next((number for number, end in enumerate(lanes) if end <= start_ns), len(lanes))
+        lanes[lane : lane + 1] = [end_ns]
+        rows.append((start_ns, end_ns, guess, lane))
     first = dict(zip(_TRACKS, accumulate((len(ends[track]) for track in _TRACKS), initial=0), strict=False))
     yield from _process(pid, name, {first[track] + lane: track for track in _TRACKS for lane in range(len(ends[track]))})
-    for start_us, end_us, guess, lane in rows:
+    for start_ns, end_ns, guess, lane in rows:
         yield {
             "ph": "X", "name": guess.name, "cat": f"predicted {guess.track}", "pid": pid, "tid": first[guess.track] + lane,
-            "ts": start_us, "dur": end_us - start_us, "args": {} if guess.stage is None else {"stage": guess.stage},
+            "ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3, "args": {} if guess.stage is None else {"stage": guess.stage},
         }  # fmt: skip
 
 
@@ -140,8 +144,10 @@ def _measured(one: RankSpans, span: Any, pid: int, origin: int) -> dict[str, Any
     }  # fmt: skip
 
 
-def write_trace(path: str | Path, ranks: Iterable[RankSpans], predicted: Predictions | None = None) -> None:
+def write_trace(
+    path: str | Path, ranks: Iterable[RankSpans], predicted: Predictions | None = None, plans: Mapping[int, int] | None = None
+) -> None:  # fmt: skip
     """Writes a trace file; compressed if its name ends in .gz, which Perfetto opens as well."""
-    body = ",\n".join(json.dumps(event, separators=(",", ":")) for event in trace_events(ranks, predicted))
+    body = ",\n".join(json.dumps(event, separators=(",", ":")) for event in trace_events(ranks, predicted, plans))
     data = f'{{"displayTimeUnit":"ms","traceEvents":[\n{body}\n]}}\n'.encode()
     write_bytes(path, gzip.compress(data, 6, mtime=0) if str(path).endswith(".gz") else data)

@@ -1,0 +1,165 @@
+"""Slowing down a run that goes on: factors for timed and paced devices, burners beside the processes of ranks that compute for real.
+
+Nothing is done to a process that the run's folder does not name, nor to one of another user.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from penstock.adapting.events import EVENTS, RunEvent
+from penstock.errors import InputError
+from penstock.plans.plan import Plan
+from penstock.plans.ranks import pairs_of
+from penstock.processes.burners import MAX_FACTOR, Burners, Steering, waited_ns
+from penstock.runtime.request import PACED, TIMED
+from penstock.runtime.run_folder import last_step, plan_of_run, read_request
+from penstock.runtime.run_lock import is_held
+from penstock.runtime.telemetry.process_files import RankProcess, read_process
+from penstock.timing.asked import ask
+from penstock.timing.disturbance import DisturbanceChange
+
+__all__ = ["RunningRun", "changes_of", "disturb", "running"]
+
+SOON = 2
+"""Steps after the last recorded one: the first that no rank can have begun."""
+_LOOK_S = 0.25
+"""Between two looks at a run, and two corrections of burners."""
+
+
+class RunningRun:
+    """A run that goes on, and may be disturbed by this user."""
+
+    def __init__(self, folder: Path, plan: Plan, processes: dict[int, RankProcess]) -> None:
+        self.folder, self.plan, self.processes = folder, plan, processes
+        self.last_step = read_request(folder).steps - 1
+
+    @property
+    def clocked(self) -> bool:
+        """Whether its devices keep a clock, which can be slowed."""
+        return next(iter(self.processes.values())).device in (TIMED, PACED)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it still runs."""
+        return is_held(self.folder) and any(process.is_here for process in self.processes.values())
+
+
+def running(folder: Path) -> RunningRun:
+    """The run of a folder; refused if it does not run, not here, or for another user."""
+    plan = plan_of_run(folder)
+    if not is_held(folder):
+        raise InputError(f"run '{folder}' is not running on this machine. Start it with `penstock train … --out '{folder}'`.")
+    found = {rank: process for rank in plan.ranks if (process := read_process(folder, rank)) is not None and process.is_here}
+    if not found:
+        raise InputError(f"run '{folder}' has no rank at work on this machine: it is starting, or ending. Try again in a moment.")
+    for rank, process in found.items():
+        if process.user != os.getuid():
+            raise InputError(f"rank {rank} of run '{folder}' belongs to user {process.user}; you are user {os.getuid()}. Ask them.")
+    return RunningRun(folder, plan, found)
+
+
+def changes_of(
+    target: RunningRun, slow: dict[int, float], links: dict[tuple[int, int], float], data: float | None, first: int | None, steps: int
+) -> list[DisturbanceChange]:  # fmt: skip
+    """What is asked for, as changes; refused where the run has no such rank, link or step."""
+    behind = last_step(target.folder) + 1
+    if first is not None and first < behind:
+        raise InputError(f"--from is {first}, but run '{target.folder}' has {behind} steps behind it. Give a later one, or none: soon.")
+    begin = behind + SOON - 1 if first is None else first
+    if begin > target.last_step:
+        raise InputError(f"step {begin} would be the first, but the last step of run '{target.folder}' is {target.last_step}.")
+    asked: list[tuple[tuple[int, ...], float]] = [*(((rank,), factor) for rank, factor in slow.items()), *links.items()]
+    if data is not None:
+        asked.append(((), data))
+    found = [DisturbanceChange(ranks, factor, "pulse" if steps else "step", begin, steps) for ranks, factor in asked]
+    used = pairs_of(target.plan)
+    for change in found:
+        missing = [rank for rank in change.ranks if rank not in target.plan.ranks]
+        if missing:
+            raise InputError(f"{change.subject} is to be slower, but the plan has no rank {missing[0]}: {min(target.plan.ranks)} to "
+                             f"{max(target.plan.ranks)}.")  # fmt: skip
+        if len(change.ranks) == 2 and tuple(sorted(change.ranks)) not in used:
+            some = ", ".join(f"{a}-{b}" for a, b in used[:8]) or "none"
+            raise InputError(f"{change.subject} is to be slower, but the plan sends nothing over it. Its links: {some}.")
+    return found
+
+
+def disturb(target: RunningRun, changes: Sequence[DisturbanceChange], told: Callable[[str], None]) -> None:
+    """Disturbs a run: on devices with a clock ranks do so by themselves, else burners run here until all is over."""
+    if target.clocked:
+        for change in changes:
+            ask(target.folder, change)
+            told(_noted(target, change, change.first))
+        return
+    for change in changes:
+        if len(change.ranks) != 1:
+            raise InputError(
+                f"{change.subject} is to be slower, but only timed and paced devices have links and data whose time can be set. "
+                "Slow a rank with --slow, or a real link with `tc`."
+            )
+        if not 1 < change.factor <= MAX_FACTOR:
+            raise InputError(f"{change.subject} is to take {change.factor:g} times as long; burners can do 1 to {MAX_FACTOR:g}.")
+        if change.ranks[0] not in target.processes:
+            raise InputError(f"{change.subject} has no process on this machine. Disturb it from the machine that it runs on.")
+    _burn(target, changes, told)
+
+
+def _burn(target: RunningRun, changes: Sequence[DisturbanceChange], told: Callable[[str], None]) -> None:
+    first = changes[0].first
+    last = first + changes[0].steps - 1 if changes[0].steps else target.last_step
+    if not _await_step(target, first - 1):
+        return
+    with ExitStack() as stack:
+        working = []
+        for change in changes:
+            process, steering = target.processes[change.ranks[0]], Steering(change.factor)
+            before = waited_ns(process.pid)
+            time.sleep(_LOOK_S)
+            steering.calm(before, waited_ns(process.pid))
+            device = process.device if process.device.startswith("cuda") else "cpu"
+            victim = process.pid if device == "cpu" else 0  # what a GPU's owner waits for is not a core
+            working.append((process, steering, victim, stack.enter_context(Burners(steering.count, device, victim, steering.share))))
+            told(_noted(target, change, last_step(target.folder) + 1))
+        while target.goes_on and last_step(target.folder) < last and all(process.is_here for process, *_ in working):
+            time.sleep(_LOOK_S)
+            for _, steering, victim, burners in working:
+                if burners.failed:
+                    raise InputError("a process that was to keep the device busy has ended. Is there memory left for it?")
+                if victim:
+                    burners.set(steering.update(waited_ns(victim)))
+    for change in changes:
+        told(_noted(target, _end_of(change), last_step(target.folder)))
+
+
+def _end_of(change: DisturbanceChange) -> DisturbanceChange:
+    """The end of a change."""
+    return DisturbanceChange(change.ranks, 1.0, first=change.first)
+
+
+def _await_step(target: RunningRun, step: int) -> bool:
+    """Whether the run has come so far; False: it ended before."""
+    while last_step(target.folder) < step:
+        if not target.goes_on:
+            return False
+        time.sleep(_LOOK_S / 5)
+    return True
+
+
+def _noted(target: RunningRun, change: DisturbanceChange, step: int) -> str:
+    """Writes the event of a disturbance; what it says."""
+    long = f" for {change.steps} steps" if change.steps else ""
+    text = f"{change.subject} is made to take {change.factor:.3g} times as long from step {step} on{long}"
+    if change.factor == 1.0:
+        text = f"{change.subject} is no longer slowed down"
+    cause = ("data", "compute", "link")[len(change.ranks)]
+    event = RunEvent("disturbed", step, time.time(), text, cause, tuple(sorted(change.ranks)), change.factor)
+    with (target.folder / EVENTS).open("ab") as file:
+        file.write(msgspec.json.encode(event) + b"\n")
+    return text

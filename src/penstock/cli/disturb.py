@@ -1,0 +1,64 @@
+"""`penstock disturb`: slow down a run that goes on, to see what it makes of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.console import err, out
+from penstock.cli.options import BIG, slower_ranks, within
+from penstock.errors import InputError
+
+__all__ = ["disturb"]
+
+
+def disturb(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder that `penstock train --out` was given.")],
+    slow: Annotated[
+        list[str] | None, typer.Option(metavar="RANK=FACTOR", help="This rank takes so many times as long; repeatable.")
+    ] = None,
+    link: Annotated[
+        list[str] | None, typer.Option(metavar="A-B=FACTOR", help="Messages between two ranks take so many times as long; repeatable.")
+    ] = None,
+    data: Annotated[
+        float | None, typer.Option(metavar="FACTOR", help="Loading samples takes so many times as long as computing with them.")
+    ] = None,
+    first: Annotated[
+        int | None, typer.Option("--from", metavar="STEP", callback=within(0, BIG), help="The first slower step; soon if not given.")
+    ] = None,
+    steps: Annotated[
+        int, typer.Option(metavar="N", callback=within(0, BIG), help="How many steps are slower; until the run ends if not given.")
+    ] = 0,
+) -> None:
+    """Slow down ranks, links or data loading of a run that goes on.
+
+    Timed and paced devices slow down by themselves. Beside ranks on a processor or a GPU, processes that keep it busy run until the run
+    ends, --steps are over, or Ctrl-C; their share of it is steered so that the factor is about met. Only timed and paced devices have
+    links and data loading that can be slowed.
+
+    Example: penstock disturb run --slow 3=1.5 --steps 100
+    """
+    if not slow and not link and data is None:
+        raise InputError("there is nothing to slow down. Give --slow 3=1.5, --link 0-1=4 or --data 2.")
+    from penstock.adapting.disturbing import changes_of, running
+    from penstock.adapting.disturbing import disturb as begin
+
+    links = dict(map(_link, link or []))
+    target = running(run)
+    changes = changes_of(target, slower_ranks(slow or []), links, data, first, steps)
+    if not target.clocked:
+        err().print("keeping devices busy; Ctrl-C ends it", markup=False)
+    begin(target, changes, lambda text: out().print(text, markup=False, highlight=False, soft_wrap=True))
+
+
+def _link(text: str) -> tuple[tuple[int, int], float]:
+    found = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})=(.+)", text)
+    try:
+        if found is None:
+            raise ValueError
+        return (int(found[1]), int(found[2])), float(found[3])
+    except ValueError:
+        raise InputError(f"--link is '{text}'; two ranks and a factor such as 0-1=4 were expected.") from None

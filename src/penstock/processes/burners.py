@@ -1,0 +1,167 @@
+"""Processes that compete with another one for its processor core, or for a GPU: a foreign load of a size that can be set.
+
+    burner        ████░░████░░        busy for a share of every period, on the core that its victim runs on at the moment
+    victim        ░░░░██░░░░██        has half of the core while one burner is busy, a third beside two …
+
+Burners end with whoever started them, however that ends: they read their share from a pipe, and leave when it is closed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+__all__ = ["MAX_FACTOR", "Burners", "Steering", "waited_ns"]
+
+MAX_FACTOR = 16.0
+PERIOD_S = 0.02
+_PROCESSOR = 36
+"""Where `/proc/PID/stat` has the core that a thread ran on last, counted after its name."""
+_LARGE = 4096
+"""Rows and columns of the products with which a GPU is kept busy."""
+
+
+def waited_ns(pid: int) -> tuple[int, int] | None:
+    """How long the main thread of a process has run, and how long it was ready to run but had no core; None where nobody says."""
+    try:
+        ran, waited, _ = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return None
+    return int(ran), int(waited)
+
+
+class Steering:
+    """Finds the share for which burners have to be busy so that their victim takes `factor` times as long as before.
+
+    Of equal rivals each gets as much of a core: beside `count` busy burners the victim has 1/(count + 1) of it. Where the kernel says how
+    long the victim waited for a core, the share follows that.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.count = factor, max(1, math.ceil(factor - 1.0 - 1e-9))
+        self.share = min(1.0, (1.0 - 1.0 / factor) * (self.count + 1) / self.count)
+        self._usual: float | None = None
+        self._before: tuple[int, int] | None = None
+
+    def calm(self, before: tuple[int, int] | None, after: tuple[int, int] | None) -> None:
+        """What the victim ran and waited before and after a while without burners."""
+        self._usual, self._before = _slower(before, after), after
+
+    def update(self, now: tuple[int, int] | None) -> float:
+        """The share from now on; `now` is what the victim has run and waited."""
+        slower, self._before = _slower(self._before, now), now
+        if slower is not None:
+            missing = self.factor * (self._usual or 1.0) / slower
+            self.share = min(1.0, max(0.02, self.share * (1.0 + 0.5 * math.log(missing))))
+        return self.share
+
+
+def _slower(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
+    """How many times as long as its own work a thread took; None where it did too little to say."""
+    if before is None or after is None or after[0] - before[0] < 5_000_000:
+        return None
+    return 1.0 + (after[1] - before[1]) / (after[0] - before[0])
+
+
+class Burners:
+    """Some burners, until they are closed: beside a process (`victim`), on any core (0), or on a GPU."""
+
+    def __init__(self, count: int, device: str = "cpu", victim: int = 0, share: float = 1.0) -> None:
+        command = [sys.executable, "-m", "penstock.processes.burners", device, str(victim)]
+        # Ctrl-C is for who started them.
+        self._processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) for _ in range(count)
+        ]
+        self.set(share)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of all of them."""
+        return [process.pid for process in self._processes]
+
+    def set(self, share: float) -> None:
+        """How much of the time they are busy."""
+        for process in self._processes:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # one that has ended is told of by `failed`
+                process.stdin.write(f"{share:.4f}\n".encode())
+                process.stdin.flush()
+
+    def await_ready(self) -> None:
+        """Returns when all of them are busy, or have ended."""
+        for process in self._processes:
+            assert process.stdout is not None
+            process.stdout.readline()
+
+    @property
+    def failed(self) -> bool:
+        """Whether one has ended though nobody asked it to."""
+        return any(process.poll() is not None for process in self._processes)
+
+    def __enter__(self) -> Burners:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+
+class _Share:
+    """What a burner was told last."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def follow(self) -> None:
+        for line in sys.stdin:
+            self.now = float(line)
+        os._exit(0)
+
+
+def _spin(end: float) -> None:
+    while time.perf_counter() < end:
+        pass
+
+
+def _burn(device: str, victim: int) -> None:
+    share = _Share()
+    threading.Thread(target=share.follow, daemon=True).start()
+    work = _spin if device == "cpu" else _multiplying(device)
+    print("ready", flush=True)
+    while True:
+        start = time.perf_counter()
+        if victim:
+            with suppress(OSError, IndexError, ValueError):  # the victim has ended, and soon nobody will want burners
+                fields = Path(f"/proc/{victim}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+                os.sched_setaffinity(0, {int(fields[_PROCESSOR])})
+        work(start + share.now * PERIOD_S)
+        time.sleep(max(0.0005, start + PERIOD_S - time.perf_counter()) if share.now < 1.0 else 0.0)
+
+
+def _multiplying(device: str) -> Callable[[float], None]:
+    import torch
+
+    one = torch.randn(_LARGE, _LARGE, device=device)
+    found = torch.empty_like(one)
+
+    def work(end: float) -> None:
+        while time.perf_counter() < end:
+            torch.mm(one, one, out=found)
+            torch.cuda.synchronize(device)
+
+    return work
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _burn(sys.argv[1], int(sys.argv[2]))

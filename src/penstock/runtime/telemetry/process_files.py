@@ -1,0 +1,73 @@
+"""Which process runs each rank: a small file for each in the run's folder, so that others can find it, and no other in its place."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from penstock.errors import InputError
+from penstock.files import readable_bytes, write_text
+
+__all__ = ["RankProcess", "named_process", "read_process", "started_ticks"]
+
+
+class RankProcess(msgspec.Struct, frozen=True):
+    """The process of one rank."""
+
+    pid: int
+    started: int
+    """When, in ticks since the machine was started: with it, no later process of the same number is mistaken for this one."""
+    host: str
+    device: str
+    """`cpu`, `cuda:0`, `timed` or `paced`."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs, on this machine."""
+        return self.host == socket.gethostname() and started_ticks(self.pid) == self.started
+
+    @property
+    def user(self) -> int:
+        """Whose it is; only of one that is here."""
+        return os.stat(f"/proc/{self.pid}").st_uid
+
+
+def started_ticks(pid: int) -> int | None:
+    """When a process was started; None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19])
+
+
+@contextmanager
+def named_process(folder: str | Path, rank: int, device: str) -> Iterator[None]:
+    """Names this process in the folder of its run while entered."""
+    pid = os.getpid()
+    path = _path(folder, rank)
+    write_text(path, msgspec.json.encode(RankProcess(pid, started_ticks(pid) or 0, socket.gethostname(), device)).decode() + "\n")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def read_process(folder: str | Path, rank: int) -> RankProcess | None:
+    """The process of a rank; None if the run has none for it now."""
+    path = _path(folder, rank)
+    if not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(readable_bytes(path, "process"), type=RankProcess)
+    except msgspec.DecodeError as error:
+        raise InputError(f"process '{path}': {error}.") from None
+
+
+def _path(folder: str | Path, rank: int) -> Path:
+    return Path(folder) / f"rank-{rank:05d}.process.json"

@@ -1,0 +1,104 @@
+"""Jobs that move while they train: by their own decision when a device is slow for a while, and because somebody asks. Processes on paced
+devices, whose times are exact however busy the machine is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from penstock.adapting.asking import ask_for
+from penstock.adapting.events import RunEvent, read_events
+from penstock.adapting.watching import move_run, obey_run
+from penstock.cli.main import run as main
+from penstock.plans.build import uniform_plan
+from penstock.plans.plan import Plan
+from penstock.plans.schema import read_plan
+from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest, TrainResult
+from penstock.runtime.run import Watching
+from penstock.runtime.run_folder import plan_of_run, plans_of_run
+from penstock.runtime.telemetry.steps import StepRecord, read_steps
+from penstock.runtime.trainer import PlanTrainer
+from penstock.timing.disturbance_file import read_disturbance
+
+pytestmark = pytest.mark.timeout(280)
+EXAMPLE = Path(__file__).parents[2] / "examples" / "adapting"
+
+
+def trained(request: TrainRequest, watching: Watching | None = None, told: Callable[[StepTold], None] | None = None) -> list[StepRecord]:
+    """The steps of a run."""
+    PlanTrainer(request, watching).train(told)
+    return read_steps(Path(request.out) / "steps.jsonl")
+
+
+def test_a_slow_device_is_moved_away_from_and_back_to(data: str, tmp_path: Path) -> None:
+    """Losses and samples are to the bit those of a run that nothing slows and that never moves."""
+    plan, story = read_plan(EXAMPLE / "plan.json"), read_disturbance(EXAMPLE / "story.yaml")
+    calm = TrainRequest(plan, data, 58, str(tmp_path / "calm"), device="cpu", checkpoint_every=0, planning=PlanningSettings(0))
+    run = replace(calm, out=str(tmp_path / "run"), device="paced", disturbance=story, planning=PlanningSettings(1))
+    wanted, found = trained(calm), trained(run, move_run)
+    assert [(one.step, one.loss, one.samples) for one in found] == [(one.step, one.loss, one.samples) for one in wanted]
+    events = list(read_events(run.out))
+    moves = [event for event in events if event.event == "moved"]
+    assert [event.event for event in events if event.event != "decided"] == ["noticed", "moved", "noticed", "moved"]
+    assert [event.remedy for event in moves] == ["cuts", "cuts"] and all(event.moved_bytes and event.pause_s for event in moves)
+    first, last = (event.step for event in moves)
+    assert 10 < first < 26 and last > 35
+    assert list(plans_of_run(run.out)) == [0, first, last] and plan_of_run(run.out) != plan
+    assert [one.plan for one in found] == [0] * first + [1] * (last - first) + [2] * (58 - last)
+    usual_s = [median(one.time_s or 0.0 for one in found[a:b]) for a, b in pairwise((0, 10, first, 35, last, 58))]
+    calm_s, slow_s, moved_s, between_s, back_s = usual_s
+    assert slow_s > 1.3 * moved_s and between_s > 1.03 * back_s and calm_s > 0.97 * back_s
+    decisions = [event for event in events if event.event == "decided" and event.moves]
+    assert len(decisions) == 2 and all(event.text.startswith("moves to another plan (cuts): ") for event in decisions)
+    assert all(len(event.alternatives) > 2 and event.cost_s for event in decisions)
+
+
+def asked_to(request: TrainRequest, plans: Mapping[int, Plan]) -> tuple[TrainResult, list[StepRecord], list[RunEvent]]:
+    """A run that is asked for each plan a few steps before it is to have it."""
+
+    def told(step: StepTold) -> None:
+        if (at := step.step + 4) in plans:
+            ask_for(request.out, plans[at], at)
+
+    result = PlanTrainer(request, obey_run).train(told)
+    return result, read_steps(Path(request.out) / "steps.jsonl"), list(read_events(request.out))
+
+
+def plan_of(*devices: int, **choice: int) -> Plan:
+    """A plan of one device for each stage on these; or the usual one."""
+    given = uniform_plan("gpt-tiny", "4xa100-40gb", global_batch=8, micro_batch=1, layout="packed", precision="fp32", **choice)
+    if not devices:
+        return given
+    return replace(given, stages=tuple(replace(stage, devices=((own,),)) for stage, own in zip(given.stages, devices, strict=True)))
+
+
+def test_a_job_moves_where_it_is_asked_to(data: str, tmp_path: Path) -> None:
+    """To two devices of four, the first process not among them, to tensor parallelism on all, and to replicas; what cannot be is refused,
+    and nothing is trained twice or left out."""
+    calm = TrainRequest(plan_of(pp=4), data, 22, str(tmp_path / "calm"), device="cpu", checkpoint_every=0, planning=PlanningSettings(0))
+    run = replace(calm, out=str(tmp_path / "run"), planning=PlanningSettings(1), eval_every=11, eval_batches=1, checkpoint_every=7)
+    wanted = trained(calm)
+    plans = {5: plan_of(3, 2, pp=2), 10: plan_of(pp=2, tp=2), 15: replace(plan_of(pp=2), global_batch=4), 20: plan_of(pp=2, replicas=2)}
+    result, found, events = asked_to(run, plans)
+    assert [one.samples for one in found] == [one.samples for one in wanted]
+    assert [one.loss for one in found] == pytest.approx([one.loss for one in wanted], rel=1e-5)
+    assert [event.event for event in events if event.event != "asked"] == ["moved", "moved", "aborted", "moved"]
+    assert [event.step for event in events if event.event == "moved"] == [5, 10, 20]
+    refused = next(event for event in events if event.event == "aborted")
+    assert refused.status == 2 and "global_batch is 4 in the new plan, but 8 in the old one" in refused.text
+    assert (result.plan, result.plan_since, result.num_steps) == (plans[20], 20, 22)
+    assert [one.step for one in result.evaluated] == [11, 22] and len(result.losses) == 22
+    assert list(plans_of_run(run.out)) == [0, 5, 10, 20] and set(result.ranks) == {0, 1, 2, 3}
+    assert main(["trace", run.out, "--steps", "8-11", "--out", str(tmp_path / "trace.json")]) == 0
+    trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {"iteration 9, plan 1", "iteration 10, plan 2"} <= {event["name"] for event in trace}
+    predicted = {event["pid"] // 2 for event in trace if event.get("cat") == "predicted compute" and event["ts"] >= 0}
+    assert predicted == {0, 1, 2, 3}
+    again = replace(run, plan=plan_of_run(run.out), steps=24, resume=run.out)
+    assert PlanTrainer(again).train().first_step == 22 and list(plans_of_run(run.out)) == [0, 5, 10, 20, 22]

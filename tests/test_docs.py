@@ -1,0 +1,129 @@
+"""The documentation says what is true: commands run, examples of files are read by the real readers, every field is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import yaml
+from pty_runs import on_terminal
+
+from penstock.cli.main import run
+from penstock.clusters.cluster_file import parse_cluster
+from penstock.clusters.schema import ClusterSpec, DeviceSpec, NodeSpec, OverrideSpec
+from penstock.models.catalog import FAMILIES, model_from_mapping
+from penstock.models.description import model_from_description
+
+ROOT = Path(__file__).parents[1]
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
+
+
+def example(name: str, language: str) -> str:
+    (found,) = re.findall(rf"```{language}\n(.*?)```", page(name), flags=re.DOTALL)
+    return found  # type: ignore[no-any-return]
+
+
+def test_the_example_of_a_file_of_sizes() -> None:
+    model = model_from_mapping(yaml.safe_load(example("model.md", "yaml")), "model.md", "file")
+    assert model.name == "deep-gpt" and (model.config["layers"], model.seq_length) == (48, 4096)
+
+
+def test_the_example_of_a_description() -> None:
+    model = model_from_description(json.loads(example("model.md", "json")), "model.md")
+    assert (model.num_ops, model.num_parameters) == (2, 8192) and model.ops[1].name == "layers.1.up"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_size_of_a_family_is_named(family: str) -> None:
+    (row,) = (line for line in page("model.md").splitlines() if line.startswith(f"| `{family}` |"))
+    _, _, required, optional, _ = row.split("|")
+    fields = dataclasses.fields(FAMILIES[family].parts()[1])  # type: ignore[arg-type]
+    needed = [field.name for field in fields if field.default is dataclasses.MISSING]
+    assert re.findall("`(\\w+)`", required) == needed
+    assert re.findall("`(\\w+)`", optional) == [field.name for field in fields if field.name not in needed]
+
+
+def test_the_example_of_a_cluster_file() -> None:
+    cluster = parse_cluster(yaml.safe_load(example("cluster.md", "yaml")), "cluster.md", "file")
+    assert (cluster.name, cluster.num_devices, cluster.num_nodes) == ("pool", 28, 5)
+    assert cluster.device(15).name == "a100-40gb" and cluster.device(16).name == "box"
+    assert cluster.link(0, 16).bandwidth_bytes_per_s == 1e9 and cluster.device(16).memory_bytes == 40_000_000_000
+
+
+def test_every_field_of_a_cluster_file_is_named() -> None:
+    fields = {name for spec in (ClusterSpec, DeviceSpec, NodeSpec, OverrideSpec) for name in spec.model_fields}
+    table = "".join(line for line in page("cluster.md").splitlines() if line.startswith("|"))
+    assert sorted(fields - set(re.findall("`(\\w+)`", table))) == []
+
+
+def test_links_lead_somewhere() -> None:
+    """Between pages, and from the README, to pages and to headings in them."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    broken = []
+    for source in pages:
+        for target in re.findall(r"\]\(([^)\s]+)\)", source.read_text(encoding="utf-8")):
+            name, _, anchor = target.partition("#")
+            if "://" in name:
+                continue
+            found = (source.parent / name).resolve() if name else source
+            if not found.exists() or (anchor and anchor not in anchors(found)):
+                broken.append(f"{source.relative_to(ROOT)}: {target}")
+    assert broken == []
+
+
+def anchors(path: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def blocks(path: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / path).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/getting-started.md"])
+def test_the_commands_run(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, in a folder that has the documentation; but for those that install."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    lines = [line for block in blocks(path, "bash") for line in block.splitlines()]
+    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
+        for line in lines:
+            program, *arguments = shlex.split(line, comments=True) or [""]
+            if program == "penstock":
+                assert run(arguments) == 0, line
+            elif program == "python":
+                assert subprocess.run(f"{sys.executable} {line.partition(' ')[2]}", shell=True, timeout=60).returncode == 0, line
+            else:
+                assert program in ("make", "source", ""), line
+    assert sum(line.startswith("penstock ") for line in lines) >= 6
+    if path != "README.md":
+        assert {"config.json", "model.safetensors"} <= {entry.name for entry in (tmp_path / "trained").iterdir()}
+
+
+def test_the_output_shown_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its words: numbers change with costs and with the search."""
+    monkeypatch.chdir(tmp_path)
+    shown, command = blocks("README.md", "text")[0], blocks("README.md", "bash")[0].strip()
+    assert (blocks("docs/index.md", "text")[0], blocks("docs/index.md", "bash")[0].strip()) == (shown, command)
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    status, said = on_terminal(shlex.split(command)[1:], 80)
+    assert status == 0
+    for part in shown.partition("best plans")[0].split("\n\n"):
+        assert words(part) in words(said)
+    assert words(shown.splitlines()[-1]) in words(said)
+
+
+def words(text: str) -> str:
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    return re.sub(r"[0-9][0-9.,]*", "#", " ".join(plain.split()))
