@@ -67,7 +67,7 @@ def test_a_rank_that_is_slow_for_a_while_is_named_and_so_is_its_end(plan: Plan, 
 
 
 def test_nothing_is_noticed_where_nothing_happens_though_samples_differ(plan: Plan, data: str, tmp_path: Path) -> None:
-    assert trained(plan, data, tmp_path / "run", 20) == ([], [])
+    assert trained(plan, data, tmp_path / "run", 14) == ([], [])
     assert (tmp_path / "run" / EVENTS).read_bytes() == b""
 
 
