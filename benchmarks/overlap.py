@@ -68,14 +68,14 @@ def work_of(program: Program, planner: ProgramPlanner) -> Workload:
 
 def train_rank(worker: Any, source: BatchSource, planner: ProgramPlanner, address: str, job: Job) -> dict[str, Any]:
     """A job for workers: all iterations of one timed rank, and what it waited for programs once warm."""
-    from penstock.data.loader import DynamicLoader
+    from penstock.data.loader import ProgramLoader
     from penstock.programs.binary import encode
     from penstock.runtime.devices.timed import TimedRank
     from penstock.runtime.transport.world import World
 
     world = World(planner.plan, worker.groups)
     rank = TimedRank(world, observer=worker.status)
-    loader = DynamicLoader(source, planner, world.rank, address=address, job=job, starts_planners=False)
+    loader = ProgramLoader(source, planner, world.rank, address=address, job=job, starts_planners=False)
     times_s, sizes, start_s = [], [], 0.0
     for _, program in loader:
         if program.iteration == WARM_UP:

@@ -466,6 +466,18 @@ _CLI = (
          "cli/test_check.py"),
 )  # fmt: skip
 
+_SCREEN = (
+    _bug("no column can be spared", "cli/console.py", "spare=name in more and not verbose", "spare=False",
+         "narrow terminals get two tables", "cli/test_fitted.py"),
+    _bug("tables are as wide as they like", "cli/fitted.py", "column.least]) > room:", "column.least]) > 2 * room:",
+         "terminals break lines", "cli/test_fitted.py"),
+    _bug("sentences are as long as they like", "cli/console.py", "        if out().is_terminal:\n", "        if False:\n",
+         "terminals break words", "cli/test_screens.py", pick="check"),
+    _bug("layers between are recomputed too", "plans/texts.py", "one[1][0][1] - one[0]", "0", "scattered layers look like a run",
+         "plans/test_texts.py"),
+    _bug("an expert is a near miss", "models/huggingface.py", 'or "moe" in kind', "", "qwen3_moe is not called what it is",
+         "models/test_huggingface.py"),
+)  # fmt: skip
 _DISTURBING = (
     _bug("the most that a rank saw counts", "runtime/devices/clock.py", "agree(int(seen.min()))", "agree(int(seen.max()))",
          "ranks slow down in different steps", "runtime/devices/test_clock.py"),
@@ -531,9 +543,21 @@ _ADAPTING = (
     _bug("who asks is overruled", "adapting/watching.py", "            self._adapter = None\n        elif",
          "            pass\n        elif", "what was asked for is left at once", "adapting/test_watching.py", pick="is_asked_for_stays"),
 )  # fmt: skip
+_JOBS = (
+    _bug("any content is the same data", "jobs/cache.py", "                found.update(piece)", "                pass",
+         "a changed file trains on the old tokens", "jobs/test_raw_data.py", pick="once"),
+    _bug("samples are cut off without a word", "jobs/raw_data.py", 'and over_long == "refuse":', 'and over_long == "never":',
+         "the ends of long texts are not trained on", "jobs/test_raw_data.py", pick="longer"),
+    _bug("plans of other models are taken", "jobs/planning.py", "    if differ:\n", "    if False:\n", "tensors do not fit, hours later",
+         "jobs/test_planning.py", pick="other_models"),
+    _bug("a micro-batch weighs by itself", "jobs/dynamic_loader.py", "torch.tensor(loaded.program.loss_tokens)",
+         "torch.tensor(micro.loss_tokens())", "the loss depends on how a batch was cut", "jobs/test_dynamic_loader.py", pick="plain"),
+    _bug("a loader begins anew", "jobs/dynamic_loader.py", '        self.step = int(state["step"])', "        self.step = 0",
+         "the first samples are seen twice", "jobs/test_dynamic_loader.py", pick="goes_on"),
+)  # fmt: skip
 
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
     *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_GENERATIONS, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS,
-    *_CLI, *_DISTURBING, *_ADAPTING,
+    *_CLI, *_SCREEN, *_DISTURBING, *_ADAPTING, *_JOBS,
 )  # fmt: skip

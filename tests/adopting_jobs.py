@@ -12,7 +12,7 @@ import torch.distributed as dist
 from generation_jobs import Footprint, footprint
 from training_jobs import TrainedPrograms, collected, rank_of
 
-from penstock.data.loader import DynamicLoader
+from penstock.data.loader import ProgramLoader
 from penstock.data.planners import BatchSource
 from penstock.data.planning import ProgramPlanner
 from penstock.plans.plan import Plan
@@ -125,7 +125,7 @@ def train_loaded(
     if resume is not None:
         load_rank(Checkpoint(resume), rank)
     address, job = handover
-    loader = DynamicLoader(
+    loader = ProgramLoader(
         source, planner, rank.world.rank, address=address, job=job, planners=1 if job else 0, starts_planners=False, first_step=first,
         timeout=250,
     )  # fmt: skip

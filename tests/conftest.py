@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch: tests side by side leave no core for a second thread, or for threads that spin while they wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -12,7 +14,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 from hypothesis import settings
 
-from penstock.kernels import KERNEL_MODULES
 from penstock.processes.fork_server import PRELOADED
 
 gc.disable()  # until all tests are collected
@@ -21,8 +22,10 @@ settings.register_profile("build", derandomize=True, deadline=None)
 settings.register_profile("here", deadline=None)
 settings.load_profile("build" if os.environ.get("CI") else "here")
 
-# Hundreds of ranks and planners are forked from one server, which imports once what any of them may need.
-PRELOADED.extend(["torch._dynamo", "penstock.batching.planner", *KERNEL_MODULES])
+# Hundreds of ranks and planners are forked from one server, which has once what any of them may need. It looks for modules where the
+# environment says, like any new process.
+PRELOADED.append("warm_server")
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def pytest_collection_finish() -> None:
@@ -35,6 +38,14 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     """Else libraries that look for leaks at the end would find what is kept."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What jobs prepare, measure and search once is kept in a folder of the tests, not in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_CACHE", str(tmp_path_factory.mktemp("kept")))
+        yield
 
 
 @pytest.fixture(scope="session")

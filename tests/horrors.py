@@ -312,6 +312,15 @@ def all_cases(folder: Path) -> list[Case]:
     add("train", "--device", f"{train} --device @", NAMES)
     add("train", "--torch-profile", f"{train} --torch-profile @", {k: v for k, v in WHOLE.items() if v})
     add("train", "--weights", f"{train} --weights @", FILES)
+    job = "--model gpt-tiny --data good/texts.jsonl --out run"
+    add("train", "--model", "--data good/texts.jsonl --out run --model @", NAMES)
+    add("train", "--data of a job", "--model gpt-tiny --out run --data @", FILES)
+    add("train", "--out of a job", "--model gpt-tiny --data good/texts.jsonl --out @", FOLDERS)
+    add("train", "--set", f"{job} --set @", NAMES)
+    add("train", "--cluster", f"{job} --cluster @", NAMES)
+    add("train", "--costs", f"{job} --costs @", NAMES)
+    add("train", "--tokenizer", f"{job} --tokenizer @", FILES)
+    add("train", "--tokens-per-batch", f"{job} --tokens-per-batch @", WHOLE | {"zero": "0"})
     text = "good/texts.jsonl --train-tokenizer 300 --workers 1"
     add("prepare-data", "INPUT", "@ --train-tokenizer 300 --workers 1 --out data", FILES | _of("texts", folder))
     add("prepare-data", "INPUT h5", "@.h5 --out data", {"missing": "bad/nothing", "long": LONG})

@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import re
+import select
 import struct
 import sys
 import termios
@@ -14,10 +15,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
+from rich.cells import cell_len
+
 from penstock.cli import console
 from penstock.cli.main import run
 
-__all__ = ["on_terminal", "screen_lines"]
+__all__ = ["cut_lines", "on_terminal", "screen_lines"]
 
 _SETTING = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 """Colours, and what a progress bar moves the cursor by."""
@@ -30,26 +33,29 @@ def on_terminal(arguments: Sequence[str], columns: int) -> tuple[int, str]:
     """
     outer, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    said = bytearray()
-    reader = threading.Thread(target=_read_all, args=(outer, said))
+    said, ended = bytearray(), threading.Event()
+    reader = threading.Thread(target=_read_all, args=(outer, said, ended))
     reader.start()
     with _streams_on(inner):
         os.close(inner)
         status = run(arguments)
-    reader.join()  # the terminal ends with the last stream that was open on it
+    ended.set()
+    reader.join()
     os.close(outer)
     return status, said.decode("utf-8")
 
 
-def _read_all(terminal: int, said: bytearray) -> None:
+def _read_all(terminal: int, said: bytearray, ended: threading.Event) -> None:
+    """Until the command has ended and nothing is left; processes that it started may keep the terminal open."""
     while True:
-        try:
-            part = os.read(terminal, 65536)
-        except OSError:  # what a terminal that nobody has open answers
+        last = ended.is_set()
+        if select.select([terminal], [], [], 0 if last else 0.05)[0]:
+            try:
+                said += os.read(terminal, 65536)
+            except OSError:  # what a terminal that nobody has open answers
+                return
+        elif last:
             return
-        if not part:
-            return
-        said += part
 
 
 @contextmanager
@@ -82,3 +88,9 @@ def _forget_consoles() -> None:
 def screen_lines(said: str) -> list[str]:
     """The lines of what was written to a terminal, without colours; a line written over another is a line of its own."""
     return [line.rstrip() for line in re.split(r"[\r\n]+", _SETTING.sub("", said))]
+
+
+def cut_lines(said: str, columns: int) -> list[str]:
+    """Lines in which something was cut, or that are wider than the terminal, though no single word of them is."""
+    lines = screen_lines(said)
+    return [line for line in lines if "…" in line or (cell_len(line) > columns and all(cell_len(word) < columns for word in line.split()))]

@@ -1,15 +1,22 @@
-"""The documentation says what is true: examples of files are read by the real readers, and every field is named."""
+"""The documentation says what is true: commands run, examples of files are read by the real readers, every field is named."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
+from pty_runs import on_terminal
 
+from penstock.cli.main import run
 from penstock.clusters.cluster_file import parse_cluster
 from penstock.clusters.schema import ClusterSpec, DeviceSpec, NodeSpec, OverrideSpec
 from penstock.models.catalog import FAMILIES, model_from_mapping
@@ -78,3 +85,45 @@ def test_links_lead_somewhere() -> None:
 def anchors(path: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def blocks(path: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / path).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/getting-started.md"])
+def test_the_commands_run(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, in a folder that has the documentation; but for those that install."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    lines = [line for block in blocks(path, "bash") for line in block.splitlines()]
+    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}):
+        for line in lines:
+            program, *arguments = shlex.split(line, comments=True) or [""]
+            if program == "penstock":
+                assert run(arguments) == 0, line
+            elif program == "python":
+                assert subprocess.run(f"{sys.executable} {line.partition(' ')[2]}", shell=True, timeout=60).returncode == 0, line
+            else:
+                assert program in ("make", "source", ""), line
+    assert sum(line.startswith("penstock ") for line in lines) >= 6
+    if path != "README.md":
+        assert {"config.json", "model.safetensors"} <= {entry.name for entry in (tmp_path / "trained").iterdir()}
+
+
+def test_the_output_shown_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its words: numbers change with costs and with the search."""
+    monkeypatch.chdir(tmp_path)
+    shown, command = blocks("README.md", "text")[0], blocks("README.md", "bash")[0].strip()
+    assert (blocks("docs/index.md", "text")[0], blocks("docs/index.md", "bash")[0].strip()) == (shown, command)
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    status, said = on_terminal(shlex.split(command)[1:], 80)
+    assert status == 0
+    for part in shown.partition("best plans")[0].split("\n\n"):
+        assert words(part) in words(said)
+    assert words(shown.splitlines()[-1]) in words(said)
+
+
+def words(text: str) -> str:
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    return re.sub(r"[0-9][0-9.,]*", "#", " ".join(plain.split()))

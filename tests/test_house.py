@@ -43,9 +43,10 @@ ARROWS = {
     "runtime": "errors files processes clusters models schedules plans costs timing batching programs stores data",
     "adapting": "errors files processes clusters models schedules plans costs timing search programs runtime",
     "profiling": "clusters models costs timing runtime",
+    "jobs": "errors files clusters models plans timing batching search data runtime adapting profiling",
     "reports": "errors files schedules timing",
     "cli": "errors files processes clusters models schedules plans costs timing ordering batching search "
-           "programs stores data systems interop runtime adapting profiling reports",
+           "programs stores data systems interop runtime adapting profiling jobs reports",
 }
 
 MAX_KERNEL_ARGUMENTS = 12
@@ -120,7 +121,7 @@ def test_a_circle_is_seen() -> None:
 def entries() -> set[str]:
     """What a person reaches directly: verbs, public names, and modules that are run as commands."""
     verbs = {f"penstock.cli.{verb.module}" for verb in VERBS}
-    public = {getattr(penstock, name).__module__ for name in penstock.__all__ if name != "__version__"}
+    public = {*penstock._HOMES.values(), *penstock._PARTS.values()}
     run = {name for name, path in MODULES.items() if '__name__ == "__main__"' in path.read_text(encoding="utf-8")}
     return {"penstock.cli.main", *verbs, *public, *run}
 

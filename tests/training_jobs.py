@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OpenRank", "RandomSource", "TrainedPrograms", "Weight", "collected", "open_rank", "rank_of", "run_paced", "run_timed",
-    "train_programs", "train_slowly",
+    "train_programs", "train_sampled", "train_slowly",
 ]  # fmt: skip
 
 
@@ -197,6 +199,18 @@ def run_paced(
         times_s.append(rank.clock.device_s)
         assert 0.0 < rank.clock.busy_s < rank.clock.device_s
     return times_s, TrainedPrograms(tuple(losses), (), (), *collected(rank))
+
+
+def train_sampled(
+    with_nvml: bool, worker: Worker, request: TrainRequest, handover: Handover, token: str, watching: Watching | None = None
+) -> TrainResult:
+    """A rank of `penstock train` whose processor is taken for a GPU that NVML knows, or that nobody knows since there is no NVML."""
+    uuid = "GPU-a" if worker.rank == 0 else "GPU-b"
+    with (
+        mock.patch.dict(sys.modules, pynvml=import_module("standins.pynvml") if with_nvml else None),
+        mock.patch("penstock.runtime.run.gpu_uuid", lambda device: uuid),
+    ):
+        return train_rank(worker, request, handover, token, watching)
 
 
 def train_slowly(worker: Worker, request: TrainRequest, handover: Handover, token: str, watching: Watching | None = None) -> TrainResult:

@@ -9,16 +9,18 @@ __version__ = "0.1.0"
 
 # Public name -> the module that holds it. Names are looked up on first use, so that `import penstock` costs milliseconds.
 _HOMES = {
-    "Adapter": "penstock.adapting.adapter",
-    "DynamicLoader": "penstock.data.loader",
-    "Executor": "penstock.runtime.executor",
-    "InfeasibleError": "penstock.errors",
+    "DynamicLoader": "penstock.jobs.dynamic_loader",
     "InputError": "penstock.errors",
-    "MoveAbortedError": "penstock.adapting.moving",
     "PenstockError": "penstock.errors",
-    "ProfileMissingError": "penstock.errors",
-    "TrainRequest": "penstock.runtime.request",
-    "Trainer": "penstock.runtime.trainer",
+    "Plan": "penstock.plans.plan",
+    "Trainer": "penstock.jobs.trainer",
+    "find_plans": "penstock.jobs.finding",
+    "train": "penstock.jobs.trainer",
+}
+# Names for those who build on the parts: found here too, but at home in their modules.
+_PARTS = {
+    "Adapter": "penstock.adapting.adapter",
+    "MoveAbortedError": "penstock.adapting.moving",
     "move": "penstock.adapting.moving",
     "moves": "penstock.adapting.moves",
 }
@@ -27,9 +29,10 @@ __all__ = ["__version__", *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home = _HOMES.get(name) or _PARTS.get(name)
+    if home is None:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(home), name)
     globals()[name] = value
     return value
 

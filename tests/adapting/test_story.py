@@ -23,7 +23,7 @@ from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest, T
 from penstock.runtime.run import Watching
 from penstock.runtime.run_folder import plan_of_run, plans_of_run
 from penstock.runtime.telemetry.steps import StepRecord, read_steps
-from penstock.runtime.trainer import Trainer
+from penstock.runtime.trainer import PlanTrainer
 from penstock.timing.disturbance_file import read_disturbance
 
 pytestmark = pytest.mark.timeout(280)
@@ -32,7 +32,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "adapting"
 
 def trained(request: TrainRequest, watching: Watching | None = None, told: Callable[[StepTold], None] | None = None) -> list[StepRecord]:
     """The steps of a run."""
-    Trainer(request, watching).train(told)
+    PlanTrainer(request, watching).train(told)
     return read_steps(Path(request.out) / "steps.jsonl")
 
 
@@ -66,7 +66,7 @@ def asked_to(request: TrainRequest, plans: Mapping[int, Plan]) -> tuple[TrainRes
         if (at := step.step + 4) in plans:
             ask_for(request.out, plans[at], at)
 
-    result = Trainer(request, obey_run).train(told)
+    result = PlanTrainer(request, obey_run).train(told)
     return result, read_steps(Path(request.out) / "steps.jsonl"), list(read_events(request.out))
 
 
@@ -101,4 +101,4 @@ def test_a_job_moves_where_it_is_asked_to(data: str, tmp_path: Path) -> None:
     predicted = {event["pid"] // 2 for event in trace if event.get("cat") == "predicted compute" and event["ts"] >= 0}
     assert predicted == {0, 1, 2, 3}
     again = replace(run, plan=plan_of_run(run.out), steps=24, resume=run.out)
-    assert Trainer(again).train().first_step == 22 and list(plans_of_run(run.out)) == [0, 5, 10, 20, 22]
+    assert PlanTrainer(again).train().first_step == 22 and list(plans_of_run(run.out)) == [0, 5, 10, 20, 22]

@@ -20,7 +20,7 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
 from penstock.runtime.telemetry.figures import RankFigures
-from penstock.runtime.trainer import Trainer
+from penstock.runtime.trainer import PlanTrainer
 from penstock.timing.disturbance import Disturbance, DisturbanceChange
 
 pytestmark = pytest.mark.timeout(280)
@@ -48,7 +48,7 @@ def trained(plan: Plan, data: str, out: Path, steps: int, *changes: DisturbanceC
     request = TrainRequest(
         plan, data, steps, str(out), device="paced", checkpoint_every=0, disturbance=Disturbance(changes), planning=PlanningSettings(0)
     )
-    Trainer(request, watch_run).train(told)
+    PlanTrainer(request, watch_run).train(told)
     return list(read_events(out)), notes
 
 

@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from pty_runs import cut_lines, on_terminal, screen_lines
 
 from penstock.cli.main import run
 from penstock.plans.schema import read_plan
@@ -40,10 +41,11 @@ def test_the_demo_runs_and_runs_again(tmp_path: Path, capsys: pytest.CaptureFixt
     assert written.predicted is not None and written.predicted.time_s == told["plans"][0]["time_s"]
     assert all(row["tp"] == 1 for row in told["plans"])
 
-    assert run(["demo", "--out", str(folder)]) == 0
-    shown = capsys.readouterr().out
+    status, said = on_terminal(["demo", "--out", str(folder)], 80)
+    shown = " ".join(" ".join(screen_lines(said)).split())
+    assert status == 0 and cut_lines(said, 80) == []
     assert profile.read_bytes() == first and read_plan(plan) == written
-    assert "one micro-batch on each stage, predicted and measured" in shown and "the largest cause of the" in " ".join(shown.split())
+    assert "one micro-batch on each stage, predicted and measured" in shown and "the largest cause of the" in shown
     assert "while rank 2 was slow, and" in shown
     assert "What to try next" in shown and "one iteration" in shown and "profile:h200-141gb" in shown
     assert run(["check", str(plan)]) == 0 and run(["explain", str(plan)]) == 0

@@ -21,7 +21,7 @@ from penstock.runtime.run_folder import own_folder
 from penstock.runtime.run_lock import run_lock
 from penstock.runtime.telemetry.process_files import RankProcess, named_process, read_process, started_ticks
 from penstock.runtime.telemetry.steps import LineLog, StepRecord, read_steps
-from penstock.runtime.trainer import Trainer
+from penstock.runtime.trainer import PlanTrainer
 from penstock.timing.asked import ASKED
 
 pytestmark = pytest.mark.timeout(280)
@@ -47,7 +47,7 @@ def disturbed_run(tmp_path: Path, data: str, device: str, steps: int, *commands:
             assert run(["disturb", str(out), *commands]) == 0
 
     request = TrainRequest(plan_for(tmp_path, 2), data, steps, str(out), device=device, checkpoint_every=0, planning=PlanningSettings(0))
-    Trainer(request).train(told)
+    PlanTrainer(request).train(told)
     return [record.time_s or 0.0 for record in read_steps(out / "steps.jsonl")]
 
 

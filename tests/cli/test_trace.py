@@ -24,7 +24,7 @@ from penstock.plans.schema import write_plan
 from penstock.runtime.request import TrainRequest
 from penstock.runtime.telemetry.spans_reader import read_spans
 from penstock.runtime.telemetry.steps import read_steps
-from penstock.runtime.trainer import Trainer
+from penstock.runtime.trainer import PlanTrainer
 
 STEPS = 4
 
@@ -38,7 +38,7 @@ def plan_of(**degrees: int) -> Plan:
 def trained(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two stages, dynamic micro-batches, evaluations in between."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    Trainer(TrainRequest(plan_of(pp=2), data, STEPS, str(folder), eval_every=2, eval_batches=1)).train()
+    PlanTrainer(TrainRequest(plan_of(pp=2), data, STEPS, str(folder), eval_every=2, eval_batches=1)).train()
     return folder
 
 

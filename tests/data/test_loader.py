@@ -30,7 +30,7 @@ from penstock.data.forms import form_of
 from penstock.data.images import prepare_images
 from penstock.data.indexed import IndexedWriter
 from penstock.data.limits import Limits
-from penstock.data.loader import DynamicLoader
+from penstock.data.loader import ProgramLoader
 from penstock.data.manifest import DataManifest, DataSplit, TaskRange, write_manifest
 from penstock.data.planners import BatchSource, PlannerPool, entries_of, open_entry
 from penstock.data.planning import PlanningError, ProgramPlanner, sample_ids
@@ -87,7 +87,7 @@ def make_source(folder: Path, num_steps: int | None = 6, **options: Any) -> Batc
 def inline(folder: Path, planner: ProgramPlanner, num_steps: int = 6) -> dict[int, list[bytes]]:
     """The programs of every rank, planned here."""
     source = make_source(folder, num_steps)
-    return {rank: [encode(program) for _, program in DynamicLoader(source, planner, rank, planners=0)] for rank in planner.plan.ranks}
+    return {rank: [encode(program) for _, program in ProgramLoader(source, planner, rank, planners=0)] for rank in planner.plan.ranks}
 
 
 def as_batch(source: Any, program: Program, micro: MicroBatch, bounds: tuple[int, int], needs: tuple[str, ...]) -> Batch | None:
@@ -99,7 +99,7 @@ def as_batch(source: Any, program: Program, micro: MicroBatch, bounds: tuple[int
 def test_ranks_hold_their_own_samples_which_make_up_the_batch(folder: Path, family: str, dp: int, replicas: int) -> None:
     planner, source = make_planner(folder, family, dp, replicas), make_source(folder, 2)
     data, batches = source.open()
-    iterators = {rank: iter(DynamicLoader(source, planner, rank, planners=0)) for rank in planner.plan.ranks}
+    iterators = {rank: iter(ProgramLoader(source, planner, rank, planners=0)) for rank in planner.plan.ranks}
     for step in range(2):
         seen: dict[int, list[int]] = {0: [], 1: []}
         weight, labels = 0.0, []
@@ -164,7 +164,7 @@ def test_a_decoder_reads_each_token_and_predicts_the_next(folder: Path, layout: 
 
 def test_an_encoder_reads_the_input_and_a_decoder_the_target_shifted(folder: Path) -> None:
     planner, source, data = make_planner(folder, "t5"), make_source(folder, 1), open_data(folder)
-    iteration = next(iter(DynamicLoader(source, planner, 1, planners=0)))
+    iteration = next(iter(ProgramLoader(source, planner, 1, planners=0)))
     for loaded in iteration.micro_batches:
         batch = as_batch(iteration, iteration.program, loaded.micro, (0, len(loaded.micro.samples)), ("inputs", "dec_inputs", "labels"))
         assert batch is not None and batch.labels is not None
@@ -220,7 +220,7 @@ def whole_batches(folder: Path, model: Model, samples: int) -> tuple[list[Batch]
     planner = ProgramPlanner(fixed_plan(model, samples), model, None, form_of(model, data))
     source, found = BatchSource(str(folder), samples_per_batch=samples + 3, num_steps=1), []
     for rank in (0, 1):
-        for iteration in DynamicLoader(source, planner, rank, planners=0):
+        for iteration in ProgramLoader(source, planner, rank, planners=0):
             for loaded in iteration.micro_batches:
                 batch = as_batch(iteration, iteration.program, loaded.micro, loaded.micro.share(2, rank), ("inputs", "labels"))
                 found += [batch] if batch is not None else []
@@ -302,7 +302,7 @@ def run_ranks(
     """All ranks as threads, with planners as processes; the programs of each, and how many planners were replaced."""
     job = Job("job", KEY, len(planner.plan.ranks), capacity=3, first=options.get("first_step", 0))
     address = f"tcp://127.0.0.1:{server.port}"
-    loaders = {rank: DynamicLoader(source, planner, rank, address=address, job=job, timeout=250, **options) for rank in planner.plan.ranks}
+    loaders = {rank: ProgramLoader(source, planner, rank, address=address, job=job, timeout=250, **options) for rank in planner.plan.ranks}
 
     def run(rank: int) -> list[bytes]:
         return [encode(program) for _, program in loaders[rank]]
@@ -354,7 +354,7 @@ def test_planners_and_a_redis_server_are_killed_and_training_goes_on(folder: Pat
         servers[-1].process.wait()
         servers.append(start_redis(servers[0].host, servers[0].port, password=servers[0].password))
 
-    def run(loader: DynamicLoader) -> list[bytes]:
+    def run(loader: ProgramLoader) -> list[bytes]:
         got = []
         for step, (_, program) in enumerate(loader):
             if loader.rank == 0 and step in (5, 20):
@@ -368,7 +368,7 @@ def test_planners_and_a_redis_server_are_killed_and_training_goes_on(folder: Pat
     try:
         with ThreadPoolExecutor(2) as threads, PlannerPool(source, planner, servers[0].address, job) as pool:
             options: dict[str, Any] = {"address": servers[0].address, "job": job, "starts_planners": False, "timeout": 250}
-            futures = [threads.submit(run, DynamicLoader(source, planner, rank, **options)) for rank in (0, 1)]
+            futures = [threads.submit(run, ProgramLoader(source, planner, rank, **options)) for rank in (0, 1)]
             assert {rank: future.result(250) for rank, future in enumerate(futures)} == expected
             assert pool.num_replaced == 2 and len(servers) == 3
     finally:
@@ -430,14 +430,14 @@ def test_planners_end_with_the_process_that_started_them(folder: Path, server: T
 def test_a_run_goes_on_where_it_was(folder: Path) -> None:
     planner = make_planner(folder)
     whole = inline(folder, planner)[0]
-    resumed = DynamicLoader(make_source(folder), planner, 0, planners=0, first_step=4)
+    resumed = ProgramLoader(make_source(folder), planner, 0, planners=0, first_step=4)
     assert [encode(program) for _, program in resumed] == whole[4:]
     assert resumed.state_dict()["step"] == 6
     by_tokens = make_source(folder, samples_per_batch=None, tokens_per_batch=400)
-    loader = DynamicLoader(by_tokens, planner, 0, planners=0)
+    loader = ProgramLoader(by_tokens, planner, 0, planners=0)
     expected = [encode(program) for _, program in loader]
     state = loader.batches.state(4)
-    resumed = DynamicLoader(replace(by_tokens, state=state), planner, 0, planners=0, first_step=4)
+    resumed = ProgramLoader(replace(by_tokens, state=state), planner, 0, planners=0, first_step=4)
     assert 3 not in resumed.batches._starts and [encode(program) for _, program in resumed] == expected[4:]
 
 
@@ -449,7 +449,7 @@ def test_what_cannot_be_loaded(folder: Path) -> None:
     )  # fmt: skip
     for options, message in wrong:
         with pytest.raises(InputError, match=message):
-            DynamicLoader(source, planner, **options)  # type: ignore[arg-type]
+            ProgramLoader(source, planner, **options)  # type: ignore[arg-type]
     small = model_from_mapping({"family": "gpt", "dtype": "fp32", **SIZES["gpt"], "vocab": 100}, "test", "gpt")
     with pytest.raises(InputError, match="vocabulary of 600, model 'gpt' of 100"):
         form_of(small, open_data(folder))
@@ -459,7 +459,7 @@ def test_a_store_that_is_gone_ends_the_wait(folder: Path) -> None:
     job = Job.new(2)
     with TcpServer(job.key) as server:
         address = f"tcp://127.0.0.1:{server.port}"
-        loader = DynamicLoader(make_source(folder), make_planner(folder), 1, address=address, job=job, starts_planners=False, timeout=1)
+        loader = ProgramLoader(make_source(folder), make_planner(folder), 1, address=address, job=job, starts_planners=False, timeout=1)
         with pytest.raises(StoreError, match="nothing came for 1 s"):
             next(iter(loader))
 
@@ -477,7 +477,7 @@ def test_waits_for_programs_and_for_samples_are_told_apart(folder: Path, monkeyp
     monkeypatch.setattr("penstock.data.loader.time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(Samples, "load", lambda *given: later(3.0, load(*given)))
     slow: Any = SimpleNamespace(plan=planner.plan, form=planner.form, programs=lambda *given: later(2.0, programs(*given)))
-    loader = DynamicLoader(make_source(folder), slow, 0, planners=0)
+    loader = ProgramLoader(make_source(folder), slow, 0, planners=0)
     loader.next_planned_here()
     assert (loader.wait_s, loader.data_wait_s) == (5.0, 3.0)
     waits = iter([4.0, 1.0])
@@ -492,7 +492,7 @@ def test_waits_for_programs_and_for_samples_are_told_apart(folder: Path, monkeyp
 def test_a_rank_plans_for_itself_until_planners_have_followed(folder: Path) -> None:
     """What they hand over too late is dropped; from the first program that comes in time on, they are waited for again."""
     planner = make_planner(folder)
-    loader = DynamicLoader(make_source(folder), planner, 0, planners=0, first_step=3)
+    loader = ProgramLoader(make_source(folder), planner, 0, planners=0, first_step=3)
     loader.adopt(3, planner)
     handed = [SimpleNamespace(program=SimpleNamespace(iteration=step)) for step in (3, 4, 5, 6)]
     ready: list[Any] = []

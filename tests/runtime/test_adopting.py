@@ -13,7 +13,7 @@ import pytest
 import torch
 from adopting_jobs import train_abandoning, train_adopting, train_handing_over, train_loaded, until
 from checkpoint_jobs import train_part
-from runtime_cases import Case, Choice, make_case
+from runtime_cases import Case, Choice, make_case, with_count
 from training_jobs import TrainedPrograms
 
 from penstock.data.planners import PlannerPool
@@ -148,7 +148,8 @@ def test_a_step_that_fails_half_way_leaves_nothing(
     """Whoever waits for the rank that failed fails too; all go on under another plan, as new processes would, and no thread or file of the
     abandoned generation is left."""
     family = {name: choice[name] for name in ("family", "layout")}
-    one, other = make_case(choice, 3, iterations=3), make_case(ONE | family | {"pp": 2, "cuts": "even"}, 4, iterations=4)
+    one = with_count(make_case(choice, 3, iterations=3), 4)  # half of them done is half-way
+    other = make_case(ONE | family | {"pp": 2, "cuts": "even"}, 4, iterations=4)
     settings = replace(ADAMW, clip_norm=None) if choice["schedule"] == "pipedream" else ADAMW
     kind = BackwardInput if choice["schedule"] == "zero-bubble" else kind
     first, second = (one.plan, one.programs()), (other.plan, other.programs()[2:])

@@ -8,9 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from stores.conftest import require_redis
+from torchrun_ranks import run_ranks
 
 from penstock.cli import main
 from penstock.data import open_data
@@ -30,12 +28,12 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
 from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
 from penstock.runtime.settings import LearningRate, TrainingSettings
-from penstock.runtime.trainer import Trainer
+from penstock.runtime.trainer import PlanTrainer
 from penstock.runtime.workers import WorkerError
 from penstock.stores.addresses import connect
 from penstock.stores.server import RedisServer, start_redis
 
-STEPS, BATCH = 18, 16
+STEPS, BATCH = 14, 16
 SETTINGS = TrainingSettings(LearningRate(2e-3))
 
 
@@ -49,7 +47,7 @@ class Case:
     def command(self, out: Path, *options: str) -> list[str]:
         """`penstock train` of the same run."""
         given = ["--data", self.request.data, "--steps", str(STEPS), "--out", str(out), "--lr", "2e-3", "--json", *options]
-        return [sys.executable, "-m", "penstock.cli.main", "train", f"{self.request.out}/plan.json", *given]
+        return ["train", f"{self.request.out}/plan.json", *given]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +57,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=BATCH, micro_batch=4, layout="packed", pp=2)
     plan = replace(plan, micro_batching=MicroBatching("packed", "dynamic"))
     request = TrainRequest(plan, str(folder / "data"), STEPS, str(folder / "run"), SETTINGS, planning=PlanningSettings(planners=0))
-    return Case(request, list(Trainer(request).train().losses))
+    return Case(request, list(PlanTrainer(request).train().losses))
 
 
 def steps_done(out: Path) -> int:
@@ -102,7 +100,7 @@ def run(case: Case, out: Path, caught: pytest.CaptureFixture[str], at: dict[int,
     with ThreadPoolExecutor(1) as pool:
         acting = pool.submit(act)
         try:
-            status = main.run(case.command(out, *options)[3:])
+            status = main.run(case.command(out, *options))
         finally:
             ended.set()
         acting.result()
@@ -135,7 +133,7 @@ def test_a_hanging_planner_is_replaced_and_the_losses_stay(case: Case, tmp_path:
 
     planning = PlanningSettings(hang_s=8.0)
     with caplog.at_level(logging.WARNING):
-        found = Trainer(replace(case.request, out=str(tmp_path / "run"), planning=planning)).train(told)
+        found = PlanTrainer(replace(case.request, out=str(tmp_path / "run"), planning=planning)).train(told)
     assert list(found.losses) == case.losses
     assert "planner 0 hung at iteration" in caplog.text
 
@@ -203,7 +201,7 @@ def test_a_planner_without_progress_on_a_store_that_answers_ends_the_run_with_a_
                 os.kill(pid, signal.SIGSTOP)
 
     with pytest.raises(WorkerError) as ended:
-        Trainer(replace(case.request, out=str(out), planning=PlanningSettings(wait_s=8.0))).train(told)
+        PlanTrainer(replace(case.request, out=str(out), planning=PlanningSettings(wait_s=8.0))).train(told)
     done, said = steps_done(out), " ".join(str(ended.value).split())
     assert 3 < done < STEPS
     assert re.search(r"nothing came for 8 s in the store at 127|another rank gets no more programs from the store", said)
@@ -220,30 +218,17 @@ def test_a_damaged_sample_is_told_before_anything_starts(case: Case, tmp_path: P
     index.flush()
     request = replace(case.request, data=str(data), out=str(tmp_path / "run"), planning=PlanningSettings())
     with pytest.raises(InputError, match=r"train_input\.idx' is damaged"):
-        Trainer(request).train()
+        PlanTrainer(request).train()
     assert not (tmp_path / "run").exists()
 
 
 def test_two_nodes_share_the_planning(case: Case, tmp_path: Path) -> None:
     """Each node, told what torchrun tells its own, starts a planner; odd iterations are planned on one, even ones on the other."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ranks = {"WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    environment = os.environ | ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PENSTOCK_LOG_LEVEL": "DEBUG"}
-    nodes = []
-    for node in range(2):
-        own = {"RANK": str(node), "GROUP_RANK": str(node), "PENSTOCK_LOG_DIR": str(tmp_path / f"node{node}")}
-        own["PYTHONPATH"] = os.pathsep.join(sys.path)
-        command = case.command(tmp_path / "run")
-        nodes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment | own))
-    try:
-        told = [node.communicate(timeout=250) for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
-            node.wait()
-    assert [node.returncode for node in nodes] == [0, 0], told[0][1][-2000:] + told[1][1][-2000:]
-    assert json.loads(told[0][0])["losses"] == case.losses and not told[1][0]
+    both = {"GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "PENSTOCK_LOG_LEVEL": "DEBUG"}
+    nodes = [both | {"GROUP_RANK": str(node), "PENSTOCK_LOG_DIR": str(tmp_path / f"node{node}")} for node in range(2)]
+    told = run_ranks(case.command(tmp_path / "run"), nodes, tmp_path)
+    assert [one.status for one in told] == [0, 0], told[0].err[-2000:] + told[1].err[-2000:]
+    assert json.loads(told[0].out)["losses"] == case.losses and not told[1].out
     for node in range(2):
         log = (tmp_path / f"node{node}" / f"planner-{node}.log").read_text()
         assert [int(step) for step in re.findall(r"iteration (\d+) planned", log)] == list(range(node, STEPS, 2))
@@ -264,5 +249,5 @@ def test_what_cannot_plan_a_run(
     message: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("penstock.stores.redis._FIRST_CONNECT_S", 0.2)
-    assert main.run([*case.command(tmp_path / "run", option, value)[3:]]) == status
+    assert main.run(case.command(tmp_path / "run", option, value)) == status
     assert message in " ".join(capsys.readouterr().err.split()) and steps_done(tmp_path / "run") == 0

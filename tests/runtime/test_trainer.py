@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torchrun_ranks import run_ranks
 from training_jobs import train_slowly
 
 from penstock.cli.main import run
@@ -23,7 +21,7 @@ from penstock.runtime.run_folder import plan_of_run, plans_of_run
 from penstock.runtime.settings import LearningRate, TrainingSettings
 from penstock.runtime.telemetry.spans_reader import RankSpans, read_run, read_spans
 from penstock.runtime.telemetry.steps import read_steps
-from penstock.runtime.trainer import Trainer
+from penstock.runtime.trainer import PlanTrainer
 from penstock.runtime.workers import WorkerError
 
 SETTINGS = TrainingSettings(LearningRate(2e-3))
@@ -36,7 +34,7 @@ def plan_of(**degrees: int) -> Plan:
 def test_a_run_goes_on_under_another_plan(data: str, tmp_path: Path) -> None:
     heard: list[StepTold] = []
     first = TrainRequest(plan_of(pp=2), data, 6, str(tmp_path / "first"), SETTINGS, eval_every=3, eval_batches=2, checkpoint_every=3)
-    straight = Trainer(first).train(heard.append)
+    straight = PlanTrainer(first).train(heard.append)
     assert [one.step for one in heard] == list(range(6)) and [one.loss for one in heard] == list(straight.losses)
     assert straight.losses[-1] < straight.losses[0] - 0.2
     assert [one.step for one in straight.evaluated] == [3, 6] and straight.evaluated[1].loss < straight.evaluated[0].loss
@@ -47,10 +45,10 @@ def test_a_run_goes_on_under_another_plan(data: str, tmp_path: Path) -> None:
 
     saved = next((tmp_path / "first" / "checkpoints").glob("*-step-3"))
     other = replace(first, plan=plan_of(tp=2, replicas=2), out=str(tmp_path / "second"), resume=str(saved), eval_every=0)
-    again = Trainer(other).train()
+    again = PlanTrainer(other).train()
     assert again.first_step == 3 and again.losses == pytest.approx(straight.losses[3:], rel=1e-5)
     with pytest.raises(InputError, match="has 6 steps behind it, which --steps 6 counts too"):
-        Trainer(replace(first, resume=str(tmp_path / "first")))
+        PlanTrainer(replace(first, resume=str(tmp_path / "first")))
 
 
 def test_a_folder_that_is_used_again(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,15 +80,15 @@ def num_forwards(one: RankSpans) -> int:
 
 def test_unequal_replicas_train_like_one_process_and_go_on(data: str, tmp_path: Path) -> None:
     """Three and one micro-batches of four samples: the losses of one process, also when a run goes on with other shares."""
-    alone = Trainer(TrainRequest(plan_of(), data, 4, str(tmp_path / "alone"), SETTINGS)).train()
+    alone = PlanTrainer(TrainRequest(plan_of(), data, 4, str(tmp_path / "alone"), SETTINGS)).train()
     plan = plan_of(replicas=2)
     unequal, turned = (replace(plan, micro_batching=replace(plan.micro_batching, per_replica=counts)) for counts in ((3, 1), (1, 3)))
     first = TrainRequest(unequal, data, 4, str(tmp_path / "first"), SETTINGS, checkpoint_every=2)
-    found = Trainer(first).train()
+    found = PlanTrainer(first).train()
     assert found.losses == pytest.approx(alone.losses, rel=1e-5)
     assert [num_forwards(one) for one in read_run(tmp_path / "first")] == [3 * 4, 1 * 4]
     saved = next((tmp_path / "first" / "checkpoints").glob("*-step-2"))
-    again = Trainer(replace(first, plan=turned, out=str(tmp_path / "again"), resume=str(saved), checkpoint_every=0)).train()
+    again = PlanTrainer(replace(first, plan=turned, out=str(tmp_path / "again"), resume=str(saved), checkpoint_every=0)).train()
     assert again.first_step == 2 and again.losses == pytest.approx(alone.losses[2:], rel=1e-5)
 
 
@@ -103,50 +101,49 @@ def test_devices_without_work_stay_idle(data: str, tmp_path: Path) -> None:
     """Planners, records, checkpoints and the result are those of the ranks that the plan has."""
     requests = [TrainRequest(plan, data, 3, str(tmp_path / name), SETTINGS)
                 for name, plan in (("two", plan_of(pp=2)), ("of four", on_devices(plan_of(pp=2), 3, 1)))]  # fmt: skip
-    found = [Trainer(request).train() for request in requests]
+    found = [PlanTrainer(request).train() for request in requests]
     assert found[0].losses == found[1].losses and found[1].num_steps == 3
     worked = [rank for rank in range(4) if read_spans(tmp_path / "of four" / f"rank-{rank:05d}.spans").iterations]
     assert worked == [1, 3]
     again = replace(requests[0], resume=str(tmp_path / "of four"), out=str(tmp_path / "again"), steps=4)
-    assert Trainer(again).train().first_step == 3
+    assert PlanTrainer(again).train().first_step == 3
 
 
 def test_planners_follow_a_run_to_another_plan(data: str, tmp_path: Path) -> None:
     adopted, told = [], []
     planners = SimpleNamespace(adopt=lambda step, planner: adopted.append((step, planner.plan)))
-    hear = Trainer(TrainRequest(plan_of(pp=2), data, 3, str(tmp_path / "run")))._hearing(planners, told.append)  # type: ignore[arg-type]
+    hear = PlanTrainer(TrainRequest(plan_of(pp=2), data, 3, str(tmp_path / "run")))._hearing(planners, told.append)  # type: ignore[arg-type]
     hear(StepTold(4, 5.0, 1.0))
     hear(PlanAdopted(5, plan_of(tp=2)))
     assert plan_of_run(tmp_path / "run") == plan_of(tp=2) and list(plans_of_run(tmp_path / "run")) == [5]
     assert adopted == [(5, plan_of(tp=2))] and told == [StepTold(4, 5.0, 1.0)]
 
 
-def test_torchrun_starts_the_same_training(data: str, tmp_path: Path) -> None:
+def test_processes_of_torchrun_do_the_same_training(data: str, tmp_path: Path) -> None:
     """Of three devices the plan leaves one out, and no process was started for it."""
     write_plan(tmp_path / "plan.json", on_devices(plan_of(pp=2), 0, 2))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock.cli.main", "train"]
     options = [str(tmp_path / "plan.json"), "--data", data, "--steps", "2", "--out", str(tmp_path / "run"), "--json", "--lr", "2e-3"]
     options += ["--compare", "--planners", "0"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=250, env=environment)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)  # one of the two ranks prints
+    first, second = run_ranks(["train", *options], [{"LOCAL_RANK": "0"}, {"LOCAL_RANK": "1"}], tmp_path)
+    assert (first.status, second.status) == (0, 0), first.err[-2000:] + second.err[-2000:]
+    found = json.loads(first.out)
+    assert not second.out
     assert [stage["stage"] for stage in found["stages"]] == [0, 1] and all(stage["forward_measured_s"] > 0 for stage in found["stages"])
-    alone = Trainer(TrainRequest(plan_of(), data, 2, str(tmp_path / "alone"), SETTINGS)).train()
+    alone = PlanTrainer(TrainRequest(plan_of(), data, 2, str(tmp_path / "alone"), SETTINGS)).train()
     assert found["losses"] == pytest.approx(alone.losses, rel=1e-5)
 
 
 def test_dynamic_micro_batches(data: str, tmp_path: Path) -> None:
     plan = replace(plan_of(pp=2), micro_batching=MicroBatching("packed", "dynamic"))
-    dynamic = Trainer(TrainRequest(plan, data, 3, str(tmp_path / "a"), SETTINGS)).train()
-    fixed = Trainer(TrainRequest(plan_of(pp=2), data, 3, str(tmp_path / "b"), SETTINGS)).train()
+    dynamic = PlanTrainer(TrainRequest(plan, data, 3, str(tmp_path / "a"), SETTINGS)).train()
+    fixed = PlanTrainer(TrainRequest(plan_of(pp=2), data, 3, str(tmp_path / "b"), SETTINGS)).train()
     assert dynamic.losses == pytest.approx(fixed.losses, rel=1e-4)  # the loss is that of the global batch, however it is cut
 
 
 def test_a_failure_is_told_in_one_message(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run" / "steps.jsonl").mkdir(parents=True)
     with pytest.raises(WorkerError, match=r"rank 0: '.*steps.jsonl' cannot be written: Is a directory"):
-        Trainer(TrainRequest(plan_of(pp=2), data, 3, str(tmp_path / "run"), SETTINGS)).train()
+        PlanTrainer(TrainRequest(plan_of(pp=2), data, 3, str(tmp_path / "run"), SETTINGS)).train()
 
 
 @pytest.mark.parametrize(

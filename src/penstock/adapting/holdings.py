@@ -23,6 +23,7 @@ from penstock.models.modules import build_op
 from penstock.models.modules.build import TORCH_DTYPES
 from penstock.models.modules.parallel import TensorParallel
 from penstock.models.ops import Model, PlacedOp
+from penstock.models.stored import is_trained, shared_weights, stored_name
 from penstock.plans.degrees import Axis, DegreeRun, parts_of
 from penstock.plans.plan import Plan, Stage
 from penstock.plans.ranks import flat_part, holders, seats_of, state_owners
@@ -87,6 +88,7 @@ class _Own:
 
     layout: CheckpointLayout
     num_elements: int
+    trained: bool
 
 
 class Layouts:
@@ -95,18 +97,18 @@ class Layouts:
     def __init__(self, model: Model) -> None:
         self.model = model
         self._cuts: dict[tuple[str, int, int, int], tuple[dict[str, CheckpointLayout], dict[str, tuple[int, ...]]]] = {}
-        self.shared = {place.op.tied_to for place in model.ops} - {""}
-        """Names of ops whose weight others use too."""
+        self.shared = {op for ops in shared_weights(model).values() for op in ops}
+        """Ops with a weight that others use too."""
 
     def parameters(self, place: PlacedOp, algo: int, lane: int, tp: int) -> Iterator[_Own]:
         """The weights of an op on one lane of `tp`."""
         for name, cut in self._cut(place, algo, lane, tp)[0].items():
-            owner = place.op.tied_to if place.op.tied_to and name == "weight" else place.name
-            yield _Own(CheckpointLayout(f"{owner}.{name}", cut.shape, cut.runs), math.prod(cut.local_shape))
+            own = CheckpointLayout(stored_name(place, name), cut.shape, cut.runs)
+            yield _Own(own, math.prod(cut.local_shape), is_trained(place.op, name))
 
     def buffers(self, place: PlacedOp) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(global name, shape) of each buffer of an op."""
-        return ((f"{place.name}.{name}", shape) for name, shape in self._cut(place, 0, 0, 1)[1].items())
+        return ((stored_name(place, name), shape) for name, shape in self._cut(place, 0, 0, 1)[1].items())
 
     def _cut(self, place: PlacedOp, algo: int, lane: int, tp: int) -> tuple[dict[str, CheckpointLayout], dict[str, tuple[int, ...]]]:
         key = place.op.signature, algo, lane, tp
@@ -153,7 +155,7 @@ class _Lane:
             return {}
         sizes: defaultdict[int, int] = defaultdict(int)
         for place, own in held:
-            if place.op.trainable and place.name not in self.layouts.shared and not place.op.tied_to:
+            if own.trained and place.index not in self.layouts.shared:
                 sizes[place.index] += own.num_elements
         return state_owners(sizes, ranks)
 
@@ -167,7 +169,7 @@ class _Lane:
                     start, stop = flat_part(own.num_elements, sorted(ranks).index(rank), len(ranks))
                     flat = layout.boxes(start, stop) if len(ranks) > 1 else whole
                 yield WEIGHTS, layout.name, layout.shape, flat if self.stage.zero == 3 else whole
-                if place.op.trainable and flat and owners.get(place.index, rank) == rank:
+                if own.trained and flat and owners.get(place.index, rank) == rank:
                     yield STATE, layout.name, layout.shape, flat
                     yield STEPS, layout.name, (), whole_layout(layout.name, ()).boxes()
             for place in self.layouts.model.ops[part.first : part.last]:

@@ -40,7 +40,7 @@ __all__ = ["Watch", "move_run", "obey_run", "watch_run"]
 
 
 def watch_run(run: Run, *, moves: bool = False, notices: bool = True) -> StepWatcher:
-    """The watcher of each process of a run: what `Trainer` takes as `watching`. Nothing is noticed where ranks have to share processor
+    """The watcher of each process of a run: what `PlanTrainer` takes as `watching`. Nothing is noticed where ranks have to share processor
     cores, and slow each other down in turn."""
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", len(run.members)))
     notices = notices and not (run.computes_on_cores and num_here > len(os.sched_getaffinity(0)))

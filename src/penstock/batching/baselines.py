@@ -22,11 +22,12 @@ from penstock.models.micro_batch import MicroBatch
 from penstock.schedules.orders import with_depths
 from penstock.timing.execution import execute
 
-__all__ = ["Attention", "baseline_rows", "fixed_batches", "packed_rows", "run_baseline", "token_budget"]
+__all__ = ["Attention", "baseline_rows", "best_fixed", "fixed_batches", "packed_rows", "run_baseline", "token_budget"]
 
 Attention = Literal["across", "inside"]
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Rows of a micro-batch that are tried."""
+_FIXED = "{} rows padded to the longest sample"
 
 
 def fixed_batches(samples: Sequence[SampleLengths], costs: PipelineCosts, rows: int) -> list[MicroBatch]:
@@ -116,13 +117,18 @@ def baseline_rows(samples: Sequence[SampleLengths], costs: PipelineCosts, too_lo
     longest = _padded(int(enc.max()), costs) + _padded(int(dec.max()), costs)
     ways: dict[str, Callable[[int], list[MicroBatch]]] = {}
     if "padded" in costs.layouts:
-        ways["{} rows padded to the longest sample"] = lambda rows: fixed_batches(kept, costs, rows)
+        ways[_FIXED] = lambda rows: fixed_batches(kept, costs, rows)
         ways["similar lengths, up to {} padded rows' tokens"] = lambda rows: token_budget(kept, costs, rows * longest)
         ways["{} packed rows, attention across samples"] = lambda rows: packed_rows(kept, costs, rows, attention="across")
     if "packed" in costs.layouts:
         ways["{} packed rows, attention inside samples"] = lambda rows: packed_rows(kept, costs, rows)
     found = (_best_size(name, cut, costs) for name, cut in ways.items())
     return [plan for plan in found if plan is not None]
+
+
+def best_fixed(samples: Sequence[SampleLengths], costs: PipelineCosts) -> BatchPlan | None:
+    """Fixed micro-batches padded to the longest sample, at the size that suits best; None if they fit at no size."""
+    return _best_size(_FIXED, lambda rows: fixed_batches(samples, costs, rows), costs)
 
 
 def _best_size(name: str, cut: Callable[[int], list[MicroBatch]], costs: PipelineCosts) -> BatchPlan | None:

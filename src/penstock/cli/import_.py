@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import logging
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -15,7 +11,6 @@ from penstock.cli.console import JsonFlag, format_count, out, print_json
 from penstock.cli.import_plans import import_plan
 from penstock.cli.options import BATCH, file_to_write, within
 from penstock.errors import InputError, PenstockError, near_misses
-from penstock.files import readable_file
 from penstock.systems import SYSTEMS, PlanFile
 
 if TYPE_CHECKING:
@@ -88,9 +83,11 @@ def import_(
             raise _unreadable(source, kind)
         import_plan(kind, PlanFile(rest, model, cluster, global_batch, partition, mini_batch, row), path, json)
         return
-    file, function = _parse(source)
-    module, example = _call(_load(file, function), source)
-    traced = _trace(module, example, name or function, dtype, length)
+    from penstock.models.modules.cutting.origins import call_function, load_function, parse_origin
+
+    file, function = parse_origin(source)
+    module, example, loss = call_function(load_function(file, function), source)
+    traced = _trace(module, example, loss, name or function, dtype, length, source)
     from penstock.files import write_json
     from penstock.models.description import model_to_description
 
@@ -110,74 +107,20 @@ def _unreadable(source: str, kind: str) -> InputError:
     return InputError(f"SOURCE is '{source}'; {SOURCES[kind].form} was expected, as in {SOURCES[kind].example}.")
 
 
-def _parse(source: str) -> tuple[Path, str]:
-    """The file and the function of `module:PATH.py:FUNCTION`."""
-    file, _, function = source.partition(":")[2].rpartition(":")
-    if not file or not function.isidentifier():
-        raise _unreadable(source, "module")
-    path = readable_file(file, "SOURCE: file")
-    if path.suffix != ".py":
-        raise InputError(f"SOURCE is '{source}': '{file}' is not a Python file (.py).")
-    return path, function
-
-
-def _load(path: Path, function: str) -> Callable[[], Any]:
-    """The function of a file, whose neighbours it may import."""
-    spec = importlib.util.spec_from_file_location(f"penstock_imported_{path.stem}", path)
-    assert spec is not None and spec.loader is not None  # it ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their own module up
-    sys.path.insert(0, str(path.parent.resolve()))
-    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # a user's folder stays as it was
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise InputError(f"file '{path}' cannot be imported: {type(error).__name__}: {error}.") from error
-    finally:
-        sys.path.pop(0)
-        sys.dont_write_bytecode = before
-    found = getattr(module, function, None)
-    if not callable(found):
-        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise InputError(f"file '{path}' has no function '{function}'. {near_misses(function, names) if names else 'It has none at all.'}")
-    return found  # type: ignore[no-any-return]
-
-
-def _call(function: Callable[[], Any], source: str) -> tuple[Any, Any]:
-    """What the function returns, if it is a module and an example."""
-    from torch import nn
-
-    try:
-        made = function()
-    except PenstockError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise InputError(f"the function of '{source}' failed: {type(error).__name__}: {error}.") from error
-    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
-        raise InputError(f"the function of '{source}' returned {_describe(made)}; (torch module, example inputs) was expected.")
-    return made[0], made[1]
-
-
-def _trace(module: Any, example: Any, name: str, dtype: str, length: int) -> Model:
+def _trace(module: Any, example: Any, loss: Any, name: str, dtype: str, length: int, source: str) -> Model:
     """The description; what the module itself raises is told as a fault of the module."""
+    from penstock.models.modules.cutting.describing import quiet_fakes, with_origin
+    from penstock.models.modules.cutting.origins import made_of
     from penstock.models.modules.trace import trace_module
 
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback of what is told below in one line
-    before, log.disabled = log.disabled, True
     try:
-        return trace_module(module, example, name, dtype, length=length)
+        with quiet_fakes():
+            traced = trace_module(module, example, name, dtype, length=length)
+        return with_origin(traced, made_of(module, example, loss, name=name), source)
     except PenstockError:
         raise
     except Exception as error:
         raise InputError(f"module '{name}' cannot be traced with its example: {type(error).__name__}: {error}") from error
-    finally:
-        log.disabled = before
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(type(part).__name__ for part in value)})"
-    return f"a {type(value).__name__}"
 
 
 def _tell(model: Model, path: Path, json: bool) -> None:

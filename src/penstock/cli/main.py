@@ -46,7 +46,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("batch", "batch", "Plan one global batch: micro-batches, order, recomputation, time and memory."),
     Verb("simulate", "simulate", "Show the timeline a plan would give: who computes, sends, waits, and what memory holds."),
     Verb("check", "check", "Prove a plan valid, or say everything that is wrong with it."),
-    Verb("train", "train", "Run a plan: train its model on prepared data."),
+    Verb("train", "train", "Train a model on your own data in one command; or run a job file, or a plan."),
     Verb("trace", "trace", "Write what every rank of a run did and when, beside what was predicted, for Perfetto."),
     Verb("events", "events", "Tell what a run noticed about slow ranks, late data and costs, and what it decided."),
     Verb("replan", "replan", "Ask a running job to move to another plan."),

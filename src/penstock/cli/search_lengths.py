@@ -88,20 +88,21 @@ def search_lengths(
         return plans
     longest = max(sample.length for sample in samples)
     where = str(path) if path.is_dir() else "DIR"
-    say(_sentence(best, request, longest), next_steps(best.plan, request.model, paths[0] if paths else None, where), "")
+    say(_sentence(best, request), next_steps(best.plan, request.model, paths[0] if paths else None, where), "")
     title = f"best plans of {request.model.name} for {len(samples):,} lengths up to {longest}, global batch {request.frame.global_batch}"
     out().print(table(title, _COLUMNS, map(_cells, choices), more=_SPARE, verbose=verbose))
     offer = why_first(best.plan, best.time_s, fastest.plan, fastest.time_s, request.estimator.source)
     price = best.plan.predicted.price_usd if best.plan.predicted else None
     say(*offer, *(f"note: {note}" for note in notes), *iterations_line(count, best.time_s, price))
-    say(f"judged by {len(best.batches)} batches; a bound is what no micro-batching of the same pipeline is below")
+    count = len(best.batches)
+    say(f"judged by {count} batch{'es' if count > 1 else ''}; a bound is what no micro-batching of the same pipeline is below")
     if paths:
         shown = "" if path.is_dir() else f" `penstock batch --lengths {path} --plan {paths[0]}` shows micro-batches."
         say(f"wrote {', '.join(map(str, paths))}.{shown}")
     return plans
 
 
-def _sentence(best: LengthsChoice, request: Request, longest: int) -> str:
+def _sentence(best: LengthsChoice, request: Request) -> str:
     """The answer in the words of `plan_words.plan_sentence`."""
     from penstock.plans.precision import described_training
 

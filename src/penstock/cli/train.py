@@ -1,10 +1,11 @@
-"""`penstock train`: run a plan."""
+"""`penstock train`: from a model and data to training in one command, or from a job file, or from a plan."""
 
 from __future__ import annotations
 
 import math
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,20 +21,41 @@ if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.runtime.interrupts import Interrupted
     from penstock.runtime.request import StepTold, TrainResult
-    from penstock.runtime.run import Watching
-    from penstock.runtime.settings import TrainingSettings
     from penstock.runtime.telemetry.predicting import PredictedSteps
+    from penstock.runtime.trainer import PlanTrainer
     from penstock.timing.disturbance import Disturbance
 
-__all__ = ["train"]
+__all__ = ["run_training", "train"]
 
 
 def train(
     context: typer.Context,
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="Plan file, as `penstock search --out` writes it.")],
-    data: Annotated[str, typer.Option(help="Folder that `penstock prepare-data` wrote.")],
-    steps: Annotated[int, typer.Option(callback=within(1, BIG), help="Iterations in all, those before a checkpoint included.")],
-    path: Annotated[Path, typer.Option("--out", metavar="RUN", callback=folder_to_write, help="Folder for checkpoints, steps and spans.")],
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[PLAN|JOB]", help="A plan file, as `penstock search --out` writes it, or a job file (.yaml)."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Model name, YAML file, hf:FOLDER or module:FILE.py:FUNCTION; it is planned for first.")] = "",
+    data: Annotated[
+        list[str] | None, typer.Option(help="JSONL, CSV or text file; repeatable. Or a folder that `penstock prepare-data` wrote.")
+    ] = None,
+    path: Annotated[
+        Path | None, typer.Option("--out", metavar="RUN", callback=folder_to_write, help="Folder for checkpoints, steps and spans.")
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(callback=within(1, BIG), help="Iterations in all, those before a checkpoint included; a job: one epoch."),
+    ] = None,
+    tokens_per_batch: Annotated[
+        int | None, typer.Option(callback=within(1, BIG), help="Tokens of a global batch of a job, on average; 65,536 if not given.")
+    ] = None,
+    cluster: Annotated[str, typer.Option(help="Devices of a job: `local`, a cluster file, or a shorthand such as 4xa100-40gb.")] = "local",
+    costs: Annotated[
+        str, typer.Option(help="Costs of a job: roofline, profile:FILE, measure (a minute, once); auto: measure on a GPU.")
+    ] = "auto",
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer of a job: a file or folder; the model's own if not given.")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change any field of a job, as in train.lr=1e-5; repeatable.")
+    ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Print predicted against measured times and memory, and what differs most.")
     ] = False,
@@ -110,33 +132,83 @@ def train(
     ] = False,
     json: JsonFlag = False,
 ) -> None:
-    """Train a plan's model on prepared data, on this machine's devices, or as one of the processes that torchrun started.
+    """Train a model on your own data in one command, repeat or go on with a job file, or run a plan; on this machine's devices, or as one
+    of the processes that torchrun started.
+
+    The same command again goes on where the run was.
+
+    Example: penstock train --model gpt-tiny --data chats.jsonl --out run
+
+    Example: penstock train run/job.yaml --out again --set train.lr=1e-5
 
     Example: penstock train plan.json --data data --steps 100 --out run --compare
     """
+    _check(reserve_memory, adapt)
+    under_torchrun = "WORLD_SIZE" in os.environ and "RANK" in os.environ
+    given = {name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
+    if file is None or file.suffix in (".yaml", ".yml"):
+        from penstock.cli.train_job import run_job
+
+        _refuse(given & set(_PLAN_ONLY), "goes with a plan file, not with a job")
+        values = {name: str(path) if name == "path" else value for name, value in context.params.items()}
+        run_job(file, {field: values[name] for name, field in _FIELDS.items() if name in given}, changes or [], compare, json)
+        return
+    _refuse(given & set(_JOB_ONLY), "goes with a job, not with a plan file")
     from penstock.plans.schema import read_plan
 
-    given = read_plan(plan)
-    _check(reserve_memory, adapt)
+    plan = read_plan(file)
+    for name, missing in (("--data", not data), ("--steps", steps is None), ("--out", path is None)):
+        if missing:
+            raise InputError(f"{name} is missing. A plan is trained with: penstock train {file} --data DIR --steps N --out RUN")
+    assert data is not None and steps is not None and path is not None
+    if len(data) > 1:
+        raise InputError(f"--data is given {len(data)} times; a plan takes one folder that `penstock prepare-data` wrote.")
     if device == "timed":
-        _refuse_learning(context)
-    under_torchrun = "WORLD_SIZE" in os.environ and "RANK" in os.environ
+        _refuse_learning(given)
     if not under_torchrun or (planners and os.environ.get("LOCAL_RANK", "0") == "0"):
         warm_up()  # it imports torch while this process does
-    from penstock.runtime.request import PlanningSettings, TrainRequest
-    from penstock.runtime.trainer import Trainer
+    from penstock.jobs.job_file import SaveGroup, TrainGroup
+    from penstock.jobs.starting import trainer_of, training_request
 
-    trainer = Trainer(TrainRequest(
-        given, data, steps, str(path), _settings(given, steps, lr, warmup, clip, seed, on_nan, deterministic), device, eval_every,
-        checkpoint_every=checkpoint_every, keep=keep, resume=resume, weights=weights, profile_steps=_steps(torch_profile),
-        share_gpus=share_gpus, reserve_memory=reserve_memory,
-        planning=PlanningSettings(planners, store, store_timeout, search_steps=budget_steps), disturbance=_disturbance(slow or [], disturb),
-    ), _watching(adapt))  # fmt: skip
-    unit = "tokens" if given.seq_length else "images"
+    # Not validated again: options are checked where they are read, and refused by their names.
+    groups = {prefix: {field.removeprefix(prefix): context.params[name] for name, field in _FIELDS.items() if field.startswith(prefix)}
+              for prefix in ("train.", "save.")}  # fmt: skip
+    request = training_request(
+        plan, data[0], steps, str(path), TrainGroup.model_construct(**groups["train."]), SaveGroup.model_construct(**groups["save."]),
+        resume=resume, weights=weights, disturbance=_disturbance(slow or [], disturb),
+    )  # fmt: skip
+    run_training(trainer_of(request, adapt), compare=compare, json=json, go_on=f"go on from there with --resume '{path}'")
+
+
+_FIELDS = {
+    "model": "model.source", "weights": "model.weights", "data": "data.path", "tokenizer": "data.tokenizer", "path": "out",
+    "cluster": "plan.cluster", "costs": "plan.costs", "tokens_per_batch": "plan.tokens_per_batch", "steps": "train.steps", "lr": "train.lr",
+    "warmup": "train.warmup", "clip": "train.clip", "on_nan": "train.on_nan", "seed": "train.seed", "deterministic": "train.deterministic",
+    "eval_every": "train.eval_every", "device": "train.device", "adapt": "train.adapt", "share_gpus": "train.share_gpus",
+    "reserve_memory": "train.reserve_memory", "planners": "train.planners", "budget_steps": "train.budget_steps", "store": "train.store",
+    "store_timeout": "train.store_timeout", "torch_profile": "train.torch_profile", "checkpoint_every": "save.every", "keep": "save.keep",
+}  # fmt: skip
+"""Options, and the fields of a job that they set."""
+_PLAN_ONLY = ("resume", "slow", "disturb")
+_JOB_ONLY = ("model", "cluster", "costs", "tokens_per_batch", "tokenizer", "changes")
+
+
+def _refuse(given: set[str], why: str) -> None:
+    if given:
+        names = ", ".join("--" + {"changes": "set"}.get(name, name).replace("_", "-") for name in sorted(given))
+        hint = " The same command again goes on where a job was." if "resume" in given else ""
+        raise InputError(f"{names} {why}. Leave it out.{hint}")
+
+
+def run_training(trainer: PlanTrainer, *, compare: bool, json: bool, go_on: str, more: Mapping[str, Any] | None = None) -> None:
+    """Trains, and tells of every step and of the end; `more` goes into the object that `--json` prints, and `go_on` says how to go on."""
+    request, under_torchrun = trainer.request, "WORLD_SIZE" in os.environ and "RANK" in os.environ
+    unit = "tokens" if request.plan.seq_length else "images"
     first = not under_torchrun or os.environ["RANK"] == "0"
     for note in trainer.notes() if first else ():
         err().print(f"note: {note}", markup=False, soft_wrap=True)
-    with progress("rehearsing" if device == "timed" else "training", steps - trainer.first_step, quiet=json or not first) as bar:
+    verb = "rehearsing" if request.device == "timed" else "training"
+    with progress(verb, request.steps - trainer.first_step, quiet=json or not first) as bar:
 
         def told(step: StepTold) -> None:
             busy = "" if step.gpu_utilisation is None else f", GPU {step.gpu_utilisation:.0%} busy"
@@ -154,11 +226,11 @@ def train(
         raise typer.Exit(128 + result.ended_by if result.ended_by else 0)
     predicted = trainer.predicted(result) if compare else None
     if json:
-        print_json(_summary(given, result, predicted))
+        print_json({**(more or {}), **_summary(request.plan, result, predicted)})
     else:
-        _show(given, result, predicted, unit)
+        _show(request.plan, result, predicted, unit)
     if result.ended_by:
-        raise _interrupted(result, steps, path)
+        raise _interrupted(result, request.steps, go_on)
 
 
 def _show(plan: Plan, result: TrainResult, predicted: PredictedSteps | None, unit: str) -> None:
@@ -173,11 +245,11 @@ def _show(plan: Plan, result: TrainResult, predicted: PredictedSteps | None, uni
         show_comparison(plan, result, predicted)
 
 
-def _interrupted(result: TrainResult, steps: int, path: Path) -> Interrupted:
+def _interrupted(result: TrainResult, steps: int, go_on: str) -> Interrupted:
     from penstock.runtime.interrupts import Interrupted
 
     name, done = signal.Signals(result.ended_by).name, result.first_step + result.num_steps
-    where = f"Its checkpoint is in {result.checkpoint}; go on from there with --resume '{path}'."
+    where = f"Its checkpoint is in {result.checkpoint}; {go_on}."
     return Interrupted(result.ended_by, f"{name} ended the run after {done} of {steps} steps. {where}")
 
 
@@ -188,21 +260,13 @@ _LEARNING = (
 """Options that ask for what only devices that compute can give."""
 
 
-def _refuse_learning(context: typer.Context) -> None:
-    given = [
-        "--" + name.replace("_", "-") for name in _LEARNING if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-    ]
-    if given:
+def _refuse_learning(given: set[str]) -> None:
+    refused = ["--" + name.replace("_", "-") for name in _LEARNING if name in given]
+    if refused:
         raise InputError(
-            f"{', '.join(given)}: a timed device computes nothing, so there is nothing to learn, notice, evaluate, save or go on from, "
+            f"{', '.join(refused)}: a timed device computes nothing, so there is nothing to learn, notice, evaluate, save or go on from, "
             "and no memory to take. Leave out what is named, or use --device cpu or cuda."
         )
-
-
-def _watching(adapt: str) -> Watching:
-    from penstock.adapting.watching import move_run, obey_run, watch_run
-
-    return {"off": obey_run, "watch": watch_run, "move": move_run}[adapt]
 
 
 def _disturbance(slow: list[str], path: Path | None) -> Disturbance:
@@ -216,28 +280,12 @@ def _disturbance(slow: list[str], path: Path | None) -> Disturbance:
     return Disturbance((*whole_run.changes, *read_disturbance(path).changes))
 
 
-def _steps(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",")) if text else ()
-    except ValueError:
-        raise InputError(f"--torch-profile is '{text}'; steps such as 3,4 were expected.") from None
-
-
 def _check(reserve_memory: float, adapt: str) -> None:
     """Refuses a share that is none, and a way to adapt that there is not."""
     if adapt not in ("off", "watch", "move"):
         raise InputError(f"--adapt is '{adapt}'; off, watch or move was expected.")
     if not 0 <= reserve_memory < 1:
         raise InputError(f"--reserve-memory is {reserve_memory}; a share of the memory from 0 to below 1, such as 0.9, was expected.")
-
-
-def _settings(
-    plan: Plan, steps: int, lr: float, warmup: int, clip: float, seed: int, on_nan: str, deterministic: bool
-) -> TrainingSettings:
-    from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
-
-    rate = LearningRate(lr, warmup, steps, "cosine" if warmup else "constant", 0.1)
-    return TrainingSettings(rate, OptimizerSettings(plan.optimizer), clip or None, seed, on_nan, deterministic)  # type: ignore[arg-type]
 
 
 def _summary(plan: Plan, result: TrainResult, predicted: PredictedSteps | None) -> dict[str, Any]:

@@ -57,7 +57,9 @@ class SampleForm:
 def form_of(model: Model, data: DataSet, *, prompt_loss: bool = False) -> SampleForm:
     """The form in which a model takes a data set, or a clear word that it does not."""
     kind: Kind = "decoder"
-    if model.family == "bert":
+    if "form" in model.config:  # somebody's module
+        kind = model.config["form"]
+    elif model.family == "bert":
         kind = "masked"
     elif model.dec_length:
         kind = "encoder-decoder"

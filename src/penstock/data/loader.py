@@ -22,7 +22,7 @@ from penstock.stores.addresses import job_from_environment
 if TYPE_CHECKING:
     from penstock.programs.instructions import Program
 
-__all__ = ["DynamicLoader"]
+__all__ = ["ProgramLoader"]
 
 _END_S = 5.0
 """Longer than a fetch takes that was called off."""
@@ -30,7 +30,7 @@ _SOON_S = 0.01
 """For a thread that has nothing left to do."""
 
 
-class DynamicLoader:
+class ProgramLoader:
     """Iterating yields one iteration after the other, for one rank: a `LoadedProgram`.
 
     Planners are processes that work ahead: of `planners` in all on each of `num_nodes` nodes, the loader of the node's first rank
@@ -38,7 +38,7 @@ class DynamicLoader:
     these, the environment says which. With `planners` 0 each rank plans for itself, in step with training: slow, but with nothing
     beside it that could fail.
 
-    >>> loader = DynamicLoader(BatchSource("data", tokens_per_batch=65536), planner, rank, address=address, job=job)
+    >>> loader = ProgramLoader(BatchSource("data", tokens_per_batch=65536), planner, rank, address=address, job=job)
     >>> for micro_batches, program in loader: ...
     """
 
@@ -111,7 +111,7 @@ class DynamicLoader:
             self.pool.stop()
             self.pool = None
 
-    def __enter__(self) -> DynamicLoader:
+    def __enter__(self) -> ProgramLoader:
         return self
 
     def __exit__(self, *_: object) -> None:

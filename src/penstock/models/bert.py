@@ -24,6 +24,8 @@ class BertConfig:
     seq_length: int = 512
     types: int = 2
     next_sentence: bool = True
+    tied: bool = True
+    """Whether logits share the embedding's weight, as published; asynchronous schedules cannot have it on two stages."""
     dropout: float = 0.0
     attention_dropout: float = 0.0
     fused_attention: bool = True
@@ -94,7 +96,7 @@ def bert(config: BertConfig, name: str = "bert") -> Model:
         t.activation("transform_act", stream, c.hidden, c.dtype, carry=carry, function=c.activation, gated=False, source="transform",
                      output="hidden", split=False),
         t.norm("transform_norm", stream, c.hidden, c.dtype, carry=carry, rms=False, eps=c.eps),
-        t.logits("logits", stream, c.hidden, c.vocab, c.dtype, tied_to="embedding", bias=True, keep=pooled),
+        t.logits("logits", stream, c.hidden, c.vocab, c.dtype, tied_to="embedding" if c.tied else "", bias=True, keep=pooled),
         t.loss("loss", stream, c.vocab, c.dtype, next_sentence=c.next_sentence),
     )  # fmt: skip
     pooling = (t.pooler("pooler", c.hidden, c.dtype, carry=carry),) if c.next_sentence else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from penstock.files import read_json, read_yaml
 from penstock.models.config import MAX_LAYERS, config_from_mapping
 from penstock.models.ops import ITEM_BYTES, Model
 
-__all__ = ["FAMILIES", "model_from_mapping", "model_names", "resolve_model"]
+__all__ = ["FAMILIES", "TRACED", "model_from_mapping", "model_names", "resolve_model"]
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,23 @@ FAMILIES = {
 }
 
 
+TRACED = "traced"
+"""The family of models that are somebody's modules: their ops are units of it, and a plan has the whole description."""
+
+
 def model_names() -> dict[str, str]:
     """Every named size and its family."""
     return {size: name for name, family in FAMILIES.items() for size in family.parts()[0]}
 
 
 def resolve_model(text: str) -> Model:
-    """The model meant by a name (`gpt-1.3b`), a file (`mine.yaml`, `traced.json`) or `hf:PATH/config.json`."""
+    """The model meant by a name (`gpt-1.3b`), a file (`mine.yaml`, `traced.json`), `hf:PATH/config.json` or `module:FILE.py:FUNCTION`."""
     if text.startswith("hf:"):
-        from penstock.models.huggingface import model_from_hf
+        return _hugging_face(text)
+    if text.startswith("module:"):
+        from penstock.models.modules.cutting.describing import describe_origin
 
-        return model_from_hf(text.removeprefix("hf:"))
+        return describe_origin(text)
     if text.endswith((".yaml", ".yml")):
         return model_from_mapping(read_yaml(text, "model file"), f"model file '{text}'", Path(text).stem)
     if text.endswith(".json"):
@@ -59,6 +66,23 @@ def resolve_model(text: str) -> Model:
 
         return model_from_description(read_json(text, "model description"), f"model description '{text}'")
     return _named(text)
+
+
+def _hugging_face(text: str) -> Model:
+    """A family of ours where it is one; otherwise the model as transformers has it, cut into the parts that it is made of."""
+    from penstock.models.huggingface import UnknownModelType, model_from_hf
+
+    try:
+        return model_from_hf(text.removeprefix("hf:"))
+    except UnknownModelType as unknown:
+        if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
+            raise
+        from penstock.models.modules.cutting.describing import describe_origin
+
+        try:
+            return describe_origin(text)
+        except InputError as error:
+            raise InputError(f"{unknown} As transformers has it: {error}") from None
 
 
 def _named(name: str) -> Model:
@@ -75,6 +99,10 @@ def model_from_mapping(values: Any, where: str, name: str) -> Model:
     """A model from `family:` (or `base:`, a named size to start from) and the fields that differ."""
     if not isinstance(values, dict):
         raise InputError(f"{where}: expected fields such as 'family: gpt', got {type(values).__name__}.")
+    if values.get("family") == TRACED:
+        from penstock.models.description import model_from_description
+
+        return model_from_description(values.get("description"), f"{where}: field 'description'")
     fields = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     name, base, family = str(fields.pop("name", name)), fields.pop("base", None), fields.pop("family", None)
     names = model_names()

@@ -32,6 +32,8 @@ def _gpt2(c: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bert(c: Mapping[str, Any]) -> dict[str, Any]:
+    if not c["tied"]:
+        raise InputError("tied is false, but the masked-token head of Hugging Face's BERT shares the word embedding.")
     return {
         "model_type": "bert", "architectures": ["BertForPreTraining" if c["next_sentence"] else "BertForMaskedLM"],
         "num_hidden_layers": c["layers"], "hidden_size": c["hidden"], "num_attention_heads": c["heads"], "intermediate_size": c["ffn"],

@@ -16,7 +16,7 @@ from penstock.models.llama import LlamaConfig, llama
 from penstock.models.ops import Model
 from penstock.models.t5 import T5Config, t5
 
-__all__ = ["HF_ACTIVATIONS", "HF_DTYPES", "model_from_hf"]
+__all__ = ["HF_ACTIVATIONS", "HF_DTYPES", "UnknownModelType", "model_from_hf"]
 
 # Their names to ours; of several for one of ours the first is what we write.
 HF_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -28,6 +28,10 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _TRACED = "Trace its module: penstock import module:FILE.py:FUNCTION {options}--out MODEL.json, then --model MODEL.json."
 _ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 """The rotary scalings our kernels know and the numbers each needs."""
+
+
+class UnknownModelType(InputError):
+    """A config of a model that is none of our families."""
 
 
 def model_from_hf(path: str, *, keep_attention_dropout: bool = False) -> Model:
@@ -44,13 +48,13 @@ def model_from_hf(path: str, *, keep_attention_dropout: bool = False) -> Model:
         raise InputError(f"{where}: expected an object with a field 'model_type', got {type(values).__name__}.")
     kind = str(values.get("model_type", "missing"))
     if any(values.get(name) for name in _EXPERTS) or "moe" in kind or kind == "mixtral":
-        raise InputError(
+        raise UnknownModelType(
             f"{where}: {kind!r} is a mixture of experts, which hf: does not read: it can be cut as it is, experts are not spread over "
             f"devices yet. {_TRACED.format(options='--dtype bf16 ')}"
         )
     if kind not in _READERS:
         known = f"hf: reads {', '.join(_READERS)}. A module of any type can be planned"
-        raise InputError(f"{where}: field 'model_type' is {kind!r}; {known}. {_TRACED.format(options='')}")
+        raise UnknownModelType(f"{where}: field 'model_type' is {kind!r}; {known}. {_TRACED.format(options='')}")
     fields = _Fields(values, where, kind, keep_attention_dropout)
     fields.only("quantization_config", (), "weights in bf16, fp16 or fp32")
     config, build = _READERS[kind](fields)

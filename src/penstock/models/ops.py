@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -161,11 +161,14 @@ class Model:
     """Whether its file names no dtype, so that a plan may choose one."""
     notes: tuple[str, ...] = ()
     """What its file asks for and does not get."""
+    names: tuple[str, ...] = ()
+    """Names of all ops in order, where they are those of a module's parts; otherwise they follow from the blocks."""
 
     @cached_property
     def ops(self) -> tuple[PlacedOp, ...]:
         """Every op of the chain in order, with its global name."""
-        return tuple(self._place())
+        placed = tuple(self._place())
+        return tuple(replace(place, name=name) for place, name in zip(placed, self.names, strict=True)) if self.names else placed
 
     def _place(self) -> Iterator[PlacedOp]:
         index = 0

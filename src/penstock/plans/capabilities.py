@@ -8,7 +8,7 @@ tp, dp                 any per stage and per run of ops             all; ops tha
 sequence_parallel      any stage                                    all
 zero                   0 to 3; in a pipeline 0 or 1                 all
 layout                 those of the model, `Model.layouts`          all
-model                  the catalogue's families, traced modules     the families
+model                  the catalogue's families, traced modules     all; of modules those that their description names
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ def unsupported(plan: Plan, model: Model) -> list[str]:
 def _model_problems(model: Model) -> Iterator[str]:
     from penstock.models.catalog import FAMILIES
 
-    if model.family not in FAMILIES:
-        yield f"model '{model.name}' was traced: it can be planned, but has no modules to train. Use a model of {', '.join(FAMILIES)}."
+    if model.family not in FAMILIES and "origin" not in model.config:
+        yield (
+            f"model '{model.name}' was traced from a module that its description does not name: it can be planned, but not trained. Import "
+            f"it again, or use a model of {', '.join(FAMILIES)}."
+        )
 
 
 def _asynchronous_problems(plan: Plan, model: Model) -> Iterator[str]:

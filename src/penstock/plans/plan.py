@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from penstock.plans.degrees import Axis, Degrees
@@ -159,6 +160,25 @@ class Plan:
     """The source of costs to use where more has to be predicted."""
     predicted: Predicted | None = None
     notes: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, path: str | Path) -> Plan:
+        """The plan of a file."""
+        from penstock.plans.schema import read_plan
+
+        return read_plan(path)
+
+    def write(self, path: str | Path) -> None:
+        """Writes the plan so that `read` gives an equal one."""
+        from penstock.plans.schema import write_plan
+
+        write_plan(path, self)
+
+    def __str__(self) -> str:
+        """What was chosen, what it is expected to take, and why."""
+        from penstock.plans.telling import plan_in_words
+
+        return plan_in_words(self)
 
     @property
     def num_stages(self) -> int:

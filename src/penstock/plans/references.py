@@ -35,6 +35,10 @@ def with_precision(model: Model, precision: str) -> Model:
         return model
     if precision not in _PRECISIONS:
         raise InputError(f"precision is {precision!r}. {near_misses(precision, _PRECISIONS)}")
+    if model.config.get("origin"):
+        from penstock.models.modules.cutting.describing import describe_origin
+
+        return dataclasses.replace(describe_origin(str(model.config["origin"]), precision), open_dtype=model.open_dtype)
     if model.family not in FAMILIES:
         raise InputError(f"precision is {precision}, but model '{model.name}' was traced in {model.dtype}. Trace it in {precision}.")
     _, config, build = FAMILIES[model.family].parts()
@@ -51,15 +55,22 @@ def cluster_of(plan: Plan) -> Cluster:
     return cluster_from_dict(dict(plan.cluster), "field 'cluster'")
 
 
-def model_reference(text: str) -> str | dict[str, Any]:
-    """What to write as a plan's model: a name as it is, a file's content, so that the plan can be read elsewhere."""
-    from penstock.models.catalog import FAMILIES, model_names, resolve_model
+def model_reference(text: str, model: Model | None = None) -> str | dict[str, Any]:
+    """What to write as a plan's model: a name as it is, a file's content, so that the plan can be read elsewhere.
+
+    `model` is what `text` means in the plan's precision, where that is known already.
+    """
+    from penstock.models.catalog import FAMILIES, TRACED, model_names, resolve_model
 
     if text in model_names():
         return text
-    model = resolve_model(text)
-    if model.family not in FAMILIES:  # a traced description is too large to repeat
+    model = model or resolve_model(text)
+    if model.family not in FAMILIES and text.endswith(".json"):  # the file is the description
         return text
+    if model.family not in FAMILIES:
+        from penstock.models.description import model_to_description
+
+        return {"family": TRACED, "name": model.name, "description": model_to_description(model)}
     sizes = {key: list(value) if isinstance(value, tuple) else value for key, value in model.config.items()}
     return {"family": model.family, "name": model.name, **sizes}
 

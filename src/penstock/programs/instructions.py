@@ -246,7 +246,7 @@ class SyncTied(msgspec.Struct, frozen=True, array_like=True, tag=13):
     """
 
     op: Word
-    """Name of the op that owns the weight (`Op.tied_to` of the others)."""
+    """Name of the op that owns the weight (`Op.tied_to` of the others), or of the weight, where it is one of a module's unit."""
     sends: tuple[TiedRows, ...] = ()
     receives: tuple[TiedRows, ...] = ()
 

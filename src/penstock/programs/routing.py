@@ -277,7 +277,12 @@ class TensorLayout:
 
 
 def needs_of(model: Model, first: int, last: int) -> tuple[Need, ...]:
-    """What ops [first, last) read of a micro-batch besides the carry: embeddings ids, the model's first op its inputs, the last labels."""
+    """What ops [first, last) read of a micro-batch besides the carry: embeddings ids, the model's first op its inputs, the last labels.
+
+    A stage of somebody's module runs the code between all its units, which may read anything.
+    """
+    if any(place.op.kind == "traced" for place in model.ops[first:last]):
+        return ("inputs", "dec_inputs", "labels") if model.dec_length else ("inputs", "labels")
     needs: dict[Need, None] = {"inputs": None} if first == 0 else {}
     for place in model.ops[first:last]:
         if place.op.kind == "embedding":

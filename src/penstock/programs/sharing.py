@@ -7,6 +7,7 @@ from itertools import permutations
 from typing import NamedTuple
 
 from penstock.models.ops import Model
+from penstock.models.stored import shared_weights, stored_name
 from penstock.plans.degrees import parts_of
 from penstock.plans.plan import OpRun, Plan, Stage
 from penstock.plans.ranks import holders
@@ -41,7 +42,7 @@ class _End(NamedTuple):
 def sync_tied(model: Model, plan: Plan) -> dict[int, list[SyncTied]]:
     """For each rank, the shared weights it has to keep equal with other stages; owners in the same order on every rank."""
     found: dict[int, list[SyncTied]] = defaultdict(list)
-    for owner, ends in _tied_ends(model, plan).items():
+    for name, (owner, ends) in _tied_ends(model, plan).items():
         rows = next((int(value) for key in ("vocab", "outputs") if (value := model.ops[owner].op.config.get(key))), 0)
         sends: dict[int, list[TiedRows]] = defaultdict(list)
         receives: dict[int, list[TiedRows]] = defaultdict(list)
@@ -53,22 +54,24 @@ def sync_tied(model: Model, plan: Plan) -> dict[int, list[SyncTied]]:
                         receives[rank].append(TiedRows(end.stage, other.stage, its[lane], _local(both, end.run, index, rows)))
                         sends[its[lane]].append(TiedRows(other.stage, end.stage, rank, _local(both, other.run, lane, rows)))
         for rank in receives:
-            found[rank].append(SyncTied(model.ops[owner].name, tuple(sends[rank]), tuple(receives[rank])))
+            found[rank].append(SyncTied(name, tuple(sends[rank]), tuple(receives[rank])))
     return found
 
 
-def _tied_ends(model: Model, plan: Plan) -> dict[int, list[_End]]:
-    """For each op whose weight ops of other stages share: all stages that hold it."""
+def _tied_ends(model: Model, plan: Plan) -> dict[str, tuple[int, list[_End]]]:
+    """For each trained weight that ops of several stages share, by the name that programs give it: the first such op, and all stages."""
     home = {op: index for index, stage in enumerate(plan.stages) for op in range(stage.first, stage.last)}
-    numbers = {place.name: place.index for place in model.ops}
-    ends: dict[int, dict[int, OpRun]] = {}
-    for place in model.ops:
-        owner = numbers.get(place.op.tied_to)
-        if owner is None:
-            continue
-        for op in (owner, place.index):
-            ends.setdefault(owner, {}).setdefault(home[op], plan.stages[home[op]].run_of(op))
-    return {owner: [_End(*end) for end in sorted(stages.items())] for owner, stages in ends.items() if len(stages) > 1}
+    found: dict[str, tuple[int, list[_End]]] = {}
+    for name, ops in shared_weights(model).items():
+        first = model.ops[ops[0]]
+        ends: dict[int, OpRun] = {}
+        for op in ops:
+            ends.setdefault(home[op], plan.stages[home[op]].run_of(op))
+        frozen = {stored_name(first, weight) for weight in first.op.config.get("frozen", ())}
+        if len(ends) > 1 and name not in frozen:
+            # An op of ours shares one weight, and stands for it.
+            found[name if "weights" in first.op.config else first.name] = ops[0], [_End(*end) for end in sorted(ends.items())]
+    return found
 
 
 def _pulls(own: OpRun, other: OpRun, index: int, rows: int) -> list[tuple[int, tuple[int, int] | None]]:

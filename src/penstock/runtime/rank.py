@@ -13,10 +13,12 @@ import torch
 from penstock.models.modules.base import Carry, OpModule
 from penstock.models.modules.batch import Batch
 from penstock.models.ops import Model
+from penstock.models.stored import shared_weights
 from penstock.plans.plan import Plan
 from penstock.plans.ranks import seats_of
 from penstock.programs import instructions as i
 from penstock.runtime.executor import Executor
+from penstock.runtime.module_chain import CutModule, cut_module
 from penstock.runtime.optimizing.update import StepResult, Update
 from penstock.runtime.parallel.accuracy import count_correct
 from penstock.runtime.parallel.gradients import Gradients, gradients_of
@@ -57,10 +59,13 @@ class Rank:
     """
 
     def __init__(
-        self, model: Model, groups: ProcessGroups, settings: TrainingSettings | None = None, observer: Observer | None = None
+        self, model: Model, groups: ProcessGroups, settings: TrainingSettings | None = None, observer: Observer | None = None,
+        cut: CutModule | None = None,
     ) -> None:  # fmt: skip
+        """`cut`: the module to train where it is not one of ours; one that its description names is made here."""
         self.model, self.groups = model, groups
         self.settings = settings or TrainingSettings()
+        self.cut = cut or cut_module(model, groups.device, self.settings.seed)
         self.executor = self._executor(observer)
         self.result: StepResult | None = None
         """Of the last step."""
@@ -99,10 +104,13 @@ class Rank:
         self.plan, self.world = plan, World(plan, self.groups)
         self.asynchronous = SCHEDULES[plan.schedule].asynchronous
         self.transport = make_transport(self.world)
-        for seat in seats_of(plan).get(self.world.rank, ()):
+        seats = seats_of(plan).get(self.world.rank, ())
+        if self.cut is not None:
+            self.cut.hold([op for seat in seats for op in range(plan.stages[seat.stage].first, plan.stages[seat.stage].last)])
+        for seat in seats:
             self.stages[seat.stage] = StageModule(
                 self.model, plan.stages[seat.stage], seat.stage, seat.replica, self.world, self.transport, seed=self.settings.seed,
-                kept=kept,
+                kept=kept, cut=self.cut,
             )  # fmt: skip
         self.gradients = {number: gradients_of(stage, self.world) for number, stage in self.stages.items()}
         self.update = Update(list(self.gradients.values()), self.world, self.settings, self.model.num_ops, plan.precision)
@@ -134,10 +142,10 @@ class Rank:
     def _kept_modules(self) -> dict[ModuleKey, OpModule]:
         """Ops that another plan may leave where they are. Weights that ops share, and those that ZeRO divides, are made anew."""
         found = {}
-        shared = {place.op.tied_to for place in self.model.ops}
+        shared = {op for ops in shared_weights(self.model).values() for op in ops}
         for stage in self.stages.values():
             for place, module in zip(self.model.ops[stage.stage.first : stage.stage.last], stage.modules(), strict=True):
-                if stage.weights is None and not place.op.tied_to and place.name not in shared:
+                if stage.weights is None and place.index not in shared:
                     for parameter in module.parameters():
                         parameter.grad = None
                     found[module_key(place, module)] = module

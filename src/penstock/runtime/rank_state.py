@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from penstock.errors import InputError
+from penstock.models.ops import PlacedOp
+from penstock.models.stored import stored_name
 from penstock.runtime.checkpoints.layout import (
     BUFFERS,
     WEIGHTS,
@@ -113,14 +115,13 @@ def _saved_here(rank: Rank, stage: StageModule, number: int) -> Iterator[Held]:
     for piece in range(len(stage.pieces)):
         frozen = [held for held in own.kept() if held.piece == piece and not held.parameter.requires_grad]
         groups.append((frozen, holders_of(stage, piece) if stage.weights is None else (rank.world.rank,)))
-    here = {place.name for place in stage.model.ops[stage.stage.first : stage.stage.last]}
+    copies = stage.borrowed()
     for group, ranks in groups:
         if rank.world.rank in ranks:
             for index in own_share([held.parameter.nbytes for held in group], ranks.index(rank.world.rank), len(ranks)):
                 held = group[index]
-                borrowed = held.name == "weight" and held.place.op.tied_to and held.place.op.tied_to not in here
                 repeated = not held.divided and held.module.tp.rank > 0
-                if not borrowed and not repeated:
+                if held.stored_name not in copies and not repeated:
                     yield held
 
 
@@ -132,7 +133,8 @@ def _modules(stage: StageModule) -> Iterator[tuple[int, OpModule]]:
 
 def _buffers(module: OpModule) -> Iterator[TensorPiece]:
     for name, buffer in module.named_buffers(recurse=False):
-        yield from whole_layout(f"{module.name}.{name}", buffer.shape, BUFFERS).pieces(buffer)
+        stored = stored_name(PlacedOp(0, module.name, "", module.op), name)
+        yield from whole_layout(stored, buffer.shape, BUFFERS).pieces(buffer)
 
 
 def rank_state(rank: Rank) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from penstock.data.loader import DynamicLoader
+from penstock.data.loader import ProgramLoader
 from penstock.data.planning import PlanningError, ProgramPlanner
 from penstock.data.samples import LoadedProgram, Samples
 from penstock.errors import PenstockError
@@ -47,6 +47,7 @@ from penstock.runtime.telemetry.flops import PeakTimes
 from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
 from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages, times_of_ranks
 from penstock.runtime.telemetry.predicting import ProgramTimes
+from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.telemetry.profiled_steps import ProfiledSteps
 from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
 from penstock.runtime.telemetry.steps import LineLog, StepRecord
@@ -129,7 +130,7 @@ class Run:
         self.rank.adopt(request.plan)
         address, self._job = handover
         batches, planner = run_inputs(request)
-        self.loader = DynamicLoader(
+        self.loader = ProgramLoader(
             batches, planner, own, address=address, job=self._job, planners=1 if self._job else 0, starts_planners=False,
             first_step=self.first_step, timeout=request.planning.wait_s,
         )  # fmt: skip
@@ -544,7 +545,8 @@ def _forwards(program: Program) -> ReplicaWork:
 
 def train_rank(worker: Worker, request: TrainRequest, handover: Handover, token: str, watching: Watching | None = None) -> TrainResult:
     """One rank's whole run: a job for workers, and what a process under torchrun calls. `watching` makes who follows its steps."""
-    with Run(worker, request, handover, token) as run:
+    device = PACED if request.device == PACED else str(worker.groups.device)
+    with named_process(request.out, worker.rank, device), Run(worker, request, handover, token) as run:
         if watching is None:
             return run.train()
         with closing(watching(run)) as watcher:

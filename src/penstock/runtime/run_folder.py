@@ -19,9 +19,12 @@ from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.telemetry.steps import StepRecord
 from penstock.timing.asked import ASKED
 
-__all__ = ["CHECKPOINTS", "STEPS", "last_step", "own_folder", "plan_of_run", "plans_of_run", "put_in_force", "read_request", "safe_step"]
+__all__ = [
+    "CHECKPOINTS", "JOB", "STEPS", "last_step", "own_folder", "plan_of_run", "plans_of_run", "put_in_force", "read_request",
+    "refuse_other_run", "safe_step",
+]  # fmt: skip
 
-CHECKPOINTS, STEPS = "checkpoints", "steps.jsonl"
+CHECKPOINTS, STEPS, JOB = "checkpoints", "steps.jsonl", "job.yaml"
 _PLAN, _FACTS = "plan.json", "run.json"
 _PLANS = "plans"
 """All plans that the run has had, each in a file that is named after its first step; `plan.json` is the last."""
@@ -63,7 +66,7 @@ def own_folder(request: TrainRequest, first_step: int = 0) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"'{out}' cannot hold a run: {error.strerror}.") from None
     with run_lock(out):
-        _refuse_other_run(out, request.resume)
+        refuse_other_run(out, request.resume)
         (out / ASKED).unlink(missing_ok=True)  # what was asked of the run before, not of this one
         for step, path in plans_of_run(out).items():
             if step >= first_step:  # which is done again
@@ -75,8 +78,9 @@ def own_folder(request: TrainRequest, first_step: int = 0) -> Iterator[None]:
         yield
 
 
-def _refuse_other_run(out: Path, resume: str) -> None:
-    """A run that ended before its first step left nothing to lose; one that goes on from a checkpoint of the folder is the same run."""
+def refuse_other_run(out: Path, resume: str) -> None:
+    """Refuses to put a run where another has been. One that ended before its first step left nothing to lose; one that goes on from a
+    checkpoint of the folder is the same run."""
     from penstock.runtime.checkpoints.folder import latest_checkpoint  # imports torch, which those who only ask about a run do without
 
     steps, saved = out / STEPS, latest_checkpoint(out / CHECKPOINTS)
@@ -101,6 +105,8 @@ def safe_step(request: TrainRequest, first_step: int) -> str:
     if saved is None and not request.resume:
         return f"No checkpoint had been written: there is nothing to go on from. Start it again with another --out, or remove '{out}'."
     where, step = (request.resume, first_step) if saved is None else (str(out), step_of(saved))
+    if (out / JOB).is_file():
+        return f"Step {step} is safe. Go on with the same command, or with: penstock train '{out / JOB}'"
     return f"Step {step} is safe. Go on with: penstock train … --out '{out}' --resume '{where}'"
 
 

@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 from penstock.data.dataset import open_data
 from penstock.data.forms import form_of
@@ -37,16 +36,16 @@ from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.transport.world import World
 from penstock.runtime.workers import Worker, WorkerError, WorkerPool, joined
 
-__all__ = ["Trainer"]
+__all__ = ["PlanTrainer"]
 
 PROCESSES_PER_CORE = 8
 _EVAL_SPLIT = "validation"
 
 
-class Trainer:
+class PlanTrainer:
     """Trains a plan on this machine.
 
-    >>> Trainer(TrainRequest(read_plan("plan.json"), "data", steps=100, out="run")).train()   # doctest: +SKIP
+    >>> PlanTrainer(TrainRequest(read_plan("plan.json"), "data", steps=100, out="run")).train()   # doctest: +SKIP
     """
 
     def __init__(self, request: TrainRequest, watching: Watching | None = None) -> None:
@@ -77,7 +76,7 @@ class Trainer:
             dist.broadcast(token, 0)
             worker = replace(worker, tell=self._hearing(planners, progress), asked_to_end=lambda: interrupts.number)
             try:
-                return _named(worker, train_rank, request, planners.handover, f"{int(token):x}", self.watching)
+                return train_rank(worker, request, planners.handover, f"{int(token):x}", self.watching)
             except PenstockError as error:
                 raise (self._with_safe_step(error) if first else error) from None
 
@@ -99,7 +98,7 @@ class Trainer:
             hear = self._hearing(planners, progress)
             try:
                 found: list[TrainResult] = pool.run(
-                    _named, *((_rehearse, request, planners.handover) if rehearses else job), timeout_s=_RUN_S,
+                    *((_rehearse, request, planners.handover) if rehearses else job), timeout_s=_RUN_S,
                     listen=lambda rank, told: hear(told) if rank == 0 or rehearses else None,
                 )  # fmt: skip
             except WorkerError as error:
@@ -139,17 +138,11 @@ def _processes(plan: Plan) -> tuple[int, ...]:
     return tuple(range(plan.ranks[-1] + 1))
 
 
-def _named(worker: Worker, job: Callable[..., TrainResult], request: TrainRequest, *more: Any) -> TrainResult:
-    """A job for workers: `job`, while the run's folder names this process as that of its device."""
-    device = request.device if request.device in _CLOCKED else str(worker.groups.device)
-    with named_process(request.out, worker.rank, device):
-        return job(worker, request, *more)
-
-
 def _rehearse(worker: Worker, request: TrainRequest, handover: Handover) -> TrainResult:
     """A job for workers: a rehearsal, or nothing where the plan has no work for the process, which is then in none of its groups."""
     if worker.rank in request.plan.ranks:
-        return rehearse_rank(worker, request, handover)
+        with named_process(request.out, worker.rank, TIMED):
+            return rehearse_rank(worker, request, handover)
     World(request.plan, worker.groups)  # all processes make groups together
     return TrainResult(0, 0, (), (), 0.0, 0.0, {}, None)
 

@@ -10,12 +10,13 @@ simplicity                               which of the plans found to offer: the 
 money, lengths, what_if, baselines       questions asked of the engine
 """
 
+from penstock.plans.telling import degree_range, short_name
 from penstock.search.baselines import BASELINES, Baseline, best_of
-from penstock.search.choice import Choice, degree_range
+from penstock.search.choice import Choice
 from penstock.search.engine import Outcome, search, search_plans
 from penstock.search.lengths import LengthsChoice, search_for_lengths
 from penstock.search.money import LeftOut, Objective, Offer, chosen, num_steps, offers
-from penstock.search.simplicity import complexity, short_name, simplest
+from penstock.search.simplicity import complexity, simplest
 from penstock.search.space.request import Request
 from penstock.search.uniform import best_plans, uniform_plans
 from penstock.search.what_if import Relaxed, Rival, found_beside, relaxed, request_of, rivals

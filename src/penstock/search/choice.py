@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.plans.telling import degree_range
 from penstock.timing.estimate import with_prediction
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.timing.estimate import Estimate
 
-__all__ = ["Choice", "degree_range"]
+__all__ = ["Choice"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,3 @@ class Choice:
         if self.kind == "grid":
             return "full" if again else "none"
         return f"{again} ops" if again else "none"
-
-
-def degree_range(values: Sequence[int]) -> int | str:
-    """The value, or the range of values where they differ."""
-    return values[0] if min(values) == max(values) else f"{min(values)}-{max(values)}"

@@ -25,7 +25,7 @@ from penstock.search.progress import Watch
 from penstock.search.simplicity import simplest
 from penstock.search.space.request import Request
 
-__all__ = ["LengthsChoice", "search_for_lengths"]
+__all__ = ["LengthsChoice", "fixed_padded_s", "search_for_lengths"]
 
 NUM_BATCHES = 4
 """Batches that a pipeline is judged by."""
@@ -165,3 +165,18 @@ def _judged(plan: Plan, batches: Sequence[Sequence[SampleLengths]], request: Req
     price = None if price_per_h is None else price_per_h * choice.time_s / 3600
     predicted = Predicted(choice.time_s, source.name, choice.tokens_per_s, price, price_per_h)
     return replace(choice, plan=replace(plan, costs=source.name, predicted=predicted))
+
+
+def fixed_padded_s(request: Request, samples: Sequence[SampleLengths], plan: Plan) -> float | None:
+    """What an iteration takes on the stages of `plan` if micro-batches have a fixed number of samples, all padded to the longest of the
+    batch, at the number that suits best; on average over the batches that plans are judged by. None where none fits."""
+    from penstock.batching.baselines import best_fixed
+    from penstock.batching.planned import planned_costs
+
+    costs = planned_costs(
+        plan, request.model, request.cluster, request.estimator.source, plan.seq_length, plan.dec_length,
+        layouts=("padded",), memory_limit_bytes=request.memory_limit_bytes,
+    )  # fmt: skip
+    found = [best_fixed(batch, costs) for batch in _drawn(samples, request.frame.global_batch)]
+    times_s = [plan.predicted_s for plan in found if plan is not None]
+    return fmean(times_s) if len(times_s) == len(found) else None

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES
-from penstock.search.choice import Choice, degree_range
+from penstock.schedules.rules import SCHEDULES
+from penstock.search.choice import Choice
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
 
-__all__ = ["Complexity", "complexity", "fastest_of_each", "short_name", "simplest"]
+__all__ = ["Complexity", "complexity", "fastest_of_each", "simplest"]
 
 
 class Complexity(NamedTuple):
@@ -76,17 +76,3 @@ def fastest_of_each(choices: Iterable[Choice]) -> list[Choice]:
     for choice in choices:
         found.setdefault(complexity(choice.plan), choice)
     return list(found.values())
-
-
-def short_name(plan: Plan) -> str:
-    """A plan in a few words, such as `DP 8 + ZeRO-1` or `PP 4 × TP 2 × DP 2, zero-bubble`."""
-    stages = plan.stages
-    degrees = {
-        "PP": [plan.num_groups], "TP": [stage.degrees.tp for stage in stages],
-        "DP": [stage.degrees.dp * plan.num_replicas for stage in stages],
-    }  # fmt: skip
-    words = " × ".join(f"{name} {degree_range(sizes)}" for name, sizes in degrees.items() if max(sizes) > 1) or "one device"
-    level = max(stage.zero for stage in stages)
-    words += f" + ZeRO-{level}" if level else ""
-    words += f", {plan.schedule}" if plan.schedule != DEFAULT_SCHEDULE else ""
-    return words + (", recomputing" if any(stage.pattern() for stage in stages) else "")

@@ -18,9 +18,11 @@ from penstock.files import write_json
 from penstock.models.catalog import resolve_model
 from penstock.models.description import model_to_description
 from penstock.models.kept import kept_bytes
+from penstock.models.modules.cutting.absent import Absent
 from penstock.models.modules.trace import trace_module
 from penstock.models.ops import Model
 from penstock.models.shapes import Shape
+from tests.module_zoo import LongSkips
 
 aten = torch.ops.aten
 ATTENTION = {
@@ -88,11 +90,11 @@ class Transformer(nn.Module):
 def test_mlp() -> None:
     module = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 5))
     model = trace_module(module, torch.zeros(8, 20), "mlp")
-    assert [placed.name for placed in model.ops] == ["0", "1", "2", "3", "4"]
+    assert [placed.name for placed in model.ops] == ["0", "2", "4"]
     assert model.seq_length == 0
-    assert [spec.dims for placed in model.ops for spec in placed.op.carry] == [("samples", 30)] * 4 + [("samples", 5)]
-    assert model.ops[2].op.flops.whole.terms() == {"samples": 2 * 30 * 30}
-    assert model.ops[1].op.splits[0].saves_out == ("hidden",)
+    assert [spec.dims for placed in model.ops for spec in placed.op.carry] == [("samples", 30)] * 2 + [("samples", 5)]
+    assert model.ops[1].op.flops.whole.terms() == {"samples": 2 * 30 * 30}
+    assert model.ops[1].op.splits[0].saves_out == ("hidden",)  # of the function after it, which has no weights
     assert_matches(model, module, Shape.images(11), torch.randn(11, 20))
 
 
@@ -104,7 +106,7 @@ def test_cnn_with_nested_parts() -> None:
         nn.Linear(16 * 4 * 4, 10),
     )
     model = trace_module(module, torch.zeros(2, 3, 16, 16), "cnn")
-    assert [placed.name for placed in model.ops] == ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2", "2", "3"]
+    assert [placed.name for placed in model.ops] == ["0.0", "0.1", "1.0", "3"]
     assert_matches(model, module, Shape.images(5), torch.randn(5, 3, 16, 16))
 
 
@@ -207,7 +209,7 @@ def test_seven_billion_weights_are_never_there() -> None:
     for layer in layers:
         layer.register_forward_pre_hook(lambda layer, given: calls.append(given[0]))
     model = trace_module(module, lambda samples, length: (torch.zeros(samples, length, dtype=torch.long),), "big", "bf16", length=2048)
-    assert 0 < len(calls) <= 32 and all(isinstance(x, FakeTensor) or x.is_meta for x in calls)
+    assert 0 < len(calls) <= 32 and all(isinstance(x, FakeTensor | Absent) or x.is_meta for x in calls)
     assert model.num_parameters == sum(p.numel() for p in module.parameters()) > 6.5e9
     assert [copies for _, copies in model.runs] == [1, 1, 32, 1, 1]
 
@@ -222,7 +224,7 @@ def test_what_depends_on_values_is_refused() -> None:
             x = self.first(x)
             return self.second(x) if x.sum() > 0 else x
 
-    with pytest.raises(InputError, match=r"trace of 'picky' at 2 samples .* in or after 'first'.*depends on values"):
+    with pytest.raises(InputError, match=r"trace of 'picky' at 2 samples .*: 'x.sum\(\) > 0' reads an activation after 'first'.*Move it"):
         trace_module(Picky(), torch.zeros(2, 4), "picky")
     with pytest.raises(InputError, match="'0'"):
         trace_module(nn.Sequential(nn.Linear(4, 4)), torch.zeros(2, 5))
@@ -251,3 +253,37 @@ def test_one_module_alone() -> None:
     model = trace_module(module, torch.zeros(2, 6))
     assert [placed.name for placed in model.ops] == ["module"]
     assert_matches(model, module, Shape.images(4), torch.randn(4, 6))
+
+
+def test_ops_say_which_weights_they_have() -> None:
+    model = trace_module(LongSkips(), torch.zeros(2, 16, dtype=torch.long))
+    by_name = {placed.name: placed.op.config for placed in model.ops}
+    assert list(by_name)[:3] == ["embed", "attention.0", "mlps.0"] and list(by_name)[-2:] == ["norm", "head"]
+    assert by_name["embed"]["weights"] == {"weight": [97, 32], ":places": [128, 32]}
+    assert by_name["embed"]["shared"] == by_name["head"]["shared"] == {"weight": "embed.weight"}
+    assert by_name["mlps.2"]["weights"][":gate"] == [] and ":gate" not in by_name["mlps.1"]["weights"]
+    assert [spec.dims for spec in model.carry_before(3)] == [("tokens", 32)] * 2, "the hidden state and the long skip, no mask"
+
+
+def test_a_tensor_that_leaves_a_unit_by_a_side_door_is_refused() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router, self.scores = nn.Linear(8, 8), torch.zeros(())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.scores = self.router(x)
+            return x + self.scores.softmax(-1)
+
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x + self.blocks[1].scores.sum()
+
+    with pytest.raises(InputError, match=r"'blocks.1' hands a tensor out by a side door \(a hook or attribute\)"):
+        trace_module(Mixture(), torch.zeros(2, 8))

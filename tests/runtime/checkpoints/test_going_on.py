@@ -20,7 +20,7 @@ from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.rank_state import rank_pieces, rank_state
 from penstock.runtime.request import TrainRequest
 from penstock.runtime.settings import OptimizerSettings, TrainingSettings
-from penstock.runtime.trainer import Trainer
+from penstock.runtime.trainer import PlanTrainer
 from penstock.runtime.transport.world import ProcessGroups
 
 Change = Callable[[TrainRequest, Path], TrainRequest]
@@ -53,8 +53,8 @@ def copied(request: TrainRequest, folder: Path, file: str = "") -> TrainRequest:
 
 
 def test_another_plan_and_moved_data(saved: TrainRequest, tmp_path: Path) -> None:
-    assert Trainer(replace(copied(saved, tmp_path), plan=plan_of(pp=2))).first_step == 3
-    assert Trainer(replace(saved, plan=plan_of(dropout=0.1))).first_step == 3
+    assert PlanTrainer(replace(copied(saved, tmp_path), plan=plan_of(pp=2))).first_step == 3
+    assert PlanTrainer(replace(saved, plan=plan_of(dropout=0.1))).first_step == 3
 
 
 def changed_weights(request: TrainRequest, folder: Path) -> TrainRequest:
@@ -86,10 +86,10 @@ def changed_manifest(request: TrainRequest, folder: Path) -> TrainRequest:
 )
 def test_anything_else(saved: TrainRequest, tmp_path: Path, change: Change, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Trainer(change(saved, tmp_path))
+        PlanTrainer(change(saved, tmp_path))
     assert not Path(saved.out).exists()
 
 
 def test_an_optimizer_that_has_no_state_in_it(saved: TrainRequest) -> None:
     """A checkpoint of before the first step has none at all, which suits every optimizer."""
-    assert Trainer(replace(saved, settings=TrainingSettings(optimizer=OptimizerSettings("sgd")))).first_step == 3
+    assert PlanTrainer(replace(saved, settings=TrainingSettings(optimizer=OptimizerSettings("sgd")))).first_step == 3

@@ -26,7 +26,7 @@ from penstock.programs.lower import lower
 from penstock.runtime.parallel.stashing import WeightStash
 from penstock.runtime.request import TrainRequest
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
-from penstock.runtime.trainer import Trainer
+from penstock.runtime.trainer import PlanTrainer
 from penstock.runtime.workers import WorkerPool
 from penstock.schedules.rules import SCHEDULES, schedule_of
 from penstock.timing.estimate import Estimate, Estimator
@@ -194,7 +194,7 @@ def test_updates_are_refused_where_the_schedule_is_synchronous() -> None:
 def test_clipping_is_refused() -> None:
     plan = uniform_plan("llama-tiny", "2xcpu", pp=2, global_batch=8, micro_batch=2, schedule="pipedream", precision="fp32")
     with pytest.raises(InputError, match=r"clipped to a norm of 1, but .* Use --clip 0"):
-        Trainer(TrainRequest(plan, "no-data", 1, "no-folder"))
+        PlanTrainer(TrainRequest(plan, "no-data", 1, "no-folder"))
 
 
 def test_evaluation_updates_nothing() -> None:

@@ -58,6 +58,7 @@ def problem(model: str, cluster: str, batch: int, limit: float) -> tuple[Request
     return request, tuple((plan, found.time_s) for plan, found in estimates if found.fits)
 
 
+@cache
 def least_bytes(model: str, cluster: str, batch: int) -> list[float]:
     """Peaks of all uniform plans, so that limits can be set where some fit and others do not."""
     request = Request.of(model, cluster, batch, "roofline", None, (), math.inf)
@@ -65,7 +66,7 @@ def least_bytes(model: str, cluster: str, batch: int) -> list[float]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("place", [0.02, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("place", [0.02, 0.3, 1.0])
 def test_no_family_bound_is_above_a_plan_that_fits(case: tuple[str, str, int], place: float) -> None:
     peaks = least_bytes(*case)
     request, plans = problem(*case, peaks[round(place * (len(peaks) - 1))] * (1 + 1e-9))
@@ -76,7 +77,7 @@ def test_no_family_bound_is_above_a_plan_that_fits(case: tuple[str, str, int], p
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("place", [0.0, 0.1, 0.6])
+@pytest.mark.parametrize("place", [0.0, 0.6])
 def test_the_search_beats_every_uniform_plan(case: tuple[str, str, int], place: float) -> None:
     peaks = least_bytes(*case)
     request, plans = problem(*case, peaks[round(place * (len(peaks) - 1))] * (1 + 1e-9))
@@ -89,18 +90,13 @@ def test_the_search_beats_every_uniform_plan(case: tuple[str, str, int], place: 
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(CASES), st.floats(0.01, 1.0), st.integers(0, 100))
 def test_less_memory_never_lowers_a_bound(case: tuple[str, str, int], share: float, number: int) -> None:
-    peaks = least_bytes_once(case)
+    peaks = least_bytes(*case)
     low, high = peaks[0] * 0.5, peaks[-1]
     limits = (low + share * (high - low), high)
     tight, free = (list(families(Request.of(*case, "roofline", None, (), limit))) for limit in limits)
     family, other = tight[number % len(tight)], free[number % len(free)]
     assert (family.replicas, family.samples) == (other.replicas, other.samples)
     assert family_bound(family).time_s >= family_bound(other).time_s * (1 - 2e-3)
-
-
-@cache
-def least_bytes_once(case: tuple[str, str, int]) -> list[float]:
-    return least_bytes(*case)
 
 
 def test_a_model_that_cannot_fit_has_no_finite_bound() -> None:

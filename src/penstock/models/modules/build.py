@@ -27,6 +27,7 @@ _WHERE = {
     "conv": "convolution.Conv", "batch_norm": "convolution.BatchNorm", "relu": "convolution.Relu", "max_pool": "convolution.MaxPool",
     "avg_pool": "convolution.AvgPool", "fc": "convolution.Fc", "downsample": "convolution.Downsample",
     "class_loss": "convolution.ClassLoss",
+    "traced": "unit.UnitOp",
 }  # fmt: skip
 
 

@@ -7,8 +7,9 @@ The module runs as it is. Wherever one of its units (a child of a Sequential, a 
     code of the module itself between two units belongs to the first of them
 
 A dispatch mode sees every operation: its flops and bytes go to the op it runs in (in the backward pass, to the op that made the
-autograd node), and a tensor made in one op and used in a later one travels in the carry of all ops between. Runs at several shapes
-give each amount as a linear form over the features of a micro-batch.
+autograd node). What travels in an op's carry is what a stage that ends there would send, see `cutting.skipping`: masks and angles that
+follow from the micro-batch are made by every stage itself. Runs at several shapes give each amount as a linear form over the features of
+a micro-batch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import bisect
 import hashlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,12 +34,16 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from penstock.errors import InputError
 from penstock.models.modules.build import TORCH_DTYPES
+from penstock.models.modules.cutting.seen import SeenMicroBatch
+from penstock.models.modules.cutting.skipping import Call, Skipping
+from penstock.models.modules.cutting.weights import WeightTable
 from penstock.models.ops import Block, Model, Op, Split, TensorSpec
 from penstock.models.shapes import FEATURES, Form, Quantity, Shape
 
 __all__ = ["trace_module"]
 
 Example = Callable[[int, int], Any] | Sequence[torch.Tensor] | torch.Tensor
+Called = Callable[[nn.Module, Any], Any]
 _CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _AMOUNTS = ("parameters", "flops", "backward_flops", "traffic", "backward_traffic", "workspace", "kept")
@@ -46,17 +52,21 @@ TOLERANCE = 1e-2
 _BASIS = ("one", "samples", "tokens", "squares")
 
 
-def trace_module(module: nn.Module, example: Example, name: str = "traced", dtype: str = "fp32", *, length: int = 128) -> Model:
+def trace_module(
+    module: nn.Module, example: Example, name: str = "traced", dtype: str = "fp32", *, length: int = 128, call: Called | None = None
+) -> Model:
     """The description of `module` when it trains in `dtype`; its weights may be on the meta device.
 
     `example` makes the arguments of a forward pass from (samples, length), or is such arguments: then the first dimension counts
     samples, and the second of integer matrices and of float tensors with three dimensions is the length. `length` is the longest
-    that a callable `example` is asked for. Kept bytes are those of torch's CPU kernels.
+    that a callable `example` is asked for. `call` runs the module on what `example` makes, perhaps up to its loss. Kept bytes are those
+    of torch's CPU kernels.
 
         model = trace_module(net, lambda samples, length: (torch.randint(100, (samples, length)),), "mine", "bf16")
         write_json("mine.json", model_to_description(model))
     """
-    make, length = _maker(example, length)
+    make, length = (example, length) if call is not None and callable(example) else _maker(example, length)
+    run = call or (lambda own, given: own(**given) if isinstance(given, Mapping) else own(*given))
     if dtype not in TORCH_DTYPES:
         raise InputError(f"trace of '{name}': dtype is {dtype!r}; known: {', '.join(TORCH_DTYPES)}.")
     if next(module.parameters(), None) is None:
@@ -66,16 +76,84 @@ def trace_module(module: nn.Module, example: Example, name: str = "traced", dtyp
     points = [(2, short), (3, short), (2, middle), (4, long), (3, length)]
 
     def trace() -> tuple[list[Op], bool]:
-        runs = [_Run(module, make, samples, size, TORCH_DTYPES[dtype], name) for samples, size in points]
+        with _chain(module, lambda own: run(own, make(*points[0])), _where(name, *points[0])) as chain:
+            runs = [
+                _Run(chain, lambda own: run(own, _cast(make(*point), TORCH_DTYPES[dtype])), TORCH_DTYPES[dtype], _where(name, *point))  # noqa: B023
+                for point in points
+            ]
+            weights = WeightTable(chain)
         if any(run.names != runs[0].names for run in runs):
             raise InputError(f"trace of '{name}': the module calls other children for other shapes; its chain must stay the same.")
         has_length = short < middle and runs[0].numbers() != runs[2].numbers()  # These two differ in length alone.
         shapes = [Shape.padded(samples, size) if has_length else Shape.images(samples) for samples, size in points]
-        return _Fit(name, dtype, runs, shapes, _BASIS if has_length else _BASIS[:2]).ops(), has_length
+        return _Fit(name, dtype, runs, shapes, _BASIS if has_length else _BASIS[:2], weights).ops(), has_length
 
     ops, has_length = _with_few_blocks(module, trace) or trace()
     return Model(name, "traced", dtype, tuple(_grouped(ops)), seq_length=length if has_length else 0, layouts=("padded",),
-                 config={"module": type(module).__name__})  # fmt: skip
+                 config={"module": type(module).__name__}, names=tuple(op.name for op in ops))  # fmt: skip
+
+
+def _where(name: str, samples: int, size: int) -> str:
+    return f"trace of '{name}' at {samples} samples of length {size}"
+
+
+@contextmanager
+def _chain(module: nn.Module, call: Call, where: str) -> Iterator[Skipping]:
+    """The module as a chain of units, with the order of their calls and what crosses between them."""
+    chain = Skipping(module)
+    try:
+        with _buffers_off_meta(module), _told(where, lambda: "" if chain.last_begun is None else chain.last_begun):
+            chain.trace(call)
+        yield chain
+    finally:
+        chain.close()
+
+
+@contextmanager
+def _buffers_off_meta(module: nn.Module) -> Iterator[None]:
+    """Buffers without values are zeros meanwhile: code between units mixes them with the micro-batch, which is on the host."""
+    saved = [(part._buffers, name, b) for part in module.modules() for name, b in part._buffers.items() if b is not None and b.is_meta]
+    for store, name, buffer in saved:
+        store[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+    try:
+        yield
+    finally:
+        for store, name, buffer in saved:
+            store[name] = buffer
+
+
+@contextmanager
+def _told(where: str, last: Callable[[], str]) -> Iterator[None]:
+    """What the module itself raises, as an error that says where it was."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+    except Exception as error:
+        first_line = next(iter(str(error).splitlines()), "")
+        raise InputError(
+            f"{where}: stopped in or after '{last() or 'the start'}': {type(error).__name__}: {first_line} "
+            "A module can be traced if its example fits and nothing in its forward pass depends on values of tensors."
+        ) from error
+
+
+def _cast(given: Any, dtype: torch.dtype) -> Any:
+    """Inputs in the dtype of the module."""
+    if isinstance(given, SeenMicroBatch):
+        given.ids = given.ids.to(dtype) if given.ids.is_floating_point() else given.ids
+        return given
+    return tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, given)
+
+
+class _Called(nn.Module):
+    """A module with what is done to it, so that both can be run with other weights."""
+
+    def __init__(self, module: nn.Module, call: Call) -> None:
+        super().__init__()
+        self.module, self.call = module, call
+
+    def forward(self) -> Any:
+        return self.call(self.module)
 
 
 _FEW = 4
@@ -109,6 +187,8 @@ def _with_few_blocks(module: nn.Module, trace: Callable[[], tuple[list[Op], bool
         if places != list(range(places[0], places[0] + _FEW)) or ops[second].signature != ops[second + 1].signature:
             return None
         ops = [*ops[:second], *[ops[second]] * (len(blocks) - _FEW), *ops[second:]]
+        for index in range(len(blocks)):
+            ops[places[0] + index] = replace(ops[places[0] + index], name=f"{path}.{index}")
     return ops, has_length
 
 
@@ -117,13 +197,13 @@ def _structure(block: nn.Module) -> tuple[Any, ...]:
     return repr(block), tuple((name, x.shape, x.dtype, x.requires_grad) for name, x in state)
 
 
-def _maker(example: Example, length: int) -> tuple[Callable[[int, int], tuple[Any, ...]], int]:
+def _maker(example: Example, length: int) -> tuple[Callable[[int, int], Any], int]:
     """A function from (samples, length) to arguments, and the longest length to ask it for."""
     if callable(example) and not isinstance(example, torch.Tensor):
 
-        def call(samples: int, size: int) -> tuple[Any, ...]:
+        def call(samples: int, size: int) -> Any:
             args = example(samples, size)
-            return tuple(args) if isinstance(args, tuple | list) else (args,)
+            return args if isinstance(args, Mapping) else tuple(args) if isinstance(args, tuple | list) else (args,)
 
         return call, length
     given = (example,) if isinstance(example, torch.Tensor) else tuple(example)
@@ -136,20 +216,6 @@ def _maker(example: Example, length: int) -> tuple[Callable[[int, int], tuple[An
         return tuple(torch.zeros(shape, dtype=x.dtype) for x, shape in zip(given, sizes, strict=True))
 
     return resize, longest
-
-
-def _units(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The parts that become ops: blocks of outermost ModuleLists, children of Sequentials, and what stands beside them."""
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        if isinstance(child, nn.Sequential):
-            yield from _units(child, f"{path}.")
-        elif isinstance(child, nn.ModuleList):
-            yield from ((f"{path}.{index}", block) for index, block in enumerate(child))
-        elif any(isinstance(part, nn.ModuleList) for part in child.modules()):
-            yield from _units(child, f"{path}.")
-        else:
-            yield path, child
 
 
 def _storage(x: torch.Tensor) -> int:
@@ -173,6 +239,14 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     return count(*args, **kwargs, out_val=out) if count else 0
 
 
+def _result(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation returns. Torch's shape function of grouped products (experts) knows bf16 alone."""
+    if func is not torch.ops.aten._grouped_mm.default or args[0].dtype != torch.float32:
+        return func(*args, **kwargs)
+    half = tree_map(lambda x: x.bfloat16() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs))
+    return func(*half[0], **half[1]).float()
+
+
 @dataclass
 class _Segment:
     """What one op did at one shape."""
@@ -189,9 +263,15 @@ class _Segment:
 class _Run(TorchDispatchMode):
     """One forward and backward pass on fake tensors, taken apart into segments."""
 
-    def __init__(self, module: nn.Module, make: Callable[[int, int], Any], samples: int, size: int, dtype: torch.dtype, name: str) -> None:
+    def __init__(self, chain: Skipping, call: Call, dtype: torch.dtype, where: str) -> None:
         super().__init__()
-        self.module, self.backward = module, False
+        self.chain, self.backward = chain, False
+        self.handed: list[dict[Any, torch.Tensor]] = []
+        """For each op the tensors of the carry that it returns, by their sites; of the last, what the module returns."""
+        self._unit: int | None = None
+        """Which op's unit runs; None in the code between."""
+        self._inner: dict[int, int] = {}
+        """Storages that depend on weights → the op whose unit made them and did not return them."""
         self.segments: list[_Segment] = [_Segment()]
         self.names: list[str] = []
         self.edges: list[int] = []
@@ -201,15 +281,14 @@ class _Run(TorchDispatchMode):
         self.first_use: dict[str, int] = {}
         self.made_in: dict[int, int] = {}
         """Storage → segment that made it; absent: weights and the micro-batch."""
-        self.last_use: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
         self.tensors: dict[int, torch.Tensor] = {}
         """One tensor of each storage, which also keeps the storage from being made anew for another."""
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
         with fakes:
-            state = self._state(module, dtype, fakes)
-            args = tree_map(lambda x: x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, make(samples, size))
-            self._measure(state, args, f"trace of '{name}' at {samples} samples of length {size}")
+            state = self._state(chain.module, dtype, fakes)
+            with _told(where, lambda: self.names[-1] if self.names else ""):
+                self._measure(state, call)
 
     def _state(self, module: nn.Module, dtype: torch.dtype, fakes: FakeTensorMode) -> dict[str, torch.Tensor]:
         """Fake weights of the same shapes, one for each distinct weight; buffers keep their values where they have any."""
@@ -228,28 +307,26 @@ class _Run(TorchDispatchMode):
             state[name] = fake[id(b)]
         return state
 
-    def _measure(self, state: dict[str, torch.Tensor], args: Any, where: str) -> None:
-        units = list(_units(self.module)) or [("", self.module)]
-        hooks = [unit.register_forward_pre_hook(self._start(path)) for path, unit in units]
+    def _measure(self, state: dict[str, torch.Tensor], call: Call) -> None:
+        hooks = [unit.register_forward_pre_hook(self._start(path)) for path, unit in self.chain.units.items()]
+        hooks += [unit.register_forward_hook(self._done) for unit in self.chain.units.values()]
+        found: dict[Any, torch.Tensor] = {}
         try:
             with self, torch.autograd.graph.saved_tensors_hooks(self._save, lambda x: x):
-                out = torch.func.functional_call(self.module, state, args)
-            self._close([x for x in tree_leaves(out) if isinstance(x, torch.Tensor)])
-            roots = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.requires_grad]
-            self.backward = True
-            with self:
-                torch.autograd.backward(roots, [torch.empty_like(x) for x in roots])
-        except InputError:
-            raise
-        except Exception as error:
-            here = self.names[-1] if self.names else "the start"
-            raise InputError(
-                f"{where}: stopped in or after '{here}': {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} "
-                "A module can be traced if its example fits and nothing in its forward pass depends on values of tensors."
-            ) from error
+                weights = {f"module.{name}": x for name, x in state.items()}
+                out = self.chain.watch(lambda module: torch.func.functional_call(_Called(module, call), weights, ()), found)
         finally:
             for hook in hooks:
                 hook.remove()
+        outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        self.handed = [{site: found[site] for site in cut.sites} for cut in self.chain.cuts] + [
+            dict(enumerate({_storage(x): x for x in outputs}.values()))
+        ]
+        self._close(outputs)
+        roots = [x for x in outputs if x.requires_grad]
+        self.backward = True
+        with self:
+            torch.autograd.backward(roots, [torch.empty_like(x) for x in roots])
 
     def _start(self, path: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
@@ -258,25 +335,29 @@ class _Run(TorchDispatchMode):
                 self.edges.append(torch.autograd._get_sequence_nr())
                 self.segments.append(_Segment())
             self.names.append(f"{path}#{calls + 1}" if calls else path or "module")
+            self._unit = len(self.names) - 1
 
         return hook
 
+    def _done(self, unit: nn.Module, given: Any, out: Any) -> None:
+        self._unit = None
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor):
+                self._inner.pop(_storage(x), None)
+
     def _close(self, outputs: list[torch.Tensor]) -> None:
-        """Outputs are used after everything; weights that nothing used count with the first op."""
+        """Weights that nothing used count with the first op."""
         if not self.names:
             raise InputError("none of the module's children was called")
-        for x in outputs:
-            if _storage(x) in self.made_in:
-                self.last_use[_storage(x)] = len(self.segments)
         self.segments[0].amounts["parameters"] += sum(count for name, count in self.owner.values() if name not in self.first_use)
-        crossing = {key for keys in self.crossing() for key in keys}
+        crossing = {_storage(x) for handed in self.handed for x in handed.values()}
         for index, segment in enumerate(self.segments):
             kept = crossing.union(segment.saved)
             segment.scratch = [self.sizes[key] for key, made in self.made_in.items() if made == index and key not in kept]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = _result(func, args, kwargs)
         index = self._segment()
         segment = self.segments[index]
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -302,13 +383,16 @@ class _Run(TorchDispatchMode):
         return min(bisect.bisect_right(self.edges, node._sequence_nr()), len(self.segments) - 1)
 
     def _follow(self, index: int, given: list[torch.Tensor], new: list[torch.Tensor]) -> None:
+        learnt = False
         for x in given:
             key = _storage(x)
-            if key in self.made_in:
-                self.last_use[key] = index
-                if _size(x) > _size(self.tensors[key]):
-                    self.tensors[key] = x
-            elif key in self.owner:
+            learnt |= key in self.owner or key in self._inner
+            if self._inner.get(key, self._unit) != self._unit:
+                raise InputError(
+                    f"'{self.names[self._inner[key]]}' hands a tensor out by a side door (a hook or attribute), which a stage that has "
+                    "not this part would lack. Return it from the part's forward pass."
+                )
+            if key in self.owner:
                 name, count = self.owner[key]
                 if name not in self.first_use:
                     self.first_use[name] = index
@@ -318,17 +402,13 @@ class _Run(TorchDispatchMode):
         for x in new:
             self.made_in[_storage(x)], self.tensors[_storage(x)] = index, x
             self.sizes[_storage(x)] = x.untyped_storage().nbytes()
+            if learnt and self._unit is not None:
+                self._inner[_storage(x)] = self._unit
 
     def _save(self, x: torch.Tensor) -> torch.Tensor:
         if _storage(x) in self.made_in:
             self.segments[-1].saved[_storage(x)] = x.untyped_storage().nbytes()
         return x
-
-    def crossing(self) -> list[list[int]]:
-        """For each op the storages of the carry it returns, in order of their making."""
-        return [
-            [key for key, made in self.made_in.items() if made <= index < self.last_use.get(key, made)] for index in range(len(self.names))
-        ]
 
     def numbers(self) -> list[Any]:
         """Everything measured, to tell whether two runs differ."""
@@ -338,13 +418,16 @@ class _Run(TorchDispatchMode):
 class _Fit:
     """From what each op did at several shapes to ops with forms."""
 
-    def __init__(self, name: str, dtype: str, runs: list[_Run], shapes: list[Shape], basis: Sequence[str]) -> None:
-        self.name, self.dtype, self.runs, self.basis = name, dtype, runs, basis
+    def __init__(
+        self, name: str, dtype: str, runs: list[_Run], shapes: list[Shape], basis: Sequence[str], weights: WeightTable
+    ) -> None:
+        self.name, self.dtype, self.runs, self.basis, self.weights = name, dtype, runs, basis, weights
         self.columns = [FEATURES.index(feature) for feature in basis]
         self.rows = np.array([shape.features for shape in shapes], dtype=np.float64)[:, self.columns]
-        self.carries = [run.crossing() for run in runs]
-        if any([len(c) for c in carries] != [len(c) for c in self.carries[0]] for carries in self.carries):
-            raise InputError(f"trace of '{name}': other tensors pass between its children for other shapes.")
+        self.carries = [list(handed) for handed in runs[0].handed]
+        """The sites of each op's carry."""
+        for index in range(len(self.carries)):
+            self._add_held(index)
 
     def form(self, amount: str, index: int) -> Form:
         """The linear form of one op's amount; where there is none, the best without negative terms, and a warning if it matters."""
@@ -363,9 +446,9 @@ class _Fit:
                               f"the description is off by up to {off:.1%} of the model's.", stacklevel=5)  # fmt: skip
         return Form.of(**dict(zip(self.basis, found.tolist(), strict=True)))
 
-    def spec(self, index: int, place: int, name: str) -> TensorSpec:
+    def spec(self, index: int, site: Any, name: str) -> TensorSpec:
         """A carry tensor: which feature counts its elements. Where none does exactly, the smallest that suffices at every shape."""
-        tensors = [run.tensors[carries[index][place]] for run, carries in zip(self.runs, self.carries, strict=True)]
+        tensors = [run.handed[index][site] for run in self.runs]
         counts = np.array([x.numel() for x in tensors], dtype=np.float64)
         ratios = counts[:, None] / self.rows
         feature = next((f for f, ratio in zip(self.basis, ratios.T, strict=True) if np.ptp(ratio) == 0), "")
@@ -374,39 +457,43 @@ class _Fit:
             feature = self.basis[int((worst * self.rows).sum(0).argmin())]
         each = int(np.ceil(ratios[:, self.basis.index(feature)].max()))
         one = tensors[0]
-        item = one.element_size()
-        own = one.dtype == TORCH_DTYPES[self.dtype]
-        # The description has no small integers: flags count as two bytes each.
-        dtype = "compute" if own else {8: "int64", 4: "fp32"}.get(item, "bf16")
+        dtype = "compute" if one.dtype == TORCH_DTYPES[self.dtype] else "fp32" if one.is_floating_point() else "int64"
         return TensorSpec(name, (each,) if feature == "one" else (feature, each), dtype, one.requires_grad)
+
+    def _add_held(self, index: int) -> None:
+        """What an op keeps for its backward pass besides its carry, and the largest that it makes in passing."""
+        segments = [run.segments[index] for run in self.runs]
+        # The tensor that is largest at the last shape, so that its size is one form and not a maximum of several.
+        largest = int(np.argmax(segments[-1].scratch)) if segments[-1].scratch else 0
+        for segment, run in zip(segments, self.runs, strict=True):
+            handed = {_storage(x) for x in (*run.handed[index].values(), *(run.handed[index - 1].values() if index else ()))}
+            segment.amounts["kept"] = sum(size for key, size in segment.saved.items() if key not in handed)
+            segment.amounts["workspace"] = segment.scratch[largest] if largest < len(segment.scratch) else 0
 
     def ops(self) -> list[Op]:
         """The ops of the chain, each with a name of its own."""
-        first, carries = self.runs[0], self.carries[0]
-        named: dict[int, str] = {}
+        first = self.runs[0]
+        named: dict[Any, str] = {}
         made: list[Op] = []
         for index, path in enumerate(first.names):
             before = dict(named)
-            named = _names(carries[index], before, first.tensors, last=index == len(first.names) - 1)
-            carry = tuple(self.spec(index, place, named[key]) for place, key in enumerate(carries[index]))
+            named = _names(first.handed[index], before, last=index == len(first.names) - 1)
+            carry = tuple(self.spec(index, site, named[site]) for site in self.carries[index])
             made.append(self._op(index, path, carry, before, named))
         return made
 
-    def _op(self, index: int, path: str, carry: tuple[TensorSpec, ...], before: dict[int, str], after: dict[int, str]) -> Op:
+    def _op(self, index: int, path: str, carry: tuple[TensorSpec, ...], named_before: dict[Any, str], named_after: dict[Any, str]) -> Op:
         first = self.runs[0]
+        after = {_storage(first.handed[index][site]): name for site, name in named_after.items()}
+        before = {_storage(first.handed[index - 1][site]): name for site, name in named_before.items()}
         segments = [run.segments[index] for run in self.runs]
-        for segment, crossing in zip(segments, self.carries, strict=True):
-            handed = {*crossing[index], *(crossing[index - 1] if index else ())}
-            segment.amounts["kept"] = sum(size for key, size in segment.saved.items() if key not in handed)
-            # The tensor that is largest at the last shape, so that its size is one form and not a maximum of several.
-            largest = int(np.argmax(segments[-1].scratch)) if segments[-1].scratch else 0
-            segment.amounts["workspace"] = segment.scratch[largest] if largest < len(segment.scratch) else 0
         forms = {amount: Quantity(whole=self.form(amount, index)) for amount in _AMOUNTS}
         saved = [key for key in segments[0].saved if key in before or key in after]
         split = Split(kept=forms.pop("kept"), saves_in=tuple(sorted(before[key] for key in saved if key in before)),
                       saves_out=tuple(sorted(after[key] for key in saved if key not in before)))  # fmt: skip
         shared = [name for name in segments[0].parameters if first.first_use[name] < index]
-        config: dict[str, Any] = {"made": sorted(name for key, name in after.items() if key not in before)}
+        made = sorted(name for site, name in named_after.items() if site not in named_before)
+        config: dict[str, Any] = {"made": made, **self.weights.config(index)}
         if shared:
             weights = dict(first.owner.values())
             config["untied_parameters"] = sum(weights[name] for name in segments[0].parameters if name not in shared)
@@ -418,14 +505,14 @@ class _Fit:
         )  # fmt: skip
 
 
-def _names(keys: list[int], before: dict[int, str], tensors: dict[int, torch.Tensor], last: bool) -> dict[int, str]:
+def _names(handed: dict[Any, torch.Tensor], before: dict[Any, str], last: bool) -> dict[Any, str]:
     """Names of a carry's tensors: those handed on keep theirs, the newest with a gradient is `hidden` (`output` at the end)."""
-    names = {key: before[key] for key in keys if key in before}
-    fresh = [key for key in reversed(keys) if key not in before]
-    for key in sorted(fresh, key=lambda key: not tensors[key].requires_grad):
+    names = {} if last else {site: before[site] for site in handed if site in before}
+    fresh = [site for site in reversed(handed) if site not in names]
+    for site in sorted(fresh, key=lambda site: not handed[site].requires_grad):
         choices = itertools.chain(["output" if last else "hidden"], (f"extra{n}" for n in itertools.count(1)))
-        names[key] = next(choice for choice in choices if choice not in names.values())
-    return {key: names[key] for key in keys}
+        names[site] = next(choice for choice in choices if choice not in names.values())
+    return {site: names[site] for site in handed}
 
 
 def _digest(*parts: object) -> str:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.models.modules import OpModule, build_op
 from penstock.models.ops import Model, PlacedOp
+from penstock.models.stored import is_trained, stored_name
 from penstock.runtime.checkpoints.manifest import Box, intersection, volume, whole_box
 
 __all__ = [
@@ -197,8 +198,7 @@ def parameter_layout(module: OpModule, name: str, *, known: dict[Any, Any] | Non
     cut = (module.op.signature, name, module.algo, module.tp.rank, module.tp.size)
     if cut not in known:
         known[cut] = _runs(module, name)
-    owner = module.op.tied_to if module.op.tied_to and name == "weight" else module.name
-    return CheckpointLayout(f"{owner}.{name}", module.whole_shapes[name], known[cut])
+    return CheckpointLayout(stored_name(PlacedOp(0, module.name, "", module.op), name), module.whole_shapes[name], known[cut])
 
 
 def whole_layout(name: str, shape: Sequence[int], kind: str = WEIGHTS) -> CheckpointLayout:
@@ -216,10 +216,10 @@ def stored_shapes(model: Model, kinds: Sequence[str] = (WEIGHTS,), scalars: Sequ
     for placed in model.ops:
         module = built[placed.op.signature]
         for name, shape in module.whole_shapes.items():
-            if not (placed.op.tied_to and name == "weight"):
-                found |= {f"{kind}/{placed.name}.{name}": shape for kind in kinds if kind == WEIGHTS or placed.op.trainable}
-                found |= {f"{kind}/{placed.name}.{name}": () for kind in scalars if placed.op.trainable}
-        found |= {f"{BUFFERS}/{placed.name}.{name}": tuple(buffer.shape) for name, buffer in module.named_buffers(recurse=False)}
+            stored, trained = stored_name(placed, name), is_trained(placed.op, name)
+            found |= {f"{kind}/{stored}": shape for kind in kinds if kind == WEIGHTS or trained}
+            found |= {f"{kind}/{stored}": () for kind in scalars if trained}
+        found |= {f"{BUFFERS}/{stored_name(placed, name)}": tuple(buffer.shape) for name, buffer in module.named_buffers(recurse=False)}
     return found
 
 

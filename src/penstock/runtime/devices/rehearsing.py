@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.data.loader import DynamicLoader
+from penstock.data.loader import ProgramLoader
 from penstock.runtime.devices.clock import ClockSettings
 from penstock.runtime.devices.timed import TimedRank
 from penstock.runtime.request import WARM_UP, StepTold, TrainRequest, TrainResult
@@ -36,7 +36,7 @@ def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> 
     steps_s, tokens = [], []
     with ExitStack() as stack:
         loader = stack.enter_context(
-            DynamicLoader(batches, planner, world.rank, address=address, job=job, planners=1 if job else 0, starts_planners=False)
+            ProgramLoader(batches, planner, world.rank, address=address, job=job, planners=1 if job else 0, starts_planners=False)
         )
         spans = stack.enter_context(closing(SpanRecorder(out / f"rank-{world.rank:05d}.spans", world.rank)))
         log = stack.enter_context(closing(LineLog(out / STEPS, anew=True))) if world.place == 0 else None

@@ -11,6 +11,7 @@ from penstock.models.micro_batch import MicroBatch
 from penstock.models.modules.base import Carry
 from penstock.models.modules.batch import Batch
 from penstock.models.modules.parallel import TensorParallel
+from penstock.runtime.module_chain import ModuleChain
 from penstock.runtime.parallel.stage import StageModule
 
 __all__ = ["count_correct", "most_likely"]
@@ -18,7 +19,12 @@ __all__ = ["count_correct", "most_likely"]
 
 def count_correct(stage: StageModule, micro: MicroBatch, batches: Mapping[int, Batch], carry: Carry, counts: torch.Tensor) -> Carry:
     """The stage's forward pass; adds (hits, labels that count) to `counts`, once for each sample."""
-    loss_op = stage.pieces[-1].chain.ops[-1]
+    chain = stage.pieces[-1].chain
+    if isinstance(chain, ModuleChain):
+        result = stage.forward(micro, batches, carry, training=False)
+        counts += chain.take_hits()
+        return result
+    loss_op = chain.ops[-1]
     seen: Carry = {}
     hook = loss_op.register_forward_pre_hook(lambda module, given: seen.update(given[0]))
     try:

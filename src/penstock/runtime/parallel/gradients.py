@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from penstock.models.stored import shared_weights
 from penstock.plans.ranks import state_owners
 from penstock.programs.instructions import ReduceStart
 from penstock.programs.sharing import ranks_with
@@ -209,14 +210,13 @@ class BucketedGradients(Gradients):
         return [held for bucket in self.buckets if bucket.owner in (None, self.world.rank) for held in bucket.held]
 
     def counted_here(self) -> list[Held]:
-        tied = _tied_names(self.stage)
+        copies = self.stage.borrowed()
         found = []
         for bucket in self.buckets:
             first = bucket.ranks[0] if bucket.owner is None else bucket.owner
             for held in bucket.held:
                 whole_elsewhere = not held.divided and held.module.tp.rank > 0
-                copy_of_tied = held.name == "weight" and held.place.op.tied_to in tied
-                if first == self.world.rank and not whole_elsewhere and not copy_of_tied:
+                if first == self.world.rank and not whole_elsewhere and held.stored_name not in copies:
                     found.append(held)
         return found
 
@@ -289,15 +289,9 @@ def holders_of(stage: StageModule, piece: int) -> tuple[int, ...]:
     return ranks_with(stage.stage, stage.index, stage.pieces[piece].first) or (stage.world.rank,)
 
 
-def _tied_names(stage: StageModule) -> set[str]:
-    """Names of ops whose weight an op of another stage shares: such a copy is not the weight itself."""
-    here = {place.name for place in stage.model.ops[stage.stage.first : stage.stage.last]}
-    return {place.op.tied_to for place in stage.model.ops if place.op.tied_to} - here
-
-
 def _buckets(stage: StageModule, ranks_of: dict[int, tuple[int, ...]], bucket_bytes: int) -> Iterable[Bucket]:
     """Last op first, never across pieces, owners or what all must have (shared weights)."""
-    shared = {place.op.tied_to for place in stage.model.ops} - {""}
+    shared = {op for ops in shared_weights(stage.model).values() for op in ops}
     trained = [held for held in stage.held if held.parameter.requires_grad]
     owners = _owners(trained, ranks_of, shared) if stage.stage.zero else {}
     ordered = sorted(trained, key=lambda held: -held.place.index)
@@ -315,11 +309,11 @@ def _buckets(stage: StageModule, ranks_of: dict[int, tuple[int, ...]], bucket_by
         yield _bucket(filled, ranks_of[number], owner, dtype)
 
 
-def _owners(trained: list[Held], ranks_of: dict[int, tuple[int, ...]], shared: set[str]) -> dict[int, int]:
+def _owners(trained: list[Held], ranks_of: dict[int, tuple[int, ...]], shared: set[int]) -> dict[int, int]:
     """For each op the rank that keeps its optimizer state. Ops with shared weights are updated by all."""
     sizes: dict[int, dict[int, int]] = {piece: {} for piece in ranks_of}
     for held in trained:
-        if held.place.name not in shared and not held.place.op.tied_to:
+        if held.place.index not in shared:
             of_piece = sizes[held.piece]
             of_piece[held.place.index] = of_piece.get(held.place.index, 0) + held.parameter.numel()
     return {op: owner for piece, ranks in ranks_of.items() for op, owner in state_owners(sizes[piece], ranks).items()}

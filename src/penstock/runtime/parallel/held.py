@@ -8,6 +8,7 @@ from torch import nn
 
 from penstock.models.modules.base import OpModule
 from penstock.models.ops import PlacedOp
+from penstock.models.stored import stored_name
 
 __all__ = ["Held"]
 
@@ -23,6 +24,11 @@ class Held:
     piece: int
     start: int | None = None
     """Where the part that `parameter` is begins in the weight laid flat; None: it is the whole."""
+
+    @property
+    def stored_name(self) -> str:
+        """Its name in checkpoints, the same for all that share it."""
+        return stored_name(self.place, self.name)
 
     @property
     def divided(self) -> bool:

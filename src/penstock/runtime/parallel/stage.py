@@ -28,10 +28,12 @@ from penstock.models.modules.build import TORCH_DTYPES, Chain, build_op
 from penstock.models.modules.init import init_parameter
 from penstock.models.modules.parallel import TensorParallel
 from penstock.models.ops import Model, PlacedOp
+from penstock.models.stored import shared_weights
 from penstock.plans.degrees import Axis, parts_of
 from penstock.plans.plan import Stage
 from penstock.programs.routing import Side
 from penstock.programs.sharing import ranks_with
+from penstock.runtime.module_chain import CutModule, ModuleChain
 from penstock.runtime.parallel.deferred import DeferWeights
 from penstock.runtime.parallel.held import Held
 from penstock.runtime.parallel.resharding import Reshard
@@ -63,7 +65,7 @@ class StageRun:
     last: int
     tp: TensorParallel
     dp: int
-    chain: Chain
+    chain: Chain | ModuleChain
     reshard: Reshard | None
     """How the carry comes from the piece before; None for the first, and where degrees stay the same."""
 
@@ -90,14 +92,15 @@ class StageModule:
 
     def __init__(
         self, model: Model, stage: Stage, number: int, replica: int, world: World, transport: Transport, *, seed: int = 0,
-        kept: Mapping[ModuleKey, OpModule] | None = None,
+        kept: Mapping[ModuleKey, OpModule] | None = None, cut: CutModule | None = None,
     ) -> None:  # fmt: skip
-        """`kept`: modules of a plan before, to be used where they fit."""
+        """`kept`: modules of a plan before, to be used where they fit. `cut`: the module that is trained, where it is not one of ours."""
         self.model, self.stage, self.number, self.replica, self.world = model, stage, number, replica, world
         self.ranks = stage.devices[replica]
         self.index = self.ranks.index(world.rank)
         self.is_last = stage.last == model.num_ops
         self.held: list[Held] = []
+        self.cut = cut
         self.weights = ShardedWeights(world, stage.zero) if stage.zero > 1 else None
         self._kept = {} if kept is None or self.weights is not None else kept
         self.pieces = self._build(transport, seed)
@@ -117,8 +120,11 @@ class StageModule:
                 reshard = Reshard(self.model, part.first, before, side, self.ranks, self.index, transport, self.world.device)
             for places in self._runs(part.first, part.last):
                 modules = [self._op(place, tp, algos[place.index - self.stage.first], shared, len(pieces), seed) for place in places]
-                if self.stage.sequence_parallel and tp.size > 1:
-                    chain: Chain = SequenceChain(modules, places, [self.model.carry_before(place.index) for place in places])
+                chain: Chain | ModuleChain
+                if self.cut is not None:
+                    chain = self.cut.chain(modules, places)
+                elif self.stage.sequence_parallel and tp.size > 1:
+                    chain = SequenceChain(modules, places, [self.model.carry_before(place.index) for place in places])
                 else:
                     chain = Chain(modules, places)
                 pieces.append(StageRun(places[0].index, places[-1].index + 1, tp, part.dp, chain, reshard))
@@ -135,7 +141,16 @@ class StageModule:
         return [places] if self.weights is None else [tuple(run) for _, run in groupby(places, key=lambda place: (place.block, place.copy))]
 
     def _op(self, place: PlacedOp, tp: TensorParallel, algo: int, shared: dict[str, OpModule], piece: int, seed: int) -> OpModule:
-        """One op; its weight is that of an earlier op of the stage where the two are tied, else starts equal to it."""
+        """One op, and what it holds that no op before it does."""
+        module = self._ours(place, tp, algo, shared, seed) if self.cut is None else self.cut.op(place)
+        known = {id(held.parameter) for held in self.held}
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in known:
+                self.held.append(Held(place, name, parameter, module, piece))
+        return module
+
+    def _ours(self, place: PlacedOp, tp: TensorParallel, algo: int, shared: dict[str, OpModule], seed: int) -> OpModule:
+        """An op of our own; its weight is that of an earlier op of the stage where the two are tied, else starts equal to it."""
         module = self._kept.get((place.index, tp.rank, tp.size, algo))
         if module is None:
             module = build_op(place, tp, algo, device=self.world.device, dtype=TORCH_DTYPES[self.model.dtype], seed=seed)
@@ -152,10 +167,6 @@ class StageModule:
         elif place.op.tied_to:
             whole = init_parameter(module.whole_shapes["weight"], owner, "weight", seed=seed, device=self.world.device)
             module.load("weight", whole.detach())
-        known = {id(held.parameter) for held in self.held}
-        for name, parameter in module.named_parameters():
-            if id(parameter) not in known:
-                self.held.append(Held(place, name, parameter, module, piece))
         return module
 
     @property
@@ -166,6 +177,10 @@ class StageModule:
     def share(self, dp: int) -> int:
         """Which of `dp` parts of the samples this rank has in pieces of that degree."""
         return self.index // (len(self.ranks) // dp)
+
+    def borrowed(self) -> set[str]:
+        """Stored names of weights of which this stage has a copy: an earlier stage has them too."""
+        return {name for name, ops in shared_weights(self.model).items() if ops[0] < self.stage.first}
 
     def modules(self) -> Iterator[OpModule]:
         """All ops in order."""

@@ -54,7 +54,7 @@ def _rows(tensor: torch.Tensor, which: TiedRows) -> torch.Tensor:
 def _gradient(stage: StageModule, op: str) -> torch.Tensor:
     """The gradient of the shared weight on this rank, which the stage holds once."""
     for held in stage.held:
-        if held.name == "weight" and op in (held.place.name, held.place.op.tied_to):
+        if held.stored_name in (op, f"{op}.weight"):
             assert held.parameter.grad is not None
             return held.parameter.grad
     raise RuntimeError(f"stage {stage.number} holds no weight of op '{op}'")

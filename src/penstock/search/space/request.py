@@ -109,7 +109,7 @@ def frame_of(
     """What all plans have in common, as the plan for one device; what is wrong with the request is wrong with it."""
     length, dec_length, more = chosen_lengths(model, seq_length)
     frame = Plan(
-        model_reference(model_ref),
+        model_reference(model_ref, model),
         cluster_reference(cluster_ref),
         global_batch,
         (Stage(0, model.num_ops, devices=((0,),)),),

@@ -1,0 +1,57 @@
+"""How long `penstock train --model M --data texts --out RUN` takes from its start to its first step, the first time and when all that it
+prepares is kept: tokens, costs and plan.
+
+    python benchmarks/first_step.py --model gpt-small --runs 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from penstock.data.bundled import bundled_files
+
+MOST_S = 20.0
+"""What a user may wait for, with everything kept."""
+
+
+def first_step_s(options: list[str], out: Path, kept: Path) -> float:
+    """Seconds from the start of the command to the record of its first step."""
+    command = [sys.executable, "-m", "penstock.cli.main", "train", *options, "--out", str(out), "--steps", "2", "--json"]
+    environment, start = {**os.environ, "PENSTOCK_CACHE": str(kept)}, time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as process:
+        steps = out / "steps.jsonl"
+        while not (steps.exists() and steps.stat().st_size) and process.poll() is None:
+            time.sleep(0.005)
+        found = time.perf_counter() - start
+    if process.returncode:
+        raise SystemExit(f"the run ended with status {process.returncode}")
+    return found
+
+
+def main() -> int:
+    """One run with nothing kept, then some with everything."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="gpt-small")
+    parser.add_argument("--tokens-per-batch", type=int, default=2048)
+    parser.add_argument("--costs", default="auto")
+    parser.add_argument("--runs", type=int, default=3)
+    given = parser.parse_args()
+    options = ["--model", given.model, "--tokens-per-batch", str(given.tokens_per_batch), "--costs", given.costs]
+    options += ["--set", "data.over_long=truncate", *(word for file in bundled_files() for word in ("--data", str(file)))]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        times_s = [first_step_s(options, folder / str(number), folder / "kept") for number in range(given.runs + 1)]
+    kept_s = statistics.median(times_s[1:])
+    print(f"{given.model}, command to first step: {times_s[0]:.1f} s with nothing kept, {kept_s:.1f} s with all (at most {MOST_S:g} s)")
+    return int(kept_s > MOST_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""The job file: everything that one training is told, in a file that repeats it.
+
+    penstock train --model hf:llama --data chats.jsonl --out run      writes run/job.yaml, all of it resolved
+    penstock train run/job.yaml --out again --set train.lr=1e-5       repeats it, with another learning rate
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from penstock.errors import InputError, near_misses
+from penstock.files import describe_validation_error, read_yaml, write_text
+
+__all__ = [
+    "DataGroup", "JobFile", "ModelGroup", "PlanGroup", "SaveGroup", "TrainGroup", "changed", "dotted_fields", "job_from",
+    "parse_changes", "read_job", "write_job",
+]  # fmt: skip
+
+FORMAT, VERSION = "penstock-job", 1
+_MOST = 10**15
+
+Count = Annotated[int, Field(ge=1, le=_MOST)]
+OrNone = Annotated[int, Field(ge=0, le=_MOST)]
+"""A count, of which 0 means none."""
+Amount = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelGroup(_Fields):
+    """Which model, and the weights that it begins with."""
+
+    source: str
+    """A name of the catalogue, a YAML file of sizes, hf:FOLDER (or the name of a downloaded model), or module:FILE.py:FUNCTION."""
+    weights: str = "auto"
+    """hf:FOLDER, a checkpoint, or none for random ones; auto: those of the model's own folder if it has any."""
+    precision: Literal["bf16", "fp16", "fp32"] | None = None
+    """Of weights and activations; if not given, the model's own, or one that all devices have."""
+
+
+class DataGroup(_Fields):
+    """Which samples, and how they become tokens."""
+
+    path: list[str] = Field(min_length=1)
+    """JSONL, CSV or text files, each a task; or one folder that `penstock prepare-data` wrote."""
+    tokenizer: str | None = None
+    """A file or folder; if not given, that of the model's folder, or one that is trained on the texts where weights are random."""
+    over_long: Literal["refuse", "truncate"] = "refuse"
+    """What becomes of samples that are longer than the model's positions."""
+    split: str = "949,50,1"
+    """Parts for training, validation and test."""
+    prompt_loss: bool = False
+    """Whether the tokens of inputs count in a decoder's loss, besides those of targets."""
+    folder: str | None = None
+    """Where the prepared samples are; found by Penstock."""
+
+
+class PlanGroup(_Fields):
+    """On which devices, and how the training is divided among them."""
+
+    cluster: str = "local"
+    """local, a cluster file, or a shorthand such as 4xa100-40gb."""
+    costs: str = "auto"
+    """roofline, profile:FILE, measure (here, for at most a minute, once); auto: measure on a GPU, roofline on a processor."""
+    tokens_per_batch: Count | None = None
+    """Tokens of a global batch, on average; if not given, 65,536, or all that the data has."""
+    memory_limit_gb: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """Use at most this many GB of each device."""
+    time_budget_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    """Search for at most this many seconds."""
+    global_batch: Count | None = None
+    """Samples of a global batch; found from tokens_per_batch if not given."""
+    file: str | None = None
+    """A plan of your own; if not given, the best that the search finds."""
+
+
+class TrainGroup(_Fields):
+    """How long, with which learning rate, and on what."""
+
+    steps: Count | None = None
+    """Iterations in all; found from epochs if not given."""
+    epochs: Annotated[float, Field(gt=0, le=1e9)] = 1.0
+    """Times that the data is gone through, where steps are not given."""
+    lr: Annotated[float, Field(gt=0, le=1e30)] = 3e-4
+    """Highest learning rate."""
+    warmup: OrNone = 0
+    """Steps in which the learning rate rises; it then falls as a cosine. 0: it stays as it is."""
+    weight_decay: Amount = 0.01
+    """Of AdamW."""
+    clip: Amount = 1.0
+    """Largest norm of the gradients; 0: any."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """At a loss or gradients that are not finite: end the run, or skip the update."""
+    seed: OrNone = 0
+    """Of weights, dropout and the order of samples."""
+    deterministic: bool = False
+    """On a GPU: the same losses to the bit in every run, at some cost in speed."""
+    eval_every: OrNone = 0
+    """Steps between evaluations on the validation split; 0: never."""
+    device: str = ""
+    """cpu or cuda; empty: what the cluster has."""
+    adapt: Literal["off", "watch", "move"] = "watch"
+    """watch: notice slow ranks and say what could be done; move: do it."""
+    share_gpus: bool = False
+    """Let several ranks run on one GPU."""
+    reserve_memory: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of each GPU's memory that is taken at the start."""
+    planners: Annotated[int, Field(ge=0, le=64)] = 1
+    """Planner processes on each node; 0: every rank plans for itself."""
+    budget_steps: Annotated[int, Field(ge=0, le=100_000_000)] = 0
+    """Steps of search for each batch of dynamic micro-batches."""
+    store: str = ""
+    """Store between planners and ranks; empty: one of its own."""
+    store_timeout: Amount = 60.0
+    """Seconds that the store may be away."""
+    torch_profile: str = ""
+    """Steps of which torch.profiler traces are written, such as 3,4."""
+
+
+class SaveGroup(_Fields):
+    """Which checkpoints are written and kept."""
+
+    every: OrNone = 500
+    """Steps between checkpoints, of which there is one every ten minutes besides; 0: only at the end."""
+    keep: Count = 2
+    """Checkpoints that stay, the newest ones."""
+
+
+class JobFile(_Fields):
+    """One training, from model and raw data to checkpoints."""
+
+    format: Literal["penstock-job"] = "penstock-job"
+    """What kind of file this is."""
+    version: Literal[1] = 1
+    """Of the format."""
+    out: str
+    """Folder of the run: checkpoints, steps, spans, and this file."""
+    model: ModelGroup
+    data: DataGroup
+    plan: PlanGroup = PlanGroup()
+    train: TrainGroup = TrainGroup()
+    save: SaveGroup = SaveGroup()
+
+    def with_values(self, **fields: Any) -> JobFile:
+        """The job with some fields replaced, by dotted names with two underscores for the dot: `train__steps=10`."""
+        return job_from(self.model_dump(), {name.replace("__", "."): value for name, value in fields.items()}, "the job")
+
+
+_GROUPS: dict[str, type[_Fields]] = {
+    "model": ModelGroup, "data": DataGroup, "plan": PlanGroup, "train": TrainGroup, "save": SaveGroup,
+}  # fmt: skip
+_KNOWN = {"": [*JobFile.model_fields], **{name: [*group.model_fields] for name, group in _GROUPS.items()}}
+
+
+def read_job(path: str | Path) -> dict[str, Any]:
+    """The fields of a job file, of a version that this Penstock knows; `job_from` checks them."""
+    found = read_yaml(path, "job file")
+    if not isinstance(found, dict):
+        raise InputError(f"job file '{path}' holds {type(found).__name__}; groups such as `model:` and `data:` were expected.")
+    if found.get("format", FORMAT) != FORMAT or found.get("version", VERSION) != VERSION:
+        raise InputError(
+            f"job file '{path}' is of format {found.get('format')!r}, version {found.get('version')!r}; this Penstock reads '{FORMAT}', "
+            f"version {VERSION}."
+        )
+    return found
+
+
+def job_from(values: Mapping[str, Any], changes: Mapping[str, Any], where: str) -> JobFile:
+    """The job of some fields, with others put in by their dotted names; `where` names the origin in errors."""
+    merged = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+    for name, value in changes.items():
+        group, _, field = name.rpartition(".")
+        if field not in _KNOWN.get(group, ()) or (not group and field in _GROUPS):
+            raise InputError(f"a job has no field '{name}'. {near_misses(name, [name for name, _ in dotted_fields()])}")
+        if group and not isinstance(merged.setdefault(group, {}), dict):
+            merged[group] = {}
+        (merged[group] if group else merged)[field] = value
+    path = merged.get("data", {}).get("path") if isinstance(merged.get("data"), dict) else None
+    if isinstance(path, str):
+        merged["data"]["path"] = [path]
+    try:
+        return JobFile.model_validate(merged)
+    except ValidationError as error:
+        raise InputError(describe_validation_error(error, where, _KNOWN)) from None
+
+
+def parse_changes(texts: Sequence[str]) -> dict[str, Any]:
+    """What `--set train.lr=1e-5` means: dotted names and YAML values."""
+    import yaml
+
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise InputError(f"--set is '{text}'; a field and a value such as train.lr=1e-5 were expected.")
+        try:
+            found[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise InputError(f"--set is '{text}': '{value}' is not a value. Put text with special characters in quotes.") from None
+    return found
+
+
+def dotted_fields() -> Iterator[tuple[str, str]]:
+    """(name, what it means) of every field of a job, groups by their fields."""
+    for name, field in JobFile.model_fields.items():
+        if name not in _GROUPS:
+            yield name, field.description or ""
+    for group, kind in _GROUPS.items():
+        for name, field in kind.model_fields.items():
+            yield f"{group}.{name}", field.description or ""
+
+
+def changed(before: JobFile, after: JobFile) -> list[str]:
+    """`train.lr: 0.0003 → 1e-05` for each field that differs."""
+    found = []
+    for name, _ in dotted_fields():
+        was, is_ = _value(before, name), _value(after, name)
+        if was != is_:
+            found.append(f"{name}: {was} → {is_}")
+    return found
+
+
+def _value(job: JobFile, name: str) -> Any:
+    found: Any = job
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def write_job(path: str | Path, job: JobFile) -> None:
+    """Writes a job with what each field means above it."""
+    import yaml
+
+    def line(indent: str, name: str, value: Any, meaning: str | None) -> str:
+        text = yaml.safe_dump({name: value}, default_flow_style=True, allow_unicode=True, width=10_000).strip()[1:-1]
+        return (f"{indent}# {meaning}\n" if meaning else "") + f"{indent}{text}\n"
+
+    parts = ["# `penstock train` with this file repeats the training, or goes on with it; see docs/reference/job.md.\n"]
+    parts += [line("", name, getattr(job, name), None) for name in JobFile.model_fields if name not in _GROUPS]
+    for group, kind in _GROUPS.items():
+        held, fields = getattr(job, group), kind.model_fields.items()
+        parts += [f"\n{group}:\n", *(line("  ", name, getattr(held, name), field.description) for name, field in fields)]
+    write_text(path, "".join(parts))

@@ -1,0 +1,64 @@
+"""The description of somebody's module for planning: traced up to its loss, with where it comes from, so that its plans can be trained."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import InputError
+from penstock.models.modules.cutting.origins import Made, make_origin
+from penstock.models.modules.cutting.seen import SeenMicroBatch
+from penstock.models.modules.trace import trace_module
+from penstock.models.ops import Model
+
+__all__ = ["describe", "describe_origin", "quiet_fakes", "with_origin"]
+
+_LENGTH = 128
+"""The longest samples that are traced; longer ones follow from linear forms."""
+
+
+def describe_origin(origin: str, dtype: str = "fp32") -> Model:
+    """The model of `module:FILE.py:FUNCTION`, or of `hf:FOLDER` as transformers has it; plans may choose another precision."""
+    return replace(describe(make_origin(origin), dtype, origin), open_dtype=True)
+
+
+def describe(made: Made, dtype: str = "fp32", origin: str = "") -> Model:
+    """The description of a module, trained in `dtype`. Without an `origin` only who has the module can train a plan of it."""
+    if made.form == "encoder-decoder":
+        raise InputError(f"{made.name} has an encoder and a decoder; such models are trained as one of Penstock's own families (T5) only.")
+    classes = [0]
+
+    def loss(module: nn.Module, micro_batch: SeenMicroBatch) -> torch.Tensor:
+        found = made.loss(module, micro_batch)
+        classes[0] = micro_batch.num_classes
+        return found
+
+    with quiet_fakes():
+        model = trace_module(made.module, made.example, made.name, dtype, length=min(made.positions or _LENGTH, _LENGTH), call=loss)
+    return with_origin(model, made, origin, classes[0])
+
+
+def with_origin(model: Model, made: Made, origin: str, num_classes: int = 0) -> Model:
+    """A traced model that knows where its module comes from, and in which form it takes samples."""
+    config: dict[str, Any] = {**model.config, "form": made.form, "origin": origin}
+    if made.form == "images":
+        config |= {"image_size": made.tiny().ids.shape[-1], "num_classes": num_classes}
+        return replace(model, config=config, seq_length=0)
+    return replace(model, config={**config, "vocab": made.vocab}, seq_length=made.positions or model.seq_length)
+
+
+@contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Torch prints a traceback of what is told in one line."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before

@@ -1,0 +1,159 @@
+"""Where somebody's module comes from, `module:FILE.py:FUNCTION` or `hf:FOLDER`, and all that its training needs to know of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.errors import InputError, PenstockError, near_misses
+from penstock.files import readable_file
+from penstock.models.modules.cutting.first_values import FirstValues
+from penstock.models.modules.cutting.seen import Loss, SeenMicroBatch, logits_loss
+
+__all__ = ["FORM_OF_SOURCE", "Made", "call_function", "load_function", "made_of", "make_origin", "parse_origin"]
+
+FORM_OF_SOURCE = "module:PATH.py:FUNCTION"
+_TINY = 2, 8
+"""Samples and length of the micro-batch on which the order of calls is found."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A module, and how it is trained."""
+
+    name: str
+    module: nn.Module
+    loss: Loss
+    example: Callable[[int, int], SeenMicroBatch]
+    """A micro-batch of so many samples of such a length."""
+    values: FirstValues
+    form: str = "decoder"
+    """How samples enter it, as `data.forms` names it."""
+    vocab: int = 0
+    positions: int = 0
+    """The longest sample that it takes; 0: not known."""
+
+    def tiny(self) -> SeenMicroBatch:
+        """A micro-batch to trace with."""
+        return self.example(*_TINY)
+
+
+def make_origin(text: str, *, seed: int = 0) -> Made:
+    """The module of a text, with first weights that `seed` decides."""
+    if text.startswith("hf:"):
+        from penstock.models.modules.cutting.transformers_models import made_by_transformers
+
+        return made_by_transformers(text.removeprefix("hf:"), seed)
+    path, function = parse_origin(text)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = call_function(load_function(path, function), text)
+    return made_of(*made, name=function, seed=seed)
+
+
+def parse_origin(source: str) -> tuple[Path, str]:
+    """The file and the function of `module:PATH.py:FUNCTION`."""
+    file, _, function = source.partition(":")[2].rpartition(":")
+    if not file or not function.isidentifier():
+        raise InputError(f"SOURCE is '{source}'; {FORM_OF_SOURCE} was expected, as in module:net.py:make.")
+    path = readable_file(file, "SOURCE: file")
+    if path.suffix != ".py":
+        raise InputError(f"SOURCE is '{source}': '{file}' is not a Python file (.py).")
+    return path, function
+
+
+def load_function(path: Path, function: str) -> Callable[[], Any]:
+    """The function of a file, whose neighbours it may import."""
+    spec = importlib.util.spec_from_file_location(f"penstock_imported_{path.stem}", path)
+    assert spec is not None and spec.loader is not None  # it ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look their own module up
+    sys.path.insert(0, str(path.parent.resolve()))
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # a user's folder stays as it was
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise InputError(f"file '{path}' cannot be imported: {type(error).__name__}: {error}.") from error
+    finally:
+        sys.path.pop(0)
+        sys.dont_write_bytecode = before
+    found = getattr(module, function, None)
+    if not callable(found):
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise InputError(f"file '{path}' has no function '{function}'. {near_misses(function, names) if names else 'It has none at all.'}")
+    return found  # type: ignore[no-any-return]
+
+
+def call_function(function: Callable[[], Any], source: str) -> tuple[nn.Module, Any, Loss | None]:
+    """What the function returns: a module, an example of its inputs, and, where it brings one, its loss."""
+    try:
+        made = function()
+    except PenstockError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise InputError(f"the function of '{source}' failed: {type(error).__name__}: {error}.") from error
+    if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
+        return made[0], made[1], made[2] if len(made) == 3 else None
+    raise InputError(
+        f"the function of '{source}' returned {_describe(made)}; (torch module, example inputs) was expected, and perhaps its loss behind."
+    )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(type(part).__name__ for part in value)})"
+    return f"a {type(value).__name__}"
+
+
+def made_of(module: nn.Module, example: Any = None, loss: Loss | None = None, *, name: str = "", seed: int = 0) -> Made:
+    """A module in memory, ready to be trained. `example` is what `trace_module` takes; without one it is taken to read token ids."""
+    vocab = next((part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)), 0)
+    first = _first_input(example, vocab, name or type(module).__name__)
+    images = first(*_TINY).is_floating_point()
+    return Made(
+        name or type(module).__name__, module, loss or logits_loss, lambda samples, length: _micro_batch(first(samples, length)),
+        FirstValues(module, seed), "images" if images else "decoder", 0 if images else vocab,
+    )  # fmt: skip
+
+
+def _first_input(example: Any, vocab: int, name: str) -> Callable[[int, int], torch.Tensor]:
+    """A function from (samples, length) to the ids or images of an example."""
+    if example is None:
+        if not vocab:
+            raise InputError(f"{name} has no embedding, so that its inputs are not token ids. Give an example of its inputs.")
+        return lambda samples, length: torch.zeros(samples, length, dtype=torch.long)
+    if callable(example) and not isinstance(example, torch.Tensor):
+
+        def ask(samples: int, length: int) -> torch.Tensor:
+            given = example(samples, length)
+            return _lead(list(given.values()) if isinstance(given, Mapping) else given, name)
+
+        return ask
+    lead = _lead(example, name)
+    if lead.is_floating_point():
+        return lambda samples, length: torch.zeros(samples, *lead.shape[1:], dtype=lead.dtype)
+    return lambda samples, length: torch.zeros(samples, length, dtype=torch.long)
+
+
+def _lead(given: Any, name: str) -> torch.Tensor:
+    first = next(iter(given)) if isinstance(given, tuple | list) and given else given
+    if not isinstance(first, torch.Tensor):
+        raise InputError(f"the example inputs of {name} begin with a {type(first).__name__}; a tensor of ids or images was expected.")
+    return first
+
+
+def _micro_batch(first: torch.Tensor) -> SeenMicroBatch:
+    if first.is_floating_point():
+        return SeenMicroBatch(first, torch.zeros(len(first), dtype=torch.long), torch.full((len(first),), 1.0 / len(first)))
+    weights = torch.full(first.shape, 1.0 / first.numel())
+    positions = torch.arange(first.shape[1]).expand(first.shape)
+    return SeenMicroBatch(first, torch.zeros_like(first), weights, positions)
+
+

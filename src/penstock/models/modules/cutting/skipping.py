@@ -1,0 +1,415 @@
+"""A module runs as it is, on every stage; calls of its units that other stages have are skipped.
+
+    units      embed      layers.0 … layers.k-1    layers.k … layers.n    norm, head
+    stage 1    skipped    skipped                  run                    not reached
+    glue       code between units runs everywhere: on the micro-batch it makes real tensors (masks, rotary angles, positions), on what
+               skipped units return it makes absent ones, which have a shape and no values
+
+What crosses a cut are the absent tensors that are made before it and used after it. Each is known by its site: output j of call k, or the
+n-th torch call of the glue after call k. One pass with all units skipped finds the calls and every cut's sites, and takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from penstock.errors import InputError
+from penstock.models.modules.cutting.absent import Absent, NeedsValues, absent, tensors_in
+from penstock.models.modules.cutting.shapes import UnitShapes
+from penstock.models.modules.cutting.units import kind_of, units_of
+
+__all__ = ["Call", "CarryAt", "GlueWeight", "Site", "Skipping"]
+
+Call = Callable[[nn.Module], Any]
+"""Runs a module on one micro-batch, and may go on with what it returns (a loss)."""
+
+
+class Site(NamedTuple):
+    """Where a tensor is made."""
+
+    begun: int
+    """How many units were called before."""
+    kind: str
+    """`out`: by the last of them. `glue`: by the code after it."""
+    number: int
+    """Which of its outputs, or of the torch calls of that code."""
+
+
+@dataclass(frozen=True)
+class CarryAt:
+    """What crosses the cut before a call."""
+
+    sites: tuple[Site, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+@dataclass(frozen=True)
+class GlueWeight:
+    """A weight of no unit, which code between units uses itself."""
+
+    name: str
+    owner: nn.Module
+    attribute: str
+    calls: frozenset[int]
+    """The calls after which it is used; what is used before the first counts with it."""
+
+
+class _Stop(BaseException):
+    """The stage is done: the next unit is another's."""
+
+
+class Skipping:
+    """A module whose forward pass can be run in parts.
+
+    >>> chain = Skipping(module)                      # doctest: +SKIP
+    >>> chain.trace(call)
+    >>> carry = chain.run(call, 0, 3, {})             # calls 0 to 2; what crosses the cut before call 3
+    >>> loss = chain.run(call, 3, len(chain.calls), carry)
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.units = dict(units_of(module))
+        self.calls: tuple[str, ...] = ()
+        """Paths of the units in the order in which they are called."""
+        self.cuts: tuple[CarryAt, ...] = ()
+        """What crosses before call 1, 2, …"""
+        self.glue_weights: tuple[GlueWeight, ...] = ()
+        inside = {id(p) for unit in self.units.values() for p in unit.parameters()}
+        self._loose = [
+            (f"{path}.{name}" if path else name, part, name)
+            for path, part in module.named_modules()
+            for name, p in part._parameters.items()
+            if p is not None and id(p) not in inside
+        ]
+        self._run: _Pass | None = None
+        self._begun: list[str] = []
+        self._paths = {id(unit): path for path, unit in self.units.items()}
+        kinds: dict[Any, int] = {}
+        self._kinds = {id(unit): kinds.setdefault(kind_of(unit), len(kinds)) for unit in self.units.values()}
+        self._shapes = [UnitShapes() for _ in kinds]
+        for unit in self.units.values():
+            unit.forward = self._wrapped(unit, unit.forward)  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Gives the module back as it was."""
+        for unit in self.units.values():
+            unit.__dict__.pop("forward", None)
+
+    def _wrapped(self, unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            run = self._run
+            return forward(*args, **kwargs) if run is None else run.unit(unit, forward, args, kwargs)
+
+        return wrapped
+
+    def trace(self, call: Call, device: torch.device | str = "cpu") -> None:
+        """Finds the order of calls and what crosses each cut, with all units skipped."""
+        run = _Trace(self, torch.device(device))
+        self._begun = run.calls
+        run.go(call)
+        self.calls, self.cuts = tuple(run.calls), tuple(run.cuts())
+        self.glue_weights = tuple(
+            GlueWeight(name, part, attribute, frozenset(max(0, k) for k in run.used_after.get(name, ())))
+            for name, part, attribute in self._loose
+        )
+
+    def run(
+        self, call: Call, first: int, last: int, carry: Mapping[Site, torch.Tensor], recompute: Collection[int] = (),
+        device: torch.device | str = "cpu",
+    ) -> Any:  # fmt: skip
+        """Runs calls [first, last). The tensors that cross the cut before `last`, by site; what `call` returns if that is the end.
+
+        `carry` has the tensors that cross before `first`. Units in `recompute` run again in the backward pass in place of keeping what
+        they need for it.
+        """
+        return _Part(self, first, last, carry, recompute, torch.device(device)).go(call)
+
+    def watch(self, call: Call, found: dict[Site, torch.Tensor]) -> Any:
+        """Runs everything; `found` gets the tensors that cross any cut."""
+        part = _Part(self, 0, len(self.calls), {}, (), torch.device("cpu"))
+        part.take({site for cut in self.cuts for site in cut.sites})
+        out = part.go(call)
+        found |= part.got
+        return out
+
+    @property
+    def last_begun(self) -> str | None:
+        """The unit that was called last while the order of calls was found; None before the first."""
+        return self._begun[-1] if self._begun else None
+
+    @contextmanager
+    def _stand_ins(self, here: Callable[[str], bool], device: torch.device) -> Iterator[dict[str, nn.Parameter]]:
+        """Weights of the glue that are not `here` are absent meanwhile."""
+        saved, made = [], {}
+        for name, part, attribute in self._loose:
+            real = part._parameters[attribute]
+            if real is not None and not here(name):
+                saved.append((part, attribute, real))
+                made[name] = nn.Parameter(absent(real.shape, real.dtype, device), requires_grad=False)
+                part._parameters[attribute] = made[name]
+        try:
+            yield made
+        finally:
+            for part, attribute, real in saved:
+                part._parameters[attribute] = real
+
+
+def _other_order(pair: tuple[str, str]) -> str:
+    return f"'{pair[0]}' was called where '{pair[1]}' was: every micro-batch must call the same parts in the same order."
+
+
+class _Entering(torch.autograd.Function):
+    """A leaf as something computed, without a copy: the module may go on with it in place, as it may with what its own units return."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def _entering(given: torch.Tensor, site: torch.Tensor) -> torch.Tensor:
+    """What crossed, perhaps laid flat and with something behind it, in the shape and dtype that it has here."""
+    if given.requires_grad:
+        given = _Entering.apply(given)
+    if given.shape != site.shape:
+        given = given.reshape(-1)[: site.numel()].view(site.shape)
+    return given.to(site.dtype)
+
+
+class _Glue(TorchFunctionMode):
+    """Sees every torch call of the code between units. One mode for all that is watched: a stack of modes costs each call again."""
+
+    def __init__(self, run: _Pass) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out if self.run.quiet else self.run.glue((args, kwargs), out)
+
+
+class _Pass:
+    """One run of the module's forward pass."""
+
+    def __init__(self, chain: Skipping, device: torch.device) -> None:
+        self.chain, self.device = chain, device
+        self.begun = 0
+        """Units called so far."""
+        self.count = 0
+        """Torch calls of the glue since then that gave tensors."""
+        self.quiet = 0
+        """Above 0 what runs is not the module's own code between units."""
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        self.quiet += 1
+        try:
+            yield
+        finally:
+            self.quiet -= 1
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Units ask this pass while it lasts."""
+        before, self.chain._run = self.chain._run, self
+        try:
+            yield
+        except NeedsValues as error:
+            after = self.calls_so_far()
+            where = f"after '{after[-1]}'" if after else "before the first part"
+            raise NeedsValues(f"{error} {where}, which another stage may have. Move it into a block, or allow one stage.") from None
+        finally:
+            self.chain._run = before
+
+    def calls_so_far(self) -> tuple[str, ...]:
+        return self.chain.calls[: self.begun]
+
+    def skipped(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self.unwatched():
+            return self.chain._shapes[self.chain._kinds[id(unit)]].outputs(unit, forward, args, kwargs, self.device)
+
+    def unit(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A unit is called."""
+        raise NotImplementedError
+
+    def glue(self, given: Any, out: Any) -> Any:
+        """Code between units has called torch."""
+        raise NotImplementedError
+
+
+class _Trace(_Pass):
+    """All units are skipped; where each absent tensor is made, and when it is used last."""
+
+    def __init__(self, chain: Skipping, device: torch.device) -> None:
+        super().__init__(chain, device)
+        self.calls: list[str] = []
+        self.site: dict[int, Site] = {}
+        self.kept: list[Any] = []
+        """Tensors stay alive, so that the id of one is not given to another."""
+        self.made: dict[Site, torch.Tensor] = {}
+        self.last_use: dict[Site, int] = {}
+        """Moments: call k is 2k, the glue after it 2k + 1."""
+        self.weights: dict[int, str] = {}
+        self.used_after: dict[str, set[int]] = {}
+
+    def go(self, call: Call) -> None:
+        with self.chain._stand_ins(lambda name: False, self.device) as stand_ins, self.running():
+            self.weights = {id(p): name for name, p in stand_ins.items()}
+            with torch.no_grad(), _Glue(self):
+                out = call(self.chain.module)
+            self.use(out)
+
+    def calls_so_far(self) -> tuple[str, ...]:
+        return tuple(self.calls)
+
+    def use(self, tree: Any, by_unit: bool = False) -> None:
+        when = 2 * self.begun if by_unit else 2 * self.begun - 1
+        for x in tree_iter(tree):
+            if isinstance(x, Absent):
+                if id(x) in self.weights:
+                    self.used_after.setdefault(self.weights[id(x)], set()).add(self.begun - 1)
+                elif id(x) in self.site:
+                    self.last_use[self.site[id(x)]] = when
+
+    def mark(self, out: Any, kind: str, number: int) -> None:
+        for j, x in enumerate(tensors_in(out)):
+            if isinstance(x, Absent) and id(x) not in self.weights:
+                site = Site(self.begun, kind, number + j)
+                self.kept.append(x)
+                # In place: the same tensor is made anew here, and what was before is used no more.
+                self.site[id(x)] = site
+                self.made[site] = x
+
+    def unit(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self.unwatched():
+            self.use((args, kwargs), by_unit=True)
+            self.kept.append((args, kwargs))
+        self.calls.append(self.chain._paths[id(unit)])
+        out = self.skipped(unit, forward, args, kwargs)
+        self.begun, self.count = self.begun + 1, 0
+        self.mark(out, "out", 0)
+        return out
+
+    def glue(self, given: Any, out: Any) -> Any:
+        with self.unwatched():
+            self.use(given)
+            if number := len(tensors_in(out)):
+                self.mark(out, "glue", self.count)
+                self.count += number
+        return out
+
+    def cuts(self) -> Iterator[CarryAt]:
+        for k in range(1, len(self.calls)):
+            sites = [site for site in self.made if site.begun <= k and self.last_use.get(site, -1) >= 2 * k]
+            yield CarryAt(
+                tuple(sites), tuple(tuple(self.made[site].shape) for site in sites), tuple(self.made[site].dtype for site in sites)
+            )
+
+
+class _Part(_Pass):
+    """Units [first, last) run; those before are skipped, and the first after them ends the pass."""
+
+    def __init__(
+        self, chain: Skipping, first: int, last: int, carry: Mapping[Site, torch.Tensor], recompute: Collection[int], device: torch.device
+    ) -> None:
+        super().__init__(chain, device)
+        self.first, self.last, self.recompute = first, last, recompute
+        self.into = carry
+        self.same: dict[Any, Any] = {}
+        """Of one pass, units of one kind that are given the same shape return the same."""
+        self.take(chain.cuts[last - 1].sites if last < len(chain.calls) else ())
+
+    def take(self, wanted: Collection[Site]) -> None:
+        """Tensors at these sites are kept when they are made."""
+        self.wanted = frozenset(wanted)
+        self.got = {site: self.into[site] for site in wanted if site in self.into}
+        self.watched = {site.begun for site in (*self.into, *wanted)}
+        """Between which calls something is put in or taken out."""
+        self.sees_glue = any(site.kind == "glue" for site in (*self.into, *wanted))
+
+    def go(self, call: Call) -> Any:
+        here = {weight.name for weight in self.chain.glue_weights if any(self.first <= k < self.last for k in weight.calls)}
+        watching: AbstractContextManager[Any] = _Glue(self) if self.sees_glue else self.unwatched()
+        with self.chain._stand_ins(here.__contains__, self.device), self.running():
+            try:
+                with watching:
+                    out = call(self.chain.module)
+            except _Stop:
+                if missing := self.wanted - self.got.keys():
+                    raise InputError(f"nothing was made at {sorted(missing)}: a micro-batch must call what others call.") from None
+                return {site: self.got[site] for site in self.chain.cuts[self.last - 1].sites}
+        if self.begun < self.last:
+            raise InputError(_other_order(("nothing", self.chain.calls[self.begun])))
+        return out
+
+    def unit(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        k, chain = self.begun, self.chain
+        path = chain._paths[id(unit)]
+        expected = chain.calls[k] if k < len(chain.calls) else "nothing"
+        if path != expected:
+            raise InputError(_other_order((path, expected)))
+        if k >= self.last:
+            raise _Stop
+        if k < self.first:
+            out = self._skipped_once(unit, forward, args, kwargs)
+        else:
+            if any(isinstance(x, Absent) for x in tree_iter((args, kwargs))):
+                raise InputError(f"'{path}' is given an activation that did not cross the cut before '{chain.calls[self.first]}'.")
+            with self.unwatched():
+                out = self._computed(k, forward, args, kwargs)
+        self.begun, self.count = k + 1, 0
+        if self.begun in self.watched:
+            with self.unwatched():
+                return self._exchanged(out, "out", 0)
+        return out
+
+    def _skipped_once(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        lead = next((x for x in args if isinstance(x, torch.Tensor)), None)
+        key = (self.chain._kinds[id(unit)], None if lead is None else lead.shape, len(args), len(kwargs))
+        if lead is None or key not in self.same:
+            self.same[key] = self.skipped(unit, forward, args, kwargs)
+        return self.same[key]
+
+    def _computed(self, k: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if k not in self.recompute or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # It runs again between other micro-batches; what is ambient (which samples lie where) must then be its own.
+        ambient = contextvars.copy_context()
+        return checkpoint(lambda *a, **kw: ambient.copy().run(forward, *a, **kw), *args, use_reentrant=False, **kwargs)
+
+    def _exchanged(self, out: Any, kind: str, number: int) -> Any:
+        """Puts in what came from other stages, and takes what goes to others."""
+        leaves, spec = tree_flatten(out)
+        j, changed = number, False
+        for i, x in enumerate(leaves):
+            if isinstance(x, torch.Tensor):
+                site = Site(self.begun, kind, j)
+                j += 1
+                if site in self.into:
+                    leaves[i], changed = _entering(self.into[site], x), True
+                elif site in self.wanted:
+                    self.got[site] = x
+        return tree_unflatten(leaves, spec) if changed else out
+
+    def glue(self, given: Any, out: Any) -> Any:
+        with self.unwatched():
+            if number := len(tensors_in(out)):
+                if self.begun in self.watched:
+                    out = self._exchanged(out, "glue", self.count)
+                self.count += number
+        return out

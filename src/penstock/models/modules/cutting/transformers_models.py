@@ -1,0 +1,74 @@
+"""Models of transformers as modules to be cut: made from a folder's `config.json`, with neither caches nor dropout of attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.errors import InputError
+from penstock.models.modules.cutting.first_values import FirstValues, weights_made_on_meta
+from penstock.models.modules.cutting.origins import Made
+from penstock.models.modules.cutting.seen import SeenMicroBatch, logits_loss
+
+__all__ = ["made_by_transformers"]
+
+_SMALL_BYTES = 2**30
+"""A model below this is made with weights, exactly as transformers would make it; a larger one draws them part by part."""
+
+
+def made_by_transformers(folder: str, seed: int) -> Made:
+    """The model of a folder or a config file, with random weights."""
+    try:
+        import transformers
+    except ImportError:
+        raise InputError(
+            f"model 'hf:{folder}' is none of Penstock's own families, and needs transformers. Run: pip install penstock[hf]"
+        ) from None
+    path = Path(folder).parent if folder.endswith("config.json") else Path(folder)
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path))
+    except (OSError, ValueError) as error:
+        raise InputError(f"model 'hf:{folder}' cannot be read: {next(iter(str(error).splitlines()), '')}") from None
+    named = config.architectures or []
+    kind = getattr(transformers, named[0], None) if named else transformers.AutoModelForCausalLM._model_mapping.get(type(config))
+    if kind is None:
+        raise InputError(f"model 'hf:{folder}' is a {', '.join(named) or config.model_type}, which transformers {transformers.__version__} "
+                         "does not have. Use a newer one.")  # fmt: skip
+    for one in (config, *(getattr(config, name) for name in getattr(config, "sub_configs", {}) if hasattr(config, name))):
+        one.use_cache = False
+    with weights_made_on_meta():
+        module = kind(config)
+    if sum(p.numel() * 4 for p in module.parameters()) < _SMALL_BYTES:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = kind(config)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    vocab = int(getattr(text, "vocab_size", 0) or 0)
+    form = _form(kind.__name__, config)
+    size = int(getattr(config, "image_size", 0) or 0)
+    return Made(
+        path.resolve().name, module, logits_loss, lambda samples, length: _example(form, samples, length, size, config),
+        FirstValues(module, seed, module._init_weights), form, 0 if form == "images" else vocab,
+        0 if form == "images" else int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 0),
+    )  # fmt: skip
+
+
+def _form(name: str, config: Any) -> str:
+    if getattr(config, "is_encoder_decoder", False):
+        return "encoder-decoder"
+    if name.endswith("ForImageClassification"):
+        return "images"
+    return "masked" if name.endswith("ForMaskedLM") else "decoder"
+
+
+def _example(form: str, samples: int, length: int, size: int, config: Any) -> SeenMicroBatch:
+    if form == "images":
+        images = torch.zeros(samples, getattr(config, "num_channels", 3), size, size)
+        return SeenMicroBatch(images, torch.zeros(samples, dtype=torch.long), torch.full((samples,), 1.0 / samples))
+    ids = torch.ones(samples, length, dtype=torch.long)
+    found = SeenMicroBatch(ids, ids, torch.full(ids.shape, 1.0 / ids.numel()), torch.arange(length).expand(ids.shape))
+    if form == "encoder-decoder":
+        found.decoder_ids = ids
+    return found

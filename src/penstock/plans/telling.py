@@ -1,0 +1,49 @@
+"""A plan in words: what was chosen, what it is expected to take, and why it was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from penstock.schedules.rules import DEFAULT_SCHEDULE
+
+if TYPE_CHECKING:
+    from penstock.plans.plan import Plan
+
+__all__ = ["degree_range", "plan_in_words", "short_name"]
+
+
+def degree_range(values: Sequence[int]) -> int | str:
+    """The value, or the range of values where they differ."""
+    return values[0] if min(values) == max(values) else f"{min(values)}-{max(values)}"
+
+
+def short_name(plan: Plan) -> str:
+    """A plan in a few words, such as `DP 8 + ZeRO-1` or `PP 4 × TP 2 × DP 2, zero-bubble`."""
+    stages = plan.stages
+    degrees = {
+        "PP": [plan.num_groups], "TP": [stage.degrees.tp for stage in stages],
+        "DP": [stage.degrees.dp * plan.num_replicas for stage in stages],
+    }  # fmt: skip
+    words = " × ".join(f"{name} {degree_range(sizes)}" for name, sizes in degrees.items() if max(sizes) > 1) or "one device"
+    level = max(stage.zero for stage in stages)
+    words += f" + ZeRO-{level}" if level else ""
+    words += f", {plan.schedule}" if plan.schedule != DEFAULT_SCHEDULE else ""
+    return words + (", recomputing" if any(stage.pattern() for stage in stages) else "")
+
+
+def plan_in_words(plan: Plan) -> str:
+    """Some lines for people: the division, the batches, the prediction, and the notes, which say why."""
+    from penstock.plans.precision import described_training
+
+    model = plan.model if isinstance(plan.model, str) else str(plan.model.get("name", plan.model.get("family", "a model")))
+    batching = plan.micro_batching
+    cut = "micro-batches cut for each batch" if batching.policy == "dynamic" else f"micro-batches of {batching.samples} samples"
+    lines = [
+        f"plan of {model} for {len(plan.ranks)} {'device' if len(plan.ranks) == 1 else 'devices'}: {short_name(plan)}",
+        f"  {plan.global_batch:,} samples a step in {batching.layout} {cut}; {described_training(plan)}",
+    ]
+    if (predicted := plan.predicted) is not None:
+        speed = "" if predicted.tokens_per_s is None else f", {predicted.tokens_per_s:,.0f} tokens/s"
+        lines.append(f"  {predicted.time_s:.3g} s a step{speed}, by {predicted.costs}")
+    return "\n".join([*lines, *(f"  {note}" for note in plan.notes)])

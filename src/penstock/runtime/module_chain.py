@@ -1,0 +1,173 @@
+"""Somebody's module on a rank: stands where a chain of our own ops does, and holds the weights of this rank's units alone.
+
+    process     one module, whose weights are on torch's meta device but for those of the rank's units
+    chain       units [first, last) of it: a pass of a stage, or of one unit under ZeRO-2 and 3
+    carry       tensors at the sites that cross the cut, laid flat as the description says
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from penstock.errors import InputError
+from penstock.models.modules.base import Carry
+from penstock.models.modules.build import TORCH_DTYPES
+from penstock.models.modules.cutting.origins import Made, make_origin
+from penstock.models.modules.cutting.seen import seen
+from penstock.models.modules.cutting.skipping import Site, Skipping
+from penstock.models.modules.cutting.weights import WeightTable
+from penstock.models.modules.unit import UnitOp
+from penstock.models.ops import Model, PlacedOp, TensorSpec
+from penstock.runtime.transport.slices import DTYPES
+
+if TYPE_CHECKING:
+    from penstock.models.modules.base import OpModule
+    from penstock.models.modules.batch import Batch
+
+__all__ = ["CutModule", "ModuleChain", "cut_module"]
+
+
+def cut_module(model: Model, device: torch.device, seed: int) -> CutModule | None:
+    """The module that a traced description was made of; None for models of ours."""
+    origin = model.config.get("origin")
+    if not any(place.op.kind == "traced" for place in model.ops[:1]):
+        return None
+    if not origin:
+        raise InputError(f"model '{model.name}' was traced from a module that its description does not name. Import it again.")
+    return CutModule(model, make_origin(str(origin), seed=seed), device)
+
+
+class CutModule:
+    """A module whose units are the ops of `model`; one for a process, whatever its stages."""
+
+    def __init__(self, model: Model, made: Made, device: torch.device) -> None:
+        self.model, self.made, self.device = model, made, device
+        self.dtype = TORCH_DTYPES[model.dtype]
+        self.module = made.module.train()
+        self.skipping = Skipping(self.module)
+        self.skipping.trace(lambda module: made.loss(module, made.tiny()))
+        self._require_same()
+        self._table = WeightTable(self.skipping)
+        self._stores: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
+        """Where the module has each weight, by id."""
+        for part in self.module.modules():
+            for name, p in part._parameters.items():
+                if p is not None:
+                    self._stores[id(p)].append((part._parameters, name))
+            for name, b in part._buffers.items():
+                if b is not None:
+                    part._buffers[name] = b.to(device)
+
+    def _require_same(self) -> None:
+        """Refuses a module that has changed since its plan was made."""
+        ours, its = tuple(place.name for place in self.model.ops), tuple(_numbered(self.skipping.calls))
+        if ours != its:
+            first = next((pair for pair in zip(ours, its, strict=False) if pair[0] != pair[1]), (f"{len(ours)} parts", f"{len(its)}"))
+            raise InputError(
+                f"the plan is of another module: it has '{first[0]}' where {self.made.name} has '{first[1]}'. Search for a plan again."
+            )
+
+    def hold(self, ops: Collection[int]) -> None:
+        """Has the weights of these ops here, and no others. Those that come anew have their first values."""
+        table = self._table
+        wanted = {id(p) for op in ops for p in table.ops[op].values()}
+        for p in {id(p): p for own in table.ops for p in own.values()}.values():
+            dtype = self.dtype if p.is_floating_point() else p.dtype
+            if id(p) not in wanted and not p.is_meta:
+                self._replace(p, torch.empty(p.shape, dtype=p.dtype, device="meta"))
+            elif id(p) in wanted and (p.device, p.dtype) != (self.device, dtype):
+                self._replace(p, self.made.values(table.home[id(p)], p).to(self.device, dtype))
+
+    def _replace(self, old: nn.Parameter, values: torch.Tensor) -> None:
+        """Puts another tensor in place of a weight, wherever the module has it."""
+        trained = old.requires_grad and id(old) not in self._table.unused
+        new = nn.Parameter(values, requires_grad=trained)
+        stores = self._stores.pop(id(old))
+        for store, name in stores:
+            store[name] = new
+        self._stores[id(new)] = stores
+        self._table.replace(old, new)
+
+    def op(self, place: PlacedOp) -> UnitOp:
+        """A unit's weights and buffers, as they are here."""
+        made = UnitOp(place.op, place.name)
+        unit = self.skipping.units[self.skipping.calls[place.index]]
+        kept = place.op.config.get("buffers", {})
+        made.bind(self._table.ops[place.index], {name: b for name, b in unit.named_buffers() if name in kept})
+        return made
+
+    def chain(self, ops: Sequence[OpModule], places: Sequence[PlacedOp]) -> ModuleChain:
+        """Units of a pass."""
+        return ModuleChain(self, ops, places)
+
+    def carried(self, before: int) -> list[tuple[TensorSpec, Site]]:
+        """What crosses the cut before an op."""
+        specs = self.model.carry_before(before)
+        return list(zip(specs, self.skipping.cuts[before - 1].sites, strict=True)) if 0 < before < self.model.num_ops else []
+
+
+class ModuleChain(nn.Module):
+    """A run of a module's units on this rank; used as `Chain` is."""
+
+    def __init__(self, cut: CutModule, ops: Sequence[OpModule], places: Sequence[PlacedOp]) -> None:
+        super().__init__()
+        self.ops = nn.ModuleList(ops)
+        self.places = tuple(places)
+        self.first, self.last = places[0].index, places[-1].index + 1
+        self.__dict__["cut"] = cut  # no part of it: its weights are those of other chains too
+        self._hits: torch.Tensor | None = None
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Those of its units, each once."""
+        return iter({id(p): p for op in self.ops for _, p in op.named_parameters()}.values())
+
+    def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
+        """Those of its units that checkpoints keep."""
+        return (b for op in self.ops for b in op.buffers())
+
+    def forward(self, batch: Batch, carry: Carry | None = None, recompute: Collection[int] = ()) -> Carry:
+        """What crosses the cut after its last unit, or the loss."""
+        cut: CutModule = self.cut
+        if cut.module.training != batch.training:
+            cut.module.train(batch.training)
+        micro = seen(batch, cut.dtype)
+        into = {site: (carry or {})[spec.name] for spec, site in cut.carried(self.first)}
+        out = cut.skipping.run(
+            lambda module: cut.made.loss(module, micro), self.first, self.last, into, {self.first + at for at in recompute}, cut.device
+        )
+        self._hits = micro.hits
+        if isinstance(out, torch.Tensor):
+            return {"loss": out.float()}
+        shape = batch.shape
+        return {spec.name: _laid(out[site], spec.shape(shape), DTYPES[_dtype(spec, cut.model)]) for spec, site in cut.carried(self.last)}
+
+    def take_hits(self) -> torch.Tensor:
+        """(labels that were the most likely ones, labels that count) of the pass before, which was no training."""
+        found, self._hits = self._hits, None
+        return torch.zeros(2, device=self.cut.device) if found is None else found
+
+
+def _dtype(spec: TensorSpec, model: Model) -> str:
+    return model.dtype if spec.dtype == "compute" else spec.dtype
+
+
+def _laid(x: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor as it travels; where the description cannot tell its size exactly, with zeros behind it."""
+    size = torch.Size(shape).numel()
+    flat = x.to(dtype).reshape(-1)
+    if flat.numel() > size:
+        raise InputError(f"a tensor of shape {tuple(x.shape)} is to cross a cut where the description has {shape}. Trace the module again.")
+    return (flat if flat.numel() == size else torch.cat([flat, flat.new_zeros(size - flat.numel())])).view(shape)
+
+
+def _numbered(calls: Iterable[str]) -> Iterator[str]:
+    """Names of ops: the second call of a unit is `unit#2`."""
+    seen_so_far: dict[str, int] = defaultdict(int)
+    for path in calls:
+        seen_so_far[path] += 1
+        yield f"{path}#{seen_so_far[path]}" if seen_so_far[path] > 1 else path or "module"

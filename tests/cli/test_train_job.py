@@ -1,0 +1,136 @@
+"""`penstock train --model M --data texts --out RUN`, and what comes after it: repeat, change, go on, be killed, go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli.main import run
+from penstock.jobs.job_file import job_from, read_job
+from penstock.plans.build import uniform_plan
+from penstock.plans.schema import read_plan, write_plan
+from penstock.runtime.checkpoints.folder import latest_checkpoint, step_of
+from penstock.runtime.telemetry.steps import read_steps
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, drawn = tmp_path_factory.mktemp("raw") / "chats.jsonl", random.Random(0)
+    lines = [{"text": " ".join(str(drawn.randrange(20)) for _ in range(drawn.choice((5, 9, 20, 40))))} for _ in range(64)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def command(texts: Path, out: Path, *options: str) -> list[str]:
+    return ["train", "--model", "gpt-tiny", "--data", str(texts), "--out", str(out), "--tokens-per-batch", "400", *options]
+
+
+def trained(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert run([*arguments, "--json"]) == 0, capsys.readouterr().err
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert run(arguments) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_one_command_and_what_comes_after_it(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert run(command(texts, out, "--steps", "2")) == 0
+    told = capsys.readouterr().out
+    for word in ("model    gpt-tiny", "data     ", "devices  ", "costs    roofline", "plan     ", "step     ", "memory   ", "bound    ",
+                 "fixed padded micro-batches", "trained 2 steps"):  # fmt: skip
+        assert word in told
+    job = job_from(read_job(out / "job.yaml"), {}, "the job")
+    assert (job.train.steps, job.plan.global_batch, job.data.path) == (2, read_plan(out / "plan.json").global_batch, [str(texts)])
+    assert read_plan(out / "plan.json").micro_batching.policy == "dynamic"
+
+    # The same command has nothing left to do; with more steps it goes on, says what has changed, and keeps its plan.
+    assert run(command(texts, out, "--steps", "2")) == 0
+    assert "has all of its 2 steps behind it" in capsys.readouterr().out
+    found = trained(capsys, *command(texts, out, "--steps", "3", "--set", "train.lr=1e-5"))
+    assert (found["first_step"], len(found["losses"])) == (2, 1)
+    assert found["changed"] == ["train.steps: 2 → 3", "train.lr: 0.0003 → 1e-05"]
+    assert [step.step for step in read_steps(out / "steps.jsonl")] == [0, 1, 2]
+
+    # The file repeats it elsewhere, as it was; another cluster goes on under another plan.
+    again = trained(capsys, "train", str(out / "job.yaml"), "--out", str(tmp_path / "again"), "--set", "train.lr=3e-4", "--steps", "2")
+    first = [step.loss for step in read_steps(out / "steps.jsonl")][:2]
+    assert again["losses"] == pytest.approx(first, abs=1e-6)
+    moved = trained(capsys, *command(texts, out, "--steps", "4", "--set", "train.lr=1e-5", "--cluster", "2xcpu"))
+    assert moved["first_step"] == 3 and moved["changed"] == ["plan.cluster: local → 2xcpu", "train.steps: 3 → 4"]
+    assert len(read_plan(out / "plan.json").ranks) == 2
+
+
+def test_a_killed_run_goes_on_by_the_same_command(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Once before anything was saved, once after a checkpoint."""
+    out, steps = tmp_path / "run", 400
+    given = command(texts, out, "--steps", str(steps), "--checkpoint-every", "3")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    for awaited in ("steps.jsonl", "checkpoints/latest"):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "penstock.cli.main", *given], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            start_new_session=True, env=environment,
+        )  # fmt: skip
+        try:
+            while not ((out / awaited).is_file() and (out / awaited).stat().st_size) and process.poll() is None:
+                time.sleep(0.02)
+            assert process.poll() is None, process.communicate()[1]
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    saved = latest_checkpoint(out / "checkpoints")
+    assert saved is not None
+    found = trained(capsys, *command(texts, out, "--steps", str(step_of(saved) + 1), "--checkpoint-every", "3"))
+    assert (found["first_step"], len(found["losses"])) == (step_of(saved), 1)
+
+
+def test_plans_and_jobs_take_other_options(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_plan(tmp_path / "plan.json", uniform_plan("gpt-tiny", "1xcpu", global_batch=8, micro_batch=8))
+    plan = ("train", str(tmp_path / "plan.json"))
+    assert "--set goes with a job, not with a plan file" in refused(capsys, *plan, "--set", "train.lr=1")
+    assert "--data is missing" in refused(capsys, *plan, "--steps", "1", "--out", str(tmp_path / "run"))
+    assert "--model is missing" in refused(capsys, "train", "--data", str(texts), "--out", str(tmp_path / "run"))
+    assert "--resume goes with a plan file" in refused(capsys, *command(texts, tmp_path / "run", "--resume", "x"))
+    assert "--adapt is 'sideways'" in refused(capsys, *command(texts, tmp_path / "run", "--adapt", "sideways"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_refused_before_anything_starts(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    (tmp_path / "empty.jsonl").touch()
+    write_plan(tmp_path / "other.json", uniform_plan("gpt-small", "1xcpu", global_batch=8, micro_batch=8))
+    assert "is empty" in refused(capsys, *command(tmp_path / "empty.jsonl", out))
+    assert "no field 'train.lrr'. Did you mean 'train.lr'" in refused(capsys, *command(texts, out, "--set", "train.lrr=1"))
+    found = refused(capsys, *command(texts, out, "--set", f"plan.file={tmp_path / 'other.json'}"))
+    assert "the plan is of another model: 'gpt-small', not 'gpt-tiny' (layers" in found
+    assert "the data has" in refused(capsys, *command(texts, out, "--set", "plan.tokens_per_batch=1000000"))
+    assert "is neither" in refused(capsys, *command(texts, out, "--model", "hf:no/such-model")).replace("there is neither", "is neither")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    write_plan(tmp_path / "two.json", uniform_plan("gpt-tiny", "2xcpu", global_batch=8, micro_batch=4, pp=2))
+    found = refused(capsys, *command(texts, out, "--set", f"plan.file={tmp_path / 'two.json'}"))
+    assert "the plan has 2 ranks, but 3 processes were started" in found
+    assert not out.exists()
+
+
+def test_a_run_of_a_plan_is_not_trained_into(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    (out / "checkpoints").mkdir(parents=True)
+    (out / "steps.jsonl").write_text("{}\n", encoding="utf-8")
+    assert "holds a run already" in refused(capsys, *command(texts, out))

@@ -1,0 +1,77 @@
+"""Job files: what is written is read again, fields are put in by name, and what is unknown is refused with what was meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.errors import InputError
+from penstock.jobs.job_file import changed, dotted_fields, job_from, parse_changes, read_job, write_job
+
+LEAST: dict[str, Any] = {"out": "run", "model": {"source": "gpt-tiny"}, "data": {"path": ["a.jsonl"]}}
+
+
+def test_a_file_repeats_a_job_and_says_what_its_fields_mean(tmp_path: Path) -> None:
+    job = job_from(LEAST, {"train.lr": 1e-5, "data.path": "it's: [odd] #name.jsonl", "train.torch_profile": "3,4"}, "the job")
+    write_job(tmp_path / "job.yaml", job)
+    assert job_from(read_job(tmp_path / "job.yaml"), {}, "the file") == job
+    text = (tmp_path / "job.yaml").read_text(encoding="utf-8")
+    assert "  # Highest learning rate.\n  lr: 1.0e-05\n" in text
+    written = {f"{group}.{name}" for group, fields in yaml.safe_load(text).items() if isinstance(fields, dict) for name in fields}
+    assert {name for name, _ in dotted_fields() if "." in name} == written
+
+
+def test_every_field_is_explained() -> None:
+    assert [name for name, meaning in dotted_fields() if not meaning] == []
+
+
+def test_the_reference_has_every_field() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "job.md").read_text(encoding="utf-8")
+    assert [name for name, meaning in dotted_fields() if f"| `{name}` |" not in text or meaning not in text] == []
+
+
+def test_fields_are_changed_by_their_names() -> None:
+    changes = parse_changes(["train.lr=1e-5", "train.deterministic=true", "data.path=[a.jsonl, b.jsonl]", "plan.cluster=2xcpu"])
+    before, after = job_from(LEAST, {}, "the job"), job_from(LEAST, changes, "the job")
+    assert after.train.lr == 1e-5 and after.train.deterministic and after.data.path == ["a.jsonl", "b.jsonl"]
+    assert changed(before, after) == [
+        "data.path: ['a.jsonl'] → ['a.jsonl', 'b.jsonl']", "plan.cluster: local → 2xcpu", "train.lr: 0.0003 → 1e-05",
+        "train.deterministic: False → True",
+    ]  # fmt: skip
+    assert changed(after, after) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "message"),
+    [
+        ({}, {"train.learning": 1}, "no field 'train.learning'. Did you mean"),
+        ({}, {"train": 1}, "no field 'train'"),
+        ({}, {"lr": 1}, "no field 'lr'"),
+        ({"trian": {}}, {}, "trian: this field does not exist. Did you mean 'train'"),
+        ({"train": {"lrr": 1}}, {}, "train.lrr: this field does not exist. Did you mean 'lr'"),
+        ({"train": 7}, {}, "train: Input should be"),
+        ({"version": 2}, {}, "version: Input should be 1"),
+        ({}, {"train.lr": 0}, "train.lr: Input should be greater than 0"),
+        ({}, {"train.lr": float("nan")}, "train.lr:"),
+        ({}, {"save.keep": 0}, "save.keep: Input should be greater than or equal to 1"),
+        ({"data": {"path": []}}, {}, "data.path: List should have at least 1 item"),
+    ],
+)
+def test_what_no_job_has(values: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        job_from({**LEAST, **values}, changes, "the job")
+    assert message in str(error.value)
+
+
+def test_files_that_are_no_jobs(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    for text, message in (("[1, 2]", "holds list; groups such as"), ("format: penstock-plan\nversion: 1", "is of format 'penstock-plan'")):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(InputError, match=message):
+            read_job(path)
+    for text in ("train.lr", "train.lr=[1"):
+        with pytest.raises(InputError, match="--set is"):
+            parse_changes([text])

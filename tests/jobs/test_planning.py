@@ -1,0 +1,78 @@
+"""Plans for the lengths that are there: one answer for one question, batches from tokens, and whose plan it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import find_plans
+from penstock.errors import InputError
+from penstock.jobs import planning
+from penstock.jobs.planning import batch_of, job_cluster, require_plan_of
+from penstock.models.catalog import resolve_model
+from penstock.plans.build import uniform_plan
+from penstock.plans.plan import Plan
+
+
+def test_the_best_plans_for_these_lengths_are_kept(
+    rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = find_plans("gpt-tiny", "2xcpu", data=rows, tokens_per_batch=600)
+    times = [plan.predicted.time_s for plan in plans if plan.predicted]
+    assert len(times) == len(plans) > 1 and times[0] <= min(times) * 1.1
+    assert {plan.micro_batching.policy for plan in plans} == {"dynamic"}
+    mean = sum(len(row["input_ids"]) - 1 for row in rows) / len(rows)
+    assert plans[0].global_batch == round(600 / mean) and plans[0].seq_length == 59
+    told = str(plans[0])
+    for words in ("plan of gpt-tiny for 2 devices", "the next best, ", "padded to the longest sample, would take", "at most ", "tokens/s"):
+        assert words in told
+    plans[0].write(tmp_path / "plan.json")
+    assert Plan.read(tmp_path / "plan.json") == plans[0]
+
+    monkeypatch.setattr(planning, "search_for_lengths", None)  # nobody searches for what is known
+    assert find_plans("gpt-tiny", "2xcpu", data=rows, tokens_per_batch=600) == plans
+    with pytest.raises(TypeError):
+        find_plans("gpt-tiny", "2xcpu", data=rows[1:], tokens_per_batch=600)
+
+
+def test_under_torchrun_every_process_gets_work(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert job_cluster("local") == "2xcpu" and job_cluster("4xa100-40gb") == "4xa100-40gb"
+    assert {len(plan.ranks) for plan in find_plans("gpt-tiny", data=rows, tokens_per_batch=600)} == {2}
+    monkeypatch.setattr(planning, "resolve_cluster", lambda text: __import__("penstock.clusters").clusters.resolve_cluster("4xa100-40gb"))
+    with pytest.raises(InputError, match=r"2 processes were started, but the cluster 'local' is .*--cluster 2xa100-40gb"):
+        job_cluster("local")
+
+
+def test_batches_of_tokens() -> None:
+    assert batch_of(100, [10] * 50, True) == 10
+    assert batch_of(None, [10] * 50, True) == 50  # all that there are, since 65,536 tokens are not
+    assert batch_of(None, [1000] * 500, True) == 66
+    assert batch_of(None, [1] * 500, False) == 256  # images
+    with pytest.raises(InputError, match=r"is about 100 samples of 10 tokens, but the data has 50\..*--tokens-per-batch 500 at most"):
+        batch_of(1000, [10] * 50, True)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [("gpt-small", "'gpt-small', not 'gpt-tiny' .layers"), ("bert-tiny", "'bert-tiny', not 'gpt-tiny' .family bert in place of gpt")],
+)
+def test_plans_of_other_models(other: str, message: str) -> None:
+    model = resolve_model("gpt-tiny")
+    require_plan_of(uniform_plan("gpt-tiny", "1xcpu", global_batch=8, micro_batch=8), model)
+    with pytest.raises(InputError, match=f"the plan is of another model: {message}"):
+        require_plan_of(uniform_plan(other, "1xcpu", global_batch=8, micro_batch=8), model)
+
+
+def test_a_model_that_is_no_text(rows: list[dict[str, Any]]) -> None:
+    with pytest.raises(InputError, match="a model is named by text, and int was given"):
+        find_plans(3, data=rows)  # type: ignore[arg-type]
+
+
+def test_rows_longer_than_the_model_has_positions() -> None:
+    with pytest.raises(InputError, match="1 of 2 samples are longer than the 128 positions"):
+        find_plans("gpt-tiny", data=[[1, 2, 3], [1] * 130])
+    with pytest.raises(InputError, match="has a vocabulary of 901, model 'gpt-tiny' of 512 only"):
+        find_plans("gpt-tiny", data=[[1, 2, 3], [900, 2]])

@@ -1,0 +1,71 @@
+"""A model of transformers and one's own texts on two processes of torchrun: by script and by command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.cli.main import run
+from penstock.data.text.tokenizer import train_tokenizer
+
+transformers = pytest.importorskip("transformers")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.fixture(scope="module")
+def llama(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with its tokenizer, as `save_pretrained` leaves them."""
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=384, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = train_tokenizer((json.loads(line)["text"] for line in texts.read_text().splitlines()), 384)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def launched(*arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *TORCHRUN, *arguments], capture_output=True, text=True, timeout=250, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_script_of_ones_own_loop(llama: Path, texts: Path, tmp_path: Path) -> None:
+    given = ("--model", str(llama), "--data", str(texts), "--tokens-per-batch", "900", "--out", str(tmp_path / "trained"))
+    told = launched(str(EXAMPLES / "own_loop.py"), *given)
+    steps = re.findall(r"step (\d+): loss ([\d.]+)", told)
+    assert "plan of llama" in told and len(steps) >= 2 and all(4 < float(loss) < 8 for _, loss in steps)
+    before, after = (transformers.LlamaForCausalLM.from_pretrained(folder).state_dict() for folder in (llama, tmp_path / "trained"))
+    assert all((after[name] - tensor).abs().max() > 1e-6 for name, tensor in before.items() if tensor.ndim > 1)
+
+
+def test_the_command_under_torchrun_is_the_command_alone(
+    llama: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights of the folder, its tokenizer, and the same losses on two processes as on one."""
+
+    def command(out: str) -> list[str]:
+        named = ["--model", f"hf:{llama}", "--data", str(texts), "--out", str(tmp_path / out), "--tokens-per-batch", "900"]
+        return ["train", *named, "--steps", "2", "--json"]
+
+    both: dict[str, Any] = json.loads(launched("-m", "penstock.cli.main", *command("both")))
+    assert run(command("alone")) == 0
+    alone: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert both["losses"] == pytest.approx(alone["losses"], abs=1e-4) and both["data"] == alone["data"]
+    theirs = json.loads((llama / "tokenizer.json").read_text())["model"]["vocab"]
+    assert json.loads((Path(both["data"]) / "tokenizer.json").read_text())["model"]["vocab"] == theirs

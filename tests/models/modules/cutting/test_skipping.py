@@ -1,0 +1,197 @@
+"""Every cut of many models, two stages in one process: loss and gradients against the module as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import InputError
+from penstock.models.modules.cutting.absent import Absent, NeedsValues
+from penstock.models.modules.cutting.skipping import Call, Skipping
+from tests.module_zoo import NAMES, example, make
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def loss_of(out: Any) -> torch.Tensor:
+    return out if isinstance(out, torch.Tensor) else out.loss
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+    module.zero_grad()
+    return found
+
+
+def plain(module: nn.Module, call: Call) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = loss_of(call(module))
+    loss.backward()
+    return loss.detach(), gradients(module)
+
+
+def in_two(chain: Skipping, call: Call, cut: int, recompute: Any = ()) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The second stage on leaves, then the first from their gradients."""
+    sent = chain.run(call, 0, cut, {}, recompute)
+    leaves = {site: x.detach().requires_grad_(x.requires_grad) for site, x in sent.items()}
+    loss = loss_of(chain.run(call, cut, len(chain.calls), leaves, recompute))
+    loss.backward()
+    back = [(sent[site], leaf.grad) for site, leaf in leaves.items() if leaf.grad is not None]
+    torch.autograd.backward([x for x, _ in back], [grad for _, grad in back])
+    return loss.detach(), gradients(chain.module)
+
+
+def assert_every_cut(module: nn.Module, call: Call, recompute: Any = ()) -> None:
+    loss, wanted = plain(module, call)
+    chain = Skipping(module)
+    chain.trace(call)
+    assert len(chain.calls) > 2 and all(cut.sites for cut in chain.cuts)
+    for cut in range(1, len(chain.calls)):
+        got, found = in_two(chain, call, cut, recompute)
+        assert torch.equal(got, loss), f"cut before {chain.calls[cut]}"
+        for name, gradient in wanted.items():
+            scale = max(gradient.abs().max().item(), 1e-6)
+            assert (found[name] - gradient).abs().max().item() <= 1e-6 * scale, f"{name}, cut before {chain.calls[cut]}"
+    chain.close()
+    assert torch.equal(plain(module, call)[0], loss)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_cut_equals_the_module(name: str) -> None:
+    kwargs = example(name)
+    assert_every_cut(make(name), lambda module: module(**kwargs))
+
+
+def test_recomputed_units_change_nothing() -> None:
+    kwargs = example("llama")
+    assert_every_cut(make("llama"), lambda module: module(**kwargs), recompute=range(20))
+
+
+def test_masks_and_angles_do_not_travel() -> None:
+    """Between two layers of Llama crosses the hidden state alone."""
+    kwargs = example("llama", 2, 9)
+    chain = Skipping(make("llama"))
+    chain.trace(lambda module: module(**kwargs))
+    assert [cut.shapes for cut in chain.cuts] == [((2, 9, 32),)] * len(chain.cuts)
+
+
+def test_a_micro_batch_of_another_shape_needs_no_trace() -> None:
+    module = make("gemma3")
+    chain = Skipping(module)
+    chain.trace(lambda module: module(**example("gemma3")))
+    for samples, length in ((3, 5), (3, 7), (3, 23), (3, 8), (1, 5), (4, 7), (2, 23), (5, 2)):  # a size that stays the same is no constant
+        kwargs = example("gemma3", samples, length)
+        loss, _ = plain(module, lambda module: module(**kwargs))  # noqa: B023
+        assert torch.equal(in_two(chain, lambda module: module(**kwargs), 3)[0], loss)  # noqa: B023
+
+
+def test_weights_of_other_stages_may_be_on_meta() -> None:
+    module, kwargs = make("qwen3"), example("qwen3")
+    loss, _ = plain(module, lambda module: module(**kwargs))
+    first, second = make("qwen3"), make("qwen3")
+    chains = [Skipping(one) for one in (first, second)]
+    for chain in chains:
+        chain.trace(lambda module: module(**kwargs))
+    for path in chains[0].calls[3:-1]:  # the last shares the weight of the first
+        chains[0].units[path].to("meta")
+    for path in chains[1].calls[1:3]:
+        chains[1].units[path].to("meta")
+    sent = chains[0].run(lambda module: module(**kwargs), 0, 3, {})
+    assert torch.equal(chains[1].run(lambda module: module(**kwargs), 3, len(chains[1].calls), sent).loss, loss)
+
+
+class Net(nn.Module):
+    """Blocks with something between them."""
+
+    def __init__(self, between: Callable[[Net, int, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3))
+        self.head = nn.Linear(8, 11)
+        self.between = between
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for index, block in enumerate(self.blocks):
+            x = self.between(self, index, x, block(x))
+        return self.head(x).logsumexp(-1).sum()
+
+
+def net_call(module: nn.Module) -> torch.Tensor:
+    return module(torch.arange(10).view(2, 5))  # type: ignore[no-any-return]
+
+
+def in_place(net: Net, index: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x = x + 1.0
+    x += y
+    return x
+
+
+def received_in_place(net: Net, index: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    y *= 2.0
+    return y.add_(x)
+
+
+def into_another(net: Net, index: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    out[:] = y
+    return x + out
+
+
+def remembered(net: Net, index: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    net.seen = [*getattr(net, "seen", [])[-1:], y] if index else [y]
+    return x + sum(net.seen)
+
+
+@pytest.mark.parametrize("between", [in_place, received_in_place, into_another, remembered])
+def test_glue_of_many_kinds(between: Any) -> None:
+    assert_every_cut(Net(between), net_call)
+
+
+def test_frozen_units() -> None:
+    module = make("llama")
+    module.model.embed_tokens.requires_grad_(False)
+    module.model.layers[0].requires_grad_(False)
+    kwargs = example("llama")
+    assert_every_cut(module, lambda module: module(**kwargs))
+
+
+def reads(net: Net, index: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    if y.mean() > 0:
+        return x
+    return x + y
+
+
+def test_a_value_that_is_read_between_units_is_named() -> None:
+    chain = Skipping(Net(reads))
+    with pytest.raises(NeedsValues) as caught:
+        chain.trace(net_call)
+    assert "test_skipping.py:" in str(caught.value) and "'y.mean() > 0' reads an activation after 'blocks.0'" in str(caught.value)
+    assert "Move it into a block, or allow one stage." in str(caught.value)
+
+
+def test_another_order_of_calls_is_named() -> None:
+    module = Net(lambda net, index, x, y: x + y)
+    chain = Skipping(module)
+    chain.trace(net_call)
+    module.blocks = nn.ModuleList(reversed(module.blocks))
+    with pytest.raises(InputError, match=r"'blocks.2' was called where 'blocks.0' was: every micro-batch must call the same parts"):
+        chain.run(net_call, 0, len(chain.calls), {})
+
+
+def test_an_absent_tensor_has_no_values() -> None:
+    x = Absent(torch.empty(2, 3, device="meta"), torch.device("cpu"))
+    assert isinstance(x @ x.T, Absent) and (x @ x.T).shape == (2, 2) and x.device.type == "cpu"
+    assert "Absent((2, 3), torch.float32)" in repr(x)
+    with pytest.raises(NeedsValues):
+        x.sum().item()

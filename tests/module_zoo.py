@@ -1,0 +1,122 @@
+"""Small models of many families as other people write them, each with how it is called: transformers' own, and nets written by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+VOCAB = 97
+_SMALL = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+_BERT = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64, "hidden_dropout_prob": 0.0,
+         "attention_probs_dropout_prob": 0.0}  # fmt: skip
+
+HF: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {
+        "vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _SMALL),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**_SMALL, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_SMALL, "head_dim": 8, "tie_word_embeddings": True}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**_SMALL, "sliding_window": 8}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_SMALL, "head_dim": 8, "sliding_window": 8}),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**_SMALL, "head_dim": 8, "sliding_window": 8}),
+    "phi": ("PhiForCausalLM", "PhiConfig", _SMALL),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_SMALL, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {
+        **_SMALL, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    "bert": ("BertForMaskedLM", "BertConfig", {**_BERT, "vocab_size": VOCAB, "max_position_embeddings": 128}),
+    "t5": ("T5ForConditionalGeneration", "T5Config", {
+        "vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0,
+        "decoder_start_token_id": 0}),
+    "vit": ("ViTForImageClassification", "ViTConfig", {**_BERT, "image_size": 16, "patch_size": 8, "num_labels": 10}),
+}  # fmt: skip
+
+
+class LongSkips(nn.Module):
+    """Two lists side by side, weights that the net itself uses, a skip over several blocks, a tied head, sums in place."""
+
+    def __init__(self, width: int = 32, layers: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, width)
+        self.places = nn.Parameter(torch.randn(128, width) * 0.02)
+        self.attention = nn.ModuleList(nn.MultiheadAttention(width, 4, batch_first=True) for _ in range(layers))
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(layers)
+        )
+        self.gate = nn.Parameter(torch.ones(()))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(ids) + self.places[: ids.shape[1]]
+        first = x
+        mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).triu(1)
+        for index, (attention, mlp) in enumerate(zip(self.attention, self.mlps, strict=True)):
+            x = x + attention(x, x, x, attn_mask=mask, need_weights=False)[0]
+            y = mlp(x)
+            y += x
+            x = y
+            if index == 2:
+                x = x + self.gate * first
+        logits = self.head(self.norm(x))
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+NAMES = (*HF, "long-skips")
+
+
+def make(name: str, **changes: Any) -> nn.Module:
+    """The model, with the same random weights each time."""
+    torch.manual_seed(0)
+    if name == "long-skips":
+        return LongSkips()
+    import transformers
+
+    kind, config, sizes = HF[name]
+    made = getattr(transformers, config)(**{**sizes, **changes})
+    made.use_cache = False
+    return getattr(transformers, kind)(made).train()  # type: ignore[no-any-return]
+
+
+def example(name: str, samples: int = 3, length: int = 12, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Arguments of a forward pass that ends in a loss."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, labels = (torch.randint(1, VOCAB, (samples, length), generator=generator) for _ in range(2))
+    if name == "vit":
+        images = torch.randn(samples, 3, 16, 16, generator=generator)
+        return {"pixel_values": images, "labels": torch.randint(0, 10, (samples,), generator=generator)}
+    if name == "t5":
+        return {"input_ids": ids, "labels": labels[:, : max(1, length // 2)].contiguous()}
+    return {"ids" if name == "long-skips" else "input_ids": ids, "labels": labels}
+
+
+def llama() -> tuple[nn.Module, None]:
+    """As `module:module_zoo.py:llama` names it."""
+    return make("llama"), None
+
+
+def qwen3() -> tuple[nn.Module, None]:
+    return make("qwen3"), None
+
+
+def gemma3() -> tuple[nn.Module, None]:
+    return make("gemma3"), None
+
+
+def mixtral() -> tuple[nn.Module, None]:
+    return make("mixtral"), None
+
+
+def long_skips() -> tuple[nn.Module, None]:
+    return make("long-skips"), None
+
+
+def vit() -> tuple[nn.Module, torch.Tensor]:
+    return make("vit"), torch.zeros(1, 3, 16, 16)

@@ -1,0 +1,54 @@
+"""Somebody's module trains like a plain loop of torch: whatever is cut, recomputed, replicated, divided or tied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from module_cases import module_case, plain_training, weights_apart
+from training_jobs import train_programs
+
+from penstock.plans.validity import check_plan
+from penstock.programs.check import check_programs
+from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
+from penstock.runtime.workers import WorkerPool
+
+TOLERANCE = 1e-5
+ADAMW = TrainingSettings(LearningRate(3e-3, warmup_steps=2), OptimizerSettings("adamw", eps=1e-3), clip_norm=0.5)
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"pp": 1, "recompute": "none"}),
+    ("qwen3", {"pp": 2, "cuts": "uneven"}),
+    ("gemma3", {"pp": 4, "schedule": "gpipe"}),
+    ("mixtral", {"pp": 2, "replicas": 2}),
+    ("long_skips", {"pp": 4}),
+    ("long_skips", {"pp": 2, "dp": 2, "zero": 1}),
+    ("qwen3", {"dp": 2, "zero": 3}),
+    ("vit", {"dp": 2, "replicas": 2, "zero": 2, "recompute": "all"}),
+    ("vit", {"pp": 3}),
+]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(4, timeout_s=250) as workers:
+        yield workers
+
+
+@pytest.mark.parametrize(("name", "choice"), CASES, ids=[f"{name}-{'-'.join(map(str, c.values()))}" for name, c in CASES])
+def test_five_steps_equal_a_plain_loop(pool: WorkerPool, name: str, choice: dict[str, Any]) -> None:
+    case = module_case(name, **choice)
+    assert check_plan(case.plan, case.model) == []
+    assert all(check_programs(programs, case.plan, case.model) == [] for programs in case.programs())
+    outcomes = [outcome for outcome in pool.run(train_programs, case.plan, case.programs(), ADAMW) if outcome.losses]
+    losses, weights = plain_training(name, case, ADAMW)
+    assert len(outcomes) == len(case.plan.ranks)
+    assert max(abs(mine - other) / abs(other) for mine, other in zip(outcomes[0].losses, losses, strict=True)) <= TOLERANCE
+    assert weights_apart(case, outcomes, weights) <= TOLERANCE
+
+
+def test_weights_move_a_hundred_times_further(pool: WorkerPool) -> None:
+    case = module_case("llama", pp=2)
+    outcomes = pool.run(train_programs, case.plan, case.programs(), replace(ADAMW, rate=LearningRate(1e-30)))
+    assert weights_apart(case, [one for one in outcomes if one.losses], plain_training("llama", case, ADAMW)[1]) > 100 * TOLERANCE
