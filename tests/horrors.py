@@ -360,12 +360,24 @@ def all_cases(folder: Path) -> list[Case]:
     add("export", "--to PATH", "good/plan.json --to torchrun:@", TO_WRITE)
     add("export", "--to folder", "good/plan.json --to huggingface:@", FOLDERS)
     add("export", "checkpoint", "@ --to huggingface:weights", FILES)
+    for named in ("SOURCE", "--against"):
+        add("report", named, f"{'' if named == 'SOURCE' else 'good/plan.json --against '}@ --out r.html", FILES)
+    add("report", "SOURCE field", "@ --out r.html", plans, REFUSED)
+    add("report", "--out", "good/plan.json --out @", TO_WRITE)
+    add("report", "--csv", "good/plan.json --out r.html --csv @", FOLDERS)
+    add("report", "--figures", "good/plan.json --out r.html --figures @", FOLDERS)
+    add("report", "--steps", "good/plan.json --out r.html --steps @", WHOLE)
+    add("simulate", "--batch", "good/plan.json --batch @", FILES)
+    add("watch", "RUN", "@", FILES)
+    add("watch", "--port", "good --port @", {"high": "65536", "text": "x"})
     add("trace", "RUN", "@ --out t.json", FILES)
     add("trace", "--out", "good --out @", TO_WRITE)
     add("events", "RUN", "@", FILES)
     add("replan", "RUN", "@ --plan good/plan.json", FILES)
     add("replan", "--plan", "good --plan @", FILES)
     add("replan", "--at", "good --plan good/plan.json --at @", WHOLE)
+    add("list", "WHAT", "@", NAMES | {"no-name": ""})
+    add("list", "WORD", "models @", NAMES)
     add("disturb", "RUN", "@ --slow 0=2", FILES)
     add("disturb", "--slow", "good --slow @", NAMES)
     add("disturb", "--link", "good --link @", NAMES)
@@ -376,6 +388,7 @@ def all_cases(folder: Path) -> list[Case]:
     add("profile", "--model", "--out p.json --model @", NAMES | _of("model", folder))
     add("profile", "--device", "--out p.json --model gpt-small --device @", NAMES)
     add("profile", "--tp", "--out p.json --model gpt-small --tp @", WHOLE | {"zero": "0"})
+    add("profile", "--beside", "--out p.json --model gpt-small --beside @", {k: v for k, v in REAL.items() if v} | {"zero": "0"})
     add("profile", "--merge", "--out p.json --merge @", FILES | _of("profile", folder))
     add("profile", "--time-budget", "--out p.json --model gpt-small --time-budget @", REAL)
     add("demo", "--out", "--out @", FOLDERS)
@@ -393,11 +406,14 @@ def all_cases(folder: Path) -> list[Case]:
         "pareto",
         "simulate",
         "trace",
+        "report",
+        "watch",
         "events",
         "replan",
         "disturb",
         "demo",
         "explain",
+        "list",
     ):
         add(verb, "option", "@", {"unknown": "--no-such-option", "escape": f"--{ESCAPE}", "no-text": f"--{NO_TEXT}"})
     add("", "verb", "@", NAMES | {"no-name": ""})
