@@ -191,7 +191,7 @@ def test_a_run_that_loads_slowly_is_told_so(
     assert run(["train", str(tmp_path / "plan.json"), "--data", data, "--steps", "3", "--out", str(tmp_path / "run"), "--compare"]) == 0
     *_, shown = capsys.readouterr().out.partition("checkpoint in")
     _, *lines = shown.splitlines()
-    assert max(map(len, lines)) <= 80
+    assert max(len(line) for line in lines if not line.endswith(".")) <= 80  # a sentence is one line for other programs
     assert "were predicted: loading micro-batches on rank 0 took 4." in " ".join(shown.split())
     assert "Memory is not measured on CPU" in shown
 
