@@ -378,6 +378,7 @@ def all_cases(folder: Path) -> list[Case]:
     add("profile", "--model", "--out p.json --model @", NAMES | _of("model", folder))
     add("profile", "--device", "--out p.json --model gpt-small --device @", NAMES)
     add("profile", "--tp", "--out p.json --model gpt-small --tp @", WHOLE | {"zero": "0"})
+    add("profile", "--beside", "--out p.json --model gpt-small --beside @", {k: v for k, v in REAL.items() if v} | {"zero": "0"})
     add("profile", "--merge", "--out p.json --merge @", FILES | _of("profile", folder))
     add("profile", "--time-budget", "--out p.json --model gpt-small --time-budget @", REAL)
     add("demo", "--out", "--out @", FOLDERS)
