@@ -389,7 +389,7 @@ _TRAINING = (
     _bug("the norm counts what others own", "runtime/parallel/gradients.py",
          "first = bucket.ranks[0] if bucket.owner is None else bucket.owner", "first = bucket.ranks[0]",
          "ZeRO-1: only owners have the sums", "runtime/parallel/test_gradients.py"),
-    _bug("the norm counts shared weights twice", "runtime/parallel/gradients.py", "not whole_elsewhere and not copy_of_tied:",
+    _bug("the norm counts shared weights twice", "runtime/parallel/gradients.py", "not whole_elsewhere and held.stored_name not in copies:",
          "not whole_elsewhere:", "both stages have the whole sum", "runtime/parallel/test_gradients.py"),
     _bug("the norm counts undivided weights twice", "runtime/parallel/gradients.py",
          "whole_elsewhere = not held.divided and held.module.tp.rank > 0", "whole_elsewhere = False", "every tp rank has them",
@@ -451,7 +451,18 @@ _PROFILING = (
 _REPORTS = (
     _bug("times beyond the end are drawn", "reports/drawing.py", "min(until_s, makespan_s)", "max(until_s, makespan_s)",
          "the cut is ignored", "reports/test_drawing.py"),
-)
+    _bug("shares count the whole span in one pixel", "reports/shares.py", "[covered - (ends - starts), covered]", "[covered, covered]",
+         "busy devices look idle", "reports/test_drawing.py"),
+    _bug("a name ends the page's data", "reports/document.py", '.replace("<", "\\\\u003c")', "", "a hostile name is run",
+         "reports/test_page.py", pick="names_are_names"),
+    _bug("folders of the writer are shown", "reports/document.py", "return text if with_paths else", "return text if True else",
+         "a page tells who wrote it", "reports/test_report.py", pick="folders"),
+    _bug("spans are counted from the one before it", "reports/span_lanes.py", "np.concatenate([np.zeros(1, np.int64), end_ns])[:-1]",
+         "np.concatenate([np.zeros(1, np.int64), start_ns])[:-1]", "every span comes too late", "reports/test_page.py",
+         "reports/test_report.py", pick="hover or every_span or download"),
+    _bug("any host may ask", "reports/live.py", 'if self.headers.get("Host") not in', 'if False and self.headers.get("Host") not in',
+         "a page elsewhere reads the run", "reports/test_live.py", pick="strangers"),
+)  # fmt: skip
 _CLI = (
     _bug("a simple plan hides the fastest", "cli/search_lengths.py", "top=max(2, top)", "top=top", "nobody says why it is first",
          "cli/test_search.py", pick="says_why"),
@@ -464,6 +475,20 @@ _CLI = (
          "the option does nothing", "cli/test_pareto.py"),
     _bug("checked plans need not fit", "cli/check.py", "        require_memory(found, model, cluster)\n", "", "the proof is left out",
          "cli/test_check.py"),
+)  # fmt: skip
+
+_CUTTING = (
+    _bug("a size that stayed the same is a constant", "models/modules/cutting/shapes.py",
+         'frozenset({("is", n), *(("as", i) for i, size in enumerate(sizes) if size == n)})', 'frozenset({("is", n)})',
+         "micro-batches of other sizes get shapes of those before", "models/modules/cutting/test_skipping.py", pick="another_shape"),
+    _bug("what is used by a unit does not cross", "models/modules/cutting/skipping.py",
+         "when = 2 * self.begun if by_unit else 2 * self.begun - 1", "when = 2 * self.begun - 1",
+         "the carry of a cut lacks what its first unit is given", "models/modules/cutting/test_skipping.py", pick="every_cut and llama"),
+    _bug("the glue's weights are everybody's", "models/modules/cutting/weights.py", "if index in weight.calls and (p", "if (p",
+         "each stage would train a weight that one of them uses", "models/modules/test_trace.py", pick="say_which"),
+    _bug("recomputed dropout is another", "models/modules/cutting/packing.py", "key = stable_hash(self._micro_batch.key, place)",
+         "key = stable_hash(self._micro_batch.key, id(x))", "a mask that depends on memory", "models/modules/cutting/test_packing.py",
+         pick="dropout"),
 )  # fmt: skip
 
 _SCREEN = (
@@ -514,7 +539,7 @@ _ADAPTING = (
          "(self.cluster.node_index(source) != node, self.sent[source], source, shared)",
          "(False, self.sent[source], source, shared)", "slow links are used without need", "adapting/test_moves.py", pick="same_node"),
     _bug("owners of shared weights keep their state alone", "adapting/holdings.py",
-         "if place.op.trainable and place.name not in self.layouts.shared and not place.op.tied_to:", "if place.op.trainable:",
+         "if own.trained and place.index not in self.layouts.shared:", "if own.trained:",
          "the runtime updates them everywhere", "adapting/test_moves.py", pick="runtime"),
     _bug("a rounded weight counts before its master", "adapting/moving.py", "piece.tensor.dtype != torch.float32",
          "piece.tensor.dtype == torch.float32", "bits are lost with every move", "adapting/test_moving.py", pick="one_move_after"),
@@ -575,5 +600,5 @@ _JOBS = (
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
     *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_GENERATIONS, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS,
-    *_CLI, *_SCREEN, *_DISTURBING, *_LINKS, *_BESIDE, *_ADAPTING, *_JOBS,
+    *_CLI, *_SCREEN, *_CUTTING, *_DISTURBING, *_LINKS, *_BESIDE, *_ADAPTING, *_JOBS,
 )  # fmt: skip

@@ -26,6 +26,7 @@ _PARTS = {
     "MoveAbortedError": "penstock.adapting.moving",
     "move": "penstock.adapting.moving",
     "moves": "penstock.adapting.moves",
+    "report": "penstock.reports.report",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]
