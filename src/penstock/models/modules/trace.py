@@ -78,7 +78,7 @@ def trace_module(
     def trace() -> tuple[list[Op], bool]:
         with _chain(module, lambda own: run(own, make(*points[0])), _where(name, *points[0])) as chain:
             runs = [
-                _Run(chain, lambda own: run(own, _cast(make(*point), TORCH_DTYPES[dtype])), TORCH_DTYPES[dtype], _where(name, *point))  # noqa: B023
+                _Run(chain, run, lambda point=point: _cast(make(*point), TORCH_DTYPES[dtype]), TORCH_DTYPES[dtype], _where(name, *point))
                 for point in points
             ]
             weights = WeightTable(chain)
@@ -263,7 +263,7 @@ class _Segment:
 class _Run(TorchDispatchMode):
     """One forward and backward pass on fake tensors, taken apart into segments."""
 
-    def __init__(self, chain: Skipping, call: Call, dtype: torch.dtype, where: str) -> None:
+    def __init__(self, chain: Skipping, call: Called, make: Callable[[], Any], dtype: torch.dtype, where: str) -> None:
         super().__init__()
         self.chain, self.backward = chain, False
         self.handed: list[dict[Any, torch.Tensor]] = []
@@ -288,7 +288,8 @@ class _Run(TorchDispatchMode):
         with fakes:
             state = self._state(chain.module, dtype, fakes)
             with _told(where, lambda: self.names[-1] if self.names else ""):
-                self._measure(state, call)
+                given = make()  # before anything is watched: the micro-batch is nobody's work
+                self._measure(state, lambda own: call(own, given))
 
     def _state(self, module: nn.Module, dtype: torch.dtype, fakes: FakeTensorMode) -> dict[str, torch.Tensor]:
         """Fake weights of the same shapes, one for each distinct weight; buffers keep their values where they have any."""

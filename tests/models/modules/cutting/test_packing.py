@@ -30,6 +30,7 @@ def test_our_attention_is_theirs_and_packs(name: str) -> None:
 def test_attention_of_torch_is_kept_inside_samples() -> None:
     assert packs(PlainGpt(), logits_loss, VOCAB) == (True, True)
     assert packs(LongSkips(), logits_loss, VOCAB) == (True, False), "a mask of its own"
+    assert packs(make("qwen3"), logits_loss, VOCAB)[0], "a mask of its own, as transformers makes it"
 
 
 def test_a_loss_that_is_not_weighed_is_seen() -> None:
