@@ -169,8 +169,8 @@ def test_wrong_input_is_refused_before_anything_starts(
 ) -> None:
     fields = {"model_ref": "gpt-tiny", "cluster_ref": "4xcpu", "global_batch": 16, "micro_batch": 4, "pp": 2, "layout": "packed"} | changes
     write_plan(tmp_path / "plan.json", uniform_plan(**fields))  # type: ignore[arg-type]
-    given = ["--data", data, "--steps", "3", "--out", str(tmp_path / "run"), *options]
-    assert run(["train", str(tmp_path / "plan.json"), *given]) == 2
+    where = () if "--data" in options else ("--data", data)
+    assert run(["train", str(tmp_path / "plan.json"), *where, "--steps", "3", "--out", str(tmp_path / "run"), *options]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
 
