@@ -38,9 +38,9 @@ def run_job(file: Path | None, options: Mapping[str, Any], texts: Sequence[str],
         with progress("looking", quiet=json or not first) as bar:
             found = ready(job, bar.describe)
     except AllDoneError as done:
-        if json:
+        if first and json:
             print_json({"job": job.out, "losses": [], "done": str(done)})
-        else:
+        elif first:
             out().print(str(done), markup=False, soft_wrap=True)
         return
     trainer = found.trainer()
