@@ -451,7 +451,18 @@ _PROFILING = (
 _REPORTS = (
     _bug("times beyond the end are drawn", "reports/drawing.py", "min(until_s, makespan_s)", "max(until_s, makespan_s)",
          "the cut is ignored", "reports/test_drawing.py"),
-)
+    _bug("shares count the whole span in one pixel", "reports/shares.py", "[covered - (ends - starts), covered]", "[covered, covered]",
+         "busy devices look idle", "reports/test_drawing.py"),
+    _bug("a name ends the page's data", "reports/document.py", '.replace("<", "\\\\u003c")', "", "a hostile name is run",
+         "reports/test_page.py", pick="names_are_names"),
+    _bug("folders of the writer are shown", "reports/document.py", "return text if with_paths else", "return text if True else",
+         "a page tells who wrote it", "reports/test_report.py", pick="folders"),
+    _bug("spans are counted from the one before it", "reports/span_lanes.py", "np.concatenate([np.zeros(1, np.int64), end_ns])[:-1]",
+         "np.concatenate([np.zeros(1, np.int64), start_ns])[:-1]", "every span comes too late", "reports/test_page.py",
+         "reports/test_report.py", pick="hover or every_span or download"),
+    _bug("any host may ask", "reports/live.py", 'if self.headers.get("Host") not in', 'if False and self.headers.get("Host") not in',
+         "a page elsewhere reads the run", "reports/test_live.py", pick="strangers"),
+)  # fmt: skip
 _CLI = (
     _bug("a simple plan hides the fastest", "cli/search_lengths.py", "top=max(2, top)", "top=top", "nobody says why it is first",
          "cli/test_search.py", pick="says_why"),

@@ -360,6 +360,16 @@ def all_cases(folder: Path) -> list[Case]:
     add("export", "--to PATH", "good/plan.json --to torchrun:@", TO_WRITE)
     add("export", "--to folder", "good/plan.json --to huggingface:@", FOLDERS)
     add("export", "checkpoint", "@ --to huggingface:weights", FILES)
+    for named in ("SOURCE", "--against"):
+        add("report", named, f"{'' if named == 'SOURCE' else 'good/plan.json --against '}@ --out r.html", FILES)
+    add("report", "SOURCE field", "@ --out r.html", plans, REFUSED)
+    add("report", "--out", "good/plan.json --out @", TO_WRITE)
+    add("report", "--csv", "good/plan.json --out r.html --csv @", FOLDERS)
+    add("report", "--figures", "good/plan.json --out r.html --figures @", FOLDERS)
+    add("report", "--steps", "good/plan.json --out r.html --steps @", WHOLE)
+    add("simulate", "--batch", "good/plan.json --batch @", FILES)
+    add("watch", "RUN", "@", FILES)
+    add("watch", "--port", "good --port @", {"high": "65536", "text": "x"})
     add("trace", "RUN", "@ --out t.json", FILES)
     add("trace", "--out", "good --out @", TO_WRITE)
     add("events", "RUN", "@", FILES)
@@ -396,6 +406,8 @@ def all_cases(folder: Path) -> list[Case]:
         "pareto",
         "simulate",
         "trace",
+        "report",
+        "watch",
         "events",
         "replan",
         "disturb",

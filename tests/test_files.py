@@ -13,6 +13,7 @@ from penstock.errors import InputError
 from penstock.files import (
     MAX_PROBLEMS,
     check_writable,
+    csv_text,
     describe_validation_error,
     read_json,
     read_text,
@@ -144,3 +145,8 @@ def test_a_full_disk_leaves_no_folder_either(tmp_path: Path) -> None:
     with small_files(100), pytest.raises(InputError, match=r"file' cannot be written: File too large"):
         write_text(tmp_path / "made" / "file", "x" * 200)
     assert not list(tmp_path.iterdir())
+
+
+def test_csv_text_starts_no_formula() -> None:
+    text = csv_text(["name", "value"], [["=1+1", -2.5], ["@x", "-"], ["plain, quoted", None]])
+    assert text.splitlines() == ["name,value", "'=1+1,-2.5", "'@x,'-", '"plain, quoted",']

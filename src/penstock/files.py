@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import reprlib
@@ -9,7 +11,7 @@ import stat
 import tempfile
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -18,8 +20,9 @@ from typing import Any
 from penstock.errors import InputError, near_misses
 
 __all__ = [
-    "check_folder", "check_new_folder", "check_writable", "decoded", "describe_validation_error", "parsed_json", "read_json", "read_text",
-    "read_yaml", "readable_bytes", "readable_file", "short_repr", "write_bytes", "write_json", "write_text", "written_together",
+    "check_folder", "check_new_folder", "check_writable", "csv_text", "decoded", "describe_validation_error", "parsed_json", "read_json",
+    "read_text", "read_yaml", "readable_bytes", "readable_file", "short_repr", "write_bytes", "write_json", "write_text",
+    "written_together",
 ]  # fmt: skip
 
 
@@ -285,6 +288,20 @@ def _write_through(path: Path, data: bytes) -> None:
 def write_json(path: str | Path, value: Any) -> None:
     """Writes `value` as indented JSON, atomically."""
     write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def csv_text(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table as CSV, in which no text begins what a spreadsheet would take for a formula."""
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(map(_no_formula, columns))
+    writer.writerows([_no_formula(value) for value in row] for row in rows)
+    return text.getvalue()
+
+
+def _no_formula(value: Any) -> Any:
+    """An apostrophe before what begins a formula; numbers stay numbers, the negative ones too."""
+    return f"'{value}" if isinstance(value, str) and value.lstrip()[:1] in ("=", "+", "-", "@") else value
 
 
 def short_repr(value: object) -> str:

@@ -59,6 +59,11 @@ def test_undominated_choices_with_plans(tmp_path: Path, capsys: pytest.CaptureFi
         plan = read_plan(tmp_path / "out" / f"{row['cluster'].replace('+', '_')}.json")
         assert plan.predicted is not None and plan.predicted.time_s == row["time_s"]
     rows = list(csv.DictReader((tmp_path / "out" / "pareto.csv").open()))
+    record = json.loads((tmp_path / "out" / "pareto.json").read_text(encoding="utf-8"))
+    assert record["left_out"] == told["left_out"] and [one["cluster"] for one in record["choices"]] == [one["cluster"] for one in rows]
+    for one in record["choices"]:
+        assert (one["file"] is None) == bool(one["dominated_by"])
+        assert one["file"] is None or read_plan(tmp_path / "out" / one["file"]).predicted.time_s == one["time_s"]  # type: ignore[union-attr]
     assert len(rows) == len(told["choices"]) and (tmp_path / "out" / "pareto.svg").stat().st_size > 1000
 
 

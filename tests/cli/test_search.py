@@ -35,7 +35,24 @@ def test_the_printed_time_is_that_of_the_written_plan(tmp_path: Path, capsys: py
     assert cells[:3] == [short_name(plan), str(plan.micro_batching.samples), format_time(found.time_s)]
     assert cells[6:11] == [str(number) for number in (plan.num_replicas, first.degrees.dp, plan.num_groups, first.degrees.tp, first.zero)]
     assert f"penstock train {path} --data DIR --steps 100 --out run" in shown and f"penstock explain {path}" in shown
-    assert sorted(entry.name for entry in path.parent.iterdir()) == ["plan.2.json", "plan.3.json", "plan.json"]
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["plan.2.json", "plan.3.json", "plan.json", "plan.search.json"]
+
+
+def test_the_record_of_a_search_says_what_was_asked_and_why_plans_lost(tmp_path: Path) -> None:
+    assert run([*REQUEST, "--out", str(tmp_path / "plan.json"), "--top", "3", "--baselines"]) == 0
+    record = json.loads((tmp_path / "plan.search.json").read_text(encoding="utf-8"))
+    best, *others = record["candidates"]
+    assert record["format"] == "penstock-search" and record["request"]["global_batch"] == int(REQUEST[REQUEST.index("--global-batch") + 1])
+    assert best["file"] == "plan.json" and best["slower"] == 0 and best["because"] == []
+    for row in others:
+        plan = read_plan(tmp_path / row["file"])
+        assert plan.predicted is not None and row["time_s"] == plan.predicted.time_s
+        longer_s = sum(part["longer_s"] for part in row["because"])
+        assert longer_s == pytest.approx(row["time_s"] - best["time_s"], abs=1e-9 * row["time_s"])
+    assert len(record["baselines"]) > 2 and record["families"] and record["bound_s"] <= record["formula_s"]
+    points = record["progress"]
+    bests = [point["best_s"] for point in points if point["best_s"] is not None]
+    assert points and bests == sorted(bests, reverse=True) and [p["after_s"] for p in points] == sorted(p["after_s"] for p in points)
 
 
 def test_a_simpler_plan_within_the_error_comes_first(

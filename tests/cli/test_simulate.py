@@ -89,6 +89,23 @@ def test_a_batch_of_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "none.csv' does not exist" in capsys.readouterr().err
 
 
+def test_a_batch_that_was_planned_is_simulated_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, lengths, batch = tmp_path / "plan.json", tmp_path / "lengths.csv", tmp_path / "batch.json"
+    write_plan(plan, uniform_plan("gpt-1.3b", "4xa100-80gb", global_batch=24, micro_batch=4, pp=2, replicas=2))
+    lengths.write_text("length\n" + "".join(f"{37 * k % 900 + 20}\n" for k in range(24)), encoding="utf-8")
+    assert run(["batch", "--lengths", str(lengths), "--plan", str(plan), "--budget-steps", "2000", "--out", str(batch), "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert run(["simulate", str(plan), "--batch", str(batch), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["predicted_s"] == planned["predicted_s"] == pytest.approx(told["time_s"])
+    replica = planned["batch"]["replicas"][told["replica"]]
+    assert told["actions"] == replica["schedule"] and told["num_micro_batches"] == len(replica["micro_batches"])
+    assert run(["simulate", str(GOOD), "--batch", str(batch)]) == 2
+    assert "is for 2 replicas of 2 stages, the plan has 1 of 4" in capsys.readouterr().err
+    assert run(["simulate", str(plan), "--batch", str(batch), "--lengths", str(lengths)]) == 2
+    assert "Give one of them" in capsys.readouterr().err
+
+
 def test_wrong_input_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["simulate", "no-such-plan.json"]) == 2
     assert run(["simulate", str(GOOD), "--figure", str(tmp_path / "f.gif")]) == 2

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from penstock.errors import InputError
 from penstock.reports.drawing import draw_text
 from penstock.reports.figure import write_figure
+from penstock.reports.shares import shares
 from penstock.schedules.orders import one_forward_one_backward
 from penstock.schedules.rules import schedule_of
 from penstock.timing.execution import Execution, execute
@@ -84,12 +85,46 @@ def test_figures_repeat_and_hold_every_action(tmp_path: Path) -> None:
         write_figure(tmp_path / "a.jpeg", timeline)
 
 
-def slices(trace: dict[str, Any]) -> dict[tuple[int, int], list[tuple[float, float, str]]]:
-    """(process, thread) → sorted (start, end, name)."""
-    found: dict[tuple[int, int], list[tuple[float, float, str]]] = {}
+def test_a_large_figure_is_small_and_as_dark_as_devices_are_busy(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    work = workload_of(np.full((2, 8, 256), 0.2), 0.8, stored_bytes=2**28, limit_bytes=2**40)
+    timeline = execute(one_forward_one_backward(8, 256), work)
+    write_figure(tmp_path / "f.svg", timeline)
+    write_figure(tmp_path / "f.png", timeline)
+    drawn = (tmp_path / "f.svg").read_bytes()
+    assert len(drawn) < 1_000_000 and b"limit 1024.0" in drawn  # a far limit is told, and squashes nothing
+    pixels = imread(tmp_path / "f.png")[:, :, :3]
+    busy = float(timeline.device_busy_s()[0]) / timeline.makespan_s
+    row = _row_of_pixels(pixels)
+    red = (1 - row[:, 0]) / (1 - 0x00 / 255)  # forward and backward have no red at all
+    assert float(red.mean()) == pytest.approx(busy, abs=0.02)
+
+
+def _row_of_pixels(pixels: Any) -> Any:
+    """Inside the frame, a row of pixels through the first device, some below the frame's top edge."""
+    grey = (np.ptp(pixels, axis=2) < 0.01) & (pixels[:, :, 0] < 0.7)
+    top = int(np.argmax(grey.mean(axis=1) > 0.5))
+    edges = np.flatnonzero(grey[top + 12])
+    return pixels[top + 12, edges[0] + 2 : edges[-1] - 1]
+
+
+def test_shares_of_pixels_add_up() -> None:
+    starts = np.sort(np.random.default_rng(0).random(500) * 90)
+    ends = np.minimum(np.append(starts[1:], 100.0), starts + 0.1)
+    found = shares(starts, ends, np.linspace(0, 100, 38))
+    assert found.sum() * 100 / 37 == pytest.approx((ends - starts).sum()) and found.min() >= 0 and found.max() <= 1
+    assert shares([], [], [0.0, 1.0]).tolist() == [0.0]
+
+
+def slices(trace: dict[str, Any]) -> dict[tuple[int, int], list[tuple[int, int, str]]]:
+    """(process, thread) → sorted (start, end, name), in nanoseconds, of which there are whole ones only."""
+    found: dict[tuple[int, int], list[tuple[int, int, str]]] = {}
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
-            found.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"], event["name"]))
+            start, length = round(event["ts"] * 1e3), round(event["dur"] * 1e3)
+            assert (start / 1e3, length / 1e3) == (event["ts"], event["dur"])
+            found.setdefault((event["pid"], event["tid"]), []).append((start, start + length, event["name"]))
     return {track: sorted(spans) for track, spans in found.items()}
 
 
@@ -98,16 +133,21 @@ def test_traces_hold_everything_and_no_slices_of_a_track_overlap(contention: str
     found = example(contention)
     tracks = slices(trace_of(found))
     for spans in tracks.values():
-        assert all(first[1] <= second[0] + 1e-6 for first, second in pairwise(spans))
+        assert all(first[1] <= second[0] for first, second in pairwise(spans))
     names = [name for spans in tracks.values() for *_, name in spans]
     assert sum(name[1] in "FIW" for name in names) == 3 * 3 * 5 and sum("→" in name for name in names) == 2 * 2 * 5
-    assert (
-        tracks[1, 0][0] == (1.75e6, 2.75e6, "1F0")
-        and max(end for spans in tracks.values() for _, end, _ in spans) == found.makespan_s * 1e6
+    assert tracks[1, 0][0] == (1.75e9, 2.75e9, "1F0") and max(end for spans in tracks.values() for _, end, _ in spans) == round(
+        found.makespan_s * 1e9
     )
     assert [name for *_, name in tracks[2, 1]] == ["stage 2"] and (0, 1) not in tracks
     counters = [event for event in trace_of(found)["traceEvents"] if event["ph"] == "C"]
     assert max(event["args"]["bytes"] for event in counters) == found.peak_bytes.max()
+
+
+def test_slices_that_touch_do_not_overlap_whatever_their_lengths() -> None:
+    work = workload_of(np.random.default_rng(7).random((2, 4, 24)) * 1e-3, 1e-4 / 3, contention="device")
+    for spans in slices(trace_of(execute(one_forward_one_backward(4, 24), work))).values():
+        assert all(first[1] <= second[0] for first, second in pairwise(spans))
 
 
 def test_traces_are_json_whatever_devices_are_called(tmp_path: Path) -> None:

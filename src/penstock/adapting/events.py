@@ -131,8 +131,8 @@ def aborted(step: int, time_s: float, error: PenstockError, request: str | None 
     return RunEvent("aborted", step, time_s, f"the plan stays as it is: {error}", status=error.exit_status, request=request)
 
 
-def read_events(folder: str | Path) -> Iterator[RunEvent]:
-    """The events of a run so far; none where it was not watched."""
+def read_events(folder: str | Path, damaged: list[str] | None = None) -> Iterator[RunEvent]:
+    """The events of a run so far; none where it was not watched. Damaged lines are refused, or told in `damaged`."""
     path = Path(folder) / EVENTS
     if path.is_file():
-        yield from (one for one in read_lines(path, RunEvent) if isinstance(one, RunEvent))
+        yield from (one for one in read_lines(path, RunEvent, damaged) if isinstance(one, RunEvent))

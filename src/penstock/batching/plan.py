@@ -86,6 +86,12 @@ class BatchPlan:
         return max((peak for replica in self.replicas for peak in replica.peak_bytes), default=0.0)
 
     @property
+    def longest(self) -> tuple[int, int]:
+        """Tokens of the longest sample, and of the longest on the decoder's side."""
+        all_ = [micro for replica in self.replicas for micro in replica.micro_batches]
+        return max((max(one.lengths) for one in all_ if one.lengths), default=0), max((one.dec_row_length for one in all_), default=0)
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that count, in all micro-batches."""
         return sum(batch.num_tokens for replica in self.replicas for batch in replica.micro_batches)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import math
 import re
@@ -25,6 +24,8 @@ __all__ = ["pareto"]
 
 _SHOWN, _NAME_LETTERS = 20, 120
 """Choices left out that are listed; letters of a file's name, of which systems allow 255 bytes."""
+
+FORMAT, VERSION = "penstock-pareto", 1
 
 
 def pareto(
@@ -63,9 +64,9 @@ def pareto(
         found, left = offers(request, count, lambda text, done, all_: bar.describe(f"{text} ({done} of {all_})"))
     found.sort(key=lambda offer: (bool(offer.dominated_by), offer.hours))
     rows = [_row(offer, count) for offer in found]
-    if folder is not None:
-        _write(folder, found, rows)
     others = [{"cluster": one.cluster.name, "reason": one.reason} for one in left]
+    if folder is not None:
+        _write(folder, found, rows, {"model": model, "cluster": cluster, "global_batch": global_batch, "steps": count, "left_out": others})
     if json:
         print_json({"model": model, "cluster": cluster, "steps": count, "out": folder, "choices": rows, "left_out": others})
         return
@@ -107,21 +108,19 @@ def _row(offer: Offer, count: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _write(folder: Path, found: list[Offer], rows: list[dict[str, Any]]) -> None:
-    import json
-
-    from penstock.files import write_text, written_together
+def _write(folder: Path, found: list[Offer], rows: list[dict[str, Any]], asked: dict[str, Any]) -> None:
+    """The choices as a table and as data, with the file of each plan; choices that were left out are told with their reasons."""
+    from penstock.files import csv_text, write_json, write_text, written_together
     from penstock.plans.schema import write_plan
 
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
     best = [offer for offer in found if not offer.dominated_by]
+    names = _file_names([offer.cluster.name for offer in best])
+    left = iter(names)
+    choices = [{**row, "file": None if row["dominated_by"] else next(left)} for row in rows]
     with written_together():
-        write_text(folder / "pareto.csv", text.getvalue())
-        write_text(folder / "pareto.json", json.dumps(rows, indent=2))
-        for offer, name in zip(best, _file_names([offer.cluster.name for offer in best]), strict=True):
+        write_text(folder / "pareto.csv", csv_text(list(rows[0]), ([row.get(name) for name in rows[0]] for row in rows)))
+        write_json(folder / "pareto.json", {"format": FORMAT, "version": VERSION, **asked, "choices": choices})
+        for offer, name in zip(best, names, strict=True):
             write_plan(folder / name, offer.choice.plan)
         _chart(folder / "pareto.svg", found)
 

@@ -13,6 +13,7 @@ from penstock.cli.options import Gradients, Precision, SeqLength
 from penstock.cli.plan_words import choice_row, choices_table
 from penstock.cli.search_answer import SearchAnswer, why_first
 from penstock.cli.search_options import MAX_HOPS, SCHEDULE_NAMES, TOP, limit_bytes, parse_schedules, parse_sizes
+from penstock.cli.search_record import Trail, record_path, write_record
 from penstock.cli.search_tables import TABLES, search_tables
 from penstock.errors import InputError
 from penstock.systems import TableSearch
@@ -61,6 +62,7 @@ def search(
 
     Example: penstock search --costs aceso:DIR --model gpt_1_3B --cluster 1x4 --global-batch 1024 --memory-limit 28 --out aceso.json
     """
+    from penstock.files import written_together
     from penstock.search import Objective, Request, num_steps
 
     target = _target(export)
@@ -91,11 +93,20 @@ def search(
             _export(plans[0], target, path)
         return
     count = num_steps(request, steps, tokens)
-    request, outcome = _found(request, goal, count, top, time_budget, max_hops, quiet=json)
+    trail = Trail()
+    request, outcome = _found(request, goal, count, top, time_budget, max_hops, trail, quiet=json)
     # Under a limit of money or hours a slower plan may be one too many.
     strict = strict or not goal.is_time
     choices = outcome.choices if strict else outcome.simple_first
-    paths = write_plans(path, [choice.plan for choice in choices])
+    with written_together():
+        paths = write_plans(path, [choice.plan for choice in choices])
+        if path is not None:
+            asked_for = {
+                "model": model, "cluster": cluster, "global_batch": global_batch, "costs": costs, "objective": objective, "steps": count,
+                "seq_length": choices[0].plan.seq_length, "precision": choices[0].plan.precision, "micro_batches": micro_batches,
+                "schedules": schedules, "memory_limit_gb": memory_limit, "strict": strict,
+            }  # fmt: skip
+            write_record(record_path(path), asked_for, request, outcome, choices, paths, count, baselines, trail)
     if target:
         _export(choices[0].plan, target, path)
     note = "" if goal.is_time else f"of {cluster}, {request.cluster.name} is best for {objective}"
@@ -116,7 +127,7 @@ def _required(cluster: str, global_batch: int | None) -> tuple[str, int]:
 
 
 def _found(
-    request: Request, goal: Objective, count: int, top: int, time_budget: float | None, max_hops: int, quiet: bool
+    request: Request, goal: Objective, count: int, top: int, time_budget: float | None, max_hops: int, trail: Trail, quiet: bool
 ) -> tuple[Request, Outcome]:
     """The best plans; for money on the nodes that are best, which the request returned asks for."""
     from penstock.search import chosen, offers
@@ -125,6 +136,7 @@ def _found(
     with progress("searching", quiet=quiet) as bar:
 
         def tell(text: str, best_s: float, bound_s: float) -> None:
+            trail.note(text, best_s, bound_s)
             best = "-" if best_s == math.inf else format_time(best_s)
             known = math.inf not in (best_s, bound_s) and bound_s
             gap = f", at most {format_share(best_s / bound_s - 1)} above the best possible" if known else ""

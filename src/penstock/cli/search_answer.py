@@ -50,8 +50,8 @@ class SearchAnswer:
             "notes": best.estimate.notes, "lower_bound_s": outcome.bound_s, "gap": outcome.gap, "stopped": outcome.stopped,
             "fastest_s": outcome.choices[0].estimate.time_s, "error": outcome.error, "strict": self.strict,
             "plans": [choice_row(choice, self.count) for choice in self.choices],
-            **({"baselines": _baseline_rows(self.request, outcome)} if self.baselines else {}),
-            **({"proof": _proof_rows(outcome)} if self.proof else {}),
+            **({"baselines": baseline_rows(self.request, outcome)} if self.baselines else {}),
+            **({"proof": proof_rows(outcome)} if self.proof else {}),
         })  # fmt: skip
 
     def tell(self, verbose: bool) -> None:
@@ -112,7 +112,7 @@ def _slower(found: Choice, outcome: Outcome) -> float:
     return found.estimate.time_s / outcome.choices[0].estimate.time_s - 1
 
 
-def _baseline_rows(request: Request, outcome: Outcome) -> list[dict[str, Any]]:
+def baseline_rows(request: Request, outcome: Outcome) -> list[dict[str, Any]]:
     return [
         {"name": baseline.name, "space": baseline.about, "slower": None if found is None else _slower(found, outcome),
          "plan": None if found is None else choice_row(found)} for baseline, found in _baseline_choices(request)
@@ -130,7 +130,7 @@ def _baselines_table(request: Request, outcome: Outcome) -> FittedTable:
     return table("what simpler searches find, from the same costs", columns, rows)
 
 
-def _proof_rows(outcome: Outcome) -> list[dict[str, Any]]:
+def proof_rows(outcome: Outcome) -> list[dict[str, Any]]:
     """How far each part of the space was excluded, the weakest first."""
     return [
         {"replicas": line.replicas, "micro_batch": line.micro_batch, "max_stages": line.subspace.max_stages,
@@ -144,7 +144,7 @@ def _proof_table(outcome: Outcome) -> FittedTable:
     rows = [
         [row["replicas"], row["micro_batch"], row["max_stages"], ", ".join(map(str, row["devices_of_a_stage"])),
          format_time(row["by_ops_s"]), "-" if row["by_stages_s"] is None else format_time(row["by_stages_s"]), format_time(row["bound_s"])]
-        for row in _proof_rows(outcome)[:_PROVEN]
+        for row in proof_rows(outcome)[:_PROVEN]
     ]  # fmt: skip
     columns = ["replicas", "micro-batch", "stages up to", "devices", "by ops", "by stages", "bound"]
     title = "nothing else can be faster than this, by ops alone or by whole stages of so many devices; the weakest first (docs/search.md)"

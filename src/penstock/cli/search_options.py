@@ -71,7 +71,11 @@ MaxHops = Annotated[
 Top = Annotated[int, typer.Option(callback=within(1, 1000), help="How many plans to show.")]
 PlanFile = Annotated[
     Path | None,
-    typer.Option("--out", callback=file_to_write, help="Write the plans here: the best to this file, the next to NAME.2.json, …"),
+    typer.Option(
+        "--out",
+        callback=file_to_write,
+        help="Write the plans here: the best to this file, the next to NAME.2.json, …; how they were found to NAME.search.json.",
+    ),
 ]
 Strict = Annotated[
     bool, typer.Option("--strict", help="Rank by time alone: no simpler plan before a faster one, however near their times are.")

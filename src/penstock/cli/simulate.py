@@ -14,6 +14,7 @@ from penstock.cli.plan_words import plan_name, ranks_words
 from penstock.errors import InputError, near_misses
 
 if TYPE_CHECKING:
+    from penstock.batching.plan import BatchPlan
     from penstock.clusters import Cluster
     from penstock.costs.source import CostSource
     from penstock.models.ops import Model
@@ -52,6 +53,7 @@ class _Subject:
 def simulate(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file (plan.json).")],
     lengths: Annotated[Path | None, typer.Option(help="Plan this batch (CSV of sample lengths) and simulate its slowest replica.")] = None,
+    batch: Annotated[Path | None, typer.Option(help="Simulate the slowest replica of a batch that `penstock batch --out` planned.")] = None,
     schedule: Annotated[
         str | None,
         typer.Option(help="What if: the same stages in the order of another schedule, or one made for them: adaptive, greedy or search."),
@@ -69,6 +71,8 @@ def simulate(
     Example: penstock simulate plan.json --trace t.json
 
     Example: penstock simulate plan.json --lengths lengths.csv --schedule greedy
+
+    Example: penstock simulate plan.json --batch batch.json
     """
     from penstock.files import written_together
     from penstock.reports.figure import check_figure_path, write_figure
@@ -77,10 +81,13 @@ def simulate(
 
     if figure is not None:
         check_figure_path(figure)
+    if lengths is not None and batch is not None:
+        raise InputError("--lengths plans a batch and --batch has one planned. Give one of them.")
     asked = _asked(plan, costs)
-    own = subject = _planned(*asked) if lengths is None else _batched(lengths, *asked)
+    given = lengths or batch
+    own = subject = _planned(*asked) if given is None else _batched(given, lengths is None, *asked)
     if schedule is not None:
-        subject = _reordered(schedule, own, lengths is not None, *asked)
+        subject = _reordered(schedule, own, given is not None, *asked)
     run = execute(subject.schedule, subject.workload)
     orders = [] if schedule is None else [_order_row(own, execute(own.schedule, own.workload)), _order_row(subject, run)]
     with written_together():
@@ -89,7 +96,8 @@ def simulate(
         if figure is not None:
             write_figure(figure, run, f"{plan.name}: {subject.what}, {format_time(run.makespan_s)}")
     if json:
-        print_json({"plan": plan, "lengths": lengths, **_as_dict(subject, run), "orders": orders, "trace": trace, "figure": figure})
+        told = {"plan": plan, "lengths": lengths, "batch": batch, **_as_dict(subject, run)}
+        print_json({**told, "orders": orders, "trace": trace, "figure": figure})
         return
     _show(plan, subject, run, verbose)
     if orders:
@@ -123,24 +131,44 @@ def _planned(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> 
     )  # fmt: skip
 
 
-def _batched(lengths: Path, plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> _Subject:
-    """Micro-batches planned for the lengths of a batch."""
+def _batched(path: Path, is_planned: bool, plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> _Subject:
+    """Micro-batches planned for the lengths of a batch: in a file already, or now."""
     from penstock.batching.lengths import read_lengths
+    from penstock.batching.plan import read_batch_plan
     from penstock.batching.planned import planned_costs
     from penstock.batching.planner import plan_batch
     from penstock.batching.workloads import batch_workload
 
-    samples = read_lengths(lengths)
-    longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
-    prices = planned_costs(plan, model, cluster, source, longest, longest_dec)
-    batch = plan_batch(samples, prices)
+    if is_planned:
+        batch = _fitting(read_batch_plan(path), path, plan)
+        prices = planned_costs(plan, model, cluster, source, *batch.longest)
+    else:
+        samples = read_lengths(path)
+        longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
+        prices = planned_costs(plan, model, cluster, source, longest, longest_dec)
+        batch = plan_batch(samples, prices)
     replica = max(range(len(batch.replicas)), key=lambda index: batch.replicas[index].predicted_s)
     own = batch.replicas[replica]
-    what = f"{len(own.micro_batches)} of {batch.num_micro_batches} micro-batches of {lengths.name}"
+    what = f"{len(own.micro_batches)} of {batch.num_micro_batches} micro-batches of {path.name}"
     return _Subject(
         plan, own.order, replica, what, batch_workload(prices, own.micro_batches, replica), own.schedule, "by the planner of batches",
         batch.predicted_s, batch.costs,
     )  # fmt: skip
+
+
+def _fitting(batch: BatchPlan, path: Path, plan: Plan) -> BatchPlan:
+    """The batch, if it was planned for as many replicas and stages as the plan has."""
+    replicas, stages = len(batch.replicas), {len(replica.schedule) for replica in batch.replicas}
+    if replicas != plan.num_replicas or stages != {plan.num_stages}:
+        raise InputError(
+            f"batch '{path}' is for {replicas} replicas of {', '.join(map(str, sorted(stages)))} stages, the plan has "
+            f"{plan.num_replicas} of {plan.num_stages}. Give the plan it was made with."
+        )
+    patterns = [len(stage.recompute) or 1 for stage in plan.stages]
+    for micro in (micro for replica in batch.replicas for micro in replica.micro_batches):
+        if len(micro.recompute) > len(patterns) or any(used >= known for used, known in zip(micro.recompute, patterns, strict=False)):
+            raise InputError(f"batch '{path}' uses recomputation patterns that the plan does not have. Give the plan it was made with.")
+    return batch
 
 
 def _reordered(name: str, own: _Subject, dynamic: bool, plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> _Subject:

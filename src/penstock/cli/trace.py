@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,6 +41,7 @@ def trace(
     """
     from penstock.plans.schema import read_plan
     from penstock.runtime.run_folder import plan_of_run, plans_of_run
+    from penstock.runtime.run_predictions import plan_in_force
     from penstock.runtime.telemetry.spans_reader import read_run
     from penstock.runtime.telemetry.spans_trace import write_trace
 
@@ -51,7 +51,7 @@ def trace(
     known = sorted({step for one in ranks for step in one.iterations})
     chosen = _chosen(steps, known, run)
     ranks = [one.only(chosen) for one in ranks]
-    in_force = {step: max((first for first in plans if first <= step), default=min(plans)) for step in chosen}
+    in_force = plan_in_force(plans, chosen)
     predicted = None if measured_only else _predicted(run, plans, in_force)
     numbers = {step: sorted(plans).index(first) for step, first in in_force.items()} if len(plans) > 1 else {}
     write_trace(path, ranks, predicted, numbers)
@@ -89,24 +89,19 @@ def _chosen(text: str, known: list[int], run: Path) -> list[int]:
 def _predicted(run: Path, plans: Mapping[int, Plan], steps: Mapping[int, int]) -> Predictions | None:
     """What the plan in force in each step expects of every rank, with the micro-batches that the step had; None, with a note, where nobody
     can say. `steps` has the first step of that plan, by which `plans` has it."""
-    from penstock.plans.ranks import seats_of
-    from penstock.runtime.run_folder import read_request
-    from penstock.runtime.run_inputs import run_inputs
-    from penstock.runtime.telemetry.predicting import predict_timelines
+    from penstock.plans.ranks import device_of_ranks
+    from penstock.runtime.run_predictions import predicted_executions
     from penstock.runtime.telemetry.spans_trace import predicted_spans
 
-    found = {}
     try:
-        for first in sorted(set(steps.values())):
-            own = [step for step, its in steps.items() if its == first]
-            seats = {rank: seat for rank, (seat, *_) in seats_of(plans[first]).items()}  # a rank's first stage is that of its device group
-            timelines = predict_timelines(*run_inputs(replace(read_request(run), plan=plans[first])), own)
-            for step, replicas in zip(own, timelines, strict=True):
-                found[step] = {rank: predicted_spans(replicas[seat.replica], seat.stage) for rank, seat in seats.items()}
+        timelines = predicted_executions(run, plans, steps)
     except PenstockError as error:
         err().print(f"note: without a prediction: {error}", markup=False, soft_wrap=True)
         return None
-    return found
+    return {
+        step: {rank: predicted_spans(replicas[replica], device) for rank, (replica, device) in device_of_ranks(plans[steps[step]]).items()}
+        for step, replicas in timelines.items()
+    }
 
 
 def _row(one: RankSpans) -> dict[str, float]:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from penstock.plans.plan import Plan, Stage
 
 __all__ = [
-    "Replica", "Seat", "flat_part", "groups_of", "holders", "packed_replicas", "pairs_of", "seats_of", "stage_ranks", "state_owners",
+    "Replica", "Seat", "device_of_ranks", "flat_part", "groups_of", "holders", "packed_replicas", "pairs_of", "seats_of", "stage_ranks",
+    "state_owners",
 ]  # fmt: skip
 
 Replica = tuple[tuple[int, ...], ...]
@@ -91,6 +92,11 @@ def seats_of(plan: Plan) -> dict[int, list[Seat]]:
             for index, rank in enumerate(ranks):
                 found[rank].append(Seat(number, replica, index))
     return dict(found)
+
+
+def device_of_ranks(plan: Plan) -> dict[int, tuple[int, int]]:
+    """The replica and the device group of each rank, as simulated timelines number them: a rank's first stage is that of its group."""
+    return {rank: (first.replica, first.stage) for rank, (first, *_) in seats_of(plan).items()}
 
 
 def holders(stage: Stage, run: DegreeRun, index: int = 0) -> tuple[int, ...]:

@@ -104,23 +104,23 @@ def _expected(guesses: list[tuple[int, PredictedSpan]], pid: int, name: str) -> 
     """The events of predicted spans, given with the nanosecond at which their iteration begins.
 
     A track has as many lanes as spans of it overlap, which slices of one lane must not: transfers do, and iterations that took less
-    than was expected.
+    than was expected. Times are whole nanoseconds, so that what ends where the next begins does so in the file as well.
     """
-    ends: dict[str, list[float]] = {track: [] for track in _TRACKS}
+    ends: dict[str, list[int]] = {track: [] for track in _TRACKS}
     rows = []
-    for start_us, end_us, guess in sorted(
-        ((b / 1e3 + g.start_s * 1e6, b / 1e3 + g.end_s * 1e6, g) for b, g in guesses), key=lambda row: row[:2]
+    for start_ns, end_ns, guess in sorted(
+        ((b + round(g.start_s * 1e9), b + round(g.end_s * 1e9), g) for b, g in guesses), key=lambda row: row[:2]
     ):
         lanes = ends[guess.track]
-        lane = next((number for number, end in enumerate(lanes) if end <= start_us), len(lanes))
-        lanes[lane : lane + 1] = [end_us]
-        rows.append((start_us, end_us, guess, lane))
+        lane = next((number for number, end in enumerate(lanes) if end <= start_ns), len(lanes))
+        lanes[lane : lane + 1] = [end_ns]
+        rows.append((start_ns, end_ns, guess, lane))
     first = dict(zip(_TRACKS, accumulate((len(ends[track]) for track in _TRACKS), initial=0), strict=False))
     yield from _process(pid, name, {first[track] + lane: track for track in _TRACKS for lane in range(len(ends[track]))})
-    for start_us, end_us, guess, lane in rows:
+    for start_ns, end_ns, guess, lane in rows:
         yield {
             "ph": "X", "name": guess.name, "cat": f"predicted {guess.track}", "pid": pid, "tid": first[guess.track] + lane,
-            "ts": start_us, "dur": end_us - start_us, "args": {} if guess.stage is None else {"stage": guess.stage},
+            "ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3, "args": {} if guess.stage is None else {"stage": guess.stage},
         }  # fmt: skip
 
 

@@ -98,17 +98,22 @@ def _finite(record: msgspec.Struct) -> msgspec.Struct:
     return msgspec.structs.replace(record, **wrong) if wrong else record
 
 
-def read_lines(path: str | Path, kind: type[msgspec.Struct]) -> Iterator[msgspec.Struct]:
-    """The records of a file; a half line that a killed run may leave at the end is ignored, as are fields of later versions."""
+def read_lines(path: str | Path, kind: type[msgspec.Struct], damaged: list[str] | None = None) -> Iterator[msgspec.Struct]:
+    """The records of a file; a half line that a killed run may leave at the end is ignored, as are fields of later versions.
+
+    A damaged line is refused, or with `damaged` left out and told there.
+    """
     *lines, _half = readable_bytes(path, "log").split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
             yield msgspec.json.decode(line, type=kind)
         except msgspec.DecodeError as error:
-            raise InputError(f"log '{path}', line {number}: {error}.") from None
+            if damaged is None:
+                raise InputError(f"log '{path}', line {number}: {error}.") from None
+            damaged.append(f"{Path(path).name}, line {number}: {error}")
 
 
-def read_steps(path: str | Path) -> list[StepRecord]:
+def read_steps(path: str | Path, damaged: list[str] | None = None) -> list[StepRecord]:
     """The steps of a run; of one that was done again after a restart the last counts."""
-    found = {record.step: record for record in read_lines(path, StepRecord) if isinstance(record, StepRecord)}
+    found = {record.step: record for record in read_lines(path, StepRecord, damaged) if isinstance(record, StepRecord)}
     return [found[step] for step in sorted(found)]

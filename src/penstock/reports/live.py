@@ -1,0 +1,169 @@
+"""The report of a run that goes on, served to this machine alone: the same page, told when there is news.
+
+    GET /TOKEN/           the page
+    GET /TOKEN/data       its data, as the folder has it now
+    GET /TOKEN/events     server-sent events: `changed` when the folder has grown
+
+Whoever does not know the token, or asks for another host than this machine (a page elsewhere whose name was pointed at it), gets nothing.
+The run is never touched: only its files are read, and only as often as a small share of a core allows.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event, Lock
+from typing import Any
+
+import penstock
+from penstock.errors import InputError, PenstockError
+from penstock.reports.blocks import Subject, Text, View
+from penstock.reports.document import document, page_data
+from penstock.reports.run_views import RunMemo, read_run_facts, run_subject
+
+__all__ = ["HOST", "LivePage", "serve"]
+
+HOST = "127.0.0.1"
+_POLL_S = 0.5
+_LEAST_S, _SHARE = 1.0, 0.05
+"""Seconds between two readings of a run, at least; and the share of a core that reading may take on average."""
+
+
+@dataclass
+class LivePage:
+    """A run as it is now; read anew only when its files have changed and the last reading is long enough ago."""
+
+    folder: Path
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(16))
+    _lock: Lock = field(default_factory=Lock)
+    _memo: RunMemo = field(default_factory=RunMemo)
+    _read: tuple[tuple[Any, ...], Subject] | None = None
+    _next_s: float = 0.0
+
+    def stamp(self) -> tuple[Any, ...]:
+        """Changes when the folder does: names, sizes and times of what a run writes."""
+        files = [*self.folder.glob("*.spans"), *self.folder.glob("*.jsonl"), *self.folder.glob("*.json")]
+        found = []
+        for path in files:
+            try:
+                stat = path.stat()
+            except OSError:  # replaced just now; the next look sees what came instead
+                continue
+            found.append((path.name, stat.st_size, stat.st_mtime_ns))
+        return tuple(sorted(found))
+
+    def is_due(self, seen: tuple[Any, ...]) -> bool:
+        """Whether there is more than somebody has seen, and it may be read now."""
+        return time.monotonic() >= self._next_s and self.stamp() != seen
+
+    def subject(self) -> Subject:
+        """The run's views, or what keeps it from being shown."""
+        with self._lock:
+            stamp = self.stamp()
+            if self._read is not None and (self._read[0] == stamp or time.monotonic() < self._next_s):
+                return self._read[1]
+            begun = time.process_time()
+            try:
+                subject = run_subject(read_run_facts(self.folder), memo=self._memo)
+            except PenstockError as error:
+                subject = Subject("run", self.folder.name, (View("glance", "Glance", [Text(str(error), note=True)]),))
+            self._next_s = time.monotonic() + max(_LEAST_S, (time.process_time() - begun) / _SHARE)
+            self._read = stamp, subject
+            return subject
+
+    def html(self) -> str:
+        """The page."""
+        return document(self.folder.name, [self.subject()], [], live=f"/{self.token}")
+
+    def data(self) -> str:
+        """What the page asks for when it was told of news."""
+        data, texts = page_data([self.subject()], [])
+        told = {**data, "title": self.folder.name, "version": penstock.__version__, "live": f"/{self.token}"}
+        return json.dumps({"data": told, "texts": texts}, allow_nan=False)
+
+
+def serve(page: LivePage, port: int, told: Callable[[str], None], stop: Event | None = None) -> None:
+    """Serves until interrupted, or until `stop` is set; `told` gets the address."""
+    try:
+        server = _Server((HOST, port), _Handler)
+    except OSError as error:
+        raise InputError(
+            f"port {port} of {HOST} cannot be served: {error.strerror}. Choose another with --port, or 0 for a free one."
+        ) from None
+    server.page, server.stop = page, stop or Event()
+    told(f"http://{HOST}:{server.server_port}/{page.token}/")
+    server.timeout = _POLL_S
+    with server:
+        try:
+            while not server.stop.is_set():
+                server.handle_request()
+        finally:
+            server.stop.set()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    page: LivePage
+    stop: Event
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    server_version = "penstock"
+    sys_version = ""
+    timeout = 30
+
+    def do_GET(self) -> None:
+        """Answers those who know the token, and came by this machine's own name."""
+        page, port = self.server.page, self.server.server_port
+        prefix, slash, rest = self.path.partition("?")[0].removeprefix("/").partition("/")
+        if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
+            self.send_error(403, "another host was asked for")
+        elif not secrets.compare_digest(prefix.encode(), page.token.encode()) or not slash:
+            self.send_error(404)
+        elif rest == "":
+            self._answer(page.html(), "text/html")
+        elif rest == "data":
+            self._answer(page.data(), "application/json")
+        elif rest == "events":
+            self._tell_news()
+        else:
+            self.send_error(404)
+
+    def _begin(self, kind: str, length: int | None = None) -> None:
+        self.send_response(200)
+        headers = {"Content-Type": f"{kind}; charset=utf-8", "Cache-Control": "no-store", "Referrer-Policy": "no-referrer",
+                   "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY"}  # fmt: skip
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if length is not None:
+            self.send_header("Content-Length", str(length))
+        self.end_headers()
+
+    def _answer(self, text: str, kind: str) -> None:
+        body = text.encode()
+        self._begin(kind, len(body))
+        self.wfile.write(body)
+
+    def _tell_news(self) -> None:
+        """One event whenever the folder has grown; a line of comment now and then shows whether anybody still listens."""
+        self._begin("text/event-stream")
+        page, seen, quiet = self.server.page, self.server.page.stamp(), 0
+        try:
+            while not self.server.stop.wait(_POLL_S):
+                if page.is_due(seen):
+                    seen, quiet = page.stamp(), 0
+                    self.wfile.write(b"event: changed\ndata: \n\n")
+                elif (quiet := quiet + 1) % 20 == 0:
+                    self.wfile.write(b": still here\n\n")
+                self.wfile.flush()
+        except (ConnectionError, TimeoutError):  # the reader has left
+            return
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nobody reads a log of one's own clicks, and addresses hold the token."""

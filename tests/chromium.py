@@ -1,0 +1,61 @@
+"""The system's Chromium, with the network cut: pages are opened from disk, and every message, error and request is noted."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["Opened", "browsing", "opened"]
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+_READY_MS = 60_000
+
+
+@dataclass
+class Opened:
+    """A page, and what it said and asked for."""
+
+    page: Any
+    messages: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    def silent(self) -> bool:
+        """Whether it said nothing, failed nowhere, and asked nobody for anything."""
+        assert (self.messages, self.requests) == ([], [])
+        return True
+
+
+@contextmanager
+def opened(path: Path, **context: Any) -> Iterator[Opened]:
+    """A page from disk with the network cut, once it has drawn itself."""
+    with browsing(path.absolute().as_uri(), offline=True, **context) as found:
+        yield found
+
+
+@contextmanager
+def browsing(address: str, **context: Any) -> Iterator[Opened]:
+    """A page from anywhere, once it has drawn itself."""
+    browser_path = next(filter(None, map(shutil.which, _NAMES)), None)
+    if browser_path is None:
+        pytest.skip("there is no Chromium on this machine")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        try:
+            page = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **context}).new_page()
+            found = Opened(page)
+            page.on("console", lambda message: found.messages.append(message.text))
+            page.on("pageerror", lambda error: found.messages.append(str(error)))
+            own = ("file:", "blob:")
+            page.on("request", lambda request: None if request.url.startswith(own) else found.requests.append(request.url))
+            page.goto(address)
+            page.wait_for_selector("body[data-ready]", state="attached", timeout=_READY_MS)
+            yield found
+        finally:
+            browser.close()

@@ -1,0 +1,176 @@
+"""The page in a browser, opened from disk with the network cut and its policy in force: every view, by mouse and by keys, and silent."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chromium import opened
+
+from penstock.plans.build import uniform_plan
+from penstock.plans.plan import Plan
+from penstock.reports.blocks import ChartLine, Charts, Fact, Facts, Heat, Scatter, Stack, Subject, Table, Text, View
+from penstock.reports.document import document
+from penstock.reports.plan_views import plan_subject
+from penstock.reports.search_views import pareto_views, search_views
+from penstock.reports.tables import table_of
+
+HOSTILE = ["</script><script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "$\\frac{$", "../x", "\u202etxt.exe\u2066", "n" * 10_000]
+
+
+expect = pytest.importorskip("playwright.sync_api").expect
+
+
+def a_plan(**degrees: Any) -> Plan:
+    return uniform_plan("gpt-1.3b", "4xa100-80gb", global_batch=32, micro_batch=2, pp=4, **degrees)
+
+
+def written(folder: Path, subjects: list[Subject], shared: list[View] = []) -> Path:  # noqa: B006 — nobody changes it
+    path = folder / "report.html"
+    path.write_text(document("a report", subjects, shared), encoding="utf-8")
+    return path
+
+
+def timeline_rows(subject: Subject) -> list[Any]:
+    [view] = [view for view in subject.views if view.name == "timeline"]
+    table = table_of(view.blocks[0])
+    assert table is not None
+    return list(table[1])
+
+
+def test_a_plan_is_drawn_in_silence_and_its_hover_is_the_span(tmp_path: Path) -> None:
+    subject = plan_subject("plan.json", a_plan())
+    with opened(written(tmp_path, [subject])) as found:
+        page = found.page
+        assert [one.inner_text() for one in page.query_selector_all("section > h2")] == ["Glance", "Plan", "Stages", "Timeline"]
+        page.fill("input[type=search]", "B3 stage 2")
+        page.press("input[type=search]", "Enter")
+        expect(page.locator("#timeline .hover")).to_contain_text("B3")
+        said = page.inner_text("#timeline .hover")
+        [row] = [row for row in timeline_rows(subject) if row[2:5] == ("backward", 2, 3)]
+        assert f"= {row[6]} ns, from" in said and said.endswith(f"= {row[5]} ns")
+        box = page.query_selector("canvas.timeline").bounding_box()
+        page.mouse.move(box["x"] + 150 + (box["width"] - 158) / 2, box["y"] + 18 + 2.5 * 20)
+        assert found.silent()
+
+
+def test_what_is_drawn_is_as_busy_as_what_is_simulated(tmp_path: Path) -> None:
+    """From afar, where no bar is as wide as a pixel: the strip of colours against the sum of spans."""
+    plan = uniform_plan("gpt-1.3b", "4xa100-80gb", global_batch=2048, micro_batch=1, pp=4)
+    subject = plan_subject("plan.json", plan)
+    rows = [row for row in timeline_rows(subject) if row[1] == "predicted"]
+    end = max(row[5] + row[6] for row in timeline_rows(subject))
+    busy = sum(row[6] for row in rows) / (4 * end)
+    with opened(written(tmp_path, [subject])) as found:
+        page = found.page
+        page.wait_for_selector("canvas.timeline[data-busy]")
+        page.uncheck("#timeline label:has-text('sends') input")
+        assert float(page.get_attribute("canvas.timeline", "data-busy")) == pytest.approx(busy, abs=0.002)
+        # Of each pixel of the first four rows: how far it is from white, against the whole strength of the colours.
+        drawn = page.evaluate("""() => {
+            const canvas = document.querySelector("canvas.timeline"), pen = canvas.getContext("2d"), width = canvas.width - 158;
+            const pixels = pen.getImageData(150, 18, width, 80).data;
+            let sum = 0;
+            for (let row = 0; row < 4; row++)
+                for (let x = 0; x < width; x++) sum += (255 - pixels[4 * ((20 * row + 8) * width + x)]) / 255;
+            return sum / (4 * width);
+        }""")
+        # Neither forward nor backward has red in it, and predicted rows are drawn at three quarters of their strength.
+        kinds = {name: sum(row[6] for row in rows if row[2] == name) / (4 * end) for name in ("forward", "backward")}
+        assert kinds["forward"] + kinds["backward"] == pytest.approx(busy)
+        assert drawn / 0.75 == pytest.approx(busy, abs=0.02)
+        assert found.silent()
+
+
+def test_keys_alone_move_zoom_and_sort(tmp_path: Path) -> None:
+    with opened(written(tmp_path, [plan_subject("plan.json", a_plan())])) as found:
+        page = found.page
+        page.focus("canvas.timeline")
+        page.wait_for_selector("#timeline .sums:not(:empty)")
+        before = page.inner_text("#timeline .sums")
+        for key in "wwwdda":
+            page.keyboard.press(key)
+        expect(page.locator("#timeline .sums")).not_to_have_text(before)
+        page.keyboard.press("Home")
+        expect(page.locator("#timeline .sums")).to_have_text(before)
+        page.focus("#plan th:nth-child(1) button")
+        page.keyboard.press("Enter")
+        page.keyboard.press("Enter")
+        stages = [one.inner_text() for one in page.query_selector_all("#plan tbody td:first-child")]
+        assert stages == ["3", "2", "1", "0"] and page.get_attribute("#plan th:nth-child(1)", "aria-sort") == "descending"
+        assert found.silent()
+
+
+def test_a_candidate_opens_its_plan_and_a_point_too(tmp_path: Path) -> None:
+    subjects = [plan_subject("plan.json", a_plan()), plan_subject("plan.2.json", a_plan(schedule="gpipe"))]
+    row = {"schedule": "1f1b", "pp": 4, "time_s": 1.0, "peak_bytes": 1e9}
+    record = {
+        "candidates": [{**row, "file": "plan.json", "slower": 0.0, "because": []},
+                       {**row, "file": "plan.2.json", "slower": 0.04, "because": [{"part": "bubble", "longer_s": 0.04}]}],
+        "baselines": [{"name": "megatron", "space": "equal stages", "slower": None, "plan": None}], "bound_s": 0.9, "formula_s": 1.0,
+        "gap": 0.11, "stopped": "", "families": [],
+        "progress": [{"after_s": 0.1, "best_s": None, "bound_s": 0.8}, {"after_s": 0.4, "best_s": 1.0, "bound_s": 0.9}],
+    }  # fmt: skip
+    names = ("cluster", "devices", "hours", "usd", "dominated_by", "file")
+    rows = (("1xa", 8, 9.0, 3.0, "", "plan.json"), ("2xa", 16, 5.0, 4.0, "", "plan.2.json"), ("3xa", 24, 6.0, 9.0, "2xa", None))
+    choices = [dict(zip(names, one, strict=True)) for one in rows]
+    opens = {"plan.json": 0, "plan.2.json": 1}
+    pool = {"cluster": "3xa", "steps": 10, "choices": choices, "left_out": [{"cluster": "9xb", "reason": "too dear"}]}
+    shared = [*search_views(record, "r", opens), *pareto_views(pool, "p", opens)]
+    with opened(written(tmp_path, subjects, shared)) as found:
+        page = found.page
+        assert "gpipe" not in page.inner_text("#glance") and "bubble takes 40.0 ms more" in page.inner_text("#candidates")
+        page.click("#candidates button.link:text('plan.2.json')")
+        assert "gpipe" in page.inner_text("#glance") and page.input_value("#subject") == "1"
+        assert "2 of 3 choices are not beaten" in page.inner_text("#pareto .hover") and "too dear" in page.inner_text("#pareto")
+        page.focus("#pareto circle >> nth=0")
+        page.keyboard.press("Enter")
+        assert "gpipe" not in page.inner_text("#glance")
+        page.select_option("#pareto select >> nth=0", label="devices")
+        assert "not beaten in devices and USD" in page.inner_text("#pareto .hover")
+        assert found.silent()
+
+
+def test_a_download_is_the_table(tmp_path: Path) -> None:
+    subject = plan_subject("plan.json", a_plan())
+    with opened(written(tmp_path, [subject]), accept_downloads=True) as found:
+        with found.page.expect_download() as got:
+            found.page.click("#timeline button:text('CSV')")
+        got.value.save_as(tmp_path / "t.csv")
+        assert found.silent()
+    rows = list(csv.reader((tmp_path / "t.csv").open(encoding="utf-8", newline="")))[1:]
+    assert rows == [[str(value) for value in row] for row in timeline_rows(subject)]
+
+
+def hostile_subject() -> Subject:
+    names = tuple(HOSTILE)
+    values = tuple((1.0, float("nan"), float("inf")) for _ in names)
+    blocks = [
+        *map(Text, names), Facts(tuple(Fact(name, name, "text", name) for name in names)),
+        Table(names[0], names, ("text",) * len(names), (names,)), Stack(names[1], names, names[:3], "time", values, (2.0,) * len(names)),
+        Scatter(names[0], names[:2], ("number", "number"), names, tuple((1.0, None) for _ in names), (None,) * len(names)),
+        Heat(names[2], names, names[3], np.arange(3), np.array([[1.0, np.nan, np.inf]] * len(names))),
+        Charts(names[0], names[1], np.arange(4), ((ChartLine(names[2], "number", np.array([1.0, np.nan, -np.inf, 2.0])),),)),
+    ]  # fmt: skip
+    return Subject("plan", names[0], (View("glance", names[0], blocks),))
+
+
+@pytest.mark.parametrize("look", [{}, {"color_scheme": "dark", "viewport": {"width": 360, "height": 800}}, {"forced_colors": "active"}])
+def test_names_are_names_whatever_they_say(tmp_path: Path, look: dict[str, Any]) -> None:
+    subject = hostile_subject()
+    with opened(written(tmp_path, [subject, subject]), **look) as found:
+        text = found.page.text_content("main")
+        assert all(name in text for name in ("</script><script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "$\\frac{$"))
+        assert found.page.query_selector("img") is None and "not a number" in text and "infinite" in text
+        assert found.page.evaluate("document.scripts.length") == 2 + len(re.findall('id="column-', (tmp_path / "report.html").read_text()))
+        assert found.page.evaluate("document.documentElement.scrollWidth <= innerWidth + 1")
+        assert found.silent()
+
+
+def test_it_prints_on_paper(tmp_path: Path) -> None:
+    with opened(written(tmp_path, [plan_subject("plan.json", a_plan())])) as found:
+        assert found.page.pdf(format="A4").startswith(b"%PDF") and found.silent()
