@@ -38,9 +38,9 @@ from penstock.runtime.checkpoints.huggingface import export_hf_checkpoint
 from penstock.runtime.checkpoints.module_state import export_module
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointWriter
-from penstock.runtime.module_chain import CutModule
 from penstock.runtime.optimizing.optimizer import Optimizer, make_own
 from penstock.runtime.optimizing.update import StepResult
+from penstock.runtime.parallel.module_chain import CutModule
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import checkpoint_state, load_state, load_weights, rank_pieces, rank_state
 from penstock.runtime.run import forward_work
