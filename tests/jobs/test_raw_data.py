@@ -97,3 +97,9 @@ def test_weights_need_the_tokenizer_that_they_were_trained_with(texts: Path, tmp
     for source, message in (("gpt-tiny", "'gpt-tiny' names none"), (f"hf:{tmp_path}", "holds none")):
         with pytest.raises(InputError, match=f"there is no tokenizer for model 'gpt-tiny': .*{message}.*--tokenizer PATH"):
             prepare_raw([str(texts)], MODEL, source, keeps_weights=True)
+
+
+def test_random_weights_may_have_a_tokenizer_of_these_texts(texts: Path, tmp_path: Path) -> None:
+    """Though the model comes from a folder, which has none."""
+    found = prepare_raw([str(texts)], MODEL, f"hf:{tmp_path}", keeps_weights=False)
+    assert 0 < found.data.manifest.vocab_size <= MODEL.config["vocab"]

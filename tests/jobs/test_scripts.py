@@ -47,8 +47,6 @@ def launched(*arguments: str) -> str:
 
 @pytest.mark.parametrize("script", ["own_loop.py", "finetune.py"])
 def test_the_scripts_of_ones_own_loop(script: str, llama: Path, texts: Path, tmp_path: Path) -> None:
-    if script == "finetune.py":
-        pytest.importorskip("penstock.runtime.parallel_module")
     given = ("--model", str(llama), "--data", str(texts), "--tokens-per-batch", "900", "--out", str(tmp_path / "trained"))
     told = launched(str(EXAMPLES / script), *given)
     steps = re.findall(r"step (\d+): loss ([\d.]+)", told)

@@ -32,7 +32,7 @@ def train(
     context: typer.Context,
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[PLAN|JOB]", help="A plan file, as `penstock search --out` writes it, or a job file (.yaml)."),
+        typer.Argument(metavar="PLAN|JOB", help="A plan file, as `penstock search --out` writes it, or a job file (.yaml)."),
     ] = None,
     model: Annotated[str, typer.Option(help="Model name, YAML file, hf:FOLDER or module:FILE.py:FUNCTION; it is planned for first.")] = "",
     data: Annotated[

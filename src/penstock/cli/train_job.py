@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.console import format_bytes, format_count, format_time, out, print_json, progress
+from penstock.cli.console import format_bytes, format_count, format_time, print_json, progress, say
 from penstock.cli.train import run_training
 from penstock.errors import InputError
 from penstock.processes.fork_server import warm_up
@@ -38,15 +38,14 @@ def run_job(file: Path | None, options: Mapping[str, Any], texts: Sequence[str],
         with progress("looking", quiet=json or not first) as bar:
             found = ready(job, bar.describe)
     except AllDoneError as done:
-        if json:
+        if first and json:
             print_json({"job": job.out, "losses": [], "done": str(done)})
-        else:
-            out().print(str(done), markup=False, soft_wrap=True)
+        elif first:
+            say(str(done))
         return
     trainer = found.trainer()
     if first and not json:
-        for line in told(found):
-            out().print(line, markup=False, soft_wrap=True)
+        say(*told(found))
     go_on = "the same command goes on from there"
     run_training(trainer, compare=compare, json=json, go_on=go_on, more=_facts(found))
 

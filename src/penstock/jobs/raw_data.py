@@ -133,7 +133,7 @@ def _own_tokenizer(model: Model, source: str, keeps_weights: bool) -> str | None
     folder = hf_folder(source)
     if folder is not None and _tokenizer_files(str(folder)):
         return str(folder)
-    if folder is None and not keeps_weights and model.config.get("vocab"):
+    if not keeps_weights and model.config.get("vocab"):
         return None
     where = f"folder '{folder}' holds none" if folder is not None else f"'{source}' names none"
     raise InputError(

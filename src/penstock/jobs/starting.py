@@ -24,7 +24,7 @@ from penstock.jobs.raw_data import PreparedData, prepare_raw, sample_lengths
 from penstock.plans.plan import Plan
 from penstock.plans.precision import chosen_precision
 from penstock.plans.references import cluster_of
-from penstock.plans.schema import read_plan
+from penstock.plans.schema import read_plan, write_plan
 
 if TYPE_CHECKING:
     from penstock.models.ops import Model
@@ -85,6 +85,7 @@ class ReadyJob:
         with run_lock(out):
             if not self.resume:  # steps of an earlier try of this job, of which nothing was saved
                 (out / STEPS).unlink(missing_ok=True)
+            write_plan(out / _PLAN, self.plan)  # first: who finds the job of now, finds its plan too
             write_job(out / JOB, self.job)
 
 
