@@ -91,7 +91,7 @@ def _moved(folder: Path, quiet: bool) -> list[str]:
     from penstock.plans.build import uniform_plan
     from penstock.runtime.request import PACED, PlanningSettings, TrainRequest
     from penstock.runtime.telemetry.steps import read_steps
-    from penstock.runtime.trainer import Trainer
+    from penstock.runtime.trainer import PlanTrainer
     from penstock.timing.disturbance import Disturbance, DisturbanceChange
 
     run = folder / "moving"
@@ -104,7 +104,7 @@ def _moved(folder: Path, quiet: bool) -> list[str]:
         planning=PlanningSettings(0),
     )  # fmt: skip
     with progress("training gpt-tiny at the pace of four A100s, one of which becomes slow", _MOVING_STEPS, quiet=quiet) as bar:
-        Trainer(request, move_run).train(lambda step: bar.advance())
+        PlanTrainer(request, move_run).train(lambda step: bar.advance())
     found = list(read_events(run))
     if not quiet:
         out().print()
