@@ -34,7 +34,7 @@ def search_views(record: Mapping[str, Any], where: str, opens: Mapping[str, int]
         candidates, baselines, best_s = record["candidates"], record["baselines"], record["candidates"][0]["time_s"]
         shown = [column for column in _CHOICE if any(one.get(column[0]) is not None for one in candidates)]
         rows = [
-            (one["file"], *(_value(one.get(name)) for name, _ in shown), one["slower"], _because(one["because"]))
+            (one["file"], *(_value(one.get(name)) for name, _ in shown), one["slower"], _because(one["slower"], one["because"]))
             for one in candidates
         ]  # fmt: skip
         rows += [
@@ -57,8 +57,10 @@ def _value(value: Any) -> Any:
     return value if isinstance(value, str | int | float) or value is None else str(value)
 
 
-def _because(parts: Sequence[Mapping[str, Any]]) -> str:
-    """The largest losses in words."""
+def _because(slower: float, parts: Sequence[Mapping[str, Any]]) -> str:
+    """The largest losses in words; a faster plan stands behind the first only where that is simpler, and costs cannot tell them apart."""
+    if slower < 0:
+        return "faster by less than the costs' error, and less simple"
     worse = [f"{part['part']} takes {format_time(part['longer_s'])} more" for part in parts if part["longer_s"] > 0]
     return ", ".join(worse[:2]) or "-"
 
