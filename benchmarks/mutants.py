@@ -51,7 +51,10 @@ def main() -> int:
 
 def chosen(room: str | None, name: str | None, quick: bool) -> list[PlantedBug]:
     bugs = [bug for bug in PLANTED if room in (None, bug.room) and name in (None, bug.name)]
-    return list({bug.room: bug for bug in reversed(bugs)}.values())[::-1] if quick else bugs
+    first: dict[str, PlantedBug] = {}
+    for bug in bugs:
+        first.setdefault(bug.room, bug)
+    return list(first.values()) if quick else bugs
 
 
 def try_bug(bug: PlantedBug, copy: Path) -> bool:

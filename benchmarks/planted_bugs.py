@@ -340,7 +340,7 @@ _GENERATIONS = (
     _bug("paced devices are late", "runtime/devices/paced.py", "forgiven_s=math.inf, ", "", "times depend on the machine",
          "runtime/devices/test_paced.py", pick="simulated"),
     _bug("slow links are not", "runtime/devices/clock.py",
-         "        time_s *= self.settings.disturbance.link(self.world.rank, step.peer, self._program.iteration)\n", "",
+         "        time_s *= self.link_factor(step.peer)\n", "",
          "a disturbance without effect", "runtime/devices/test_paced.py", pick="disturbed"),
 )  # fmt: skip
 _TRAINING = (
@@ -389,7 +389,7 @@ _TRAINING = (
     _bug("the norm counts what others own", "runtime/parallel/gradients.py",
          "first = bucket.ranks[0] if bucket.owner is None else bucket.owner", "first = bucket.ranks[0]",
          "ZeRO-1: only owners have the sums", "runtime/parallel/test_gradients.py"),
-    _bug("the norm counts shared weights twice", "runtime/parallel/gradients.py", "not whole_elsewhere and not copy_of_tied:",
+    _bug("the norm counts shared weights twice", "runtime/parallel/gradients.py", "not whole_elsewhere and held.stored_name not in copies:",
          "not whole_elsewhere:", "both stages have the whole sum", "runtime/parallel/test_gradients.py"),
     _bug("the norm counts undivided weights twice", "runtime/parallel/gradients.py",
          "whole_elsewhere = not held.divided and held.module.tp.rank > 0", "whole_elsewhere = False", "every tp rank has them",
@@ -477,6 +477,20 @@ _CLI = (
          "cli/test_check.py"),
 )  # fmt: skip
 
+_CUTTING = (
+    _bug("a size that stayed the same is a constant", "models/modules/cutting/shapes.py",
+         'frozenset({("is", n), *(("as", i) for i, size in enumerate(sizes) if size == n)})', 'frozenset({("is", n)})',
+         "micro-batches of other sizes get shapes of those before", "models/modules/cutting/test_skipping.py", pick="another_shape"),
+    _bug("what is used by a unit does not cross", "models/modules/cutting/skipping.py",
+         "when = 2 * self.begun if by_unit else 2 * self.begun - 1", "when = 2 * self.begun - 1",
+         "the carry of a cut lacks what its first unit is given", "models/modules/cutting/test_skipping.py", pick="every_cut and llama"),
+    _bug("the glue's weights are everybody's", "models/modules/cutting/weights.py", "if index in weight.calls and (p", "if (p",
+         "each stage would train a weight that one of them uses", "models/modules/test_trace.py", pick="say_which"),
+    _bug("recomputed dropout is another", "models/modules/cutting/packing.py", "key = stable_hash(self._micro_batch.key, place)",
+         "key = stable_hash(self._micro_batch.key, id(x))", "a mask that depends on memory", "models/modules/cutting/test_packing.py",
+         pick="dropout"),
+)  # fmt: skip
+
 _SCREEN = (
     _bug("no column can be spared", "cli/console.py", "spare=name in more and not verbose", "spare=False",
          "narrow terminals get two tables", "cli/test_fitted.py"),
@@ -499,6 +513,22 @@ _DISTURBING = (
     _bug("burners take no notice of what their victim waits", "processes/burners.py", "self.share * (1.0 + 0.5 * math.log(missing))",
          "self.share", "the factor is met on idle machines alone", "processes/test_burners.py", pick="steered"),
 )  # fmt: skip
+_BESIDE = (
+    _bug("loads leave their times in the profile", "profiling/run.py",
+         "found = min(self._tries(unit, chain, model.ops, batch, model.carry_before(0), 6), key=_unrest)",
+         "found = self._measure(unit, chain, model.ops, batch) or []", "a device seems slow because it was measured beside a load",
+         "profiling/test_run.py", pick="beside"),
+    _bug("classes are slowed alike beside any load", "adapting/slowdowns.py", "classes.get(one.value, overall) / overall", "1.0",
+         "what was measured is not used", "adapting/test_slowdowns.py", pick="beside"),
+)  # fmt: skip
+_LINKS = (
+    _bug("messages are timed after every step", "adapting/link_probes.py", "if step > self._until and len(self._steps) >= FIRST and not",
+         "if step < 0 and not", "noticing costs something while nothing happens", "adapting/test_link_probes.py", pick="timed"),
+    _bug("a slow rank is taken for a link", "adapting/link_probes.py", "busiest_s = max(own.compute_s", "busiest_s = min(own.compute_s",
+         "links are blamed for all that is slow", "adapting/test_link_probes.py", pick="slow_rank"),
+    _bug("two messages at once", "adapting/link_probes.py", "if not busy[number] & set(pair)", "if number >= 0",
+         "a rank waits for two peers in a circle", "adapting/test_link_probes.py", pick="round"),
+)  # fmt: skip
 _ADAPTING = (
     _bug("a move forgets what arrives", "adapting/moves.py",
          "parts = self.before_bytes, self.arriving_bytes, self.after_bytes", "parts = self.before_bytes, self.after_bytes",
@@ -509,7 +539,7 @@ _ADAPTING = (
          "(self.cluster.node_index(source) != node, self.sent[source], source, shared)",
          "(False, self.sent[source], source, shared)", "slow links are used without need", "adapting/test_moves.py", pick="same_node"),
     _bug("owners of shared weights keep their state alone", "adapting/holdings.py",
-         "if place.op.trainable and place.name not in self.layouts.shared and not place.op.tied_to:", "if place.op.trainable:",
+         "if own.trained and place.index not in self.layouts.shared:", "if own.trained:",
          "the runtime updates them everywhere", "adapting/test_moves.py", pick="runtime"),
     _bug("a rounded weight counts before its master", "adapting/moving.py", "piece.tensor.dtype != torch.float32",
          "piece.tensor.dtype == torch.float32", "bits are lost with every move", "adapting/test_moving.py", pick="one_move_after"),
@@ -539,7 +569,7 @@ _ADAPTING = (
     _bug("slow devices replace slow ones", "adapting/ladder.py", "and not _is_slow(speeds, [rank])]", "]", "a free device is not looked at",
          "adapting/test_ladder.py"),
     _bug("data that comes late changes plans", "adapting/adapter.py",
-         "if (usual := _on_grid(factor)) != 1.0:", "if (usual := _on_grid(factor)):",
+         "if _on_grid(factor) != 1.0:", "if _on_grid(factor):",
          "ranks that nothing slows have times of their own", "adapting/test_adapter.py"),
     _bug("waits that all ranks share are not told", "adapting/detecting.py", "0.0 if cause in _WAITS or", "0.0 if",
          "slow data looks like an error of the costs", "adapting/test_watching.py", pick="waits"),
@@ -570,5 +600,5 @@ _JOBS = (
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
     *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_GENERATIONS, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS,
-    *_CLI, *_SCREEN, *_DISTURBING, *_ADAPTING, *_JOBS,
+    *_CLI, *_SCREEN, *_CUTTING, *_DISTURBING, *_LINKS, *_BESIDE, *_ADAPTING, *_JOBS,
 )  # fmt: skip

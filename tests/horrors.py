@@ -376,6 +376,8 @@ def all_cases(folder: Path) -> list[Case]:
     add("replan", "RUN", "@ --plan good/plan.json", FILES)
     add("replan", "--plan", "good --plan @", FILES)
     add("replan", "--at", "good --plan good/plan.json --at @", WHOLE)
+    add("list", "WHAT", "@", NAMES | {"no-name": ""})
+    add("list", "WORD", "models @", NAMES)
     add("disturb", "RUN", "@ --slow 0=2", FILES)
     add("disturb", "--slow", "good --slow @", NAMES)
     add("disturb", "--link", "good --link @", NAMES)
@@ -386,6 +388,7 @@ def all_cases(folder: Path) -> list[Case]:
     add("profile", "--model", "--out p.json --model @", NAMES | _of("model", folder))
     add("profile", "--device", "--out p.json --model gpt-small --device @", NAMES)
     add("profile", "--tp", "--out p.json --model gpt-small --tp @", WHOLE | {"zero": "0"})
+    add("profile", "--beside", "--out p.json --model gpt-small --beside @", {k: v for k, v in REAL.items() if v} | {"zero": "0"})
     add("profile", "--merge", "--out p.json --merge @", FILES | _of("profile", folder))
     add("profile", "--time-budget", "--out p.json --model gpt-small --time-budget @", REAL)
     add("demo", "--out", "--out @", FOLDERS)
@@ -410,6 +413,7 @@ def all_cases(folder: Path) -> list[Case]:
         "disturb",
         "demo",
         "explain",
+        "list",
     ):
         add(verb, "option", "@", {"unknown": "--no-such-option", "escape": f"--{ESCAPE}", "no-text": f"--{NO_TEXT}"})
     add("", "verb", "@", NAMES | {"no-name": ""})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,15 @@ from runtime_cases import Case, Choice, make_case
 from torch.nn import functional as F
 from training_jobs import RandomSource
 
+from penstock.data.samples import Sample
 from penstock.models.description import model_to_description
 from penstock.models.modules.cutting.describing import describe_origin
 from penstock.models.ops import Model
 from penstock.models.stored import stored_name
+from penstock.programs.instructions import Program
 from penstock.runtime.settings import TrainingSettings
+from penstock.runtime.transport.world import World
+from penstock.runtime.workers import Worker
 
 ZOO = Path(module_zoo.__file__)
 PLAIN: Choice = {"pp": 1, "tp": 1, "dp": 1, "replicas": 1, "schedule": "1f1b", "layout": "padded", "recompute": "some", "cuts": "even",
@@ -76,3 +81,40 @@ def weights_apart(case: Case, outcomes: Any, weights: dict[str, torch.Tensor]) -
             worst = max(worst, ((weight.values - weights[name]).abs().max() / weights[name].abs().max().clamp_min(1e-3)).item())
     assert seen == set(weights)
     return worst
+
+
+@dataclass(frozen=True)
+class GivenBatch:
+    """A program with random samples: what a loader gives."""
+
+    program: Program
+    source: RandomSource
+
+    def sample(self, iteration: int, sample: int, length: int, dec_length: int) -> Sample:
+        """Draws the sample."""
+        return self.source.sample(iteration, sample, length, dec_length)
+
+
+def own_loop(worker: Worker, name: str, case: Case, settings: TrainingSettings, folder: str, resume: bool) -> list[float]:
+    """A job for workers: a training loop of one's own; it saves and exports what it trained."""
+    import penstock
+
+    origin = case.model.config["origin"]
+    if worker.rank not in case.plan.ranks:
+        World(case.plan, worker.groups)
+        return []
+    model = penstock.parallelize(origin, case.plan, groups=worker.groups)
+    own = settings.optimizer
+    optimizer = model.optimizer(torch.optim.AdamW, lr=settings.rate.peak, betas=own.betas, eps=own.eps, weight_decay=own.weight_decay)
+    if resume:
+        model.load(folder)
+    losses = []
+    for programs in case.programs()[model.steps :]:
+        losses.append(model.step(GivenBatch(programs[model.rank.world.place], RandomSource(case.model))).item())  # type: ignore[arg-type]
+        assert settings.clip_norm is not None
+        model.clip_grad_norm_(settings.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save(folder)
+    model.export(f"{folder}-exported-{len(case.programs())}")
+    return losses

@@ -118,5 +118,50 @@ def long_skips() -> tuple[nn.Module, None]:
     return make("long-skips"), None
 
 
+class PlainGpt(nn.Module):
+    """A decoder that calls torch's attention, and knows nothing of samples that lie end to end."""
+
+    def __init__(self, width: int = 32, layers: int = 3, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(VOCAB, width), nn.Embedding(128, width)
+        self.drop = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(_PlainBlock(width, dropout) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCAB, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1])[None].expand(ids.shape) if positions is None else positions)
+        x = self.drop(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+class _PlainBlock(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.first, self.second, self.drop = nn.LayerNorm(width), nn.LayerNorm(width), nn.Dropout(dropout)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.first(x)).chunk(3, -1))
+        x = x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)))
+        return x + self.drop(self.down(F.gelu(self.up(self.second(x)))))
+
+
+def plain_gpt() -> tuple[nn.Module, None]:
+    torch.manual_seed(0)
+    return PlainGpt(), None
+
+
+def packed_gemma3() -> tuple[nn.Module, None]:
+    from penstock.models.modules.cutting.transformers_models import use_our_attention
+
+    module = make("gemma3")
+    use_our_attention(module)
+    return module, None
+
+
 def vit() -> tuple[nn.Module, torch.Tensor]:
     return make("vit"), torch.zeros(1, 3, 16, 16)

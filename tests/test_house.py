@@ -42,7 +42,7 @@ ARROWS = {
     "interop": "errors clusters models schedules plans",
     "runtime": "errors files processes clusters models schedules plans costs timing batching programs stores data",
     "adapting": "errors files processes clusters models schedules plans costs timing search programs runtime",
-    "profiling": "clusters models costs timing runtime",
+    "profiling": "processes clusters models costs timing runtime",
     "jobs": "errors files clusters models plans timing batching search data runtime adapting profiling",
     "reports": "errors files models schedules plans costs timing batching runtime adapting",
     "cli": "errors files processes clusters models schedules plans costs timing ordering batching search "

@@ -11,10 +11,13 @@ __version__ = "0.1.0"
 _HOMES = {
     "DynamicLoader": "penstock.jobs.dynamic_loader",
     "InputError": "penstock.errors",
+    "MicroBatch": "penstock.models.modules.cutting.seen",
+    "Parallel": "penstock.runtime.parallel_module",
     "PenstockError": "penstock.errors",
     "Plan": "penstock.plans.plan",
     "Trainer": "penstock.jobs.trainer",
     "find_plans": "penstock.jobs.finding",
+    "parallelize": "penstock.runtime.parallel_module",
     "train": "penstock.jobs.trainer",
 }
 # Names for those who build on the parts: found here too, but at home in their modules.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.adapting.slowdowns import fit_slowdowns
+from penstock.adapting.adapter import measured_speeds
+from penstock.adapting.slowdowns import fit_slowdowns, usual_slowdowns
+from penstock.costs.profile import BesidePoint
 from penstock.costs.speeds import OpClass
 
 CLASSES = tuple(OpClass)
@@ -89,3 +91,21 @@ def test_intervals_hold_the_truth_in_nine_cases_of_ten(fixed: bool) -> None:
 def test_passes_without_predicted_time_are_left_out() -> None:
     predicted = {OpClass.MATMUL: np.array([1.0, 0.0, 1.0]), OpClass.MEMORY: np.array([0.5, 0.0, 0.5])}
     assert fit_slowdowns(predicted, np.array([3.0, 1.0, 3.0])).of(OpClass.MATMUL).factor == pytest.approx(2.0)
+
+
+def test_what_was_measured_beside_loads_tells_classes_apart() -> None:
+    points = [BesidePoint("gpt", "matmul", 1.0, 2.0, 3.0), BesidePoint("gpt", "memory", 1.0, 2.0, 5.0),
+              BesidePoint("gpt", "matmul", 2.0, 2.0, 4.0), BesidePoint("gpt", "memory", 2.0, 2.0, 8.0)]  # fmt: skip
+    first = usual_slowdowns(points, 2.0)  # as all together beside the first load
+    assert first == pytest.approx({OpClass.MATMUL: 1.5, OpClass.MEMORY: 2.5, OpClass.ATTENTION: 2.0})
+    assert usual_slowdowns(points, 6.0) == pytest.approx({OpClass.MATMUL: 4.0, OpClass.MEMORY: 8.0, OpClass.ATTENTION: 6.0})
+    assert usual_slowdowns(points, 1.0) == pytest.approx(dict.fromkeys(OpClass, 1.0))
+    between = usual_slowdowns(points, 1.5)
+    assert 1.0 < between[OpClass.MATMUL] < 1.5 < between[OpClass.MEMORY] < 2.5
+
+
+def test_speeds_of_a_slow_rank_follow_what_was_measured_beside_loads() -> None:
+    points = [BesidePoint("gpt", "matmul", 1.0, 2.0, 3.0), BesidePoint("gpt", "memory", 1.0, 2.0, 5.0)]
+    own = measured_speeds({(3,): 2.0}, {}, {}, points).ranks[3]
+    assert own[OpClass.MATMUL] == pytest.approx(1.5, rel=0.026) and own[OpClass.MEMORY] == pytest.approx(2.5, rel=0.026)
+    assert len(set(measured_speeds({(3,): 2.0}, {}, {}).ranks[3].values())) == 1

@@ -67,7 +67,7 @@ def test_a_rank_that_is_slow_for_a_while_is_named_and_so_is_its_end(plan: Plan, 
 
 
 def test_nothing_is_noticed_where_nothing_happens_though_samples_differ(plan: Plan, data: str, tmp_path: Path) -> None:
-    assert trained(plan, data, tmp_path / "run", 20) == ([], [])
+    assert trained(plan, data, tmp_path / "run", 14) == ([], [])
     assert (tmp_path / "run" / EVENTS).read_bytes() == b""
 
 
@@ -77,10 +77,19 @@ def test_a_rank_that_is_slow_from_the_first_step_on(plan: Plan, data: str, tmp_p
     assert (slow.cause, slow.ranks, slow.since, slow.step) == ("compute", (3,), 0, 4) and slow.factor == pytest.approx(1.5, rel=0.01)
 
 
+def test_a_link_is_named_and_not_a_rank(plan: Plan, data: str, tmp_path: Path) -> None:
+    events, _ = trained(plan, data, tmp_path / "run", 48, DisturbanceChange((2, 1), 400.0, "pulse", 18, 12))
+    slow, fast = (event for event in events if event.event == "noticed")
+    assert (slow.cause, slow.ranks) == ("link", (1, 2)) and slow.factor == pytest.approx(400.0, rel=0.01)
+    assert 18 <= slow.step < 18 + SOON and slow.text.startswith("messages between ranks 1 and 2 have been 400x slower than predicted")
+    assert (fast.cause, fast.ranks) == ("link", (1, 2)) and 30 <= fast.step < 30 + SOON and fast.factor == pytest.approx(1.0, rel=0.05)
+
+
 @pytest.mark.parametrize(("cores", "ranks", "is_watched"), [(False, 999, True), (True, 999, False), (True, 1, True)])
 def test_ranks_that_share_cores_are_not_watched(plan: Plan, tmp_path: Path, cores: bool, ranks: int, is_watched: bool) -> None:
     request = TrainRequest(plan, "", 1, str(tmp_path / "run"))
-    run = SimpleNamespace(computes_on_cores=cores, members=range(ranks), request=request, first_step=0, is_first=True)
+    rank = SimpleNamespace(plan=plan)
+    run = SimpleNamespace(computes_on_cores=cores, members=range(ranks), request=request, first_step=0, is_first=True, rank=rank)
     with closing(watch_run(run)) as watcher:  # type: ignore[arg-type]
         assert watcher.measures == is_watched == (tmp_path / "run" / EVENTS).exists()
 

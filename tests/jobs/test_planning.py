@@ -71,6 +71,21 @@ def test_a_model_that_is_no_text(rows: list[dict[str, Any]]) -> None:
         find_plans(3, data=rows)  # type: ignore[arg-type]
 
 
+def test_a_module_that_only_this_process_has(rows: list[dict[str, Any]]) -> None:
+    """It says nothing of positions: samples may be longer than those that it was traced with."""
+    from torch import nn
+
+    def make() -> Any:
+        blocks = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(2)]
+        return nn.Sequential(nn.Embedding(300, 16), *blocks, nn.Linear(16, 300))
+
+    longer = [*rows, [1] * 200]
+    plan, again = (find_plans(model, "1xcpu", data=longer, tokens_per_batch=600)[0] for model in (make, make()))
+    assert plan == again and str(plan.model).endswith(".json") and plan.seq_length == 199
+    with pytest.raises(InputError, match="model makes a int"):
+        find_plans(lambda: 3, data=rows)
+
+
 def test_rows_longer_than_the_model_has_positions() -> None:
     with pytest.raises(InputError, match="1 of 2 samples are longer than the 128 positions"):
         find_plans("gpt-tiny", data=[[1, 2, 3], [1] * 130])

@@ -45,9 +45,12 @@ def launched(*arguments: str) -> str:
     return done.stdout
 
 
-def test_the_script_of_ones_own_loop(llama: Path, texts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", ["own_loop.py", "finetune.py"])
+def test_the_scripts_of_ones_own_loop(script: str, llama: Path, texts: Path, tmp_path: Path) -> None:
+    if script == "finetune.py":
+        pytest.importorskip("penstock.runtime.parallel_module")
     given = ("--model", str(llama), "--data", str(texts), "--tokens-per-batch", "900", "--out", str(tmp_path / "trained"))
-    told = launched(str(EXAMPLES / "own_loop.py"), *given)
+    told = launched(str(EXAMPLES / script), *given)
     steps = re.findall(r"step (\d+): loss ([\d.]+)", told)
     assert "plan of llama" in told and len(steps) >= 2 and all(4 < float(loss) < 8 for _, loss in steps)
     before, after = (transformers.LlamaForCausalLM.from_pretrained(folder).state_dict() for folder in (llama, tmp_path / "trained"))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -197,3 +198,65 @@ def test_profiles_of_other_machines_are_taken_in_once(tmp_path: Path, monkeypatc
         mine = read_profile(tmp_path / "mine.json").devices["cpu"]
         theirs = read_profile(tmp_path / "other.json").devices["cpu"]
         assert mine.series == theirs.series and mine.done == theirs.done and mine.optimizer == theirs.optimizer
+
+
+class _Loads:
+    """Burners that burn nothing: how many, how busy, and whether they are there now."""
+
+    asked: ClassVar[list[tuple[int, float]]] = []
+    here: ClassVar[bool] = False
+
+    def __init__(self, count: int, device: str, victim: int, share: float) -> None:
+        assert (device, victim) == ("cpu", os.getpid())
+        self.asked.append((count, share))
+
+    def await_ready(self) -> None:
+        _Loads.here = True
+
+    def __enter__(self) -> _Loads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _Loads.here = False
+
+
+def slower_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention takes three times as long beside a load, everything else twice."""
+
+    def measure_ops(ops: Any, places: Any, batch: Any, inputs: Any, **more: Any) -> list[OpMeasure]:
+        kinds = {place.op.signature: place.op.kind for place in places}
+        factor = {kind: (3.0 if kind == "attention" else 2.0) if _Loads.here else 1.0 for kind in kinds.values()}
+        return [OpMeasure(signature, 1e-3 * factor[kind], 2e-3 * factor[kind], 0.01) for signature, kind in kinds.items()]
+
+    monkeypatch.setattr(profiling, "measure_ops", measure_ops)
+    monkeypatch.setattr(profiling, "Burners", _Loads)
+    _Loads.asked.clear()
+
+
+def test_ops_beside_loads_are_measured_once_and_kept_by_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slower_beside(monkeypatch)
+    profiler = Profiler.open(tmp_path / "profile.json", "cpu")
+    units = [unit for unit in profiler.units([GPT], [1], [0.5, 2.0]) if unit.load]
+    assert profiler.run(units, progress=lambda name: None) == 2 and _Loads.asked == [(1, 0.5), (2, 1.0)]
+    again = Profiler.open(tmp_path / "profile.json", "cpu")
+    assert [unit for unit in again.units([GPT], [1], [0.5, 2.0]) if unit.load] == []  # it goes on where it was
+    assert not again.here.series  # what is measured beside a load is no time of the device
+    factors = {(point.op_class, point.load): point.beside_s / point.alone_s for point in again.here.beside}
+    wanted = {(name, load): 3.0 if name == "attention" else 2.0 for name in ("attention", "matmul", "memory") for load in (0.5, 2.0)}
+    assert factors == pytest.approx(wanted)
+
+
+@pytest.mark.timeout(250)
+def test_the_command_measures_beside_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(GridLimits, "for_device", classmethod(lambda cls, kind: TINY))
+    path = str(tmp_path / "profile.json")
+    assert run(["profile", "--model", "gpt-tiny", "--tp", "1", "--beside", "1", "--out", path, "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["beside"]["1.0"]) == {"attention", "matmul", "memory"}
+    points = next(iter(read_profile(path).devices.values())).beside
+    assert len(points) == 3 and all(point.alone_s > 0 and point.beside_s > 0 for point in points)
+
+
+@pytest.mark.parametrize(("loads", "message"), [("a", "numbers such as 0.5,1,2"), ("0", "loads are above 0"), ("99", "at most 16")])
+def test_loads_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], loads: str, message: str) -> None:
+    assert run(["profile", "--model", "gpt-tiny", "--beside", loads, "--out", str(tmp_path / "profile.json")]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -128,7 +128,7 @@ def test_the_picture_marks_the_step() -> None:
 
 
 @given(st.lists(nonsense, max_size=3))
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_nonsense_is_refused_and_never_breaks_the_checker(programs: list[i.Program]) -> None:
     problems = check_programs(programs)
     assert problems

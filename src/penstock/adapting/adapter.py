@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from penstock.adapting.deciding import Decider, Decision
 from penstock.adapting.detecting import Cause, Change, Detector, StepFigures, Subject
 from penstock.adapting.ladder import Ladder
-from penstock.adapting.slowdowns import Slowdowns
-from penstock.costs.speeds import OpClass, Speeds
+from penstock.adapting.slowdowns import Slowdowns, usual_slowdowns
+from penstock.costs.profile import BesidePoint
+from penstock.costs.speeds import Speeds
 from penstock.plans.plan import Plan
 
 __all__ = ["Adapter", "AfterStep", "measured_speeds"]
@@ -36,9 +37,12 @@ class Adapter:
     """Notices and decides for one run; who carries decisions out says so with `adopted`."""
 
     def __init__(
-        self, ladder: Ladder, plan: Plan, subjects: Mapping[Cause, Sequence[Subject]], detector: Detector | None = None
+        self, ladder: Ladder, plan: Plan, subjects: Mapping[Cause, Sequence[Subject]], detector: Detector | None = None,
+        beside: Sequence[BesidePoint] = (),
     ) -> None:  # fmt: skip
-        """`subjects` are the ranks and links of the job, also of those that the plan leaves out; `detector` has followed the run so far."""
+        """`subjects` are the ranks and links of the job, also of those that the plan leaves out; `detector` has followed the run so far;
+        `beside` is what a profile measured beside loads."""
+        self._beside = beside
         self.detector, self.decider = detector or Detector(subjects), Decider(ladder, plan)
         self._links = Cause.LINK in subjects
 
@@ -50,7 +54,7 @@ class Adapter:
     def decide(self, step: int, changes: Sequence[Change], slowdowns: Mapping[int, Slowdowns] | None = None) -> Decision:
         """What to do after a step in which the detector has seen these changes."""
         links = self.detector.factors(Cause.LINK) if self._links else {}
-        speeds = measured_speeds(self.detector.factors(Cause.COMPUTE), links, slowdowns or {})
+        speeds = measured_speeds(self.detector.factors(Cause.COMPUTE), links, slowdowns or {}, self._beside)
         begun = [change.since for change in changes if change.cause in (Cause.COMPUTE, Cause.LINK)]
         if begun:
             self.decider.changed(speeds, min(begun))
@@ -63,14 +67,17 @@ class Adapter:
         self.decider.adopted(decision)
 
 
-def measured_speeds(ranks: Mapping[Subject, float], links: Mapping[Subject, float], slowdowns: Mapping[int, Slowdowns]) -> Speeds:
-    """Speeds from the factors of ranks and links; the classes of a slowed rank's ops differ where that is known."""
+def measured_speeds(
+    ranks: Mapping[Subject, float], links: Mapping[Subject, float], slowdowns: Mapping[int, Slowdowns], beside: Sequence[BesidePoint] = ()
+) -> Speeds:
+    """Speeds from the factors of ranks and links; the classes of a slowed rank's ops differ where that is known: fitted to its passes, or
+    else as they usually do beside a load."""
     found = {}
     for (rank,), factor in ranks.items():
-        if (usual := _on_grid(factor)) != 1.0:
+        if _on_grid(factor) != 1.0:
             fitted = slowdowns.get(rank)
             own = {} if fitted is None else {one: _on_grid(fitted.of(one).factor) for one in fitted.classes}
-            found[rank] = dict.fromkeys(OpClass, usual) | own
+            found[rank] = {one: _on_grid(each) for one, each in usual_slowdowns(beside, factor).items()} | own
     slow_links = {(min(pair), max(pair)): slower for pair, factor in links.items() if (slower := _on_grid(factor)) != 1.0}
     return Speeds(found, slow_links)
 

@@ -222,7 +222,8 @@ class Detector:
         found: list[tuple[float, Change]] = []
         for cause, own in figures.items():
             ratios = own.ratios()
-            common = 0.0 if cause in _WAITS or (cause is Cause.LINK and len(ratios) == 1) else _common(ratios)
+            alone = cause is Cause.LINK and np.count_nonzero(~np.isnan(ratios)) == 1
+            common = 0.0 if cause in _WAITS or alone else _common(ratios)
             found += self._series[cause].add(ratios - common, step)
             if cause is Cause.COMPUTE:
                 found += self._costs_off(_common(ratios), step)

@@ -10,16 +10,17 @@ same slow-down for all of them, and the interval says how far classes usually ar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
+from penstock.costs.profile import BesidePoint
 from penstock.costs.speeds import OpClass
 
-__all__ = ["ClassSlowdown", "Slowdowns", "fit_slowdowns"]
+__all__ = ["ClassSlowdown", "Slowdowns", "fit_slowdowns", "usual_slowdowns"]
 
 Floats = NDArray[np.float64]
 
@@ -92,3 +93,28 @@ def fit_slowdowns(predicted_s: Mapping[OpClass, Floats], measured_s: Floats) -> 
     own = noise**2 * ROBUST * len(ratios) / max(1, len(ratios) - len(classes))
     inverse = np.linalg.inv((shares * weights[:, None]).T @ shares / own + np.eye(len(classes)) / prior**2)
     return Slowdowns(classes, factors, inverse)
+
+
+def usual_slowdowns(points: Sequence[BesidePoint], factor: float) -> dict[OpClass, float]:
+    """What each class takes beside a load that makes all ops together `factor` times as slow, by what a profile measured beside loads; of
+    one that was not measured, and beyond the heaviest load, as much more as all together.
+
+    >>> usual_slowdowns([], 1.5)[OpClass.MEMORY]
+    1.5
+    """
+    rows: list[tuple[float, dict[str, float]]] = [(1.0, {})]
+    for load in sorted({point.load for point in points}):
+        own = [point for point in points if point.load == load]
+        classes = {point.op_class for point in own}
+        rows.append((_slower(own), {name: _slower([point for point in own if point.op_class == name]) for name in classes}))
+    rows.sort(key=lambda row: row[0])
+    together = [row[0] for row in rows]
+    found = {}
+    for one in OpClass:
+        relative = [classes.get(one.value, overall) / overall for overall, classes in rows]
+        found[one] = factor * float(np.interp(factor, together, relative))
+    return found
+
+
+def _slower(points: Sequence[BesidePoint]) -> float:
+    return sum(point.beside_s for point in points) / sum(point.alone_s for point in points)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from penstock.adapting.asking import MoveRequest, asked_for, withdraw
 from penstock.adapting.detecting import Cause, Change, Detector, StepFigures, Subject
 from penstock.adapting.events import EVENTS, RunEvent, aborted, asked, decided, moved, noticed
+from penstock.adapting.link_probes import LinkProbes
 from penstock.adapting.moving import MoveAbortedError, move, require_movable
 from penstock.errors import InfeasibleError, InputError, PenstockError
 from penstock.plans.capabilities import unsupported
@@ -44,9 +45,12 @@ def watch_run(run: Run, *, moves: bool = False, notices: bool = True) -> StepWat
     cores, and slow each other down in turn."""
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", len(run.members)))
     notices = notices and not (run.computes_on_cores and num_here > len(os.sched_getaffinity(0)))
+    probes = LinkProbes(run.rank, run.members) if notices else None
     if not run.is_first:
-        return _Follower(notices)
-    return Watch(run.request.plan, run.request.out, members=run.members, anew=not run.first_step, moves=moves, notices=notices)
+        return _Follower(notices, probes)
+    return Watch(
+        run.request.plan, run.request.out, members=run.members, anew=not run.first_step, moves=moves, notices=notices, probes=probes
+    )  # fmt: skip
 
 
 def move_run(run: Run) -> StepWatcher:
@@ -62,12 +66,14 @@ def obey_run(run: Run) -> StepWatcher:
 class _Follower:
     """Of processes that do what the first one orders."""
 
-    def __init__(self, measures: bool) -> None:
-        self.measures = measures
+    def __init__(self, measures: bool, probes: LinkProbes | None = None) -> None:
+        self.measures, self._probes = measures, probes
         self._made: Moves | None = None
         """What travelled in the last move."""
 
     def after(self, step: int, ranks: Mapping[int, RankFigures]) -> Sequence[str]:
+        if self._probes is not None:
+            self._probes.after(step, ranks)
         return ()
 
     def order(self, step: int) -> Plan | None:
@@ -96,11 +102,14 @@ class Watch(_Follower):
     """Of the first process: writes the events of a run into its folder, and with `moves` orders what it decides."""
 
     def __init__(
-        self, plan: Plan, out: str | Path, *, members: Sequence[int] = (), anew: bool = True, moves: bool = False, notices: bool = True
+        self, plan: Plan, out: str | Path, *, members: Sequence[int] = (), anew: bool = True, moves: bool = False, notices: bool = True,
+        probes: LinkProbes | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(notices)
+        super().__init__(notices, probes)
         self._plan, self._members, self._moves, self._out = plan, tuple(members or plan.ranks), moves, Path(out)
         self._subjects = _subjects(self._members)
+        if probes is not None:
+            self._subjects[Cause.LINK] = probes.subjects
         self._detector = Detector(self._subjects)
         self._adapter: Adapter | None = None
         self._decision: Decision | None = None
@@ -127,6 +136,8 @@ class Watch(_Follower):
         if not self.measures:
             return ()
         changes = self._detector.add(step, _figures(ranks, self._plan, self._left))
+        if self._probes is not None and (messages := self._probes.after(step, ranks)) is not None:
+            changes += self._probes.told(self._detector, messages)
         events = [noticed(change, time.time()) for change in changes]
         for event in events:
             self._log(event)
@@ -155,11 +166,12 @@ class Watch(_Follower):
         """Made when something is slow: the search takes seconds to import, which most runs never need."""
         from penstock.adapting.adapter import Adapter
         from penstock.adapting.ladder import Ladder
-        from penstock.costs.sources import open_costs
+        from penstock.costs.sources import beside_loads, open_costs
 
         cluster = cluster_of(self._plan)
-        ladder = Ladder(model_of(self._plan), cluster, open_costs(self._plan.costs, cluster), devices=self._members)
-        return Adapter(ladder, self._plan, self._subjects, self._detector)
+        source = open_costs(self._plan.costs, cluster)
+        ladder = Ladder(model_of(self._plan), cluster, source, devices=self._members)
+        return Adapter(ladder, self._plan, self._subjects, self._detector, beside_loads(source))
 
     def order(self, step: int) -> Plan | None:
         """What was asked for, or decided."""

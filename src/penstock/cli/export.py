@@ -119,8 +119,9 @@ def export_plan(plan: Plan, target: Target, source: Path) -> None:
 
 def export_weights(checkpoint: Path, folder: Path) -> None:
     """Writes the weights of a checkpoint, or of the latest in a folder, as a folder that `from_pretrained` of Hugging Face loads."""
-    from penstock.models.catalog import model_from_mapping, resolve_model
+    from penstock.models.catalog import TRACED, model_from_mapping, resolve_model
     from penstock.runtime.checkpoints.huggingface import export_hf_checkpoint
+    from penstock.runtime.checkpoints.module_state import export_module
     from penstock.runtime.checkpoints.reader import Checkpoint
 
     opened = Checkpoint(checkpoint)
@@ -128,7 +129,7 @@ def export_weights(checkpoint: Path, folder: Path) -> None:
     if not isinstance(trained, str | dict):
         raise InputError(f"checkpoint '{opened.path}' does not say which model it is of.")
     model = resolve_model(trained) if isinstance(trained, str) else model_from_mapping(trained, f"checkpoint '{opened.path}'", "model")
-    export_hf_checkpoint(opened, model, folder)
+    (export_module if model.family == TRACED else export_hf_checkpoint)(opened, model, folder)
 
 
 def _launch_text(plan: Plan, system: str, source: Path) -> str:

@@ -21,6 +21,9 @@ def profile(
     model: Annotated[list[str] | None, typer.Option("--model", help="Model name, YAML file or hf:PATH; may be repeated.")] = None,
     device: Annotated[str, typer.Option(help="`cpu` or `cuda`.")] = "cpu",
     tp: Annotated[str, typer.Option(help="Tensor-parallel degrees whose shards are measured.")] = "1,2,4,8",
+    beside: Annotated[
+        str, typer.Option(metavar="LOADS", help="Also measure ops beside so many processes that keep the device busy, such as 0.5,1,2.")
+    ] = "",
     merge: Annotated[list[str] | None, typer.Option(help="Profiles of other machines to take in; may be repeated.")] = None,
     time_budget: Annotated[
         float, typer.Option(callback=within(0, BIG), help="Stop after this many seconds; run again to go on. 0: no limit.")
@@ -34,7 +37,7 @@ def profile(
     Example: penstock profile --model gpt-small --device cpu --out profile.json
     """
     _check_request(path, bool(model or merge))
-    degrees = _degrees(tp)
+    degrees, loads = _degrees(tp), _loads(beside)
     models = _models(model or [], device)
     _check_device(device)
     from penstock.costs.profile import read_profile
@@ -48,7 +51,7 @@ def profile(
     profiler.here.links[:] = measure_links(profiler.device) or profiler.here.links  # first, so that no rank waits for another's ops
     if rank:
         return
-    units = profiler.units(models, degrees)
+    units = profiler.units(models, degrees, loads)
     if models and not units and not profiler.here.series:
         from penstock.errors import InputError
 
@@ -86,6 +89,19 @@ def _degrees(text: str) -> list[int]:
     return degrees
 
 
+def _loads(text: str) -> list[float]:
+    from penstock.errors import InputError
+    from penstock.processes.burners import MAX_FACTOR
+
+    try:
+        loads = sorted({float(part) for part in text.split(",")}) if text else []
+    except ValueError:
+        raise InputError(f"--beside is '{text}'; expected numbers such as 0.5,1,2.") from None
+    if not all(0 < load <= MAX_FACTOR for load in loads):
+        raise InputError(f"--beside is '{text}'; loads are above 0, and at most {MAX_FACTOR:g}.")
+    return loads
+
+
 def _models(names: list[str], device: str) -> list:  # type: ignore[type-arg]
     """In the precision that a search for this machine would choose."""
     from penstock.clusters import resolve_cluster
@@ -115,6 +131,7 @@ def _tell(profiler, path: str, left: int, json: bool) -> None:  # type: ignore[n
     points = sum(len(series) for series in here.series.values())
     if json:
         print_json({"out": path, "device": profiler.name, "series": len(here.series), "points": points, "units_left": left,
+                    "beside": _slower(here.beside),
                     "held_out_points": len(errors), "held_out_mean_error": mean, "held_out_worst_error": worst})  # fmt: skip
         return
     rows = [
@@ -124,7 +141,19 @@ def _tell(profiler, path: str, left: int, json: bool) -> None:  # type: ignore[n
         ("links", f"{len(here.links)} measured" if here.links else "modelled (one rank here)"),
     ]  # fmt: skip
     out().print(table(f"profile {path}", ("what", "value"), rows))
+    for load, factors in sorted(_slower(here.beside).items()):
+        told = ", ".join(f"{op_class} {factor:.2f}x" for op_class, factor in sorted(factors.items()))
+        out().print(f"beside {load:g} busy: {told} as long", markup=False, highlight=False)
     if worst > _NOISY:
         out().print(f"note: a held-out point is off by {worst:.0%}: something else kept the device busy. Measure again, to another file.")
     if left:
         out().print(f"{left} units of work are left: run the same command again to go on.")
+
+
+def _slower(points) -> dict[float, dict[str, float]]:  # type: ignore[no-untyped-def]
+    """How many times as long each class of ops takes beside each load, all models together."""
+    found: dict[float, dict[str, float]] = {}
+    for load, op_class in {(point.load, point.op_class) for point in points}:
+        own = [point for point in points if (point.load, point.op_class) == (load, op_class)]
+        found.setdefault(load, {})[op_class] = sum(point.beside_s for point in own) / sum(point.alone_s for point in own)
+    return found

@@ -90,7 +90,7 @@ def _times(found: ReadyJob) -> Iterator[str]:
         f"{steps:,} steps take {format_time(best.time_s * steps)}"
     )
     yield f"memory   {format_bytes(best.peak_bytes)} of {format_bytes(best.limit_bytes)} on the fullest device"
-    yield f"bound    at most {best.time_s / best.bound_s - 1:.1%} above the best possible on these stages"
+    yield f"bound    at most {best.gap:.1%} above the best possible on these stages"
     for other in found.found.found[1:2]:
         yield f"beside   the next best, {short_name(other.plan)}: {format_time(other.time_s)} ({other.time_s / best.time_s - 1:+.1%})"
     if found.found.fixed_padded_s:

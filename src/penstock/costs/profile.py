@@ -18,7 +18,7 @@ from penstock.models.ops import Op
 from penstock.models.shapes import Shape
 
 __all__ = [
-    "HOST_COLUMNS", "DeviceProfile", "LinkPoint", "OptimizerPoint", "Profile", "Series", "SeriesKey",
+    "HOST_COLUMNS", "BesidePoint", "DeviceProfile", "LinkPoint", "OptimizerPoint", "Profile", "Series", "SeriesKey",
     "WholeFactors", "coordinates", "read_profile", "series_key",
 ]  # fmt: skip
 
@@ -114,6 +114,19 @@ class LinkPoint:
 
 
 @dataclass(frozen=True)
+class BesidePoint:
+    """What the ops of one class took in one pass of a model, alone and beside a load on the same device."""
+
+    model: str
+    op_class: str
+    """One of `costs.speeds.OpClass`."""
+    load: float
+    """Processes that keep the device busy."""
+    alone_s: float
+    beside_s: float
+
+
+@dataclass(frozen=True)
 class WholeFactors:
     """What a chain's ops take together, run for seconds without marks, over the sum of their measured parts."""
 
@@ -136,6 +149,8 @@ class DeviceProfile:
     links: list[LinkPoint] = field(default_factory=list)
     whole: dict[str, WholeFactors] = field(default_factory=dict)
     """By op signature: how its chain as a whole compares with the sum of its parts."""
+    beside: list[BesidePoint] = field(default_factory=list)
+    """How much foreign loads slow classes of ops, if that was asked for."""
     base_bytes: float = 0.0
     """Allocated by libraries (matrix workspaces) whatever the model."""
     held_out: list[tuple[str, float]] = field(default_factory=list)
@@ -158,6 +173,7 @@ class DeviceProfile:
                     mine.add(**dict(zip(COLUMNS, row, strict=True)))
         self.optimizer += [point for point in other.optimizer if point not in self.optimizer]
         self.links += [point for point in other.links if point not in self.links]
+        self.beside += [point for point in other.beside if point not in self.beside]
         self.whole.update(other.whole)
         self.base_bytes = max(self.base_bytes, other.base_bytes)
         self.held_out += [error for error in other.held_out if error not in self.held_out]
@@ -203,6 +219,7 @@ def _encode(device: DeviceProfile) -> dict[str, Any]:
         "optimizer": [asdict(p) for p in device.optimizer],
         "links": [asdict(p) for p in device.links], "held_out": [[what, _short(e)] for what, e in device.held_out],
         "out_of_memory": device.out_of_memory, "done": device.done, "series": rows,
+        **({"beside": [asdict(p) for p in device.beside]} if device.beside else {}),
     }  # fmt: skip
 
 
@@ -249,7 +266,7 @@ def _decode(data: dict[str, Any]) -> DeviceProfile:
         links=[_of_fields(LinkPoint, p) for p in data["links"]], base_bytes=_number(data["base_bytes"], "base_bytes"),
         whole={signature: _of_fields(WholeFactors, factors) for signature, factors in data["whole"].items()},
         held_out=[(str(what), float(error)) for what, error in data["held_out"]], out_of_memory=list(data["out_of_memory"]),
-        done=list(data["done"]),
+        done=list(data["done"]), beside=[_of_fields(BesidePoint, p) for p in data.get("beside", [])],
     )  # fmt: skip
 
 

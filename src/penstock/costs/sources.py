@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.clusters import Cluster
-from penstock.costs.profile import read_profile
+from penstock.costs.profile import BesidePoint, read_profile
 from penstock.costs.profiled import Profiled
 from penstock.costs.roofline import Roofline
 from penstock.costs.source import CostSource
 from penstock.errors import InputError, ProfileMissingError, near_misses
 
-__all__ = ["open_costs", "shipped_profiles"]
+__all__ = ["beside_loads", "open_costs", "shipped_profiles"]
 
 SHIPPED = Path(__file__).with_name("shipped")
 _SOURCES: dict[str, tuple[str, Callable[[str, Cluster | None], CostSource]]] = {
@@ -45,6 +45,12 @@ def open_costs(text: str = "roofline", cluster: Cluster | None = None) -> CostSo
     if bool(colon) != (":" in form) or bool(path) != bool(colon) or "\0" in path:
         raise InputError(f"costs '{text}': expected {form}.")
     return opened(path, cluster)
+
+
+def beside_loads(source: CostSource) -> list[BesidePoint]:
+    """What a source has measured beside loads; most have nothing."""
+    known = source.devices.values() if isinstance(source, Profiled) else ()
+    return [point for device in known for point in device.profile.beside]
 
 
 def shipped_profiles() -> dict[str, Path]:

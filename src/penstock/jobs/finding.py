@@ -8,6 +8,8 @@ from typing import Any
 
 from penstock.clusters import resolve_cluster
 from penstock.errors import InputError
+from penstock.files import write_json
+from penstock.jobs.cache import cache_folder, digest, made_once
 from penstock.jobs.measuring import chosen_costs
 from penstock.jobs.models import first_weights, found_source, job_model
 from penstock.jobs.planning import PlanQuestion, batch_of, job_cluster, plans_for
@@ -21,14 +23,15 @@ __all__ = ["find_plans", "named_model", "open_samples"]
 
 
 def find_plans(
-    model: str, cluster: str = "local", *, data: Any, tokens_per_batch: int | None = None, lengths: Sequence[int] | None = None,
+    model: Any, cluster: str = "local", *, data: Any, tokens_per_batch: int | None = None, lengths: Sequence[int] | None = None,
     tokenizer: str | None = None, costs: str = "auto", precision: str | None = None, memory_limit_gb: float | None = None,
     time_budget_s: float | None = None, over_long: str = "refuse", top: int = 5,
 ) -> list[Plan]:  # fmt: skip
     """The best plans for training a model on these samples, best first; the same on every process that asks.
 
     Args:
-        model: A name of the catalogue, a YAML file, `hf:FOLDER` or `module:FILE.py:FUNCTION`.
+        model: A name of the catalogue, a YAML file, `hf:FOLDER`, `module:FILE.py:FUNCTION`, a torch module, or a function that makes one;
+            of the last two `penstock.parallelize` trains the plan.
         cluster: `local`, a cluster file, or a shorthand such as `4xa100-40gb`. Under torchrun `local` has a device for each process.
         data: What is trained on: a prepared folder, a JSONL, CSV or text file (or several), a `datasets.Dataset` or any other sequence of
             dicts with `input_ids` or of lists of token ids.
@@ -45,7 +48,7 @@ def find_plans(
     >>> plan = find_plans("gpt-tiny", "2xcpu", data="data", tokens_per_batch=4096)[0]   # doctest: +SKIP
     >>> print(plan)   # doctest: +SKIP
     """
-    source, place = found_source(named_model(model)), job_cluster(cluster)
+    source, place = found_source(_described(model)), job_cluster(cluster)
     devices = resolve_cluster(place)
     described, _ = chosen_precision(job_model(source), devices, precision)
     prepared = open_samples(data, described, source, lengths=lengths, tokenizer=tokenizer, over_long=over_long)
@@ -78,3 +81,23 @@ def named_model(model: Any) -> str:
         f"a model is named by text, and {type(model).__name__} was given. Put a function that makes it into a file, and name that: "
         "module:FILE.py:FUNCTION."
     )
+
+
+def _described(model: Any) -> str:
+    """The text that names a model, or the file of a description of a module that only this process has."""
+    if not callable(model):
+        return named_model(model)
+    from torch import nn
+
+    from penstock.models.description import model_to_description
+    from penstock.models.modules.cutting.describing import describe
+    from penstock.models.modules.cutting.origins import made_of
+
+    made = model if isinstance(model, nn.Module) else model()
+    module, example = made[:2] if isinstance(made, tuple) else (made, None)
+    if not isinstance(module, nn.Module):
+        raise InputError(f"model makes a {type(module).__name__}; a torch module was expected, and perhaps an example of inputs behind.")
+    found = model_to_description(describe(made_of(module, example)))
+    path = cache_folder("models") / f"{digest(found)}.json"
+    made_once(path, lambda path: write_json(path, found))
+    return str(path)

@@ -49,6 +49,11 @@ class FoundPlan:
     bound_s: float
     """No way to cut the same batches is faster on the same devices and stages."""
 
+    @property
+    def gap(self) -> float:
+        """How far it is above that, at most, as a share."""
+        return max(0.0, self.time_s / self.bound_s - 1)
+
 
 @dataclass(frozen=True)
 class FoundPlans:
@@ -67,7 +72,7 @@ class FoundPlans:
         if self.fixed_padded_s:
             ratio = self.fixed_padded_s / best.time_s
             beside.append(f"fixed micro-batches, padded to the longest sample, would take {ratio:.2f} times as long on these lengths")
-        beside.append(f"at most {best.time_s / best.bound_s - 1:.1%} above the best way to cut these batches on its stages")
+        beside.append(f"at most {best.gap:.1%} above the best way to cut these batches on its stages")
         later = (
             replace(one.plan, notes=(*one.plan.notes, f"{one.time_s / best.time_s - 1:.1%} slower than {short_name(best.plan)}"))
             for one in self.found[1:]

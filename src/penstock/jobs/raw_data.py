@@ -32,6 +32,7 @@ _RECIPE = 1
 """Raised when the same texts would be prepared otherwise."""
 _TRAINED_VOCAB = 8192
 """Tokens of a tokenizer that is trained on the texts, at most."""
+_ANY_LENGTH = 1 << 20
 _MOST_LENGTHS = 200_000
 """Samples that are looked at, spread over all of them: a few batches are drawn from them."""
 
@@ -67,7 +68,7 @@ def prepare_raw(
 
 def fitted(data: DataSet, model: Model, over_long: str, prompt_loss: bool = False, was_there: bool = True) -> PreparedData:
     """Samples with what they fill of a model's positions; refused where some have more than there are, unless those are to be cut off."""
-    filled = filled_positions(form_of(model, data, prompt_loss=prompt_loss), data, model.seq_length, model.dec_length)
+    filled = filled_positions(form_of(model, data, prompt_loss=prompt_loss), data, _most_positions(model), model.dec_length)
     if model.seq_length and filled.num_truncated and over_long == "refuse":
         longest = int(max(side.max() for side in data.lengths))
         raise InputError(
@@ -76,6 +77,12 @@ def fitted(data: DataSet, model: Model, over_long: str, prompt_loss: bool = Fals
             "job: --set data.over_long=truncate)."
         )
     return PreparedData(data, filled, was_there)
+
+
+def _most_positions(model: Model) -> int:
+    """Tokens that a sample may have; somebody's module does not say, and may take any number."""
+    unknown = model.seq_length and "origin" in model.config and not str(model.config["origin"]).startswith("hf:")
+    return _ANY_LENGTH if unknown else model.seq_length
 
 
 def sample_lengths(prepared: PreparedData) -> list[SampleLengths]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from penstock.errors import InputError
 from penstock.models.shapes import NOTHING, Form, Quantity, Shape
 
-__all__ = ["ITEM_BYTES", "Block", "Collective", "Model", "Op", "PlacedOp", "Split", "TensorSpec"]
+__all__ = ["ITEM_BYTES", "Block", "Collective", "Model", "Op", "PlacedOp", "Split", "TensorSpec", "carried_bytes"]
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "int64": 8}
 
@@ -50,6 +50,12 @@ class TensorSpec:
         if self.split:
             sizes[-1] //= tp
         return tuple(sizes)
+
+
+@lru_cache(maxsize=4096)  # a chain has thousands of cuts, but few kinds of carry
+def carried_bytes(specs: tuple[TensorSpec, ...], dtype: str) -> Quantity:
+    """Bytes of some tensors on one rank when the model trains in `dtype`."""
+    return sum((spec.size_bytes(dtype) for spec in specs), NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +222,7 @@ class Model:
 
     def boundary_bytes(self, index: int) -> Quantity:
         """Bytes that cross a cut before op `index`, as held by one tp rank."""
-        total = Quantity()
-        for spec in self.carry_before(index):
-            total = total + spec.size_bytes(self.dtype)
-        return total
+        return carried_bytes(self.carry_before(index), self.dtype)
 
     def max_tp(self) -> int:
         """The largest tensor-parallel degree (a power of two up to 64) that every op allows."""

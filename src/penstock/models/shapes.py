@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import add, mul
 from typing import Literal
 
 import numpy as np
@@ -72,10 +73,11 @@ class Form:
         return cls(tuple(float(terms.get(name, 0.0)) for name in FEATURES))
 
     def __call__(self, shape: Shape) -> float:
-        return sum(c * f for c, f in zip(self.coefficients, shape.features, strict=True))
+        amount: float = sum(map(mul, self.coefficients, shape.features))
+        return amount
 
     def __add__(self, other: Form) -> Form:
-        return Form(tuple(a + b for a, b in zip(self.coefficients, other.coefficients, strict=True)))
+        return Form(tuple(map(add, self.coefficients, other.coefficients)))
 
     def __mul__(self, factor: float) -> Form:
         return Form(tuple(c * factor for c in self.coefficients))

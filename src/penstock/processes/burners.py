@@ -78,7 +78,9 @@ class Burners:
     def __init__(self, count: int, device: str = "cpu", victim: int = 0, share: float = 1.0) -> None:
         command = [sys.executable, "-m", "penstock.processes.burners", device, str(victim)]
         # Ctrl-C is for who started them.
-        self._processes = [subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0) for _ in range(count)]
+        self._processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0) for _ in range(count)
+        ]
         self.set(share)
 
     @property
@@ -93,6 +95,12 @@ class Burners:
             with suppress(BrokenPipeError):  # one that has ended is told of by `failed`
                 process.stdin.write(f"{share:.4f}\n".encode())
                 process.stdin.flush()
+
+    def await_ready(self) -> None:
+        """Returns when all of them are busy, or have ended."""
+        for process in self._processes:
+            assert process.stdout is not None
+            process.stdout.readline()
 
     @property
     def failed(self) -> bool:
@@ -129,6 +137,7 @@ def _burn(device: str, victim: int) -> None:
     share = _Share()
     threading.Thread(target=share.follow, daemon=True).start()
     work = _spin if device == "cpu" else _multiplying(device)
+    print("ready", flush=True)
     while True:
         start = time.perf_counter()
         if victim:

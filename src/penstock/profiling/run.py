@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import gc
+import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +17,7 @@ import torch
 
 from penstock.costs.profile import (
     HOST_COLUMNS,
+    BesidePoint,
     DeviceProfile,
     OptimizerPoint,
     Profile,
@@ -25,9 +28,11 @@ from penstock.costs.profile import (
     series_key,
 )  # fmt: skip
 from penstock.costs.profiled import DeviceCosts
+from penstock.costs.speeds import OpClass, class_of
 from penstock.models.modules import TORCH_DTYPES, Batch, Chain, TensorParallel, build_chain, random_batch
 from penstock.models.ops import ITEM_BYTES, Model, PlacedOp, TensorSpec
 from penstock.models.shapes import Shape
+from penstock.processes.burners import Burners
 from penstock.profiling.grid import GridLimits, Lengths, attention_grid, mixed_lengths, refine, sweep_lengths, sweep_size
 from penstock.profiling.local import device_facts
 from penstock.profiling.marks import times_for
@@ -44,24 +49,30 @@ WARMUP_S = 0.2
 """How long a GPU works on a large shape before it is timed."""
 RESTLESS = 0.1
 """Spread above which a measurement is made again."""
+BESIDE_TOKENS = 4096
+"""Of a pass that is measured beside a load: enough that ops, not their launches, are slowed."""
 LASTING_S = 2.0
 """How long a chain runs without a pause to see what lasting load does to it."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One piece of profiling work: a sweep over sizes of the chain or over lengths of its attention ops, or the chain as a whole."""
+    """One piece of profiling work: a sweep over sizes of the chain or over lengths of its attention ops, the chain as a whole, or beside a
+    load."""
 
     model: Model
     sweep: str
     tp: int
     algo: int = 0
     layout: str = "padded"
+    load: float = 0.0
+    """Processes that keep the device busy meanwhile."""
 
     @property
     def name(self) -> str:
         """How the unit is remembered as done."""
-        return f"{self.model.name} {self.model.dtype} {self.sweep} tp{self.tp} algo{self.algo} {self.layout}"
+        load = f" {self.load:g} busy" if self.load else ""
+        return f"{self.model.name} {self.model.dtype} {self.sweep} tp{self.tp} algo{self.algo} {self.layout}{load}"
 
 
 def random_model_batch(model: Model, lengths: Lengths, device: torch.device, seed: int = 0) -> Batch:
@@ -111,9 +122,10 @@ class Profiler:
         """What is known of this machine's device."""
         return self.profile.devices[self.name]
 
-    def units(self, models: Sequence[Model], tps: Sequence[int]) -> list[Unit]:
-        """All work for these models that is not yet done."""
+    def units(self, models: Sequence[Model], tps: Sequence[int], loads: Sequence[float] = ()) -> list[Unit]:
+        """All work for these models that is not yet done; `loads` are numbers of processes beside which ops are measured too."""
         units = sorted((unit for model in models for unit in self._units(model, tps)), key=lambda unit: unit.tp)
+        units += [Unit(model, "beside", 1, load=load) for model in models for load in loads]
         return [unit for unit in units if unit.name not in self.here.done]
 
     def _units(self, model: Model, tps: Sequence[int]) -> Iterator[Unit]:
@@ -135,7 +147,8 @@ class Profiler:
             if time.monotonic() > deadline:
                 return count
             progress(unit.name)
-            {"sizes": self._sweep_sizes, "lengths": self._sweep_lengths, "whole": self._compare_whole}[unit.sweep](unit)
+            sweeps = {"sizes": self._sweep_sizes, "lengths": self._sweep_lengths, "whole": self._compare_whole, "beside": self._beside}
+            sweeps[unit.sweep](unit)
             self._settle()
             self.here.done.append(unit.name)
             self.profile.write(self.path)
@@ -257,6 +270,31 @@ class Profiler:
             medians = statistics.median(times[1:]), statistics.median(host[1:])
             self.here.optimizer.append(OptimizerPoint(unit.model.dtype, count, num_ops, *medians))
             del optimizer
+
+    def _beside(self, unit: Unit) -> None:
+        """Each class of ops in a pass of usual size, alone and beside processes that keep the device busy."""
+        model = shortened(unit.model, COPIES)
+        chain = self._chain(model, 0, model.num_ops, unit)
+        size = self.limits.max_samples if not model.seq_length else min(self.limits.max_tokens, BESIDE_TOKENS)
+        batch = random_model_batch(model, sweep_lengths(model, size), self.device)
+        alone_s = self._classes_s(unit, chain, model, batch)
+        count = math.ceil(unit.load)
+        victim = os.getpid() if self.device.type == "cpu" else 0
+        with Burners(count, "cpu" if victim else "cuda", victim, unit.load / count) as burners:
+            burners.await_ready()
+            beside_s = self._classes_s(unit, chain, model, batch)
+        self.here.beside += [
+            BesidePoint(unit.model.name, op_class, unit.load, time_s, beside_s[op_class]) for op_class, time_s in alone_s.items() if time_s
+        ]
+
+    def _classes_s(self, unit: Unit, chain: Chain, model: Model, batch: Batch) -> dict[str, float]:
+        """Seconds of all ops of each class, forward and backward."""
+        found = min(self._tries(unit, chain, model.ops, batch, model.carry_before(0), 6), key=_unrest)
+        times_s = {m.signature: m.forward_s + m.backward_s for m in found}
+        sums = dict.fromkeys((str(op_class) for op_class in OpClass), 0.0)
+        for place in model.ops:
+            sums[str(class_of(place.op))] += times_s[place.op.signature]
+        return sums
 
     def _compare_whole(self, unit: Unit) -> None:
         """How the chain as a whole compares with the sum of its parts: small work for the host, lasting work for the device."""

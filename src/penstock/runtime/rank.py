@@ -18,10 +18,10 @@ from penstock.plans.plan import Plan
 from penstock.plans.ranks import seats_of
 from penstock.programs import instructions as i
 from penstock.runtime.executor import Executor
-from penstock.runtime.module_chain import CutModule, cut_module
 from penstock.runtime.optimizing.update import StepResult, Update
 from penstock.runtime.parallel.accuracy import count_correct
 from penstock.runtime.parallel.gradients import Gradients, gradients_of
+from penstock.runtime.parallel.module_chain import CutModule, cut_module
 from penstock.runtime.parallel.rounds import rounds_of
 from penstock.runtime.parallel.stage import ModuleKey, StageModule, module_key
 from penstock.runtime.parallel.stashing import WeightStash

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.runtime.planner_processes import Handover
 
-__all__ = ["Run", "Watching", "train_rank"]
+__all__ = ["Run", "Watching", "forward_work", "train_rank"]
 
 Watching = Callable[["Run"], "StepWatcher"]
 """Makes the watcher of a run, in every process."""
@@ -515,14 +515,14 @@ class Run:
         found = []
         for number in range(self.request.eval_batches):
             planned = planner.programs(data, batches[number])
-            work = [_forwards(program) for _, program in sorted({program.replica: program for program in planned}.items())]
+            work = [forward_work(program) for _, program in sorted({program.replica: program for program in planned}.items())]
             programs = lower(planner.plan, self.model, work, number, training=False)
             require_safe(programs, planner.plan, self.model)
             found.append(next(program for program in programs if program.rank == self.worker.rank))
         return Samples(data, planner.form, source.limits), found
 
 
-def _forwards(program: Program) -> ReplicaWork:
+def forward_work(program: Program) -> ReplicaWork:
     """The micro-batches of a program's replica, passed forward one after the other; the stages of a device in turn."""
     stages = [place.stage for place in program.places]
     full = gpipe(program.num_stages, len(program.micro_batches))

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import InputError
+from penstock.models.catalog import TRACED
 from penstock.models.modules.hf_weights import HF_FILES
 from penstock.runtime.checkpoints.huggingface import HfFolder
 from penstock.runtime.checkpoints.layout import BUFFERS, WEIGHTS, stored_shapes
+from penstock.runtime.checkpoints.module_state import ModuleFolder
 from penstock.runtime.checkpoints.reader import Checkpoint
 
 if TYPE_CHECKING:
@@ -20,11 +22,11 @@ _HF = ("hf", "huggingface")
 """As models are named, and as `penstock export` names the folder that it writes."""
 
 
-def open_weights(text: str, model: Model) -> HfFolder | Checkpoint:
+def open_weights(text: str, model: Model) -> HfFolder | ModuleFolder | Checkpoint:
     """The weights of `hf:FOLDER`, of a checkpoint, or of the latest in a folder."""
     kind, _, folder = text.partition(":")
     if kind in _HF:
-        return HfFolder(folder, model)
+        return ModuleFolder(folder, model) if model.family == TRACED else HfFolder(folder, model)
     if any((Path(text) / name).is_file() for name in HF_FILES):
         raise InputError(f"'{text}' holds weights under Hugging Face's names. Write hf:{text}.")
     return Checkpoint(text)
@@ -33,7 +35,7 @@ def open_weights(text: str, model: Model) -> HfFolder | Checkpoint:
 def check_weights(text: str, model: Model) -> None:
     """Refuses weights that are not the model's, before anything starts."""
     found = open_weights(text, model)
-    if isinstance(found, HfFolder):
+    if not isinstance(found, Checkpoint):
         found.check()
     else:
         found.check(stored_shapes(model), kinds=(WEIGHTS, BUFFERS))

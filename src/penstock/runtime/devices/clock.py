@@ -145,7 +145,7 @@ class DeviceClock:
         """The moment at which a message arrives, which travels with it."""
         direction = 0 if step.what == "activation" else 1
         time_s = float(self._work.transfers_s[direction, step.cut, step.micro_batch])
-        time_s *= self._disturbance.now.link(self.world.rank, step.peer, self._program.iteration)
+        time_s *= self.link_factor(step.peer)
         link, start = int(self._work.links[direction, step.cut]), self._ready[step.buffer]
         if link >= 0:
             start = max(start, self._links.get(link, 0.0))
@@ -153,6 +153,10 @@ class DeviceClock:
         if not self._work.overlap:
             self._now = max(self._now, start + time_s)
         return torch.tensor([start + time_s], dtype=torch.float64)
+
+    def link_factor(self, peer: int) -> float:
+        """How many times as long as predicted messages to another rank took in the last iteration."""
+        return self._disturbance.now.link(self.world.rank, peer, self._program.iteration)
 
     def received(self, buffer: int, stamp: torch.Tensor) -> None:
         """A message has come; returns at the moment that its stamp says."""

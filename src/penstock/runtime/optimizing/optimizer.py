@@ -18,7 +18,7 @@ from penstock.models.modules.fused import has_triton
 from penstock.runtime.optimizing.update_rules import AdamWRule, UpdateRule, update_rule
 from penstock.runtime.settings import OptimizerSettings
 
-__all__ = ["MASTER", "MasterAdamW", "Optimizer", "make_adamw", "make_optimizer", "squared_norms"]
+__all__ = ["MASTER", "MasterAdamW", "Optimizer", "make_adamw", "make_optimizer", "make_own", "squared_norms"]
 
 MASTER = "master"
 """What an optimizer calls the fp32 copy that a half-precision weight is rounded from, beside `exp_avg` and the like."""
@@ -235,6 +235,12 @@ def make_optimizer(
     if not own or own[0].dtype == torch.float32:
         return _Plain(own, lambda inner: update_rule(settings, inner, lr))
     return _Masters(own, lambda inner: update_rule(settings, inner, lr), op_of=op_of)
+
+
+def make_own(parameters: Iterable[nn.Parameter], make: Callable[[list[nn.Parameter]], Any], op_of: Mapping[int, int]) -> Optimizer:
+    """An optimizer by somebody's own rule: what `make` returns for fp32 weights steps and keeps `state` as torch's optimizers do."""
+    own = list(parameters)
+    return _Plain(own, make) if not own or own[0].dtype == torch.float32 else _Masters(own, make, op_of=op_of)
 
 
 def make_adamw(parameters: Iterable[nn.Parameter], *, lr: float = 1e-4, weight_decay: float = 0.01) -> Optimizer:

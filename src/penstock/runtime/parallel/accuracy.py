@@ -11,7 +11,7 @@ from penstock.models.micro_batch import MicroBatch
 from penstock.models.modules.base import Carry
 from penstock.models.modules.batch import Batch
 from penstock.models.modules.parallel import TensorParallel
-from penstock.runtime.module_chain import ModuleChain
+from penstock.runtime.parallel.module_chain import ModuleChain
 from penstock.runtime.parallel.stage import StageModule
 
 __all__ = ["count_correct", "most_likely"]

@@ -33,9 +33,9 @@ from penstock.plans.degrees import Axis, parts_of
 from penstock.plans.plan import Stage
 from penstock.programs.routing import Side
 from penstock.programs.sharing import ranks_with
-from penstock.runtime.module_chain import CutModule, ModuleChain
 from penstock.runtime.parallel.deferred import DeferWeights
 from penstock.runtime.parallel.held import Held
+from penstock.runtime.parallel.module_chain import CutModule, ModuleChain
 from penstock.runtime.parallel.resharding import Reshard
 from penstock.runtime.parallel.sequence import SequenceChain
 from penstock.runtime.parallel.sharding import ShardedWeights

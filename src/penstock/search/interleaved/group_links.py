@@ -11,7 +11,7 @@ import numpy as np
 from penstock.costs.collectives import BUCKET_BYTES, sync_gradients_s
 from penstock.costs.memory import bytes_per_parameter
 from penstock.costs.table import Floats
-from penstock.models.shapes import Quantity
+from penstock.models.ops import carried_bytes
 from penstock.plans.plan import Degrees, Stage
 from penstock.search.space.families import PlanFamily
 from penstock.search.space.prices import step_s_per_weight
@@ -73,8 +73,7 @@ def _messages_s(family: PlanFamily, option: StageOption, stages: list[Stage]) ->
     ends = [replace(stage, devices=stage.devices[:_SEEN]) for stage in stages]
 
     def gradient_bytes(op: int) -> float:
-        sizes = (spec.size_bytes(model.dtype) for spec in model.carry_before(op) if spec.differentiable)
-        return sum(sizes, Quantity()).at(shape, option.tp)
+        return carried_bytes(tuple(spec for spec in model.carry_before(op) if spec.differentiable), model.dtype).at(shape, option.tp)
 
     @cache
     def hops_s(cut: int) -> Floats:

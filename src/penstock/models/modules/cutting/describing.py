@@ -13,7 +13,8 @@ from torch import nn
 
 from penstock.errors import InputError
 from penstock.models.modules.cutting.origins import Made, make_origin
-from penstock.models.modules.cutting.seen import SeenMicroBatch
+from penstock.models.modules.cutting.packing import packs
+from penstock.models.modules.cutting.seen import SeenMicroBatch, logits_loss
 from penstock.models.modules.trace import trace_module
 from penstock.models.ops import Model
 
@@ -41,7 +42,20 @@ def describe(made: Made, dtype: str = "fp32", origin: str = "") -> Model:
 
     with quiet_fakes():
         model = trace_module(made.module, made.example, made.name, dtype, length=min(made.positions or _LENGTH, _LENGTH), call=loss)
-    return with_origin(model, made, origin, classes[0])
+    return _laid_out(with_origin(model, made, origin, classes[0]), made)
+
+
+def _laid_out(model: Model, made: Made) -> Model:
+    """With the layouts in which two samples together train like each alone, as far as that can be tried: with weights, on token ids."""
+    if made.form == "images" or any(p.is_meta for p in made.module.parameters()) or made.vocab < 2:
+        return model
+    padded, packed = packs(made.module, made.loss, made.vocab)
+    if not padded and made.loss is not logits_loss:
+        raise InputError("the loss of two samples together is not the sum of each alone: weigh by micro_batch.weights.")
+    notes = () if packed else ("samples are padded: laid end to end, those of this module would see each other.",)
+    if not padded:
+        notes = (*notes, "padding behind a sample changes what this module makes of it: it takes no attention_mask.")
+    return replace(model, layouts=("padded", "packed") if packed else ("padded",), notes=(*model.notes, *notes))
 
 
 def with_origin(model: Model, made: Made, origin: str, num_classes: int = 0) -> Model:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from penstock.errors import InputError
 from penstock.models.modules.batch import Batch, Sequences
 
-__all__ = ["Loss", "SeenMicroBatch", "logits_loss", "seen"]
+__all__ = ["Loss", "MicroBatch", "SeenMicroBatch", "logits_loss", "seen"]
 
 Loss = Callable[[nn.Module, "SeenMicroBatch"], torch.Tensor]
 """The loss of a module on a micro-batch: its part of the global batch's, a sum weighed by `SeenMicroBatch.weights`."""
@@ -64,6 +64,10 @@ class SeenMicroBatch:
             live = weights > 0
             self.hits = torch.stack([((flat.argmax(-1) == labels) & live).sum(), live.sum()])
         return (F.cross_entropy(flat.float(), labels, reduction="none") * weights).sum()
+
+
+MicroBatch = SeenMicroBatch
+"""As `penstock.MicroBatch`: what a loss of one's own sees."""
 
 
 def seen(batch: Batch, dtype: torch.dtype = torch.float32) -> SeenMicroBatch:

@@ -28,10 +28,14 @@ from penstock.models.modules.cutting.absent import Absent, NeedsValues, absent, 
 from penstock.models.modules.cutting.shapes import UnitShapes
 from penstock.models.modules.cutting.units import kind_of, units_of
 
-__all__ = ["Call", "CarryAt", "GlueWeight", "Site", "Skipping"]
+__all__ = ["Call", "CarryAt", "GlueWeight", "Site", "Skipping", "Through"]
 
 Call = Callable[[nn.Module], Any]
 """Runs a module on one micro-batch, and may go on with what it returns (a loss)."""
+
+
+Through = Callable[[Any, Any, Any, object], Any]
+"""Makes a torch call (function, arguments, named arguments); the last is its number in the module, the same however that is cut."""
 
 
 class Site(NamedTuple):
@@ -127,14 +131,14 @@ class Skipping:
 
     def run(
         self, call: Call, first: int, last: int, carry: Mapping[Site, torch.Tensor], recompute: Collection[int] = (),
-        device: torch.device | str = "cpu",
+        device: torch.device | str = "cpu", through: Through | None = None,
     ) -> Any:  # fmt: skip
         """Runs calls [first, last). The tensors that cross the cut before `last`, by site; what `call` returns if that is the end.
 
         `carry` has the tensors that cross before `first`. Units in `recompute` run again in the backward pass in place of keeping what
-        they need for it.
+        they need for it. `through` makes the module's torch calls in its place.
         """
-        return _Part(self, first, last, carry, recompute, torch.device(device)).go(call)
+        return _Part(self, first, last, carry, recompute, torch.device(device), through).go(call)
 
     def watch(self, call: Call, found: dict[Site, torch.Tensor]) -> Any:
         """Runs everything; `found` gets the tensors that cross any cut."""
@@ -199,8 +203,22 @@ class _Glue(TorchFunctionMode):
         self.run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        return out if self.run.quiet else self.run.glue((args, kwargs), out)
+        if self.run.quiet:
+            return func(*args, **(kwargs or {}))
+        out = self.run.called(func, args, kwargs or {})
+        return self.run.glue((args, kwargs), out)
+
+
+class _Inside(TorchFunctionMode):
+    """Sees every torch call of a unit, where somebody else is to make them."""
+
+    def __init__(self, through: Through, call: int) -> None:
+        super().__init__()
+        self.through, self.call, self.count = through, call, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return self.through(func, args, kwargs or {}, ("unit", self.call, self.count))
 
 
 class _Pass:
@@ -238,6 +256,10 @@ class _Pass:
 
     def calls_so_far(self) -> tuple[str, ...]:
         return self.chain.calls[: self.begun]
+
+    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A torch call of the code between units."""
+        return func(*args, **kwargs)
 
     def skipped(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with self.unwatched():
@@ -325,9 +347,11 @@ class _Part(_Pass):
     """Units [first, last) run; those before are skipped, and the first after them ends the pass."""
 
     def __init__(
-        self, chain: Skipping, first: int, last: int, carry: Mapping[Site, torch.Tensor], recompute: Collection[int], device: torch.device
-    ) -> None:
+        self, chain: Skipping, first: int, last: int, carry: Mapping[Site, torch.Tensor], recompute: Collection[int], device: torch.device,
+        through: Through | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(chain, device)
+        self.through = through
         self.first, self.last, self.recompute = first, last, recompute
         self.into = carry
         self.same: dict[Any, Any] = {}
@@ -344,7 +368,7 @@ class _Part(_Pass):
 
     def go(self, call: Call) -> Any:
         here = {weight.name for weight in self.chain.glue_weights if any(self.first <= k < self.last for k in weight.calls)}
-        watching: AbstractContextManager[Any] = _Glue(self) if self.sees_glue else self.unwatched()
+        watching: AbstractContextManager[Any] = _Glue(self) if self.sees_glue or self.through is not None else self.unwatched()
         with self.chain._stand_ins(here.__contains__, self.device), self.running():
             try:
                 with watching:
@@ -385,7 +409,17 @@ class _Part(_Pass):
             self.same[key] = self.skipped(unit, forward, args, kwargs)
         return self.same[key]
 
+    def called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs) if self.through is None else self.through(func, args, kwargs, ("glue", self.begun, self.count))
+
     def _computed(self, k: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if (through := self.through) is not None:
+            plain = forward
+
+            def forward(*a: Any, **kw: Any) -> Any:
+                with _Inside(through, k):
+                    return plain(*a, **kw)
+
         if k not in self.recompute or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # It runs again between other micro-batches; what is ambient (which samples lie where) must then be its own.

@@ -10,32 +10,19 @@ import torch
 from penstock.errors import InputError
 from penstock.models.modules.cutting.first_values import FirstValues, weights_made_on_meta
 from penstock.models.modules.cutting.origins import Made
+from penstock.models.modules.cutting.packing import sample_attention
 from penstock.models.modules.cutting.seen import SeenMicroBatch, logits_loss
 
-__all__ = ["made_by_transformers"]
+__all__ = ["made_by_transformers", "pretrained_state", "save_config", "use_our_attention"]
 
+_ATTENTION = "penstock"
 _SMALL_BYTES = 2**30
 """A model below this is made with weights, exactly as transformers would make it; a larger one draws them part by part."""
 
 
 def made_by_transformers(folder: str, seed: int) -> Made:
     """The model of a folder or a config file, with random weights."""
-    try:
-        import transformers
-    except ImportError:
-        raise InputError(
-            f"model 'hf:{folder}' is none of Penstock's own families, and needs transformers. Run: pip install penstock[hf]"
-        ) from None
-    path = Path(folder).parent if folder.endswith("config.json") else Path(folder)
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(path))
-    except (OSError, ValueError) as error:
-        raise InputError(f"model 'hf:{folder}' cannot be read: {next(iter(str(error).splitlines()), '')}") from None
-    named = config.architectures or []
-    kind = getattr(transformers, named[0], None) if named else transformers.AutoModelForCausalLM._model_mapping.get(type(config))
-    if kind is None:
-        raise InputError(f"model 'hf:{folder}' is a {', '.join(named) or config.model_type}, which transformers {transformers.__version__} "
-                         "does not have. Use a newer one.")  # fmt: skip
+    kind, config = _class_and_config(folder)
     for one in (config, *(getattr(config, name) for name in getattr(config, "sub_configs", {}) if hasattr(config, name))):
         one.use_cache = False
     with weights_made_on_meta():
@@ -44,15 +31,64 @@ def made_by_transformers(folder: str, seed: int) -> Made:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module = kind(config)
+    use_our_attention(module)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocab = int(getattr(text, "vocab_size", 0) or 0)
     form = _form(kind.__name__, config)
     size = int(getattr(config, "image_size", 0) or 0)
     return Made(
-        path.resolve().name, module, logits_loss, lambda samples, length: _example(form, samples, length, size, config),
+        _path(folder).resolve().name, module, logits_loss, lambda samples, length: _example(form, samples, length, size, config),
         FirstValues(module, seed, module._init_weights), form, 0 if form == "images" else vocab,
         0 if form == "images" else int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 0),
     )  # fmt: skip
+
+
+def use_our_attention(module: Any) -> None:
+    """Attention that stays inside samples, where the model lets attention be chosen."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    if not getattr(module, "_supports_attention_backend", False):
+        return
+    AttentionInterface.register(_ATTENTION, sample_attention)
+    AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
+    for config in {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}.values():
+        config._attn_implementation = _ATTENTION
+
+
+def _path(folder: str) -> Path:
+    return Path(folder).parent if folder.endswith("config.json") else Path(folder)
+
+
+def _class_and_config(folder: str) -> tuple[Any, Any]:
+    try:
+        import transformers
+    except ImportError:
+        raise InputError(
+            f"model 'hf:{folder}' is none of Penstock's own families, and needs transformers. Run: pip install penstock[hf]"
+        ) from None
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(_path(folder)))
+    except (OSError, ValueError) as error:
+        raise InputError(f"model 'hf:{folder}' cannot be read: {next(iter(str(error).splitlines()), '')}") from None
+    named = config.architectures or []
+    kind = getattr(transformers, named[0], None) if named else transformers.AutoModelForCausalLM._model_mapping.get(type(config))
+    if kind is None:
+        raise InputError(f"model 'hf:{folder}' is a {', '.join(named) or config.model_type}, which transformers {transformers.__version__} "
+                         "does not have. Use a newer one.")  # fmt: skip
+    return kind, config
+
+
+def pretrained_state(folder: str) -> dict[str, torch.Tensor]:
+    """The weights of a folder under the names that the model has for them, as transformers reads them."""
+    kind, _ = _class_and_config(folder)
+    return dict(kind.from_pretrained(str(_path(folder))).state_dict())
+
+
+def save_config(folder: str, out: Path, dtype: torch.dtype) -> None:
+    """Writes the model's config beside exported weights."""
+    kind, config = _class_and_config(folder)
+    config.architectures, config.dtype = [kind.__name__], dtype
+    config.save_pretrained(str(out))
 
 
 def _form(name: str, config: Any) -> str:

@@ -18,6 +18,7 @@ from penstock.errors import InputError
 from penstock.models.modules.base import Carry
 from penstock.models.modules.build import TORCH_DTYPES
 from penstock.models.modules.cutting.origins import Made, make_origin
+from penstock.models.modules.cutting.packing import Keeper, has_dropout, kept
 from penstock.models.modules.cutting.seen import seen
 from penstock.models.modules.cutting.skipping import Site, Skipping
 from penstock.models.modules.cutting.weights import WeightTable
@@ -49,6 +50,7 @@ class CutModule:
         self.model, self.made, self.device = model, made, device
         self.dtype = TORCH_DTYPES[model.dtype]
         self.module = made.module.train()
+        self.drops = has_dropout(self.module)
         self.skipping = Skipping(self.module)
         self.skipping.trace(lambda module: made.loss(module, made.tiny()))
         self._require_same()
@@ -137,9 +139,12 @@ class ModuleChain(nn.Module):
             cut.module.train(batch.training)
         micro = seen(batch, cut.dtype)
         into = {site: (carry or {})[spec.name] for spec, site in cut.carried(self.first)}
-        out = cut.skipping.run(
-            lambda module: cut.made.loss(module, micro), self.first, self.last, into, {self.first + at for at in recompute}, cut.device
-        )
+        through = Keeper(micro) if len(micro.bounds) > 1 or (cut.drops and batch.training) else None
+        with kept(micro):
+            out = cut.skipping.run(
+                lambda module: cut.made.loss(module, micro), self.first, self.last, into, {self.first + at for at in recompute},
+                cut.device, through,
+            )  # fmt: skip
         self._hits = micro.hits
         if isinstance(out, torch.Tensor):
             return {"loss": out.float()}

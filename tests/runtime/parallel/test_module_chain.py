@@ -27,6 +27,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"dp": 2, "zero": 3}),
     ("vit", {"dp": 2, "replicas": 2, "zero": 2, "recompute": "all"}),
     ("vit", {"pp": 3}),
+    ("plain_gpt", {"pp": 2, "dp": 2, "layout": "packed"}),
+    ("packed_gemma3", {"pp": 3, "layout": "packed", "recompute": "all"}),
 ]
 
 

@@ -1,0 +1,81 @@
+"""Somebody's modules beside plain torch: every model of the test suite's zoo on one, two and four ranks, and what skipping costs.
+
+    python benchmarks/front_door.py [MODEL …]
+
+Of each model five AdamW steps on 1, 2 and 4 ranks (pipeline; replicas; ZeRO-1; ZeRO-3) against a plain loop over samples: the largest
+difference of losses and weights. Then one module as a single stage beside its plain loop, and the time of a skipped unit.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import module_zoo  # noqa: E402
+import torch  # noqa: E402
+from module_cases import module_case, plain_training, weights_apart  # noqa: E402
+from training_jobs import train_programs  # noqa: E402
+
+from penstock.models.modules.cutting.skipping import Skipping  # noqa: E402
+from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings  # noqa: E402
+from penstock.runtime.workers import WorkerPool  # noqa: E402
+
+PLANS: dict[str, dict[str, Any]] = {
+    "1 rank": {}, "pp 2": {"pp": 2}, "2 replicas": {"replicas": 2, "pp": 1}, "pp 4": {"pp": 4},
+    "pp 2 × dp 2, ZeRO-1": {"pp": 2, "dp": 2, "zero": 1}, "dp 4, ZeRO-3": {"dp": 4, "zero": 3},
+}  # fmt: skip
+MODELS = ("llama", "qwen3", "gemma3", "mixtral", "long_skips", "plain_gpt", "vit")
+ADAMW = TrainingSettings(LearningRate(3e-3, warmup_steps=2), OptimizerSettings("adamw", eps=1e-3), clip_norm=0.5)
+
+
+def main(names: list[str]) -> None:
+    """Prints the tables."""
+    print("| model | plan | loss | weights |\n|---|---|---|---|")
+    with WorkerPool(4, timeout_s=600) as pool:
+        for name in names or MODELS:
+            for title, choice in PLANS.items():
+                case = module_case(name, **choice)
+                outcomes = [one for one in pool.run(train_programs, case.plan, case.programs(), ADAMW) if one.losses]
+                losses, weights = plain_training(name, case, ADAMW)
+                off = max(abs(mine - other) / abs(other) for mine, other in zip(outcomes[0].losses, losses, strict=True))
+                print(f"| {name} | {title} | {off:.0e} | {weights_apart(case, outcomes, weights):.0e} |", flush=True)
+    print("\n| | measured |\n|---|---|")
+    for title, value in speeds():
+        print(f"| {title} | {value} |", flush=True)
+
+
+def speeds() -> list[tuple[str, str]]:
+    """What cutting costs on this machine."""
+    torch.set_num_threads(1)
+    module, kwargs = module_zoo.make("llama"), module_zoo.example("llama", 8, 64)
+    plain = _best(lambda: module(**kwargs).loss.backward())
+    chain = Skipping(module)
+    chain.trace(lambda own: own(**kwargs))
+    whole = _best(lambda: chain.run(lambda own: own(**kwargs), 0, len(chain.calls), {}).loss.backward())
+    carry = {site: x.detach() for site, x in chain.run(lambda own: own(**kwargs), 0, len(chain.calls) - 1, {}).items()}
+    last = _best(lambda: chain.run(lambda own: own(**kwargs), len(chain.calls) - 1, len(chain.calls), carry))
+    alone = _best(lambda: module.lm_head(next(iter(carry.values()))))
+    return [
+        ("module as one stage beside its plain loop", f"{whole / plain:.3f} ×"),
+        ("a skipped unit, code between units included", f"{(last - alone) / (len(chain.calls) - 1) * 1e6:.0f} µs"),
+    ]
+
+
+def _best(work: Callable[[], Any], repeats: int = 20) -> float:
+    """Seconds of the fastest."""
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

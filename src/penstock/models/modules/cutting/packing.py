@@ -1,0 +1,176 @@
+"""Samples that lie end to end in one row: attention kept inside each, whoever wrote it, and dropout that no placement changes.
+
+A module of transformers gets an attention function of ours, which makes no mask. Elsewhere `scaled_dot_product_attention` without a mask is
+called once for each sample. Whether that is all a module needs is tried out: two samples together against each alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from penstock.models.modules.cutting.absent import Absent
+from penstock.models.modules.cutting.seen import Loss, SeenMicroBatch
+from penstock.models.modules.dropout import keyed_dropout
+from penstock.models.modules.init import stable_hash
+
+__all__ = ["Keeper", "has_dropout", "kept", "packs", "sample_attention"]
+
+_CURRENT: ContextVar[SeenMicroBatch | None] = ContextVar("micro_batch", default=None)
+"""What runs now; a unit that is recomputed runs with its own again."""
+_LENGTHS = 9, 14
+"""Of the two samples that are tried."""
+
+
+class Keeper:
+    """Calls torch for a module that runs on a micro-batch: attention stays inside samples, and dropout is keyed by sample and place."""
+
+    def __init__(self, micro_batch: SeenMicroBatch) -> None:
+        self._micro_batch = micro_batch
+
+    def __call__(self, func: Any, args: Any, kwargs: Any, place: object) -> Any:
+        """`func(*args, **kwargs)`, the call numbered `place` of the module's pass."""
+        if func is F.scaled_dot_product_attention and self._lies_packed(args):
+            pieces = self._micro_batch.bounds
+            parts = [[x[..., a:b, :] for x in args[:3]] for a, b in pieces]
+            return torch.cat([func(*part, *args[3:], **kwargs) for part in parts], -2)
+        if func is F.dropout:
+            return self._dropped(func, args, kwargs, place)
+        return func(*args, **kwargs)
+
+    def _lies_packed(self, args: Any) -> bool:
+        bounds = self._micro_batch.bounds
+        has_mask = len(args) > 3 and args[3] is not None
+        if len(bounds) < 2 or has_mask or len(args) < 3 or isinstance(args[0], Absent) or args[0].is_meta:
+            return False
+        return bool(args[0].shape[-2] == args[1].shape[-2] == bounds[-1][1])
+
+    def _dropped(self, func: Any, args: Any, kwargs: Any, place: object) -> Any:
+        x, keys = args[0], self._micro_batch.keys
+        probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+        training = kwargs.get("training", args[2] if len(args) > 2 else True)
+        if not training or not probability or keys is None or isinstance(x, Absent) or x.is_meta or x.shape[:-1].numel() != keys.numel():
+            return func(*args, **kwargs)
+        key = stable_hash(self._micro_batch.key, place)
+        return keyed_dropout(x.reshape(-1, x.shape[-1]), keys, probability, key).view(x.shape)
+
+
+@contextmanager
+def kept(micro_batch: SeenMicroBatch) -> Iterator[None]:
+    """Attention functions of ours find the micro-batch meanwhile."""
+    token = _CURRENT.set(micro_batch)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Whether a module drops anything, as far as it can be seen from outside."""
+    config = getattr(module, "config", None)
+    named = vars(config) if hasattr(config, "model_type") else {}
+    in_config = any(isinstance(value, float) and value > 0 and ("dropout" in name or "pdrop" in name) for name, value in named.items())
+    return in_config or any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())
+
+
+def sample_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, scaling: float | None = None,
+    dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None, **_: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Attention as transformers calls it, (rows, heads, length, width): inside each sample, without a mask that somebody made."""
+    micro_batch = _CURRENT.get()
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    window = sliding_window or getattr(module, "sliding_window", None)
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    bounds = micro_batch.bounds if micro_batch is not None and micro_batch.bounds else ((0, query.shape[2]),)
+    padding = None if micro_batch is None or causal or micro_batch.mask is None else micro_batch.mask.bool()
+    parts = [
+        _attended(*(x[:, :, a:b] for x in (query, key, value)), scaling, causal, window, softcap, s_aux, padding) for a, b in bounds
+    ]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).transpose(1, 2).contiguous(), None
+
+
+def _attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, causal: bool, window: int | None, softcap: float | None,
+    sinks: torch.Tensor | None, padding: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """One sample, or rows of them; `padding` is true where a row has a token."""
+    length = q.shape[2]
+    windowed = bool(window and length > window)
+    if softcap is None and sinks is None and not windowed and padding is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal and length > 1, scale=scaling)
+    at = torch.arange(length, device=q.device)
+    seen = torch.ones(length, length, dtype=torch.bool, device=q.device)
+    if causal:
+        seen &= at[:, None] >= at
+    if windowed and window is not None:
+        seen &= (at[:, None] - at).abs() < window
+    allowed = seen if padding is None else seen & (padding[:, None, None, :] | torch.eye(length, dtype=torch.bool, device=q.device))
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scaling)
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+    if sinks is None:
+        return torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype) @ v
+    both = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
+    return torch.softmax(both - both.amax(-1, keepdim=True), -1)[..., :-1] @ v
+
+
+class _Calls(TorchFunctionMode):
+    def __init__(self, keeper: Keeper) -> None:
+        super().__init__()
+        self.keeper = keeper
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.keeper(func, args, kwargs or {}, 0)
+
+
+@torch.no_grad()
+def packs(module: nn.Module, loss: Loss, vocab: int) -> tuple[bool, bool]:
+    """Whether the loss of two samples is the sum of each one's: in padded rows, and end to end. The module needs its weights."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randint(1, vocab, (2, length), generator=generator) for length in _LENGTHS]
+    weights = [torch.rand(length, generator=generator) for length in _LENGTHS]
+
+    def micro_batch(rows: list[list[int]], width: int) -> SeenMicroBatch:
+        ids, labels, places, mask = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(4))
+        parts = torch.zeros(len(rows), width)
+        bounds, at = [], 0
+        for row, samples in enumerate(rows):
+            at = 0
+            for sample in samples:
+                length = _LENGTHS[sample]
+                here = slice(at, at + length)
+                ids[row, here], labels[row, here] = drawn[sample]
+                parts[row, here], places[row, here], mask[row, here] = weights[sample], torch.arange(length), 1
+                bounds.append((at, at + length))
+                at += length
+        together = len(rows) == 1 and len(rows[0]) > 1
+        full = bool(mask.all())
+        return SeenMicroBatch(ids, labels, parts, places, None if full else mask, tuple(bounds) if together else ())
+
+    def of(one: SeenMicroBatch) -> float:
+        with kept(one), _Calls(Keeper(one)):
+            return loss(module, one).item()
+
+    training = module.training
+    module.eval()
+    try:
+        alone = sum(of(micro_batch([[sample]], _LENGTHS[sample])) for sample in (0, 1))
+        padded = of(micro_batch([[0], [1]], max(_LENGTHS)))
+        packed = of(micro_batch([[0, 1]], sum(_LENGTHS)))
+    finally:
+        module.train(training)
+    return abs(padded - alone) <= 1e-5 * abs(alone), abs(packed - alone) <= 1e-5 * abs(alone)

@@ -1,0 +1,87 @@
+"""Samples end to end in one row: each as if it were alone, with attention of ours and of torch; dropout that nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.models.modules.batch import Batch, Sequences
+from penstock.models.modules.cutting.packing import Keeper, has_dropout, kept, packs
+from penstock.models.modules.cutting.seen import logits_loss, seen
+from penstock.models.modules.cutting.skipping import Skipping
+from penstock.models.modules.cutting.transformers_models import use_our_attention
+from tests.module_zoo import VOCAB, LongSkips, PlainGpt, example, make
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "phi", "mixtral", "bert"])
+def test_our_attention_is_theirs_and_packs(name: str) -> None:
+    """Windows, capped scores, attention to both sides; sizes are small enough for the windows to matter."""
+    kwargs = {"input_ids": example(name, 2, 20)["input_ids"]}
+    wanted = make(name, attn_implementation="eager")(**kwargs).logits
+    module = make(name)
+    use_our_attention(module)
+    assert (module(**kwargs).logits - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    assert packs(module, logits_loss, VOCAB) == (True, True)
+
+
+def test_attention_of_torch_is_kept_inside_samples() -> None:
+    assert packs(PlainGpt(), logits_loss, VOCAB) == (True, True)
+    assert packs(LongSkips(), logits_loss, VOCAB) == (True, False), "a mask of its own"
+
+
+def test_a_loss_that_is_not_weighed_is_seen() -> None:
+    assert packs(PlainGpt(), lambda module, one: logits_loss(module, one) / one.ids.numel(), VOCAB)[0] is False
+
+
+def batch_of(samples: Sequence[int], layout: str) -> Batch:
+    lengths = {0: 7, 1: 3, 2: 9, 3: 5}
+    sizes = tuple(lengths[sample] for sample in samples)
+    width = max(sizes)
+    ids, weights = [], []
+    for sample, size in zip(samples, sizes, strict=True):
+        own = torch.arange(size) * (sample + 3) % VOCAB
+        room = 0 if layout == "packed" else width - size
+        ids.append(nn.functional.pad(own, (0, room)))
+        weights.append(nn.functional.pad(torch.full((size,), 1 / 24), (0, room)))
+    flat = torch.cat(ids)
+    own = Sequences(flat, sizes, layout, width, torch.tensor(samples))  # type: ignore[arg-type]
+    return Batch(flat, torch.cat(weights), own, step=4, seed=1)
+
+
+def total(module: nn.Module, groups: list[list[int]], layout: str, cut: int, recompute: Sequence[int] = ()) -> tuple[float, torch.Tensor]:
+    chain = Skipping(module)
+    first = seen(batch_of([0, 1], "padded"))
+    chain.trace(lambda own: logits_loss(own, first))
+    module.zero_grad()
+    found = 0.0
+    for samples in groups:
+        one = seen(batch_of(samples, layout))
+        with kept(one):
+            sent = chain.run(lambda own, one=one: logits_loss(own, one), 0, cut, {}, recompute, through=Keeper(one))  # type: ignore[misc]
+            leaves = {site: x.detach().requires_grad_() for site, x in sent.items()}
+            loss = chain.run(
+                lambda own, one=one: logits_loss(own, one), cut, len(chain.calls), leaves, recompute, through=Keeper(one)  # type: ignore[misc]
+            )
+        loss.backward()
+        torch.autograd.backward([sent[site] for site in leaves], [leaf.grad for leaf in leaves.values()])
+        found += loss.item()
+    chain.close()
+    return found, torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+def test_dropout_is_the_same_under_any_cut_packing_and_recomputation() -> None:
+    torch.manual_seed(0)
+    module = PlainGpt(dropout=0.2)
+    assert has_dropout(module) and not has_dropout(PlainGpt())
+    loss, gradients = total(module, [[0], [1], [2], [3]], "padded", 1)
+    for groups, layout, cut, recompute in (
+        ([[0, 1], [2, 3]], "padded", 3, ()), ([[3, 0], [2, 1]], "packed", 4, ()), ([[0, 1, 2, 3]], "packed", 2, range(10)),
+    ):  # fmt: skip
+        other, found = total(module, groups, layout, cut, recompute)
+        assert other == pytest.approx(loss, rel=1e-5)
+        assert (found - gradients).abs().max() <= 1e-5 * gradients.abs().max()
+    module.eval()
+    assert abs(total(module, [[0], [1], [2], [3]], "padded", 1)[0] - loss) > 1e-3 * loss

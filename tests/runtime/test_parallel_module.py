@@ -1,0 +1,68 @@
+"""`penstock.parallelize` in a loop of one's own: what a plain loop of torch gives, saved, gone on with under another plan, exported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from module_cases import described, module_case, own_loop, plain_training
+from safetensors.torch import load_file
+
+from penstock.errors import InputError
+from penstock.models.description import model_to_description
+from penstock.plans.plan import MicroBatching, Plan, Stage
+from penstock.runtime.parallel_module import Parallel, parallelize
+from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
+from penstock.runtime.workers import WorkerPool
+
+TOLERANCE = 1e-5
+SETTINGS = TrainingSettings(LearningRate(3e-3), OptimizerSettings("adamw", eps=1e-3), clip_norm=0.5)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(4, timeout_s=250) as workers:
+        yield workers
+
+
+def test_a_loop_of_ones_own_goes_on_under_another_plan(pool: WorkerPool, tmp_path: Path) -> None:
+    """Four ranks, then two: weights and moments come out of the checkpoint, and the end is that of one plain run."""
+    name, folder = "long_skips", str(tmp_path / "saved")
+    first = module_case(name, pp=2, dp=2, zero=1, iterations=2)
+    later = module_case(name, pp=2, iterations=4)
+    both = replace(later, works=(*first.works, *later.works[2:]))
+    found = [losses for losses in pool.run(own_loop, name, first, SETTINGS, folder, False) if losses]
+    more = [losses for losses in pool.run(own_loop, name, replace(later, works=(*later.works,)), SETTINGS, folder, True) if losses]
+    losses, weights = plain_training(name, both, SETTINGS)
+    assert len(found) == 4 and len(more) == 2 and all(one == more[0] for one in more)
+    assert [*found[0], *more[0]] == pytest.approx(losses, rel=TOLERANCE)
+    exported = load_file(f"{folder}-exported-4/model.safetensors")
+    assert exported.keys() == weights.keys()
+    for key, value in weights.items():
+        assert (exported[key] - value).abs().max() <= TOLERANCE * value.abs().max().clamp_min(1e-3)
+
+
+def one_rank(name: str = "long_skips", **changes: Any) -> Plan:
+    model = described(name)
+    fields = {"family": "traced", "description": model_to_description(model)}
+    return Plan(fields, "1xcpu", 4, (Stage(0, model.num_ops, ((0,),)),), MicroBatching("padded", "fixed", 2), seq_length=16,
+                precision="fp32", **changes)  # fmt: skip
+
+
+def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    origin = described("long_skips").config["origin"]
+    with pytest.raises(InputError, match=r"the plan is of another module: it has 'embed' where llama has 'model.embed_tokens'"):
+        parallelize(origin.replace(":long_skips", ":llama"), one_rank())
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(InputError, match=r"the plan has 1 ranks, but 3 processes were started"):
+        parallelize(origin, one_rank())
+    monkeypatch.delenv("WORLD_SIZE")
+    with pytest.raises(InputError, match="tp_plan was given, but"):
+        parallelize(origin, one_rank(), tp_plan={"layers.*": "colwise"})
+    model = parallelize(origin, one_rank())
+    assert isinstance(model, Parallel)
+    with pytest.raises(InputError, match=r"the optimizer holds weights of another rank: make it with model.optimizer\(…\)."):
+        list(model.parameters())
