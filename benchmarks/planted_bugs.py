@@ -582,7 +582,7 @@ _ADAPTING = (
     _bug("what was aborted is tried again after each step", "adapting/deciding.py", "self._refused.append((decision.chosen.plan, reason))",
          "self._refused.clear()", "training stands still for ever", "adapting/test_watching.py", pick="tried_again"),
     _bug("who asks is overruled", "adapting/watching.py", "            self._adapter = None\n        elif",
-         "            pass\n        elif", "a plan that was asked for is left at once", "adapting/test_watching.py", pick="last_word"),
+         "            pass\n        elif", "what was asked for is left at once", "adapting/test_watching.py", pick="is_asked_for_stays"),
 )  # fmt: skip
 _JOBS = (
     _bug("any content is the same data", "jobs/cache.py", "                found.update(piece)", "                pass",

@@ -111,3 +111,10 @@ def test_compile_all_warms_each_module(tmp_path: Path, monkeypatch: pytest.Monke
     assert compile_all(["tiny_kernels"]) >= 0
     assert sys.modules["tiny_kernels"].warmed == [1]
     assert "1 kernel modules ready" in capsys.readouterr().out
+
+
+def test_asking_about_a_run_needs_no_torch() -> None:
+    """`penstock events`, `replan` and `disturb` answer at once; torch alone takes a second to import."""
+    asked = "penstock.adapting.asking, penstock.adapting.events, penstock.runtime.run_folder, penstock.runtime.run_lock"
+    code = f"import sys, {asked}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -223,3 +223,16 @@ def test_who_asks_is_answered_and_has_the_last_word(plan: Plan, tmp_path: Path, 
     job.run(2)
     assert "replan.json" in job.events("aborted")[-1].text and not (tmp_path / "replan.json").exists()
     assert [(event.event, event.request) for event in job.events("asked", "moved")] == [("asked", now), ("moved", now), ("asked", later)]
+
+
+def test_what_is_asked_for_stays_when_what_was_slow_is_fast_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run had moved away from a slow rank before, and would have moved back."""
+    plan, alone = (uniform_plan("gpt-tiny", "4xa100-40gb", global_batch=8, micro_batch=1, pp=pp) for pp in (4, 1))
+    job = Job(plan, tmp_path, monkeypatch)
+    job.run(12)
+    job.run(30, {2: 3.0})
+    assert len(job.moves) == 1
+    ask_for(tmp_path, alone)
+    job.run(10, {2: 3.0})
+    job.run(60)
+    assert job.plan == alone and len(job.moves) == 2

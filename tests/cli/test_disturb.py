@@ -183,3 +183,22 @@ def test_burners_end_with_the_steps_that_were_asked_for(tmp_path: Path, data: st
     begun, ended = read_events(out)
     assert (begun.event, begun.factor, ended.factor) == ("disturbed", 1.5, 1.0) and ended.step - begun.step >= 6
     assert ended.text == "rank 1 is no longer slowed down"
+
+
+def test_ctrl_c_ends_burners_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, started = tmp_path / "run", []
+
+    class Interrupted(disturbing.Burners):
+        @property
+        def failed(self) -> bool:
+            started.extend(self.pids)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(disturbing, "Burners", Interrupted)
+    monkeypatch.setattr(disturbing, "_LOOK_S", 0.02)
+    steps = iter(range(100))
+    monkeypatch.setattr(disturbing, "last_step", lambda folder: next(steps))
+    with own_folder(TrainRequest(plan_for(tmp_path), str(tmp_path), 100, str(out))), named_process(out, 1, "cpu"):
+        assert run(["disturb", str(out), "--slow", "1=1.5"]) == 130
+    assert started and not any(Path(f"/proc/{pid}").exists() for pid in started)
+    assert [event.factor for event in read_events(out)] == [1.5, 1.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -102,3 +103,12 @@ def test_every_family_has_a_usual_shape_and_a_degree() -> None:
 def test_numbers_that_make_no_model_are_refused(field: str, value: float, expected: str) -> None:
     with pytest.raises(InputError, match=f"field '{field}' is .*; expected {expected}"):
         model_from_mapping({"base": "llama-tiny", field: value}, "model file", "own")
+
+
+def test_a_mixture_of_experts_says_what_becomes_of_its_experts(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "num_local_experts": 2, "max_position_embeddings": 32}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", **sizes}), encoding="utf-8")
+    (note,) = resolve_model(f"hf:{tmp_path}").notes
+    assert note == "mixture of experts: cut and trained as it is; experts are not spread over devices yet."

@@ -17,6 +17,7 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import write_plan
 from penstock.runtime.request import PlanAdopted, StepTold, TrainRequest
+from penstock.runtime.run_folder import plan_of_run, plans_of_run
 from penstock.runtime.settings import LearningRate, TrainingSettings
 from penstock.runtime.telemetry.spans_reader import RankSpans, read_run, read_spans
 from penstock.runtime.telemetry.steps import read_steps
@@ -114,6 +115,7 @@ def test_planners_follow_a_run_to_another_plan(data: str, tmp_path: Path) -> Non
     hear = PlanTrainer(TrainRequest(plan_of(pp=2), data, 3, str(tmp_path / "run")))._hearing(planners, told.append)  # type: ignore[arg-type]
     hear(StepTold(4, 5.0, 1.0))
     hear(PlanAdopted(5, plan_of(tp=2)))
+    assert plan_of_run(tmp_path / "run") == plan_of(tp=2) and list(plans_of_run(tmp_path / "run")) == [5]
     assert adopted == [(5, plan_of(tp=2))] and told == [StepTold(4, 5.0, 1.0)]
 
 
@@ -189,7 +191,7 @@ def test_a_run_that_loads_slowly_is_told_so(
     assert run(["train", str(tmp_path / "plan.json"), "--data", data, "--steps", "3", "--out", str(tmp_path / "run"), "--compare"]) == 0
     *_, shown = capsys.readouterr().out.partition("checkpoint in")
     _, *lines = shown.splitlines()
-    assert max(map(len, lines)) <= 80
+    assert max(len(line) for line in lines if not line.endswith(".")) <= 80  # a sentence is one line for other programs
     assert "were predicted: loading micro-batches on rank 0 took 4." in " ".join(shown.split())
     assert "Memory is not measured on CPU" in shown
 

@@ -119,6 +119,8 @@ def _burn(target: RunningRun, changes: Sequence[DisturbanceChange], told: Callab
     with ExitStack() as stack:
         working = []
         for change in changes:
+            # Once its burners are gone, however that comes about.
+            stack.callback(lambda change=change: told(_noted(target, _end_of(change), last_step(target.folder))))
             process, steering = target.processes[change.ranks[0]], Steering(change.factor)
             before = waited_ns(process.pid)
             time.sleep(_LOOK_S)
@@ -134,8 +136,6 @@ def _burn(target: RunningRun, changes: Sequence[DisturbanceChange], told: Callab
                     raise InputError("a process that was to keep the device busy has ended. Is there memory left for it?")
                 if victim:
                     burners.set(steering.update(waited_ns(victim)))
-    for change in changes:
-        told(_noted(target, _end_of(change), last_step(target.folder)))
 
 
 def _end_of(change: DisturbanceChange) -> DisturbanceChange:

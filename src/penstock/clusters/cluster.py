@@ -118,12 +118,20 @@ class Cluster:
 
     def _locate(self, rank: int) -> tuple[NodeRun, int, int]:
         """The run of a rank, the index of its node in the cluster, and its place within that node."""
+        found = self._located.get(rank)  # a search asks a hundred thousand times
+        if found is not None:
+            return found
         if not 0 <= rank < self.num_devices:
             raise IndexError(f"rank {rank} is outside cluster '{self.name}', which has ranks 0 to {self.num_devices - 1}")
         index = bisect_right(self._rank_stops, rank)
         run = self.runs[index]
         node_in_run, place = divmod(rank - (self._rank_stops[index] - run.num_devices), run.node.num_devices)
-        return run, self._node_stops[index] - run.count + node_in_run, place
+        return self._located.setdefault(rank, (run, self._node_stops[index] - run.count + node_in_run, place))
+
+    @cached_property
+    def _located(self) -> dict[int, tuple[NodeRun, int, int]]:
+        """What `_locate` has found."""
+        return {}
 
     def node_of(self, rank: int) -> Node:
         """The node kind that holds a rank."""

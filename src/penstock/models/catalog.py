@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,8 @@ def _hugging_face(text: str) -> Model:
         from penstock.models.modules.cutting.describing import describe_origin
 
         try:
-            return describe_origin(text)
+            found = describe_origin(text)
+            return replace(found, notes=(*found.notes, *unknown.notes))
         except InputError as error:
             raise InputError(f"{unknown} As transformers has it: {error}") from None
 

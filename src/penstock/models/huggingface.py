@@ -25,13 +25,15 @@ HF_ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "relu": "relu",
 }  # fmt: skip
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_TRACED = "Trace its module: penstock import module:FILE.py:FUNCTION {options}--out MODEL.json, then --model MODEL.json."
+_AS_IT_IS = "it is cut and trained as transformers has it (pip install 'penstock[hf]')"
 _ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 """The rotary scalings our kernels know and the numbers each needs."""
 
 
 class UnknownModelType(InputError):
-    """A config of a model that is none of our families."""
+    """A config of a model that is none of our families; `notes` are what to say of the model if transformers has it."""
+
+    notes: tuple[str, ...] = ()
 
 
 def model_from_hf(path: str, *, keep_attention_dropout: bool = False) -> Model:
@@ -48,13 +50,11 @@ def model_from_hf(path: str, *, keep_attention_dropout: bool = False) -> Model:
         raise InputError(f"{where}: expected an object with a field 'model_type', got {type(values).__name__}.")
     kind = str(values.get("model_type", "missing"))
     if any(values.get(name) for name in _EXPERTS) or "moe" in kind or kind == "mixtral":
-        raise UnknownModelType(
-            f"{where}: {kind!r} is a mixture of experts, which hf: does not read: it can be cut as it is, experts are not spread over "
-            f"devices yet. {_TRACED.format(options='--dtype bf16 ')}"
-        )
+        unknown = UnknownModelType(f"{where}: {kind!r} is a mixture of experts: {_AS_IT_IS}; experts are not spread over devices yet.")
+        unknown.notes = ("mixture of experts: cut and trained as it is; experts are not spread over devices yet.",)
+        raise unknown
     if kind not in _READERS:
-        known = f"hf: reads {', '.join(_READERS)}. A module of any type can be planned"
-        raise UnknownModelType(f"{where}: field 'model_type' is {kind!r}; {known}. {_TRACED.format(options='')}")
+        raise UnknownModelType(f"{where}: field 'model_type' is {kind!r}, none of {', '.join(_READERS)}: {_AS_IT_IS}.")
     fields = _Fields(values, where, kind, keep_attention_dropout)
     fields.only("quantization_config", (), "weights in bf16, fp16 or fp32")
     config, build = _READERS[kind](fields)

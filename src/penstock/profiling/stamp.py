@@ -12,8 +12,9 @@ import penstock.models.modules
 
 __all__ = ["stamp", "stamp_of"]
 
-_UNTIMED = ("hf_weights.py", "parallel.py", "trace.py")
-"""Modules that say nothing of an op's time: reading foreign weights, collectives (measured by themselves), describing foreign models."""
+_UNTIMED = ("build.py", "hf_weights.py", "parallel.py", "trace.py", "unit.py")
+"""Modules that say nothing of an op's time: the list of ops, reading foreign weights, collectives (measured by themselves), describing and
+running foreign models."""
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import load_rank, load_weights, rank_pieces, rank_state
 from penstock.runtime.request import PACED, WARM_UP, EvalRecord, PlanAdopted, StepTold, TrainRequest, TrainResult
-from penstock.runtime.run_folder import CHECKPOINTS, STEPS, plans_of_run, put_in_force
+from penstock.runtime.run_folder import CHECKPOINTS, STEPS, plans_of_run
 from penstock.runtime.run_inputs import batch_source, program_planner, run_inputs
 from penstock.runtime.step_words import StepWatcher, StepWord, samples_digest, whole_digest
 from penstock.runtime.telemetry.figures import RankFigures, StepMeter
@@ -163,6 +164,12 @@ class Run:
         elif request.weights and self.has_work:
             load_weights(open_weights(request.weights, self.model), self.rank)
 
+    @cached_property
+    def _facts(self) -> dict[str, Any]:
+        """What every plan of the run has in common."""
+        request = self.request
+        return run_facts(self.model, request.data, seed=request.settings.seed, global_batch=request.plan.global_batch)
+
     def _rank(self) -> Rank:
         request, groups = self.request, self.worker.groups
         if request.device != PACED:
@@ -205,9 +212,6 @@ class Run:
         self._usual_probe_s = 0.0
         """What a probe took when this process was left without work."""
         self._peaks = self._peak_times() if self._tells_steps else None
-        self._facts: dict[str, Any] = {}
-        if self._tells_steps:
-            self._facts = run_facts(self.model, request.data, seed=request.settings.seed, global_batch=request.plan.global_batch)
         self.checkpoints: CheckpointWriter | None = None
         if self.has_work:
             self.checkpoints = CheckpointWriter(
@@ -417,8 +421,7 @@ class Run:
         self.worker.tell(PlanAdopted(self.step, plan))
         self._take_place(places[0])
         self._compare_clocks(self.step)
-        if self.is_first:
-            self.plan_number = put_in_force(request.out, self.step, plan)
+        self.plan_number += 1
         self._notes += self.watcher.moved(self.step, plan, time.perf_counter() - start_s)
 
     def _ended(self, error: PenstockError) -> PenstockError:
@@ -435,7 +438,7 @@ class Run:
     def _save(self, done: int, best_loss: float | None = None) -> None:
         self._saved, start_s = done, time.monotonic()
         if self.checkpoints is not None:
-            state = {**rank_state(self.rank), "data": self.loader.batches.state(done), RUN: self._facts}
+            state = {**rank_state(self.rank), "data": self.loader.batches.state(done), RUN: self._facts if self._tells_steps else {}}
             self.checkpoints.save(done, rank_pieces(self.rank), state if best_loss is None else {**state, BEST_LOSS: best_loss})
         self._interval.saved(start_s, time.monotonic())
 

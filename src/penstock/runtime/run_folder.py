@@ -13,7 +13,6 @@ from penstock.errors import InputError
 from penstock.files import read_json, write_json
 from penstock.plans.plan import Plan
 from penstock.plans.schema import read_plan, write_plan
-from penstock.runtime.checkpoints.folder import latest_checkpoint, step_of
 from penstock.runtime.request import PlanningSettings, TrainRequest
 from penstock.runtime.run_lock import run_lock
 from penstock.runtime.settings import TrainingSettings
@@ -82,6 +81,8 @@ def own_folder(request: TrainRequest, first_step: int = 0) -> Iterator[None]:
 def refuse_other_run(out: Path, resume: str) -> None:
     """Refuses to put a run where another has been. One that ended before its first step left nothing to lose; one that goes on from a
     checkpoint of the folder is the same run."""
+    from penstock.runtime.checkpoints.folder import latest_checkpoint  # imports torch, which those who only ask about a run do without
+
     steps, saved = out / STEPS, latest_checkpoint(out / CHECKPOINTS)
     if saved is None and not (steps.is_file() and steps.stat().st_size):
         return
@@ -97,6 +98,8 @@ def refuse_other_run(out: Path, resume: str) -> None:
 
 def safe_step(request: TrainRequest, first_step: int) -> str:
     """Which step of a run that has failed is on disk, and the command that goes on from it; `first_step` is where the run began."""
+    from penstock.runtime.checkpoints.folder import latest_checkpoint, step_of
+
     out = Path(request.out)
     saved = latest_checkpoint(out / CHECKPOINTS)
     if saved is None and not request.resume:
@@ -107,11 +110,10 @@ def safe_step(request: TrainRequest, first_step: int) -> str:
     return f"Step {step} is safe. Go on with: penstock train … --out '{out}' --resume '{where}'"
 
 
-def put_in_force(folder: str | Path, step: int, plan: Plan) -> int:
-    """Writes down that `plan` is in force from `step` on; how many there were before it."""
+def put_in_force(folder: str | Path, step: int, plan: Plan) -> None:
+    """Writes down that `plan` is in force from `step` on."""
     write_plan(Path(folder) / _PLANS / f"{step:08d}.json", plan)
     write_plan(Path(folder) / _PLAN, plan)
-    return len(plans_of_run(folder)) - 1
 
 
 def plans_of_run(folder: str | Path) -> dict[int, Path]:

@@ -29,7 +29,7 @@ from penstock.runtime.planner_processes import Handover, Planners, planners_here
 from penstock.runtime.rank_state import check_state
 from penstock.runtime.request import PACED, TIMED, WARM_UP, PlanAdopted, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run import Watching, train_rank
-from penstock.runtime.run_folder import own_folder, safe_step
+from penstock.runtime.run_folder import own_folder, put_in_force, safe_step
 from penstock.runtime.run_inputs import program_planner, run_inputs
 from penstock.runtime.telemetry.predicting import PredictedSteps, predict_peaks, predict_steps
 from penstock.runtime.telemetry.process_files import named_process
@@ -106,10 +106,12 @@ class PlanTrainer:
         return found[request.plan.ranks[0] if rehearses else 0]
 
     def _hearing(self, planners: Planners, progress: Callable[[StepTold], None] | None) -> Callable[[StepTold | PlanAdopted], None]:
-        """What becomes of what a run tells: planners follow it to another plan, `progress` hears the rest."""
+        """What becomes of what a run tells: another plan is written down and planners follow it there, `progress` hears the rest."""
 
         def hear(told: StepTold | PlanAdopted) -> None:
             if isinstance(told, PlanAdopted):
+                if os.environ.get("RANK", "0") == "0":
+                    put_in_force(self.request.out, told.step, told.plan)
                 planners.adopt(told.step, program_planner(replace(self.request, plan=told.plan)))
             elif progress is not None:
                 progress(told)

@@ -213,10 +213,14 @@ def stored_shapes(model: Model, kinds: Sequence[str] = (WEIGHTS,), scalars: Sequ
     """
     built = {op.signature: build_op(PlacedOp(0, op.name, "", op), device="meta") for op in model.distinct_ops}
     found: dict[str, tuple[int, ...]] = {}
+    seen: set[str] = set()
     for placed in model.ops:
         module = built[placed.op.signature]
         for name, shape in module.whole_shapes.items():
             stored, trained = stored_name(placed, name), is_trained(placed.op, name)
+            if stored in seen:
+                continue  # shared with an op before, whose it is
+            seen.add(stored)
             found |= {f"{kind}/{stored}": shape for kind in kinds if kind == WEIGHTS or trained}
             found |= {f"{kind}/{stored}": () for kind in scalars if trained}
         found |= {f"{BUFFERS}/{stored_name(placed, name)}": tuple(buffer.shape) for name, buffer in module.named_buffers(recurse=False)}

@@ -71,7 +71,7 @@ def _class_and_config(folder: str) -> tuple[Any, Any]:
     except (OSError, ValueError) as error:
         raise InputError(f"model 'hf:{folder}' cannot be read: {next(iter(str(error).splitlines()), '')}") from None
     named = config.architectures or []
-    kind = getattr(transformers, named[0], None) if named else transformers.AutoModelForCausalLM._model_mapping.get(type(config))
+    kind = getattr(transformers, named[0], None) if named else transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
     if kind is None:
         raise InputError(f"model 'hf:{folder}' is a {', '.join(named) or config.model_type}, which transformers {transformers.__version__} "
                          "does not have. Use a newer one.")  # fmt: skip
