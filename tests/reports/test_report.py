@@ -24,7 +24,7 @@ from penstock.plans.schema import write_plan
 from penstock.reports import span_lanes
 from penstock.reports.blocks import Facts, Spans, Text
 from penstock.reports.columns import packed, unpacked
-from penstock.reports.document import script
+from penstock.reports.document import document, script
 from penstock.reports.pictures import pictures_of
 from penstock.reports.report import kind_of, report_of
 from penstock.reports.span_lanes import SpanLanes
@@ -118,6 +118,13 @@ def test_modules_never_write_markup() -> None:
     assert "</script" not in script()
 
 
+def test_data_ends_no_script_element() -> None:
+    """Whatever strings it holds; the test in a browser needs one, this does not."""
+    page = document("</script><!-- <script>", [], [])
+    data = page[page.index('id="data">') : page.index('<script type="module">')]
+    assert data.count("</script>") == 1 and "<!--" not in data and "<script" not in data
+
+
 def test_the_same_plan_gives_the_same_bytes_and_no_folders(tmp_path: Path) -> None:
     folder = tmp_path / "somebody" / "secret"
     folder.mkdir(parents=True)
@@ -161,6 +168,12 @@ def test_a_run_shows_every_span_above_its_prediction(a_run: Path) -> None:
         own = slice(lane.first, lane.first + lane.count)
         assert lane.count == len(rank.spans)
         assert block.length_ns[own].tolist() == (rank.spans["end_ns"] - rank.spans["start_ns"]).tolist()
+    table = table_of(block)
+    assert table is not None
+    ranks = [read_spans(a_run / f"rank-{number:05d}.spans") for number in (0, 1)]
+    begin = min(start for rank in ranks for start in rank.iterations.values())
+    starts = [int(start) - begin for rank in ranks for start in rank.spans["start_ns"]]
+    assert [row[5] for row in table[1] if row[1] == "measured"] == starts
     predicted = [lane for lane in block.lanes if lane.role == "predicted"]
     assert len(predicted) == 2 * 3 and {lane.begin_ns for lane in predicted} == {begin for begin, _ in block.marks}
     assert len(spans_of(a_run, steps=(1, 1)).marks) == 1

@@ -31,23 +31,25 @@ def _columns(names: Sequence[tuple[str, str]]) -> tuple[str, ...]:
 def search_views(record: Mapping[str, Any], where: str, opens: Mapping[str, int]) -> list[View]:
     """Candidates and Bound; `opens` has the number of the subject that each plan file is."""
     try:
-        candidates, baselines = record["candidates"], record["baselines"]
+        candidates, baselines, best_s = record["candidates"], record["baselines"], record["candidates"][0]["time_s"]
+        shown = [column for column in _CHOICE if any(one.get(column[0]) is not None for one in candidates)]
         rows = [
-            (one["file"], *(_value(one.get(name)) for name, _ in _CHOICE), one["slower"], _because(one["because"]))
+            (one["file"], *(_value(one.get(name)) for name, _ in shown), one["slower"], _because(one["slower"], one["because"]))
             for one in candidates
         ]  # fmt: skip
         rows += [
-            (one["name"], *(_value((one["plan"] or {}).get(name)) for name, _ in _CHOICE), one["slower"],
+            (one["name"], *(_value((one["plan"] or {}).get(name)) for name, _ in shown),
+             None if one["plan"] is None else one["plan"]["time_s"] / best_s - 1,
              "does not fit" if one["plan"] is None else f"only {one['space']}")
             for one in baselines
         ]  # fmt: skip
         table = Table(
-            "plans that were found, and what simpler searches find", ("plan", *_columns(_CHOICE), "loses by", "because"),
-            ("text", *(unit for _, unit in _CHOICE), "share", "text"), tuple(rows),
+            "plans that were found, against the first, and what simpler searches find", ("plan", *_columns(shown), "loses by", "because"),
+            ("text", *(unit for _, unit in shown), "share", "text"), tuple(rows),
             (*(opens.get(one["file"]) for one in candidates), *(None for _ in baselines)),
         )  # fmt: skip
         return [View("candidates", "Candidates", [table]), View("bound", "Bound", _bound(record))]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise InputError(f"search record '{where}' lacks or mistakes {error}. Write it again with `penstock search --out`.") from None
 
 
@@ -55,8 +57,10 @@ def _value(value: Any) -> Any:
     return value if isinstance(value, str | int | float) or value is None else str(value)
 
 
-def _because(parts: Sequence[Mapping[str, Any]]) -> str:
-    """The largest losses in words."""
+def _because(slower: float, parts: Sequence[Mapping[str, Any]]) -> str:
+    """The largest losses in words; a faster plan stands behind the first only where that is simpler, and costs cannot tell them apart."""
+    if slower < 0:
+        return "faster by less than the costs' error, and less simple"
     worse = [f"{part['part']} takes {format_time(part['longer_s'])} more" for part in parts if part["longer_s"] > 0]
     return ", ".join(worse[:2]) or "-"
 
