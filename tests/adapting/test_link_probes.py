@@ -133,7 +133,7 @@ def test_a_real_link_that_is_slowed_in_mid_run_is_named(data: str, tmp_path: Pat
                 assert all(run.poll() is None for run in runs)
                 time.sleep(0.1)
             for name, end in zip(NAMES, ENDS, strict=True):
-                slow = ["tc", "qdisc", "add", "dev", end, "root", "tbf", "rate", "40mbit", "burst", "32kb", "latency", "400ms"]
+                slow = ["tc", "qdisc", "add", "dev", end, "root", "tbf", "rate", "160mbit", "burst", "64kb", "latency", "400ms"]
                 subprocess.run(["ip", "netns", "exec", name, *slow], check=True, capture_output=True, timeout=20)
             slowed = last_step(out)
             while not (named := [event for event in read_events(out) if event.cause == "link" and (event.factor or 0) > 2]):

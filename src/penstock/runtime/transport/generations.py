@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,7 +22,12 @@ import torch.distributed as dist
 
 from penstock.runtime.transport.transport import Transport
 
-__all__ = ["Generation"]
+__all__ = ["DESTROYING", "Generation"]
+
+DESTROYING = "destroying groups"
+"""The thread in which groups end."""
+_DESTROYED_S = 2.0
+"""Destroying takes some milliseconds; after so long it waits for what does not come."""
 
 
 class Generation:
@@ -92,7 +98,17 @@ class Generation:
         self._made.clear()
         if self._store is not None:
             self.wake()  # a group that still works is not destroyed before it is done
+            self._destroy()
+
+    def _destroy(self) -> None:
+        """Destroys the groups. gloo may begin to send just as its connection ends, and not hear of it: its thread then waits until the
+        operation is timed out, and whoever joined it would wait as long. Such a group is left behind."""
+        if self.backend != "gloo":
             dist.destroy_process_group()
+            return
+        destroying = threading.Thread(target=dist.destroy_process_group, name=DESTROYING, daemon=True)
+        destroying.start()
+        destroying.join(_DESTROYED_S)
 
     def wake(self) -> None:
         """Whatever waits in the generation, here or for this process, fails at once; any thread may ask for it. Nothing but `close` may
