@@ -92,18 +92,26 @@ def load_function(path: Path, function: str) -> Callable[[], Any]:
 
 
 def call_function(function: Callable[[], Any], source: str) -> tuple[nn.Module, Any, Loss | None]:
-    """What the function returns: a module, an example of its inputs, and, where it brings one, its loss."""
+    """What the function returns: a module, an example of its inputs, and, where it brings one, its loss. A module with an embedding may
+    come alone: it reads token ids."""
     try:
         made = function()
     except PenstockError:
         raise
     except (Exception, SystemExit) as error:
         raise InputError(f"the function of '{source}' failed: {type(error).__name__}: {error}.") from error
+    if isinstance(made, nn.Module) and any(isinstance(part, nn.Embedding) for part in made.modules()):
+        return made, _token_ids, None
     if isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module):
         return made[0], made[1], made[2] if len(made) == 3 else None
     raise InputError(
-        f"the function of '{source}' returned {_describe(made)}; (torch module, example inputs) was expected, and perhaps its loss behind."
+        f"the function of '{source}' returned {_describe(made)}; (torch module, example inputs) was expected, and perhaps its loss behind. "
+        "A module with an embedding, which reads token ids, may come alone."
     )
+
+
+def _token_ids(samples: int, length: int) -> tuple[torch.Tensor]:
+    return (torch.zeros(samples, length, dtype=torch.long),)
 
 
 def _describe(value: Any) -> str:
