@@ -120,7 +120,7 @@ def _leave() -> None:
 def test_a_real_link_that_is_slowed_in_mid_run_is_named(data: str, tmp_path: Path) -> None:
     write_plan(tmp_path / "plan.json", uniform_plan("gpt-tiny", "2xcpu", global_batch=8, micro_batch=4, pp=2, precision="fp32"))
     out = tmp_path / "run"
-    train = [sys.executable, "-m", "penstock.cli.main", "train", str(tmp_path / "plan.json"), "--data", data, "--steps", "400",
+    train = [sys.executable, "-m", "penstock.cli.main", "train", str(tmp_path / "plan.json"), "--data", data, "--steps", "2000",
              "--out", str(out), "--device", "cpu", "--planners", "0", "--json"]  # fmt: skip
     with two_networks():
         runs = []
@@ -133,7 +133,7 @@ def test_a_real_link_that_is_slowed_in_mid_run_is_named(data: str, tmp_path: Pat
                 assert all(run.poll() is None for run in runs)
                 time.sleep(0.1)
             for name, end in zip(NAMES, ENDS, strict=True):
-                slow = ["tc", "qdisc", "add", "dev", end, "root", "tbf", "rate", "160mbit", "burst", "64kb", "latency", "400ms"]
+                slow = ["tc", "qdisc", "add", "dev", end, "root", "tbf", "rate", "40mbit", "burst", "32kb", "latency", "400ms"]
                 subprocess.run(["ip", "netns", "exec", name, *slow], check=True, capture_output=True, timeout=20)
             slowed = last_step(out)
             while not (named := [event for event in read_events(out) if event.cause == "link" and (event.factor or 0) > 2]):
