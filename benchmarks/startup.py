@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,10 @@ def train_spawned(arguments: list[str]) -> None:
     sys.exit(run(arguments))
 
 
-def first_step_s(way: str, folder: Path, number: int) -> float:
-    """Seconds from the start of the command to the record of its first step."""
-    out = folder / f"{way}-{number}"
-    given = ["train", str(folder / "plan.json"), "--data", str(folder / "data"), "--steps", "2", "--out", str(out), "--json"]
-    command = [__file__, SPAWNED] if way == SPAWNED else ["-m", "penstock.cli.main"]
+def first_step_s(command: list[str], out: Path, environment: Mapping[str, str] | None = None) -> float:
+    """Seconds from the start of a command that trains into `out` to the record of its first step."""
     start = time.perf_counter()
-    with subprocess.Popen([sys.executable, *command, *given], stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, env=environment) as process:
         steps = out / "steps.jsonl"
         while not (steps.exists() and steps.stat().st_size) and process.poll() is None:
             time.sleep(0.005)
@@ -54,6 +52,12 @@ def first_step_s(way: str, folder: Path, number: int) -> float:
     if process.returncode:
         raise SystemExit(f"the run ended with status {process.returncode}")
     return found
+
+
+def _started_s(way: str, folder: Path, number: int) -> float:
+    out = folder / f"{way}-{number}"
+    given = ["train", str(folder / "plan.json"), "--data", str(folder / "data"), "--steps", "2", "--out", str(out), "--json"]
+    return first_step_s([*([__file__, SPAWNED] if way == SPAWNED else ["-m", "penstock.cli.main"]), *given], out)
 
 
 def main() -> None:
@@ -67,7 +71,7 @@ def main() -> None:
         prepare_text(TextRequest(tuple(bundled_files()), folder / "data", train_tokenizer=384, workers=1))
         plan = uniform_plan("gpt-tiny", f"{options.ranks}xcpu", global_batch=16, micro_batch=4, pp=options.ranks, layout="packed")
         write_plan(folder / "plan.json", plan)
-        times = [[first_step_s(way, folder, number) for way in (SPAWNED, FORKED)] for number in range(options.runs)]
+        times = [[_started_s(way, folder, number) for way in (SPAWNED, FORKED)] for number in range(options.runs)]
     for way, own in zip((SPAWNED, FORKED), zip(*times, strict=True), strict=True):
         print(f"{way:8} start to first step {statistics.median(own):6.2f} s (of {options.runs} runs, best {min(own):.2f} s)")
     print(f"forked / spawned: {statistics.median(forked / spawned for spawned, forked in times):.2f}")

@@ -47,8 +47,11 @@ def describe(made: Made, dtype: str = "fp32", origin: str = "") -> Model:
 
 def _laid_out(model: Model, made: Made) -> Model:
     """With the layouts in which two samples together train like each alone, as far as that can be tried: with weights, on token ids."""
-    if made.form == "images" or any(p.is_meta for p in made.module.parameters()) or made.vocab < 2:
+    model = replace(model, notes=(*model.notes, *made.notes))
+    if made.form == "images" or made.vocab < 2:
         return model
+    if any(p.is_meta for p in made.module.parameters()):
+        return replace(model, notes=(*model.notes, "samples are padded: a model so large is not made just to try them end to end."))
     padded, packed = packs(made.module, made.loss, made.vocab)
     if not padded and made.loss is not logits_loss:
         raise InputError("the loss of two samples together is not the sum of each alone: weigh by micro_batch.weights.")

@@ -39,6 +39,8 @@ class Made:
     vocab: int = 0
     positions: int = 0
     """The longest sample that it takes; 0: not known."""
+    notes: tuple[str, ...] = ()
+    """What of it is trained in another way than it asks for."""
 
     def tiny(self) -> SeenMicroBatch:
         """A micro-batch to trace with."""

@@ -267,11 +267,11 @@ class _Pass:
 
     def unit(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A unit is called."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} calls no units")
 
     def glue(self, given: Any, out: Any) -> Any:
         """Code between units has called torch."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} has no code between units")
 
 
 class _Trace(_Pass):

@@ -16,6 +16,8 @@ from penstock.models.modules.cutting.seen import SeenMicroBatch, logits_loss
 __all__ = ["made_by_transformers", "pretrained_state", "save_config", "use_our_attention"]
 
 _ATTENTION = "penstock"
+_ATTENTION_DROPOUT = "attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout"
+"""What configs call it."""
 _SMALL_BYTES = 2**30
 """A model below this is made with weights, exactly as transformers would make it; a larger one draws them part by part."""
 
@@ -40,14 +42,24 @@ def made_by_transformers(folder: str, seed: int) -> Made:
         _path(folder).resolve().name, module, logits_loss, lambda samples, length: _example(form, samples, length, size, config),
         FirstValues(module, seed, module._init_weights), form, 0 if form == "images" else vocab,
         0 if form == "images" else int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 0),
+        _notes(config) if _chooses_attention(module) else (),
     )  # fmt: skip
+
+
+def _notes(config: Any) -> tuple[str, ...]:
+    dropout = max(float(getattr(config, name, 0.0) or 0.0) for name in _ATTENTION_DROPOUT)
+    return (f"attention dropout of {dropout:g} is left out: attention that stays inside samples has none.",) if dropout else ()
+
+
+def _chooses_attention(module: Any) -> bool:
+    return bool(getattr(module, "_supports_attention_backend", False))
 
 
 def use_our_attention(module: Any) -> None:
     """Attention that stays inside samples, where the model lets attention be chosen."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    if not getattr(module, "_supports_attention_backend", False):
+    if not _chooses_attention(module):
         return
     AttentionInterface.register(_ATTENTION, sample_attention)
     AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)

@@ -1,0 +1,33 @@
+"""What is said of somebody's model before it is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.models.modules.cutting import transformers_models
+from penstock.models.modules.cutting.describing import describe_origin
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    config = transformers.GPTNeoXConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=32,
+        attention_dropout=0.25, architectures=["GPTNeoXForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(str(tmp_path))
+    return str(tmp_path)
+
+
+def test_dropout_that_is_left_out_is_told(folder: str) -> None:
+    model = describe_origin(f"hf:{folder}")
+    assert any("attention dropout of 0.25 is left out" in note for note in model.notes) and "packed" in model.layouts
+
+
+def test_why_a_large_model_is_padded_is_told(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_models, "_SMALL_BYTES", 0)
+    model = describe_origin(f"hf:{folder}")
+    assert model.layouts == ("padded",) and any(note.startswith("samples are padded: a model so large") for note in model.notes)
