@@ -151,7 +151,7 @@ _TIMING = (
          "timing/test_estimate.py"),
     _bug("a split backward lets go too early", "timing/order_memory.py", "INPUT_GRAD: 0, WEIGHT_GRAD: -1}\n_WAITING",
          "INPUT_GRAD: -1, WEIGHT_GRAD: 0}\n_WAITING", "weight gradients still need the activations", "schedules", "timing"),
-    _bug("a share of samples is rounded down", "timing/pipeline.py", "rows = -(-samples // dp)", "rows = max(1, samples // dp)",
+    _bug("a share of samples is rounded down", "timing/pipeline.py", "(-(-samples // dp),) * dp", "(max(1, samples // dp),) * dp",
          "the largest share decides", "timing"),
     _bug("the first group's gradients decide", "timing/estimate.py", "time_s = pipeline + max(sum(_after(stages, group))",
          "time_s = pipeline + min(sum(_after(stages, group))", "the last to end decides", "timing/test_estimate.py"),
