@@ -449,6 +449,8 @@ _PROFILING = (
          "profiles take for ever", "profiling/test_measure.py", pick="shortened"),
 )  # fmt: skip
 _REPORTS = (
+    _bug("predictions read the profile where it was", "runtime/run_predictions.py", 'kept["costs"] = [', 'kept["price"] = [',
+         "a moved run loses them", "reports/test_report.py", pick="moved"),
     _bug("times beyond the end are drawn", "reports/drawing.py", "min(until_s, makespan_s)", "max(until_s, makespan_s)",
          "the cut is ignored", "reports/test_drawing.py"),
     _bug("shares count the whole span in one pixel", "reports/shares.py", "[covered - (ends - starts), covered]", "[covered, covered]",

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 import penstock
 from penstock.cli.main import run
+from penstock.costs.sources import shipped_profiles
+from penstock.data.dataset import open_data
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
@@ -141,10 +143,15 @@ def test_the_same_plan_gives_the_same_bytes_and_no_folders(tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def trained(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=8, micro_batch=4, layout="packed", pp=2)
-    plan = replace(plan, micro_batching=MicroBatching("packed", "dynamic"))
-    PlanTrainer(TrainRequest(plan, data, 3, str(folder))).train()
+    """A run whose plan names files for its cluster and its costs, and whose data lie beside it."""
+    home = tmp_path_factory.mktemp("trained")
+    folder, cluster, profile = home / "run", home / "pool.yaml", home / "measured.json.gz"
+    cluster.write_text("name: pool\nnodes: [{device: h200-141gb, gpus: 4}]\n", encoding="utf-8")
+    shutil.copyfile(shipped_profiles()["h200-141gb"], profile)
+    shutil.copytree(data, home / "data")
+    plan = uniform_plan("gpt-tiny", "4xh200-141gb", global_batch=8, micro_batch=4, layout="packed", pp=2)
+    plan = replace(plan, micro_batching=MicroBatching("packed", "dynamic"), cluster=str(cluster), costs=f"profile:{profile}")
+    PlanTrainer(TrainRequest(plan, str(home / "data"), 3, str(folder), device="cpu")).train()
     return folder
 
 
@@ -181,12 +188,26 @@ def test_a_run_shows_every_span_above_its_prediction(a_run: Path) -> None:
         spans_of(a_run, steps=(7, 9))
 
 
-def test_damaged_files_are_left_out_and_named_and_a_moved_run_keeps_the_rest(a_run: Path) -> None:
+def test_a_run_that_is_moved_keeps_its_predictions(trained: Path, tmp_path: Path) -> None:
+    """Though data, profile and cluster file are gone; what it kept for that is no data to train on."""
+    home = Path(shutil.copytree(trained.parent, tmp_path / "home"))
+    text = (home / "run" / "run.json").read_text(encoding="utf-8").replace(str(trained.parent), str(home))
+    (home / "run" / "run.json").write_text(text, encoding="utf-8")
+    page = report_of([home / "run"]).html()
+    (home / "run").rename(tmp_path / "run")
+    shutil.rmtree(home)
+    moved = report_of([tmp_path / "run"])
+    assert moved.html() == page and "without a prediction" not in page
+    assert len([lane for lane in spans_of(tmp_path / "run").lanes if lane.role == "predicted"]) == 2 * 3
+    with pytest.raises(InputError, match="keeps the lengths of samples alone"):
+        open_data(tmp_path / "run" / "inputs" / "data").check()
+
+
+def test_damaged_files_are_left_out_and_named(a_run: Path) -> None:
     (a_run / "rank-00001.spans").write_bytes(b"nonsense")
     with (a_run / "steps.jsonl").open("a", encoding="utf-8") as log:
         log.write('{"step": "x"}\n{"step": 3, "lo')
-    facts = json.loads((a_run / "run.json").read_text(encoding="utf-8"))
-    (a_run / "run.json").write_text(json.dumps({**facts, "data": "/nowhere/at/all"}), encoding="utf-8")
+    (a_run / "inputs" / "data" / "train_input.lengths.npy.gz").write_bytes(b"nonsense")
     [subject] = report_of([a_run]).subjects
     notes = [block.text for block in subject.views[0].blocks if isinstance(block, Text) and block.note]
     assert any("rank-00001.spans" in note for note in notes) and any("steps.jsonl, line 4" in note for note in notes)

@@ -1,7 +1,7 @@
 """The views of a run, finished, killed or going on: its steps, its devices, and what was measured above what was predicted.
 
-What is damaged is left out and named; what a moved run no longer has (its data, by which batches are planned again) only costs the
-prediction of its steps.
+What is damaged is left out and named. Predictions come from what the run kept in its folder; one without it, of an earlier version, loses
+them with its data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from penstock.adapting.events import RunEvent, read_events
 from penstock.errors import InputError, PenstockError
 from penstock.plans.plan import Plan
 from penstock.plans.ranks import device_of_ranks, seats_of
-from penstock.plans.schema import read_plan
 from penstock.reports.blocks import Block, ChartLine, Charts, Fact, Facts, Heat, SpanKind, Subject, Table, Text, View, as_array
 from penstock.reports.plan_views import plan_views
 from penstock.reports.span_lanes import SpanLanes
@@ -70,10 +69,10 @@ class RunFacts:
 
 def read_run_facts(folder: Path) -> RunFacts:
     """Reads a run; InputError where it has not begun."""
-    from penstock.runtime.run_folder import STEPS, plan_of_run, plans_of_run
+    from penstock.runtime.run_folder import STEPS, plan_of_run
+    from penstock.runtime.run_predictions import kept_plan, kept_plans
 
-    plan, damaged = plan_of_run(folder), list[str]()
-    plans = {first: read_plan(path) for first, path in plans_of_run(folder).items()}
+    plan, plans, damaged = kept_plan(folder, plan_of_run(folder)), kept_plans(folder), list[str]()
     steps = read_steps(folder / STEPS, damaged) if (folder / STEPS).is_file() else []
     ranks = []
     for path in sorted(folder.glob("*.spans")):
