@@ -449,6 +449,11 @@ _PROFILING = (
          "profiles take for ever", "profiling/test_measure.py", pick="shortened"),
 )  # fmt: skip
 _REPORTS = (
+    _bug("the path leaves transfers out", "timing/critical_path.py", "            yield _Event(cause, cut, micro_batch)\n        else:",
+         "            yield from self._passes(sender, micro_batch, kinds)\n        else:", "time on links looks like waiting",
+         "timing/test_critical_path.py"),
+    _bug("the order of a rank is that of its stages", "reports/program_views.py", "            tuple(Action(one.stage,",
+         "            sorted(Action(one.stage,", "a simulated program is not the one given", "reports/test_program_views.py"),
     _bug("predictions read the profile where it was", "runtime/run_predictions.py", 'kept["costs"] = [', 'kept["price"] = [',
          "a moved run loses them", "reports/test_report.py", pick="moved"),
     _bug("times beyond the end are drawn", "reports/drawing.py", "min(until_s, makespan_s)", "max(until_s, makespan_s)",

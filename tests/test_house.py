@@ -44,7 +44,7 @@ ARROWS = {
     "adapting": "errors files processes clusters models schedules plans costs timing search programs runtime",
     "profiling": "processes clusters models costs timing runtime",
     "jobs": "errors files clusters models plans timing batching search data runtime adapting profiling",
-    "reports": "errors files models schedules plans costs timing batching runtime adapting",
+    "reports": "errors files models schedules plans costs timing batching programs runtime adapting",
     "cli": "errors files processes clusters models schedules plans costs timing ordering batching search "
            "programs stores data systems interop runtime adapting profiling jobs reports",
 }

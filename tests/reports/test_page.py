@@ -52,7 +52,16 @@ def test_a_plan_is_drawn_in_silence_and_its_hover_is_the_span(tmp_path: Path) ->
         expect(page.locator("#timeline .hover")).to_contain_text("B3")
         said = page.inner_text("#timeline .hover")
         [row] = [row for row in timeline_rows(subject) if row[2:5] == ("backward", 2, 3)]
-        assert f"= {row[6]} ns, from" in said and said.endswith(f"= {row[5]} ns")
+        assert f"= {row[6]} ns, from" in said and f"= {row[5]} ns; from" in said
+        # Its sender and its receiver are told and framed, and keys lead to them.
+        assert "; from device 3: ranks 3: B3, stage 3; to device 1: ranks 1: B3, stage 1" in said
+        page.focus("canvas.timeline")
+        page.keyboard.press("n")
+        expect(page.locator("#timeline .hover")).to_contain_text("device 1: ranks 1: B3 (backward), stage 1")
+        page.keyboard.press("p")
+        expect(page.locator("#timeline .hover")).to_contain_text("device 2: ranks 2: B3 (backward), stage 2")
+        page.keyboard.press("Escape")
+        assert page.get_by_text("open in Perfetto").count() == 0  # which answers nobody who comes from a file
         box = page.query_selector("canvas.timeline").bounding_box()
         page.mouse.move(box["x"] + 150 + (box["width"] - 158) / 2, box["y"] + 18 + 2.5 * 20)
         assert found.silent()
@@ -86,6 +95,32 @@ def test_what_is_drawn_is_as_busy_as_what_is_simulated(tmp_path: Path) -> None:
         assert found.silent()
 
 
+def test_what_is_selected_is_summed_up(tmp_path: Path) -> None:
+    """Two rows, from a quarter to three quarters of the axis: against the spans of the table."""
+    subject = plan_subject("plan.json", a_plan())
+    rows = timeline_rows(subject)
+    end = max(row[5] + row[6] for row in rows)
+    with opened(written(tmp_path, [subject])) as found:
+        page = found.page
+        page.uncheck("#timeline label:has-text('sends') input")
+        canvas = page.locator("canvas.timeline")
+        canvas.scroll_into_view_if_needed()
+        box = canvas.bounding_box()
+        left, wide = box["x"] + 150, box["width"] - 158
+        page.keyboard.down("Shift")
+        page.mouse.move(left + wide / 4, box["y"] + 18 + 25)
+        page.mouse.down()
+        page.mouse.move(left + 3 * wide / 4, box["y"] + 18 + 45, steps=3)
+        page.mouse.up()
+        page.keyboard.up("Shift")
+        expect(page.locator("#timeline .sums")).to_contain_text("of 2 rows")
+        drawn = float(page.get_attribute("canvas.timeline", "data-busy"))
+        assert found.silent()
+    low, high = end / 4, 3 * end / 4
+    within = [max(0, min(high, row[5] + row[6]) - max(low, row[5])) for row in rows if row[0].startswith(("device 1:", "device 2:"))]
+    assert drawn == pytest.approx(sum(within) / (2 * (high - low)), abs=0.005)
+
+
 def test_keys_alone_move_zoom_and_sort(tmp_path: Path) -> None:
     with opened(written(tmp_path, [plan_subject("plan.json", a_plan())])) as found:
         page = found.page
@@ -96,6 +131,10 @@ def test_keys_alone_move_zoom_and_sort(tmp_path: Path) -> None:
             page.keyboard.press(key)
         expect(page.locator("#timeline .sums")).not_to_have_text(before)
         page.keyboard.press("Home")
+        expect(page.locator("#timeline .sums")).to_have_text(before)
+        page.keyboard.press("m")
+        expect(page.locator("#timeline .sums")).to_contain_text("Selected, ")
+        page.keyboard.press("Escape")
         expect(page.locator("#timeline .sums")).to_have_text(before)
         page.focus("#plan th:nth-child(1) button")
         page.keyboard.press("Enter")

@@ -184,11 +184,13 @@ class Lane:
     group: str
     """Node, replica or stage under which it is shown."""
     role: str
-    """measured, predicted or sends."""
+    """measured, predicted, sends, critical (the path of the prediction) or, where times are not known, in order."""
     first: int
     count: int
     begin_ns: int = 0
     """Of its first moment; spans are counted from there."""
+    replica: int = 0
+    """Spans hand over to others of the same one."""
 
 
 @dataclass(frozen=True, eq=False)

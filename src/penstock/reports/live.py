@@ -23,7 +23,7 @@ from typing import Any
 import penstock
 from penstock.errors import InputError, PenstockError
 from penstock.reports.blocks import Subject, Text, View
-from penstock.reports.document import document, page_data
+from penstock.reports.document import VIEWER, document, page_data
 from penstock.reports.run_views import RunMemo, read_run_facts, run_subject
 
 __all__ = ["HOST", "LivePage", "serve"]
@@ -83,7 +83,7 @@ class LivePage:
     def data(self) -> str:
         """What the page asks for when it was told of news."""
         data, texts = page_data([self.subject()], [])
-        told = {**data, "title": self.folder.name, "version": penstock.__version__, "live": f"/{self.token}"}
+        told = {**data, "title": self.folder.name, "version": penstock.__version__, "live": f"/{self.token}", "viewer": VIEWER}
         return json.dumps({"data": told, "texts": texts}, allow_nan=False)
 
 

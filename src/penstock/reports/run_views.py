@@ -17,8 +17,8 @@ from penstock.errors import InputError, PenstockError
 from penstock.plans.plan import Plan
 from penstock.plans.ranks import device_of_ranks, seats_of
 from penstock.reports.blocks import Block, ChartLine, Charts, Fact, Facts, Heat, SpanKind, Subject, Table, Text, View, as_array
-from penstock.reports.plan_views import plan_views
-from penstock.reports.span_lanes import SpanLanes
+from penstock.reports.plan_views import add_critical, critical_causes, passes_of, plan_views
+from penstock.reports.span_lanes import LETTERS, SpanLanes
 from penstock.reports.units import format_time
 from penstock.runtime.telemetry.spans import COMPUTE, NO_STAGE
 from penstock.runtime.telemetry.spans_reader import RankSpans, aligned, read_spans
@@ -31,10 +31,6 @@ _LAST = 10
 """Steps of a timeline, unless others are asked for."""
 _MAX_SPANS = 4_000_000
 """Beyond it fewer steps are shown, and the page says so."""
-_COLOURS = {
-    "Forward": ("F", "forward"), "Backward": ("B", "backward"), "BackwardInput": ("I", "input"), "BackwardWeight": ("W", "weight"),
-    "Step": ("U", "update"), "StepStage": ("U", "update"),
-}  # fmt: skip
 _CATEGORY = ("other", "wait", "transfer")
 
 
@@ -210,24 +206,24 @@ def _timeline(run: RunFacts, steps: Sequence[int], predicted: dict[int, list[Exe
         numbers = np.zeros(256, np.int64)
         for number, name in names.items():
             category = int(own["category"][own["kind"] == number][0]) % 3
-            letter, colour = _COLOURS.get(name, (name, _CATEGORY[category]))
+            letter, colour = LETTERS.get(name, (name, _CATEGORY[category]))
             numbers[number] = lanes.kind(name, SpanKind(name, letter, colour))
         replica, device = run.devices(one.rank)
         stage = np.where(own["stage"] == NO_STAGE, -1, own["stage"].astype(np.int64))
         group = f"replica {replica}, device {device}"
         lanes.add_arrays(f"rank {one.rank}", group, "measured", own["start_ns"] - origin, own["end_ns"] - origin,
-                         numbers[own["kind"]], stage, own["micro_batch"].astype(np.int64))  # fmt: skip
+                         numbers[own["kind"]], stage, own["micro_batch"].astype(np.int64), replica=replica)  # fmt: skip
         for step in steps:
             if step in predicted and one.rank in devices[step]:  # a plan may leave a rank out
                 its_replica, its_device = devices[step][one.rank]
-                execution = predicted[step][its_replica]
-                spans = [
-                    (*execution.span_s(action), "FBIW"[action.kind], action.stage, action.micro_batch)
-                    for action in execution.schedule[its_device]
-                ]
-                lanes.add(f"rank {one.rank} predicted", group, "predicted", spans, begins[step] - origin)
+                spans = passes_of(predicted[step][its_replica], its_device)
+                lanes.add(f"rank {one.rank} predicted", group, "predicted", spans, begins[step] - origin, its_replica)
+    for step, replicas in predicted.items():
+        slowest = max(range(len(replicas)), key=lambda number: replicas[number].makespan_s)
+        add_critical(lanes, replicas[slowest], begins[step] - origin, slowest)
     marks = tuple((begin - origin, f"step {step}") for step, begin in begins.items())
-    return [lanes.block("measured, and below it predicted", marks=marks)]
+    block = lanes.block("measured, and below it predicted", marks=marks)
+    return [block, *critical_causes(block)]
 
 
 def _curves(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block]:

@@ -195,7 +195,7 @@ class Run:
     def _places(self, planner: ProgramPlanner) -> _Place:
         """What this process needs under the plan of a planner, before that is in force: all that may fail."""
         has_work = self.worker.rank in planner.plan.ranks
-        times = ProgramTimes(planner) if has_work and isinstance(self.rank, PacedRank) else None
+        times = ProgramTimes(planner.plan, planner.model, planner.costs) if has_work and isinstance(self.rank, PacedRank) else None
         evaluation = self._evaluation(planner) if has_work and self.request.eval_every else (None, ())
         return _Place(planner, times, *evaluation)
 

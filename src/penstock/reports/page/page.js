@@ -25,7 +25,7 @@ export async function loaded(data, texts) {
 function show(data, number) {
   const open = (other) => { show(data, other); scrollTo(0, 0); };
   const views = viewsOf(data, number), sections = views.map((view) => h("section", { id: view.name, "aria-labelledby": `${view.name}-title` },
-    h("h2", { id: `${view.name}-title` }, view.title), view.blocks.map((block) => DRAWN[block.block](block, open))));
+    h("h2", { id: `${view.name}-title` }, view.title), view.blocks.map((block) => DRAWN[block.block](block, open, data.viewer))));
   const choose = data.subjects.length > 1 ? h("label", {}, "show ", h("select", { id: "subject", change: (event) => show(data, Number(event.target.value)) },
     data.subjects.map((one, at) => h("option", { value: at, selected: at === number }, `${one.kind} ${one.name}`)))) : null;
   const nav = h("nav", { "aria-label": "views" }, views.map((view) => h("a", { href: `#${view.name}` }, view.title)), choose);

@@ -31,7 +31,7 @@ def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> 
     """A job for workers: all steps of a run, by the times that the plan's costs say."""
     plan, out, (address, job) = request.plan, Path(request.out), handover
     batches, planner = run_inputs(request)
-    times, world = ProgramTimes(planner), World(plan, worker.groups)
+    times, world = ProgramTimes(planner.plan, planner.model, planner.costs), World(plan, worker.groups)
     stages = StageSpans(WARM_UP if request.steps > WARM_UP else 0)
     steps_s, tokens = [], []
     with ExitStack() as stack:
