@@ -467,6 +467,8 @@ _REPORTS = (
     _bug("spans are counted from the one before it", "reports/span_lanes.py", "np.concatenate([np.zeros(1, np.int64), end_ns])[:-1]",
          "np.concatenate([np.zeros(1, np.int64), start_ns])[:-1]", "every span comes too late", "reports/test_report.py",
          pick="every_span"),
+    _bug("a run that began anew is read on", "runtime/telemetry/spans_reader.py", "if line != self._line or", "if",
+         "spans of two runs in one timeline", "runtime/telemetry/test_spans.py", pick="began_anew"),
     _bug("any host may ask", "reports/live.py", 'if self.headers.get("Host") not in', 'if False and self.headers.get("Host") not in',
          "a page elsewhere reads the run", "reports/test_live.py", pick="strangers"),
 )  # fmt: skip

@@ -21,7 +21,7 @@ from penstock.reports.plan_views import add_critical, critical_causes, passes_of
 from penstock.reports.span_lanes import LETTERS, SpanLanes
 from penstock.reports.units import format_time
 from penstock.runtime.telemetry.spans import COMPUTE, NO_STAGE
-from penstock.runtime.telemetry.spans_reader import RankSpans, aligned, read_spans
+from penstock.runtime.telemetry.spans_reader import RankSpans, SpanFile, aligned
 from penstock.runtime.telemetry.steps import StepRecord, read_steps
 from penstock.timing.execution import Execution
 
@@ -63,21 +63,21 @@ class RunFacts:
         return sorted({step for one in self.ranks for step in one.iterations})
 
 
-def read_run_facts(folder: Path) -> RunFacts:
-    """Reads a run; InputError where it has not begun."""
+def read_run_facts(folder: Path, files: dict[Path, SpanFile] | None = None) -> RunFacts:
+    """Reads a run; InputError where it has not begun. `files` has span files that were read before, of which only what is new is read."""
     from penstock.runtime.run_folder import STEPS, plan_of_run
     from penstock.runtime.run_predictions import kept_plan, kept_plans
 
     plan, plans, damaged = kept_plan(folder, plan_of_run(folder)), kept_plans(folder), list[str]()
     steps = read_steps(folder / STEPS, damaged) if (folder / STEPS).is_file() else []
-    ranks = []
+    ranks, known = [], {} if files is None else files
     for path in sorted(folder.glob("*.spans")):
         try:
-            ranks.append(read_spans(path))
+            ranks.append(known.setdefault(path, SpanFile(path)).read())
         except InputError as error:
             damaged.append(f"{path.name}: {error}")
-    known = {rank for one in (plan, *plans.values()) for rank in one.ranks}
-    ranks = sorted((one for one in ranks if one.rank in known), key=lambda one: one.rank)
+    planned = {rank for one in (plan, *plans.values()) for rank in one.ranks}
+    ranks = sorted((one for one in ranks if one.rank in planned), key=lambda one: one.rank)
     events = tuple(read_events(folder, damaged))
     if not steps and not any(len(one.spans) for one in ranks):
         raise InputError(f"run '{folder}' holds no step yet: neither {STEPS} nor span files. Wait for its first step.")
@@ -91,6 +91,7 @@ class RunMemo:
     plan: Plan | None = None
     views: list[View] = field(default_factory=list)
     predicted: dict[int, list[Execution]] = field(default_factory=dict)
+    files: dict[Path, SpanFile] = field(default_factory=dict)
 
     def of(self, plan: Plan) -> RunMemo:
         """The memo, emptied where the run goes on under another plan."""
