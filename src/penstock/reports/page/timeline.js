@@ -364,7 +364,12 @@ function tintsOf(kinds, paper) {
   return (role) => (role === "measured" ? found.measured : found.other);
 }
 
-/** Times of a page with very many spans come in coarser ticks. */
-const inNanoseconds = (values, tick) => (tick === 1 ? values : Float64Array.from(values, (value) => value * tick));
+/** Times of a page with very many spans come in coarser ticks. A loop: `from` with a function takes a second for two million. */
+function inNanoseconds(values, tick) {
+  if (tick === 1) return values;
+  const found = new Float64Array(values.length);
+  for (let at = 0; at < values.length; at++) found[at] = values[at] * tick;
+  return found;
+}
 
 const toHex = (colour) => (/^#[0-9a-f]{6}$/i.test(colour) ? colour : "#ffffff");
