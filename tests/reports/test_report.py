@@ -16,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
+from penstock.batching.plan import BatchPlan, ReplicaBatch
 from penstock.cli.main import run
 from penstock.costs.sources import shipped_profiles
 from penstock.data.dataset import open_data
 from penstock.errors import InputError
+from penstock.models.micro_batch import MicroBatch
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
 from penstock.plans.schema import write_plan
@@ -32,9 +34,12 @@ from penstock.reports.report import kind_of, report_of
 from penstock.reports.span_lanes import SpanLanes
 from penstock.reports.tables import slug, table_of, tables_of
 from penstock.reports.units import shown
-from penstock.runtime.request import TrainRequest
+from penstock.runtime.request import TrainRequest, TrainResult
 from penstock.runtime.telemetry.spans_reader import read_spans
 from penstock.runtime.trainer import PlanTrainer
+from penstock.schedules.rules import schedule_of
+from penstock.timing.execution import execute
+from penstock.timing.workload import workload_of
 
 PAGE = Path(__file__).parents[2] / "src" / "penstock" / "reports" / "page"
 PLAN = Path(__file__).parents[2] / "examples" / "plans" / "gpt-1.3b-pp4.json"
@@ -253,6 +258,22 @@ def test_a_notebook_keeps_a_plan() -> None:
     shown_ = penstock.report(replace(plan, notes=("<script>alert(1)</script>",)), PLAN)._repr_html_()
     assert len(shown_) < 200_000 and shown_.count("<svg") >= 2 and "<script" not in shown_ and "&lt;script&gt;" in shown_
     assert "4 stages" in shown_ and "tokens/s" in shown_
+
+
+def test_objects_show_themselves(trained: Path) -> None:
+    """Plans, batches, timelines and results: what a notebook keeps is small and still, the page runs in a frame of its own."""
+    plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=8, micro_batch=2, pp=4)
+    run_ = execute(schedule_of("1f1b", 2, 3), workload_of(np.ones((2, 2, 3))))
+    micro_batch = MicroBatch(0, (1, 2), "padded", (5, 9), (), 9)
+    batch = BatchPlan((ReplicaBatch((micro_batch,), schedule_of("1f1b", 1, 1), 1.0, ()),), 1.0, 0.0, (), "x")
+    result = TrainResult(0, 3, (), (), 0.0, 0.0, {}, str(trained / "checkpoints"))
+    for one, words in ((plan, "4 stages"), (run_, "2 devices, 8.00 s in all, of which devices compute 75.0%"), (batch, "padding"),
+                       (result, "A run of 3 steps")):  # fmt: skip
+        still, frame = one._repr_html_(), one.report()._repr_html_()
+        assert words in still and "<svg" in still and "<script" not in still and len(still) < 200_000
+        assert frame.startswith("<iframe") and 'sandbox="allow-scripts allow-downloads"' in frame and frame.count('"') == 8
+    missing = replace(plan, costs="profile:nowhere.json")._repr_html_()
+    assert missing.startswith("<pre>Plan(") and "does not exist" in missing
 
 
 def test_names_of_files_stay_in_their_folder() -> None:

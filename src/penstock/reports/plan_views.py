@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
 
 __all__ = [
-    "add_critical", "add_execution", "critical_causes", "device_names", "execution_spans", "passes_of", "plan_subject", "plan_views",
-    "priced",
+    "add_critical", "add_execution", "critical_causes", "device_names", "execution_spans", "execution_subject", "passes_of",
+    "plan_subject", "plan_views", "priced",
 ]  # fmt: skip
 
 _MAX_ACTIONS = 2_000_000
@@ -167,6 +167,17 @@ def execution_spans(run: Execution, names: list[str], title: str) -> Spans:
         times, held = (np.rint(values[own]).astype(np.int64) for values in (run.memory_time_s * 1e9, run.memory_bytes))
         memory.append(MemoryLine(name, times, held, limit if np.isfinite(limit) else None))
     return lanes.block(title, memory=tuple(memory) if np.any(run.memory_bytes > 0) else ())
+
+
+def execution_subject(name: str, run: Execution) -> Subject:
+    """A simulated iteration by itself."""
+    busy, end_s = run.device_busy_s(), run.makespan_s
+    sentence = f"{_counted(len(run.schedule), 'device')}, {format_time(end_s)} in all, of which devices compute {busy.mean() / end_s:.1%}."
+    block = execution_spans(run, [f"device {number}" for number in range(len(run.schedule))], "simulated")
+    facts = Facts((Fact("iteration", end_s, "time", "simulated"), Fact("devices compute", float(busy.mean() / end_s), "share"),
+                   Fact("most held", float(run.peak_bytes.max()), "bytes", "by one device")))  # fmt: skip
+    return Subject("timeline", name, (View("glance", "Glance", [Text(sentence), facts]),
+                                      View("timeline", "Timeline", [block, *critical_causes(block)])))  # fmt: skip
 
 
 def add_execution(lanes: SpanLanes, run: Execution, names: list[str], begin_ns: int = 0, replica: int = 0) -> None:

@@ -19,10 +19,13 @@ from penstock.programs.instructions import Program
 from penstock.reports.batch_views import batch_views
 from penstock.reports.blocks import Block, Fact, Facts, Subject, Table, Text, View
 from penstock.reports.document import document
-from penstock.reports.plan_views import plan_subject
+from penstock.reports.notebook import Framed, static_html
+from penstock.reports.plan_views import execution_subject, plan_subject
 from penstock.reports.program_views import programs_subject
 from penstock.reports.run_views import read_run_facts, run_subject
 from penstock.reports.search_views import pareto_views, search_views
+from penstock.runtime.request import TrainResult
+from penstock.timing.execution import Execution
 
 __all__ = ["Report", "kind_of", "report", "report_of"]
 
@@ -33,7 +36,8 @@ _MOST_PLANS = 12
 _MEASURED = {
     "plan": ("simulated", "by the plan's costs"), "run": ("measured", "by the run itself; predictions are simulated by the plan's costs"),
     "search": ("simulated", "bounds by formula"), "pareto": ("simulated", "prices as published"),
-    "batch": ("simulated", "by the planner of batches"), "programs": ("simulated", "by the costs of a plan given beside them, if any"),
+    "batch": ("simulated", "by the planner of batches"), "timeline": ("simulated", "by the costs that it was given"),
+    "programs": ("simulated", "by the costs of a plan given beside them, if any"),
 }  # fmt: skip
 
 
@@ -58,9 +62,11 @@ class Report:
 
     def _repr_html_(self) -> str:
         """What a notebook shows, and keeps."""
-        from penstock.reports.notebook import static_html
-
         return static_html(self)
+
+    def framed(self) -> Framed:
+        """The page for a notebook, in a frame of its own."""
+        return Framed(self.html())
 
     def html(self, *, with_paths: bool = False, live: str = "") -> str:
         """The page."""
@@ -129,18 +135,35 @@ def report_of(paths: Sequence[Path], steps: tuple[int | None, int | None] = (Non
     return report
 
 
-def report(*sources: str | Path | Plan) -> Report:
-    """A report of plans, or of files and folders as `penstock report` takes them: shown by a notebook, or as a page by `.html()`.
+def report(*sources: str | Path | Plan | BatchPlan | Execution | TrainResult) -> Report:
+    """A report of plans, batches, timelines and results, or of files and folders as `penstock report` takes them: shown by a notebook, as a
+    page there by `.framed()`, or as a file by `.html()`.
 
     >>> report("examples/plans/gpt-1.3b-pp4.json").title
     'gpt-1.3b-pp4.json'
     """
-    found = report_of([Path(one) for one in sources if not isinstance(one, Plan)])
-    for number, plan in enumerate(one for one in sources if isinstance(one, Plan)):
-        require_valid(plan, where="the plan")
-        found.sources.append(("plan", f"plan {number}"))
-        found.subjects.append(plan_subject(f"plan {number}", plan))
+    found = report_of([Path(one) for one in map(_run_of, sources) if isinstance(one, str | Path)])
+    for number, one in enumerate(sources):
+        if isinstance(one, Plan):
+            require_valid(one, where="the plan")
+            found.sources.append(("plan", f"plan {number}"))
+            found.subjects.append(plan_subject(f"plan {number}", one))
+        elif isinstance(one, BatchPlan):
+            found.sources.append(("batch", f"batch {number}"))
+            found.shared += batch_views(one)
+        elif isinstance(one, Execution):
+            found.sources.append(("timeline", f"timeline {number}"))
+            found.subjects.append(execution_subject(f"timeline {number}", one))
     return found
+
+
+def _run_of(source: str | Path | Plan | BatchPlan | Execution | TrainResult) -> str | Path | Plan | BatchPlan | Execution:
+    """A source, where it is the result of a run the folder of that."""
+    if not isinstance(source, TrainResult):
+        return source
+    if source.checkpoint is None:
+        raise InputError("this run was rehearsed and kept no checkpoint, by which its folder is known. Give the folder of the run.")
+    return Path(source.checkpoint).parent
 
 
 def _add_plan(report: Report, path: Path, name: str) -> Plan:

@@ -103,8 +103,9 @@ def _spans_of(told: RankSpans, records: npt.NDArray[np.void]) -> RankSpans:
     for mark in records[kind == SYNC]:
         syncs.setdefault(int(mark["micro_batch"]), []).append(int(mark["start_ns"]))
     iterations = {int(mark["micro_batch"]): int(mark["start_ns"]) for mark in records[kind == ITERATION]}
+    lost = int(records["micro_batch"][kind == LOST].sum())
     return replace(
-        told, spans=records[kind < FIRST_MARK], iterations=iterations, syncs=syncs, num_lost=int(records["micro_batch"][kind == LOST].sum()),
+        told, spans=records[kind < FIRST_MARK], iterations=iterations, syncs=syncs, num_lost=lost,
         evaluations=tuple(records["start_ns"][kind == EVALUATION].tolist()),
     )  # fmt: skip
 
