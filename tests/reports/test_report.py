@@ -36,6 +36,7 @@ from penstock.reports.tables import slug, table_of, tables_of
 from penstock.reports.units import shown
 from penstock.runtime.request import TrainRequest, TrainResult
 from penstock.runtime.telemetry.spans_reader import read_spans
+from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import PlanTrainer
 from penstock.schedules.rules import schedule_of
 from penstock.timing.execution import execute
@@ -175,6 +176,7 @@ def test_a_run_shows_every_span_above_its_prediction(a_run: Path) -> None:
     block = spans_of(a_run)
     measured = [lane for lane in block.lanes if lane.role == "measured"]
     assert [lane.name for lane in measured] == ["rank 0", "rank 1"] and len(block.marks) == 3
+    assert all(step.padding_share == 0.0 for step in read_steps(a_run / "steps.jsonl"))  # packed
     for lane in measured:
         rank = read_spans(a_run / f"rank-{int(lane.name[5:]):05d}.spans")
         own = slice(lane.first, lane.first + lane.count)

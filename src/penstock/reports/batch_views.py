@@ -41,7 +41,8 @@ def micro_batch_blocks(micro_batches: Sequence[tuple[int, int, MicroBatch]]) -> 
     return [
         Stack("tokens of each micro-batch, and padding", tuple(f"{replica}.{number} {one.layout}" for replica, number, one in shown),
               ("tokens", "padding"), "count",
-              tuple((float(one.num_tokens), float(one.num_positions - one.num_tokens)) for *_, one in shown)),
+              tuple((float(one.num_tokens), float(one.num_positions - one.num_tokens)) for *_, one in shown),
+              cuts=tuple(tuple(np.cumsum(one.lengths, dtype=float).tolist()[:-1]) for *_, one in shown)),
         Charts("lengths of samples, longest first", "sample", np.arange(len(lengths)),
                ((ChartLine("tokens", "count", lengths.astype(np.float64)),),), steps=True),
         Table("micro-batches", ("replica", "number", "layout", "samples", "row", "tokens", "positions", "padding", "recomputation"),

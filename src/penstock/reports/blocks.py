@@ -96,6 +96,8 @@ class Stack:
     values: tuple[tuple[float, ...], ...]
     """[rows][parts]"""
     limits: tuple[float, ...] = ()
+    cuts: tuple[tuple[float, ...], ...] = ()
+    """For each row where its first part is divided: samples of a micro-batch."""
 
 
 @dataclass(frozen=True)

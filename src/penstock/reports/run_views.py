@@ -234,7 +234,7 @@ def _curves(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block]
     columns = {
         "loss": ("loss", "number"), "tokens_per_s": ("tokens/s", "count"), "mfu": ("MFU", "share"),
         "gradient_norm": ("gradient norm", "number"), "learning_rate": ("learning rate", "number"),
-        "planning_wait_s": ("waiting for programs", "time"),
+        "padding_share": ("padding, replica of rank 0", "share"), "planning_wait_s": ("waiting for programs", "time"),
         "bubble_share": ("not computing, rank 0", "share"), "allocated_bytes": ("memory in use, rank 0", "bytes"),
     }  # fmt: skip
     times = [ChartLine("step, measured", "time", as_array(one.time_s for one in steps))]
