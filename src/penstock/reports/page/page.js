@@ -43,7 +43,7 @@ async function start() {
   const texts = told.columns.map((_, number) => document.getElementById(`column-${number}`).textContent);
   show(await loaded(told, texts), 0);
   addEventListener("resize", redraw);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", redraw); // paper is light
   document.body.dataset.ready = "yes";
   if (told.live) follow(told.live);
 }
