@@ -137,7 +137,7 @@ def _add_labels(
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:
-    """The batch on a device, copied at once from pinned memory: nobody waits for it, and the host is asked once instead of for each tensor."""
+    """The batch on a device, copied at once from pinned memory: nobody waits for it, and the host is asked once, not for each tensor."""
     if device.type == "cpu":
         return batch
     holders = [holder for holder in (batch, batch.own, batch.decoder) if holder is not None]
