@@ -449,6 +449,13 @@ _PROFILING = (
          "profiles take for ever", "profiling/test_measure.py", pick="shortened"),
 )  # fmt: skip
 _REPORTS = (
+    _bug("the path leaves transfers out", "timing/critical_path.py", "            yield _Event(cause, cut, micro_batch)\n        else:",
+         "            yield from self._passes(sender, micro_batch, kinds)\n        else:", "time on links looks like waiting",
+         "timing/test_critical_path.py"),
+    _bug("the order of a rank is that of its stages", "reports/program_views.py", "            tuple(Action(one.stage,",
+         "            sorted(Action(one.stage,", "a simulated program is not the one given", "reports/test_program_views.py"),
+    _bug("predictions read the profile where it was", "runtime/run_predictions.py", 'kept["costs"] = [', 'kept["price"] = [',
+         "a moved run loses them", "reports/test_report.py", pick="moved"),
     _bug("times beyond the end are drawn", "reports/drawing.py", "min(until_s, makespan_s)", "max(until_s, makespan_s)",
          "the cut is ignored", "reports/test_drawing.py"),
     _bug("shares count the whole span in one pixel", "reports/shares.py", "[covered - (ends - starts), covered]", "[covered, covered]",
@@ -460,6 +467,8 @@ _REPORTS = (
     _bug("spans are counted from the one before it", "reports/span_lanes.py", "np.concatenate([np.zeros(1, np.int64), end_ns])[:-1]",
          "np.concatenate([np.zeros(1, np.int64), start_ns])[:-1]", "every span comes too late", "reports/test_report.py",
          pick="every_span"),
+    _bug("a run that began anew is read on", "runtime/telemetry/spans_reader.py", "if line != self._line or", "if",
+         "spans of two runs in one timeline", "runtime/telemetry/test_spans.py", pick="began_anew"),
     _bug("any host may ask", "reports/live.py", 'if self.headers.get("Host") not in', 'if False and self.headers.get("Host") not in',
          "a page elsewhere reads the run", "reports/test_live.py", pick="strangers"),
 )  # fmt: skip

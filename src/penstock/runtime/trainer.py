@@ -31,6 +31,7 @@ from penstock.runtime.request import PACED, TIMED, WARM_UP, PlanAdopted, StepTol
 from penstock.runtime.run import Watching, train_rank
 from penstock.runtime.run_folder import own_folder, put_in_force, safe_step
 from penstock.runtime.run_inputs import program_planner, run_inputs
+from penstock.runtime.run_predictions import keep_inputs
 from penstock.runtime.telemetry.predicting import PredictedSteps, predict_peaks, predict_steps
 from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.transport.world import World
@@ -72,6 +73,8 @@ class PlanTrainer:
             planners_of_nodes(request.planning, *run_inputs(request), self.first_step) as planners,
             Interrupts(quiet=worker.rank != 0) as interrupts,
         ):
+            if first:
+                keep_inputs(request)
             token = torch.tensor([secrets.randbits(62)])
             dist.broadcast(token, 0)
             worker = replace(worker, tell=self._hearing(planners, progress), asked_to_end=lambda: interrupts.number)
@@ -94,6 +97,7 @@ class PlanTrainer:
             ) as pool,
             nullcontext() if rehearses else Interrupts(pool.board.ask_to_end),
         ):
+            keep_inputs(request)
             job = (train_rank, request, planners.handover, secrets.token_hex(8), self.watching)
             hear = self._hearing(planners, progress)
             try:
