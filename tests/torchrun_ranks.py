@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import runpy
 import socket
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +28,8 @@ class Ended:
 
 
 def run_ranks(arguments: Sequence[str], ranks: Sequence[Mapping[str, str]], folder: Path) -> list[Ended]:
-    """`penstock` with these arguments in a process for each of `ranks`, given as variables beside those that all of a job have."""
+    """`penstock` with these arguments, or the script that the first names with the others, in a process for each of `ranks`, given as
+    variables beside those that all of a job have."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     job = {"WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -53,9 +56,23 @@ def _run(environment: Mapping[str, str], arguments: list[str], out: Path, err: P
     os.environ.update(environment)
     for stream, path in ((sys.stdout, out), (sys.stderr, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream.fileno())
-    from penstock.cli import main
-
-    status = main.run(arguments)
+    status = 1
+    try:
+        status = _run_script(arguments) if arguments[0].endswith(".py") else _run_verb(arguments)
+    except BaseException:
+        traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _run_verb(arguments: list[str]) -> int:
+    from penstock.cli import main
+
+    return main.run(arguments)
+
+
+def _run_script(arguments: list[str]) -> int:
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+    return 0
