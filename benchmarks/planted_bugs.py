@@ -330,9 +330,9 @@ _RUNTIME = (
 _GENERATIONS = (
     _bug("a module keeps its group", "runtime/transport/world.py", "partial(self.groups.of, tuple(ranks)))",
          "lambda group=self.groups.of(ranks): group)", "threads and sockets of every generation stay",
-         "runtime/transport/test_generations.py", pick="twenty"),
+         "runtime/transport/test_generations.py", pick="rounds"),
     _bug("generations share their keys", "runtime/transport/generations.py", 'return f"generation/{self.number}"', 'return "generation"',
-         "processes find those of a generation that is gone", "runtime/transport/test_generations.py", pick="twenty or closed_one"),
+         "processes find those of a generation that is gone", "runtime/transport/test_generations.py", pick="rounds or closed_one"),
     _bug("masters of several ops lie in one tensor", "runtime/optimizing/update.py", "settings.rate.at(0), op_of)", "settings.rate.at(0))",
          "a cut elsewhere changes bits", "runtime/test_adopting.py", pick="where_stages"),
     _bug("statistics of an abandoned step stay", "runtime/rank.py", "            statistics.copy_(before)\n", "            pass\n",
