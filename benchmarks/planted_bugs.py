@@ -268,6 +268,12 @@ _INTEROP = (
          '("--recompute-method", "block"), ("--recompute-num-layers", "1")', "a number forgotten", "interop/test_megatron.py"),
 )  # fmt: skip
 _SYSTEMS = (
+    _bug("bounds keep the stages' first ops", "search/partition/stage_space.py",
+         "else (self.offset[c, min(a + 1, width.shape[1] - 1)], 1)",
+         "else (self.offset[c, a], 0)", "a plan with cuts elsewhere is below the bound", "systems/aceso/test_long_chains.py",
+         pick="coarse"),
+    _bug("the last layer is a twin beyond its run", "search/space/blocks.py", "and cuts[cut + 1] <= ends[cut]", "",
+         "stages that leave the layers are taken for others", "systems/aceso/test_long_chains.py", pick="copied or irregular"),
     _bug("DynaPipe: layers keep one workspace less", "systems/dynapipe/rules.py", "top += stored + (layers - 1) * cost[2] + cost[3]",
          "top += stored + layers * cost[2] + cost[3]", "off by one", "systems/dynapipe"),
 )  # fmt: skip
