@@ -501,6 +501,8 @@ _CUTTING = (
          "the carry of a cut lacks what its first unit is given", "models/modules/cutting/test_skipping.py", pick="every_cut and llama"),
     _bug("the glue's weights are everybody's", "models/modules/cutting/weights.py", "if index in weight.calls and (p", "if (p",
          "each stage would train a weight that one of them uses", "models/modules/test_trace.py", pick="say_which"),
+    _bug("1 and 1.0 are the same question", "models/modules/cutting/absent.py", "return type(x), x  #", "return x  #",
+         "an absent tensor gets the dtype of an earlier one", "models/modules/cutting/test_skipping.py", pick="remembered"),
     _bug("recomputed dropout is another", "models/modules/cutting/packing.py", "key = stable_hash(self._micro_batch.key, place)",
          "key = stable_hash(self._micro_batch.key, id(x))", "a mask that depends on memory", "models/modules/cutting/test_packing.py",
          pick="dropout"),
