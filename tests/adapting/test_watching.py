@@ -17,7 +17,7 @@ from penstock.adapting.moving import MoveAbortedError
 from penstock.adapting.watching import Watch, watch_run
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
-from penstock.plans.plan import Plan
+from penstock.plans.plan import MicroBatching, Plan
 from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
 from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.trainer import PlanTrainer
@@ -179,6 +179,14 @@ def test_a_device_that_was_left_out_comes_back_when_it_is_fast_again(tmp_path: P
     assert set(job.plan.ranks) == {0, 1, 2, 3}
     assert [event.factor for event in job.events("noticed")] == pytest.approx([30.0, 1.0], rel=0.05)
     assert [event.remedy for event in job.events("moved")][:2] == ["eviction", "addition"]
+
+
+def test_shares_of_a_run_before_are_thought_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was slow then is not any more when the run is resumed; nothing changes in it that could be noticed."""
+    plan = uniform_plan("gpt-tiny", "4xa100-40gb", global_batch=64, micro_batch=1, replicas=4)
+    job = Job(replace(plan, micro_batching=MicroBatching("padded", "dynamic", slower=((2, (3.0,) * 3),))), tmp_path, monkeypatch)
+    job.run(20)
+    assert not job.plan.micro_batching.slower and [event.remedy for event in job.events("moved")] == ["shares"]
 
 
 def test_a_move_that_was_aborted_is_not_tried_again_at_once(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
