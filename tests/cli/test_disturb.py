@@ -94,7 +94,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "there is nothing to slow down"),
+        ((), "there is nothing to do"),
         (("--slow", "7=2"), "the plan has no rank 7: 0 to 2"),
         (("--slow", "1=0"), "rank 1 is to take 0 times as long"),
         (("--slow", "1=-2"), "rank 1 is to take -2 times as long"),
