@@ -162,7 +162,7 @@ def _request(folder: Path, plan: Plan, out: Path, steps: int) -> TrainRequest:
 
 def cold_s(folder: Path) -> float:
     """Seconds from the death of a run to the first step of one that a person starts again at once."""
-    out, plan = folder / "cold", folder / "plan.json"
+    out, plan = folder / f"cold-{time.time_ns()}", folder / "plan.json"
     write_plan(plan, two_plans()[0])
     command = [sys.executable, "-m", "penstock.cli.main", "train", str(plan), "--data", str(folder / "data"), "--out", str(out), "--json"]
     subprocess.run([*command, "--steps", "4"], check=True, stdout=subprocess.DEVNULL)
