@@ -429,8 +429,8 @@ _TRAINING = (
          "one rank alone is asked to end", "runtime/checkpoints/test_intervals.py"),
     _bug("updates dropped long ago count", "runtime/run.py", "            self._dropped = 0\n            return\n", "            return\n",
          "the fifth of a week ends the run", "runtime/test_divergence.py"),
-    _bug("a run resumes a step late", "runtime/run.py", "self.first_step = Checkpoint(request.resume).step if",
-         "self.first_step = Checkpoint(request.resume).step + 1 if", "off by one: a batch is never seen", "runtime/test_trainer.py",
+    _bug("a run resumes a step late", "runtime/run.py", "begun = Checkpoint(request.resume).step if",
+         "begun = Checkpoint(request.resume).step + 1 if", "off by one: a batch is never seen", "runtime/test_trainer.py",
          pick="goes_on_under"),
     _bug("MFU counts the forward pass alone", "runtime/telemetry/flops.py", "np.array((op.flops.form(1) + op.backward_flops.form(1)).coeff",
          "np.array((op.flops.form(1)).coeff", "a third of the truth", "runtime/telemetry"),
@@ -546,6 +546,20 @@ _LINKS = (
     _bug("two messages at once", "adapting/link_probes.py", "if not busy[number] & set(pair)", "if number >= 0",
          "a rank waits for two peers in a circle", "adapting/test_link_probes.py", pick="round"),
 )  # fmt: skip
+_RECOVERING = (
+    _bug("copies count before they are whole", "runtime/recovering/copies.py", "_HEAD.pack_into(memory, 0, 0, *whose, len(description))",
+         "_HEAD.pack_into(memory, 0, step + 1, *whose, len(description))", "half a copy is gone on from",
+         "runtime/recovering/test_copies.py", pick="outlive"),
+    _bug("the whole copy is written over", "runtime/recovering/copies.py",
+         "if step is None or self._head(slot)[0] != step + 1:", "if step is None:",
+         "a second death finds no step that is whole", "runtime/recovering/test_copies.py", pick="forgotten"),
+    _bug("plans mix their copies", "runtime/recovering/copies.py", "found[marked - 1, generation, count][place] = slot",
+         "found[marked - 1, 0, count][place] = slot", "parts are missing after a move", "runtime/recovering/test_copies.py", pick="mixed"),
+    _bug("a stopped launcher blames its ranks", "runtime/recovering/frozen.py", "min(now - self._last_s, 2 * LOOK_S)",
+         "now - self._last_s", "Ctrl-Z kills a run", "runtime/recovering/test_frozen.py"),
+    _bug("a fault happens again and again", "runtime/recovering/faults.py", "                path.unlink(missing_ok=True)\n",
+         "                pass\n", "no run ever goes on", "adapting/test_deaths.py", pick="replaced"),
+)  # fmt: skip
 _ADAPTING = (
     _bug("a move forgets what arrives", "adapting/moves.py",
          "parts = self.before_bytes, self.arriving_bytes, self.after_bytes", "parts = self.before_bytes, self.after_bytes",
@@ -625,5 +639,5 @@ _JOBS = (
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
     *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_GENERATIONS, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS,
-    *_CLI, *_SCREEN, *_CUTTING, *_DISTURBING, *_LINKS, *_BESIDE, *_ADAPTING, *_JOBS,
+    *_CLI, *_RECOVERING, *_SCREEN, *_CUTTING, *_DISTURBING, *_LINKS, *_BESIDE, *_ADAPTING, *_JOBS,
 )  # fmt: skip
