@@ -23,6 +23,7 @@ from penstock.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRA
 from penstock.schedules.rules import SCHEDULES
 from penstock.timing.estimate import Estimate, Estimator
 from penstock.timing.execution import Execution, execute
+from penstock.timing.pipeline import dp_shares
 from penstock.timing.workload import Floats, Workload
 
 if TYPE_CHECKING:
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
     from penstock.batching.costs import PipelineCosts
     from penstock.data.planners import BatchSource
     from penstock.data.planning import ProgramPlanner
+    from penstock.models.micro_batch import MicroBatch
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
-    from penstock.programs.instructions import Program
+    from penstock.programs.instructions import Place, Program
     from penstock.timing.planned import PlannedPipeline
 
 __all__ = ["PASSES", "Pass", "PredictedSteps", "ProgramTimes", "passes_s", "predict_peaks", "predict_steps", "predict_timelines"]
@@ -114,6 +116,8 @@ class ProgramTimes:
         """`costs` are those of single micro-batches, where they are known already."""
         self._costs = _costs(plan, costs) if _is_priced(plan, model) else None
         self._alike = None if self._costs is not None else _pipeline(plan, model).workload
+        self._is_uneven = any(dp_shares(plan, replica, stage.degrees.dp) for replica in range(plan.num_replicas) for stage in plan.stages)
+        """Whether ranks that divide a micro-batch among them get unequal parts: each is then predicted by its own."""
 
     def workload(self, program: Program, others: Sequence[Program] = ()) -> Workload:
         """Passes and transfers of the program's replica; recomputation is known, and counted, on the stages of the program's own rank and
@@ -127,8 +131,21 @@ class ProgramTimes:
         for step in chain.from_iterable(one.instructions for one in (program, *others)):
             if isinstance(step, Forward):
                 patterns[step.micro_batch][step.stage] = step.pattern
-        micro_batches = [msgspec.structs.replace(one, recompute=tuple(patterns[one.index])) for one in program.micro_batches]
+        own = program.places[0] if self._is_uneven else None
+        micro_batches = [
+            msgspec.structs.replace(one if own is None else _as_if_all(one, own), recompute=tuple(patterns[one.index]))
+            for one in program.micro_batches
+        ]
         return batch_workload(self._costs, micro_batches, program.replica)
+
+
+def _as_if_all(micro: MicroBatch, place: Place) -> MicroBatch:
+    """A micro-batch of which every rank of a stage has as much as one of them has of `micro`: costs are of equal parts."""
+    first, last = micro.share(place.entry_dp, place.entry_share)
+    if place.entry_dp == 1 or first == last or micro.row_sizes:
+        return micro
+    parts = {name: getattr(micro, name)[first:last] * place.entry_dp for name in ("samples", "lengths", "dec_lengths")}
+    return msgspec.structs.replace(micro, **parts)
 
 
 def passes_s(program: Program, work: Workload) -> float:
@@ -154,6 +171,9 @@ def _is_priced(plan: Plan, model: Model) -> bool:
 def _costs(plan: Plan, known: PipelineCosts | None) -> PipelineCosts:
     from penstock.batching.planner import costs_for
 
+    if plan.micro_batching.slower:  # what it is compared with is to show how slow ranks are now
+        plan = replace(plan, micro_batching=replace(plan.micro_batching, slower=()))
+        known = None
     return known or costs_for(plan, plan.seq_length, plan.dec_length)
 
 
