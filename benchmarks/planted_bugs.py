@@ -151,7 +151,7 @@ _TIMING = (
          "timing/test_estimate.py"),
     _bug("a split backward lets go too early", "timing/order_memory.py", "INPUT_GRAD: 0, WEIGHT_GRAD: -1}\n_WAITING",
          "INPUT_GRAD: -1, WEIGHT_GRAD: 0}\n_WAITING", "weight gradients still need the activations", "schedules", "timing"),
-    _bug("a share of samples is rounded down", "timing/pipeline.py", "rows = -(-samples // dp)", "rows = max(1, samples // dp)",
+    _bug("a share of samples is rounded down", "timing/pipeline.py", "(-(-samples // dp),) * dp", "(max(1, samples // dp),) * dp",
          "the largest share decides", "timing"),
     _bug("the first group's gradients decide", "timing/estimate.py", "time_s = pipeline + max(sum(_after(stages, group))",
          "time_s = pipeline + min(sum(_after(stages, group))", "the last to end decides", "timing/test_estimate.py"),
@@ -268,6 +268,12 @@ _INTEROP = (
          '("--recompute-method", "block"), ("--recompute-num-layers", "1")', "a number forgotten", "interop/test_megatron.py"),
 )  # fmt: skip
 _SYSTEMS = (
+    _bug("bounds keep the stages' first ops", "search/partition/stage_space.py",
+         "else (self.offset[c, min(a + 1, width.shape[1] - 1)], 1)",
+         "else (self.offset[c, a], 0)", "a plan with cuts elsewhere is below the bound", "systems/aceso/test_long_chains.py",
+         pick="coarse"),
+    _bug("the last layer is a twin beyond its run", "search/space/blocks.py", "and cuts[cut + 1] <= ends[cut]", "",
+         "stages that leave the layers are taken for others", "systems/aceso/test_long_chains.py", pick="copied or irregular"),
     _bug("DynaPipe: layers keep one workspace less", "systems/dynapipe/rules.py", "top += stored + (layers - 1) * cost[2] + cost[3]",
          "top += stored + layers * cost[2] + cost[3]", "off by one", "systems/dynapipe"),
 )  # fmt: skip
@@ -330,9 +336,9 @@ _RUNTIME = (
 _GENERATIONS = (
     _bug("a module keeps its group", "runtime/transport/world.py", "partial(self.groups.of, tuple(ranks)))",
          "lambda group=self.groups.of(ranks): group)", "threads and sockets of every generation stay",
-         "runtime/transport/test_generations.py", pick="twenty"),
+         "runtime/transport/test_generations.py", pick="rounds"),
     _bug("generations share their keys", "runtime/transport/generations.py", 'return f"generation/{self.number}"', 'return "generation"',
-         "processes find those of a generation that is gone", "runtime/transport/test_generations.py", pick="twenty or closed_one"),
+         "processes find those of a generation that is gone", "runtime/transport/test_generations.py", pick="rounds or closed_one"),
     _bug("masters of several ops lie in one tensor", "runtime/optimizing/update.py", "settings.rate.at(0), op_of)", "settings.rate.at(0))",
          "a cut elsewhere changes bits", "runtime/test_adopting.py", pick="where_stages"),
     _bug("statistics of an abandoned step stay", "runtime/rank.py", "            statistics.copy_(before)\n", "            pass\n",
@@ -423,8 +429,8 @@ _TRAINING = (
          "one rank alone is asked to end", "runtime/checkpoints/test_intervals.py"),
     _bug("updates dropped long ago count", "runtime/run.py", "            self._dropped = 0\n            return\n", "            return\n",
          "the fifth of a week ends the run", "runtime/test_divergence.py"),
-    _bug("a run resumes a step late", "runtime/run.py", "self.first_step = Checkpoint(request.resume).step if",
-         "self.first_step = Checkpoint(request.resume).step + 1 if", "off by one: a batch is never seen", "runtime/test_trainer.py",
+    _bug("a run resumes a step late", "runtime/run.py", "begun = Checkpoint(request.resume).step if",
+         "begun = Checkpoint(request.resume).step + 1 if", "off by one: a batch is never seen", "runtime/test_trainer.py",
          pick="goes_on_under"),
     _bug("MFU counts the forward pass alone", "runtime/telemetry/flops.py", "np.array((op.flops.form(1) + op.backward_flops.form(1)).coeff",
          "np.array((op.flops.form(1)).coeff", "a third of the truth", "runtime/telemetry"),
@@ -449,6 +455,13 @@ _PROFILING = (
          "profiles take for ever", "profiling/test_measure.py", pick="shortened"),
 )  # fmt: skip
 _REPORTS = (
+    _bug("the path leaves transfers out", "timing/critical_path.py", "            yield _Event(cause, cut, micro_batch)\n        else:",
+         "            yield from self._passes(sender, micro_batch, kinds)\n        else:", "time on links looks like waiting",
+         "timing/test_critical_path.py"),
+    _bug("the order of a rank is that of its stages", "reports/program_views.py", "            tuple(Action(one.stage,",
+         "            sorted(Action(one.stage,", "a simulated program is not the one given", "reports/test_program_views.py"),
+    _bug("predictions read the profile where it was", "runtime/run_predictions.py", 'kept["costs"] = [', 'kept["price"] = [',
+         "a moved run loses them", "reports/test_report.py", pick="moved"),
     _bug("times beyond the end are drawn", "reports/drawing.py", "min(until_s, makespan_s)", "max(until_s, makespan_s)",
          "the cut is ignored", "reports/test_drawing.py"),
     _bug("shares count the whole span in one pixel", "reports/shares.py", "[covered - (ends - starts), covered]", "[covered, covered]",
@@ -460,6 +473,8 @@ _REPORTS = (
     _bug("spans are counted from the one before it", "reports/span_lanes.py", "np.concatenate([np.zeros(1, np.int64), end_ns])[:-1]",
          "np.concatenate([np.zeros(1, np.int64), start_ns])[:-1]", "every span comes too late", "reports/test_report.py",
          pick="every_span"),
+    _bug("a run that began anew is read on", "runtime/telemetry/spans_reader.py", "if line != self._line or", "if",
+         "spans of two runs in one timeline", "runtime/telemetry/test_spans.py", pick="began_anew"),
     _bug("any host may ask", "reports/live.py", 'if self.headers.get("Host") not in', 'if False and self.headers.get("Host") not in',
          "a page elsewhere reads the run", "reports/test_live.py", pick="strangers"),
 )  # fmt: skip
@@ -536,6 +551,20 @@ _LINKS = (
     _bug("two messages at once", "adapting/link_probes.py", "if not busy[number] & set(pair)", "if number >= 0",
          "a rank waits for two peers in a circle", "adapting/test_link_probes.py", pick="round"),
 )  # fmt: skip
+_RECOVERING = (
+    _bug("copies count before they are whole", "runtime/recovering/copies.py", "_HEAD.pack_into(memory, 0, 0, *whose, len(description))",
+         "_HEAD.pack_into(memory, 0, step + 1, *whose, len(description))", "half a copy is gone on from",
+         "runtime/recovering/test_copies.py", pick="outlive"),
+    _bug("the whole copy is written over", "runtime/recovering/copies.py",
+         "if step is None or self._head(slot)[0] != step + 1:", "if step is None:",
+         "a second death finds no step that is whole", "runtime/recovering/test_copies.py", pick="forgotten"),
+    _bug("plans mix their copies", "runtime/recovering/copies.py", "found[marked - 1, generation, count][place] = slot",
+         "found[marked - 1, 0, count][place] = slot", "parts are missing after a move", "runtime/recovering/test_copies.py", pick="mixed"),
+    _bug("a stopped launcher blames its ranks", "runtime/recovering/frozen.py", "min(now - self._last_s, 2 * LOOK_S)",
+         "now - self._last_s", "Ctrl-Z kills a run", "runtime/recovering/test_frozen.py"),
+    _bug("a fault happens again and again", "runtime/recovering/faults.py", "                path.unlink(missing_ok=True)\n",
+         "                pass\n", "no run ever goes on", "adapting/test_deaths.py", pick="replaced"),
+)  # fmt: skip
 _ADAPTING = (
     _bug("a move forgets what arrives", "adapting/moves.py",
          "parts = self.before_bytes, self.arriving_bytes, self.after_bytes", "parts = self.before_bytes, self.after_bytes",
@@ -588,6 +617,14 @@ _ADAPTING = (
          "a probe is taken for a device that was never slow", "adapting/test_watching.py", pick="comes_back"),
     _bug("what was aborted is tried again after each step", "adapting/deciding.py", "self._refused.append((decision.chosen.plan, reason))",
          "self._refused.clear()", "training stands still for ever", "adapting/test_watching.py", pick="tried_again"),
+    _bug("shares of a run before stay for ever", "adapting/watching.py", "or self._steps_until_due == 0)", "or False)",
+         "a rank that is fast again has little to do", "adapting/test_watching.py", pick="thought_over"),
+    _bug("planners are not told who is slow", "batching/planner.py", "at_plan_speeds(open_costs(costs or plan.costs, cluster), plan)",
+         "open_costs(costs or plan.costs, cluster)", "a slow replica gets as many tokens as before", "adapting/test_story.py",
+         pick="fewer and replicas"),
+    _bug("a smaller part is predicted as a whole one", "runtime/telemetry/predicting.py", "_as_if_all(one, own), recompute",
+         "one, recompute",
+         "a rank seems to be fast again when it has less to do", "adapting/test_story.py", pick="fewer and dp"),
     _bug("who asks is overruled", "adapting/watching.py", "            self._adapter = None\n        elif",
          "            pass\n        elif", "what was asked for is left at once", "adapting/test_watching.py", pick="is_asked_for_stays"),
 )  # fmt: skip
@@ -607,5 +644,5 @@ _JOBS = (
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
     *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_GENERATIONS, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS,
-    *_CLI, *_SCREEN, *_CUTTING, *_DISTURBING, *_LINKS, *_BESIDE, *_ADAPTING, *_JOBS,
+    *_CLI, *_RECOVERING, *_SCREEN, *_CUTTING, *_DISTURBING, *_LINKS, *_BESIDE, *_ADAPTING, *_JOBS,
 )  # fmt: skip

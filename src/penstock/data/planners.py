@@ -242,11 +242,12 @@ class PlannerPool:
         self._thread = threading.Thread(target=self._supervise, name="planners", daemon=True)
         self._thread.start()
 
-    def adopt(self, step: int, planner: ProgramPlanner) -> None:
+    def adopt(self, step: int, planner: ProgramPlanner) -> Job:
         """Plans for another plan from iteration `step` on. What was planned ahead for the one before is left alone: ranks that adopt the
-        plan read the job's next generation, and the job's owner deletes the keys of all of them at the end."""
+        plan read the job's next generation, and the job's owner deletes the keys of all of them at the end. Returns that generation."""
         self.stop()
         self._begin(planner, self._job.adopted(step, len(planner.plan.ranks)))
+        return self._job
 
     @property
     def process_ids(self) -> list[int]:
