@@ -30,7 +30,8 @@ class Witness:
     def __init__(self, smaller: Plan | None = None) -> None:
         self.smaller, self.told = smaller, list[tuple[str, int, int]]()
 
-    def tell(self, event: str, step: int, rank: int, text: str, pause_s: float | None = None) -> None:
+    def tell(self, event: str, step: int, text: str, *, rank: int | None, pause_s: float | None = None) -> None:
+        assert rank is not None
         self.told.append((event, step, rank))
 
     def smaller_plan(self, plan: Plan, lost: Sequence[int], devices: Sequence[int]) -> Plan:

@@ -42,8 +42,8 @@ _SLOTS = 2
 class DeathWitness(Protocol):
     """Is told of deaths, and knows plans for fewer devices: `adapting` has one, since this room does not search."""
 
-    def tell(self, event: str, step: int, rank: int, text: str, pause_s: float | None = None) -> None:
-        """A rank was `lost`, or was `replaced`, or the plan has `shrunk`, after a step."""
+    def tell(self, event: str, step: int, text: str, *, rank: int | None, pause_s: float | None = None) -> None:
+        """A rank was `lost`, or was `replaced`, or the plan has `shrunk`, after a step; without a rank: a planner."""
 
     def smaller_plan(self, plan: Plan, lost: Sequence[int], devices: Sequence[int]) -> Plan:
         """The best plan for what is left of the devices; raises where there is none."""
@@ -97,7 +97,7 @@ class RunRecovery:
 
     def _tell(self, event: str, step: int, rank: int, text: str, pause_s: float | None = None) -> None:
         if self._witness is not None:
-            self._witness.tell(event, step, rank, text, pause_s)
+            self._witness.tell(event, step, text, rank=rank, pause_s=pause_s)
 
     def adopted(self, plan: Plan) -> None:
         """The run has moved to another plan."""
