@@ -2,7 +2,7 @@
 
     python benchmarks/search.py --data DIR                          the known cases (DIR holds aceso/eurosys and aceso/miniset)
     python benchmarks/search.py --aceso-db DIR --model gpt --size 1_3B --nodes 1 --gpus-per-node 4 --global-batch 1024
-        --micro-batches 1,2,4,8 --memory-mb 28000                   any other
+        --micro-batches 1,2,4,8 --memory-mb 28000                   any other; --layers 1024 repeats its layer so often
     python benchmarks/search.py --fasop-dir DIR [--setting NAME]    one of FASOP's experiments, or all that spell a cluster
     python benchmarks/search.py --fasop-dir DIR --setting NAME --pareto [--most A=8,B=8]    every cluster of up to so many nodes
     python benchmarks/search.py --scale                             long chains and thousands of devices, roofline costs
@@ -55,6 +55,8 @@ class Case:
     micro_batches: tuple[int, ...]
     memory_mb: float
     aceso_s: float | None = None
+    layers: int = 0
+    """Another number of layers than the size has."""
 
 
 _GPT, _WRN = (1, 2, 4, 8), (16, 32, 48, 64)
@@ -70,19 +72,21 @@ def run(case: Case, folder: Path, out: Path, judge: Any) -> dict[str, Any]:
     """Searches one case, writes its plan and scores it."""
     tables = AcesoTables.open(folder)
     problem = AcesoProblem(
-        tables, tables.model(case.model, case.size), case.nodes, case.gpus_per_node, case.global_batch, case.micro_batches, case.memory_mb
-    )
+        tables, tables.model(case.model, case.size, case.layers), case.nodes, case.gpus_per_node, case.global_batch, case.micro_batches,
+        case.memory_mb,
+    )  # fmt: skip
     start = time.perf_counter()
     answer = search_aceso(problem)
     took = time.perf_counter() - start
     gpus = case.nodes * case.gpus_per_node
-    path = out / f"{case.folder}_{case.model}_{case.size}_{gpus}gpus.json"
+    size = case.size + (f"_{case.layers}layers" if case.layers else "")
+    path = out / f"{case.folder}_{case.model}_{size}_{gpus}gpus.json"
     write_json(path, answer.plan)
     judged = judge.evaluate(answer.plan, str(folder), case.nodes, case.gpus_per_node, case.memory_mb) if judge else None
     if judged is not None and not judged.ok:
         raise SystemExit(f"{path} is not a valid plan: {judged.errors or 'does not fit'}")
     return {
-        "case": f"{case.folder} {case.model} {case.size}, {gpus} GPUs", "search_time_s": round(took, 3),
+        "case": f"{case.folder} {case.model} {size}, {gpus} GPUs", "search_time_s": round(took, 3), "peak_memory_mb": peak_memory_mb(),
         "judged_time_s": judged.iteration_s if judged else None, "predicted_time_s": answer.time_s, "lower_bound_s": answer.bound_s,
         "gap": answer.time_s / answer.bound_s - 1, "aceso_s": case.aceso_s, "plan_path": str(path),
     }  # fmt: skip
@@ -229,6 +233,7 @@ def main() -> None:
     parser.add_argument("--aceso-db", type=Path, help="one folder of tables")
     parser.add_argument("--model", default="gpt")
     parser.add_argument("--size", default="1_3B")
+    parser.add_argument("--layers", type=int, default=0, help="another number of layers than the size has")
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--gpus-per-node", type=int, default=4)
     parser.add_argument("--global-batch", type=int, default=1024)
@@ -264,7 +269,7 @@ def main() -> None:
     if arguments.aceso_db:
         sizes = tuple(int(size) for size in arguments.micro_batches.split(","))
         a = arguments
-        case = Case(a.aceso_db.name, a.model, a.size, a.nodes, a.gpus_per_node, a.global_batch, sizes, a.memory_mb)
+        case = Case(a.aceso_db.name, a.model, a.size, a.nodes, a.gpus_per_node, a.global_batch, sizes, a.memory_mb, None, a.layers)
         print(json.dumps(run(case, a.aceso_db, a.out, judge)))
         return
     rows = []

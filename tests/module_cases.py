@@ -37,7 +37,7 @@ def described(name: str) -> Model:
     return describe_origin(f"module:{ZOO}:{name}")
 
 
-def module_case(name: str, seed: int = 3, iterations: int = 5, **choice: Any) -> Case:
+def module_case(name: str, seed: int = 3, iterations: int = 3, **choice: Any) -> Case:
     """A plan of a model of the zoo."""
     model = described(name)
     fields = {"family": "traced", "description": model_to_description(model), "seq_length": model.seq_length}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.adapting.asking import MoveRequest, asked_for, withdraw
-from penstock.adapting.detecting import Cause, Change, Detector, StepFigures, Subject
+from penstock.adapting.detecting import WARM_UP, Cause, Change, Detector, StepFigures, Subject
 from penstock.adapting.events import EVENTS, RunEvent, aborted, asked, decided, moved, noticed
 from penstock.adapting.link_probes import LinkProbes
 from penstock.adapting.moving import MoveAbortedError, move, require_movable
@@ -118,6 +118,8 @@ class Watch(_Follower):
         """What somebody has asked for, and can have."""
         self._left: dict[int, float] = {}
         """Ranks that the plan in force leaves without work: how slow each was when it was left."""
+        self._steps_until_due = max(WARM_UP) + 1 if plan.micro_batching.slower else 0
+        """A plan that a run before had for slow ranks is thought over when they must have been noticed, should they still be slow."""
         self._told: tuple[bool, str] = False, "nothing"
         """Of the last decision that was written."""
         self._undecided = False
@@ -146,7 +148,8 @@ class Watch(_Follower):
     def _decide(self, step: int, changes: Sequence[Change]) -> Sequence[str]:
         """Writes down what is, or would be, done, where that is new; a note where nobody can say."""
         slower = [change for change in changes if change.cause in (Cause.COMPUTE, Cause.LINK)]
-        if self._undecided or self._decision is not None or not (slower or self._adapter):
+        self._steps_until_due -= 1
+        if self._undecided or self._decision is not None or not (slower or self._adapter or self._steps_until_due == 0):
             return ()
         try:
             self._adapter = self._adapter or self._new_adapter()

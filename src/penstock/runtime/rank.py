@@ -121,6 +121,10 @@ class Rank:
         }
         self.transport.warm_up()
 
+    def share_out(self, plan: Plan) -> None:
+        """Runs `plan` from the next program on, which differs from the one in force by its micro-batches alone: all else stays."""
+        self.plan = self.world.plan = plan
+
     def abandon(self) -> None:
         """Lets go of a program that did not come to its end: buffers, transfers, micro-batches and sums under way, versions of weights.
 

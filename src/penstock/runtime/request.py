@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.errors import InputError
+from penstock.notebooks import Shown
 from penstock.runtime.settings import TrainingSettings
 from penstock.stores.addresses import ADDRESS_VARIABLE
 from penstock.timing.disturbance import Disturbance
@@ -144,7 +145,7 @@ class PlanAdopted:
 
 
 @dataclass(frozen=True)
-class TrainResult:
+class TrainResult(Shown):
     """What a run achieved."""
 
     first_step: int

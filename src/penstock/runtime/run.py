@@ -52,7 +52,7 @@ from penstock.runtime.telemetry.predicting import ProgramTimes
 from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.telemetry.profiled_steps import ProfiledSteps
 from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
-from penstock.runtime.telemetry.steps import LineLog, StepRecord
+from penstock.runtime.telemetry.steps import LineLog, StepRecord, padding_share
 from penstock.runtime.telemetry.tensorboard import tensorboard_sink
 from penstock.runtime.transport.allocator import reserve
 from penstock.runtime.transport.world import World
@@ -206,7 +206,7 @@ class Run:
     def _places(self, planner: ProgramPlanner) -> _Place:
         """What this process needs under the plan of a planner, before that is in force: all that may fail."""
         has_work = self.worker.rank in planner.plan.ranks
-        times = ProgramTimes(planner) if has_work and isinstance(self.rank, PacedRank) else None
+        times = ProgramTimes(planner.plan, planner.model, planner.costs) if has_work and isinstance(self.rank, PacedRank) else None
         evaluation = self._evaluation(planner) if has_work and self.request.eval_every else (None, ())
         return _Place(planner, times, *evaluation)
 
@@ -323,7 +323,7 @@ class Run:
                 program.iteration, loss, time_s, tokens, tokens / time_s, self._mfu(program, tokens, time_s), result.rate,
                 gradient_norm=norm, skipped=result.skipped,
                 bubble_share=max(0.0, 1.0 - float(self.spans.busy_ns(position)[COMPUTE]) * 1e-9 / time_s), planning_wait_s=wait_s,
-                **self._memory(), **self._sampled(),
+                padding_share=padding_share(program.micro_batches), **self._memory(), **self._sampled(),
             )  # fmt: skip
         done, every = program.iteration + 1, self.request.eval_every
         evaluated = self._evaluate(done) if every and (done % every == 0 or done == self.request.steps) else None

@@ -36,6 +36,7 @@ from penstock.runtime.request import PACED, TIMED, WARM_UP, PlanAdopted, StepTol
 from penstock.runtime.run import Watching, train_rank
 from penstock.runtime.run_folder import own_folder, put_in_force, safe_step
 from penstock.runtime.run_inputs import program_planner, run_inputs
+from penstock.runtime.run_predictions import keep_inputs
 from penstock.runtime.telemetry.predicting import PredictedSteps, predict_peaks, predict_steps
 from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.transport.world import World
@@ -79,6 +80,8 @@ class PlanTrainer:
             planners_of_nodes(request.planning, *run_inputs(request), self.first_step) as planners,
             Interrupts(quiet=worker.rank != 0) as interrupts,
         ):
+            if first:
+                keep_inputs(request)
             token = torch.tensor([secrets.randbits(62)])
             dist.broadcast(token, 0)
             worker = replace(worker, tell=self._hearing(planners, progress), asked_to_end=lambda: interrupts.number)
@@ -105,6 +108,7 @@ class PlanTrainer:
             ) as pool,
             nullcontext() if rehearses else Interrupts(pool.board.ask_to_end),
         ):  # fmt: skip
+            keep_inputs(request)
             forget_faults(request.out)  # asked of a run before, not of this one
             for strike in request.disturbance.strikes:
                 ask_fault(request.out, Fault(strike.kind, strike.rank, strike.phase, strike.first))

@@ -39,7 +39,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 @pytest.mark.parametrize(("name", "choice"), CASES, ids=[f"{name}-{'-'.join(map(str, c.values()))}" for name, c in CASES])
-def test_five_steps_equal_a_plain_loop(pool: WorkerPool, name: str, choice: dict[str, Any]) -> None:
+def test_steps_equal_a_plain_loop(pool: WorkerPool, name: str, choice: dict[str, Any]) -> None:
     case = module_case(name, **choice)
     assert check_plan(case.plan, case.model) == []
     assert all(check_programs(programs, case.plan, case.model) == [] for programs in case.programs())
