@@ -268,6 +268,12 @@ _INTEROP = (
          '("--recompute-method", "block"), ("--recompute-num-layers", "1")', "a number forgotten", "interop/test_megatron.py"),
 )  # fmt: skip
 _SYSTEMS = (
+    _bug("bounds keep the stages' first ops", "search/partition/stage_space.py",
+         "else (self.offset[c, min(a + 1, width.shape[1] - 1)], 1)",
+         "else (self.offset[c, a], 0)", "a plan with cuts elsewhere is below the bound", "systems/aceso/test_long_chains.py",
+         pick="coarse"),
+    _bug("the last layer is a twin beyond its run", "search/space/blocks.py", "and cuts[cut + 1] <= ends[cut]", "",
+         "stages that leave the layers are taken for others", "systems/aceso/test_long_chains.py", pick="copied or irregular"),
     _bug("DynaPipe: layers keep one workspace less", "systems/dynapipe/rules.py", "top += stored + (layers - 1) * cost[2] + cost[3]",
          "top += stored + layers * cost[2] + cost[3]", "off by one", "systems/dynapipe"),
 )  # fmt: skip
@@ -330,9 +336,9 @@ _RUNTIME = (
 _GENERATIONS = (
     _bug("a module keeps its group", "runtime/transport/world.py", "partial(self.groups.of, tuple(ranks)))",
          "lambda group=self.groups.of(ranks): group)", "threads and sockets of every generation stay",
-         "runtime/transport/test_generations.py", pick="twenty"),
+         "runtime/transport/test_generations.py", pick="rounds"),
     _bug("generations share their keys", "runtime/transport/generations.py", 'return f"generation/{self.number}"', 'return "generation"',
-         "processes find those of a generation that is gone", "runtime/transport/test_generations.py", pick="twenty or closed_one"),
+         "processes find those of a generation that is gone", "runtime/transport/test_generations.py", pick="rounds or closed_one"),
     _bug("masters of several ops lie in one tensor", "runtime/optimizing/update.py", "settings.rate.at(0), op_of)", "settings.rate.at(0))",
          "a cut elsewhere changes bits", "runtime/test_adopting.py", pick="where_stages"),
     _bug("statistics of an abandoned step stay", "runtime/rank.py", "            statistics.copy_(before)\n", "            pass\n",
@@ -423,8 +429,8 @@ _TRAINING = (
          "one rank alone is asked to end", "runtime/checkpoints/test_intervals.py"),
     _bug("updates dropped long ago count", "runtime/run.py", "            self._dropped = 0\n            return\n", "            return\n",
          "the fifth of a week ends the run", "runtime/test_divergence.py"),
-    _bug("a run resumes a step late", "runtime/run.py", "self.first_step = Checkpoint(request.resume).step if",
-         "self.first_step = Checkpoint(request.resume).step + 1 if", "off by one: a batch is never seen", "runtime/test_trainer.py",
+    _bug("a run resumes a step late", "runtime/run.py", "begun = Checkpoint(request.resume).step if",
+         "begun = Checkpoint(request.resume).step + 1 if", "off by one: a batch is never seen", "runtime/test_trainer.py",
          pick="goes_on_under"),
     _bug("MFU counts the forward pass alone", "runtime/telemetry/flops.py", "np.array((op.flops.form(1) + op.backward_flops.form(1)).coeff",
          "np.array((op.flops.form(1)).coeff", "a third of the truth", "runtime/telemetry"),
@@ -449,6 +455,13 @@ _PROFILING = (
          "profiles take for ever", "profiling/test_measure.py", pick="shortened"),
 )  # fmt: skip
 _REPORTS = (
+    _bug("the path leaves transfers out", "timing/critical_path.py", "            yield _Event(cause, cut, micro_batch)\n        else:",
+         "            yield from self._passes(sender, micro_batch, kinds)\n        else:", "time on links looks like waiting",
+         "timing/test_critical_path.py"),
+    _bug("the order of a rank is that of its stages", "reports/program_views.py", "            tuple(Action(one.stage,",
+         "            sorted(Action(one.stage,", "a simulated program is not the one given", "reports/test_program_views.py"),
+    _bug("predictions read the profile where it was", "runtime/run_predictions.py", 'kept["costs"] = [', 'kept["price"] = [',
+         "a moved run loses them", "reports/test_report.py", pick="moved"),
     _bug("times beyond the end are drawn", "reports/drawing.py", "min(until_s, makespan_s)", "max(until_s, makespan_s)",
          "the cut is ignored", "reports/test_drawing.py"),
     _bug("shares count the whole span in one pixel", "reports/shares.py", "[covered - (ends - starts), covered]", "[covered, covered]",
@@ -460,6 +473,8 @@ _REPORTS = (
     _bug("spans are counted from the one before it", "reports/span_lanes.py", "np.concatenate([np.zeros(1, np.int64), end_ns])[:-1]",
          "np.concatenate([np.zeros(1, np.int64), start_ns])[:-1]", "every span comes too late", "reports/test_report.py",
          pick="every_span"),
+    _bug("a run that began anew is read on", "runtime/telemetry/spans_reader.py", "if line != self._line or", "if",
+         "spans of two runs in one timeline", "runtime/telemetry/test_spans.py", pick="began_anew"),
     _bug("any host may ask", "reports/live.py", 'if self.headers.get("Host") not in', 'if False and self.headers.get("Host") not in',
          "a page elsewhere reads the run", "reports/test_live.py", pick="strangers"),
 )  # fmt: skip
@@ -486,6 +501,13 @@ _CUTTING = (
          "the carry of a cut lacks what its first unit is given", "models/modules/cutting/test_skipping.py", pick="every_cut and llama"),
     _bug("the glue's weights are everybody's", "models/modules/cutting/weights.py", "if index in weight.calls and (p", "if (p",
          "each stage would train a weight that one of them uses", "models/modules/test_trace.py", pick="say_which"),
+    _bug("1 and 1.0 are the same question", "models/modules/cutting/absent.py", "return type(x), x  #", "return x  #",
+         "an absent tensor gets the dtype of an earlier one", "models/modules/cutting/test_skipping.py", pick="remembered"),
+    _bug("the bias is added on every rank", "models/modules/cutting/dividing.py", 'part._parameters["bias"], None\n',
+         'part._parameters["bias"], part._parameters["bias"]\n', "a bias counts as often as there are ranks",
+         "models/modules/cutting/test_dividing.py", pick="like_the_whole"),
+    _bug("a whole weight that is tied is divided", "programs/sharing.py", "if own.tp == other.tp or not rows:", "if own.tp == other.tp:",
+         "stages of unequal tp do not sum a shared weight's gradient", "runtime/parallel/test_module_chain.py", pick="long_skips-2-2"),
     _bug("recomputed dropout is another", "models/modules/cutting/packing.py", "key = stable_hash(self._micro_batch.key, place)",
          "key = stable_hash(self._micro_batch.key, id(x))", "a mask that depends on memory", "models/modules/cutting/test_packing.py",
          pick="dropout"),
@@ -528,6 +550,20 @@ _LINKS = (
          "links are blamed for all that is slow", "adapting/test_link_probes.py", pick="slow_rank"),
     _bug("two messages at once", "adapting/link_probes.py", "if not busy[number] & set(pair)", "if number >= 0",
          "a rank waits for two peers in a circle", "adapting/test_link_probes.py", pick="round"),
+)  # fmt: skip
+_RECOVERING = (
+    _bug("copies count before they are whole", "runtime/recovering/copies.py", "_HEAD.pack_into(memory, 0, 0, *whose, len(description))",
+         "_HEAD.pack_into(memory, 0, step + 1, *whose, len(description))", "half a copy is gone on from",
+         "runtime/recovering/test_copies.py", pick="outlive"),
+    _bug("the whole copy is written over", "runtime/recovering/copies.py",
+         "if step is None or self._head(slot)[0] != step + 1:", "if step is None:",
+         "a second death finds no step that is whole", "runtime/recovering/test_copies.py", pick="forgotten"),
+    _bug("plans mix their copies", "runtime/recovering/copies.py", "found[marked - 1, generation, count][place] = slot",
+         "found[marked - 1, 0, count][place] = slot", "parts are missing after a move", "runtime/recovering/test_copies.py", pick="mixed"),
+    _bug("a stopped launcher blames its ranks", "runtime/recovering/frozen.py", "min(now - self._last_s, 2 * LOOK_S)",
+         "now - self._last_s", "Ctrl-Z kills a run", "runtime/recovering/test_frozen.py"),
+    _bug("a fault happens again and again", "runtime/recovering/faults.py", "                path.unlink(missing_ok=True)\n",
+         "                pass\n", "no run ever goes on", "adapting/test_deaths.py", pick="replaced"),
 )  # fmt: skip
 _ADAPTING = (
     _bug("a move forgets what arrives", "adapting/moves.py",
@@ -620,5 +656,5 @@ _JOBS = (
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
     *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_GENERATIONS, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS,
-    *_CLI, *_SCREEN, *_CUTTING, *_DISTURBING, *_LINKS, *_BESIDE, *_ADAPTING, *_JOBS,
+    *_CLI, *_RECOVERING, *_SCREEN, *_CUTTING, *_DISTURBING, *_LINKS, *_BESIDE, *_ADAPTING, *_JOBS,
 )  # fmt: skip

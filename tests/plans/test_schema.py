@@ -73,7 +73,7 @@ plans = st.builds(
 
 
 @given(plans)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_round_trip(plan: Plan) -> None:
     assert plan_from_dict(json.loads(json.dumps(plan_to_dict(plan))), "plan") == plan
 

@@ -57,7 +57,7 @@ def watch_run(run: Run, *, moves: bool = False, notices: bool = True) -> StepWat
     if not run.is_first:
         return _Follower(notices, probes)
     return Watch(
-        run.request.plan, run.request.out, members=run.members, anew=not run.first_step, moves=moves, notices=notices, probes=probes
+        run.request.plan, run.request.out, members=run.members, anew=run.is_new, moves=moves, notices=notices, probes=probes
     )  # fmt: skip
 
 

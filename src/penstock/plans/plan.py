@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.notebooks import Shown
 from penstock.plans.degrees import Axis, Degrees
 from penstock.schedules.rules import DEFAULT_SCHEDULE
 
@@ -138,7 +139,7 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """One way to train one model on one cluster."""
 
     model: str | Mapping[str, Any]

@@ -53,7 +53,7 @@ class StepMeter:
         self._spans = spans
         # Opening costs takes about as long as a few steps of a small model: it must not hold up the first one.
         opener = ThreadPoolExecutor(1, "costs")
-        self._opening: Future[ProgramTimes] = opener.submit(ProgramTimes, planner)
+        self._opening: Future[ProgramTimes] = opener.submit(ProgramTimes, planner.plan, planner.model, planner.costs)
         opener.shutdown(wait=False)
         self._predicted_s = 0.0
         self._before = RankFigures()
