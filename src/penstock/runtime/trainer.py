@@ -7,10 +7,11 @@ import secrets
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 
 from penstock.data.dataset import open_data
 from penstock.data.forms import form_of
-from penstock.errors import InputError, PenstockError
+from penstock.errors import InputError, PenstockError, near_misses
 from penstock.models.ops import Model
 from penstock.plans.capabilities import unsupported
 from penstock.plans.plan import Plan
@@ -28,7 +29,7 @@ from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.planner_processes import Handover, Planners, planners_here, planners_of_nodes
 from penstock.runtime.rank_state import check_state
 from penstock.runtime.recovering.copies import Copies
-from penstock.runtime.recovering.faults import forget_faults
+from penstock.runtime.recovering.faults import PHASES, Fault, ask_fault, forget_faults
 from penstock.runtime.recovering.frozen import FrozenRanks
 from penstock.runtime.recovering.recovery import DeathWitness, RunRecovery, require_room_for_copies
 from penstock.runtime.request import PACED, TIMED, WARM_UP, PlanAdopted, StepTold, TrainRequest, TrainResult
@@ -109,6 +110,10 @@ class PlanTrainer:
         ):  # fmt: skip
             keep_inputs(request)
             forget_faults(request.out)  # asked of a run before, not of this one
+            for strike in request.disturbance.strikes:
+                ask_fault(request.out, Fault(strike.kind, strike.rank, strike.phase, strike.first))
+            if planners.pool is not None and self._witness is not None:
+                planners.pool.on_replaced = partial(self._witness.tell, "replaced", rank=None)
             hear = self._hearing(planners, progress, recovery)
             if rehearses:
                 rehearsed = pool.run(_rehearse, request, planners.handover, timeout_s=_RUN_S, listen=lambda _, told: hear(told))
@@ -313,6 +318,11 @@ def _require_clocked(request: TrainRequest) -> None:
             raise InputError(
                 f"{change.subject} is to be slower, which only timed and paced devices can be. Use --device {TIMED} or --device {PACED}."
             )
+    for strike in request.disturbance.strikes:
+        if request.device == TIMED:
+            raise InputError(f"rank {strike.rank} is to be struck, but {TIMED} devices learn nothing that could be lost. Leave it out.")
+        if strike.phase not in PHASES:
+            raise InputError(f"rank {strike.rank} is to be struck in phase '{strike.phase}'. {near_misses(strike.phase, PHASES)}")
     request.disturbance.require_ranks(request.plan.ranks)
 
 
