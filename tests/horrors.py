@@ -278,6 +278,9 @@ def all_cases(folder: Path) -> list[Case]:
     add("pareto", "--tokens", f"{pool} --tokens @", REAL)
     add("pareto", "--out", f"{pool} --out @", FOLDERS)
     add("pareto", "--costs", f"{pool} --costs profile:@", FILES)
+    add("reproduce", "NAME", "@", NAMES)
+    add("reproduce", "--figure", "aceso --figure @", NAMES)
+    add("reproduce", "--data", "dynpipe --figure 10 --data @", FOLDERS)
     for verb in ("explain", "simulate", "check"):
         add(verb, "PLAN", "@", FILES)
         add(verb, "PLAN field", "@", unpriced if verb == "check" else plans, REFUSED)
@@ -407,6 +410,7 @@ def all_cases(folder: Path) -> list[Case]:
         "simulate",
         "trace",
         "report",
+        "reproduce",
         "watch",
         "events",
         "replan",

@@ -17,14 +17,15 @@ from penstock.adapting.events import RunEvent, read_events
 from penstock.adapting.watching import move_run, obey_run
 from penstock.cli.main import run as main
 from penstock.plans.build import uniform_plan
-from penstock.plans.plan import Plan
+from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import read_plan
 from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run import Watching
 from penstock.runtime.run_folder import plan_of_run, plans_of_run
+from penstock.runtime.run_inputs import run_inputs
 from penstock.runtime.telemetry.steps import StepRecord, read_steps
 from penstock.runtime.trainer import PlanTrainer
-from penstock.timing.disturbance import Disturbance
+from penstock.timing.disturbance import Disturbance, DisturbanceChange
 from penstock.timing.disturbance_file import read_disturbance
 
 pytestmark = pytest.mark.timeout(280)
@@ -59,6 +60,63 @@ def test_a_slow_device_is_moved_away_from_and_back_to(data: str, tmp_path: Path)
     decisions = [event for event in events if event.event == "decided" and event.moves]
     assert len(decisions) == 2 and all(event.text.startswith("moves to another plan (cuts): ") for event in decisions)
     assert all(len(event.alternatives) > 2 and event.cost_s for event in decisions)
+
+
+SLOW_SINCE = 12
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A cluster of two devices that are busy with arithmetic even with a small model."""
+    path = tmp_path_factory.mktemp("cluster") / "two.yaml"
+    device = "{name: brook, memory_gb: 8, memory_bandwidth_gb_per_s: 900, fp32_tflops: 0.05}"
+    path.write_text(f"devices: [{device}]\nnodes: [{{device: brook, gpus: 2}}]\n", encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def calm_of_two(two: str, data: str, tmp_path_factory: pytest.TempPathFactory) -> TrainRequest:
+    """Two replicas with micro-batches that each batch decides, trained while nothing is slow."""
+    plan = uniform_plan("gpt-tiny", two, global_batch=16, micro_batch=1, replicas=2, layout="packed", precision="fp32")
+    plan = replace(plan, micro_batching=MicroBatching("packed", "dynamic"))
+    out = str(tmp_path_factory.mktemp("calm") / "run")
+    request = TrainRequest(plan, data, 26, out, device="paced", checkpoint_every=0, planning=PlanningSettings(0))
+    PlanTrainer(request).train()
+    return request
+
+
+@pytest.mark.parametrize("divided_by", ["replicas", "dp"])
+def test_a_slow_rank_gets_fewer_tokens_and_no_state_moves(divided_by: str, two: str, calm_of_two: TrainRequest, tmp_path: Path) -> None:
+    """Of dynamic micro-batches a slow replica gets fewer, of fixed ones a slow dp rank a smaller part. With one of two ranks at half its
+    speed, no split takes less than 4/3 of the time in which both are fast."""
+    plan, planners = calm_of_two.plan, 1
+    if divided_by == "dp":
+        planners, plan = 0, uniform_plan("gpt-tiny", two, global_batch=16, micro_batch=16, dp=2, layout="packed", precision="fp32")
+    story = Disturbance((DisturbanceChange((1,), 2.0, "step", SLOW_SINCE),))
+    run = replace(calm_of_two, plan=plan, out=str(tmp_path / "run"), disturbance=story, planning=PlanningSettings(planners))
+    wanted, found = read_steps(Path(calm_of_two.out) / "steps.jsonl"), trained(run, move_run)
+    assert [one.samples for one in found] == [one.samples for one in wanted]
+    assert [one.loss for one in found] == pytest.approx([one.loss for one in wanted], rel=1e-5)
+    (moved,) = (event for event in read_events(run.out) if event.event == "moved")
+    assert (moved.remedy, moved.moved_bytes) == ("shares", 0) and SLOW_SINCE < moved.step < SLOW_SINCE + 10
+    (rank, factors), *others = plan_of_run(run.out).micro_batching.slower
+    assert (rank, others) == (1, []) and factors == pytest.approx((2.0,) * 3, rel=0.05)
+    best_s, taken_s = (sum(one.time_s or 0.0 for one in steps[moved.step :]) for steps in (wanted, found))
+    assert 0.9 < 4 / 3 * best_s / taken_s < 1.02
+    assert 0.25 < share_of_last(replace(run, plan=plan_of_run(run.out))) < 0.42 < share_of_last(run) < 0.55
+
+
+def share_of_last(request: TrainRequest) -> float:
+    """What part of all tokens the last rank has in the steps of a run under a plan."""
+    source, planner = run_inputs(request)
+    opened, batches = source.open()
+    tokens = [0, 0]
+    for step in range(request.steps):
+        for program in planner.programs(opened, batches[step]):
+            for micro in program.micro_batches:
+                first, last = micro.share(program.places[0].entry_dp, program.places[0].entry_share)
+                tokens[program.rank] += sum(micro.lengths[first:last])
+    return tokens[1] / sum(tokens)
 
 
 def asked_to(request: TrainRequest, plans: Mapping[int, Plan]) -> tuple[TrainResult, list[StepRecord], list[RunEvent]]:

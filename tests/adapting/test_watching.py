@@ -17,7 +17,7 @@ from penstock.adapting.moving import MoveAbortedError
 from penstock.adapting.watching import Watch, watch_run
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
-from penstock.plans.plan import Plan
+from penstock.plans.plan import MicroBatching, Plan
 from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
 from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.trainer import PlanTrainer
@@ -120,6 +120,20 @@ def test_waits_are_told_also_where_all_ranks_wait(plan: Plan, tmp_path: Path, ca
     assert all(event.since == 20 and event.step < 20 + SOON and event.factor == pytest.approx(1.5) for event in events)
 
 
+def test_a_host_that_issues_work_late_is_named_in_place_of_its_device(plan: Plan, tmp_path: Path) -> None:
+    """Rank 2 takes twice as long: from step 20 on for what its host does, from step 60 on for what its device does."""
+    def figures(rank: int, step: int) -> RankFigures:
+        slow, by_host = rank == 2 and step % 40 >= 20, step < 40
+        return RankFigures(2.0 if slow else 1.0, 1.0, step_s=9.0, host_s=(1.95 if slow and by_host else 0.8 if rank else 0.99))
+
+    events = watched(plan, tmp_path, {step: {rank: figures(rank, step) for rank in range(4)} for step in range(95)})
+    told = [(event.cause, event.ranks, event.since) for event in events if event.event == "noticed"]
+    assert told == [("host", (2,), 20), ("host", (2,), 40), ("compute", (2,), 60), ("compute", (2,), 80)]
+    assert "rank 2's host has been 2x slower than the others since step 20" in {event.text for event in events}
+    decision = next(event for event in events if event.event == "decided")
+    assert len(decision.alternatives) > 1 and decision.alternatives[0].remedy == "nothing"  # it can be relieved of ops all the same
+
+
 def test_a_rank_is_judged_by_steps_after_costs_were_opened(plan: Plan, tmp_path: Path) -> None:
     """One noisy step is no level: five are needed, and those before did not count."""
     unknown, calm = RankFigures(1.0, step_s=9.0), RankFigures(1.0, 1.0, step_s=9.0)
@@ -179,6 +193,14 @@ def test_a_device_that_was_left_out_comes_back_when_it_is_fast_again(tmp_path: P
     assert set(job.plan.ranks) == {0, 1, 2, 3}
     assert [event.factor for event in job.events("noticed")] == pytest.approx([30.0, 1.0], rel=0.05)
     assert [event.remedy for event in job.events("moved")][:2] == ["eviction", "addition"]
+
+
+def test_shares_of_a_run_before_are_thought_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was slow then is not any more when the run is resumed; nothing changes in it that could be noticed."""
+    plan = uniform_plan("gpt-tiny", "4xa100-40gb", global_batch=64, micro_batch=1, replicas=4)
+    job = Job(replace(plan, micro_batching=MicroBatching("padded", "dynamic", slower=((2, (3.0,) * 3),))), tmp_path, monkeypatch)
+    job.run(20)
+    assert not job.plan.micro_batching.slower and [event.remedy for event in job.events("moved")] == ["shares"]
 
 
 def test_a_move_that_was_aborted_is_not_tried_again_at_once(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

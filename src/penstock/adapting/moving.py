@@ -84,6 +84,11 @@ def require_movable(old: Plan, new: Plan, processes: Sequence[int]) -> Moves:
     return made
 
 
+def state_moves(old: Plan, new: Plan) -> bool:
+    """Whether plans differ in more than their micro-batches, so that processes have to hold other things, or otherwise."""
+    return replace(new, micro_batching=old.micro_batching, predicted=old.predicted, notes=old.notes) != old
+
+
 class _Mover:
     """This process' part in one move."""
 
@@ -101,7 +106,8 @@ class _Mover:
         if any((note.plan, note.step) != (notes[0].plan, notes[0].step) for note in notes):
             raise MoveAbortedError(f"processes were to move to different plans, or before different steps: "
                                    f"{[note.step for note in notes]}. Training goes on under the old plan.")  # fmt: skip
-        if self.plan == self.rank.plan:
+        if not state_moves(self.rank.plan, self.plan):
+            self.rank.share_out(self.plan)
             return self.made
         kinds = {kind: is_number for note in notes for kind, is_number in note.kinds.items()}
         # Before the first step there are no moments to send.

@@ -58,6 +58,17 @@ def test_the_plan_is_good_and_the_judge_agrees(case: tuple[Any, ...], judge: Any
     assert answer.bound_s <= answer.time_s <= 1.03 * answer.bound_s
 
 
+@needs_tables
+def test_a_chain_of_thousands_of_ops(judge: Any) -> None:
+    tables = AcesoTables.open(SHARED / "data" / "aceso" / "eurosys")
+    problem = AcesoProblem(tables, tables.model("gpt", "350M", 256), 1, 8, 1024, (4,), 28000)
+    answer = search_aceso(problem)
+    score = judge.evaluate(answer.plan, str(SHARED / "data" / "aceso" / "eurosys"), 1, 8, 28000)
+    assert score.ok, score.errors
+    assert score.iteration_s == pytest.approx(answer.time_s, rel=1e-6)
+    assert score.iteration_s <= 250.6 and answer.time_s <= 1.02 * answer.bound_s
+
+
 TIGHT = [
     ("miniset", "gpt", "1_3B", 1, 4, 128, (2, 4), 8000), ("miniset", "resnet", "1B", 2, 4, 96, (32,), 8000),
     ("eurosys", "gpt", "350M", 3, 2, 8, (1, 16), 4000), ("eurosys", "t5", "770M", 1, 8, 16, (1, 2, 4), 6000),

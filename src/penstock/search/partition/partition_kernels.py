@@ -118,12 +118,12 @@ def count_blocks(count, first, last):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def stage_times(ops, levels, blocks, memory, longest, cuts, mode, in_flight, offset, width, times):  # type: ignore[no-untyped-def]
+def stage_times(ops, levels, blocks, memory, longest, cuts, twins, mode, in_flight, offset, width, times):  # type: ignore[no-untyped-def]
     """times[k, pair]: compute and recomputation of the ops between cuts a and b with k stages behind; infinite where it cannot fit.
 
     `cuts` are the ops at which a stage may begin, and the end. Mode 0 recomputes what it must, mode 1 gives a time that no recomputation
     can be below instead of one that is reached, mode 2 recomputes nothing. Stages above `longest` are left out: more stages behind
-    only make them longer.
+    only make them longer. Stages that `twins` (of `twin_cuts`) knows to be equal to earlier ones are copied from them.
 
     Memory is state × weights + (entering + kept - saved - passed of the last op) × (k + 1, or `in_flight` if more) + peak + reserve,
     where the reserve is the larger of floor × weights and of the greatest forward and backward reserves of all ops but the last.
@@ -133,7 +133,10 @@ def stage_times(ops, levels, blocks, memory, longest, cuts, mode, in_flight, off
     limit, state, floor = memory
     choice = np.zeros(8, np.int64)
     for a in range(len(cuts) - 1):
-        i = cuts[a]
+        i, twin = cuts[a], twins[0, a]
+        alike = min(twins[1, a], width[a], width[twin])
+        for k in range(times.shape[0] if alike else 0):
+            times[k, offset[a] : offset[a] + alike] = times[k, offset[twin] : offset[twin] + alike]
         time, held, weight, most_forward, most_backward = 0.0, entering[i], 0.0, 0.0, 0.0
         for d in range(width[a]):
             for op in range(cuts[a + d], cuts[a + d + 1]):
@@ -143,6 +146,8 @@ def stage_times(ops, levels, blocks, memory, longest, cuts, mode, in_flight, off
                 if op > i:
                     most_forward = max(most_forward, forward_reserve[op - 1])
                     most_backward = max(most_backward, backward_reserve[op - 1])
+            if d < alike:
+                continue
             last = cuts[a + d + 1] - 1
             fixed = state * weight + max(most_forward + most_backward, floor * weight) - limit
             first_block, last_block, low = block_of[i], block_of[last], 1
@@ -299,7 +304,8 @@ def warm() -> None:
     offset, width, times = np.arange(6) * 6, np.arange(6, 0, -1), np.full((2, 36), np.inf)
     inner, choice = count_blocks(blocks.counts, 0, 1), np.zeros(8, np.int64)
     fit_stage(1.0, 1.0, 1, levels.head[:, 0], levels.tail[:, 1], levels, inner, choice)
-    stage_times(OpArrays(*[ones] * 7), levels, blocks, MemoryRule(9.0, 1.0, 1.0), np.inf, np.arange(7), 0, 0, offset, width, times)
+    memory, twins = MemoryRule(9.0, 1.0, 1.0), np.zeros((2, 6), np.int64)
+    stage_times(OpArrays(*[ones] * 7), levels, blocks, memory, np.inf, np.arange(7), twins, 0, 0, offset, width, times)
     messages, one, shape = np.zeros((1, 2, 7)), np.array([1]), (3, 3, 7)
     table = StageTable(offset[None], width[None], times, messages, messages, messages[0, :1])
     best, option, cut = np.zeros(shape), np.zeros(shape, np.int32), np.zeros(shape, np.int32)

@@ -144,20 +144,20 @@ class StageSpace:
         return int(self.offset[option, a] + b - a - 1)
 
     def inner(self) -> StageSpace:
-        """A space of cuts between blocks without messages and without the first block of every stage but the first.
+        """A space of the same cuts without messages and without what lies between the first two cuts of every stage but the first.
 
-        A cut inside a block, moved to the block's start, leaves each stage with more ops than it then has here; so the programme's answer
+        A cut elsewhere, moved back to the one before it, leaves each stage with more ops than it then has here; so the programme's answer
         bounds plans with cuts anywhere from below.
         """
-        times = np.zeros_like(self.times)
-        for c in range(len(self.costs)):
-            starts = np.repeat(np.arange(self.width.shape[1]), self.width[c])
-            ends = starts + 1 + np.arange(len(starts)) - (self.offset[c] - self.offset[c, 0])[starts]
-            begins = np.where(starts > 0, starts + 1, 0)
-            full = ends > begins
-            kept = self.offset[c, begins[full]] + ends[full] - begins[full] - 1
-            times[:, self.offset[c, 0] + np.flatnonzero(full)] = self.times[:, kept]
-        return replace(self, times=times, enter=np.zeros_like(self.enter), leave=np.zeros_like(self.leave), work=None)
+        width = np.concatenate([self.width[:, :1], self.width[:, 2:] + 1, np.ones_like(self.width[:, 1:][:, -1:])], axis=1)
+        offset = (np.cumsum(width.ravel()) - width.ravel()).reshape(width.shape)
+        times = np.zeros((self.times.shape[0], int(width.sum())))
+        for c, a in np.ndindex(*width.shape):
+            kept, skip = (self.offset[c, 0], 0) if a == 0 else (self.offset[c, min(a + 1, width.shape[1] - 1)], 1)
+            wide = int(width[c, a]) - skip
+            times[:, offset[c, a] + skip : offset[c, a] + skip + wide] = self.times[:, kept : kept + wide]
+        silent = np.zeros_like(self.enter)
+        return replace(self, times=times, offset=offset, width=width, enter=silent, leave=silent, work=None)
 
 
 def build_space(
@@ -182,15 +182,18 @@ def build_space(
     work = sums_before([c.compute for c in costs])[:, places]
     # In the order that kernels are compiled for: picking columns leaves them the other way round.
     hidden_fill_s = np.ascontiguousarray(sums_before([c.hidden for c in costs])[:, places])
-    offset, width = stage_widths(np.diff(work), longest, count, np.diff(hidden_fill_s))
+    devices = np.array([c.option.num_devices for c in costs])
+    offset, width = stage_widths(np.diff(work), longest, count, np.diff(hidden_fill_s), devices, machine.num_devices)
     times = np.full((max_stages, int(width.sum())), np.inf)
     levels = tuple(levels_of(c, blocks) if recompute != "never" else NO_LEVELS for c in costs) if levels is None else tuple(levels)
     repeats = BlockArrays(blocks.of_op, blocks.start, blocks.count)
+    twins = blocks.twin_cuts(places)
 
     def fill(c: OptionCosts, level: Levels, mode: Recompute, spare: float, at: Ints, wide: Ints, into: Floats) -> None:
         ops = OpArrays(c.compute, c.kept, c.not_kept, c.weights, c.forward_reserve, c.backward_reserve, c.entering)
         memory = machine.memory(c.option.pool, spare)
-        stage_times(ops, level, repeats, memory, longest, places, _MODES.index(mode), in_flight, at, wide, into)
+        own = twins if all(np.array_equal(column, column[blocks.alike]) for column in ops) else np.zeros_like(twins)
+        stage_times(ops, level, repeats, memory, longest, places, own, _MODES.index(mode), in_flight, at, wide, into)
 
     for c, level, at, wide in zip(costs, levels, offset, width, strict=True):
         if not peaks:
@@ -207,16 +210,23 @@ def build_space(
     return StageSpace(tuple(costs), levels, blocks, machine, places, offset, width, times, enter, leave, hidden_fill_s, work)
 
 
-def stage_widths(compute: Floats, longest: float, count: int = 0, hidden_fill_s: Floats | float = 0.0) -> tuple[Ints, Ints]:
+def stage_widths(
+    compute: Floats, longest: float, count: int = 0, hidden_fill_s: Floats | float = 0.0, devices: Ints | None = None, num_devices: int = 0
+) -> tuple[Ints, Ints]:
     """`offset` and `width` of a table of all stages of at most `longest` compute [C, pieces], option by option.
 
-    In a plan of `count` micro-batches a stage counts so often, less what is hidden of it, and every piece outside it once at least.
+    In a plan of `count` micro-batches a stage counts so often, less what is hidden of it, and every piece outside it once at least. Where
+    the `devices` of each option are known, only one stage is kept of starts with more before them than the other devices can do.
     """
     least = (compute - hidden_fill_s).min(axis=0)
     width = np.stack([_widths(own, longest) for own in compute])
     if count:
         limit = count * longest - float(least.sum())
         width = np.minimum(width, np.stack([_widths(own, limit) for own in count * compute - hidden_fill_s - least]))
+    if devices is not None and longest < np.inf:
+        work = np.cumsum((devices[:, None] * compute).min(axis=0))
+        before = np.concatenate([[0.0, 0.0], work[:-2]])[: len(work)]  # up to one cut earlier: `inner` moves cuts back by as much
+        width = np.where(before > (1 + 1e-9) * longest * (num_devices - devices[:, None]), 1, width)
     return (np.cumsum(width.ravel()) - width.ravel()).reshape(width.shape), width
 
 

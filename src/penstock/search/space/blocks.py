@@ -90,6 +90,34 @@ class Blocks:
         near = {0, last, *(n for block in at for n in range(max(int(block) - window, 0), min(int(block) + window, last) + 1))}
         return np.asarray(self.start[sorted(near)])
 
+    def within(self, parts: int) -> Ints:
+        """Cuts between blocks, and inside each so that it falls into at most so many parts of about equally many ops."""
+        sizes = np.diff(self.start)
+        inside = (self.start[:-1] + part * sizes // parts for part in range(parts))
+        return np.unique(np.concatenate([*inside, self.start[-1:]]))
+
+    def twin_cuts(self, cuts: Ints) -> Ints:
+        """[2, cuts - 1] for each cut an earlier one in an equal block, and how many stages from both, shortest first, have equal ops.
+
+        Blocks of one kind that follow each other are a run; two stages in it are equal if they begin at the same op of a block and their
+        cuts stay equally far apart. So only stages from the first block of a run, and those that leave it, need to be worked out.
+        """
+        at, run = self.of_op[cuts[:-1]], np.cumsum(np.diff(self.kind, prepend=-2) != 0)
+        last = np.append(np.flatnonzero(np.diff(run)), len(run) - 1)  # of each run
+        ends = self.start[last[run[at] - 1] + 1]
+        steps, seen = np.diff(cuts), dict[tuple[int, int], int]()
+        twins = np.zeros((2, len(steps)), np.int64)
+        for cut in range(len(steps)):
+            place = int(run[at[cut]]), int(self.alike[cuts[cut]])
+            twins[0, cut] = seen.get(place, cut)
+            seen[place] = cut
+        for cut in range(len(steps) - 1, -1, -1):
+            twin = twins[0, cut]
+            if twin < cut and steps[cut] == steps[twin] and cuts[cut + 1] <= ends[cut]:
+                goes_on = cut + 1 < len(steps) and twins[0, cut + 1] == twin + 1
+                twins[1, cut] = 1 + (twins[1, cut + 1] if goes_on else 0)
+        return twins
+
     def ops_near(self, cuts: Sequence[int], window: int = 1) -> Ints:
         """Every op of so many blocks on both sides of each cut."""
         last = len(self.start) - 1

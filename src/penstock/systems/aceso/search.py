@@ -30,6 +30,7 @@ from penstock.search.partition import (
     recompute_flags,
     rough_bound,
 )  # fmt: skip
+from penstock.systems.aceso.long_chains import LongSearch
 from penstock.systems.aceso.rules import AcesoProblem, kept_mb, shares_storage, starts_segment
 from penstock.systems.aceso.search_mixed import MixedAnswer, best_mixed
 
@@ -42,6 +43,8 @@ PEAKS = 8
 """in so many ranges,"""
 MOST_PEAKS = 6e7
 """where ops² × stages × options are no more than this."""
+LONG_CHAIN = 1700
+"""Chains of more ops than this are cut coarsely first."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,16 @@ def search_aceso(problem: AcesoProblem, progress: Callable[[str], None] = lambda
     if not costs:
         sizes = ", ".join(map(str, problem.micro_batches))
         raise InputError(f"none of the micro-batch sizes {sizes} has tables and divides the global batch {problem.global_batch}.")
+
+    if len(problem.names) > LONG_CHAIN:
+        progress(f"{len(problem.names):,} ops: coarse cuts first")
+        machine = problem.machine()
+        chain = LongSearch(blocks, machine, problem.global_batch, min(machine.num_devices, MAX_STAGES))
+        best = chain.best(costs, {b: [_loose(problem, blocks, c) for c in own] for b, own in costs.items()})
+        answer = _realised(problem, best.micro_batch, best.space, best.partition, best.bound)
+        if answer is None:
+            raise InfeasibleError(_why_not(problem))
+        return answer
 
     def solve(b: int, known: float, cuts: np.ndarray | None = None) -> tuple[StageSpace, Partition]:
         count, machine = problem.global_batch // b, problem.machine()
