@@ -68,10 +68,10 @@ def search(
     target = _target(export)
     if costs.partition(":")[0] in TABLES:
         search_tables(
-            TableSearch(costs, model, cluster, global_batch, parse_sizes(micro_batches), memory_limit), path, steps, json,
+            TableSearch(costs, model, cluster, global_batch, parse_sizes(micro_batches), memory_limit, baselines), path, steps, json,
             {"objective": objective != "time", "seq_length": seq_length, "precision": precision, "gradients": gradients,
              "lengths": lengths, "data": data, "schedules": schedules != SCHEDULE_NAMES, "tokens": tokens, "time_budget": time_budget,
-             "max_hops": max_hops != MAX_HOPS, "top": top != TOP, "baselines": baselines, "proof": proof, "export": export},
+             "max_hops": max_hops != MAX_HOPS, "top": top != TOP, "proof": proof, "export": export},
         )  # fmt: skip
         return
     goal = Objective.parse(objective)
