@@ -28,6 +28,7 @@ _REFUSED = {
     "max_hops": "this search is not refined under the simulator",
     "top": "it finds one plan",
     "proof": "its bound comes as one figure",
+    "for": "--out writes the plan as the tables' own system has it",
     "export": "--out writes the plan as the tables' own system has it",
 }
 """Options of `penstock search` that say nothing here, and why."""
