@@ -13,6 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from penstock.adapting.detecting import REMEDIED, WARM_UP, Cause, Change, Detect
 from penstock.adapting.events import EVENTS, RunEvent, aborted, asked, decided, moved, noticed
 from penstock.adapting.link_probes import LinkProbes
 from penstock.adapting.moving import MoveAbortedError, move, require_movable
+from penstock.adapting.overlapping import OverlappedMove
 from penstock.errors import InfeasibleError, InputError, PenstockError
 from penstock.plans.capabilities import unsupported
 from penstock.plans.plan import Plan
@@ -76,8 +78,11 @@ class _Follower:
 
     def __init__(self, measures: bool, probes: LinkProbes | None = None) -> None:
         self.measures, self._probes = measures, probes
+        self.exact = False
         self._made: Moves | None = None
         """What travelled in the last move."""
+        self._begun: OverlappedMove | None = None
+        """A move that goes on beside a step."""
 
     def after(self, step: int, ranks: Mapping[int, RankFigures]) -> Sequence[str]:
         if self._probes is not None:
@@ -87,10 +92,32 @@ class _Follower:
     def order(self, step: int) -> Plan | None:
         return None
 
+    def begin(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object]) -> bool:
+        """Whether all processes have begun to send while the step runs. What speaks against it speaks against `move` too."""
+        begun = OverlappedMove(rank, plan, step + 1, prepare)
+        with suppress(InputError, InfeasibleError, MoveAbortedError):
+            if begun.begin():
+                self._begun = begun
+        return self._begun is not None
+
+    def finish(self, step: int) -> bool:
+        """Whether all processes have moved."""
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        return self._carried_out(step, begun.finish)
+
+    def cancel(self) -> None:
+        if self._begun is not None:
+            self._begun.cancel()
+        self._begun = None
+
     def move(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object]) -> bool:
         """Whether all processes have moved."""
+        return self._carried_out(step, lambda: move(rank, plan, step, prepare))
+
+    def _carried_out(self, step: int, act: Callable[[], Moves]) -> bool:
         try:
-            self._made = move(rank, plan, step, prepare)
+            self._made = act()
         except (InputError, InfeasibleError, MoveAbortedError) as error:  # raised on all, with the old plan in force
             self._stayed(step, error)
             return False
@@ -210,7 +237,10 @@ class Watch(_Follower):
 
     def order(self, step: int) -> Plan | None:
         """What was asked for, or decided."""
+        if self._begun is not None:
+            return None
         self._hear(step)
+        self.exact = self._request is not None and self._request.at > 0
         if self._request is not None:
             return self._request.wanted() if self._request.at <= step else None
         return None if self._decision is None else self._decision.chosen.plan
