@@ -110,7 +110,7 @@ def test_without_copies_it_goes_back_to_a_checkpoint_or_the_beginning(data: str,
     assert found.losses == wanted.losses and steps_of(run) == steps_of(calm)
     events = list(read_events(run.out))
     assert [one.event for one in events] == ["lost", "replaced", "disturbed", "lost", "replaced"]
-    assert events[1].step == 0 and events[4].step >= 10 and events[4].step % 10 == 0
+    assert events[1].step == 0 and events[4].step % 10 == 0  # whichever checkpoint was whole by then
 
 
 def test_a_failure_that_another_would_meet_too_ends_the_run(data: str, tmp_path: Path) -> None:
