@@ -84,6 +84,7 @@ def test_a_rank_that_dies_twice_is_left_out(data: str, tmp_path: Path) -> None:
     assert [one.event for one in read_events(run.out)] == ["lost", "replaced", "lost", "shrunk"]
     smaller = plan_of_run(run.out)
     assert smaller.ranks == (1,) and found.plan == smaller and found.num_steps == 8
+    assert not list(Path(run.out).glob("*.process.json"))
     first = request(plan_of(pp=2), data, tmp_path / "first", 4)
     PlanTrainer(first).train()
     PlanTrainer(replace(first, plan=smaller, steps=8, resume=first.out)).train()

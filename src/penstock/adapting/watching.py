@@ -13,6 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from penstock.adapting.detecting import REMEDIED, WARM_UP, Cause, Change, Detect
 from penstock.adapting.events import EVENTS, RunEvent, aborted, asked, decided, moved, noticed
 from penstock.adapting.link_probes import LinkProbes
 from penstock.adapting.moving import MoveAbortedError, move, require_movable
+from penstock.adapting.overlapping import OverlappedMove
 from penstock.errors import InfeasibleError, InputError, PenstockError
 from penstock.plans.capabilities import unsupported
 from penstock.plans.plan import Plan
@@ -54,9 +56,11 @@ def watch_run(run: Run, *, moves: bool = False, notices: bool = True) -> StepWat
     probes = LinkProbes(run.rank, run.members) if notices else None
     if not run.is_first:
         return _Follower(notices, probes)
-    return Watch(
+    found = Watch(
         run.request.plan, run.request.out, members=run.members, anew=run.is_new, moves=moves, notices=notices, probes=probes
     )  # fmt: skip
+    found.forget_request(run.first_step, goes_on=run.goes_on)
+    return found
 
 
 def move_run(run: Run) -> StepWatcher:
@@ -74,8 +78,11 @@ class _Follower:
 
     def __init__(self, measures: bool, probes: LinkProbes | None = None) -> None:
         self.measures, self._probes = measures, probes
+        self.exact = False
         self._made: Moves | None = None
         """What travelled in the last move."""
+        self._begun: OverlappedMove | None = None
+        """A move that goes on beside a step."""
 
     def after(self, step: int, ranks: Mapping[int, RankFigures]) -> Sequence[str]:
         if self._probes is not None:
@@ -85,10 +92,32 @@ class _Follower:
     def order(self, step: int) -> Plan | None:
         return None
 
+    def begin(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object]) -> bool:
+        """Whether all processes have begun to send while the step runs. What speaks against it speaks against `move` too."""
+        begun = OverlappedMove(rank, plan, step + 1, prepare)
+        with suppress(InputError, InfeasibleError, MoveAbortedError):
+            if begun.begin():
+                self._begun = begun
+        return self._begun is not None
+
+    def finish(self, step: int) -> bool:
+        """Whether all processes have moved."""
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        return self._carried_out(step, begun.finish)
+
+    def cancel(self) -> None:
+        if self._begun is not None:
+            self._begun.cancel()
+        self._begun = None
+
     def move(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object]) -> bool:
         """Whether all processes have moved."""
+        return self._carried_out(step, lambda: move(rank, plan, step, prepare))
+
+    def _carried_out(self, step: int, act: Callable[[], Moves]) -> bool:
         try:
-            self._made = move(rank, plan, step, prepare)
+            self._made = act()
         except (InputError, InfeasibleError, MoveAbortedError) as error:  # raised on all, with the old plan in force
             self._stayed(step, error)
             return False
@@ -134,10 +163,19 @@ class Watch(_Follower):
         """Of the last decision that was written."""
         self._undecided = False
         """Whether it turned out that plans of this kind cannot be compared."""
-        withdraw(out)  # of a run that has ended
         if anew:
             (self._out / EVENTS).unlink(missing_ok=True)
         self._events: LineLog | None = LineLog(self._out / EVENTS) if notices else None
+
+    def forget_request(self, step: int, *, goes_on: bool) -> None:
+        """What was asked for before is not done: of a run that has ended, or (`goes_on`) of this one before a process died of it."""
+        try:
+            found = asked_for(self._out) if goes_on else None
+        except PenstockError:  # it was none
+            found = None
+        if found is not None:
+            self._stayed(step, MoveAbortedError("a process died before the move. Ask for it again."), found)
+        withdraw(self._out)
 
     def _log(self, event: RunEvent) -> None:
         self._events = self._events or LineLog(self._out / EVENTS)
@@ -199,7 +237,10 @@ class Watch(_Follower):
 
     def order(self, step: int) -> Plan | None:
         """What was asked for, or decided."""
+        if self._begun is not None:
+            return None
         self._hear(step)
+        self.exact = self._request is not None and self._request.at > 0
         if self._request is not None:
             return self._request.wanted() if self._request.at <= step else None
         return None if self._decision is None else self._decision.chosen.plan
