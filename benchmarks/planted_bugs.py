@@ -461,6 +461,8 @@ _PROFILING = (
          "profiles take for ever", "profiling/test_measure.py", pick="shortened"),
 )  # fmt: skip
 _REPORTS = (
+    _bug("a page runs in the notebook itself", "notebooks.py", "return self._report().framed()", "return self._report()",
+         "no frame keeps its script apart", "reports/test_report.py", pick="objects"),
     _bug("the path leaves transfers out", "timing/critical_path.py", "            yield _Event(cause, cut, micro_batch)\n        else:",
          "            yield from self._passes(sender, micro_batch, kinds)\n        else:", "time on links looks like waiting",
          "timing/test_critical_path.py"),
