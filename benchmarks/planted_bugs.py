@@ -45,6 +45,8 @@ _GROUND = (
          "files that Excel saves begin with a mark", "test_files.py"),
     _bug("a name given twice is taken", "files.py", "if len(found) < len(pairs):", "if len(found) > len(pairs):",
          "the first of two values is lost silently", "test_files.py"),
+    _bug("a notebook shows nothing without a reason", "notebooks.py", "<p>{escape(str(error))}</p>", "", "nobody knows what is missing",
+         "reports/test_report.py", pick="themselves"),
 )
 _WRITING = (
     _bug("the first of two files stays", "files.py", "        group.vanish()\n        raise", "        raise",

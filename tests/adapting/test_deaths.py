@@ -22,8 +22,6 @@ from penstock.runtime.trainer import PlanTrainer
 from penstock.runtime.workers import WorkerError
 from penstock.timing.disturbance import Disturbance, DisturbanceStrike
 
-pytestmark = pytest.mark.timeout(280)
-
 
 def plan_of(**choice: int) -> Plan:
     return uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2, layout="packed", precision="fp32", **choice)
