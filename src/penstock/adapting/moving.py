@@ -109,7 +109,9 @@ class _Mover:
         if not state_moves(self.rank.plan, self.plan):
             self.rank.share_out(self.plan)
             return self.made
-        kinds = {kind: is_number for note in notes for kind, is_number in note.kinds.items()}
+        kinds: dict[str, bool] = {}
+        for note in notes:
+            kinds |= {kind: is_number and kinds.get(kind, True) for kind, is_number in note.kinds.items()}
         # Before the first step there are no moments to send.
         self._transfer([one for one in self.made.boxes if one.kind in (WEIGHTS, MASTER, BUFFERS, *kinds)])
         # Exact ones first: a weight that a rank has, or gets, in half precision is its master rounded.
@@ -130,7 +132,10 @@ class _Mover:
         self.made = require_movable(old, new, self.generation.members)
         self.prepare()
         self.own = list(held_pieces(rank))
-        kinds = {piece.name.partition("/")[0]: piece.shape == () for piece in self.own}
+        kinds: dict[str, bool] = {}
+        for piece in self.own:  # a weight of one number has moments of one number; those of others are tensors
+            kind = piece.name.partition("/")[0]
+            kinds[kind] = piece.shape == () and kinds.get(kind, True)
         scale = rank.update.scale if rank.world.rank >= 0 else None
         of_optimizer = {kind: is_number for kind, is_number in kinds.items() if kind not in (WEIGHTS, BUFFERS)}
         return _Note(plan_to_dict(self.plan), self.step, of_optimizer, None if scale is None else asdict(scale))
