@@ -29,7 +29,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from penstock.batching.baselines import packed_rows, run_baseline
-from penstock.batching.costs import LayoutCosts, PipelineCosts
 from penstock.batching.example import small_costs
 from penstock.batching.fitting import positions
 from penstock.batching.lengths import read_lengths
@@ -46,6 +45,7 @@ from penstock.files import read_json, write_json
 from penstock.models import resolve_model
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
+from penstock.reproduce.dynapipe import one_mode, seeded_lengths, tour
 from penstock.systems.dynapipe.inputs import TABLES, PlannerConfig
 from penstock.systems.dynapipe.rules import dynapipe_costs, dynapipe_plan
 from penstock.systems.dynapipe.search import best_layers
@@ -111,17 +111,6 @@ def score(judge: Any, batch: Path, plan: Path, config: PlannerConfig, tables: Pa
     return found
 
 
-def draw(count: int, has_decoder: bool, seed: int = 0, longest: int = 2048) -> list[SampleLengths]:
-    """Lengths like those of a mixture of instruction tasks: log-normal, decoders short and weakly correlated."""
-    numbers = np.random.default_rng(seed)
-    first, second = numbers.standard_normal((2, count))
-    if not has_decoder:
-        return [SampleLengths(i, int(n)) for i, n in enumerate(np.clip(np.exp(np.log(120) + 1.14 * first), 8, longest))]
-    enc = np.clip(np.exp(np.log(105) + 1.14 * first), 8, longest)
-    dec = np.clip(np.exp(np.log(16) + 1.25 * (0.3 * first + 0.954 * second)), 1, longest)
-    return [SampleLengths(i, int(n), int(m)) for i, (n, m) in enumerate(zip(enc, dec, strict=True))]
-
-
 def curve(tables: Path) -> None:
     """Planning time at once and with search, by the size of the batch."""
     print(
@@ -131,7 +120,7 @@ def curve(tables: Path) -> None:
         costs = dynapipe_costs(*configured(tables, name))
         base = 0.0
         for count in (128 << k for k in range(9)):
-            samples = draw(count, costs.has_decoder)
+            samples = seeded_lengths(count, costs.has_decoder)
             best = min(timed(partial(plan_batch, samples, costs))[1] for _ in range(3))
             batch, full_s, _ = timed(partial(plan_batch, samples, costs, steps=usual_steps(costs, count)))
             unit = best / (count * np.log2(count))
@@ -139,33 +128,6 @@ def curve(tables: Path) -> None:
             print(
                 f"{name:8} {count:8} {best:10.4f} {best / count * 1e6:14.1f} {unit / base:11.2f} {full_s:14.3f} {batch.predicted_s:12.3f}"
             )
-
-
-def tour(enc: np.ndarray, dec: np.ndarray) -> np.ndarray:
-    """Clusters of complete linkage (16 apart at most), visited along a nearest-neighbour path improved by 2-opt, as DynaPipe orders."""
-    from scipy.cluster.hierarchy import fcluster, linkage
-
-    points = np.stack([enc, dec], axis=1).astype(float)
-    cluster = fcluster(linkage(points, "complete"), 16, "distance") - 1
-    centres = np.stack([points[cluster == c].mean(axis=0) for c in range(cluster.max() + 1)])
-    away = np.abs(centres[:, None] - centres[None]).sum(axis=-1)
-    path, left = [0], set(range(1, len(centres)))
-    while left:
-        path.append(min(left, key=lambda c: away[path[-1], c]))
-        left.remove(path[-1])
-    improved = True
-    while improved:
-        improved = False
-        for i in range(len(path) - 2):
-            at, to = np.array(path[i + 2 : -1], dtype=int), np.array(path[i + 3 :], dtype=int)
-            if not len(at):
-                continue
-            gain = away[path[i], path[i + 1]] + away[at, to] - away[path[i], at] - away[path[i + 1], to]
-            best = int(np.argmax(gain))
-            if gain[best] > 1e-9:
-                path[i + 1 : i + 3 + best] = path[i + 1 : i + 3 + best][::-1]
-                improved = True
-    return np.concatenate([np.flatnonzero(cluster == c) for c in path])
 
 
 def orders(tables: Path, inputs: Path) -> None:
@@ -187,12 +149,6 @@ def orders(tables: Path, inputs: Path) -> None:
             print(f"{case:22} {name:24} {best * 1e3:9.0f} {order_s:12.4f}", flush=True)
         planned, _, _ = timed(partial(plan_batch, samples, costs, steps=usual_steps(costs, len(samples))))
         print(f"{case:22} {'Hilbert and search':24} {planned.predicted_s * 1e3:9.0f}", flush=True)
-
-
-def one_mode(costs: PipelineCosts, mode: int) -> PipelineCosts:
-    """The same pipeline with one recomputation mode for all, as DynaPipe plans."""
-    grids = {layout: LayoutCosts(grid.axes, grid.values[..., mode : mode + 1, :].copy()) for layout, grid in costs.layouts.items()}
-    return replace(costs, layouts=grids, modes=costs.modes[mode : mode + 1])
 
 
 def best_of(plans: Iterator[Callable[[], BatchPlan]]) -> float:
@@ -222,7 +178,7 @@ def packing(model_name: str, source_name: str, device: str, counts: Sequence[int
 
 def compare(model_name: str, source_name: str, cluster_name: str, stages: int, count: int, steps: int) -> list[float]:
     """Milliseconds of padded planning with one mode, padded and packed with search, fixed rows with both attentions; the bound."""
-    model, cluster, samples = resolve_model(model_name), resolve_cluster(cluster_name), draw(count, False)
+    model, cluster, samples = resolve_model(model_name), resolve_cluster(cluster_name), seeded_lengths(count, False)
     plan = uniform_plan(model_name, cluster_name, global_batch=count, micro_batch=1, pp=stages, replicas=2, layout="packed", zero=1)
     plan = with_recompute_choices(replace(plan, micro_batching=MicroBatching("packed", "dynamic")), model)
     both = planned_costs(plan, model, cluster, open_costs(source_name, cluster), 2048)

@@ -173,6 +173,8 @@ _BATCHING = (
          "a sign", "batching/test_baselines.py"),
 )  # fmt: skip
 _SEARCH = (
+    _bug("the fastest plan is taken for expressible", "search/expressible.py", "if not refusal(choice.plan)", "if choice.plan",
+         "an export refuses what was just found", "search/test_expressible.py"),
     _bug("other cuts forget memory", "search/present_cuts.py",
          "np.where(chain.held_bytes <= limits_bytes[:, None, None], chain.passes_s, np.inf)",
          "chain.passes_s", "plans come out that do not fit", "search/test_present_cuts.py"),
@@ -272,6 +274,8 @@ _SYSTEMS = (
          "else (self.offset[c, min(a + 1, width.shape[1] - 1)], 1)",
          "else (self.offset[c, a], 0)", "a plan with cuts elsewhere is below the bound", "systems/aceso/test_long_chains.py",
          pick="coarse"),
+    _bug("a given plan recomputes for nothing", "systems/aceso/scoring.py", "float(rows[:, 0] @ flags) / 1e6", "0.0",
+         "what is recomputed is not counted", "cli/test_search_tables.py", pick="explained"),
     _bug("the last layer is a twin beyond its run", "search/space/blocks.py", "and cuts[cut + 1] <= ends[cut]", "",
          "stages that leave the layers are taken for others", "systems/aceso/test_long_chains.py", pick="copied or irregular"),
     _bug("DynaPipe: layers keep one workspace less", "systems/dynapipe/rules.py", "top += stored + (layers - 1) * cost[2] + cost[3]",
@@ -585,7 +589,7 @@ _ADAPTING = (
          "piece.tensor.dtype == torch.float32", "bits are lost with every move", "adapting/test_moving.py", pick="one_move_after"),
     _bug("the loss scale stays where it was", "adapting/moving.py", "for note in notes if note.loss_scale is not None), None)",
          "for note in notes if False), None)", "fp16 begins anew on every move", "adapting/test_moving.py", pick="one_move_after"),
-    _bug("moments are asked for before there are any", "adapting/moving.py", "if one.kind in (WEIGHTS, MASTER, BUFFERS, *kinds)",
+    _bug("moments are asked for before there are any", "adapting/moving.py", "if one.kind in (WEIGHTS, MASTER, BUFFERS, *all_kinds(notes))",
          "if one.kind", "a move before the first step fails", "adapting/test_moving.py", pick="first_step"),
     _bug("failures outlive their move", "adapting/moving.py", "            failure = None  #", "            pass  #",
          "threads and sockets stay after an aborted move", "adapting/test_moving.py", pick="nothing_is_left"),
@@ -623,6 +627,18 @@ _ADAPTING = (
          "self._refused.clear()", "training stands still for ever", "adapting/test_watching.py", pick="tried_again"),
     _bug("shares of a run before stay for ever", "adapting/watching.py", "or self._steps_until_due == 0)", "or False)",
          "a rank that is fast again has little to do", "adapting/test_watching.py", pick="thought_over"),
+    _bug("devices are blamed for their hosts", "adapting/watching.py",
+         "(self._slow_hosts.add if bound else self._slow_hosts.discard)(rank)",
+         "self._slow_hosts.discard(rank)", "somebody looks for a fault of the GPU", "adapting/test_watching.py", pick="host"),
+    _bug("what was issued is compared with another step", "runtime/telemetry/observing.py",
+         "self.issued_s, self._issued_last_s = self._issued_last_s,", "self._issued_last_s, self.issued_s = self._issued_last_s,",
+         "a GPU's passes are known one step late",
+         "runtime/telemetry/test_observing.py"),
+    _bug("an update is not made again", "adapting/overlapping.py", "        if not dropped:\n", "        if dropped:\n",
+         "ops that travelled beside a step miss what it learned", "adapting/test_moving.py", pick="beside_a_step"),
+    _bug("an update is made again without clipping", "adapting/overlapping.py", "replay(chosen, rate, factor)",
+         "replay(chosen, rate, None)",
+         "a gradient that was clipped is not", "adapting/test_moving.py", pick="beside_a_step"),
     _bug("planners are not told who is slow", "batching/planner.py", "at_plan_speeds(open_costs(costs or plan.costs, cluster), plan)",
          "open_costs(costs or plan.costs, cluster)", "a slow replica gets as many tokens as before", "adapting/test_story.py",
          pick="fewer and replicas"),
@@ -645,8 +661,14 @@ _JOBS = (
          "the first samples are seen twice", "jobs/test_dynamic_loader.py", pick="goes_on"),
 )  # fmt: skip
 
+_REPRODUCE = (
+    _bug("a claim at its limit fails", "reproduce/figures.py", "bool(found >= least)", "bool(found > least)",
+         "what was expected exactly is said not to hold", "reproduce/test_reproduce.py"),
+    _bug("published values pass for this run's", "reproduce/figures.py", '"published": curve.published', '"published": False',
+         "nobody can tell what was measured here", "reproduce/test_reproduce.py"),
+)  # fmt: skip
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
     *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_GENERATIONS, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS,
-    *_CLI, *_RECOVERING, *_SCREEN, *_CUTTING, *_DISTURBING, *_LINKS, *_BESIDE, *_ADAPTING, *_JOBS,
+    *_CLI, *_RECOVERING, *_SCREEN, *_CUTTING, *_DISTURBING, *_LINKS, *_BESIDE, *_ADAPTING, *_JOBS, *_REPRODUCE,
 )  # fmt: skip

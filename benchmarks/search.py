@@ -24,7 +24,6 @@ import resource
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,53 +31,19 @@ from penstock.files import write_json
 from penstock.kernels import compile_all
 from penstock.plans.schema import write_plan
 from penstock.plans.texts import format_counts
+from penstock.reproduce.aceso import KNOWN_CASES, AcesoCase, searched
 from penstock.search import Request, search, search_plans
 from penstock.search.partition.pipelines import best_pipeline
 from penstock.search.space.families import families
 from penstock.search.uniform import uniform_choices
-from penstock.systems.aceso.search import AcesoProblem, search_aceso
-from penstock.systems.aceso.tables import AcesoTables
 from penstock.systems.fasop.search import FasopAnswer, pareto_fasop, search_fasop
 from penstock.systems.fasop.tables import FasopTables
 
 
-@dataclass(frozen=True)
-class Case:
-    """One search problem; `aceso_s` is what Aceso's own search found, where known."""
-
-    folder: str
-    model: str
-    size: str
-    nodes: int
-    gpus_per_node: int
-    global_batch: int
-    micro_batches: tuple[int, ...]
-    memory_mb: float
-    aceso_s: float | None = None
-    layers: int = 0
-    """Another number of layers than the size has."""
-
-
-_GPT, _WRN = (1, 2, 4, 8), (16, 32, 48, 64)
-KNOWN = (
-    Case("miniset", "gpt", "1_3B", 1, 4, 512, _GPT, 12000, 58.76), Case("miniset", "t5", "770M", 1, 4, 512, _GPT, 12000, 33.66),
-    Case("miniset", "resnet", "1B", 1, 4, 768, (8, *_WRN), 12000, 17.67), Case("eurosys", "gpt", "1_3B", 1, 4, 1024, _GPT, 28000, 101.2),
-    Case("eurosys", "gpt", "6_7B", 2, 8, 1024, _GPT, 28000, 87.3), Case("eurosys", "t5", "6B", 1, 8, 1024, _GPT, 28000, 168.7),
-    Case("eurosys", "resnet", "2B", 1, 4, 1536, _WRN, 28000, 49.3), Case("eurosys", "resnet", "6_8B", 2, 8, 1536, _WRN, 28000, 45.7),
-)  # fmt: skip
-
-
-def run(case: Case, folder: Path, out: Path, judge: Any) -> dict[str, Any]:
+def run(case: AcesoCase, folder: Path, out: Path, judge: Any) -> dict[str, Any]:
     """Searches one case, writes its plan and scores it."""
-    tables = AcesoTables.open(folder)
-    problem = AcesoProblem(
-        tables, tables.model(case.model, case.size, case.layers), case.nodes, case.gpus_per_node, case.global_batch, case.micro_batches,
-        case.memory_mb,
-    )  # fmt: skip
-    start = time.perf_counter()
-    answer = search_aceso(problem)
-    took = time.perf_counter() - start
-    gpus = case.nodes * case.gpus_per_node
+    answer, took, _ = searched(case, folder)
+    gpus = case.num_gpus
     size = case.size + (f"_{case.layers}layers" if case.layers else "")
     path = out / f"{case.folder}_{case.model}_{size}_{gpus}gpus.json"
     write_json(path, answer.plan)
@@ -269,11 +234,11 @@ def main() -> None:
     if arguments.aceso_db:
         sizes = tuple(int(size) for size in arguments.micro_batches.split(","))
         a = arguments
-        case = Case(a.aceso_db.name, a.model, a.size, a.nodes, a.gpus_per_node, a.global_batch, sizes, a.memory_mb, None, a.layers)
+        case = AcesoCase(a.aceso_db.name, a.model, a.size, a.nodes, a.gpus_per_node, a.global_batch, sizes, a.memory_mb, None, a.layers)
         print(json.dumps(run(case, a.aceso_db, a.out, judge)))
         return
     rows = []
-    for case in KNOWN:
+    for case in KNOWN_CASES:
         rows.append(run(case, arguments.data / "aceso" / case.folder, arguments.out, judge))
         print(json.dumps(rows[-1]), flush=True)
     print(table(rows))

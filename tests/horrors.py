@@ -266,6 +266,7 @@ def all_cases(folder: Path) -> list[Case]:
         FILES | {k: v for k, v in _of("lengths", folder).items() if k != "lengths-twice"},
         REFUSED,
     )
+    add("search", "--for", f"{search} --for @", {k: v for k, v in NAMES.items() if v})
     add("search", "--out", f"{search} --out @", TO_WRITE)
     add("search", "--export", f"{search} --export @", NAMES | {"no-path": "megatron:", "weights": "huggingface:weights"})
     add("search", "--export", f"{search} --export @", {"no-model": "torchtitan:recipe.py"})
@@ -278,6 +279,9 @@ def all_cases(folder: Path) -> list[Case]:
     add("pareto", "--tokens", f"{pool} --tokens @", REAL)
     add("pareto", "--out", f"{pool} --out @", FOLDERS)
     add("pareto", "--costs", f"{pool} --costs profile:@", FILES)
+    add("reproduce", "NAME", "@", NAMES)
+    add("reproduce", "--figure", "aceso --figure @", NAMES)
+    add("reproduce", "--data", "dynpipe --figure 10 --data @", FOLDERS)
     for verb in ("explain", "simulate", "check"):
         add(verb, "PLAN", "@", FILES)
         add(verb, "PLAN field", "@", unpriced if verb == "check" else plans, REFUSED)
@@ -407,6 +411,7 @@ def all_cases(folder: Path) -> list[Case]:
         "simulate",
         "trace",
         "report",
+        "reproduce",
         "watch",
         "events",
         "replan",

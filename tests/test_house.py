@@ -46,8 +46,9 @@ ARROWS = {
     "profiling": "processes clusters models costs timing runtime",
     "jobs": "errors files clusters models plans timing batching search data runtime adapting profiling",
     "reports": "errors files models schedules plans costs timing batching programs runtime adapting",
+    "reproduce": "errors files clusters models plans costs batching search systems adapting",
     "cli": "errors files processes clusters models schedules plans costs timing ordering batching search "
-           "programs stores data systems interop runtime adapting profiling jobs reports",
+           "programs stores data systems interop runtime adapting profiling jobs reports reproduce",
 }
 
 MAX_KERNEL_ARGUMENTS = 12

@@ -21,6 +21,7 @@ from penstock.runtime.run_folder import plan_of_run
 from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import PlanTrainer
 from penstock.runtime.workers import WorkerError
+from penstock.timing.disturbance import Disturbance, DisturbanceStrike
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -51,21 +52,21 @@ def steps_of(run: TrainRequest) -> list[tuple[int, float | None, str | None]]:
 
 
 def test_ranks_that_die_fail_and_freeze_are_replaced(data: str, tmp_path: Path) -> None:
-    """In every phase of a step, while copies are made and while a checkpoint is written: losses, samples, and the result of the run are to
+    """In phases of a step, while copies are made and while a checkpoint is written: losses, samples, and the result of the run are to
     the bit those of one that nothing happens to."""
     calm = request(plan_of(dp=2, zero=1), data, tmp_path / "calm", 20)
     wanted = PlanTrainer(calm).train()
     faults: dict[int, Fault | tuple[str, ...]] = {
         1: Fault("kill", 1, "backward"), 4: Fault("fail", 0, "reduction"), 7: Fault("freeze", 1, "update"), 10: Fault("kill", 0, "copying"),
-        13: Fault("kill", 1, "saving"), 16: ("--kill", "0"),
+        13: Fault("kill", 1, "saving"),
     }  # fmt: skip
-    run = replace(calm, out=str(tmp_path / "run"), on_death="recover", copies=3, checkpoint_every=15, planning=PlanningSettings(1))
+    run = replace(calm, out=str(tmp_path / "run"), on_death="recover", copies=3, checkpoint_every=15)
     found = struck(run, faults)
     assert not faults and steps_of(run) == steps_of(calm)
     assert (found.losses, found.first_step, found.num_steps) == (wanted.losses, 0, 20)
     events = list(read_events(run.out))
     assert [(one.event, one.ranks) for one in events if one.event != "disturbed"] == [
-        (event, (rank,)) for rank in (1, 0, 1, 0, 1, 0) for event in ("lost", "replaced")
+        (event, (rank,)) for rank in (1, 0, 1, 0, 1) for event in ("lost", "replaced")
     ]
     said = [one.text for one in events if one.event == "lost"]
     assert said[0].startswith("rank 1 was killed by signal 9 (SIGKILL) at Backward of stage 0, micro-batch 0 (iteration ")
@@ -79,11 +80,13 @@ def test_ranks_that_die_fail_and_freeze_are_replaced(data: str, tmp_path: Path) 
 
 def test_a_rank_that_dies_twice_is_left_out(data: str, tmp_path: Path) -> None:
     """Its device counts as broken. To the bit it is the same switch through a checkpoint."""
-    run = request(plan_of(pp=2), data, tmp_path / "run", 8, on_death="recover", copies=4)
-    found = struck(run, {3: Fault("kill", 0, "forward", 6), 4: Fault("kill", 0, "forward", 6)})
+    story = Disturbance(strikes=(DisturbanceStrike("kill", 0, "forward", 6),) * 2)
+    run = request(plan_of(pp=2), data, tmp_path / "run", 8, on_death="recover", copies=4, disturbance=story)
+    found = struck(run, {})
     assert [one.event for one in read_events(run.out)] == ["lost", "replaced", "lost", "shrunk"]
     smaller = plan_of_run(run.out)
     assert smaller.ranks == (1,) and found.plan == smaller and found.num_steps == 8
+    assert not list(Path(run.out).glob("*.process.json"))
     first = request(plan_of(pp=2), data, tmp_path / "first", 4)
     PlanTrainer(first).train()
     PlanTrainer(replace(first, plan=smaller, steps=8, resume=first.out)).train()
@@ -92,27 +95,25 @@ def test_a_rank_that_dies_twice_is_left_out(data: str, tmp_path: Path) -> None:
 
 def test_a_step_that_nobody_survives_ends_the_run_with_a_checkpoint(data: str, tmp_path: Path) -> None:
     """Of the copies, which are newer than any other; and the command that goes on from there is told."""
-    run = request(plan_of(), data, tmp_path / "run", 30, on_death="recover", copies=8)
-
-    def told(step: StepTold) -> None:
-        for _ in range(3 if step.step == 4 else 0):
-            ask_fault(run.out, Fault("fail", 0, "backward", 20))
-
-    with pytest.raises(WorkerError, match=r"FaultAsked(.|\n)*Step 16 is safe. Go on with: penstock train … --out '.*run' --resume '"):
-        PlanTrainer(run, None, RunWitness(run.out)).train(told)
+    story = Disturbance(strikes=(DisturbanceStrike("kill", 0, "backward", 5),) * 3)
+    run = request(plan_of(), data, tmp_path / "run", 9, on_death="recover", copies=4, disturbance=story)
+    with pytest.raises(WorkerError, match=r"rank 0 was killed(.|\n)*Step 4 is safe. Go on with: penstock train … --out '.*run' --resume '"):
+        struck(run, {})
     assert [one.event for one in read_events(run.out)] == ["lost", "replaced"] * 2 + ["lost"]
-    calm = request(plan_of(), data, tmp_path / "calm", 30)
-    assert PlanTrainer(replace(run, resume=run.out)).train().losses == PlanTrainer(calm).train().losses[16:]
+    calm = request(plan_of(), data, tmp_path / "calm", 9)
+    assert PlanTrainer(replace(run, resume=run.out, disturbance=Disturbance())).train().losses == PlanTrainer(calm).train().losses[4:]
 
 
 def test_without_copies_it_goes_back_to_a_checkpoint_or_the_beginning(data: str, tmp_path: Path) -> None:
-    calm = request(plan_of(pp=2), data, tmp_path / "calm", 8)
+    calm = request(plan_of(pp=2), data, tmp_path / "calm", 30)
     wanted = PlanTrainer(calm).train()
-    run = replace(calm, out=str(tmp_path / "run"), on_death="recover", copies=0, checkpoint_every=4)
-    found = struck(run, {1: ("--kill", "1@forward"), 6: ("--freeze", "0")})
+    run = replace(calm, out=str(tmp_path / "run"), on_death="recover", copies=0, checkpoint_every=10)
+    story = Disturbance(strikes=(DisturbanceStrike("kill", 1, "update", 3),))
+    found = struck(replace(run, planning=PlanningSettings(1), disturbance=story), {12: ("--kill", "0")})
     assert found.losses == wanted.losses and steps_of(run) == steps_of(calm)
-    assert [one.event for one in read_events(run.out)] == ["disturbed", "lost", "replaced"] * 2
-    assert [one.step for one in read_events(run.out) if one.event == "replaced"] == [0, 4]
+    events = list(read_events(run.out))
+    assert [one.event for one in events] == ["lost", "replaced", "disturbed", "lost", "replaced"]
+    assert events[1].step == 0 and events[4].step >= 10 and events[4].step % 10 == 0
 
 
 def test_a_failure_that_another_would_meet_too_ends_the_run(data: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from adopting_jobs import Part
 from checkpoint_jobs import train_part
 from module_cases import module_case
-from moving_jobs import Failure, differences, drawn_chain, move_to_and_fro, placed, train_moving, train_on
+from moving_jobs import Failure, differences, drawn_chain, move_to_and_fro, placed, train_moving, train_on, train_overlapping
 from runtime_cases import MODELS, Case, Choice, make_case
 
 from penstock.plans.plan import Plan
@@ -24,7 +24,7 @@ SGD = TrainingSettings(LearningRate(0.02), OptimizerSettings("sgd", momentum=0.9
 ONE: Choice = {"family": "gpt", "pp": 1, "tp": 1, "dp": 1, "replicas": 1, "schedule": "1f1b", "layout": "packed", "recompute": "none",
                "cuts": "uneven", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
 NUM_CHAINS = 2 * len(MODELS)
-"""Every model in two precisions."""
+"""Every model in two precisions, moved twice and once."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def part_of(choice: Choice, steps: slice, precision: str = "fp32", places: Sequence[int] = range(NUM_PROCESSES)) -> Part:
-    case = placed(make_case(ONE | choice, 3, iterations=5), places, precision)
+    case = placed(make_case(ONE | choice, 3, iterations=8), places, precision)
     return case.plan, case.programs()[steps]
 
 
@@ -51,7 +51,7 @@ def check(parts: Sequence[Part], settings: TrainingSettings, pool: WorkerPool, f
 
 @pytest.mark.parametrize("number", range(NUM_CHAINS))
 def test_a_move_is_a_stop_and_a_restart(number: int, pool: WorkerPool, tmp_path: Path) -> None:
-    chain = drawn_chain(number, 3, 1, 1, NUM_PROCESSES)
+    chain = drawn_chain(number, 3 if number < len(MODELS) else 2, 1, 1, NUM_PROCESSES)
     print(chain.name)  # shown if it fails
     check(chain.parts, ADAMW, pool, tmp_path)
 
@@ -73,6 +73,22 @@ def test_a_module_moves_like_ops_of_our_own(pool: WorkerPool, tmp_path: Path) ->
     made = [module_case("long_skips", precision="bf16", **choice) for choice in choices]
     cases = [placed(case, on, "bf16") for case, on in zip(made, places, strict=True)]
     check([(case.plan, case.programs()[at : at + 1]) for at, case in enumerate(cases)], ADAMW, pool, tmp_path)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_move_beside_a_step_is_one_after_it(precision: str, pool: WorkerPool, tmp_path: Path) -> None:
+    """Other cuts, a replica more, and no move that could be overlapped: tensor parallelism is another division of each op."""
+    choices: list[Choice] = [{"pp": 2}, {"pp": 3}, {"pp": 2, "replicas": 2}, {"tp": 2}]
+    places = ((0, 1), (1, 0, 3), (0, 3, 1, 2), (1, 2))
+    parts = [part_of(choice, slice(2 * at, 2 * at + 2), precision, on) for at, (choice, on) in enumerate(zip(choices, places, strict=True))]
+    saved, losses = None, [()] * NUM_PROCESSES
+    for number, (plan, programs) in enumerate(parts):
+        done = pool.run(train_part, plan, programs, ADAMW, saved, tmp_path / str(number))
+        saved, losses = tmp_path / str(number), [(*before, *now.losses) for before, now in zip(losses, done, strict=True)]
+    moved = pool.run(train_overlapping, parts, ADAMW, tmp_path / "moved")
+    assert [count for _, count in moved] == [2] * NUM_PROCESSES
+    assert [found.losses for found, _ in moved] == losses
+    assert saved is not None and differences(tmp_path / "moved", saved) == []
 
 
 def test_asynchronous_plans_move_where_they_are_drained(pool: WorkerPool, tmp_path: Path) -> None:

@@ -120,6 +120,20 @@ def test_waits_are_told_also_where_all_ranks_wait(plan: Plan, tmp_path: Path, ca
     assert all(event.since == 20 and event.step < 20 + SOON and event.factor == pytest.approx(1.5) for event in events)
 
 
+def test_a_host_that_issues_work_late_is_named_in_place_of_its_device(plan: Plan, tmp_path: Path) -> None:
+    """Rank 2 takes twice as long: from step 20 on for what its host does, from step 60 on for what its device does."""
+    def figures(rank: int, step: int) -> RankFigures:
+        slow, by_host = rank == 2 and step % 40 >= 20, step < 40
+        return RankFigures(2.0 if slow else 1.0, 1.0, step_s=9.0, host_s=(1.95 if slow and by_host else 0.8 if rank else 0.99))
+
+    events = watched(plan, tmp_path, {step: {rank: figures(rank, step) for rank in range(4)} for step in range(95)})
+    told = [(event.cause, event.ranks, event.since) for event in events if event.event == "noticed"]
+    assert told == [("host", (2,), 20), ("host", (2,), 40), ("compute", (2,), 60), ("compute", (2,), 80)]
+    assert "rank 2's host has been 2x slower than the others since step 20" in {event.text for event in events}
+    decision = next(event for event in events if event.event == "decided")
+    assert len(decision.alternatives) > 1 and decision.alternatives[0].remedy == "nothing"  # it can be relieved of ops all the same
+
+
 def test_a_rank_is_judged_by_steps_after_costs_were_opened(plan: Plan, tmp_path: Path) -> None:
     """One noisy step is no level: five are needed, and those before did not count."""
     unknown, calm = RankFigures(1.0, step_s=9.0), RankFigures(1.0, 1.0, step_s=9.0)
@@ -244,3 +258,15 @@ def test_what_is_asked_for_stays_when_what_was_slow_is_fast_again(tmp_path: Path
     job.run(10, {2: 3.0})
     job.run(60)
     assert job.plan == alone and len(job.moves) == 2
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_what_was_asked_for_before_a_death_is_not_done(plan: Plan, tmp_path: Path, goes_on: bool) -> None:
+    """Perhaps the process died of it; who asked is told, unless it was asked of a run that has ended."""
+    asked = ask_for(tmp_path, plan, 9)
+    watch = Watch(plan, tmp_path, anew=False, notices=False)
+    watch.forget_request(4, goes_on=goes_on)
+    assert watch.order(9) is None
+    watch.close()
+    wanted = [("aborted", 4, 1, asked, "the plan stays as it is: a process died before the move. Ask for it again.")]
+    assert [(one.event, one.step, one.status, one.request, one.text) for one in read_events(tmp_path)] == (wanted if goes_on else [])

@@ -18,7 +18,8 @@ from enum import StrEnum
 from typing import Any
 
 from penstock.adapting.holdings import Layouts
-from penstock.adapting.moves import moves
+from penstock.adapting.moves import Moves, moves
+from penstock.adapting.split_moves import split_moves
 from penstock.clusters import Cluster
 from penstock.costs.source import CostSource
 from penstock.costs.speeds import OpClass, SlowedCosts, Speeds
@@ -138,9 +139,14 @@ class Ladder:
         if rung is Rung.SHARES or problems:
             return Remedy(rung, new, found.time_s, refused=problems[0] if problems else _unfit(found))
         made = moves(plan, new, layouts=self.layouts, cluster=self.cluster)
-        pause_s = PAUSE_STEPS * step_s + PAUSE_LINK * made.time_s(estimator.cluster)
+        pause_s = PAUSE_STEPS * step_s + PAUSE_LINK * self._standing_s(plan, new, made, estimator.cluster)
         refused = _unfit(found) or made.unfit(self.cluster)
         return Remedy(rung, new, found.time_s, pause_s, made.num_bytes, refused)
+
+
+    def _standing_s(self, old: Plan, new: Plan, made: Moves, cluster: Cluster) -> float:
+        """How long training stands still while state travels: all of it, or what cannot travel while a step runs."""
+        return min(made.time_s(cluster), split_moves(old, new, made, self.layouts).pause_s(made, cluster))
 
 
 def _timed(plan: Plan, estimator: Estimator) -> Estimate:

@@ -49,6 +49,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("train", "train", "Train a model on your own data in one command; or run a job file, or a plan."),
     Verb("trace", "trace", "Write what every rank of a run did and when, beside what was predicted, for Perfetto."),
     Verb("report", "report", "Write a page to look at: plans, searches, choices of nodes, batches and runs."),
+    Verb("reproduce", "reproduce", "Make the figures of Aceso, DynaPipe, FASOP and DynPipe again, and check what they claim."),
     Verb("watch", "watch", "Serve the report of a run to this machine, kept up to date while it goes on."),
     Verb("events", "events", "Tell what a run noticed about slow ranks, late data and costs, and what it decided."),
     Verb("replan", "replan", "Ask a running job to move to another plan."),

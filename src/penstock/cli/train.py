@@ -71,7 +71,8 @@ def train(
         typer.Option(metavar="RANK=FACTOR", help="With timed and paced devices: this rank takes so many times as long; repeatable."),
     ] = None,
     disturb: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With timed and paced devices: what slows them down, and at which steps (YAML).")
+        Path | None,
+        typer.Option(metavar="FILE", help="What slows timed and paced devices down, or strikes ranks, and at which steps (YAML)."),
     ] = None,
     adapt: Annotated[
         str,
@@ -286,7 +287,8 @@ def _disturbance(slow: list[str], path: Path | None) -> Disturbance:
         return whole_run
     from penstock.timing.disturbance_file import read_disturbance
 
-    return Disturbance((*whole_run.changes, *read_disturbance(path).changes))
+    story = read_disturbance(path)
+    return Disturbance((*whole_run.changes, *story.changes), story.strikes)
 
 
 def _check(reserve_memory: float, adapt: str) -> None:

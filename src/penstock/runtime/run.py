@@ -89,6 +89,17 @@ class _Place:
 
 
 @dataclass(frozen=True)
+class _Moving:
+    """A move that goes on beside a step."""
+
+    request: TrainRequest
+    """Of the new plan."""
+    place: _Place
+    taken_s: float
+    """How long training stood still before the step."""
+
+
+@dataclass(frozen=True)
 class _Agreed:
     """What all processes know after a step."""
 
@@ -104,6 +115,8 @@ class _Agreed:
     """Whether one gets no more programs, so that all have to end."""
     plan: Plan | None
     """To move to."""
+    exact: bool
+    """Whether it is to be in force with the next step, so that nothing can travel beside one."""
 
 
 class Run:
@@ -124,6 +137,8 @@ class Run:
         self.first_step = begun if going_on is None else going_on.step
         self.is_new = not self.first_step and going_on is None
         """Whether there is nothing of this run yet."""
+        self.goes_on = going_on is not None
+        """Whether its processes take the place of others."""
         self.step = self.first_step
         """The one that comes next."""
         self.plan_since, self.plan_number = self.first_step, 0
@@ -165,6 +180,7 @@ class Run:
         self._interval = SaveInterval()
         self.evaluated: list[EvalRecord] = []
         self.watcher: StepWatcher | None = None
+        self._moving: _Moving | None = None
         self._token = token
         self._take_place(self._places(planner))
         if going_on is not None and going_on.from_copies and self.has_work:
@@ -278,8 +294,10 @@ class Run:
             if self.request.copies and self.step % self.request.copies == 0:
                 self._copy()
             ended_by = told.ended_by
-            if told.plan is not None and not ended_by:
-                self._move(told.plan)
+            if self._moving is not None:
+                self._finish_move(self._moving, ended=bool(ended_by))
+            elif told.plan is not None and not ended_by:
+                self._move(told.plan, exact=told.exact)
             elif self.step % _SYNC_STEPS == 0:
                 self._compare_clocks(self.step)
             self.loader.wait_s = self.loader.data_wait_s = 0.0
@@ -409,7 +427,8 @@ class Run:
         rows = groups.gather(torch.tensor(own.row(), dtype=torch.float64)).tolist()
         words = {member: StepWord.of_row(row) for member, row in zip(self.members, rows, strict=True)}
         size, told = words[first].order_bytes, words[self.world.ranks[0]]
-        plan = plan_from_dict(msgspec.json.decode(groups.broadcast(order, size)), "the plan to move to") if size else None
+        wanted, exact = msgspec.json.decode(groups.broadcast(order, size)) if size else (None, False)
+        plan = None if wanted is None else plan_from_dict(wanted, "the plan to move to")
         if self.watcher is not None:
             figures = {member: word.figures for member, word in words.items()}
             self._notes += self.watcher.after(step - (self._meter.lateness if self._meter else 0), figures)
@@ -417,16 +436,16 @@ class Run:
         is_saving = any(word.is_saving for word in words.values())
         return _Agreed(
             told.record, told.evaluated, whole_digest(words.values()), max(word.asked_to_end for word in words.values()),
-            words[first].is_due and not is_saving, any(word.lost for word in words.values()), plan,
+            words[first].is_due and not is_saving, any(word.lost for word in words.values()), plan, exact,
         )  # fmt: skip
 
     def _order(self) -> bytes:
         """The plan that is to be in force from the next step on; nothing: the present one."""
         wanted = None if self.watcher is None else self.watcher.order(self.step)
-        return b"" if wanted is None else msgspec.json.encode(plan_to_dict(wanted))
+        return b"" if wanted is None else msgspec.json.encode((plan_to_dict(wanted), self.watcher is not None and self.watcher.exact))
 
-    def _move(self, plan: Plan) -> None:
-        """Puts another plan in force, with all that training has reached; or stays as it was, if a process cannot."""
+    def _move(self, plan: Plan, *, exact: bool) -> None:
+        """Puts another plan in force, with all that training has reached, or begins to; or stays as it was, if a process cannot."""
         assert self.watcher is not None
         start_s, request, places = time.perf_counter(), replace(self.request, plan=plan), list[_Place]()
         if self.checkpoints is not None:
@@ -436,16 +455,34 @@ class Run:
             self.faults.meet(MOVING)
             places.append(self._places(program_planner(request)))
 
-        if not self.watcher.move(self.rank, plan, self.step, prepare):
+        if not exact and self.step + 1 < request.steps and self.watcher.begin(self.rank, plan, self.step, prepare):
+            self._moving = _Moving(request, places[-1], time.perf_counter() - start_s)
+        elif self.watcher.move(self.rank, plan, self.step, prepare):
+            self._take_over(request, places[-1], start_s)
+
+    def _finish_move(self, moving: _Moving, *, ended: bool) -> None:
+        """Puts a plan in force whose state has travelled beside the step that has just ended, unless the run ends too."""
+        assert self.watcher is not None
+        self._moving, start_s = None, time.perf_counter() - moving.taken_s
+        if ended:
+            self.watcher.cancel()
             return
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        if self.watcher.finish(self.step):
+            self._take_over(moving.request, moving.place, start_s)
+
+    def _take_over(self, request: TrainRequest, place: _Place, start_s: float) -> None:
+        """All has come to this process that the new plan needs: it is in force from now on."""
+        assert self.watcher is not None
         self.request, self.plan_since = request, self.step
-        self.loader.adopt(self.step, places[0].planner)
-        self.worker.tell(PlanAdopted(self.step, plan))
-        self._take_place(places[0])
+        self.loader.adopt(self.step, place.planner)
+        self.worker.tell(PlanAdopted(self.step, request.plan))
+        self._take_place(place)
         self._copy()  # else a death would go back to steps of the plan before
         self._compare_clocks(self.step)
         self.plan_number += 1
-        self._notes += self.watcher.moved(self.step, plan, time.perf_counter() - start_s)
+        self._notes += self.watcher.moved(self.step, request.plan, time.perf_counter() - start_s)
 
     def _ended(self, error: PenstockError) -> PenstockError:
         """Saves what was trained, on all ranks, before the run ends; the error, with how far it came."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 from penstock.data.dataset import open_data
 from penstock.data.forms import form_of
-from penstock.errors import InputError, PenstockError
+from penstock.errors import InputError, PenstockError, near_misses
 from penstock.models.ops import Model
 from penstock.plans.capabilities import unsupported
 from penstock.plans.plan import Plan
@@ -28,7 +29,7 @@ from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.planner_processes import Handover, Planners, planners_here, planners_of_nodes
 from penstock.runtime.rank_state import check_state
 from penstock.runtime.recovering.copies import Copies
-from penstock.runtime.recovering.faults import forget_faults
+from penstock.runtime.recovering.faults import PHASES, Fault, ask_fault, forget_faults
 from penstock.runtime.recovering.frozen import FrozenRanks
 from penstock.runtime.recovering.recovery import DeathWitness, RunRecovery, require_room_for_copies
 from penstock.runtime.request import PACED, TIMED, WARM_UP, PlanAdopted, StepTold, TrainRequest, TrainResult
@@ -37,7 +38,7 @@ from penstock.runtime.run_folder import own_folder, put_in_force, safe_step
 from penstock.runtime.run_inputs import program_planner, run_inputs
 from penstock.runtime.run_predictions import keep_inputs
 from penstock.runtime.telemetry.predicting import PredictedSteps, predict_peaks, predict_steps
-from penstock.runtime.telemetry.process_files import named_process
+from penstock.runtime.telemetry.process_files import forget_processes, named_process
 from penstock.runtime.transport.world import World
 from penstock.runtime.workers import Worker, WorkerError, WorkerPool, joined
 
@@ -101,6 +102,7 @@ class PlanTrainer:
             own_folder(request, self.first_step),
             planners_here(request.planning, *run_inputs(request), self.first_step) as planners,
             closing(copies) if copies is not None else nullcontext(),
+            _forgotten_processes(request.out),
             WorkerPool(
                 len(members), device="cpu" if request.device in _CLOCKED else request.device, threads=_threads(request.plan),
                 timeout_s=_OPERATION_S, copies=copies, frozen=FrozenRanks() if recovers else None,
@@ -109,6 +111,10 @@ class PlanTrainer:
         ):  # fmt: skip
             keep_inputs(request)
             forget_faults(request.out)  # asked of a run before, not of this one
+            for strike in request.disturbance.strikes:
+                ask_fault(request.out, Fault(strike.kind, strike.rank, strike.phase, strike.first))
+            if planners.pool is not None and self._witness is not None:
+                planners.pool.on_replaced = partial(self._witness.tell, "replaced", rank=None)
             hear = self._hearing(planners, progress, recovery)
             if rehearses:
                 rehearsed = pool.run(_rehearse, request, planners.handover, timeout_s=_RUN_S, listen=lambda _, told: hear(told))
@@ -173,6 +179,15 @@ def _processes(plan: Plan) -> tuple[int, ...]:
     if os.environ.get("WORLD_SIZE") == str(len(plan.ranks)):
         return plan.ranks
     return tuple(range(plan.ranks[-1] + 1))
+
+
+@contextmanager
+def _forgotten_processes(out: str) -> Iterator[None]:
+    """Nobody names the processes of a run that has ended: those that were killed could not see to it themselves."""
+    try:
+        yield
+    finally:
+        forget_processes(out)
 
 
 def _threads(plan: Plan) -> int:
@@ -313,6 +328,11 @@ def _require_clocked(request: TrainRequest) -> None:
             raise InputError(
                 f"{change.subject} is to be slower, which only timed and paced devices can be. Use --device {TIMED} or --device {PACED}."
             )
+    for strike in request.disturbance.strikes:
+        if request.device == TIMED:
+            raise InputError(f"rank {strike.rank} is to be struck, but {TIMED} devices learn nothing that could be lost. Leave it out.")
+        if strike.phase not in PHASES:
+            raise InputError(f"rank {strike.rank} is to be struck in phase '{strike.phase}'. {near_misses(strike.phase, PHASES)}")
     request.disturbance.require_ranks(request.plan.ranks)
 
 

@@ -6,7 +6,7 @@ A new system is a package with its readers and rules and one such record in its 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
-__all__ = ["PlanFile", "PlanFiles", "System", "TableAnswer", "TableSearch", "unknown_name"]
+__all__ = ["PlanFile", "PlanFiles", "System", "TableAnswer", "TableScore", "TableSearch", "unknown_name"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ class TableSearch:
     global_batch: int | None
     micro_batches: Sequence[int]
     memory_limit_gb: float | None
+    baselines: bool = False
+    """Whether simpler spaces are searched by the same rules as well."""
 
     @property
     def folder(self) -> str:
@@ -87,6 +89,18 @@ class TableAnswer:
     text: str
     """The plan's file as the system itself has it."""
     usd_per_step: float | None = None
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the best plan of simpler spaces, by their names; infinite where none fits."""
+
+
+@dataclass(frozen=True)
+class TableScore:
+    """What a plan file of a system takes by the system's own tables."""
+
+    title: str
+    time_s: float
+    stages: Sequence[Mapping[str, Any]]
+    note: str
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,8 @@ class System:
     plans: PlanFiles | None = None
     search: Callable[[TableSearch, Callable[[str], None]], TableAnswer] | None = None
     """The best plan by the system's own tables and rules; the second argument is told how far the search is."""
+    score: Callable[[str, Path], TableScore] | None = None
+    """Time and memory of a plan file by the tables in a folder."""
     chain: Callable[[str, str], Model] | None = None
     """The model that the tables in a folder have under a name."""
     batch_costs: Callable[[str, Sequence[SampleLengths], bool], PipelineCosts] | None = None

@@ -15,9 +15,9 @@ class Scene:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.states = {100: "S", 101: "S"}
+        self.stopped = {100: False, 101: False}
         self.at = {0: ((0, 0), True), 1: ((0, 0), False)}
-        self.ranks = FrozenRanks(lambda: self.now, lambda pid: self.states[pid])
+        self.ranks = FrozenRanks(lambda: self.now, lambda pid: self.stopped[pid])
         self.board: Any = SimpleNamespace(position=lambda rank: self.at[rank])
 
     def look(self, seconds: float) -> dict[int, str]:
@@ -32,13 +32,11 @@ class Scene:
 def test_a_rank_that_is_stopped_is_frozen_and_one_that_comes_back_is_not() -> None:
     scene = Scene()
     assert scene.look(1.0) == {}
-    scene.states[101] = "T"
+    scene.stopped[101] = True
     assert scene.look(STOPPED_S / 2) == {}
-    scene.states[101] = "S"
+    scene.stopped[101] = False
     assert scene.look(2 * STOPPED_S) == {}
-    scene.states[101] = "t"  # a debugger has it
-    assert scene.look(2 * STOPPED_S) == {}
-    scene.states[101] = "T"
+    scene.stopped[101] = True
     assert scene.look(2 * STOPPED_S) == {1: "was stopped by a signal"}
 
 
@@ -46,7 +44,7 @@ def test_a_launcher_that_was_stopped_too_starts_counting_anew() -> None:
     """As after Ctrl-Z: it has seen nothing meanwhile."""
     scene = Scene()
     scene.look(1.0)
-    scene.states[101], scene.now = "T", scene.now + 1000.0
+    scene.stopped[101], scene.now = True, scene.now + 1000.0
     assert scene.ranks.look({1: 101}, scene.board) == {}
 
 

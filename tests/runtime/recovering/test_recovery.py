@@ -30,7 +30,8 @@ class Witness:
     def __init__(self, smaller: Plan | None = None) -> None:
         self.smaller, self.told = smaller, list[tuple[str, int, int]]()
 
-    def tell(self, event: str, step: int, rank: int, text: str, pause_s: float | None = None) -> None:
+    def tell(self, event: str, step: int, text: str, *, rank: int | None, pause_s: float | None = None) -> None:
+        assert rank is not None
         self.told.append((event, step, rank))
 
     def smaller_plan(self, plan: Plan, lost: Sequence[int], devices: Sequence[int]) -> Plan:
@@ -79,10 +80,11 @@ def test_a_rank_that_dies_twice_before_one_step_is_left_out(tmp_path: Path) -> N
         run.hear(StepTold(step, 1.0, 1.0))
     copy(copies, 4)
     assert run.go_on(1, "dead") == GoingOn(4, True) and run.members == (0, 1)
-    assert run.hear(StepTold(4, 1.0, 1.0)).notes  # type: ignore[union-attr]
+    assert run.hear(StepTold(4, 1.0, 1.0)) is None  # it is told already
     assert run.go_on(1, "dead") == GoingOn(4, True) and run.members == (0,) and run.request.plan == SMALLER
     assert plan_of_run(tmp_path) == SMALLER and list(plans_of_run(tmp_path)) == [0, 4]
-    assert run.hear(StepTold(5, 1.0, 1.0)) is not None
+    new = run.hear(StepTold(5, 1.0, 1.0, notes=("besides",)))
+    assert new is not None and [note[:26] for note in new.notes] == ["rank 1 has another process", "rank 1 is left out, a plan", "besides"]
     assert witness.told == [("lost", 5, 1), ("replaced", 4, 1), ("lost", 5, 1), ("shrunk", 5, 1)]
 
 

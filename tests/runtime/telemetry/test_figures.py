@@ -25,7 +25,7 @@ class Times:
 
 
 def meter_of(gpu: bool, plan: Any = "plan") -> tuple[StepMeter, Any]:
-    spans = mock.Mock(gpu="cuda" if gpu else None, passes_s=0.0)
+    spans = mock.Mock(gpu="cuda" if gpu else None, passes_s=0.0, issued_s=0.0)
     with mock.patch.object(figures, "ProgramTimes", Times):
         found = StepMeter(mock.Mock(plan=plan), spans)
     found._opening.exception(10)  # wait for it, so that no step comes before it

@@ -63,7 +63,7 @@ def test_on_a_gpu_what_runs_beside_it_counts_as_far_as_it_is_idle(monkeypatch: p
             times.at(index)
             times.done(index, 0, 3_000_000_000)
         times.step_done(30.0, planning_s=1.0)
-        assert times.passes_s == (12.0 if iteration else 0.0)  # of the step before
+        assert (times.passes_s, times.issued_s) == ((12.0, 18.0) if iteration else (0.0, 0.0))  # of the step before
     times.settle()
     found = times.times(peak_bytes=7.0)
     assert found is not None and (found.issuing_s, found.peak_bytes) == (18.0, 7.0)

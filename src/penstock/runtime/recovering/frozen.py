@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from penstock.processes.states import is_stopped
 
 if TYPE_CHECKING:
     from penstock.runtime.telemetry.status import StatusBoard
@@ -20,8 +21,6 @@ STOPPED_S = 1.0
 """A rank that is stopped for so long does not come back by itself."""
 MANY_TIMES, LEAST_S = 10.0, 10.0
 """A pass that takes so many times as long as the longest whole step so far hangs; one of less than some seconds never does."""
-_STOPPED = "T"
-"""As Linux writes the state of a process that a signal has stopped; one that is traced is `t`."""
 
 
 class FrozenRanks:
@@ -29,8 +28,8 @@ class FrozenRanks:
 
     look_s = LOOK_S
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, state_of: Callable[[int], str] | None = None) -> None:
-        self._clock, self._state_of = clock, state_of or _state_of
+    def __init__(self, clock: Callable[[], float] = time.monotonic, stopped: Callable[[int], bool] = is_stopped) -> None:
+        self._clock, self._is_stopped = clock, stopped
         self._last_s: float | None = None
         self._stopped_s: dict[int, float] = {}
         self._at: dict[int, tuple[tuple[int, int], float]] = {}
@@ -47,8 +46,7 @@ class FrozenRanks:
         self._last_s = now
         found = {}
         for rank, pid in processes.items():
-            is_stopped = self._state_of(pid) == _STOPPED
-            self._stopped_s[rank] = self._stopped_s.get(rank, 0.0) + passed_s if is_stopped else 0.0
+            self._stopped_s[rank] = self._stopped_s.get(rank, 0.0) + passed_s if self._is_stopped(pid) else 0.0
             if self._stopped_s[rank] >= STOPPED_S:
                 found[rank] = "was stopped by a signal"
         return found or self._hanging(passed_s, processes, board)
@@ -72,10 +70,3 @@ class FrozenRanks:
         rank = max(late, key=lambda one: late[one])
         return {rank: f"has hung for {late[rank]:.0f} s, {MANY_TIMES:g} times as long as any step took,"}
 
-
-def _state_of(pid: int) -> str:
-    """The letter that Linux has for what a process does; nothing where there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
-    except OSError:
-        return ""

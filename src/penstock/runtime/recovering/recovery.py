@@ -42,8 +42,8 @@ _SLOTS = 2
 class DeathWitness(Protocol):
     """Is told of deaths, and knows plans for fewer devices: `adapting` has one, since this room does not search."""
 
-    def tell(self, event: str, step: int, rank: int, text: str, pause_s: float | None = None) -> None:
-        """A rank was `lost`, or was `replaced`, or the plan has `shrunk`, after a step."""
+    def tell(self, event: str, step: int, text: str, *, rank: int | None, pause_s: float | None = None) -> None:
+        """A rank was `lost`, or was `replaced`, or the plan has `shrunk`, after a step; without a rank: a planner."""
 
     def smaller_plan(self, plan: Plan, lost: Sequence[int], devices: Sequence[int]) -> Plan:
         """The best plan for what is left of the devices; raises where there is none."""
@@ -59,6 +59,8 @@ class RunRecovery:
         """The devices that have a process."""
         self._begun, self._first_step, self._copies, self._witness = request, first_step, copies, witness
         self._told: dict[int, StepTold] = {}
+        self._notes: list[str] = []
+        """To be told with the next step that is new."""
         self._dead: list[int] = []
         """Ranks that have died since a step was done for the first time."""
         self._lost: tuple[str, int, int, int, float] | None = None
@@ -71,19 +73,22 @@ class RunRecovery:
 
     def hear(self, told: StepTold) -> StepTold | None:
         """A step was done; what to tell of it: nothing where it was done again."""
-        notes = [self._back(told)] if self._lost is not None else []
+        if self._lost is not None:
+            self._notes.append(self._back(told))
         is_new = told.step >= self.done
         self._told[told.step] = told
-        if is_new:
-            self._dead.clear()
-        return replace(told, notes=(*notes, *told.notes)) if is_new or notes else None
+        if not is_new:
+            return None
+        self._dead.clear()
+        notes, self._notes = (*self._notes, *told.notes), []
+        return replace(told, notes=notes)
 
     def _back(self, told: StepTold) -> str:
         """The first step after a death: it is over."""
         assert self._lost is not None
         event, step, rank, before, since_s = self._lost
         self._lost, pause_s = None, time.monotonic() - since_s
-        again = f"{before - step} steps are done again" if before - step != 1 else "1 step is done again"
+        again = {0: "no step is done again", 1: "1 step is done again"}.get(before - step, f"{before - step} steps are done again")
         plan = f"a plan of ranks {format_ranks(self.request.plan.ranks)} is in force"
         how = "has another process" if event == "replaced" else f"is left out, {plan}"
         text = f"rank {rank} {how}. Training went on from step {step} after {pause_s:.2g} s; {again}"
@@ -92,7 +97,7 @@ class RunRecovery:
 
     def _tell(self, event: str, step: int, rank: int, text: str, pause_s: float | None = None) -> None:
         if self._witness is not None:
-            self._witness.tell(event, step, rank, text, pause_s)
+            self._witness.tell(event, step, text, rank=rank, pause_s=pause_s)
 
     def adopted(self, plan: Plan) -> None:
         """The run has moved to another plan."""
@@ -100,6 +105,7 @@ class RunRecovery:
 
     def go_on(self, rank: int, text: str) -> GoingOn | None:
         """Where new processes begin, `members` of them, after rank `rank` has died; nothing where the run has to end."""
+        since_s = time.monotonic()
         self._dead.append(rank)
         self._tell("lost", self.done, rank, text.partition("\n")[0].rstrip("."))
         if len(self._dead) >= MOST_DEATHS:
@@ -114,7 +120,7 @@ class RunRecovery:
         if self._copies is not None:
             self._copies.keep(found.step if found.from_copies else None)
         go_back(self.request.out, found.step, self.request.plan)
-        self._lost = event, found.step, rank, self.done, time.monotonic()
+        self._lost = event, found.step, rank, self.done, since_s
         return found
 
     def _newest(self) -> GoingOn:

@@ -1,4 +1,4 @@
-"""A short form of `benchmarks/dynpipe.py`: loads beside two stages, with a made-up profile in the form of DynPipe's."""
+"""Policies under loads, a short form of `benchmarks/dynpipe.py`: two stages, with a made-up profile in the form of DynPipe's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from benchmark_modules import load_benchmark
 
+from penstock.reproduce import interference
+
 PHASES = (("idle", 150), ("heavy", 400), ("idle 2", 200))
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> Any:
-    return load_benchmark("dynpipe")
+    return interference
 
 
 @pytest.fixture(scope="module")
@@ -61,5 +63,5 @@ def test_without_data_it_says_so(
     benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
     monkeypatch.setattr("sys.argv", ["dynpipe.py", "vgg16", "--data", str(tmp_path), "--out", str(tmp_path / "out")])
-    assert benchmark.main() == 0
+    assert load_benchmark("dynpipe").main() == 0
     assert "vgg16: skipped, since" in capsys.readouterr().out

@@ -1,0 +1,105 @@
+"""FASOP's experiments by its own cost tables: search times, six settings, the Pareto set of 80 clusters, choices under a limit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from penstock.reproduce.figures import Drawing, Evidence, FigureSpec, Plotted, Reproduction, at_least, at_most
+from penstock.systems.fasop.search import ClusterAnswer, FasopAnswer, pareto_fasop, search_fasop
+from penstock.systems.fasop.tables import FasopTables
+
+__all__ = ["FASOP_FIGURES", "FIRST_ROWS_S"]
+
+FIRST_ROWS_S = {
+    "bert-homo": 0.9780, "bert-het": 0.8787, "gpt2XL-homo": 1.3105, "gpt2XL-het": 1.1460, "T5-homo": 1.0390, "T5-het": 1.0203,
+}  # fmt: skip
+"""Seconds per step of the first row of FASOP's results that fits, its estimator repaired (links in both directions, memory)."""
+_PARETO = "gpt2XL-pareto"
+
+
+def _found(evidence: Evidence) -> dict[str, tuple[FasopAnswer, float]]:
+    """The answer and CPU seconds of every setting that names its nodes."""
+
+    def work() -> dict[str, tuple[FasopAnswer, float]]:
+        tables, runs = FasopTables.open(evidence.folder), {}
+        for name in FIRST_ROWS_S:
+            tables.layer_times_s(tables.settings()[name].model)
+            cpu = time.process_time()
+            runs[name] = (search_fasop(tables, name), time.process_time() - cpu)
+        return runs
+
+    return evidence.once("fasop settings", work)
+
+
+def _settings(evidence: Evidence) -> Drawing:
+    found = _found(evidence)
+    names = list(found)
+    claims = [at_least(f"{name}: times as fast as FASOP's first fitting row", FIRST_ROWS_S[name] / found[name][0].time_s, 1.025)
+              for name in names]  # fmt: skip
+    curves = [
+        Plotted("FASOP's first fitting row", names, [FIRST_ROWS_S[name] for name in names], published=True),
+        Plotted("Penstock", names, [found[name][0].time_s for name in names]),
+        Plotted("bound", names, [found[name][0].bound_s for name in names]),
+    ]  # fmt: skip
+    return Drawing(curves, "setting", "seconds per step", claims, note=(
+        "All by FASOP's published layer times and link speeds. FASOP's rows were made once by its own planner and scored by its estimator "
+        "with its faults repaired."
+    ))  # fmt: skip
+
+
+def _search_times(evidence: Evidence) -> Drawing:
+    found = _found(evidence)
+    claims = [at_most(f"{name}: CPU seconds of the search", cpu, 10.0) for name, (_, cpu) in found.items()]
+    return Drawing([Plotted("Penstock, with its bound", list(found), [cpu for _, cpu in found.values()])], "setting", "CPU seconds", claims)
+
+
+def _clusters(evidence: Evidence) -> tuple[list[ClusterAnswer], float]:
+    def work() -> tuple[list[ClusterAnswer], float]:
+        tables, cpu = FasopTables.open(evidence.folder), time.process_time()
+        return pareto_fasop(tables, _PARETO, dict.fromkeys("AB", 3) if evidence.quick else None), time.process_time() - cpu
+
+    return evidence.once("fasop clusters", work)
+
+
+def _usd(answer: FasopAnswer, steps: int) -> float:
+    return answer.usd_per_step * steps
+
+
+def _pareto(evidence: Evidence) -> Drawing:
+    clusters, cpu = _clusters(evidence)
+    setting = FasopTables.open(evidence.folder).settings()[_PARETO]
+    batch, steps = FasopTables.open(evidence.folder).models[setting.model].global_batch_size, setting.total_steps
+
+    def points(chosen: Sequence[ClusterAnswer], label: str) -> Plotted:
+        answers = sorted((c.answer for c in chosen if c.answer), key=lambda answer: answer.time_s)
+        return Plotted(label, [batch / answer.time_s for answer in answers], [_usd(answer, steps) for answer in answers])
+
+    best = [cluster for cluster in clusters if cluster.dominated_by is None]
+    curves = [points([c for c in clusters if c.dominated_by is not None], "beaten by another"), points(best, "worth having")]
+    limit = 30.0 * len(clusters) / 80
+    claims = [at_most(f"CPU seconds of {len(clusters)} clusters", cpu, max(limit, 5.0)), at_least("clusters worth having", len(best), 3)]
+    kinds = "A100 and A10 nodes of 8 GPUs, GPT-2 XL"
+    return Drawing(curves, "samples per second", "USD for the whole training", claims, "points", note=f"{kinds}; by FASOP's tables.")
+
+
+def _constrained(evidence: Evidence) -> Drawing:
+    """The fastest cluster for at most so much money, and the cheapest for at least so much speed."""
+    clusters, _ = _clusters(evidence)
+    setting = FasopTables.open(evidence.folder).settings()[_PARETO]
+    answers = [cluster.answer for cluster in clusters if cluster.answer]
+    least = min(_usd(answer, setting.total_steps) for answer in answers)
+    shares = (1.0, 1.25, 1.5, 2.0, 3.0)
+    fastest = [min(a.time_s for a in answers if _usd(a, setting.total_steps) <= share * least * (1 + 1e-9)) for share in shares]
+    curve = Plotted("fastest for at most this", [share * least for share in shares], fastest)
+    claims = [at_least("how much faster three times the money is", fastest[0] / fastest[-1], 1.2)]
+    return Drawing([curve], "USD allowed", "seconds per step", claims, "lines", note="FASOP leaves such questions to a spreadsheet.")
+
+
+FASOP_FIGURES = Reproduction("fasop", (
+    FigureSpec("settings", "estimates of six settings", _settings, ("settings.json",)),
+    FigureSpec("search-time", "time of the search", _search_times, ("settings.json",)),
+    FigureSpec("pareto", "time and money of every cluster", _pareto, ("settings.json",)),
+    FigureSpec("constrained", "choices under a limit", _constrained, ("settings.json",)),
+), "FASOP's public repository (no licence: its numbers cannot be shipped) has them as known_cost/*.npy and constants of its "
+   "driver; docs/systems/fasop.md says which files to write from them.")  # fmt: skip

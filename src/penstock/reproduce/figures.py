@@ -1,0 +1,134 @@
+"""What a reproduced figure is made of: curves, claims that are checked, and the files it needs.
+
+A figure is a description: `make` computes its `Drawing` from a folder of published data, through searches and simulators that exist for
+their own sake. Published numbers are drawn as they are and named so; nothing is fitted to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from penstock.errors import InputError, near_misses
+
+__all__ = ["Claim", "Drawing", "Evidence", "FigureSpec", "Plotted", "Reproduction", "at_least", "at_most", "reproduced", "rows_of"]
+
+Result = TypeVar("Result")
+Place = float | str
+"""Where a point stands on the horizontal axis: a number, or a name of a bar."""
+
+
+@dataclass(frozen=True)
+class Plotted:
+    """One line or set of bars; None where there is no value."""
+
+    label: str
+    x: Sequence[Place]
+    y: Sequence[float | None]
+    published: bool = False
+    """Whether the values are somebody's published ones, not of this run."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One thing that is expected of a figure, and what was found."""
+
+    what: str
+    expected: str
+    found: float
+    holds: bool
+
+
+def at_least(what: str, found: float, least: float) -> Claim:
+    """A number that should not be below another."""
+    return Claim(what, f"≥ {least:g}", float(found), bool(found >= least))
+
+
+def at_most(what: str, found: float, most: float) -> Claim:
+    """A number that should not be above another."""
+    return Claim(what, f"≤ {most:g}", float(found), bool(found <= most))
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A figure that was made: what to draw, and what holds."""
+
+    curves: Sequence[Plotted]
+    x_title: str
+    y_title: str
+    claims: Sequence[Claim] = ()
+    kind: Literal["bars", "lines", "points"] = "bars"
+    log_x: bool = False
+    log_y: bool = False
+    note: str = ""
+    """What of it is not from this run, and what it leaves out."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The data of one system, and whether a short form is enough."""
+
+    folder: Path
+    quick: bool = False
+    kept: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
+    """What one figure computed and another needs as well."""
+
+    def once(self, key: str, work: Callable[[], Result]) -> Result:
+        """The result of `work`, done once for all figures of a system."""
+        if key not in self.kept:
+            self.kept[key] = work()
+        return self.kept[key]  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class FigureSpec:
+    """One figure by its name in the paper, or a word for what is no figure there."""
+
+    name: str
+    title: str
+    make: Callable[[Evidence], Drawing]
+    needs: tuple[str, ...] = ()
+    """Files or folders of the data without which it cannot be made."""
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """All figures of one system."""
+
+    name: str
+    figures: tuple[FigureSpec, ...]
+    origin: str
+    """Where its data comes from, and as what files."""
+
+    def chosen(self, names: Sequence[str]) -> tuple[FigureSpec, ...]:
+        """The figures of these names; all without any."""
+        known = {figure.name: figure for figure in self.figures}
+        for name in names:
+            if name not in known:
+                raise InputError(f"{self.name} has no figure '{name}'. {near_misses(name, known)}")
+        return tuple(known[name] for name in names) if names else self.figures
+
+    def missing(self, figure: FigureSpec, folder: Path) -> list[str]:
+        """What the folder lacks of what a figure needs."""
+        return [need for need in figure.needs if not (folder / need).exists()]
+
+    def why_not(self, figure: FigureSpec, folder: Path) -> str:
+        """What to do where data is missing."""
+        lacking = ", ".join(self.missing(figure, folder))
+        return f"figure {figure.name} of {self.name} needs {lacking} in '{folder}'. {self.origin} Then give the folder with --data."
+
+
+def reproduced(one: Reproduction, names: Sequence[str], evidence: Evidence) -> Iterator[tuple[FigureSpec, Drawing | str]]:
+    """Each figure with its drawing, or with what is missing for it."""
+    for figure in one.chosen(names):
+        yield figure, one.why_not(figure, evidence.folder) if one.missing(figure, evidence.folder) else figure.make(evidence)
+
+
+def rows_of(curves: Sequence[Plotted]) -> list[Mapping[str, object]]:
+    """Every point as a row: for the CSV file of a figure."""
+    return [
+        {"series": curve.label, "published": curve.published, "x": x, "y": y}
+        for curve in curves for x, y in zip(curve.x, curve.y, strict=True)
+    ]  # fmt: skip
