@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from adopting_jobs import Part
 from checkpoint_jobs import train_part
+from module_cases import module_case
 from moving_jobs import Failure, differences, drawn_chain, move_to_and_fro, placed, train_moving, train_on, train_overlapping
 from runtime_cases import MODELS, Case, Choice, make_case
 
@@ -63,6 +64,15 @@ def test_one_move_after_the_other(settings: TrainingSettings, precision: str, po
              part_of({"dp": 2, "zero": 2}, slice(2, 3), precision, (2, 1)), part_of({"dp": 2, "zero": 1}, slice(3, 4), precision, (3, 2)),
              part_of({}, slice(4, 5), precision, (3,))]  # fmt: skip
     check(parts, settings, pool, tmp_path)
+
+
+def test_a_module_moves_like_ops_of_our_own(pool: WorkerPool, tmp_path: Path) -> None:
+    """Somebody's net, divided otherwise by each plan, in bf16 with fp32 masters."""
+    choices: list[Choice] = [{"tp": 2, "pp": 2}, {"pp": 2, "cuts": "uneven"}, {"tp": 2, "dp": 2, "zero": 1}]
+    places = ((0, 1, 2, 3), (3, 1), (2, 0, 1, 3))
+    made = [module_case("long_skips", precision="bf16", **choice) for choice in choices]
+    cases = [placed(case, on, "bf16") for case, on in zip(made, places, strict=True)]
+    check([(case.plan, case.programs()[at : at + 1]) for at, case in enumerate(cases)], ADAMW, pool, tmp_path)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -143,7 +143,7 @@ class _Masters(Optimizer):
             piece.num_steps = None
             kept = piece.optimizer.state[piece.master]
             for name, value in given.items():
-                if value.dim() == 0 and name != "master":
+                if value.dim() == 0 and (name == "step" or (name != "master" and parameter.dim())):  # moments of one number are moments
                     kept[name] = value.clone()
                     continue
                 if name != "master" and kept.get(name) is None:
