@@ -1,7 +1,7 @@
 """Adapting by simulation: how soon slow ranks are noticed, how seldom in vain, and what is lost against somebody who knew it all.
 
     python benchmarks/adapting.py                 all figures beside what they have to reach; status 1 if one does not
-    python benchmarks/adapting.py noticing        one part of them: noticing, replanning, deciding
+    python benchmarks/adapting.py noticing        one part of them: noticing, predicting, replanning, deciding, watching, pausing
 
 Measured times are predictions × disturbance × noise: 5 % of each rank's own, hiccups of 1.5 to 4 times in one step of fifty, and errors of
 the prediction that follow the lengths of samples. Those are common to all ranks but for a small part, and last for long where
@@ -10,6 +10,9 @@ samples are sorted by length.
 *Deciding* runs detector and decider against disturbances of one rank of eight. A step takes what the clock says of the plan in force at the
 true speeds, a move its pause. The clairvoyant knows all speeds beforehand and pays the same pauses: the cheapest way through all steps and
 all plans that either of them found.
+
+*Predicting* is scored by `interference.py`; *watching* and *pausing* are measured on this machine (`live_moves.py`), over what was measured
+beside them.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from penstock.adapting.adapter import Adapter
 from penstock.adapting.detecting import Cause, Change, Detector, StepFigures
 from penstock.adapting.ladder import PAUSE_LINK, PAUSE_STEPS, Ladder, Remedy
 from penstock.adapting.moves import moves
+from penstock.adapting.split_moves import split_moves
 from penstock.costs.sources import open_costs
 from penstock.costs.speeds import SlowedCosts, Speeds
 from penstock.plans.plan import MicroBatching, Plan, Stage
@@ -290,7 +294,9 @@ def _pause_s(one: int, other: int) -> float:
         return 0.0
     ladder = pipeline()[1]
     made = moves(_PLANS[one], _PLANS[other], layouts=ladder.layouts, cluster=ladder.cluster)
-    return PAUSE_STEPS * ladder.time_s(_PLANS[0], Speeds()) + PAUSE_LINK * made.time_s(ladder.estimator(Speeds()).cluster)
+    cluster = ladder.estimator(Speeds()).cluster
+    standing_s = min(made.time_s(cluster), split_moves(_PLANS[one], _PLANS[other], made, ladder.layouts).pause_s(made, cluster))
+    return PAUSE_STEPS * ladder.time_s(_PLANS[0], Speeds()) + PAUSE_LINK * standing_s
 
 
 def slowed(factor: float, rank: int, start: int = 60, length: int = 300) -> Floats:
@@ -337,7 +343,40 @@ def deciding() -> list[Row]:
     ]
 
 
-PARTS: dict[str, Callable[[], list[Row]]] = {"noticing": noticing, "replanning": replanning, "deciding": deciding}
+def predicting() -> list[Row]:
+    """How well the slow-down of ops that a rank does not have yet is known."""
+    from interference import simulated_errors
+
+    found = simulated_errors()
+    covered = "90 % intervals hold the truth"
+    return [
+        Row("predictor error over scalar's, unseen model", found["classes"] / found["scalar"], 0.7),
+        Row(f"{covered}, no less", found["covered"], 0.85, at_most=False),
+        Row(f"{covered}, no more", found["covered"], 0.95),
+    ]
+
+
+def watching() -> list[Row]:
+    """What noticing costs while nothing happens, over a step of eight devices."""
+    from live_moves import watching_s
+
+    plan, ladder = pipeline()
+    return [Row("cost of noticing while nothing happens, over a step", watching_s(plan) / ladder.time_s(plan, Speeds()), 0.01)]
+
+
+def pausing() -> list[Row]:
+    """How long live moves stop a job of two processes, over one step and 1.5 times what their bytes take."""
+    from live_moves import pauses
+
+    found = list(pauses())
+    for pause_s, best_s in found:
+        print(f"  a move stopped training for {pause_s:.2f} s, {best_s:.2f} s to reach", file=sys.stderr)
+    return [Row("pause of a blocking move over 1 step + 1.5x bytes/link, median", float(np.median([a / b for a, b in found])), 1.0)]
+
+
+PARTS: dict[str, Callable[[], list[Row]]] = {
+    "noticing": noticing, "predicting": predicting, "replanning": replanning, "deciding": deciding, "watching": watching, "pausing": pausing
+}  # fmt: skip
 
 
 def main() -> int:
@@ -347,11 +386,12 @@ def main() -> int:
     given = parser.parse_args().parts or list(PARTS)
     if unknown := set(given) - set(PARTS):
         parser.error(f"unknown part {sorted(unknown)[0]}; there are {', '.join(PARTS)}")
-    rows = [row for part in given for row in PARTS[part]()]
-    for row in rows:
+    missed = False
+    for row in (row for part in given for row in PARTS[part]()):
         bound = "at most" if row.at_most else "at least"
-        print(f"{row.name:60} {row.value:9.4g}   {bound} {row.limit:<6g} {'' if row.reached else 'MISSED'}")
-    return 0 if all(row.reached for row in rows) else 1
+        print(f"{row.name:64} {row.value:9.4g}   {bound} {row.limit:<6g} {'' if row.reached else 'MISSED'}", flush=True)
+        missed = missed or not row.reached
+    return int(missed)
 
 
 if __name__ == "__main__":

@@ -58,13 +58,24 @@ def speeds() -> list[tuple[str, str]]:
     chain = Skipping(module)
     chain.trace(lambda own: own(**kwargs))
     whole = _best(lambda: chain.run(lambda own: own(**kwargs), 0, len(chain.calls), {}).loss.backward())
-    carry = {site: x.detach() for site, x in chain.run(lambda own: own(**kwargs), 0, len(chain.calls) - 1, {}).items()}
-    last = _best(lambda: chain.run(lambda own: own(**kwargs), len(chain.calls) - 1, len(chain.calls), carry))
-    alone = _best(lambda: module.lm_head(next(iter(carry.values()))))
+    few, many = (_last_but_one(lambda depth=depth: module_zoo.make("llama", num_hidden_layers=depth), "llama") for depth in (4, 24))
+    fewer, more = (_last_but_one(lambda depth=depth: module_zoo.LongSkips(layers=depth), "long-skips") for depth in (4, 24))
     return [
         ("module as one stage beside its plain loop", f"{whole / plain:.3f} ×"),
-        ("a skipped unit, code between units included", f"{(last - alone) / (len(chain.calls) - 1) * 1e6:.0f} µs"),
+        ("a skipped unit of Llama: 24 layers less 4", f"{(many[0] - few[0]) / (many[1] - few[1]) * 1e6:.0f} µs"),
+        ("a skipped unit with sums between, in place and not", f"{(more[0] - fewer[0]) / (more[1] - fewer[1]) * 1e6:.0f} µs"),
+        ("a pass of Llama's last norm alone: masks and angles too", f"{few[0] * 1e6:.0f} µs"),
     ]
+
+
+def _last_but_one(make: Callable[[], Any], name: str) -> tuple[float, int]:
+    """Seconds of a pass of the last unit but one, all before it skipped; how many that are."""
+    kwargs = {key: value for key, value in module_zoo.example(name, 8, 64).items() if key != "labels"}
+    chain = Skipping(make())
+    chain.trace(lambda own: own(**kwargs))
+    at = len(chain.calls) - 2
+    carry = {site: x.detach() for site, x in chain.run(lambda own: own(**kwargs), 0, at, {}).items()}
+    return _best(lambda: chain.run(lambda own: own(**kwargs), at, at + 1, carry), 50), at
 
 
 def _best(work: Callable[[], Any], repeats: int = 20) -> float:

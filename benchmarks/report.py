@@ -6,6 +6,7 @@
     run, 64 × 2,000                         measured spans of 64 ranks
     run, 1,024 × 2,000                      the same of 1,024 ranks, written to disk as well
     100,000 steps, 2,000 choices            curves, and points of a chart
+    watch                                   what `penstock watch` takes of a core while a run of 64 ranks writes nothing, and a page listens
 
 Opening is the time from asking for the file until all views are drawn; frames are drawn one after the other while the view moves from one
 end to the other at several zooms, and read back so that the time is that of drawing. Needs Chromium and playwright.
@@ -15,18 +16,22 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import shutil
 import statistics
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
 
 from penstock.reports.blocks import Block, ChartLine, Charts, Scatter, SpanKind, Subject, View
 from penstock.reports.document import document
+from penstock.reports.live import LivePage, serve
 from penstock.reports.plan_views import execution_spans
 from penstock.reports.span_lanes import SpanLanes
 from penstock.schedules.rules import schedule_of
@@ -120,6 +125,26 @@ def opened(browser: Any, path: Path) -> tuple[float, float]:
     return took_s, statistics.median(frames)
 
 
+def watched(seconds: float = 20.0, ranks: int = 64) -> float:
+    """The share of a core that a server takes while somebody listens and nothing changes."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("plan.json", "steps.jsonl", *(f"rank-{rank:05d}.spans" for rank in range(ranks))):
+            (Path(folder) / name).write_text("{}\n", encoding="utf-8")
+        page, stop, told = LivePage(Path(folder)), Event(), list[str]()
+        thread = Thread(target=serve, args=(page, 0, told.append, stop), daemon=True)
+        thread.start()
+        while not told:
+            time.sleep(0.05)
+        listener = urllib.request.urlopen(f"{told[0]}events", timeout=60)
+        before, begun = os.times(), time.perf_counter()
+        time.sleep(seconds)
+        after, took_s = os.times(), time.perf_counter() - begun
+        stop.set()
+        listener.close()
+        thread.join(30)
+    return (after.user + after.system - before.user - before.system) / took_s
+
+
 def main() -> None:
     from playwright.sync_api import sync_playwright
 
@@ -131,6 +156,8 @@ def main() -> None:
     if chromium is None:
         raise SystemExit("there is no Chromium on this machine")
     print(f"{'page':<30} {'opens in':>9} {'wanted':>7} {'frames/s':>9} {'wanted':>7} {'MB':>6} {'wanted':>7} {'written in':>11}")
+    if given.only in "watch":
+        print(f"watch: {watched():.2%} of a core while nothing changes; wanted: at most 1 %", flush=True)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for name, (make, (open_s, fps, size_mb)) in CASES.items():

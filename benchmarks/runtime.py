@@ -173,9 +173,8 @@ def loop_s(count: int = 200_000) -> float:
 
     steps = Program(0, 0, 0, 1, 1, 1, 1, (), (), (Free((0,)),) * count)
     with tempfile.TemporaryDirectory() as folder:
-        board = StatusBoard(Path(folder) / "status", 1)
         spans = SpanRecorder(Path(folder) / "spans", capacity=1 << 19)
-        executor = Executor(Observers(Status(board.path, 0), spans, StageSpans()))
+        executor = Executor(Observers(Status(StatusBoard(1).memory, 0), spans, StageSpans()))
         for kind in INSTRUCTIONS:
             executor.register(kind, lambda step: None)
         executor.run(steps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Opened", "browsing", "opened"]
+__all__ = ["Opened", "axe_script", "browsing", "opened"]
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _READY_MS = 60_000
@@ -29,6 +31,14 @@ class Opened:
         """Whether it said nothing, failed nowhere, and asked nobody for anything."""
         assert (self.messages, self.requests) == ([], [])
         return True
+
+
+def axe_script() -> str | None:
+    """axe-core, where AXE_CORE names its file or the package `axe_core_python` is installed."""
+    if named := os.environ.get("AXE_CORE"):
+        return Path(named).read_text(encoding="utf-8")
+    found = importlib.util.find_spec("axe_core_python")
+    return None if found is None or found.origin is None else Path(found.origin).with_name("axe.min.js").read_text(encoding="utf-8")
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from penstock.processes.fork_server import PRELOADED
 
 gc.disable()  # until all tests are collected
 
-settings.register_profile("build", derandomize=True, deadline=None)
-settings.register_profile("here", deadline=None)
+settings.register_profile("build", max_examples=50, derandomize=True, deadline=None)
+settings.register_profile("here", max_examples=50, deadline=None)
 settings.load_profile("build" if os.environ.get("CI") else "here")
 
 # Hundreds of ranks and planners are forked from one server, which has once what any of them may need. It looks for modules where the

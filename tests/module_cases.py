@@ -18,7 +18,9 @@ from training_jobs import RandomSource
 
 from penstock.data.samples import Sample
 from penstock.models.description import model_to_description
+from penstock.models.modules.build import build_op
 from penstock.models.modules.cutting.describing import describe_origin
+from penstock.models.modules.parallel import TensorParallel
 from penstock.models.ops import Model
 from penstock.models.stored import stored_name
 from penstock.programs.instructions import Program
@@ -37,10 +39,11 @@ def described(name: str) -> Model:
     return describe_origin(f"module:{ZOO}:{name}")
 
 
-def module_case(name: str, seed: int = 3, iterations: int = 5, **choice: Any) -> Case:
+def module_case(name: str, seed: int = 3, iterations: int = 3, **choice: Any) -> Case:
     """A plan of a model of the zoo."""
     model = described(name)
-    fields = {"family": "traced", "description": model_to_description(model), "seq_length": model.seq_length}
+    lengths = {"seq_length": model.seq_length, "dec_length": model.dec_length}
+    fields = {"family": "traced", "description": model_to_description(model), **lengths}
     with mock.patch.dict(runtime_cases.MODELS, {name: fields}):
         return make_case(PLAIN | choice | {"family": name}, seed, iterations)
 
@@ -56,9 +59,11 @@ def plain_training(name: str, case: Case, settings: TrainingSettings) -> tuple[l
         total = 0.0
         for program in {program.replica: program for program in programs}.values():
             for micro in program.micro_batches:
-                for sample, length in zip(micro.samples, micro.lengths or [0] * len(micro.samples), strict=True):
-                    one = source.sample(iteration, sample, length, 0)
-                    out = module(torch.from_numpy(one.inputs)[None])
+                nothing = (0,) * len(micro.samples)
+                for sample in zip(micro.samples, micro.lengths or nothing, micro.dec_lengths or nothing, strict=True):
+                    one = source.sample(iteration, *sample)
+                    targets = {} if one.dec_inputs is None else {"decoder_input_ids": torch.from_numpy(one.dec_inputs)[None]}
+                    out = module(torch.from_numpy(one.inputs)[None], **targets)
                     logits = out if isinstance(out, torch.Tensor) else out.logits
                     labels = torch.from_numpy(one.labels).view(-1)
                     loss = F.cross_entropy(logits.flatten(0, -2), labels, reduction="sum") / program.loss_tokens
@@ -76,9 +81,12 @@ def weights_apart(case: Case, outcomes: Any, weights: dict[str, torch.Tensor]) -
     worst, seen = 0.0, set()
     for outcome in outcomes:
         for weight in outcome.weights:
-            name = stored_name(case.model.ops[weight.op], weight.name)
+            place = case.model.ops[weight.op]
+            name = stored_name(place, weight.name)
             seen.add(name)
-            worst = max(worst, ((weight.values - weights[name]).abs().max() / weights[name].abs().max().clamp_min(1e-3)).item())
+            shard = build_op(place, TensorParallel(weight.tp_rank, weight.tp_size), device="meta").shards[weight.name]
+            whole = weights[name] if shard is None else shard(weights[name])
+            worst = max(worst, ((weight.values - whole).abs().max() / whole.abs().max().clamp_min(1e-3)).item())
     assert seen == set(weights)
     return worst
 

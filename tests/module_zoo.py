@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -40,6 +40,8 @@ HF: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 class LongSkips(nn.Module):
     """Two lists side by side, weights that the net itself uses, a skip over several blocks, a tied head, sums in place."""
+
+    tp_plan: ClassVar = {"mlps.*.1": "colwise", "mlps.*.3": "rowwise"}
 
     def __init__(self, width: int = 32, layers: int = 4) -> None:
         super().__init__()
@@ -116,6 +118,10 @@ def mixtral() -> tuple[nn.Module, None]:
 
 def long_skips() -> tuple[nn.Module, None]:
     return make("long-skips"), None
+
+
+def t5() -> tuple[nn.Module, None]:
+    return make("t5"), None
 
 
 class PlainGpt(nn.Module):

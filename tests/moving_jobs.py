@@ -18,6 +18,7 @@ from runtime_cases import DIMENSIONS, Case, Choice, is_possible, make_case
 from training_jobs import OpenRank, TrainedPrograms, collected, rank_of
 
 from penstock.adapting.moving import MoveAbortedError, move
+from penstock.adapting.overlapping import OverlappedMove
 from penstock.errors import PenstockError
 from penstock.plans.plan import Plan
 from penstock.plans.references import model_of
@@ -28,7 +29,7 @@ from penstock.runtime.rank_state import rank_pieces, rank_state
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.workers import Worker
 
-__all__ = ["Chain", "Failure", "differences", "drawn_chain", "move_to_and_fro", "placed", "train_moving", "train_on"]
+__all__ = ["Chain", "Failure", "differences", "drawn_chain", "move_to_and_fro", "placed", "train_moving", "train_on", "train_overlapping"]
 
 _USUAL = {"pp": 1, "tp": 1, "dp": 1, "replicas": 1, "zero": 0}
 
@@ -50,14 +51,14 @@ def placed(case: Case, places: Sequence[int], precision: str) -> Case:
     return replace(case, plan=plan, model=model_of(plan))
 
 
-def drawn_chain(number: int, length: int, steps: int, seed: int, num_processes: int) -> Chain:
-    """`length` plans of every kind, some steps under each, on random devices of the job: a plan may leave some out. Family and precision
-    change with every `number`."""
+def drawn_chain(number: int, length: int, steps: int, seed: int, num_processes: int, given: Choice | None = None) -> Chain:
+    """`length` plans of every kind, but for what is `given`, some steps under each, on random devices of the job: a plan may leave some
+    out. Family and precision change with every `number`."""
     generator, families = random.Random(f"{seed}/{number}"), DIMENSIONS["family"]
     family, precision = families[number % len(families)], ("fp32", "bf16")[number // len(families) % 2]
     parts, names = [], []
     for at in range(length):
-        choice = _drawn(generator, family, num_processes)
+        choice = _drawn(generator, {"family": family} | (given or {}), num_processes)
         case = make_case(choice, generator.randrange(2**30), iterations=(at + 1) * steps)
         case = placed(case, generator.sample(range(num_processes), num_processes), precision)
         parts.append((case.plan, case.programs()[at * steps :]))
@@ -65,9 +66,9 @@ def drawn_chain(number: int, length: int, steps: int, seed: int, num_processes: 
     return Chain(f"{number} {family} {precision}: {' to '.join(names)}", tuple(parts))
 
 
-def _drawn(generator: random.Random, family: str, num_processes: int) -> Choice:
+def _drawn(generator: random.Random, given: Choice, num_processes: int) -> Choice:
     while True:
-        choice = {name: generator.choice(values) for name, values in DIMENSIONS.items()} | {"family": family}
+        choice = {name: generator.choice(values) for name, values in DIMENSIONS.items()} | given
         crowded = choice["degrees"] == "per stage"  # draws as many ranks as eight processes allow
         if is_possible(choice, num_processes) and not crowded:
             return choice
@@ -118,6 +119,26 @@ def train_moving(worker: Worker, parts: Sequence[Part], settings: TrainingSettin
         taken_s = time.monotonic() - start
         losses += _steps(rank, (plan, programs))
     return _saved(rank, losses, parts[-1][1][-1][0].iteration + 1, save), taken_s
+
+
+def train_overlapping(worker: Worker, parts: Sequence[Part], settings: TrainingSettings, save: Path) -> tuple[TrainedPrograms, int]:
+    """The same, but each move begins before the last step under the plan that is left; with how many did, the others having blocked."""
+    rank = rank_of(parts[0][0], worker.groups, settings, observer=worker.status)
+    losses, count = [], 0
+    for number, (plan, programs) in enumerate(parts):
+        losses += _steps(rank, (plan, programs[:-1]))
+        following = parts[number + 1 :]
+        with small_rounds():
+            begun = OverlappedMove(rank, following[0][0], following[0][1][0][0].iteration) if following else None
+            if begun is not None and not begun.begin(always=True):
+                begun = None
+            losses += _steps(rank, (plan, programs[-1:]))
+            if begun is not None:
+                begun.finish()
+                count += 1
+            elif following:
+                move(rank, following[0][0], following[0][1][0][0].iteration)
+    return _saved(rank, losses, parts[-1][1][-1][0].iteration + 1, save), count
 
 
 def train_on(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import combinations, groupby, islice
@@ -79,25 +79,31 @@ def is_possible(choice: Choice, most_ranks: int = 8) -> bool:
     )
 
 
+def covering_choices(at_least: int = 0) -> tuple[Choice, ...]:
+    """Choices in which every possible pair of values of two dimensions occurs, on rather few ranks each; and others, if that is too few."""
+    chosen, drawn = _covering_and_drawn()
+    return (*chosen, *drawn[: max(0, at_least - len(chosen))])
+
+
 @cache
-def covering_choices(at_least: int = 0, seed: int = 0, most_ranks: int = 8) -> tuple[Choice, ...]:
-    """Choices in which every possible pair of values of two dimensions occurs."""
-    names = list(DIMENSIONS)
-    generator = random.Random(seed)
+def _covering_and_drawn() -> tuple[list[Choice], list[Choice]]:
+    generator = random.Random(0)
     drawn = ({name: generator.choice(values) for name, values in DIMENSIONS.items()} for _ in range(60_000))
-    candidates = list(islice((choice for choice in drawn if is_possible(choice, most_ranks)), 4000))
-
-    def pairs(choice: Choice) -> set[tuple[Any, ...]]:
-        return {(a, choice[a], b, choice[b]) for a, b in combinations(names, 2)}
-
-    covered = [pairs(choice) for choice in candidates]
-    left = set().union(*covered)
-    chosen: list[Choice] = []
+    candidates = list(islice(filter(is_possible, drawn), 4000))
+    bits: dict[tuple[Any, ...], int] = {}
+    covered = [_bits_of(((a, choice[a], b, choice[b]) for a, b in combinations(DIMENSIONS, 2)), bits) for choice in candidates]
+    dear = [(1.5 + choice["pp"] * choice["tp"] * choice["dp"] * choice["replicas"]) ** 0.3 for choice in candidates]
+    left, chosen = 2 ** len(bits) - 1, []
     while left:
-        best = max(range(len(candidates)), key=lambda index: len(covered[index] & left))
+        best = max(range(len(candidates)), key=lambda index: (covered[index] & left).bit_count() / dear[index])
         chosen.append(candidates[best])
-        left -= covered[best]
-    return (*chosen, *candidates[: max(0, at_least - len(chosen))])
+        left &= ~covered[best]
+    return chosen, candidates
+
+
+def _bits_of(pairs: Iterable[tuple[Any, ...]], bits: dict[tuple[Any, ...], int]) -> int:
+    """A set as the bits of a number, which are far quicker to count; `bits` has the place of each element."""
+    return sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs)
 
 
 @dataclass(frozen=True)
@@ -118,8 +124,8 @@ class Case:
         return tuple(lower(self.plan, self.model, work, iteration) for iteration, work in enumerate(self.works))
 
 
-def make_case(choice: Choice, seed: int, iterations: int = 3, **changes: Any) -> Case:
-    """A plan as chosen, all that is left open drawn from `seed`."""
+def make_case(choice: Choice, seed: int, iterations: int = 2, **changes: Any) -> Case:
+    """A plan as chosen, all that is left open drawn from `seed`. The second iteration begins with weights that the first has changed."""
     generator = random.Random(seed)
     fields = MODELS[choice["family"]] | changes
     plan = Plan(fields, "64xcpu", 8, (), MicroBatching(choice["layout"], "dynamic"), choice["replicas"], choice["schedule"],

@@ -10,13 +10,15 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import yaml
+from benchmark_modules import load_benchmark
 from pty_runs import on_terminal
 
-from penstock.cli.main import run
+from penstock.cli.main import VERBS, _load, run
 from penstock.clusters.cluster_file import parse_cluster
 from penstock.clusters.schema import ClusterSpec, DeviceSpec, NodeSpec, OverrideSpec
 from penstock.models.catalog import FAMILIES, model_from_mapping
@@ -91,7 +93,7 @@ def blocks(path: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / path).read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("path", ["README.md", "docs/getting-started.md"])
+@pytest.mark.parametrize("path", ["README.md", "docs/getting-started.md"])  # of the rest see `test_every_command_is_one`
 def test_the_commands_run(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, in a folder that has the documentation; but for those that install."""
     monkeypatch.chdir(tmp_path)
@@ -107,8 +109,81 @@ def test_the_commands_run(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
             else:
                 assert program in ("make", "source", ""), line
     assert sum(line.startswith("penstock ") for line in lines) >= 6
+    if path == "README.md":  # which leaves a search behind, as reading the report begins with
+        report = next(line for line in blocks("docs/report.md", "bash")[0].splitlines() if "plan.search.json" in line)
+        assert run(shlex.split(report, comments=True)[1:]) == 0 and (tmp_path / "report.html").stat().st_size > 50_000
     if path != "README.md":
         assert {"config.json", "model.safetensors"} <= {entry.name for entry in (tmp_path / "trained").iterdir()}
+
+
+def test_pictures_come_from_the_script_and_are_told_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of them are in the gallery, every one has an alternative text, and a schedule says what it would say if drawn now."""
+    script = load_benchmark("pictures")
+    drawn = set(script.pictures())
+    assert drawn == {path.name for path in (ROOT / "docs" / "images").iterdir()} and len(drawn) >= 12
+    shown = re.findall(r"!\[([^\]]*)\]\(images/([^)]*)\)", (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8"))
+    assert {name for _, name in shown} == drawn
+    for path in PAGES:
+        texts = re.findall(r"!\[([^\]]*)\]", path.read_text(encoding="utf-8"))
+        assert [text for text in texts if len(text.split()) < 5] == [], path
+    script.draw_schedules(tmp_path, tmp_path, ["zero-bubble"])
+    for path in tmp_path.glob("*.svg"):
+        assert words(labels(path)) == words(labels(ROOT / "docs" / "images" / path.name)), path.name
+
+
+def labels(path: Path) -> str:
+    return " ".join(re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text(encoding="utf-8")))
+
+
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+_NO_COMMAND = ("shine",)
+"""A verb that CONTRIBUTING makes up."""
+
+
+def commands_of(path: Path) -> tuple[list[str], list[str]]:
+    """Commands of Penstock that a page shows: whole lines of its blocks, and what its sentences and tables name."""
+    text = path.read_text(encoding="utf-8")
+    lines = [line for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL) for line in block.replace("\\\n", " ").splitlines()]
+    called = re.compile(r"(?:^|\s)(?:penstock|-m penstock\.cli\.main) (.*)")
+    whole = [found[1] for line in lines if (found := called.search(line.partition("#")[0]))]
+    named = re.findall(r"`penstock ([a-z][^`]*)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return whole, [" ".join(one.split()) for one in named]
+
+
+def command_of(words: list[str]) -> tuple[Any, list[str]]:
+    """The command that words call, and what is left of them."""
+    verb = next(verb for verb in VERBS if verb.name == words[0])
+    command, rest = _load(verb), words[1:]
+    while rest and rest[0] in getattr(command, "commands", ()):
+        command, rest = command.commands[rest[0]], rest[1:]
+    return command, rest
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_is_one(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known verbs with known options; whole lines are taken by the command line itself, as far as it looks before anything runs."""
+    monkeypatch.chdir(tmp_path)
+    whole, named = commands_of(path)
+    verbs = {verb.name for verb in VERBS}
+    for line in [*whole, *named]:
+        words = shlex.split(line.replace("\\|", "|"))
+        if words[0].startswith("-") or words[0] in _NO_COMMAND or not re.fullmatch("[a-z-]+", words[0]):
+            continue
+        assert words[0] in verbs, line
+        command, rest = command_of(words)
+        known = {"-h", "--help", *(name for one in command.params for name in (*one.opts, *one.secondary_opts))}
+        options = [word.partition("=")[0].rstrip(",;)") for word in rest if re.match(r"--?[a-z]", word)]
+        assert [word for word in options if not {*word.split("|")} <= known] == [], line
+        if line in whole and "…" not in line and "--help" not in rest:
+            command.make_context(words[0], rest)
+
+
+def test_commands_are_found_and_wrong_ones_are_seen() -> None:
+    whole, named = zip(*map(commands_of, PAGES), strict=True)
+    assert len([one for own in whole for one in own]) > 30 and len([one for own in named for one in own]) > 80
+    command, rest = command_of(["search", "--modle", "x"])
+    with pytest.raises(Exception, match="No such option"):
+        command.make_context("search", rest)
 
 
 def test_the_output_shown_is_that_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

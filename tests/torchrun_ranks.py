@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import runpy
 import socket
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 from penstock.processes.fork_server import FORKED, warm_up
@@ -26,7 +29,8 @@ class Ended:
 
 
 def run_ranks(arguments: Sequence[str], ranks: Sequence[Mapping[str, str]], folder: Path) -> list[Ended]:
-    """`penstock` with these arguments in a process for each of `ranks`, given as variables beside those that all of a job have."""
+    """`penstock` with these arguments, or the script that the first names with the others, in a process for each of `ranks`, given as
+    variables beside those that all of a job have."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     job = {"WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -51,11 +55,27 @@ def run_ranks(arguments: Sequence[str], ranks: Sequence[Mapping[str, str]], fold
 def _run(environment: Mapping[str, str], arguments: list[str], out: Path, err: Path) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    # What this process starts is forked by the server that forked it, not by one more that imports everything again.
+    forkserver.ensure_running = forkserver._forkserver.ensure_running = resource_tracker.ensure_running
     for stream, path in ((sys.stdout, out), (sys.stderr, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream.fileno())
-    from penstock.cli import main
-
-    status = main.run(arguments)
+    status = 1
+    try:
+        status = _run_script(arguments) if arguments[0].endswith(".py") else _run_verb(arguments)
+    except BaseException:
+        traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _run_verb(arguments: list[str]) -> int:
+    from penstock.cli import main
+
+    return main.run(arguments)
+
+
+def _run_script(arguments: list[str]) -> int:
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+    return 0

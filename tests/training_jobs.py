@@ -26,7 +26,7 @@ from penstock.runtime.devices.timed import TimedRank
 from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.rank import Evaluated, Rank
 from penstock.runtime.request import WARM_UP, TrainRequest, TrainResult
-from penstock.runtime.run import Watching, train_rank
+from penstock.runtime.run import train_rank
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.source import Source, load_share
 from penstock.runtime.telemetry.observing import Observer
@@ -202,7 +202,7 @@ def run_paced(
 
 
 def train_sampled(
-    with_nvml: bool, worker: Worker, request: TrainRequest, handover: Handover, token: str, watching: Watching | None = None
+    with_nvml: bool, worker: Worker, request: TrainRequest, handover: Handover, token: str, *given: Any
 ) -> TrainResult:
     """A rank of `penstock train` whose processor is taken for a GPU that NVML knows, or that nobody knows since there is no NVML."""
     uuid = "GPU-a" if worker.rank == 0 else "GPU-b"
@@ -210,10 +210,10 @@ def train_sampled(
         mock.patch.dict(sys.modules, pynvml=import_module("standins.pynvml") if with_nvml else None),
         mock.patch("penstock.runtime.run.gpu_uuid", lambda device: uuid),
     ):
-        return train_rank(worker, request, handover, token, watching)
+        return train_rank(worker, request, handover, token, *given)
 
 
-def train_slowly(worker: Worker, request: TrainRequest, handover: Handover, token: str, watching: Watching | None = None) -> TrainResult:
+def train_slowly(worker: Worker, request: TrainRequest, handover: Handover, token: str, *options: Any) -> TrainResult:
     """A rank of `penstock train`; rank 0's micro-batches take a second to load once it is warm."""
 
     def late(source: Source, program: Program, *given: Any, **named: Any) -> Batch:
@@ -221,4 +221,4 @@ def train_slowly(worker: Worker, request: TrainRequest, handover: Handover, toke
         return load_share(source, program, *given, **named)
 
     with mock.patch("penstock.runtime.rank.load_share", late):
-        return train_rank(worker, request, handover, token, watching)
+        return train_rank(worker, request, handover, token, *options)

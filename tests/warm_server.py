@@ -9,7 +9,7 @@ _IMPORTED = (
     "penstock.data.planners", "penstock.models.resnet", "penstock.models.vgg", "penstock.models.modules.attention",
     "penstock.models.modules.convolution", "penstock.models.modules.loss", "penstock.models.modules.transformer", "penstock.plans.spec",
     "penstock.stores.redis", "penstock.stores.tcp", "checkpoint_jobs", "generation_jobs", "moving_jobs", "sharding_jobs", "worker_jobs",
-    "hypothesis", "pytest",
+    "hypothesis", "pytest", "transformers.modeling_utils",
 )  # fmt: skip
 _KERNELS = ("penstock.timing.clock", "penstock.batching.kernels")
 """With which planners, and ranks that plan for themselves, plan; to load one takes far longer than to call it."""

@@ -10,7 +10,7 @@ from slow_pipelines import FOUR, MODEL, ladder_of, plan_of
 from penstock.adapting.ladder import Ladder, Remedy, Rung, rung_between
 from penstock.costs.sources import open_costs
 from penstock.costs.speeds import Speeds
-from penstock.plans.plan import Plan, Stage
+from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import check_plan
 
@@ -47,6 +47,29 @@ def test_replicas_share_micro_batches_by_speed_and_nothing_moves() -> None:
     assert shares.time_s < found[Rung.NOTHING].time_s and (shares.moved_bytes, shares.pause_s) == (0, 0.0)
     assert found[Rung.EVICTION].plan.num_replicas == 1 and found[Rung.EVICTION].plan.ranks == (0, 2)
     assert found[Rung.CUTS].time_s < shares.time_s and found[Rung.CUTS].plan.micro_batching.per_replica  # both together are better still
+
+
+def test_dp_ranks_divide_micro_batches_by_speed() -> None:
+    """A rank at half the speed gets a third; where its part is as small on a second stage, which nothing slows, that is still better."""
+    two = plan_of([[(0, 1)], [(2, 3)]], "4xa100-80gb")
+    stages = tuple(replace(stage, degrees=Degrees(1, 2)) for stage in two.stages)
+    for plan in (replace(two, stages=stages), replace(two, stages=(replace(stages[0], last=stages[1].last),))):
+        plan = replace(plan, global_batch=48, micro_batching=MicroBatching("padded", samples=6))
+        found = options(plan, Speeds.of({1: 2.0}))
+        shares = found[Rung.SHARES]
+        assert shares.plan.micro_batching.slower == ((1, (2.0, 2.0, 2.0)),) and (shares.moved_bytes, shares.pause_s) == (0, 0.0)
+        assert shares.time_s < (0.9 if len(plan.stages) > 1 else 0.75) * found[Rung.NOTHING].time_s
+        again = options(shares.plan, Speeds())  # it is as fast as the other again
+        assert again[Rung.SHARES].plan == plan and again[Rung.SHARES].time_s < 0.8 * again[Rung.NOTHING].time_s
+
+
+def test_plans_with_dynamic_micro_batches_are_made_for_measured_speeds() -> None:
+    """Whatever else changes, and without ranks that have no work any more."""
+    plan = replace(plan_of([[(0,), (1,)], [(2,), (3,)]], "4xa100-80gb"), micro_batching=MicroBatching("padded", "dynamic"))
+    found = options(plan, Speeds.of({3: 3.0}))
+    assert found[Rung.SHARES].time_s < 0.8 * found[Rung.NOTHING].time_s
+    made_for = {rung: option.plan.micro_batching.slower for rung, option in found.items() if rung is not Rung.NOTHING}
+    assert made_for.pop(Rung.EVICTION) == () and set(made_for.values()) == {((3, (3.0, 3.0, 3.0)),)} and Rung.CUTS in made_for
 
 
 def test_a_free_device_takes_the_place_of_a_slow_one() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from adopting_jobs import Part
 from checkpoint_jobs import train_part
-from moving_jobs import Failure, differences, drawn_chain, move_to_and_fro, placed, train_moving, train_on
+from moving_jobs import Failure, differences, drawn_chain, move_to_and_fro, placed, train_moving, train_on, train_overlapping
 from runtime_cases import MODELS, Case, Choice, make_case
 
 from penstock.plans.plan import Plan
@@ -23,7 +23,7 @@ SGD = TrainingSettings(LearningRate(0.02), OptimizerSettings("sgd", momentum=0.9
 ONE: Choice = {"family": "gpt", "pp": 1, "tp": 1, "dp": 1, "replicas": 1, "schedule": "1f1b", "layout": "packed", "recompute": "none",
                "cuts": "uneven", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
 NUM_CHAINS = 2 * len(MODELS)
-"""Every model in two precisions."""
+"""Every model in two precisions, moved twice and once."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def part_of(choice: Choice, steps: slice, precision: str = "fp32", places: Sequence[int] = range(NUM_PROCESSES)) -> Part:
-    case = placed(make_case(ONE | choice, 3, iterations=5), places, precision)
+    case = placed(make_case(ONE | choice, 3, iterations=8), places, precision)
     return case.plan, case.programs()[steps]
 
 
@@ -50,7 +50,7 @@ def check(parts: Sequence[Part], settings: TrainingSettings, pool: WorkerPool, f
 
 @pytest.mark.parametrize("number", range(NUM_CHAINS))
 def test_a_move_is_a_stop_and_a_restart(number: int, pool: WorkerPool, tmp_path: Path) -> None:
-    chain = drawn_chain(number, 3, 1, 1, NUM_PROCESSES)
+    chain = drawn_chain(number, 3 if number < len(MODELS) else 2, 1, 1, NUM_PROCESSES)
     print(chain.name)  # shown if it fails
     check(chain.parts, ADAMW, pool, tmp_path)
 
@@ -63,6 +63,22 @@ def test_one_move_after_the_other(settings: TrainingSettings, precision: str, po
              part_of({"dp": 2, "zero": 2}, slice(2, 3), precision, (2, 1)), part_of({"dp": 2, "zero": 1}, slice(3, 4), precision, (3, 2)),
              part_of({}, slice(4, 5), precision, (3,))]  # fmt: skip
     check(parts, settings, pool, tmp_path)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_move_beside_a_step_is_one_after_it(precision: str, pool: WorkerPool, tmp_path: Path) -> None:
+    """Other cuts, a replica more, and no move that could be overlapped: tensor parallelism is another division of each op."""
+    choices: list[Choice] = [{"pp": 2}, {"pp": 3}, {"pp": 2, "replicas": 2}, {"tp": 2}]
+    places = ((0, 1), (1, 0, 3), (0, 3, 1, 2), (1, 2))
+    parts = [part_of(choice, slice(2 * at, 2 * at + 2), precision, on) for at, (choice, on) in enumerate(zip(choices, places, strict=True))]
+    saved, losses = None, [()] * NUM_PROCESSES
+    for number, (plan, programs) in enumerate(parts):
+        done = pool.run(train_part, plan, programs, ADAMW, saved, tmp_path / str(number))
+        saved, losses = tmp_path / str(number), [(*before, *now.losses) for before, now in zip(losses, done, strict=True)]
+    moved = pool.run(train_overlapping, parts, ADAMW, tmp_path / "moved")
+    assert [count for _, count in moved] == [2] * NUM_PROCESSES
+    assert [found.losses for found, _ in moved] == losses
+    assert saved is not None and differences(tmp_path / "moved", saved) == []
 
 
 def test_asynchronous_plans_move_where_they_are_drained(pool: WorkerPool, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from penstock.adapting.moving import MoveAbortedError
 from penstock.adapting.watching import Watch, watch_run
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
-from penstock.plans.plan import Plan
+from penstock.plans.plan import MicroBatching, Plan
 from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
 from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.trainer import PlanTrainer
@@ -53,13 +53,13 @@ def trained(plan: Plan, data: str, out: Path, steps: int, *changes: DisturbanceC
 
 
 def test_a_rank_that_is_slow_for_a_while_is_named_and_so_is_its_end(plan: Plan, data: str, tmp_path: Path) -> None:
-    events, notes = trained(plan, data, tmp_path / "run", 42, DisturbanceChange((2,), 2.0, "pulse", 14, 14))
+    events, notes = trained(plan, data, tmp_path / "run", 34, DisturbanceChange((2,), 2.0, "pulse", 12, 10))
     slow, fast = (event for event in events if event.event == "noticed")
-    assert (slow.cause, slow.ranks, slow.since) == ("compute", (2,), 14) and slow.factor == pytest.approx(2.0, rel=0.01)
-    assert 14 <= slow.step < 14 + SOON and 28 <= fast.step < 28 + SOON
-    assert (fast.cause, fast.ranks, fast.since) == ("compute", (2,), 28) and fast.factor == pytest.approx(1.0, rel=0.05)
-    assert notes == ["rank 2 has computed 2x slower than the others since step 14.",
-                     "rank 2 has computed as fast as the others again since step 28."]  # fmt: skip
+    assert (slow.cause, slow.ranks, slow.since) == ("compute", (2,), 12) and slow.factor == pytest.approx(2.0, rel=0.01)
+    assert 12 <= slow.step < 22 <= fast.step < 22 + SOON
+    assert (fast.cause, fast.ranks, fast.since) == ("compute", (2,), 22) and fast.factor == pytest.approx(1.0, rel=0.05)
+    assert notes == ["rank 2 has computed 2x slower than the others since step 12.",
+                     "rank 2 has computed as fast as the others again since step 22."]  # fmt: skip
     decisions = [event for event in events if event.event == "decided"]
     assert next(one for one in decisions if one.step == slow.step).alternatives[0].remedy == "nothing"
     best = max(decisions, key=lambda one: one.gain_s or 0.0)
@@ -67,7 +67,7 @@ def test_a_rank_that_is_slow_for_a_while_is_named_and_so_is_its_end(plan: Plan, 
 
 
 def test_nothing_is_noticed_where_nothing_happens_though_samples_differ(plan: Plan, data: str, tmp_path: Path) -> None:
-    assert trained(plan, data, tmp_path / "run", 14) == ([], [])
+    assert trained(plan, data, tmp_path / "run", 10) == ([], [])
     assert (tmp_path / "run" / EVENTS).read_bytes() == b""
 
 
@@ -78,11 +78,11 @@ def test_a_rank_that_is_slow_from_the_first_step_on(plan: Plan, data: str, tmp_p
 
 
 def test_a_link_is_named_and_not_a_rank(plan: Plan, data: str, tmp_path: Path) -> None:
-    events, _ = trained(plan, data, tmp_path / "run", 48, DisturbanceChange((2, 1), 400.0, "pulse", 18, 12))
+    events, _ = trained(plan, data, tmp_path / "run", 40, DisturbanceChange((2, 1), 400.0, "pulse", 16, 10))
     slow, fast = (event for event in events if event.event == "noticed")
     assert (slow.cause, slow.ranks) == ("link", (1, 2)) and slow.factor == pytest.approx(400.0, rel=0.01)
-    assert 18 <= slow.step < 18 + SOON and slow.text.startswith("messages between ranks 1 and 2 have been 400x slower than predicted")
-    assert (fast.cause, fast.ranks) == ("link", (1, 2)) and 30 <= fast.step < 30 + SOON and fast.factor == pytest.approx(1.0, rel=0.05)
+    assert 16 <= slow.step < 26 and slow.text.startswith("messages between ranks 1 and 2 have been 400x slower than predicted")
+    assert (fast.cause, fast.ranks) == ("link", (1, 2)) and 26 <= fast.step < 26 + SOON and fast.factor == pytest.approx(1.0, rel=0.05)
 
 
 @pytest.mark.parametrize(("cores", "ranks", "is_watched"), [(False, 999, True), (True, 999, False), (True, 1, True)])
@@ -118,6 +118,20 @@ def test_waits_are_told_also_where_all_ranks_wait(plan: Plan, tmp_path: Path, ca
     events = watched(plan, tmp_path, steps)
     assert sorted(event.ranks for event in events) == who and {event.cause for event in events} == {cause}
     assert all(event.since == 20 and event.step < 20 + SOON and event.factor == pytest.approx(1.5) for event in events)
+
+
+def test_a_host_that_issues_work_late_is_named_in_place_of_its_device(plan: Plan, tmp_path: Path) -> None:
+    """Rank 2 takes twice as long: from step 20 on for what its host does, from step 60 on for what its device does."""
+    def figures(rank: int, step: int) -> RankFigures:
+        slow, by_host = rank == 2 and step % 40 >= 20, step < 40
+        return RankFigures(2.0 if slow else 1.0, 1.0, step_s=9.0, host_s=(1.95 if slow and by_host else 0.8 if rank else 0.99))
+
+    events = watched(plan, tmp_path, {step: {rank: figures(rank, step) for rank in range(4)} for step in range(95)})
+    told = [(event.cause, event.ranks, event.since) for event in events if event.event == "noticed"]
+    assert told == [("host", (2,), 20), ("host", (2,), 40), ("compute", (2,), 60), ("compute", (2,), 80)]
+    assert "rank 2's host has been 2x slower than the others since step 20" in {event.text for event in events}
+    decision = next(event for event in events if event.event == "decided")
+    assert len(decision.alternatives) > 1 and decision.alternatives[0].remedy == "nothing"  # it can be relieved of ops all the same
 
 
 def test_a_rank_is_judged_by_steps_after_costs_were_opened(plan: Plan, tmp_path: Path) -> None:
@@ -181,6 +195,14 @@ def test_a_device_that_was_left_out_comes_back_when_it_is_fast_again(tmp_path: P
     assert [event.remedy for event in job.events("moved")][:2] == ["eviction", "addition"]
 
 
+def test_shares_of_a_run_before_are_thought_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was slow then is not any more when the run is resumed; nothing changes in it that could be noticed."""
+    plan = uniform_plan("gpt-tiny", "4xa100-40gb", global_batch=64, micro_batch=1, replicas=4)
+    job = Job(replace(plan, micro_batching=MicroBatching("padded", "dynamic", slower=((2, (3.0,) * 3),))), tmp_path, monkeypatch)
+    job.run(20)
+    assert not job.plan.micro_batching.slower and [event.remedy for event in job.events("moved")] == ["shares"]
+
+
 def test_a_move_that_was_aborted_is_not_tried_again_at_once(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(plan, tmp_path, monkeypatch)
     job.failure = "process 1 has no disk."
@@ -236,3 +258,15 @@ def test_what_is_asked_for_stays_when_what_was_slow_is_fast_again(tmp_path: Path
     job.run(10, {2: 3.0})
     job.run(60)
     assert job.plan == alone and len(job.moves) == 2
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_what_was_asked_for_before_a_death_is_not_done(plan: Plan, tmp_path: Path, goes_on: bool) -> None:
+    """Perhaps the process died of it; who asked is told, unless it was asked of a run that has ended."""
+    asked = ask_for(tmp_path, plan, 9)
+    watch = Watch(plan, tmp_path, anew=False, notices=False)
+    watch.forget_request(4, goes_on=goes_on)
+    assert watch.order(9) is None
+    watch.close()
+    wanted = [("aborted", 4, 1, asked, "the plan stays as it is: a process died before the move. Ask for it again.")]
+    assert [(one.event, one.step, one.status, one.request, one.text) for one in read_events(tmp_path)] == (wanted if goes_on else [])

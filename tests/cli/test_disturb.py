@@ -94,7 +94,12 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "there is nothing to slow down"),
+        ((), "there is nothing to do"),
+        (("--kill", "7"), "--kill names rank 7, which has no process of run"),
+        (("--kill", "1@lunch"), "--kill is '1@lunch'; a rank such as 1 was expected, or 1@backward. Phases: forward, backward,"),
+        (("--freeze", "1@"), "--freeze is '1@'"),
+        (("--freeze", "-1"), "--freeze is '-1'"),
+        (("--kill", "1@update", "--from", "2"), "--from is 2; run"),
         (("--slow", "7=2"), "the plan has no rank 7: 0 to 2"),
         (("--slow", "1=0"), "rank 1 is to take 0 times as long"),
         (("--slow", "1=-2"), "rank 1 is to take -2 times as long"),
@@ -110,7 +115,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 )  # fmt: skip
 def test_what_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str) -> None:
     assert run(["disturb", str(folder), *options]) == 2
-    assert message in " ".join(capsys.readouterr().err.split()) and not (folder / ASKED).exists()
+    assert message in " ".join(capsys.readouterr().err.split()) and not (folder / ASKED).exists() and not (folder / "faults").exists()
 
 
 def test_what_is_asked_begins_soon(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

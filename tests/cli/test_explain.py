@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,12 @@ from penstock.plans.schema import write_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plans"
 PP4, MIXED, BERT = (str(EXAMPLES / f"{name}.json") for name in ("gpt-1.3b-pp4", "llama-8b-mixed", "bert-large-zero1"))
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine as much is found as on an idle one."""
+    monkeypatch.setattr("penstock.search.what_if.BUDGET_S", math.inf)
 
 
 def told_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:  # type: ignore[type-arg]
@@ -69,6 +78,16 @@ def test_a_plan_that_does_not_fit_is_explained(tmp_path: Path, capsys: pytest.Ca
     assert "this plan does not fit: stage 0 needs" in shown
 
 
+@pytest.fixture
+def searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a table and for other programs: the same answers, searched for once."""
+    explain = import_module("penstock.cli.explain")
+    find = explain._what_if
+    answers = cache(lambda path, costs: find(path, costs, quiet=True))
+    monkeypatch.setattr(explain, "_what_if", lambda path, costs, quiet: answers(path, costs))
+
+
+@pytest.mark.usefixtures("searched_once")
 def test_what_if_of_a_plan_that_could_be_faster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "plan.json")
     write_plan(path, replace(uniform_plan("gpt-tiny", "4xa100-40gb", pp=4, global_batch=64, micro_batch=1), precision="bf16"))
@@ -85,6 +104,7 @@ def test_what_if_of_a_plan_that_could_be_faster(tmp_path: Path, capsys: pytest.C
     assert "between nodes" not in shown and "rivals" not in told_json(capsys, path)
 
 
+@pytest.mark.usefixtures("searched_once")
 def test_what_if_of_the_best_plan_says_why_the_runner_up_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "plan.json")
     assert run(["search", "--model", "gpt-tiny", "--cluster", "4xa10g", "--global-batch", "64", "--out", path]) == 0

@@ -89,6 +89,8 @@ def test_it_says_that_nothing_was_computed(data: str, tmp_path: Path, capsys: py
         (("--eval-every", "2"), "--eval-every: a timed device"),
         (("--checkpoint-every", "2"), "--checkpoint-every: a timed device"),
         (("--torch-profile", "1"), "--torch-profile: a timed device"),
+        (("--on-death", "recover"), "--on-death: a timed device"),
+        (("--device", "cpu", "--on-death", "live"), "--on-death is 'live'; end or recover was expected"),
         (("--slow", "x"), "--slow is 'x'; a rank and a factor such as 3=1.5 were expected"),
         (("--slow", "4=2"), "rank 4 is to be slower, but the plan has ranks 0 to 3"),
         (("--slow", "1=0"), "rank 1 is to take 0 times as long"),

@@ -1,24 +1,21 @@
-"""A model of transformers and one's own texts on two processes of torchrun: by script and by command."""
+"""A model of transformers and one's own texts on two processes, as torchrun starts them: by script and by command."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torchrun_ranks import run_ranks
 
 from penstock.cli.main import run
 from penstock.data.text.tokenizer import train_tokenizer
 
 transformers = pytest.importorskip("transformers")
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +33,18 @@ def llama(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def launched(*arguments: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *TORCHRUN, *arguments], capture_output=True, text=True, timeout=250, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def launched(folder: Path, *arguments: str) -> str:
+    """What the first of two processes said."""
+    here = {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    first, second = run_ranks(arguments, [{"LOCAL_RANK": "0", **here}, {"LOCAL_RANK": "1", **here}], folder)
+    assert (first.status, second.status) == (0, 0), first.err[-2000:] + second.err[-2000:]
+    return first.out
 
 
 @pytest.mark.parametrize("script", ["own_loop.py", "finetune.py"])
 def test_the_scripts_of_ones_own_loop(script: str, llama: Path, texts: Path, tmp_path: Path) -> None:
     given = ("--model", str(llama), "--data", str(texts), "--tokens-per-batch", "900", "--out", str(tmp_path / "trained"))
-    told = launched(str(EXAMPLES / script), *given)
+    told = launched(tmp_path, str(EXAMPLES / script), *given)
     steps = re.findall(r"step (\d+): loss ([\d.]+)", told)
     assert "plan of llama" in told and len(steps) >= 2 and all(4 < float(loss) < 8 for _, loss in steps)
     before, after = (transformers.LlamaForCausalLM.from_pretrained(folder).state_dict() for folder in (llama, tmp_path / "trained"))
@@ -64,7 +60,7 @@ def test_the_command_under_torchrun_is_the_command_alone(
         named = ["--model", f"hf:{llama}", "--data", str(texts), "--out", str(tmp_path / out), "--tokens-per-batch", "900"]
         return ["train", *named, "--steps", "2", "--json"]
 
-    both: dict[str, Any] = json.loads(launched("-m", "penstock.cli.main", *command("both")))
+    both: dict[str, Any] = json.loads(launched(tmp_path, *command("both")))
     assert run(command("alone")) == 0
     alone: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert both["losses"] == pytest.approx(alone["losses"], abs=1e-4) and both["data"] == alone["data"]

@@ -26,6 +26,14 @@ def test_shares_follow_each_other_and_are_even(lengths: list[int], dp: int, pack
         assert max(sizes) - min(sizes) <= 1
 
 
+def test_shares_may_be_unequal() -> None:
+    padded = MicroBatch(0, tuple(range(9)), "padded", (4,) * 9, row_length=4)
+    assert padded.even_bounds(3, (1.0, 0.5, 0.5)) == (0, 5, 7, 9) and padded.even_bounds(2, (1.0, 0.01)) == (0, 9, 9)
+    packed = MicroBatch(0, tuple(range(4)), "packed", (10, 20, 30, 60))
+    assert packed.even_bounds(2, (0.5, 0.5)) == packed.even_bounds(2) == (0, 3, 4)
+    assert packed.even_bounds(2, (1.0, 3.0)) == (0, 2, 4)
+
+
 def test_rows_of_several_samples_are_shared_whole() -> None:
     batch = MicroBatch(0, (0, 1, 2, 3, 4), "padded", (5, 5, 9, 4, 4), row_length=10, row_sizes=(2, 1, 2))
     assert batch.shape() == Shape.padded(3, 10)

@@ -105,6 +105,8 @@ BROKEN: dict[str, tuple[Plan, list[str]]] = {
         replace(GOOD, micro_batching=MicroBatching("padded", "dynamic", 2, per_replica=(5, 3))),
         ["micro_batching.per_replica is given", "'dynamic'"],
     ),
+    "slower than what": (replace(GOOD, micro_batching=MicroBatching(samples=2, slower=((99, (2.0,) * 3),))), ["slower names rank 99"]),
+    "slower by nothing": (replace(GOOD, micro_batching=MicroBatching(samples=2, slower=((0, (0.0, 1.0, 1.0)),))), ["slower.0", "0"]),
     "shares instead of division": (
         replace(GOOD, global_batch=14),
         ["global_batch is 14", "unequal numbers of micro-batches (micro_batching.per_replica, 7 in all)"],

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 
+import numpy as np
 import pytest
 from chromium import browsing
 
@@ -18,6 +19,14 @@ from penstock.plans.plan import MicroBatching
 from penstock.plans.schema import write_plan
 from penstock.reports import live
 from penstock.reports.live import LivePage, serve
+from penstock.runtime.telemetry.spans import COMPUTE, FORMAT, ITERATION, KINDS, RECORD, VERSION
+
+
+def span_file() -> bytes:
+    """One step of rank 0 with one forward pass of two microseconds."""
+    records = np.array([(ITERATION, 0, 0, 0, 5000, 5000), (KINDS["Forward"], COMPUTE, 0, 0, 5000, 7000)], RECORD)
+    header = {"format": FORMAT, "version": VERSION, "rank": 0, "pid": 1, "kinds": KINDS, "clock": ""}
+    return json.dumps(header).encode() + b"\n" + records.tobytes()
 
 
 @pytest.fixture
@@ -83,6 +92,23 @@ def test_the_data_are_those_of_now(served: tuple[LivePage, str], a_run: Path) ->
         assert f"A run of {count} step" in glance["blocks"][0]["text"]
     shutil.rmtree(a_run)  # whatever happens to the run, the server stays
     assert "is not the folder of a run" in asked(address, f"/{page.token}/data")[1]
+
+
+def test_a_served_page_hands_its_trace_to_perfetto(served: tuple[LivePage, str], a_run: Path) -> None:
+    """To a stand-in that answers as Perfetto does; a page from disk has no such button."""
+    add_step(a_run, 0)
+    (a_run / "rank-00000.spans").write_bytes(span_file())
+    answer = """<script>addEventListener("message", (event) => {
+        if (event.data === "PING") event.source.postMessage("PONG", event.origin);
+        else document.title = new TextDecoder().decode(event.data.perfetto.buffer);
+    });</script>"""
+    with browsing(served[1]) as found:
+        found.page.context.route("https://ui.perfetto.dev/**", lambda route: route.fulfill(body=answer, content_type="text/html"))
+        with found.page.context.expect_page() as other:
+            found.page.click("button:has-text('open in Perfetto')")
+        other.value.wait_for_function("() => document.title.startsWith('{')")
+        events = json.loads(other.value.title())["traceEvents"]
+        assert [(one["name"], one["ts"], one["dur"]) for one in events if one["ph"] == "X"] == [("F0", 0.0, 2.0)]
 
 
 def test_a_browser_follows_the_run(served: tuple[LivePage, str], a_run: Path) -> None:

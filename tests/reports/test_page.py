@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import re
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from chromium import opened
+from chromium import axe_script, opened
 
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
@@ -23,6 +24,12 @@ HOSTILE = ["</script><script>alert(1)</script>", '"><img src=x onerror=alert(1)>
 
 
 expect = pytest.importorskip("playwright.sync_api").expect
+REACHED = """() => [...document.querySelectorAll("a[href], button, input, select, summary, [tabindex='0']")].filter(
+    (one) => one.checkVisibility()
+).map((one) => ({
+    name: (one.getAttribute("aria-label") || one.closest("label")?.textContent || one.textContent).trim(),
+    top: [...document.querySelectorAll("section")].indexOf(one.closest("section")),
+}))"""
 
 
 def a_plan(**degrees: Any) -> Plan:
@@ -52,7 +59,16 @@ def test_a_plan_is_drawn_in_silence_and_its_hover_is_the_span(tmp_path: Path) ->
         expect(page.locator("#timeline .hover")).to_contain_text("B3")
         said = page.inner_text("#timeline .hover")
         [row] = [row for row in timeline_rows(subject) if row[2:5] == ("backward", 2, 3)]
-        assert f"= {row[6]} ns, from" in said and said.endswith(f"= {row[5]} ns")
+        assert f"= {row[6]} ns, from" in said and f"= {row[5]} ns; from" in said
+        # Its sender and its receiver are told and framed, and keys lead to them.
+        assert "; from device 3: ranks 3: B3, stage 3; to device 1: ranks 1: B3, stage 1" in said
+        page.focus("canvas.timeline")
+        page.keyboard.press("n")
+        expect(page.locator("#timeline .hover")).to_contain_text("device 1: ranks 1: B3 (backward), stage 1")
+        page.keyboard.press("p")
+        expect(page.locator("#timeline .hover")).to_contain_text("device 2: ranks 2: B3 (backward), stage 2")
+        page.keyboard.press("Escape")
+        assert page.get_by_text("open in Perfetto").count() == 0  # which answers nobody who comes from a file
         box = page.query_selector("canvas.timeline").bounding_box()
         page.mouse.move(box["x"] + 150 + (box["width"] - 158) / 2, box["y"] + 18 + 2.5 * 20)
         assert found.silent()
@@ -86,6 +102,32 @@ def test_what_is_drawn_is_as_busy_as_what_is_simulated(tmp_path: Path) -> None:
         assert found.silent()
 
 
+def test_what_is_selected_is_summed_up(tmp_path: Path) -> None:
+    """Two rows, from a quarter to three quarters of the axis: against the spans of the table."""
+    subject = plan_subject("plan.json", a_plan())
+    rows = timeline_rows(subject)
+    end = max(row[5] + row[6] for row in rows)
+    with opened(written(tmp_path, [subject])) as found:
+        page = found.page
+        page.uncheck("#timeline label:has-text('sends') input")
+        canvas = page.locator("canvas.timeline")
+        canvas.scroll_into_view_if_needed()
+        box = canvas.bounding_box()
+        left, wide = box["x"] + 150, box["width"] - 158
+        page.keyboard.down("Shift")
+        page.mouse.move(left + wide / 4, box["y"] + 18 + 25)
+        page.mouse.down()
+        page.mouse.move(left + 3 * wide / 4, box["y"] + 18 + 45, steps=3)
+        page.mouse.up()
+        page.keyboard.up("Shift")
+        expect(page.locator("#timeline .sums")).to_contain_text("of 2 rows")
+        drawn = float(page.get_attribute("canvas.timeline", "data-busy"))
+        assert found.silent()
+    low, high = end / 4, 3 * end / 4
+    within = [max(0, min(high, row[5] + row[6]) - max(low, row[5])) for row in rows if row[0].startswith(("device 1:", "device 2:"))]
+    assert drawn == pytest.approx(sum(within) / (2 * (high - low)), abs=0.005)
+
+
 def test_keys_alone_move_zoom_and_sort(tmp_path: Path) -> None:
     with opened(written(tmp_path, [plan_subject("plan.json", a_plan())])) as found:
         page = found.page
@@ -97,12 +139,77 @@ def test_keys_alone_move_zoom_and_sort(tmp_path: Path) -> None:
         expect(page.locator("#timeline .sums")).not_to_have_text(before)
         page.keyboard.press("Home")
         expect(page.locator("#timeline .sums")).to_have_text(before)
+        page.keyboard.press("m")
+        expect(page.locator("#timeline .sums")).to_contain_text("Selected, ")
+        page.keyboard.press("Escape")
+        expect(page.locator("#timeline .sums")).to_have_text(before)
         page.focus("#plan th:nth-child(1) button")
         page.keyboard.press("Enter")
         page.keyboard.press("Enter")
         stages = [one.inner_text() for one in page.query_selector_all("#plan tbody td:first-child")]
         assert stages == ["3", "2", "1", "0"] and page.get_attribute("#plan th:nth-child(1)", "aria-sort") == "descending"
+        # Tab leads through everything that acts, from top to bottom; each has a name, and its focus is seen.
+        reached = page.evaluate(REACHED)
+        assert len(reached) > 30 and [one for one in reached if not one["name"]] == []
+        assert [one["top"] for one in reached] == sorted(one["top"] for one in reached)
+        page.focus("nav a")
+        page.keyboard.press("Tab")
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
         assert found.silent()
+
+
+def everything() -> list[Subject]:
+    """A plan with a block of each kind."""
+    plan = plan_subject("plan.json", a_plan())
+    more = [
+        Heat("speed", ("rank 0", "rank 1"), "step", np.arange(3), np.array([[1.0, 2.0, 0.5], [1.0, 1.0, np.nan]])),
+        Charts("steps", "step", np.arange(4), ((ChartLine("loss", "number", np.arange(4.0)),),)),
+        Scatter("choices", ("hours", "USD"), ("number", "usd"), ("one", "two"), ((1.0, 2.0), (2.0, 1.0)), (None, 0)),
+        Text("left out: something", note=True),
+    ]  # fmt: skip
+    whole = Subject(plan.kind, plan.name, (*plan.views, View("devices", "Devices", more)))
+    return [whole, plan_subject("plan.2.json", a_plan(schedule="gpipe"))]
+
+
+def test_axe_finds_nothing(tmp_path: Path) -> None:
+    """By the rules of WCAG 2.2 AA, in light and dark."""
+    axe = axe_script()
+    if axe is None:
+        pytest.skip("axe-core is not here: install axe-core-python, or name its file in AXE_CORE")
+    path = written(tmp_path, everything())
+    for scheme in ("light", "dark"):
+        with opened(path, color_scheme=scheme, bypass_csp=True) as found:
+            found.page.evaluate(axe)
+            rules = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+            result = found.page.evaluate("(rules) => axe.run(document, { runOnly: rules })", rules)
+            assert [(one["id"], [node["html"][:200] for node in one["nodes"]]) for one in result["violations"]] == []
+
+
+def test_words_stand_out_from_what_they_stand_on(tmp_path: Path) -> None:
+    """By the contrast of WCAG: text against paper and boxes, letters on bars, lines of focus against paper; light, dark and on paper."""
+    page = files("penstock.reports") / "page"
+    css, colours = ((page / name).read_text(encoding="utf-8") for name in ("page.css", "colours.js"))
+    schemes = [dict(re.findall(r"--(\w+): (#\w{6})", one)) for one in re.findall(r":root \{([^}]*)\}", css)]
+    assert len(schemes) == 3
+    for own in schemes:
+        own = {**schemes[0], **own}
+        for words in ("ink", "muted", "link"):
+            assert min(contrast(own[words], own[ground]) for ground in ("paper", "soft")) >= 4.5, (words, own)
+    with opened(written(tmp_path, [])) as found:
+        told = "return [...STAGES, ...Object.values(SPANS)].map((one) => [one, ink(one)]);"
+        inks = found.page.evaluate(f"() => {{ {colours.replace('export ', '')}; {told} }}")
+    assert len(inks) > 12 and all(contrast(*both) >= 4.5 for both in inks)
+
+
+def contrast(one: str, other: str) -> float:
+    """The ratio of two colours' luminances, as WCAG defines it."""
+    def luminance(colour: str) -> float:
+        parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
 
 
 def test_a_candidate_opens_its_plan_and_a_point_too(tmp_path: Path) -> None:
@@ -172,5 +279,21 @@ def test_names_are_names_whatever_they_say(tmp_path: Path, look: dict[str, Any])
 
 
 def test_it_prints_on_paper(tmp_path: Path) -> None:
-    with opened(written(tmp_path, [plan_subject("plan.json", a_plan())])) as found:
-        assert found.page.pdf(format="A4").startswith(b"%PDF") and found.silent()
+    """All views on A4, light whatever the screen is, nothing to press, nothing beyond the edge."""
+    with opened(written(tmp_path, everything()), color_scheme="dark", viewport={"width": 703, "height": 1000}) as found:
+        page = found.page
+        printed = page.pdf(prefer_css_page_size=True)
+        assert printed.startswith(b"%PDF") and re.search(rb"/MediaBox \[0 0 59[45][.\d]* 84[12][.\d]*\]", printed)
+        page.emulate_media(media="print", color_scheme="dark")
+        for hidden in ("nav", ".buttons button", ".controls", "p.hover"):
+            assert page.locator(f"{hidden}:visible").count() == 0 < page.locator(hidden).count(), hidden
+        assert page.locator("section > h2:visible").count() == 5 and page.evaluate("document.documentElement.scrollWidth <= innerWidth + 1")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        # Canvases are drawn anew: the names of rows are dark on white.
+        page.wait_for_function("""() => {
+            const data = document.querySelector("canvas.timeline").getContext("2d").getImageData(0, 18, 140, 60).data;
+            let sum = 0;
+            for (let at = 0; at < data.length; at += 4) if (data[at + 3] > 128) sum += data[at] < 128 ? 1 : -1;
+            return sum > 50;
+        }""")
+        assert found.silent()

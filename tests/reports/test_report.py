@@ -16,8 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock
+from penstock.batching.plan import BatchPlan, ReplicaBatch
 from penstock.cli.main import run
+from penstock.costs.sources import shipped_profiles
+from penstock.data.dataset import open_data
 from penstock.errors import InputError
+from penstock.models.micro_batch import MicroBatch
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
 from penstock.plans.schema import write_plan
@@ -30,9 +34,13 @@ from penstock.reports.report import kind_of, report_of
 from penstock.reports.span_lanes import SpanLanes
 from penstock.reports.tables import slug, table_of, tables_of
 from penstock.reports.units import shown
-from penstock.runtime.request import TrainRequest
+from penstock.runtime.request import TrainRequest, TrainResult
 from penstock.runtime.telemetry.spans_reader import read_spans
+from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import PlanTrainer
+from penstock.schedules.rules import schedule_of
+from penstock.timing.execution import execute
+from penstock.timing.workload import workload_of
 
 PAGE = Path(__file__).parents[2] / "src" / "penstock" / "reports" / "page"
 PLAN = Path(__file__).parents[2] / "examples" / "plans" / "gpt-1.3b-pp4.json"
@@ -141,10 +149,15 @@ def test_the_same_plan_gives_the_same_bytes_and_no_folders(tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def trained(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=8, micro_batch=4, layout="packed", pp=2)
-    plan = replace(plan, micro_batching=MicroBatching("packed", "dynamic"))
-    PlanTrainer(TrainRequest(plan, data, 3, str(folder))).train()
+    """A run whose plan names files for its cluster and its costs, and whose data lie beside it."""
+    home = tmp_path_factory.mktemp("trained")
+    folder, cluster, profile = home / "run", home / "pool.yaml", home / "measured.json.gz"
+    cluster.write_text("name: pool\nnodes: [{device: h200-141gb, gpus: 4}]\n", encoding="utf-8")
+    shutil.copyfile(shipped_profiles()["h200-141gb"], profile)
+    shutil.copytree(data, home / "data")
+    plan = uniform_plan("gpt-tiny", "4xh200-141gb", global_batch=8, micro_batch=4, layout="packed", pp=2)
+    plan = replace(plan, micro_batching=MicroBatching("packed", "dynamic"), cluster=str(cluster), costs=f"profile:{profile}")
+    PlanTrainer(TrainRequest(plan, str(home / "data"), 3, str(folder), device="cpu")).train()
     return folder
 
 
@@ -163,6 +176,7 @@ def test_a_run_shows_every_span_above_its_prediction(a_run: Path) -> None:
     block = spans_of(a_run)
     measured = [lane for lane in block.lanes if lane.role == "measured"]
     assert [lane.name for lane in measured] == ["rank 0", "rank 1"] and len(block.marks) == 3
+    assert all(step.padding_share == 0.0 for step in read_steps(a_run / "steps.jsonl"))  # packed
     for lane in measured:
         rank = read_spans(a_run / f"rank-{int(lane.name[5:]):05d}.spans")
         own = slice(lane.first, lane.first + lane.count)
@@ -181,12 +195,26 @@ def test_a_run_shows_every_span_above_its_prediction(a_run: Path) -> None:
         spans_of(a_run, steps=(7, 9))
 
 
-def test_damaged_files_are_left_out_and_named_and_a_moved_run_keeps_the_rest(a_run: Path) -> None:
+def test_a_run_that_is_moved_keeps_its_predictions(trained: Path, tmp_path: Path) -> None:
+    """Though data, profile and cluster file are gone; what it kept for that is no data to train on."""
+    home = Path(shutil.copytree(trained.parent, tmp_path / "home"))
+    text = (home / "run" / "run.json").read_text(encoding="utf-8").replace(str(trained.parent), str(home))
+    (home / "run" / "run.json").write_text(text, encoding="utf-8")
+    page = report_of([home / "run"]).html()
+    (home / "run").rename(tmp_path / "run")
+    shutil.rmtree(home)
+    moved = report_of([tmp_path / "run"])
+    assert moved.html() == page and "without a prediction" not in page
+    assert len([lane for lane in spans_of(tmp_path / "run").lanes if lane.role == "predicted"]) == 2 * 3
+    with pytest.raises(InputError, match="keeps the lengths of samples alone"):
+        open_data(tmp_path / "run" / "inputs" / "data").check()
+
+
+def test_damaged_files_are_left_out_and_named(a_run: Path) -> None:
     (a_run / "rank-00001.spans").write_bytes(b"nonsense")
     with (a_run / "steps.jsonl").open("a", encoding="utf-8") as log:
         log.write('{"step": "x"}\n{"step": 3, "lo')
-    facts = json.loads((a_run / "run.json").read_text(encoding="utf-8"))
-    (a_run / "run.json").write_text(json.dumps({**facts, "data": "/nowhere/at/all"}), encoding="utf-8")
+    (a_run / "inputs" / "data" / "train_input.lengths.npy.gz").write_bytes(b"nonsense")
     [subject] = report_of([a_run]).subjects
     notes = [block.text for block in subject.views[0].blocks if isinstance(block, Text) and block.note]
     assert any("rank-00001.spans" in note for note in notes) and any("steps.jsonl, line 4" in note for note in notes)
@@ -232,6 +260,22 @@ def test_a_notebook_keeps_a_plan() -> None:
     shown_ = penstock.report(replace(plan, notes=("<script>alert(1)</script>",)), PLAN)._repr_html_()
     assert len(shown_) < 200_000 and shown_.count("<svg") >= 2 and "<script" not in shown_ and "&lt;script&gt;" in shown_
     assert "4 stages" in shown_ and "tokens/s" in shown_
+
+
+def test_objects_show_themselves(trained: Path) -> None:
+    """Plans, batches, timelines and results: what a notebook keeps is small and still, the page runs in a frame of its own."""
+    plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=8, micro_batch=2, pp=4)
+    run_ = execute(schedule_of("1f1b", 2, 3), workload_of(np.ones((2, 2, 3))))
+    micro_batch = MicroBatch(0, (1, 2), "padded", (5, 9), (), 9)
+    batch = BatchPlan((ReplicaBatch((micro_batch,), schedule_of("1f1b", 1, 1), 1.0, ()),), 1.0, 0.0, (), "x")
+    result = TrainResult(0, 3, (), (), 0.0, 0.0, {}, str(trained / "checkpoints"))
+    for one, words in ((plan, "4 stages"), (run_, "2 devices, 8.00 s in all, of which devices compute 75.0%"), (batch, "padding"),
+                       (result, "A run of 3 steps")):  # fmt: skip
+        still, frame = one._repr_html_(), one.report()._repr_html_()
+        assert words in still and "<svg" in still and "<script" not in still and len(still) < 200_000
+        assert frame.startswith("<iframe") and 'sandbox="allow-scripts allow-downloads"' in frame and frame.count('"') == 8
+    missing = replace(plan, costs="profile:nowhere.json")._repr_html_()
+    assert missing.startswith("<pre>Plan(") and "does not exist" in missing
 
 
 def test_names_of_files_stay_in_their_folder() -> None:

@@ -33,7 +33,7 @@ from penstock.runtime.workers import WorkerError
 from penstock.stores.addresses import connect
 from penstock.stores.server import RedisServer, start_redis
 
-STEPS, BATCH = 14, 16
+STEPS, BATCH = 14, 8
 SETTINGS = TrainingSettings(LearningRate(2e-3))
 
 

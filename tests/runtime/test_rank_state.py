@@ -69,7 +69,7 @@ def pool() -> Iterator[WorkerPool]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_curve_as_without_the_break(name: str, pool: WorkerPool, tmp_path: Path) -> None:
     first, second, settings = CASES[name]
-    one, other = make_case(first, 3, iterations=4), make_case(second, 4, iterations=4)
+    one, other = make_case(first, 3, iterations=BREAK + 1), make_case(second, 4, iterations=BREAK + 1)
     before = pool.run(train_part, one.plan, one.programs()[:BREAK], settings, None, tmp_path)
     checkpoint = Checkpoint(tmp_path)
     checkpoint.verify()
@@ -140,7 +140,7 @@ def test_other_precisions(precision: str, other: str, pool: WorkerPool, tmp_path
     """Masters travel in fp32: after going to and fro in one precision everything is exactly as it was."""
 
     def case(dtype: str) -> Case:
-        made = make_case(ONE, 3, iterations=4)
+        made = make_case(ONE, 3, iterations=BREAK + 1)
         return replace(made, plan=replace(made.plan, precision=dtype), model=make_case(ONE, 3, 1, dtype=dtype).model)
 
     one, two = case(precision), case(other)

@@ -17,7 +17,7 @@ from penstock.stores import Job
 from penstock.stores.protocol import ConnectionLost
 from penstock.stores.ring import Ring
 
-RANKS, PLANNERS, COUNT, CAPACITY = 2, 2, 5, 2
+RANKS, PLANNERS, COUNT, CAPACITY = 2, 2, 4, 2
 MOST_CALLS = 3000
 """About twenty times what an undisturbed run needs; more means that somebody waits in vain."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import InputError
-from penstock.timing.disturbance import Disturbance, DisturbanceChange
+from penstock.timing.disturbance import Disturbance, DisturbanceChange, DisturbanceStrike
 from penstock.timing.disturbance_file import read_disturbance
 
 STORY = """
@@ -16,6 +16,8 @@ STORY = """
 - {link: 2-0, factor: 4, shape: ramp, from: 1, steps: 3}
 - {rank: 1, factor: 3, shape: square, from: 0, steps: 1}
 - {data: true, factor: 2, from: 4}
+- {kill: 1@backward, from: 7}
+- {freeze: 3}
 """
 
 
@@ -28,7 +30,10 @@ def test_a_story(tmp_path: Path) -> None:
     assert [found.link(0, 2, step) for step in steps] == [found.link(2, 0, step) for step in steps] == [1, 2, 3, 4, 4, 4]
     assert [found.data(step) for step in steps] == [None] * 4 + [2, 2]
     assert {found.compute(0, step) * found.link(0, 1, step) for step in steps} == {1.0}
+    assert found.strikes == (DisturbanceStrike("kill", 1, "backward", 7), DisturbanceStrike("freeze", 3, "forward"))
     found.require_ranks(range(4))
+    with pytest.raises(InputError, match="rank 3 is to be struck, but the plan has ranks 0 to 2"):
+        Disturbance(strikes=found.strikes).require_ranks(range(3))
     with pytest.raises(InputError, match="rank 3 is to be slower, but the plan has ranks 0 to 2"):
         found.require_ranks(range(3))
 
@@ -43,6 +48,10 @@ def test_a_story(tmp_path: Path) -> None:
         ("- {rank: 1, factor: 2, shape: ramp}", r"a ramp of 0 steps is none\. Give `steps`"),
         ("- {link: 1-1, factor: 2}", r"link 1-1 joins rank 1 to itself"),
         ("- {rank: 1, link: 0-1, factor: 2}", r"2 of rank, link and data are given; name one"),
+        ("- {kill: 1, factor: 2}", r": 0: factor and kill do not go together"),
+        ("- {kill: 1, freeze: 2}", r": 0: freeze and kill do not go together"),
+        ("- {kill: one}", r"0\.kill"),
+        ("- {rank: 1}", r": 0: factor is missing"),
         ("- {factor: 2}", r"0 of rank, link and data are given"),
         ("- {rnk: 1, factor: 2}", r"0\.rnk: this field does not exist\. Did you mean 'rank'"),
         ("- {rank: -1, factor: 2}", r"0\.rank: .*greater than or equal to 0"),

@@ -30,7 +30,7 @@ from penstock.plans.references import cluster_of, model_of
 from penstock.plans.schema import plan_from_dict, plan_to_dict, read_plan
 from penstock.search import uniform_plans
 from penstock.timing.estimate import Estimate, Estimator, estimate, with_prediction
-from penstock.timing.pipeline import micro_batches, share_shape
+from penstock.timing.pipeline import dp_shares, micro_batches, share_rows, share_shape
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "plans").glob("*.json"))
 FORWARD_S, BACKWARD_S, STEP_S, BANDWIDTH = 1.0, 2.0, 0.5, 1000.0
@@ -331,6 +331,18 @@ def test_micro_batches(batching: MicroBatching, expected: tuple[int, int]) -> No
     plan = dataclasses.replace(plan_of(*TWO_STAGES), micro_batching=batching)
     assert micro_batches(plan) == (expected[0], (expected[1],))
     assert estimated(plan).num_micro_batches == expected[1]
+
+
+def test_slow_ranks_get_smaller_parts() -> None:
+    """Of two replicas on ranks 0, 1 and 2, 3 the second has a slow rank; alone, the plan divides samples over dp 2."""
+    slower = MicroBatching("packed", "dynamic", 1, slower=((3, (2.0, 2.0, 2.0)),))
+    replicas, divided = (
+        dataclasses.replace(uniform_plan("gpt-tiny", "4xcpu", global_batch=12, micro_batch=6, pp=2, **choice), micro_batching=slower)
+        for choice in ({"replicas": 2}, {"dp": 2})
+    )
+    assert micro_batches(replicas) == (1, (8, 4))
+    assert dp_shares(divided, 0, 2) == (1.0, 0.5) and share_rows(divided, 6, 0, 2) == (4, 2)
+    assert share_shape(divided, 6, 2) == Shape.packed([128] * 4)  # the larger part, which memory has to hold
 
 
 def test_shapes() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.adapting.deciding import Decider, Decision
-from penstock.adapting.detecting import Cause, Change, Detector, StepFigures, Subject
+from penstock.adapting.detecting import REMEDIED, Cause, Change, Detector, StepFigures, Subject
 from penstock.adapting.ladder import Ladder
 from penstock.adapting.slowdowns import Slowdowns, usual_slowdowns
 from penstock.costs.profile import BesidePoint
@@ -55,7 +55,7 @@ class Adapter:
         """What to do after a step in which the detector has seen these changes."""
         links = self.detector.factors(Cause.LINK) if self._links else {}
         speeds = measured_speeds(self.detector.factors(Cause.COMPUTE), links, slowdowns or {}, self._beside)
-        begun = [change.since for change in changes if change.cause in (Cause.COMPUTE, Cause.LINK)]
+        begun = [change.since for change in changes if change.cause in REMEDIED]
         if begun:
             self.decider.changed(speeds, min(begun))
         elif speeds != self.decider.speeds:

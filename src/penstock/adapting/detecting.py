@@ -20,7 +20,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Cause", "Change", "Detector", "StepFigures", "Subject"]
+__all__ = ["REMEDIED", "Cause", "Change", "Detector", "StepFigures", "Subject"]
 
 Floats = NDArray[np.float64]
 Subject = tuple[int, ...]
@@ -60,6 +60,8 @@ class Cause(StrEnum):
     """All ranks alike are slower, or faster, than the costs say: nobody is to blame, and no plan would help."""
 
 
+REMEDIED = (Cause.COMPUTE, Cause.HOST, Cause.LINK)
+"""Another plan may help."""
 _WAITS = (Cause.DATA, Cause.PLANNING)
 """Nothing is predicted for them that could be wrong for all alike: who waits is told, also if all do."""
 

@@ -1,4 +1,5 @@
-"""Slowing down a run that goes on: factors for timed and paced devices, burners beside the processes of ranks that compute for real.
+"""Slowing down a run that goes on: factors for timed and paced devices, burners beside the processes of ranks that compute for real; and
+killing or freezing its processes.
 
 Nothing is done to a process that the run's folder does not name, nor to one of another user.
 """
@@ -6,18 +7,19 @@ Nothing is done to a process that the run's folder does not name, nor to one of 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal
 
-import msgspec
-
-from penstock.adapting.events import EVENTS, RunEvent
+from penstock.adapting.events import RunEvent, append_event
 from penstock.errors import InputError
 from penstock.plans.plan import Plan
 from penstock.plans.ranks import pairs_of
 from penstock.processes.burners import MAX_FACTOR, Burners, Steering, waited_ns
+from penstock.runtime.recovering.faults import PHASES, Fault, ask_fault
 from penstock.runtime.request import PACED, TIMED
 from penstock.runtime.run_folder import last_step, plan_of_run, read_request
 from penstock.runtime.run_lock import is_held
@@ -25,7 +27,7 @@ from penstock.runtime.telemetry.process_files import RankProcess, read_process
 from penstock.timing.asked import ask
 from penstock.timing.disturbance import DisturbanceChange
 
-__all__ = ["RunningRun", "changes_of", "disturb", "running"]
+__all__ = ["RunningRun", "changes_of", "disturb", "running", "strike"]
 
 SOON = 2
 """Steps after the last recorded one: the first that no rank can have begun."""
@@ -160,6 +162,23 @@ def _noted(target: RunningRun, change: DisturbanceChange, step: int) -> str:
         text = f"{change.subject} is no longer slowed down"
     cause = ("data", "compute", "link")[len(change.ranks)]
     event = RunEvent("disturbed", step, time.time(), text, cause, tuple(sorted(change.ranks)), change.factor)
-    with (target.folder / EVENTS).open("ab") as file:
-        file.write(msgspec.json.encode(event) + b"\n")
+    append_event(target.folder, event)
+    return text
+
+
+def strike(target: RunningRun, kind: Literal["kill", "freeze"], rank: int, phase: str, first: int | None) -> str:
+    """Kills or freezes the process of a rank: at once, or in a phase of a step, where it does so itself. What was done, in words."""
+    if rank not in target.processes:
+        here = ", ".join(map(str, sorted(target.processes)))
+        raise InputError(f"--{kind} names rank {rank}, which has no process of run '{target.folder}' here. It has: {here}.")
+    step, done = last_step(target.folder) + 1, {"kill": "killed", "freeze": "frozen"}[kind]
+    if first is not None and not step <= first <= target.last_step:
+        raise InputError(f"--from is {first}; run '{target.folder}' has steps {step} to {target.last_step} before it.")
+    if phase or first is not None:
+        ask_fault(target.folder, Fault(kind, rank, phase or PHASES[0], first or 0))
+        text = f"rank {rank} is {done} in {phase or PHASES[0]} of step {first or step} or soon after"
+    else:
+        os.kill(target.processes[rank].pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        text = f"rank {rank} is {done}"
+    append_event(target.folder, RunEvent("disturbed", step, time.time(), text, ranks=(rank,)))
     return text

@@ -15,7 +15,7 @@ from penstock.runtime.telemetry.steps import read_lines
 if TYPE_CHECKING:
     from penstock.adapting.deciding import Decision
 
-__all__ = ["EVENTS", "AlternativeTold", "RunEvent", "aborted", "asked", "decided", "moved", "noticed", "read_events"]
+__all__ = ["EVENTS", "AlternativeTold", "RunEvent", "aborted", "append_event", "asked", "decided", "moved", "noticed", "read_events"]
 
 EVENTS = "events.jsonl"
 
@@ -36,7 +36,7 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """One event; which fields it has follows from its kind."""
 
     event: str
-    """`noticed`, `decided`, `disturbed`, `asked`, `moved` or `aborted`."""
+    """`noticed`, `decided`, `disturbed`, `asked`, `moved`, `aborted`, `lost`, `replaced` or `shrunk`."""
     step: int
     """After which it was."""
     time_s: Annotated[float, msgspec.Meta(ge=0, le=1e11)]
@@ -129,6 +129,12 @@ def moved(step: int, time_s: float, moved_bytes: int, pause_s: float, remedy: st
 def aborted(step: int, time_s: float, error: PenstockError, request: str | None = None) -> RunEvent:
     """The run has stayed with its plan."""
     return RunEvent("aborted", step, time_s, f"the plan stays as it is: {error}", status=error.exit_status, request=request)
+
+
+def append_event(folder: str | Path, event: RunEvent) -> None:
+    """One more line, of another process than the run's first."""
+    with (Path(folder) / EVENTS).open("ab") as file:
+        file.write(msgspec.json.encode(event) + b"\n")
 
 
 def read_events(folder: str | Path, damaged: list[str] | None = None) -> Iterator[RunEvent]:

@@ -1,7 +1,7 @@
 """What could be done about slow devices, cheapest first, each with the plan it leads to, its time at measured speeds and what moving costs.
 
     nothing         the present plan
-    shares          other numbers of micro-batches for each replica; no state moves
+    shares          other parts of the samples for each replica, and for the dp ranks of each stage; no state moves
     cuts            other ops for each device group
     recomputation   other ops recomputed, with cuts that fit
     order           the slow group at another place of the pipeline
@@ -15,9 +15,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from penstock.adapting.holdings import Layouts
-from penstock.adapting.moves import moves
+from penstock.adapting.moves import Moves, moves
+from penstock.adapting.split_moves import split_moves
 from penstock.clusters import Cluster
 from penstock.costs.source import CostSource
 from penstock.costs.speeds import OpClass, SlowedCosts, Speeds
@@ -35,6 +37,8 @@ __all__ = ["Ladder", "Remedy", "Rung", "rung_between"]
 
 PAUSE_STEPS, PAUSE_LINK = 1.0, 1.5
 """A move stops training for so many steps, and for so many times what the busiest link needs."""
+_DIVIDED = 8
+"""Samples for each of several dp ranks, of which they can have unequal parts."""
 _SLOW = 1.05
 """From here on a device is one that others could relieve."""
 
@@ -109,18 +113,19 @@ class Ladder:
 
     def time_s(self, plan: Plan, speeds: Speeds) -> float:
         """One iteration of a plan at some speeds."""
-        return clocked(plan, self.estimator(speeds).estimate(plan)).time_s
+        return _timed(plan, self.estimator(speeds)).time_s
 
     def options(self, plan: Plan, speeds: Speeds, known: Iterable[Plan] = ()) -> tuple[Remedy, ...]:
         """The best plan of each kind of step, cheapest kind first; `known` are plans that the run has had."""
         estimator = self.estimator(speeds)
-        present = clocked(plan, estimator.estimate(plan))
+        present = _timed(plan, estimator)
         best: dict[Rung, tuple[float, Plan, Estimate]] = {}
-        for candidate in (*_candidates(plan, present, estimator, speeds, self.devices), *known):
+        candidates = (plan, *_candidates(plan, present, estimator, speeds, self.devices), *known)
+        for candidate in (one for each in candidates for one in _planned_for(each, speeds)):
             rung = rung_between(plan, candidate)
             if rung is Rung.NOTHING:
                 continue
-            found = clocked(candidate, estimator.estimate(candidate))
+            found = _timed(candidate, estimator)
             rank = found.time_s if found.fits else math.inf
             if rung not in best or rank < best[rung][0]:
                 best[rung] = rank, candidate, found
@@ -134,9 +139,25 @@ class Ladder:
         if rung is Rung.SHARES or problems:
             return Remedy(rung, new, found.time_s, refused=problems[0] if problems else _unfit(found))
         made = moves(plan, new, layouts=self.layouts, cluster=self.cluster)
-        pause_s = PAUSE_STEPS * step_s + PAUSE_LINK * made.time_s(estimator.cluster)
+        pause_s = PAUSE_STEPS * step_s + PAUSE_LINK * self._standing_s(plan, new, made, estimator.cluster)
         refused = _unfit(found) or made.unfit(self.cluster)
         return Remedy(rung, new, found.time_s, pause_s, made.num_bytes, refused)
+
+
+    def _standing_s(self, old: Plan, new: Plan, made: Moves, cluster: Cluster) -> float:
+        """How long training stands still while state travels: all of it, or what cannot travel while a step runs."""
+        return min(made.time_s(cluster), split_moves(old, new, made, self.layouts).pause_s(made, cluster))
+
+
+def _timed(plan: Plan, estimator: Estimator) -> Estimate:
+    """What a plan takes, by the clock. Of dynamic micro-batches it is known only that they could have one sample: dp ranks are timed with
+    some more, which can be divided."""
+    found, dp = clocked(plan, estimator.estimate(plan)), max(stage.degrees.dp for stage in plan.stages)
+    if plan.micro_batching.policy == "fixed" or dp == 1 or found.samples >= _DIVIDED * dp:
+        return found
+    wider = _with_batching(plan, samples=_DIVIDED * dp, max_tokens=None)
+    timed = clocked(wider, estimator.estimate(wider))
+    return found.with_times(timed.time_s, timed.pipeline_s)
 
 
 def _unfit(found: Estimate) -> str:
@@ -165,6 +186,22 @@ def _is_slow(speeds: Speeds, ranks: Sequence[int]) -> bool:
     return any(speeds.factor(rank, op_class) >= _SLOW for rank in ranks for op_class in OpClass)
 
 
+def _planned_for(plan: Plan, speeds: Speeds) -> Iterator[Plan]:
+    """The plan with micro-batches chosen, and divided among dp ranks, for these speeds. Fixed ones may as well be divided evenly: parts are
+    the same on all stages, of which perhaps one alone has a slow rank."""
+    divides = any(stage.degrees.dp > 1 for stage in plan.stages)
+    ranks = [rank for rank in plan.ranks if rank in speeds.ranks]
+    a, b, c = OpClass
+    slower = tuple((rank, (speeds.factor(rank, a), speeds.factor(rank, b), speeds.factor(rank, c))) for rank in ranks)
+    dynamic = plan.micro_batching.policy == "dynamic"
+    for own in [slower] if dynamic else [(), slower] if divides and slower else [()]:
+        yield plan if own == plan.micro_batching.slower else _with_batching(plan, slower=own)
+
+
+def _with_batching(plan: Plan, **fields: Any) -> Plan:
+    return replace(plan, micro_batching=replace(plan.micro_batching, **fields), predicted=None)
+
+
 def _with_shares(plan: Plan, estimator: Estimator) -> Iterator[Plan]:
     """Micro-batches dealt out one by one, each to the replica that would be done first."""
     samples, counts = micro_batches(plan)
@@ -181,7 +218,7 @@ def _with_shares(plan: Plan, estimator: Estimator) -> Iterator[Plan]:
     for _ in range(plan.global_batch // samples - plan.num_replicas):
         first = min(range(plan.num_replicas), key=lambda replica: ends_s(replica, shares[replica] + 1))
         shares[first] += 1
-    yield replace(plan, micro_batching=replace(batching, per_replica=tuple(shares)), predicted=None)
+    yield _with_batching(plan, per_replica=tuple(shares))
 
 
 def _reordered(plan: Plan, slow: Sequence[int], estimator: Estimator) -> Iterator[Plan]:

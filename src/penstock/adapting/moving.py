@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.adapting.moves import MAX_MOVE_BYTES, Move, Moves, moves
+from penstock.adapting.split_moves import GRADIENT
 from penstock.errors import InfeasibleError, InputError, PenstockError
 from penstock.models.modules.build import TORCH_DTYPES
 from penstock.plans.degrees import parts_of
@@ -36,7 +37,7 @@ from penstock.runtime.optimizing.optimizer import MASTER
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import TrainedState, adopt_state, held_pieces
 
-__all__ = ["MoveAbortedError", "move", "require_movable"]
+__all__ = ["MoveAbortedError", "MoveNote", "Mover", "all_kinds", "move", "move_rounds", "require_movable", "state_moves"]
 
 
 class MoveAbortedError(PenstockError):
@@ -44,7 +45,7 @@ class MoveAbortedError(PenstockError):
 
 
 @dataclass(frozen=True)
-class _Note:
+class MoveNote:
     """What a process tells all others before anything travels."""
 
     plan: Mapping[str, Any]
@@ -53,6 +54,8 @@ class _Note:
     kinds: Mapping[str, bool]
     """What its optimizer keeps for each weight, and whether that is one number; nothing on a rank without weights."""
     loss_scale: Mapping[str, Any] | None
+    update: tuple[float, float | None, bool] | None = None
+    """The last update: its rate, what gradients were multiplied by, if anything, and whether it was dropped; None: it has made none."""
 
 
 def move(rank: Rank, plan: Plan, step: int, prepare: Callable[[], object] = lambda: None) -> Moves:
@@ -63,7 +66,7 @@ def move(rank: Rank, plan: Plan, step: int, prepare: Callable[[], object] = lamb
     plan of other training, `InfeasibleError` where a device has no room to move, `MoveAbortedError` where a process failed: on all
     processes, and with the old plan in force as before.
     """
-    return _Mover(rank, plan, step, prepare).run()
+    return Mover(rank, plan, step, prepare).run()
 
 
 def require_movable(old: Plan, new: Plan, processes: Sequence[int]) -> Moves:
@@ -84,7 +87,12 @@ def require_movable(old: Plan, new: Plan, processes: Sequence[int]) -> Moves:
     return made
 
 
-class _Mover:
+def state_moves(old: Plan, new: Plan) -> bool:
+    """Whether plans differ in more than their micro-batches, so that processes have to hold other things, or otherwise."""
+    return replace(new, micro_batching=old.micro_batching, predicted=old.predicted, notes=old.notes) != old
+
+
+class Mover:
     """This process' part in one move."""
 
     def __init__(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object]) -> None:
@@ -97,42 +105,60 @@ class _Mover:
         self.arrived: list[TensorPiece] = []
 
     def run(self) -> Moves:
-        notes = [_Note(**told) for told in self._agreed(self._prepare)]
+        """All of a move that blocks training."""
+        notes = self._told(self._prepare)
+        if not state_moves(self.rank.plan, self.plan):
+            self.rank.share_out(self.plan)
+            return self.made
+        # Before the first step there are no moments to send.
+        self._transfer([one for one in self.made.boxes if one.kind in (WEIGHTS, MASTER, BUFFERS, *all_kinds(notes))])
+        self._adopt(notes)
+        return self.made
+
+    def _told(self, act: Callable[[], MoveNote]) -> list[MoveNote]:
+        """What each process tells, if all want the same."""
+        notes = [MoveNote(**told) for told in self._agreed(act)]
         if any((note.plan, note.step) != (notes[0].plan, notes[0].step) for note in notes):
             raise MoveAbortedError(f"processes were to move to different plans, or before different steps: "
                                    f"{[note.step for note in notes]}. Training goes on under the old plan.")  # fmt: skip
-        if self.plan == self.rank.plan:
-            return self.made
-        kinds = {kind: is_number for note in notes for kind, is_number in note.kinds.items()}
-        # Before the first step there are no moments to send.
-        self._transfer([one for one in self.made.boxes if one.kind in (WEIGHTS, MASTER, BUFFERS, *kinds)])
+        return notes
+
+    def _adopt(self, notes: Sequence[MoveNote]) -> None:
+        """Puts the new plan in force with what this process holds and what came."""
+        kinds = all_kinds(notes)
         # Exact ones first: a weight that a rank has, or gets, in half precision is its master rounded.
         pieces = sorted((*self.own, *self.arrived), key=lambda piece: piece.tensor.dtype != torch.float32)
         numbers = frozenset(kind for kind, is_number in kinds.items() if is_number)
         scale = next((note.loss_scale for note in notes if note.loss_scale is not None), None)
         adopt_state(self.rank, self.plan, TrainedState(PiecesInMemory(pieces), tuple(kinds), numbers, scale))
-        return self.made
 
-    def _prepare(self) -> _Note:
+    def _prepare(self) -> MoveNote:
         rank = self.rank
         if rank.groups.staged and any(part.degrees.tp > 1 for stage in self.plan.stages for part in parts_of(stage)):
             raise InputError("the new plan has tensor parallelism, for which ranks that share one GPU have no collectives. Use tp 1 there.")
-        # Of the optimizer that really runs, whatever the plans were priced for.
-        kind = rank.settings.optimizer.kind
-        old, new = replace(rank.plan, optimizer=kind), replace(self.plan, optimizer=kind)
-        rank.settings.require_suits(new.schedule)
-        self.made = require_movable(old, new, self.generation.members)
+        rank.settings.require_suits(self.plan.schedule)
+        self.made = require_movable(*self._plans(), self.generation.members)
         self.prepare()
+        return self._note()
+
+    def _plans(self) -> tuple[Plan, Plan]:
+        """The old one and the new one with the optimizer that really runs, whatever they were priced for."""
+        kind = self.rank.settings.optimizer.kind
+        return replace(self.rank.plan, optimizer=kind), replace(self.plan, optimizer=kind)
+
+    def _note(self) -> MoveNote:
+        """What this process holds now, and tells of it."""
+        rank = self.rank
         self.own = list(held_pieces(rank))
         kinds = {piece.name.partition("/")[0]: piece.shape == () for piece in self.own}
         scale = rank.update.scale if rank.world.rank >= 0 else None
         of_optimizer = {kind: is_number for kind, is_number in kinds.items() if kind not in (WEIGHTS, BUFFERS)}
-        return _Note(plan_to_dict(self.plan), self.step, of_optimizer, None if scale is None else asdict(scale))
+        return MoveNote(plan_to_dict(self.plan), self.step, of_optimizer, None if scale is None else asdict(scale))
 
     def _transfer(self, boxes: Sequence[Move]) -> None:
         """Returns once every process has what it needs."""
         source, coming = PiecesInMemory(self.own), list[TensorPiece]()
-        for some in _rounds(boxes):
+        for some in move_rounds(boxes):
             operations: list[dist.P2POp] = []
             self._agreed(partial(self._ready, some, source, operations, coming))
             for work in dist.batch_isend_irecv(operations) if operations else ():
@@ -140,21 +166,27 @@ class _Mover:
         self._agreed(lambda: self.arrived.extend(replace(piece, tensor=piece.tensor.to(self.rank.groups.device)) for piece in coming))
 
     def _ready(
-        self, some: Sequence[Move], source: PiecesInMemory, operations: list[dist.P2POp], coming: list[TensorPiece]
+        self, some: Sequence[Move], source: PiecesInMemory, operations: list[dist.P2POp], coming: list[TensorPiece], group: Any = None,
+        through: torch.device | None = None,
     ) -> None:  # fmt: skip
         """Fills what this process sends in a round, and makes room for what it receives."""
+        through = through or self.through
         for one in some:
             if self.generation.own not in (one.source, one.target):
                 continue
-            dtype = TORCH_DTYPES[self.rank.plan.precision] if one.kind == WEIGHTS else torch.float32
-            values = torch.empty([stop - start for start, stop in one.box], dtype=dtype, device=self.through)
+            values = torch.empty([stop - start for start, stop in one.box], dtype=self._dtype(one.kind), device=through)
             piece = TensorPiece(f"{WEIGHTS if one.kind == MASTER else one.kind}/{one.name}", one.shape, one.box, values)
             if one.source == self.generation.own:
                 source.load([piece])
-                operations.append(dist.P2POp(dist.isend, values, self.generation.members.index(one.target)))
+                operations.append(dist.P2POp(dist.isend, values, self.generation.members.index(one.target), group))
             else:
                 coming.append(piece)
-                operations.append(dist.P2POp(dist.irecv, values, self.generation.members.index(one.source)))
+                operations.append(dist.P2POp(dist.irecv, values, self.generation.members.index(one.source), group))
+
+    def _dtype(self, kind: str) -> torch.dtype:
+        """In which values of a kind travel."""
+        plan = self.rank.plan
+        return TORCH_DTYPES[plan.precision] if kind == WEIGHTS or (kind == GRADIENT and plan.gradients != "fp32") else torch.float32
 
     def _agreed(self, act: Callable[[], object]) -> list[Any]:
         """Acts; what the act returned on each process, as JSON has it. Raises on all if it failed on any: nobody goes on to wait for one
@@ -190,7 +222,12 @@ class _Mover:
         return [msgspec.json.decode(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
 
 
-def _rounds(boxes: Sequence[Move]) -> Iterator[list[Move]]:
+def all_kinds(notes: Sequence[MoveNote]) -> dict[str, bool]:
+    """What optimizers keep for each weight, and whether that is one number."""
+    return {kind: is_number for note in notes for kind, is_number in note.kinds.items()}
+
+
+def move_rounds(boxes: Sequence[Move]) -> Iterator[list[Move]]:
     """Moves in turn, in rounds in which no rank sends or receives more than `MAX_MOVE_BYTES`: they are begun together and waited for
     together, so that no two ranks can wait for each other in a circle."""
     found: list[Move] = []

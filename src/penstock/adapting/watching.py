@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.adapting.asking import MoveRequest, asked_for, withdraw
-from penstock.adapting.detecting import Cause, Change, Detector, StepFigures, Subject
+from penstock.adapting.detecting import REMEDIED, WARM_UP, Cause, Change, Detector, StepFigures, Subject
 from penstock.adapting.events import EVENTS, RunEvent, aborted, asked, decided, moved, noticed
 from penstock.adapting.link_probes import LinkProbes
 from penstock.adapting.moving import MoveAbortedError, move, require_movable
+from penstock.adapting.overlapping import OverlappedMove
 from penstock.errors import InfeasibleError, InputError, PenstockError
 from penstock.plans.capabilities import unsupported
 from penstock.plans.plan import Plan
@@ -40,6 +44,10 @@ if TYPE_CHECKING:
 __all__ = ["Watch", "move_run", "obey_run", "watch_run"]
 
 
+HOST_STEPS = 5
+"""Steps by the most of which it is judged whether a host is what holds its device up."""
+
+
 def watch_run(run: Run, *, moves: bool = False, notices: bool = True) -> StepWatcher:
     """The watcher of each process of a run: what `PlanTrainer` takes as `watching`. Nothing is noticed where ranks have to share processor
     cores, and slow each other down in turn."""
@@ -48,9 +56,11 @@ def watch_run(run: Run, *, moves: bool = False, notices: bool = True) -> StepWat
     probes = LinkProbes(run.rank, run.members) if notices else None
     if not run.is_first:
         return _Follower(notices, probes)
-    return Watch(
-        run.request.plan, run.request.out, members=run.members, anew=not run.first_step, moves=moves, notices=notices, probes=probes
+    found = Watch(
+        run.request.plan, run.request.out, members=run.members, anew=run.is_new, moves=moves, notices=notices, probes=probes
     )  # fmt: skip
+    found.forget_request(run.first_step, goes_on=run.goes_on)
+    return found
 
 
 def move_run(run: Run) -> StepWatcher:
@@ -68,8 +78,11 @@ class _Follower:
 
     def __init__(self, measures: bool, probes: LinkProbes | None = None) -> None:
         self.measures, self._probes = measures, probes
+        self.exact = False
         self._made: Moves | None = None
         """What travelled in the last move."""
+        self._begun: OverlappedMove | None = None
+        """A move that goes on beside a step."""
 
     def after(self, step: int, ranks: Mapping[int, RankFigures]) -> Sequence[str]:
         if self._probes is not None:
@@ -79,10 +92,32 @@ class _Follower:
     def order(self, step: int) -> Plan | None:
         return None
 
+    def begin(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object]) -> bool:
+        """Whether all processes have begun to send while the step runs. What speaks against it speaks against `move` too."""
+        begun = OverlappedMove(rank, plan, step + 1, prepare)
+        with suppress(InputError, InfeasibleError, MoveAbortedError):
+            if begun.begin():
+                self._begun = begun
+        return self._begun is not None
+
+    def finish(self, step: int) -> bool:
+        """Whether all processes have moved."""
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        return self._carried_out(step, begun.finish)
+
+    def cancel(self) -> None:
+        if self._begun is not None:
+            self._begun.cancel()
+        self._begun = None
+
     def move(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object]) -> bool:
         """Whether all processes have moved."""
+        return self._carried_out(step, lambda: move(rank, plan, step, prepare))
+
+    def _carried_out(self, step: int, act: Callable[[], Moves]) -> bool:
         try:
-            self._made = move(rank, plan, step, prepare)
+            self._made = act()
         except (InputError, InfeasibleError, MoveAbortedError) as error:  # raised on all, with the old plan in force
             self._stayed(step, error)
             return False
@@ -112,20 +147,35 @@ class Watch(_Follower):
             self._subjects[Cause.LINK] = probes.subjects
         self._detector = Detector(self._subjects)
         self._adapter: Adapter | None = None
+        self._host_bound: deque[set[int]] = deque(maxlen=HOST_STEPS)
+        """Ranks whose hosts issued passes no sooner than they were needed, in the last steps."""
+        self._slow_hosts: set[int] = set()
+        """Ranks that were told to be slow by their hosts."""
         self._decision: Decision | None = None
         """What is to be carried out, if nothing else is asked for."""
         self._request: MoveRequest | None = None
         """What somebody has asked for, and can have."""
         self._left: dict[int, float] = {}
         """Ranks that the plan in force leaves without work: how slow each was when it was left."""
+        self._steps_until_due = max(WARM_UP) + 1 if plan.micro_batching.slower else 0
+        """A plan that a run before had for slow ranks is thought over when they must have been noticed, should they still be slow."""
         self._told: tuple[bool, str] = False, "nothing"
         """Of the last decision that was written."""
         self._undecided = False
         """Whether it turned out that plans of this kind cannot be compared."""
-        withdraw(out)  # of a run that has ended
         if anew:
             (self._out / EVENTS).unlink(missing_ok=True)
         self._events: LineLog | None = LineLog(self._out / EVENTS) if notices else None
+
+    def forget_request(self, step: int, *, goes_on: bool) -> None:
+        """What was asked for before is not done: of a run that has ended, or (`goes_on`) of this one before a process died of it."""
+        try:
+            found = asked_for(self._out) if goes_on else None
+        except PenstockError:  # it was none
+            found = None
+        if found is not None:
+            self._stayed(step, MoveAbortedError("a process died before the move. Ask for it again."), found)
+        withdraw(self._out)
 
     def _log(self, event: RunEvent) -> None:
         self._events = self._events or LineLog(self._out / EVENTS)
@@ -135,7 +185,8 @@ class Watch(_Follower):
         """Ranks have measured this in a step; what to say about it."""
         if not self.measures:
             return ()
-        changes = self._detector.add(step, _figures(ranks, self._plan, self._left))
+        self._host_bound.append({rank for rank, own in ranks.items() if own.is_host_bound})
+        changes = [self._attributed(change) for change in self._detector.add(step, _figures(ranks, self._plan, self._left))]
         if self._probes is not None and (messages := self._probes.after(step, ranks)) is not None:
             changes += self._probes.told(self._detector, messages)
         events = [noticed(change, time.time()) for change in changes]
@@ -143,10 +194,21 @@ class Watch(_Follower):
             self._log(event)
         return [*(event.text + "." for event in events), *self._decide(step, changes)]
 
+    def _attributed(self, change: Change) -> Change:
+        """A rank whose passes take longer because its host issues them no faster is slow by its host, until it is told to be fast again."""
+        if change.cause is not Cause.COMPUTE:
+            return change
+        (rank,) = change.subject
+        bound = 2 * sum(rank in ranks for ranks in self._host_bound) > len(self._host_bound)
+        if change.factor > change.before:
+            (self._slow_hosts.add if bound else self._slow_hosts.discard)(rank)
+        return replace(change, cause=Cause.HOST) if rank in self._slow_hosts else change
+
     def _decide(self, step: int, changes: Sequence[Change]) -> Sequence[str]:
         """Writes down what is, or would be, done, where that is new; a note where nobody can say."""
-        slower = [change for change in changes if change.cause in (Cause.COMPUTE, Cause.LINK)]
-        if self._undecided or self._decision is not None or not (slower or self._adapter):
+        slower = [change for change in changes if change.cause in REMEDIED]
+        self._steps_until_due -= 1
+        if self._undecided or self._decision is not None or not (slower or self._adapter or self._steps_until_due == 0):
             return ()
         try:
             self._adapter = self._adapter or self._new_adapter()
@@ -175,7 +237,10 @@ class Watch(_Follower):
 
     def order(self, step: int) -> Plan | None:
         """What was asked for, or decided."""
+        if self._begun is not None:
+            return None
         self._hear(step)
+        self.exact = self._request is not None and self._request.at > 0
         if self._request is not None:
             return self._request.wanted() if self._request.at <= step else None
         return None if self._decision is None else self._decision.chosen.plan

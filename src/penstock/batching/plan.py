@@ -13,6 +13,7 @@ import msgspec
 from penstock.errors import InputError
 from penstock.files import read_json
 from penstock.models.micro_batch import MicroBatch
+from penstock.notebooks import Shown
 from penstock.schedules.actions import Schedule, format_schedule, parse_schedule
 
 __all__ = ["VERSION", "BatchPlan", "ReplicaBatch", "SampleLengths", "read_batch_plan"]
@@ -54,7 +55,7 @@ class ReplicaBatch:
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class BatchPlan(Shown):
     """One global batch, planned."""
 
     replicas: tuple[ReplicaBatch, ...]

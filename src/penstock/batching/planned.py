@@ -22,6 +22,7 @@ from penstock.plans.degrees import DegreeRun, algos_of, parts_of, recomputed_in
 from penstock.timing.estimate import Estimator
 from penstock.timing.messages import cut_times_s, slowdown, tp_group_of
 from penstock.timing.pass_times import OpSlice, pass_grid_s
+from penstock.timing.pipeline import dp_shares
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster, Device
@@ -123,7 +124,8 @@ class _Source:
         ranks = stage.devices[replica]
         groups = [tp_group_of(self.cluster, ranks, part.tp) for part in parts_of(stage)]
         runs = [(run.first - stage.first, run.last - stage.first, run.tp, run.dp, run.algo) for run in stage.runs]
-        return ops, patterns, stage.degrees, stage.sequence_parallel, runs, sorted({device.name for device in self._kinds(ranks)}), groups
+        kinds, shares = sorted({device.name for device in self._kinds(ranks)}), dp_shares(self.plan, replica, stage.degrees.dp)
+        return ops, patterns, stage.degrees, stage.sequence_parallel, runs, kinds, groups, shares
 
     def _kinds(self, ranks: Sequence[int]) -> list[Device]:
         return list({device.name: device for device in map(self.cluster.device, ranks)}.values())
@@ -150,7 +152,7 @@ class _Source:
             total = np.zeros_like(worst)
             for part in parts_of(stage):
                 own, algos = recomputed_in(stage, part, mode), algos_of(stage, part)
-                shapes = [_share(layout, part.dp, *point) for point in points]
+                shapes = [_share(layout, self._parts(stage, part, replica, device), *point) for point in points]
                 sequence = self._estimator.by_rows(stage, part.tp)
                 total[:, :2] += self._times(part, shapes, algos, own, device, ranks, sequence)
                 held, up, down = self._bytes(part, shapes, algos, own, device, sequence).T * (1 + SLACK)
@@ -159,6 +161,13 @@ class _Source:
                 total[:, 2] += held
             worst = np.maximum(worst, total)
         return worst
+
+    def _parts(self, stage: Stage, part: DegreeRun, replica: int, device: Device) -> float:
+        """Into how many parts, as large as the largest of a device of this kind, ranks divide the samples."""
+        shares = dp_shares(self.plan, replica, part.dp)
+        ranks = enumerate(stage.devices[replica])
+        own = [shares[at // part.tp] for at, rank in ranks if self.cluster.device(rank) == device] if shares else []
+        return sum(shares) / max(own) if own else part.dp
 
     def _times(
         self, part: DegreeRun, shapes: list[Shape], algos: tuple[int, ...], again: frozenset[int], device: Device, ranks: Sequence[int],
@@ -264,9 +273,9 @@ def _as_rows(shape: Shape) -> tuple[float, float, float]:
     return shape.tokens / max(length, 1), length, dec_length
 
 
-def _share(layout: Layout, dp: int, x: float, y: float, z: float) -> Shape:
-    """What one of dp ranks gets of the micro-batch at a point of the grid."""
+def _share(layout: Layout, parts: float, x: float, y: float, z: float) -> Shape:
+    """What a rank gets of the micro-batch at a point of the grid that is divided into so many parts."""
     if layout == "padded":
-        return Shape.padded(-(-int(x) // dp), int(y), int(z))
-    tokens, length = max(1, round(x / dp)), max(1, round(y))
+        return Shape.padded(math.ceil(x / parts - 1e-9), int(y), int(z))
+    tokens, length = max(1, round(x / parts)), max(1, round(y))
     return Shape(max(1, round(tokens / length)), tokens, tokens * length, layout="packed")

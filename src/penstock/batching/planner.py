@@ -57,16 +57,17 @@ def plan_batch(
 def costs_for(plan: Plan, longest: int, longest_dec: int = 0, costs: str = "", memory_limit_bytes: float = math.inf) -> PipelineCosts:
     """What micro-batches of samples up to these lengths cost under a plan; worth keeping, since many batches can be planned from it.
 
-    `costs` names the source, the plan's own if empty.
+    `costs` names the source, the plan's own if empty. Ranks are as slow as the plan says (`micro_batching.slower`).
     """
     from penstock.batching.planned import planned_costs
     from penstock.costs.sources import open_costs
     from penstock.plans.references import cluster_of, model_of
     from penstock.plans.validity import require_valid
+    from penstock.timing.pipeline import at_plan_speeds
 
     model, cluster = model_of(plan), cluster_of(plan)
     require_valid(plan, model, cluster)
-    source = open_costs(costs or plan.costs, cluster)
+    source = at_plan_speeds(open_costs(costs or plan.costs, cluster), plan)
     return planned_costs(plan, model, cluster, source, longest, longest_dec, memory_limit_bytes=memory_limit_bytes)
 
 

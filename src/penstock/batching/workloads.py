@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.batching.costs import PipelineCosts
+from penstock.batching.costs import QUANTITIES, PipelineCosts
 from penstock.models.micro_batch import MicroBatch
 from penstock.timing.workload import Floats, Workload, workload_of
 
@@ -17,7 +17,7 @@ def batch_workload(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], re
     """What one replica runs; sends of a device take turns, as the planner of batches assumes."""
     chosen = _chosen(costs, micro_batches, replica)  # [stages, micro-batches, quantities]
     forward_s, backward_s, stored, peak, other_peak, backward_peak = np.moveaxis(chosen, 2, 0)
-    tokens = np.array([[1.0, batch.shape().tokens, batch.shape().dec_tokens] for batch in micro_batches])
+    tokens = np.array([[1.0, batch.shape().tokens, batch.shape().dec_tokens] for batch in micro_batches]).reshape(-1, 3)
     backward = np.maximum(0.0, backward_peak - stored)
     return workload_of(
         np.stack([forward_s, backward_s]),
@@ -48,11 +48,11 @@ def batch_durations_s(costs: PipelineCosts, micro_batches: Sequence[MicroBatch],
 def _chosen(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: int) -> Floats:
     """Costs of each micro-batch on each stage in the mode it runs in there."""
     classes = costs.stage_class[replica]
-    found = []
+    found: list[Floats] = []
     for batch in micro_batches:
         shape = batch.shape()
         padded = (batch.num_rows, batch.row_length, batch.dec_row_length)
         point = padded if batch.layout == "padded" else (shape.tokens, shape.squares / max(shape.tokens, 1), 0)
         modes = np.array(batch.recompute or [0] * len(classes))
         found.append(costs.of_layout(batch.layout).at(*point)[classes, modes])
-    return np.stack(found, axis=1)
+    return np.stack(found, axis=1) if found else np.zeros((len(classes), 0, len(QUANTITIES)))

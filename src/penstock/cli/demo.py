@@ -35,7 +35,7 @@ def demo(
     json: JsonFlag = False,
 ) -> None:
     """Measure a small GPT on this machine's processor, find a plan for two processes, explain it, and train with it for a few steps; then
-    let a device of another run become slow, and see the run move away from it. Needs no GPU; about two minutes.
+    let a device of another run become slow, and see the run move away from it; both as a page to look at. Needs no GPU; about two minutes.
 
     A second run uses the profile of the first.
 
@@ -52,13 +52,15 @@ def demo(
         _explain(found, folder)
     losses = _trained(folder, json)
     events = _moved(folder, json)
+    page = _reported(folder)
     if json:
         from penstock.cli.plan_words import choice_row
 
         rows = [choice_row(choice) for choice in found]
-        print_json({"profile": folder / "profile.json", "plan": folder / "plan.json", "plans": rows, "losses": losses, "events": events})
+        files = {"profile": folder / "profile.json", "plan": folder / "plan.json", "report": page}
+        print_json({**files, "plans": rows, "losses": losses, "events": events})
         return
-    _tell(folder)
+    _tell(folder, page)
 
 
 def _trained(folder: Path, quiet: bool) -> list[float]:
@@ -118,6 +120,15 @@ def _moved(folder: Path, quiet: bool) -> list[str]:
     return [event.text for event in found]
 
 
+def _reported(folder: Path) -> Path:
+    """The page of both runs: what they did, measured, above what was predicted of them."""
+    from penstock.files import write_text
+    from penstock.reports.report import report_of
+
+    write_text(folder / "report.html", report_of([folder / "run", folder / "moving"]).html())
+    return folder / "report.html"
+
+
 def _prepared(path: Path) -> Path:
     """The bundled texts with a tokenizer trained on them, made once."""
     from penstock.data.bundled import bundled_files
@@ -160,10 +171,11 @@ def _explain(found: list[Choice], folder: Path) -> None:
     show_estimate(str(plan), best.estimate)
 
 
-def _tell(folder: Path) -> None:
+def _tell(folder: Path, page: Path) -> None:
     plan = folder / "plan.json"
     say(
         "",
+        f"open {page} in a browser to see both runs: their timelines, what was predicted of them, and how the second one moved.",
         f"measured costs are in {folder / 'profile.json'}, the best plan in {plan}. What to try next:",
         f"  penstock check {plan}",
         f"  penstock search --model {_MODEL} --cluster 4xcpu --global-batch 32 --costs profile:{folder / 'profile.json'}",

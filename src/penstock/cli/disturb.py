@@ -1,4 +1,4 @@
-"""`penstock disturb`: slow down a run that goes on, to see what it makes of it."""
+"""`penstock disturb`: slow down a run that goes on, or kill and freeze its ranks, to see what it makes of it."""
 
 from __future__ import annotations
 
@@ -26,32 +26,55 @@ def disturb(
     data: Annotated[
         float | None, typer.Option(metavar="FACTOR", help="Loading samples takes so many times as long as computing with them.")
     ] = None,
+    kill: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RANK[@PHASE]", help="Kill this rank, at once or in a phase (forward, backward, update …); repeatable."),
+    ] = None,
+    freeze: Annotated[list[str] | None, typer.Option(metavar="RANK[@PHASE]", help="Stop this rank as SIGSTOP does; repeatable.")] = None,
     first: Annotated[
-        int | None, typer.Option("--from", metavar="STEP", callback=within(0, BIG), help="The first slower step; soon if not given.")
+        int | None, typer.Option("--from", metavar="STEP", callback=within(0, BIG), help="The first such step; soon if not given.")
     ] = None,
     steps: Annotated[
         int, typer.Option(metavar="N", callback=within(0, BIG), help="How many steps are slower; until the run ends if not given.")
     ] = 0,
 ) -> None:
-    """Slow down ranks, links or data loading of a run that goes on.
+    """Slow down ranks, links or data loading of a run that goes on, or kill and freeze its ranks.
 
     Timed and paced devices slow down by themselves. Beside ranks on a processor or a GPU, processes that keep it busy run until the run
     ends, --steps are over, or Ctrl-C; their share of it is steered so that the factor is about met. Only timed and paced devices have
     links and data loading that can be slowed.
 
     Example: penstock disturb run --slow 3=1.5 --steps 100
+
+    Example: penstock disturb run --kill 1@backward
     """
-    if not slow and not link and data is None:
-        raise InputError("there is nothing to slow down. Give --slow 3=1.5, --link 0-1=4 or --data 2.")
-    from penstock.adapting.disturbing import changes_of, running
+    slows = bool(slow or link or data is not None)
+    if not slows and not kill and not freeze:
+        raise InputError("there is nothing to do. Give --slow 3=1.5, --link 0-1=4, --data 2, --kill 1 or --freeze 1.")
+    from penstock.adapting.disturbing import changes_of, running, strike
     from penstock.adapting.disturbing import disturb as begin
 
     links = dict(map(_link, link or []))
+    strikes = [("kill", *_struck("kill", text)) for text in kill or []] + [("freeze", *_struck("freeze", text)) for text in freeze or []]
     target = running(run)
+    for kind, rank, phase in strikes:
+        out().print(strike(target, kind, rank, phase, first), markup=False, highlight=False, soft_wrap=True)  # type: ignore[arg-type]
+    if not slows:
+        return
     changes = changes_of(target, slower_ranks(slow or []), links, data, first, steps)
     if not target.clocked:
         err().print("keeping devices busy; Ctrl-C ends it", markup=False)
     begin(target, changes, lambda text: out().print(text, markup=False, highlight=False, soft_wrap=True))
+
+
+def _struck(option: str, text: str) -> tuple[int, str]:
+    """The rank and the phase of `1@backward`."""
+    from penstock.runtime.recovering.faults import PHASES
+
+    rank, _, phase = text.partition("@")
+    if not re.fullmatch("[0-9]{1,9}", rank) or (phase not in PHASES and phase != "") or text.endswith("@"):
+        raise InputError(f"--{option} is '{text}'; a rank such as 1 was expected, or 1@backward. Phases: {', '.join(PHASES)}.")
+    return int(rank), phase
 
 
 def _link(text: str) -> tuple[tuple[int, int], float]:

@@ -135,13 +135,14 @@ def _what_if(path: Path, costs: str | None, quiet: bool) -> tuple[list[Rival], l
     from penstock.plans.references import cluster_of
     from penstock.plans.schema import read_plan
     from penstock.search import Choice, found_beside, relaxed, request_of, rivals
+    from penstock.search.what_if import BUDGET_S
 
     plan = read_plan(path)
     request = request_of(plan, open_costs(costs or plan.costs, cluster_of(plan)))
     own = Choice.of(plan, request.estimator.estimate(plan), "exact").clocked()
     with progress("other plans", quiet=quiet) as bar:
-        found = found_beside(request, tell=lambda text: bar.describe(f"other plans: {text}"))
-        rows = relaxed(request, [own, *found[:1]], tell=lambda change: bar.describe(f"what if: {change}"))
+        found = found_beside(request, BUDGET_S, lambda text: bar.describe(f"other plans: {text}"))
+        rows = relaxed(request, [own, *found[:1]], BUDGET_S, lambda change: bar.describe(f"what if: {change}"))
     return rivals(own, found), rows
 
 

@@ -17,7 +17,7 @@ __all__ = ["report"]
 def report(
     sources: Annotated[
         list[Path],
-        typer.Argument(metavar="SOURCE...", help="Plans, search records, batches, folders of `pareto` or of runs; any together."),
+        typer.Argument(metavar="SOURCE...", help="Plans, search records, batches, programs, folders of `pareto` or of runs; any together."),
     ],
     path: Annotated[Path, typer.Option("--out", callback=file_to_write, help="The page to write.")] = Path("report.html"),
     against: Annotated[list[Path] | None, typer.Option(help="Another plan or run, to compare with; may be given again.")] = None,

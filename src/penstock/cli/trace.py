@@ -39,14 +39,13 @@ def trace(
 
     Example: penstock trace run --steps 20-24 --out trace.json
     """
-    from penstock.plans.schema import read_plan
-    from penstock.runtime.run_folder import plan_of_run, plans_of_run
-    from penstock.runtime.run_predictions import plan_in_force
+    from penstock.runtime.run_folder import plan_of_run
+    from penstock.runtime.run_predictions import kept_plans, plan_in_force
     from penstock.runtime.telemetry.spans_reader import read_run
     from penstock.runtime.telemetry.spans_trace import write_trace
 
     plan_of_run(run)
-    plans = {first: read_plan(file) for first, file in plans_of_run(run).items()}
+    plans = kept_plans(run)
     ranks = read_run(run, {rank for plan in plans.values() for rank in plan.ranks})
     known = sorted({step for one in ranks for step in one.iterations})
     chosen = _chosen(steps, known, run)

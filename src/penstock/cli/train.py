@@ -71,12 +71,21 @@ def train(
         typer.Option(metavar="RANK=FACTOR", help="With timed and paced devices: this rank takes so many times as long; repeatable."),
     ] = None,
     disturb: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With timed and paced devices: what slows them down, and at which steps (YAML).")
+        Path | None,
+        typer.Option(metavar="FILE", help="What slows timed and paced devices down, or strikes ranks, and at which steps (YAML)."),
     ] = None,
     adapt: Annotated[
         str,
         typer.Option(metavar="off|watch|move", help="watch: notice slow ranks, say what could be done (`penstock events`); move: do it."),
     ] = "watch",
+    on_death: Annotated[
+        str,
+        typer.Option(metavar="end|recover", help="When a rank dies or freezes: end, or go on with another process in its place."),
+    ] = "end",
+    copies: Annotated[
+        int,
+        typer.Option(metavar="STEPS", callback=within(0, BIG), help="With recover: steps between copies to go on from; 0: none."),
+    ] = 10,
     share_gpus: Annotated[
         bool, typer.Option("--share-gpus", help="Let several ranks run on one GPU, each with its part under MPS.")
     ] = False,
@@ -184,7 +193,8 @@ _FIELDS = {
     "model": "model.source", "weights": "model.weights", "data": "data.path", "tokenizer": "data.tokenizer", "path": "out",
     "cluster": "plan.cluster", "costs": "plan.costs", "tokens_per_batch": "plan.tokens_per_batch", "steps": "train.steps", "lr": "train.lr",
     "warmup": "train.warmup", "clip": "train.clip", "on_nan": "train.on_nan", "seed": "train.seed", "deterministic": "train.deterministic",
-    "eval_every": "train.eval_every", "device": "train.device", "adapt": "train.adapt", "share_gpus": "train.share_gpus",
+    "eval_every": "train.eval_every", "device": "train.device", "adapt": "train.adapt",
+    "on_death": "train.on_death", "copies": "train.copies", "share_gpus": "train.share_gpus",
     "reserve_memory": "train.reserve_memory", "planners": "train.planners", "budget_steps": "train.budget_steps", "store": "train.store",
     "store_timeout": "train.store_timeout", "torch_profile": "train.torch_profile", "checkpoint_every": "save.every", "keep": "save.keep",
 }  # fmt: skip
@@ -255,7 +265,7 @@ def _interrupted(result: TrainResult, steps: int, go_on: str) -> Interrupted:
 
 _LEARNING = (
     "share_gpus", "reserve_memory", "lr", "warmup", "clip", "on_nan", "eval_every", "checkpoint_every", "keep", "resume",
-    "weights", "torch_profile", "deterministic", "adapt",
+    "weights", "torch_profile", "deterministic", "adapt", "on_death", "copies",
 )  # fmt: skip
 """Options that ask for what only devices that compute can give."""
 
@@ -277,7 +287,8 @@ def _disturbance(slow: list[str], path: Path | None) -> Disturbance:
         return whole_run
     from penstock.timing.disturbance_file import read_disturbance
 
-    return Disturbance((*whole_run.changes, *read_disturbance(path).changes))
+    story = read_disturbance(path)
+    return Disturbance((*whole_run.changes, *story.changes), story.strikes)
 
 
 def _check(reserve_memory: float, adapt: str) -> None:

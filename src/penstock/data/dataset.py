@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import io
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,9 @@ from penstock.data.limits import NO_LIMITS, Limits
 from penstock.data.manifest import DataManifest, read_manifest
 from penstock.data.mixture import Mixture, Task
 from penstock.errors import InputError, near_misses
+from penstock.files import readable_bytes
 
-__all__ = ["BERT_PARTS", "DataSet", "open_data"]
+__all__ = ["BERT_PARTS", "DataSet", "lengths_file", "open_data"]
 
 BERT_PARTS = ("segments", "masked_positions", "masked_ids")
 """Ragged parts of BERT samples beside `input`."""
@@ -48,6 +52,8 @@ class DataSet:
 
     def check(self) -> None:
         """Refuses files of which some sample cannot be read."""
+        if self.manifest.lengths_only:
+            raise InputError(f"'{self.folder}' keeps the lengths of samples alone, for reports of its run. Give the data themselves.")
         for part in self.ragged.values():
             part.check()
 
@@ -84,6 +90,10 @@ def open_data(folder: str | Path, split: str = "train") -> DataSet:
     manifest = read_manifest(folder)
     if split not in manifest.splits:
         raise InputError(f"data '{folder}' has no split '{split}'. {near_misses(split, manifest.splits)}")
+    if manifest.lengths_only:
+        sides = manifest.sides if manifest.kind != "images" else []
+        kept = {side: IndexedTokens.of_lengths(folder, _kept(lengths_file(folder, split, side))) for side in sides}
+        return DataSet(folder, split, manifest, kept, {})
     names = (*manifest.sides, *(BERT_PARTS if manifest.kind == "bert" else ())) if manifest.kind != "images" else ()
     ragged = {name: IndexedTokens.open(folder / f"{split}_{name}") for name in names}
     fixed = {name: _open_array(folder / f"{split}_{name}.npy") for name in _fixed_names(manifest)}
@@ -92,6 +102,19 @@ def open_data(folder: str | Path, split: str = "train") -> DataSet:
         if size != manifest.splits[split].samples:
             raise InputError(f"'{folder}/{split}_{name}' has {size} samples, data.json says {manifest.splits[split].samples}.")
     return DataSet(folder, split, manifest, ragged, fixed)
+
+
+def lengths_file(folder: Path, split: str, side: str) -> Path:
+    """Where a folder without contents has the lengths of a side."""
+    return folder / f"{split}_{side}.lengths.npy.gz"
+
+
+def _kept(path: Path) -> Array:
+    try:
+        found: Array = np.load(io.BytesIO(gzip.decompress(readable_bytes(path, "lengths"))), allow_pickle=False)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise InputError(f"lengths '{path}' cannot be read: {error}.") from None
+    return found
 
 
 def _fixed_names(manifest: DataManifest) -> tuple[str, ...]:

@@ -66,6 +66,11 @@ class IndexedTokens:
             raise InputError(f"token file '{prefix}.bin' has {len(tokens)} bytes, but its index ends at {expected}: it was cut short.")
         return cls(prefix, lengths, places, documents, tokens[: len(tokens) // dtype.itemsize * dtype.itemsize].view(dtype))
 
+    @classmethod
+    def of_lengths(cls, prefix: Path, lengths: Ints) -> IndexedTokens:
+        """Sequences of which only the lengths are known."""
+        return cls(prefix, lengths, np.zeros(len(lengths), np.int64), np.zeros(0, np.int64), np.zeros(0, np.uint16))
+
     def check(self) -> None:
         """Refuses an index with a sequence outside of its token file; touches every length and place, as opening does not."""
         size = self.dtype.itemsize

@@ -16,6 +16,7 @@ from penstock.data.planners import BatchSource, PlannerPool, open_entry
 from penstock.data.planning import ProgramPlanner
 from penstock.data.samples import LoadedProgram, Samples
 from penstock.errors import InputError
+from penstock.plans.references import cluster_of
 from penstock.stores import Job, Store, StoreError, open_store
 from penstock.stores.addresses import job_from_environment
 
@@ -221,7 +222,7 @@ class _Feed:
 
 
 def _member(rank: int, planner: ProgramPlanner) -> int:
-    """The rank, if the planner's plan has it, or leaves it out."""
-    if not 0 <= rank <= planner.plan.ranks[-1]:
-        raise InputError(f"the plan has no rank {rank}; it has {len(planner.plan.ranks)}.")
+    """The rank, if the planner's plan has it, or leaves that device of its cluster out."""
+    if rank not in planner.plan.ranks and not 0 <= rank < (devices := cluster_of(planner.plan).num_devices):
+        raise InputError(f"the plan has no rank {rank}, nor has its cluster of {devices} such a device.")
     return rank

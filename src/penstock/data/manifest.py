@@ -50,6 +50,8 @@ class DataManifest(msgspec.Struct, frozen=True):
     classes: list[str] = []
     counts: dict[str, int] = {}
     """Samples read, and dropped for each reason."""
+    lengths_only: bool = False
+    """Whether the folder keeps what planning needs, and no contents (`kept_lengths.py`)."""
     version: int = _VERSION
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -25,6 +25,7 @@ from penstock.data.limits import NO_LIMITS, Limits
 from penstock.data.planning import PlanningError, ProgramPlanner, describe_samples
 from penstock.errors import InputError
 from penstock.processes.fork_server import FORKED, await_parent, start_process
+from penstock.processes.states import is_stopped
 from penstock.stores import Job, Store, StoreError, open_store
 
 if TYPE_CHECKING:
@@ -230,7 +231,11 @@ class PlannerPool:
             raise InputError(f"planners {first} to {first + own - 1} were asked for here, of {count} in all.")
         self._source, self._address, self._count, self._hang_s = source, address, count, hang_s
         self._watches = {index: FORKED.Array("d", 3) for index in range(first, first + own)}
+        self._stopped = Counter[int]()
+        """How often in a row each was found stopped."""
         self.num_replaced = 0
+        self.on_replaced: Callable[[int, str], None] = lambda step, text: None
+        """Is told of the iteration at which a planner was lost, and how, in the pool's thread."""
         self._begin(planner, job)
 
     def _begin(self, planner: ProgramPlanner, job: Job) -> None:
@@ -242,11 +247,12 @@ class PlannerPool:
         self._thread = threading.Thread(target=self._supervise, name="planners", daemon=True)
         self._thread.start()
 
-    def adopt(self, step: int, planner: ProgramPlanner) -> None:
+    def adopt(self, step: int, planner: ProgramPlanner) -> Job:
         """Plans for another plan from iteration `step` on. What was planned ahead for the one before is left alone: ranks that adopt the
-        plan read the job's next generation, and the job's owner deletes the keys of all of them at the end."""
+        plan read the job's next generation, and the job's owner deletes the keys of all of them at the end. Returns that generation."""
         self.stop()
         self._begin(planner, self._job.adopted(step, len(planner.plan.ranks)))
+        return self._job
 
     @property
     def process_ids(self) -> list[int]:
@@ -274,11 +280,11 @@ class PlannerPool:
         return start_process(f"planner {index}", run_planner, *arguments)
 
     def _supervise(self) -> None:
-        """Sleeps until a planner ends, until the busiest might be hanging, or until it is told to stop."""
+        """Sleeps until a planner ends, until it is time to look whether one hangs, or until it is told to stop."""
         done: set[int] = set()
         while True:
             alive = {self._processes[index].sentinel: index for index in self._processes if index not in done}
-            ready = wait([self._wake, *alive], timeout=self._until_a_hang())
+            ready = wait([self._wake, *alive], timeout=min(_BEAT_S, self._until_a_hang()))
             if self._wake in ready:
                 return
             for sentinel, index in alive.items():
@@ -293,6 +299,7 @@ class PlannerPool:
                 if process.exitcode != 0 and (process.exitcode == _NO_STORE or self._may_replace(index, step, how)):
                     self._processes[index] = self._start(index)
                     self.num_replaced += 1
+                    self.on_replaced(step, f"planner {index} {how}, and another plans in its place")
                 else:
                     done.add(index)
                     self._watches[index][:] = _NOTHING
@@ -303,9 +310,10 @@ class PlannerPool:
         return max(0.05, min(since, default=time.monotonic()) + self._hang_s - time.monotonic())
 
     def _hangs(self, index: int) -> bool:
-        """Whether it is at one iteration for too long, or shows no life at all."""
-        now = time.monotonic()
-        return any(moment and now - moment > self._hang_s for moment in self._watches[index][_BUSY:])
+        """Whether it is at one iteration for too long, shows no life at all, or was stopped by a signal."""
+        now, pid = time.monotonic(), self._processes[index].pid
+        self._stopped[index] = self._stopped[index] + 1 if pid and is_stopped(pid) else 0
+        return self._stopped[index] > 1 or any(moment and now - moment > self._hang_s for moment in self._watches[index][_BUSY:])
 
     def _may_replace(self, index: int, step: int, what: str) -> bool:
         """Whether another try makes sense; if not, the ranks are told."""

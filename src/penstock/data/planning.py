@@ -135,9 +135,10 @@ class ProgramPlanner:
         from penstock.costs.sources import open_costs
         from penstock.plans.references import cluster_of
         from penstock.programs.durations import priced_weights
+        from penstock.timing.pipeline import at_plan_speeds
 
         cluster = cluster_of(self.plan)
-        return priced_weights(self.model, self.plan, cluster, open_costs("roofline", cluster))
+        return priced_weights(self.model, self.plan, cluster, at_plan_speeds(open_costs("roofline", cluster), self.plan))
 
     def _counted(self, data: DataSet, batch: GlobalBatch, planned: BatchPlan) -> dict[int, int] | None:
         """Positions of each sample that count in the loss, after the planner's own truncation."""

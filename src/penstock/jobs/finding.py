@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ __all__ = ["find_plans", "named_model", "open_samples"]
 def find_plans(
     model: Any, cluster: str = "local", *, data: Any, tokens_per_batch: int | None = None, lengths: Sequence[int] | None = None,
     tokenizer: str | None = None, costs: str = "auto", precision: str | None = None, memory_limit_gb: float | None = None,
-    time_budget_s: float | None = None, over_long: str = "refuse", top: int = 5,
+    time_budget_s: float | None = None, over_long: str = "refuse", top: int = 5, tp_plan: Mapping[str, str] | None = None,
 ) -> list[Plan]:  # fmt: skip
     """The best plans for training a model on these samples, best first; the same on every process that asks.
 
@@ -44,11 +45,12 @@ def find_plans(
         time_budget_s: Search for at most this long.
         over_long: `refuse` or `truncate` samples that are longer than the model's positions.
         top: How many plans.
+        tp_plan: How tensor parallelism divides a torch module, see `penstock.parallelize`.
 
     >>> plan = find_plans("gpt-tiny", "2xcpu", data="data", tokens_per_batch=4096)[0]   # doctest: +SKIP
     >>> print(plan)   # doctest: +SKIP
     """
-    source, place = found_source(_described(model)), job_cluster(cluster)
+    source, place = found_source(_described(model, tp_plan)), job_cluster(cluster)
     devices = resolve_cluster(place)
     described, _ = chosen_precision(job_model(source), devices, precision)
     prepared = open_samples(data, described, source, lengths=lengths, tokenizer=tokenizer, over_long=over_long)
@@ -83,9 +85,11 @@ def named_model(model: Any) -> str:
     )
 
 
-def _described(model: Any) -> str:
+def _described(model: Any, tp_plan: Mapping[str, str] | None) -> str:
     """The text that names a model, or the file of a description of a module that only this process has."""
     if not callable(model):
+        if tp_plan is not None:
+            raise InputError(f"tp_plan was given for '{named_model(model)}', but goes with a torch module. Others bring their own.")
         return named_model(model)
     from torch import nn
 
@@ -97,7 +101,7 @@ def _described(model: Any) -> str:
     module, example = made[:2] if isinstance(made, tuple) else (made, None)
     if not isinstance(module, nn.Module):
         raise InputError(f"model makes a {type(module).__name__}; a torch module was expected, and perhaps an example of inputs behind.")
-    found = model_to_description(describe(made_of(module, example)))
+    found = model_to_description(describe(replace(made_of(module, example), tp_plan=tp_plan)))
     path = cache_folder("models") / f"{digest(found)}.json"
     made_once(path, lambda path: write_json(path, found))
     return str(path)

@@ -107,6 +107,10 @@ class TrainGroup(_Fields):
     """cpu or cuda; empty: what the cluster has."""
     adapt: Literal["off", "watch", "move"] = "watch"
     """watch: notice slow ranks and say what could be done; move: do it."""
+    on_death: Literal["end", "recover"] = "end"
+    """When a rank dies or freezes: end the run, or go on with another process in its place."""
+    copies: OrNone = 10
+    """Steps between copies of what each rank has learned, from which a run that recovers goes on; 0: from checkpoints alone."""
     share_gpus: bool = False
     """Let several ranks run on one GPU."""
     reserve_memory: Annotated[float, Field(ge=0, lt=1)] = 0.0

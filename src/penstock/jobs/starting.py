@@ -179,16 +179,18 @@ def training_request(
     return TrainRequest(
         plan, data, steps, out, settings, train.device, train.eval_every, checkpoint_every=save.every, keep=save.keep, resume=resume,
         weights=weights, prompt_loss=prompt_loss, profile_steps=_steps(train.torch_profile), share_gpus=train.share_gpus,
-        reserve_memory=train.reserve_memory, planning=planning, disturbance=disturbance or Disturbance(),
+        reserve_memory=train.reserve_memory, planning=planning, disturbance=disturbance or Disturbance(), on_death=train.on_death,
+        copies=train.copies,
     )  # fmt: skip
 
 
 def trainer_of(request: TrainRequest, adapt: str) -> PlanTrainer:
     """The trainer of a request. `adapt`: slow ranks are not noticed (`off`), told (`watch`), or moved away from (`move`)."""
+    from penstock.adapting.deaths import RunWitness
     from penstock.adapting.watching import move_run, obey_run, watch_run
     from penstock.runtime.trainer import PlanTrainer
 
-    return PlanTrainer(request, {"off": obey_run, "watch": watch_run, "move": move_run}[adapt])
+    return PlanTrainer(request, {"off": obey_run, "watch": watch_run, "move": move_run}[adapt], RunWitness(request.out))
 
 
 def _steps(text: str) -> tuple[int, ...]:

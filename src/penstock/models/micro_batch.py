@@ -5,6 +5,7 @@ It crosses processes inside of programs as an array of its fields, so fields kee
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Annotated, TypeAlias
@@ -13,7 +14,7 @@ import msgspec
 
 from penstock.models.shapes import Layout, Shape
 
-__all__ = ["Count", "Degree", "MicroBatch"]
+__all__ = ["Count", "Degree", "MicroBatch", "row_bounds"]
 
 _MOST = 2**63 - 1
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
@@ -85,30 +86,34 @@ class MicroBatch(msgspec.Struct, frozen=True, array_like=True):
         shape = self.shape()
         return shape.tokens + shape.dec_tokens
 
-    def even_bounds(self, dp: int) -> tuple[int, ...]:
-        """Where the samples are best divided among `dp` ranks: equal rows if padded, about equal tokens if packed.
+    def even_bounds(self, dp: int, shares: Sequence[float] = ()) -> tuple[int, ...]:
+        """Where the samples are best divided among `dp` ranks: equal rows if padded, about equal tokens if packed; or such parts of them
+        as `shares` say, one number for each rank.
 
         Shares follow each other, so that stages of different dp exchange whole neighbouring pieces.
         """
         if self.row_sizes:
             ends = (0, *accumulate(self.row_sizes))
-            return tuple(ends[row] for row in _equal_bounds(len(self.row_sizes), dp))
+            return tuple(ends[row] for row in row_bounds(len(self.row_sizes), dp, shares))
         if self.layout == "padded":
-            return _equal_bounds(len(self.samples), dp)
-        return _balanced_bounds([n + m for n, m in zip(self.lengths, self.dec_lengths or (0,) * len(self.lengths), strict=True)], dp)
+            return row_bounds(len(self.samples), dp, shares)
+        weights = [n + m for n, m in zip(self.lengths, self.dec_lengths or (0,) * len(self.lengths), strict=True)]
+        return _balanced_bounds(weights, shares or (1.0,) * dp)
 
 
-def _equal_bounds(count: int, parts: int) -> tuple[int, ...]:
-    """Where each part begins, and the end; the larger ones first."""
+def row_bounds(count: int, parts: int, shares: Sequence[float] = ()) -> tuple[int, ...]:
+    """Where each part of so many rows begins, and the end: equal parts, the larger ones first, or such as `shares` say."""
+    if shares:
+        return (0, *(math.floor(count * end / sum(shares) + 0.5) for end in accumulate(shares)))
     small, extra = divmod(count, parts)
     return tuple(part * small + min(part, extra) for part in range(parts + 1))
 
 
-def _balanced_bounds(weights: list[int], parts: int) -> tuple[int, ...]:
+def _balanced_bounds(weights: list[int], shares: Sequence[float]) -> tuple[int, ...]:
     """Consecutive parts, each ending where the running sum is nearest to its share."""
     ends, total, running, at = [0], sum(weights), 0, 0
-    for part in range(1, parts):
-        goal = total * part / parts
+    for end in list(accumulate(shares))[:-1]:
+        goal = total * end / sum(shares)
         while at < len(weights) and abs(running + weights[at] - goal) <= abs(running - goal):
             running += weights[at]
             at += 1

@@ -17,6 +17,9 @@ __all__ = ["batch_problems", "length_problems"]
 def batch_problems(plan: Plan) -> Iterator[str]:
     """The global batch divides into micro-batches, and those over the dp of every stage."""
     batching, replicas = plan.micro_batching, plan.num_replicas
+    idle = [rank for rank, _ in batching.slower if rank not in plan.ranks]
+    if idle:
+        yield f"micro_batching.slower names rank {idle[0]}, which has no work in this plan. Drop it."
     if plan.global_batch < replicas:
         yield f"global_batch is {plan.global_batch}, but there are {replicas} replicas. Give each at least one sample."
     if batching.policy == "dynamic":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.notebooks import Shown
 from penstock.plans.degrees import Axis, Degrees
 from penstock.schedules.rules import DEFAULT_SCHEDULE
 
@@ -95,6 +96,9 @@ class MicroBatching:
     """The most tokens a `dynamic` micro-batch may have, padding included."""
     per_replica: tuple[int, ...] = ()
     """Micro-batches that each replica runs in one iteration, with `fixed` where replicas differ in speed; none: all as many."""
+    slower: tuple[tuple[int, tuple[float, float, float]], ...] = ()
+    """Ranks that take longer than the costs say, and how many times longer: matrix products, attention, all else. `dynamic` micro-batches
+    are chosen for these speeds, and dp ranks divide the samples of each micro-batch by them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,7 @@ class Predicted:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """One way to train one model on one cluster."""
 
     model: str | Mapping[str, Any]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
-__all__ = ["cluster_of", "cluster_reference", "model_of", "model_reference", "with_precision"]
+__all__ = ["cluster_of", "cluster_reference", "model_mapping", "model_of", "model_reference", "with_precision"]
 
 _PRECISIONS = ("bf16", "fp16", "fp32")
 
@@ -60,13 +60,20 @@ def model_reference(text: str, model: Model | None = None) -> str | dict[str, An
 
     `model` is what `text` means in the plan's precision, where that is known already.
     """
-    from penstock.models.catalog import FAMILIES, TRACED, model_names, resolve_model
+    from penstock.models.catalog import FAMILIES, model_names, resolve_model
 
     if text in model_names():
         return text
     model = model or resolve_model(text)
     if model.family not in FAMILIES and text.endswith(".json"):  # the file is the description
         return text
+    return model_mapping(model)
+
+
+def model_mapping(model: Model) -> dict[str, Any]:
+    """A model by its content, as a plan has it."""
+    from penstock.models.catalog import FAMILIES, TRACED
+
     if model.family not in FAMILIES:
         from penstock.models.description import model_to_description
 

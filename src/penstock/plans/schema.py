@@ -15,7 +15,7 @@ from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Predicted, 
 from penstock.plans.texts import format_ops, format_ranks
 
 if TYPE_CHECKING:
-    from penstock.plans.spec import PlanSpec, PredictedSpec, StageSpec
+    from penstock.plans.spec import MicroBatchingSpec, PlanSpec, PredictedSpec, StageSpec
 
 __all__ = ["json_schema", "plan_from_dict", "plan_to_dict", "read_plan", "write_plan"]
 
@@ -43,7 +43,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     """The plan as dicts, lists, text and numbers; fields at their usual value are left out of stages and predictions."""
     from penstock.plans.spec import FORMAT, VERSION
 
-    micro_batching = dataclasses.asdict(plan.micro_batching)
+    slower = {str(rank): list(factors) for rank, factors in plan.micro_batching.slower}
+    micro_batching = {**dataclasses.asdict(plan.micro_batching), "slower": slower}
     data = {
         "format": FORMAT,
         "version": VERSION,
@@ -55,7 +56,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
         "seq_length": plan.seq_length,
         "dec_length": plan.dec_length,
         "num_replicas": plan.num_replicas,
-        "micro_batching": {name: _plain(value) for name, value in micro_batching.items() if value not in (None, ())},
+        "micro_batching": {name: _plain(value) for name, value in micro_batching.items() if value not in (None, (), {})},
         "schedule": plan.schedule,
         "stages": [_stage_to_dict(stage) for stage in plan.stages],
         "costs": plan.costs,
@@ -121,7 +122,7 @@ def _plan(spec: PlanSpec) -> Plan:
         cluster=spec.cluster,
         global_batch=spec.global_batch,
         stages=tuple(_stage(stage) for stage in spec.stages),
-        micro_batching=MicroBatching(**{**dict(spec.micro_batching), "per_replica": tuple(spec.micro_batching.per_replica)}),
+        micro_batching=_micro_batching(spec.micro_batching),
         num_replicas=spec.num_replicas,
         schedule=spec.schedule,
         seq_length=spec.seq_length,
@@ -133,6 +134,11 @@ def _plan(spec: PlanSpec) -> Plan:
         predicted=None if spec.predicted is None else _predicted(spec.predicted),
         notes=tuple(spec.notes),
     )
+
+
+def _micro_batching(spec: MicroBatchingSpec) -> MicroBatching:
+    slower = sorted((int(rank), (a, b, c)) for rank, (a, b, c) in spec.slower.items())
+    return MicroBatching(**{**dict(spec), "per_replica": tuple(spec.per_replica), "slower": tuple(slower)})
 
 
 def _stage(spec: StageSpec) -> Stage:

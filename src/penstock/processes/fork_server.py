@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, get_context, parent_process, resource_tracker
+from multiprocessing import forkserver, get_context, parent_process, resource_tracker, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ PRELOADED = [
 """What the server imports, with all that these take. What only some ranks need (torch's compiler where they recompute) is not here, since
 everybody would wait for it; who starts many such processes adds it."""
 _NAME = Path("/proc/self/comm")
+_LEFT: list[str] = []
+"""The folder with the fork server's socket, which the process that started this one removes at its end unless it is killed."""
 
 
 @contextmanager
@@ -59,12 +62,13 @@ def warm_up() -> None:
 def start_process(name: str, target: Callable[..., Any], *arguments: Any) -> ForkServerProcess:
     """Forks a process that calls `target(*arguments)`. It hears neither Ctrl-C nor SIGTERM: whoever started it does, and ends it."""
     warm_up()
-    process = FORKED.Process(target=_begin, args=(name, dict(os.environ), target, arguments), name=name, daemon=True)
+    process = FORKED.Process(target=_begin, args=(name, dict(os.environ), util.get_temp_dir(), target, arguments), name=name, daemon=True)
     process.start()
     return process
 
 
-def _begin(name: str, environment: Mapping[str, str], target: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _begin(name: str, environment: Mapping[str, str], folder: str, target: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    _LEFT.append(folder)
     os.environ.clear()  # the server's is that of the moment at which it was started
     os.environ.update(environment)
     with suppress(OSError):  # a system without such names does without
@@ -74,8 +78,13 @@ def _begin(name: str, environment: Mapping[str, str], target: Callable[..., Any]
 
 
 def await_parent(timeout_s: float | None = None) -> bool:
-    """Whether the process that started this one has ended, however it did; waits for that so long, or as long as it takes."""
+    """Whether the process that started this one has ended, however it did; waits for that so long, or as long as it takes. What it has
+    left behind is then removed."""
     parent = parent_process()
     assert parent is not None, "the first process of all has no parent to wait for"
     parent.join(timeout_s)
-    return not parent.is_alive()
+    if parent.is_alive():
+        return False
+    for folder in _LEFT:
+        shutil.rmtree(folder, ignore_errors=True)  # others that it started may do the same
+    return True

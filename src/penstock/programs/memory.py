@@ -25,7 +25,7 @@ from penstock.plans.degrees import DegreeRun, parts_of
 from penstock.programs import instructions as i
 from penstock.programs.lower import lower
 from penstock.programs.problems import Problem, picture
-from penstock.programs.work import ReplicaWork, dp_degrees
+from penstock.programs.work import ReplicaWork, shares_of_dp
 from penstock.schedules.rules import SCHEDULES, schedule_of
 from penstock.timing.estimate import Estimator
 from penstock.timing.pipeline import micro_batches
@@ -74,7 +74,7 @@ def _fullest(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> 
             continue
         seen.add((kinds, enough))
         stages = tuple(replace(stage, devices=(stage.devices[replica],)) for stage in plan.stages)
-        micros = tuple(_micro_batch(plan, index, samples) for index in range(enough))
+        micros = tuple(_micro_batch(plan, index, samples, replica) for index in range(enough))
         alone = replace(plan, stages=stages, num_replicas=1)
         programs = lower(alone, model, [ReplicaWork(micros, schedule_of(plan.schedule, plan.num_stages, enough, plan.num_chunks))])
         if problems := memory_problems(programs, plan, model, cluster, source):
@@ -92,12 +92,12 @@ def _enough(plan: Plan, count: int) -> int:
     return fewer if alike else count
 
 
-def _micro_batch(plan: Plan, index: int, count: int) -> MicroBatch:
+def _micro_batch(plan: Plan, index: int, count: int, replica: int = 0) -> MicroBatch:
     """Samples of the plan's length."""
     lengths, dec_lengths = (((length,) * count if length else ()) for length in (plan.seq_length, plan.dec_length))
     rows = (plan.seq_length, plan.dec_length) if plan.micro_batching.layout == "padded" else (0, 0)
     micro = MicroBatch(index, tuple(range(index * count, (index + 1) * count)), plan.micro_batching.layout, lengths, dec_lengths, *rows)
-    return msgspec.structs.replace(micro, bounds={dp: micro.even_bounds(dp) for dp in dp_degrees(plan)})
+    return msgspec.structs.replace(micro, bounds={dp: micro.even_bounds(dp, parts) for dp, parts in shares_of_dp(plan, replica).items()})
 
 
 def memory_problems(

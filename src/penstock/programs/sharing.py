@@ -43,7 +43,7 @@ def sync_tied(model: Model, plan: Plan) -> dict[int, list[SyncTied]]:
     """For each rank, the shared weights it has to keep equal with other stages; owners in the same order on every rank."""
     found: dict[int, list[SyncTied]] = defaultdict(list)
     for name, (owner, ends) in _tied_ends(model, plan).items():
-        rows = next((int(value) for key in ("vocab", "outputs") if (value := model.ops[owner].op.config.get(key))), 0)
+        rows = _divided_rows(model, name, owner)
         sends: dict[int, list[TiedRows]] = defaultdict(list)
         receives: dict[int, list[TiedRows]] = defaultdict(list)
         for replica in range(plan.num_replicas):
@@ -56,6 +56,16 @@ def sync_tied(model: Model, plan: Plan) -> dict[int, list[SyncTied]]:
         for rank in receives:
             found[rank].append(SyncTied(name, tuple(sends[rank]), tuple(receives[rank])))
     return found
+
+
+def _divided_rows(model: Model, name: str, owner: int) -> int:
+    """Rows of a shared weight, which tensor parallelism divides; 0 where it is whole on every rank."""
+    place = model.ops[owner]
+    config = place.op.config
+    if "weights" not in config:
+        return next((int(value) for key in ("vocab", "outputs") if (value := config.get(key))), 0)
+    weight = next(weight for weight in config["weights"] if stored_name(place, weight) == name)
+    return int(config["weights"][weight][0]) if weight.rpartition(".")[0] in config.get("tp", {}) else 0
 
 
 def _tied_ends(model: Model, plan: Plan) -> dict[str, tuple[int, list[_End]]]:
@@ -78,8 +88,8 @@ def _pulls(own: OpRun, other: OpRun, index: int, rows: int) -> list[tuple[int, t
     """(position among the other end's ranks, rows of the whole weight) that the rank at `index` takes from there."""
     share, place = divmod(index, own.tp)
     first = (share * other.dp // own.dp) * other.tp
-    if own.tp == other.tp:
-        return [(first + place, None)]
+    if own.tp == other.tp or not rows:  # not divided: any lane has the whole
+        return [(first + place % other.tp, None)]
     wanted = shard(rows, own.tp, place)
     found: list[tuple[int, tuple[int, int] | None]] = []
     for lane in range(other.tp):

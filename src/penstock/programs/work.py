@@ -10,12 +10,13 @@ from msgspec.structs import replace
 
 from penstock.models.micro_batch import MicroBatch
 from penstock.schedules.actions import Schedule
+from penstock.timing.pipeline import dp_shares
 
 if TYPE_CHECKING:
     from penstock.batching.plan import BatchPlan
     from penstock.plans.plan import Plan
 
-__all__ = ["ReplicaWork", "dp_degrees", "work_of"]
+__all__ = ["ReplicaWork", "dp_degrees", "shares_of_dp", "work_of"]
 
 
 @dataclass(frozen=True)
@@ -45,18 +46,20 @@ def dp_degrees(plan: Plan) -> list[int]:
 
 def work_of(batch: BatchPlan, plan: Plan, counted: Mapping[int, int] | None = None) -> tuple[ReplicaWork, ...]:
     """The work of a planned batch; `counted` has, per sample id, the positions that count in the loss where not all do."""
-    degrees = dp_degrees(plan)
-    return tuple(
-        ReplicaWork(
-            tuple(_placed(micro, degrees, counted) for micro in replica.micro_batches),
-            replica.schedule,
-            tuple(micro.recompute for micro in replica.micro_batches),
-        )
-        for replica in batch.replicas
-    )
+    found = []
+    for number, replica in enumerate(batch.replicas):
+        shares = shares_of_dp(plan, number)
+        micro_batches = tuple(_placed(micro, shares, counted) for micro in replica.micro_batches)
+        found.append(ReplicaWork(micro_batches, replica.schedule, tuple(micro.recompute for micro in replica.micro_batches)))
+    return tuple(found)
 
 
-def _placed(micro: MicroBatch, degrees: Sequence[int], counted: Mapping[int, int] | None) -> MicroBatch:
+def shares_of_dp(plan: Plan, replica: int) -> dict[int, tuple[float, ...]]:
+    """For each dp above 1 that any op of the plan has, what part of the samples each rank gets; nothing: equal parts."""
+    return {dp: dp_shares(plan, replica, dp) for dp in dp_degrees(plan)}
+
+
+def _placed(micro: MicroBatch, shares: Mapping[int, Sequence[float]], counted: Mapping[int, int] | None) -> MicroBatch:
     """A micro-batch as programs hold it: with shares and loss positions, and without recomputation, which its forward passes name."""
     own = tuple(counted[sample] for sample in micro.samples) if counted is not None else ()
-    return replace(micro, counted=own, bounds={dp: micro.even_bounds(dp) for dp in degrees}, recompute=())
+    return replace(micro, counted=own, bounds={dp: micro.even_bounds(dp, parts) for dp, parts in shares.items()}, recompute=())

@@ -96,6 +96,8 @@ class Stack:
     values: tuple[tuple[float, ...], ...]
     """[rows][parts]"""
     limits: tuple[float, ...] = ()
+    cuts: tuple[tuple[float, ...], ...] = ()
+    """For each row where its first part is divided: samples of a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -184,11 +186,13 @@ class Lane:
     group: str
     """Node, replica or stage under which it is shown."""
     role: str
-    """measured, predicted or sends."""
+    """measured, predicted, sends, critical (the path of the prediction) or, where times are not known, in order."""
     first: int
     count: int
     begin_ns: int = 0
     """Of its first moment; spans are counted from there."""
+    replica: int = 0
+    """Spans hand over to others of the same one."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,10 @@ import numpy as np
 from penstock.reports.blocks import Subject, View
 from penstock.reports.columns import Columns
 
-__all__ = ["document", "page_data", "script"]
+__all__ = ["VIEWER", "document", "page_data", "script"]
+
+VIEWER = "https://ui.perfetto.dev"
+"""Where a served page can hand a trace to; a page from disk names no address at all."""
 
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
@@ -67,7 +70,7 @@ def document(title: str, subjects: Sequence[Subject], shared: Sequence[View], *,
     import penstock
 
     data, columns = page_data(subjects, shared, with_paths=with_paths)
-    data |= {"title": _plain(title, with_paths), "version": penstock.__version__, "live": live}
+    data |= {"title": _plain(title, with_paths), "version": penstock.__version__, "live": live, "viewer": VIEWER if live else ""}
     style, code = _asset("page.css"), script()
     policy = (
         f"default-src 'none'; script-src {_hash(code)}; style-src {_hash(style)}; img-src data: blob:; base-uri 'none'; form-action 'none'"

@@ -11,6 +11,7 @@ The run is never touched: only its files are read, and only as often as a small 
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -23,13 +24,15 @@ from typing import Any
 import penstock
 from penstock.errors import InputError, PenstockError
 from penstock.reports.blocks import Subject, Text, View
-from penstock.reports.document import document, page_data
+from penstock.reports.document import VIEWER, document, page_data
 from penstock.reports.run_views import RunMemo, read_run_facts, run_subject
 
 __all__ = ["HOST", "LivePage", "serve"]
 
 HOST = "127.0.0.1"
 _POLL_S = 0.5
+_MOST_STATS = 32
+"""Files that are looked at each time: of a thousand ranks that train together, a few say when there is news."""
 _LEAST_S, _SHARE = 1.0, 0.05
 """Seconds between two readings of a run, at least; and the share of a core that reading may take on average."""
 
@@ -44,18 +47,19 @@ class LivePage:
     _memo: RunMemo = field(default_factory=RunMemo)
     _read: tuple[tuple[Any, ...], Subject] | None = None
     _next_s: float = 0.0
+    _listed: tuple[int, list[str]] = (-1, [])
+    """When the folder was changed last, and the files of it to look at."""
 
     def stamp(self) -> tuple[Any, ...]:
-        """Changes when the folder does: names, sizes and times of what a run writes."""
-        files = [*self.folder.glob("*.spans"), *self.folder.glob("*.jsonl"), *self.folder.glob("*.json")]
-        found = []
-        for path in files:
-            try:
-                stat = path.stat()
-            except OSError:  # replaced just now; the next look sees what came instead
-                continue
-            found.append((path.name, stat.st_size, stat.st_mtime_ns))
-        return tuple(sorted(found))
+        """Changes when the run writes: sizes and times of its files, and of the folder, which tells of new ones."""
+        try:
+            changed = os.stat(self.folder).st_mtime_ns
+            if changed != self._listed[0]:
+                self._listed = changed, _watched(os.listdir(self.folder))
+            stats = [os.stat(self.folder / name) for name in self._listed[1]]
+        except OSError:  # replaced just now; the next look sees what came instead
+            return (-1,)
+        return changed, *((one.st_size, one.st_mtime_ns) for one in stats)
 
     def is_due(self, seen: tuple[Any, ...]) -> bool:
         """Whether there is more than somebody has seen, and it may be read now."""
@@ -69,7 +73,7 @@ class LivePage:
                 return self._read[1]
             begun = time.process_time()
             try:
-                subject = run_subject(read_run_facts(self.folder), memo=self._memo)
+                subject = run_subject(read_run_facts(self.folder, self._memo.files), memo=self._memo)
             except PenstockError as error:
                 subject = Subject("run", self.folder.name, (View("glance", "Glance", [Text(str(error), note=True)]),))
             self._next_s = time.monotonic() + max(_LEAST_S, (time.process_time() - begun) / _SHARE)
@@ -83,8 +87,14 @@ class LivePage:
     def data(self) -> str:
         """What the page asks for when it was told of news."""
         data, texts = page_data([self.subject()], [])
-        told = {**data, "title": self.folder.name, "version": penstock.__version__, "live": f"/{self.token}"}
+        told = {**data, "title": self.folder.name, "version": penstock.__version__, "live": f"/{self.token}", "viewer": VIEWER}
         return json.dumps({"data": told, "texts": texts}, allow_nan=False)
+
+
+def _watched(names: list[str]) -> list[str]:
+    """Lines and plans of a run, and the spans of its first ranks."""
+    spans = sorted(name for name in names if name.endswith(".spans"))
+    return [*sorted(name for name in names if name.endswith((".json", ".jsonl")))[:_MOST_STATS], *spans[:_MOST_STATS]]
 
 
 def serve(page: LivePage, port: int, told: Callable[[str], None], stop: Event | None = None) -> None:

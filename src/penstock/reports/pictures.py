@@ -70,6 +70,8 @@ def _stack(figure: Any, block: Stack) -> None:
             look = {"color": STAGE_COLOURS[number % len(STAGE_COLOURS)], "hatch": hatch, "edgecolor": "white", "linewidth": 0}
             axes.barh(range(len(block.rows)), values[:, number], left=left, label=part, **look)
             left += values[:, number]
+    for row, cuts in enumerate(block.cuts):
+        axes.vlines(np.array(cuts) * scale, row - 0.4, row + 0.4, color="white", linewidth=0.6)
     for row, limit in enumerate(block.limits):
         if limit * scale <= 2 * left.max(initial=0.0):
             axes.plot([limit * scale] * 2, [row - 0.45, row + 0.45], color="black", linestyle=":")

@@ -12,9 +12,10 @@ from penstock.plans.plan import Plan
 from penstock.plans.precision import described_training
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.texts import format_ranks
-from penstock.reports.blocks import Block, ChainOp, Command, Fact, Facts, MemoryLine, OpChain, Stack, Subject, Table, Text, View
+from penstock.reports.blocks import Block, ChainOp, Command, Fact, Facts, MemoryLine, OpChain, Spans, Stack, Subject, Table, Text, View
 from penstock.reports.span_lanes import SpanLanes
 from penstock.reports.units import format_time
+from penstock.timing.critical_path import critical_path
 from penstock.timing.estimate import Estimate
 from penstock.timing.execution import Execution, execute
 from penstock.timing.planned import PlannedPipeline, clocked, planned_pipeline
@@ -22,7 +23,10 @@ from penstock.timing.planned import PlannedPipeline, clocked, planned_pipeline
 if TYPE_CHECKING:
     from penstock.models.ops import Model
 
-__all__ = ["add_execution", "device_names", "execution_spans", "plan_subject", "plan_views", "priced"]
+__all__ = [
+    "add_critical", "add_execution", "critical_causes", "device_names", "execution_spans", "execution_subject", "passes_of",
+    "plan_subject", "plan_views", "priced",
+]  # fmt: skip
 
 _MAX_ACTIONS = 2_000_000
 """Beyond it the timeline of a plan is left out: nobody looks at so many passes, and a page of them opens slowly."""
@@ -148,10 +152,11 @@ def device_names(plan: Plan, replica: int | None = None) -> list[str]:
 def _timeline(plan: Plan, found: PlannedPipeline) -> list[Block]:
     if sum(map(len, found.schedule)) > _MAX_ACTIONS:
         return [Text(f"The timeline of {sum(map(len, found.schedule)):,} passes is left out; `penstock simulate` has its sums.", note=True)]
-    return [execution_spans(execute(found.schedule, found.workload), device_names(plan), "one iteration of the slowest replica, simulated")]
+    block = execution_spans(execute(found.schedule, found.workload), device_names(plan), "one iteration of the slowest replica, simulated")
+    return [block, *critical_causes(block)]
 
 
-def execution_spans(run: Execution, names: list[str], title: str) -> Block:
+def execution_spans(run: Execution, names: list[str], title: str) -> Spans:
     """A simulated iteration as a timeline with memory."""
     lanes = SpanLanes()
     add_execution(lanes, run, names)
@@ -164,8 +169,19 @@ def execution_spans(run: Execution, names: list[str], title: str) -> Block:
     return lanes.block(title, memory=tuple(memory) if np.any(run.memory_bytes > 0) else ())
 
 
-def add_execution(lanes: SpanLanes, run: Execution, names: list[str], begin_ns: int = 0) -> None:
-    """The lanes of a simulated iteration: passes of each device, then what it sends and does after the last of them."""
+def execution_subject(name: str, run: Execution) -> Subject:
+    """A simulated iteration by itself."""
+    busy, end_s = run.device_busy_s(), run.makespan_s
+    sentence = f"{_counted(len(run.schedule), 'device')}, {format_time(end_s)} in all, of which devices compute {busy.mean() / end_s:.1%}."
+    block = execution_spans(run, [f"device {number}" for number in range(len(run.schedule))], "simulated")
+    facts = Facts((Fact("iteration", end_s, "time", "simulated"), Fact("devices compute", float(busy.mean() / end_s), "share"),
+                   Fact("most held", float(run.peak_bytes.max()), "bytes", "by one device")))  # fmt: skip
+    return Subject("timeline", name, (View("glance", "Glance", [Text(sentence), facts]),
+                                      View("timeline", "Timeline", [block, *critical_causes(block)])))  # fmt: skip
+
+
+def add_execution(lanes: SpanLanes, run: Execution, names: list[str], begin_ns: int = 0, replica: int = 0) -> None:
+    """The lanes of a simulated iteration: passes of each device, what it sends and does after the last of them; then the critical path."""
     devices = run.workload.devices
     sends: list[list[tuple[float, float, str, int, int]]] = [[] for _ in names]
     for direction, cut, micro_batch in np.argwhere(np.isfinite(run.transfer_end_s)).tolist():
@@ -178,10 +194,33 @@ def add_execution(lanes: SpanLanes, run: Execution, names: list[str], begin_ns: 
         if start < end < np.inf:
             sends[devices[stage]].append((start, end, "after", stage, -1))
     for device, name in enumerate(names):
-        spans = [(*run.span_s(action), "FBIW"[action.kind], action.stage, action.micro_batch) for action in run.schedule[device]]
-        lanes.add(name, f"device {device}", "predicted", spans, begin_ns)
+        lanes.add(name, f"device {device}", "predicted", passes_of(run, device), begin_ns, replica)
         for row in _apart(sends[device]):
-            lanes.add(f"device {device} sends", f"device {device}", "sends", row, begin_ns)
+            lanes.add(f"device {device} sends", f"device {device}", "sends", row, begin_ns, replica)
+    add_critical(lanes, run, begin_ns, replica)
+
+
+def passes_of(run: Execution, device: int) -> list[tuple[float, float, str, int, int]]:
+    """What a device computes, as a lane has it."""
+    return [(*run.span_s(action), "FBIW"[action.kind], action.stage, action.micro_batch) for action in run.schedule[device]]
+
+
+def add_critical(lanes: SpanLanes, run: Execution, begin_ns: int = 0, replica: int = 0) -> None:
+    """A lane of what the iteration could not be shorter than."""
+    steps = [(one.start_s, one.end_s, one.cause, one.stage, one.micro_batch) for one in critical_path(run)]
+    lanes.add("critical path", "critical path", "critical", steps, begin_ns, replica)
+
+
+def critical_causes(block: Spans) -> list[Block]:
+    """How long each kind of work is on the critical paths of a timeline."""
+    own = [slice(lane.first, lane.first + lane.count) for lane in block.lanes if lane.role == "critical"]
+    times = np.zeros(len(block.kinds))
+    for lane in own:
+        np.add.at(times, block.kind[lane], block.length_ns[lane] * block.tick_ns * 1e-9)
+    rows = [(kind.name, float(time_s), float(time_s / times.sum())) for kind, time_s in zip(block.kinds, times, strict=True) if time_s > 0]
+    rows.sort(key=lambda row: -row[1])
+    columns, units = ("what", "time", "share"), ("text", "time", "share")
+    return [Table("the critical path by cause, predicted", columns, units, tuple(rows))] if rows else []
 
 
 def _apart(spans: list[tuple[float, float, str, int, int]]) -> list[list[tuple[float, float, str, int, int]]]:

@@ -14,12 +14,18 @@ from penstock.files import read_json
 from penstock.plans.plan import Plan
 from penstock.plans.schema import read_plan
 from penstock.plans.validity import require_valid
+from penstock.programs.files import holds_programs, read_programs
+from penstock.programs.instructions import Program
 from penstock.reports.batch_views import batch_views
 from penstock.reports.blocks import Block, Fact, Facts, Subject, Table, Text, View
 from penstock.reports.document import document
-from penstock.reports.plan_views import plan_subject
+from penstock.reports.notebook import Framed, static_html
+from penstock.reports.plan_views import execution_subject, plan_subject
+from penstock.reports.program_views import programs_subject
 from penstock.reports.run_views import read_run_facts, run_subject
 from penstock.reports.search_views import pareto_views, search_views
+from penstock.runtime.request import TrainResult
+from penstock.timing.execution import Execution
 
 __all__ = ["Report", "kind_of", "report", "report_of"]
 
@@ -30,7 +36,8 @@ _MOST_PLANS = 12
 _MEASURED = {
     "plan": ("simulated", "by the plan's costs"), "run": ("measured", "by the run itself; predictions are simulated by the plan's costs"),
     "search": ("simulated", "bounds by formula"), "pareto": ("simulated", "prices as published"),
-    "batch": ("simulated", "by the planner of batches"),
+    "batch": ("simulated", "by the planner of batches"), "timeline": ("simulated", "by the costs that it was given"),
+    "programs": ("simulated", "by the costs of a plan given beside them, if any"),
 }  # fmt: skip
 
 
@@ -55,9 +62,11 @@ class Report:
 
     def _repr_html_(self) -> str:
         """What a notebook shows, and keeps."""
-        from penstock.reports.notebook import static_html
-
         return static_html(self)
+
+    def framed(self) -> Framed:
+        """The page for a notebook, in a frame of its own."""
+        return Framed(self.html())
 
     def html(self, *, with_paths: bool = False, live: str = "") -> str:
         """The page."""
@@ -65,16 +74,20 @@ class Report:
 
 
 def kind_of(path: Path) -> tuple[str, Any]:
-    """`plan`, `run`, `search`, `pareto` or `batch`, and what was read of it already."""
+    """`plan`, `run`, `search`, `pareto`, `batch` or `programs`, and what was read of it already."""
     if path.is_dir():
         if (path / "pareto.json").is_file():
             return "pareto", _record(path / "pareto.json", _PARETO)
         if (path / "plan.json").is_file():
             return "run", None
+        if holds_programs(path):
+            return "programs", read_programs(path)
         raise InputError(
-            f"'{path}' is neither the folder of a run (it has no plan.json) nor of choices of nodes (no pareto.json). "
+            f"'{path}' is neither the folder of a run (it has no plan.json) nor of choices of nodes (no pareto.json) nor of programs. "
             "Give what `penstock train --out` or `penstock pareto --out` was given."
         )
+    if holds_programs(path):
+        return "programs", read_programs(path)
     data = read_json(path, "source")
     if not isinstance(data, dict):
         raise InputError(f"'{path}' holds {type(data).__name__}; a plan, a search record or a batch was expected.")
@@ -84,7 +97,7 @@ def kind_of(path: Path) -> tuple[str, Any]:
         return "plan", None
     if "replicas" in data:
         return "batch", read_batch_plan(path)
-    raise InputError(f"'{path}' is no plan, search record, batch, run or folder of choices that a report knows.")
+    raise InputError(f"'{path}' is no plan, search record, batch, run, program or folder of choices that a report knows.")
 
 
 def _record(path: Path, wanted: str) -> dict[str, Any]:
@@ -96,14 +109,18 @@ def _record(path: Path, wanted: str) -> dict[str, Any]:
 
 def report_of(paths: Sequence[Path], steps: tuple[int | None, int | None] = (None, None)) -> Report:
     """Reads all sources; of a search or a choice of nodes also the plans beside it."""
-    report = Report()
+    report, plans, programs = Report(), list[Plan](), list[tuple[str, list[Program]]]()
     for path in paths:
         kind, data = kind_of(path)
         report.sources.append((kind, path.name or str(path)))
         if kind == "plan":
-            _add_plan(report, path, path.name)
+            plans.append(_add_plan(report, path, path.name))
         elif kind == "run":
-            report.subjects.append(run_subject(read_run_facts(path), *steps))
+            run = read_run_facts(path)
+            plans += run.plans.values()
+            report.subjects.append(run_subject(run, *steps))
+        elif kind == "programs":
+            programs.append((path.name, data))
         elif kind == "batch":
             assert isinstance(data, BatchPlan)
             report.shared += batch_views(data)
@@ -111,30 +128,49 @@ def report_of(paths: Sequence[Path], steps: tuple[int | None, int | None] = (Non
             folder = path if path.is_dir() else path.parent
             opens = _add_plans_beside(report, folder, data)
             report.shared += (search_views if kind == "search" else pareto_views)(data, str(path), opens)
+    report.subjects += [programs_subject(name, own, plans) for name, own in programs]
     if len(report.subjects) > 1:
         report.shared.append(View("compare", "Compare", _compared(report.subjects)))
     report.shared.append(View("sources", "Sources", _sources(report.sources)))
     return report
 
 
-def report(*sources: str | Path | Plan) -> Report:
-    """A report of plans, or of files and folders as `penstock report` takes them: shown by a notebook, or as a page by `.html()`.
+def report(*sources: str | Path | Plan | BatchPlan | Execution | TrainResult) -> Report:
+    """A report of plans, batches, timelines and results, or of files and folders as `penstock report` takes them: shown by a notebook, as a
+    page there by `.framed()`, or as a file by `.html()`.
 
     >>> report("examples/plans/gpt-1.3b-pp4.json").title
     'gpt-1.3b-pp4.json'
     """
-    found = report_of([Path(one) for one in sources if not isinstance(one, Plan)])
-    for number, plan in enumerate(one for one in sources if isinstance(one, Plan)):
-        require_valid(plan, where="the plan")
-        found.sources.append(("plan", f"plan {number}"))
-        found.subjects.append(plan_subject(f"plan {number}", plan))
+    found = report_of([Path(one) for one in map(_run_of, sources) if isinstance(one, str | Path)])
+    for number, one in enumerate(sources):
+        if isinstance(one, Plan):
+            require_valid(one, where="the plan")
+            found.sources.append(("plan", f"plan {number}"))
+            found.subjects.append(plan_subject(f"plan {number}", one))
+        elif isinstance(one, BatchPlan):
+            found.sources.append(("batch", f"batch {number}"))
+            found.shared += batch_views(one)
+        elif isinstance(one, Execution):
+            found.sources.append(("timeline", f"timeline {number}"))
+            found.subjects.append(execution_subject(f"timeline {number}", one))
     return found
 
 
-def _add_plan(report: Report, path: Path, name: str) -> None:
+def _run_of(source: str | Path | Plan | BatchPlan | Execution | TrainResult) -> str | Path | Plan | BatchPlan | Execution:
+    """A source, where it is the result of a run the folder of that."""
+    if not isinstance(source, TrainResult):
+        return source
+    if source.checkpoint is None:
+        raise InputError("this run was rehearsed and kept no checkpoint, by which its folder is known. Give the folder of the run.")
+    return Path(source.checkpoint).parent
+
+
+def _add_plan(report: Report, path: Path, name: str) -> Plan:
     plan = read_plan(path)
     require_valid(plan, where=f"plan '{path}'")
     report.subjects.append(plan_subject(name, plan))
+    return plan
 
 
 def _add_plans_beside(report: Report, folder: Path, record: dict[str, Any]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """The views of a run, finished, killed or going on: its steps, its devices, and what was measured above what was predicted.
 
-What is damaged is left out and named; what a moved run no longer has (its data, by which batches are planned again) only costs the
-prediction of its steps.
+What is damaged is left out and named. Predictions come from what the run kept in its folder; one without it, of an earlier version, loses
+them with its data.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from penstock.adapting.events import RunEvent, read_events
 from penstock.errors import InputError, PenstockError
 from penstock.plans.plan import Plan
 from penstock.plans.ranks import device_of_ranks, seats_of
-from penstock.plans.schema import read_plan
 from penstock.reports.blocks import Block, ChartLine, Charts, Fact, Facts, Heat, SpanKind, Subject, Table, Text, View, as_array
-from penstock.reports.plan_views import plan_views
-from penstock.reports.span_lanes import SpanLanes
+from penstock.reports.plan_views import add_critical, critical_causes, passes_of, plan_views
+from penstock.reports.span_lanes import LETTERS, SpanLanes
 from penstock.reports.units import format_time
 from penstock.runtime.telemetry.spans import COMPUTE, NO_STAGE
-from penstock.runtime.telemetry.spans_reader import RankSpans, aligned, read_spans
+from penstock.runtime.telemetry.spans_reader import RankSpans, SpanFile, aligned
 from penstock.runtime.telemetry.steps import StepRecord, read_steps
 from penstock.timing.execution import Execution
 
@@ -32,10 +31,6 @@ _LAST = 10
 """Steps of a timeline, unless others are asked for."""
 _MAX_SPANS = 4_000_000
 """Beyond it fewer steps are shown, and the page says so."""
-_COLOURS = {
-    "Forward": ("F", "forward"), "Backward": ("B", "backward"), "BackwardInput": ("I", "input"), "BackwardWeight": ("W", "weight"),
-    "Step": ("U", "update"), "StepStage": ("U", "update"),
-}  # fmt: skip
 _CATEGORY = ("other", "wait", "transfer")
 
 
@@ -68,21 +63,21 @@ class RunFacts:
         return sorted({step for one in self.ranks for step in one.iterations})
 
 
-def read_run_facts(folder: Path) -> RunFacts:
-    """Reads a run; InputError where it has not begun."""
-    from penstock.runtime.run_folder import STEPS, plan_of_run, plans_of_run
+def read_run_facts(folder: Path, files: dict[Path, SpanFile] | None = None) -> RunFacts:
+    """Reads a run; InputError where it has not begun. `files` has span files that were read before, of which only what is new is read."""
+    from penstock.runtime.run_folder import STEPS, plan_of_run
+    from penstock.runtime.run_predictions import kept_plan, kept_plans
 
-    plan, damaged = plan_of_run(folder), list[str]()
-    plans = {first: read_plan(path) for first, path in plans_of_run(folder).items()}
+    plan, plans, damaged = kept_plan(folder, plan_of_run(folder)), kept_plans(folder), list[str]()
     steps = read_steps(folder / STEPS, damaged) if (folder / STEPS).is_file() else []
-    ranks = []
+    ranks, known = [], {} if files is None else files
     for path in sorted(folder.glob("*.spans")):
         try:
-            ranks.append(read_spans(path))
+            ranks.append(known.setdefault(path, SpanFile(path)).read())
         except InputError as error:
             damaged.append(f"{path.name}: {error}")
-    known = {rank for one in (plan, *plans.values()) for rank in one.ranks}
-    ranks = sorted((one for one in ranks if one.rank in known), key=lambda one: one.rank)
+    planned = {rank for one in (plan, *plans.values()) for rank in one.ranks}
+    ranks = sorted((one for one in ranks if one.rank in planned), key=lambda one: one.rank)
     events = tuple(read_events(folder, damaged))
     if not steps and not any(len(one.spans) for one in ranks):
         raise InputError(f"run '{folder}' holds no step yet: neither {STEPS} nor span files. Wait for its first step.")
@@ -96,6 +91,7 @@ class RunMemo:
     plan: Plan | None = None
     views: list[View] = field(default_factory=list)
     predicted: dict[int, list[Execution]] = field(default_factory=dict)
+    files: dict[Path, SpanFile] = field(default_factory=dict)
 
     def of(self, plan: Plan) -> RunMemo:
         """The memo, emptied where the run goes on under another plan."""
@@ -211,24 +207,24 @@ def _timeline(run: RunFacts, steps: Sequence[int], predicted: dict[int, list[Exe
         numbers = np.zeros(256, np.int64)
         for number, name in names.items():
             category = int(own["category"][own["kind"] == number][0]) % 3
-            letter, colour = _COLOURS.get(name, (name, _CATEGORY[category]))
+            letter, colour = LETTERS.get(name, (name, _CATEGORY[category]))
             numbers[number] = lanes.kind(name, SpanKind(name, letter, colour))
         replica, device = run.devices(one.rank)
         stage = np.where(own["stage"] == NO_STAGE, -1, own["stage"].astype(np.int64))
         group = f"replica {replica}, device {device}"
         lanes.add_arrays(f"rank {one.rank}", group, "measured", own["start_ns"] - origin, own["end_ns"] - origin,
-                         numbers[own["kind"]], stage, own["micro_batch"].astype(np.int64))  # fmt: skip
+                         numbers[own["kind"]], stage, own["micro_batch"].astype(np.int64), replica=replica)  # fmt: skip
         for step in steps:
             if step in predicted and one.rank in devices[step]:  # a plan may leave a rank out
                 its_replica, its_device = devices[step][one.rank]
-                execution = predicted[step][its_replica]
-                spans = [
-                    (*execution.span_s(action), "FBIW"[action.kind], action.stage, action.micro_batch)
-                    for action in execution.schedule[its_device]
-                ]
-                lanes.add(f"rank {one.rank} predicted", group, "predicted", spans, begins[step] - origin)
+                spans = passes_of(predicted[step][its_replica], its_device)
+                lanes.add(f"rank {one.rank} predicted", group, "predicted", spans, begins[step] - origin, its_replica)
+    for step, replicas in predicted.items():
+        slowest = max(range(len(replicas)), key=lambda number: replicas[number].makespan_s)
+        add_critical(lanes, replicas[slowest], begins[step] - origin, slowest)
     marks = tuple((begin - origin, f"step {step}") for step, begin in begins.items())
-    return [lanes.block("measured, and below it predicted", marks=marks)]
+    block = lanes.block("measured, and below it predicted", marks=marks)
+    return [block, *critical_causes(block)]
 
 
 def _curves(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block]:
@@ -238,7 +234,7 @@ def _curves(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block]
     columns = {
         "loss": ("loss", "number"), "tokens_per_s": ("tokens/s", "count"), "mfu": ("MFU", "share"),
         "gradient_norm": ("gradient norm", "number"), "learning_rate": ("learning rate", "number"),
-        "planning_wait_s": ("waiting for programs", "time"),
+        "padding_share": ("padding, replica of rank 0", "share"), "planning_wait_s": ("waiting for programs", "time"),
         "bubble_share": ("not computing, rank 0", "share"), "allocated_bytes": ("memory in use, rank 0", "bytes"),
     }  # fmt: skip
     times = [ChartLine("step, measured", "time", as_array(one.time_s for one in steps))]

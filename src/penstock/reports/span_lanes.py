@@ -9,14 +9,20 @@ from numpy.typing import NDArray
 
 from penstock.reports.blocks import Lane, MemoryLine, SpanKind, Spans
 
-__all__ = ["KINDS", "SpanLanes"]
+__all__ = ["KINDS", "LETTERS", "SpanLanes"]
 
 KINDS: dict[str, SpanKind] = {
     "F": SpanKind("forward", "F", "forward"), "B": SpanKind("backward", "B", "backward"), "I": SpanKind("input gradient", "I", "input"),
     "W": SpanKind("weight gradient", "W", "weight"), "activation": SpanKind("activation sent", "→", "transfer"),
     "gradient": SpanKind("gradient sent", "←", "transfer"), "after": SpanKind("gradients reduced, weights updated", "U", "update"),
+    "wait": SpanKind("waiting", "wait", "wait"),
 }  # fmt: skip
 """Of what is simulated; those of instructions come with the span files."""
+LETTERS = {
+    "Forward": ("F", "forward"), "Backward": ("B", "backward"), "BackwardInput": ("I", "input"), "BackwardWeight": ("W", "weight"),
+    "Step": ("U", "update"), "StepStage": ("U", "update"),
+}  # fmt: skip
+"""Letter and colour of instructions that have their own."""
 
 Integers = NDArray[np.int64]
 _EXACT, _TICK_NS = 1_000_000, 1000
@@ -39,16 +45,17 @@ class SpanLanes:
             self._kinds[name] = len(self._kinds), known or KINDS[name]
         return self._kinds[name][0]
 
-    def add(self, name: str, group: str, role: str, spans: Sequence[tuple[float, float, str, int, int]], begin_ns: int = 0) -> None:
+    def add(self, name: str, group: str, role: str, spans: Sequence[tuple[float, float, str, int, int]], begin_ns: int = 0,
+            replica: int = 0) -> None:  # fmt: skip
         """A lane of (start, end, kind, stage, micro-batch) in seconds since `begin_ns`, in the order of time."""
         times = np.rint(np.array([span[:2] for span in spans], dtype=np.float64).reshape(-1, 2) * 1e9).astype(np.int64)
         kinds = np.array([self.kind(span[2]) for span in spans], dtype=np.int64)
         places = np.array([span[3:] for span in spans], dtype=np.int64).reshape(-1, 2)
-        self.add_arrays(name, group, role, times[:, 0], times[:, 1], kinds, places[:, 0], places[:, 1], begin_ns)
+        self.add_arrays(name, group, role, times[:, 0], times[:, 1], kinds, places[:, 0], places[:, 1], begin_ns, replica)
 
     def add_arrays(
         self, name: str, group: str, role: str, start_ns: Integers, end_ns: Integers, kind: Integers, stage: Integers,
-        micro_batch: Integers, begin_ns: int = 0,
+        micro_batch: Integers, begin_ns: int = 0, replica: int = 0,
     ) -> None:  # fmt: skip
         """The same as arrays, `kind` as `kind` numbers them."""
         gap_ns = start_ns - np.concatenate([np.zeros(1, np.int64), end_ns])[:-1] if len(start_ns) else start_ns
@@ -59,7 +66,7 @@ class SpanLanes:
             self._parts.append(part)
             self.num_spans += len(start_ns)
         first, count = self._known[key]
-        self._lanes.append(Lane(name, group, role, first, count, begin_ns))
+        self._lanes.append(Lane(name, group, role, first, count, begin_ns, replica))
 
     def block(self, title: str, memory: tuple[MemoryLine, ...] = (), marks: tuple[tuple[int, str], ...] = ()) -> Spans:
         """The timeline."""

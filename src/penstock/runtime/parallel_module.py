@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,11 @@ from torch import nn
 from penstock.data.samples import LoadedProgram
 from penstock.errors import InputError
 from penstock.models.catalog import TRACED
+from penstock.models.modules.cutting.dividing import styles_of
 from penstock.models.modules.cutting.origins import Made, made_of, make_origin
 from penstock.models.modules.cutting.seen import Loss
 from penstock.models.ops import Model
+from penstock.plans.degrees import parts_of
 from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import require_valid
@@ -40,7 +42,7 @@ from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.optimizing.optimizer import Optimizer, make_own
 from penstock.runtime.optimizing.update import StepResult
-from penstock.runtime.parallel.module_chain import CutModule
+from penstock.runtime.parallel.module_chain import CutModule, described_styles
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import checkpoint_state, load_state, load_weights, rank_pieces, rank_state
 from penstock.runtime.run import forward_work
@@ -52,7 +54,7 @@ __all__ = ["Parallel", "parallelize"]
 
 
 def parallelize(
-    model: str | nn.Module | Callable[[], Any], plan: Plan, *, loss: Loss | None = None, tp_plan: dict[str, str] | None = None,
+    model: str | nn.Module | Callable[[], Any], plan: Plan, *, loss: Loss | None = None, tp_plan: Mapping[str, str] | None = None,
     native: bool = True, seed: int = 0, groups: ProcessGroups | None = None,
 ) -> Parallel:  # fmt: skip
     """This process' part of `model` under `plan`; every process that torchrun started calls it.
@@ -63,31 +65,40 @@ def parallelize(
         plan: As `find_plans` or `penstock search` made it for this model.
         loss: `loss(module, micro_batch)` gives a micro-batch's part of the global loss, see `penstock.MicroBatch`. If not given, the module
             is taken to return logits, or something with a field of that name.
-        tp_plan: How tensor parallelism divides a module. Not taken yet: modules have tp 1.
+        tp_plan: How tensor parallelism divides a module, as `{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}`: that with which the
+            plan was found. If not given, the module's own attribute of that name, which models of transformers have.
         native: Whether families that Penstock has itself use its own ops; otherwise they are transformers' own modules.
         seed: Of first weights that are random, and of dropout.
         groups: The processes of the job, where they were joined already.
     """
-    if tp_plan is not None:
-        raise InputError("tp_plan was given, but somebody's modules are trained with tp 1 only. Leave it out.")
     described = model_of(plan)
     require_valid(plan, described, cluster_of(plan))
     groups = groups or _joined(plan)
     cut = None
     if described.family == TRACED:
-        cut = CutModule(described, _made(model, loss, seed), groups.device)
-    elif not isinstance(model, str) or not native or loss is not None:
+        made = _made(model, loss, seed)
+        if tp_plan is not None:
+            _require_divided_so(plan, described, made, tp_plan)
+        cut = CutModule(described, made, groups.device)
+    elif not isinstance(model, str) or not native or loss is not None or tp_plan is not None:
         raise InputError(
             f"the plan is of Penstock's own {described.family} ops, which have their own loss, and not of this module. Search for a plan "
             "of the module: --model module:FILE.py:FUNCTION."
         )
     rank = _OpenRank(described, groups, TrainingSettings(seed=seed), cut=cut)
     rank.adopt(plan)
-    made = Parallel(rank, described)
+    parallel = Parallel(rank, described)
     folder = Path(model.removeprefix("hf:")) if isinstance(model, str) and model.startswith("hf:") else None
     if folder is not None and any(folder.glob("model*.safetensors*")):
         load_weights(open_weights(f"hf:{folder}", described), rank)
-    return made
+    return parallel
+
+
+def _require_divided_so(plan: Plan, described: Model, made: Made, tp_plan: Mapping[str, str]) -> None:
+    styles, _ = styles_of(made.module, tp_plan, strict=True)
+    divides = any(part.tp > 1 for stage in plan.stages for part in parts_of(stage))
+    if divides and styles != described_styles(described):
+        raise InputError("the plan was found for another tp_plan of this module. Give find_plans the same, or leave it out here.")
 
 
 def _made(model: str | nn.Module | Callable[[], Any], loss: Loss | None, seed: int) -> Made:

@@ -28,17 +28,18 @@ Handover = tuple[str, Job | None]
 """The store's address, and the job in it; no job: every rank plans for itself."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Planners:
     """The planners that this process has started, if any."""
 
     handover: Handover
+    """For ranks that begin now."""
     pool: PlannerPool | None = None
 
     def adopt(self, step: int, planner: ProgramPlanner) -> None:
         """They plan for another plan from iteration `step` on, as ranks do that adopt it."""
         if self.pool is not None:
-            self.pool.adopt(step, planner)
+            self.handover = self.handover[0], self.pool.adopt(step, planner)
 
 
 _EVERYWHERE = "0.0.0.0"

@@ -12,10 +12,12 @@ import torch
 
 from penstock.models.modules.base import Carry, OpModule
 from penstock.models.modules.batch import Batch
+from penstock.models.modules.parallel import TensorParallel
 from penstock.models.ops import Model
 from penstock.models.stored import shared_weights
-from penstock.plans.plan import Plan
-from penstock.plans.ranks import seats_of
+from penstock.plans.degrees import Axis, parts_of
+from penstock.plans.plan import Plan, Stage
+from penstock.plans.ranks import Seat, seats_of
 from penstock.programs import instructions as i
 from penstock.runtime.executor import Executor
 from penstock.runtime.optimizing.update import StepResult, Update
@@ -106,7 +108,7 @@ class Rank:
         self.transport = make_transport(self.world)
         seats = seats_of(plan).get(self.world.rank, ())
         if self.cut is not None:
-            self.cut.hold([op for seat in seats for op in range(plan.stages[seat.stage].first, plan.stages[seat.stage].last)])
+            self.cut.hold({op: tp for seat in seats for op, tp in self._divisions(plan.stages[seat.stage], seat)})
         for seat in seats:
             self.stages[seat.stage] = StageModule(
                 self.model, plan.stages[seat.stage], seat.stage, seat.replica, self.world, self.transport, seed=self.settings.seed,
@@ -120,6 +122,16 @@ class Rank:
             if self.asynchronous
         }
         self.transport.warm_up()
+
+    def _divisions(self, stage: Stage, seat: Seat) -> Iterator[tuple[int, TensorParallel]]:
+        """This rank's place among those that divide each op of a stage."""
+        for part in parts_of(stage):
+            tp = self.world.tensor_parallel(part.degrees.group(Axis.TP, seat.index, stage.devices[seat.replica]))
+            yield from ((op, tp) for op in range(part.first, part.last))
+
+    def share_out(self, plan: Plan) -> None:
+        """Runs `plan` from the next program on, which differs from the one in force by its micro-batches alone: all else stays."""
+        self.plan = self.world.plan = plan
 
     def abandon(self) -> None:
         """Lets go of a program that did not come to its end: buffers, transfers, micro-batches and sums under way, versions of weights.

@@ -47,6 +47,7 @@ __all__ = [
     "adopt_with_state",
     "check_state",
     "checkpoint_state",
+    "gradient_pieces",
     "held_pieces",
     "load_rank",
     "load_state",
@@ -101,6 +102,15 @@ def held_pieces(rank: Rank) -> Iterator[TensorPiece]:
             yield from _pieces(parameter_layout(held.module, held.name, known=known), held, held.parameter.detach())
         for _, module in _modules(stage):
             yield from _buffers(module)
+
+
+def gradient_pieces(rank: Rank, gradients: Mapping[int, torch.Tensor], kind: str) -> Iterator[TensorPiece]:
+    """Gradients of weights that this rank updates, by the ids of these."""
+    known: dict[Any, Any] = {}
+    for own in rank.gradients.values():
+        for held in own.updated_here():
+            if id(held.parameter) in gradients:
+                yield from _pieces(parameter_layout(held.module, held.name, known=known), held, gradients[id(held.parameter)], kind)
 
 
 def _pieces(layout: CheckpointLayout, held: Held, tensor: torch.Tensor, kind: str = "") -> Iterator[TensorPiece]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from penstock.errors import InputError
+from penstock.notebooks import Shown
 from penstock.runtime.settings import TrainingSettings
 from penstock.stores.addresses import ADDRESS_VARIABLE
 from penstock.timing.disturbance import Disturbance
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from penstock.runtime.telemetry.observing import StageTime
     from penstock.runtime.telemetry.parts import RankTimes
 
-__all__ = ["PACED", "TIMED", "WARM_UP", "EvalRecord", "PlanAdopted", "PlanningSettings", "StepTold", "TrainRequest", "TrainResult"]
+__all__ = [
+    "PACED", "TIMED", "WARM_UP", "EvalRecord", "GoingOn", "PlanAdopted", "PlanningSettings", "StepTold", "TrainRequest", "TrainResult",
+]  # fmt: skip
 
 TIMED, PACED = "timed", "paced"
 """Devices that take as long as the costs say: on those of a rehearsal ops are waits, the others compute, and wait for what is left."""
@@ -92,6 +95,20 @@ class TrainRequest:
     planning: PlanningSettings = field(default_factory=PlanningSettings)
     disturbance: Disturbance = field(default_factory=Disturbance)
     """What slows timed and paced devices down."""
+    on_death: str = "end"
+    """What becomes of a run one of whose processes dies: `end`, or `recover`, which goes on with another in its place."""
+    copies: int = 10
+    """Steps between copies of what each rank has learned, which outlive it; 0: none, and a run that recovers goes back to a checkpoint."""
+
+
+@dataclass(frozen=True)
+class GoingOn:
+    """Where the processes of a run begin that take the place of others."""
+
+    step: int
+    """How many steps they go on from."""
+    from_copies: bool
+    """Whether what was learned in them is in copies; else in the checkpoint that the request names, or it is nothing yet."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +145,7 @@ class PlanAdopted:
 
 
 @dataclass(frozen=True)
-class TrainResult:
+class TrainResult(Shown):
     """What a run achieved."""
 
     first_step: int

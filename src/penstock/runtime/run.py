@@ -37,8 +37,10 @@ from penstock.runtime.devices.paced import PacedRank
 from penstock.runtime.divergence import MAX_DROPPED, DivergedError, describe_divergence, is_diverged
 from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.rank import Rank
-from penstock.runtime.rank_state import load_rank, load_weights, rank_pieces, rank_state
-from penstock.runtime.request import PACED, WARM_UP, EvalRecord, PlanAdopted, StepTold, TrainRequest, TrainResult
+from penstock.runtime.rank_state import load_rank, load_state, load_weights, rank_pieces, rank_state
+from penstock.runtime.recovering.copies import CopyPlace
+from penstock.runtime.recovering.faults import COPYING, MOVING, SAVING, RankFaults
+from penstock.runtime.request import PACED, WARM_UP, EvalRecord, GoingOn, PlanAdopted, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run_folder import CHECKPOINTS, STEPS, plans_of_run
 from penstock.runtime.run_inputs import batch_source, program_planner, run_inputs
 from penstock.runtime.step_words import StepWatcher, StepWord, samples_digest, whole_digest
@@ -50,7 +52,7 @@ from penstock.runtime.telemetry.predicting import ProgramTimes
 from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.telemetry.profiled_steps import ProfiledSteps
 from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
-from penstock.runtime.telemetry.steps import LineLog, StepRecord
+from penstock.runtime.telemetry.steps import LineLog, StepRecord, padding_share
 from penstock.runtime.telemetry.tensorboard import tensorboard_sink
 from penstock.runtime.transport.allocator import reserve
 from penstock.runtime.transport.world import World
@@ -87,6 +89,17 @@ class _Place:
 
 
 @dataclass(frozen=True)
+class _Moving:
+    """A move that goes on beside a step."""
+
+    request: TrainRequest
+    """Of the new plan."""
+    place: _Place
+    taken_s: float
+    """How long training stood still before the step."""
+
+
+@dataclass(frozen=True)
 class _Agreed:
     """What all processes know after a step."""
 
@@ -102,6 +115,8 @@ class _Agreed:
     """Whether one gets no more programs, so that all have to end."""
     plan: Plan | None
     """To move to."""
+    exact: bool
+    """Whether it is to be in force with the next step, so that nothing can travel beside one."""
 
 
 class Run:
@@ -111,12 +126,19 @@ class Run:
     The first process of the job writes the records of all, and tells the launcher.
     """
 
-    def __init__(self, worker: Worker, request: TrainRequest, handover: Handover, token: str) -> None:
+    def __init__(
+        self, worker: Worker, request: TrainRequest, handover: Handover, token: str, going_on: GoingOn | None = None
+    ) -> None:  # fmt: skip
         self.worker, self.request = worker, request
         if request.settings.deterministic:
             always_the_same()
         self.model = model_of(request.plan)
-        self.first_step = Checkpoint(request.resume).step if request.resume else 0
+        begun = Checkpoint(request.resume).step if request.resume else 0
+        self.first_step = begun if going_on is None else going_on.step
+        self.is_new = not self.first_step and going_on is None
+        """Whether there is nothing of this run yet."""
+        self.goes_on = going_on is not None
+        """Whether its processes take the place of others."""
         self.step = self.first_step
         """The one that comes next."""
         self.plan_since, self.plan_number = self.first_step, 0
@@ -126,6 +148,7 @@ class Run:
         self.is_first = own == self.members[0]
         self.spans = SpanRecorder(out / f"rank-{own:05d}.spans", own)
         self.profiled = ProfiledSteps(request.profile_steps, out, own)
+        self.faults = RankFaults(out, own)
         self.rank = self._rank()
         self.rank.adopt(request.plan)
         address, self._job = handover
@@ -138,7 +161,7 @@ class Run:
         """Why this rank gets no more programs."""
         self._dropped = 0
         """Updates in a row that were not kept."""
-        self._saved = self.first_step
+        self._saved = -1 if going_on is not None and going_on.from_copies else self.first_step
         """Steps that the last checkpoint of this run has behind it."""
         if request.reserve_memory and self.world.device.type == "cuda":
             reserve(self.world.device, request.reserve_memory, len(self.world.ranks) if worker.shared_gpu else 1)
@@ -146,7 +169,7 @@ class Run:
         if self.is_first:
             self.plan_number = len(plans_of_run(out)) - 1
             sink = tensorboard_sink(out / "tensorboard")
-            self.log = LineLog(out / STEPS, *([] if sink is None else [sink]), anew=not self.first_step)
+            self.log = LineLog(out / STEPS, *([] if sink is None else [sink]), anew=self.is_new)
         self._notes: list[str] = []
         """Notes for the launcher that were not sent yet."""
         self._given_up: set[str] = set()
@@ -157,9 +180,13 @@ class Run:
         self._interval = SaveInterval()
         self.evaluated: list[EvalRecord] = []
         self.watcher: StepWatcher | None = None
+        self._moving: _Moving | None = None
         self._token = token
         self._take_place(self._places(planner))
-        if request.resume and self.has_work:
+        if going_on is not None and going_on.from_copies and self.has_work:
+            assert worker.copies is not None
+            load_state(worker.copies.state(going_on.step), self.rank)
+        elif request.resume and self.has_work:
             load_rank(Checkpoint(request.resume), self.rank)
         elif request.weights and self.has_work:
             load_weights(open_weights(request.weights, self.model), self.rank)
@@ -195,7 +222,7 @@ class Run:
     def _places(self, planner: ProgramPlanner) -> _Place:
         """What this process needs under the plan of a planner, before that is in force: all that may fail."""
         has_work = self.worker.rank in planner.plan.ranks
-        times = ProgramTimes(planner) if has_work and isinstance(self.rank, PacedRank) else None
+        times = ProgramTimes(planner.plan, planner.model, planner.costs) if has_work and isinstance(self.rank, PacedRank) else None
         evaluation = self._evaluation(planner) if has_work and self.request.eval_every else (None, ())
         return _Place(planner, times, *evaluation)
 
@@ -264,9 +291,13 @@ class Run:
             if told.is_lost and self.step < self.request.steps:
                 raise self._ended(self._lost or StoreError("another rank gets no more programs from the store."))
             self._save_if_due(told)
+            if self.request.copies and self.step % self.request.copies == 0:
+                self._copy()
             ended_by = told.ended_by
-            if told.plan is not None and not ended_by:
-                self._move(told.plan)
+            if self._moving is not None:
+                self._finish_move(self._moving, ended=bool(ended_by))
+            elif told.plan is not None and not ended_by:
+                self._move(told.plan, exact=told.exact)
             elif self.step % _SYNC_STEPS == 0:
                 self._compare_clocks(self.step)
             self.loader.wait_s = self.loader.data_wait_s = 0.0
@@ -290,8 +321,12 @@ class Run:
     def _train(self, loaded: LoadedProgram, start_s: float) -> StepWord:
         """One step, and what to say about it."""
         program, wait_s, position = loaded.program, self.loader.wait_s, self.spans.position
+        self.faults.look(program.iteration)
+        executor = self.rank.executor
+        observer, executor.observer = executor.observer, self.faults.observer(executor.observer)
         with self.profiled.around(program.iteration):
             result = self.rank.train(program, loaded)
+        executor.observer = observer
         if self._meter is not None:
             self._meter.expect(program)
         loss, norm = result.loss.item(), None if result.norm is None else result.norm.item()
@@ -306,7 +341,7 @@ class Run:
                 program.iteration, loss, time_s, tokens, tokens / time_s, self._mfu(program, tokens, time_s), result.rate,
                 gradient_norm=norm, skipped=result.skipped,
                 bubble_share=max(0.0, 1.0 - float(self.spans.busy_ns(position)[COMPUTE]) * 1e-9 / time_s), planning_wait_s=wait_s,
-                **self._memory(), **self._sampled(),
+                padding_share=padding_share(program.micro_batches), **self._memory(), **self._sampled(),
             )  # fmt: skip
         done, every = program.iteration + 1, self.request.eval_every
         evaluated = self._evaluate(done) if every and (done % every == 0 or done == self.request.steps) else None
@@ -392,7 +427,8 @@ class Run:
         rows = groups.gather(torch.tensor(own.row(), dtype=torch.float64)).tolist()
         words = {member: StepWord.of_row(row) for member, row in zip(self.members, rows, strict=True)}
         size, told = words[first].order_bytes, words[self.world.ranks[0]]
-        plan = plan_from_dict(msgspec.json.decode(groups.broadcast(order, size)), "the plan to move to") if size else None
+        wanted, exact = msgspec.json.decode(groups.broadcast(order, size)) if size else (None, False)
+        plan = None if wanted is None else plan_from_dict(wanted, "the plan to move to")
         if self.watcher is not None:
             figures = {member: word.figures for member, word in words.items()}
             self._notes += self.watcher.after(step - (self._meter.lateness if self._meter else 0), figures)
@@ -400,29 +436,53 @@ class Run:
         is_saving = any(word.is_saving for word in words.values())
         return _Agreed(
             told.record, told.evaluated, whole_digest(words.values()), max(word.asked_to_end for word in words.values()),
-            words[first].is_due and not is_saving, any(word.lost for word in words.values()), plan,
+            words[first].is_due and not is_saving, any(word.lost for word in words.values()), plan, exact,
         )  # fmt: skip
 
     def _order(self) -> bytes:
         """The plan that is to be in force from the next step on; nothing: the present one."""
         wanted = None if self.watcher is None else self.watcher.order(self.step)
-        return b"" if wanted is None else msgspec.json.encode(plan_to_dict(wanted))
+        return b"" if wanted is None else msgspec.json.encode((plan_to_dict(wanted), self.watcher is not None and self.watcher.exact))
 
-    def _move(self, plan: Plan) -> None:
-        """Puts another plan in force, with all that training has reached; or stays as it was, if a process cannot."""
+    def _move(self, plan: Plan, *, exact: bool) -> None:
+        """Puts another plan in force, with all that training has reached, or begins to; or stays as it was, if a process cannot."""
         assert self.watcher is not None
         start_s, request, places = time.perf_counter(), replace(self.request, plan=plan), list[_Place]()
         if self.checkpoints is not None:
             self.checkpoints.wait()
-        if not self.watcher.move(self.rank, plan, self.step, lambda: places.append(self._places(program_planner(request)))):
+
+        def prepare() -> None:
+            self.faults.meet(MOVING)
+            places.append(self._places(program_planner(request)))
+
+        if not exact and self.step + 1 < request.steps and self.watcher.begin(self.rank, plan, self.step, prepare):
+            self._moving = _Moving(request, places[-1], time.perf_counter() - start_s)
+        elif self.watcher.move(self.rank, plan, self.step, prepare):
+            self._take_over(request, places[-1], start_s)
+
+    def _finish_move(self, moving: _Moving, *, ended: bool) -> None:
+        """Puts a plan in force whose state has travelled beside the step that has just ended, unless the run ends too."""
+        assert self.watcher is not None
+        self._moving, start_s = None, time.perf_counter() - moving.taken_s
+        if ended:
+            self.watcher.cancel()
             return
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        if self.watcher.finish(self.step):
+            self._take_over(moving.request, moving.place, start_s)
+
+    def _take_over(self, request: TrainRequest, place: _Place, start_s: float) -> None:
+        """All has come to this process that the new plan needs: it is in force from now on."""
+        assert self.watcher is not None
         self.request, self.plan_since = request, self.step
-        self.loader.adopt(self.step, places[0].planner)
-        self.worker.tell(PlanAdopted(self.step, plan))
-        self._take_place(places[0])
+        self.loader.adopt(self.step, place.planner)
+        self.worker.tell(PlanAdopted(self.step, request.plan))
+        self._take_place(place)
+        self._copy()  # else a death would go back to steps of the plan before
         self._compare_clocks(self.step)
         self.plan_number += 1
-        self._notes += self.watcher.moved(self.step, plan, time.perf_counter() - start_s)
+        self._notes += self.watcher.moved(self.step, request.plan, time.perf_counter() - start_s)
 
     def _ended(self, error: PenstockError) -> PenstockError:
         """Saves what was trained, on all ranks, before the run ends; the error, with how far it came."""
@@ -438,9 +498,22 @@ class Run:
     def _save(self, done: int, best_loss: float | None = None) -> None:
         self._saved, start_s = done, time.monotonic()
         if self.checkpoints is not None:
-            state = {**rank_state(self.rank), "data": self.loader.batches.state(done), RUN: self._facts if self._tells_steps else {}}
-            self.checkpoints.save(done, rank_pieces(self.rank), state if best_loss is None else {**state, BEST_LOSS: best_loss})
+            state = self._state(done)
+            pieces = self.faults.within(SAVING, rank_pieces(self.rank))
+            self.checkpoints.save(done, pieces, state if best_loss is None else {**state, BEST_LOSS: best_loss})
         self._interval.saved(start_s, time.monotonic())
+
+    def _state(self, done: int) -> dict[str, Any]:
+        """What is no tensor of a checkpoint or a copy."""
+        return {**rank_state(self.rank), "data": self.loader.batches.state(done), RUN: self._facts if self._tells_steps else {}}
+
+    def _copy(self) -> None:
+        """Leaves a copy of what this rank has learned, if there is somebody who would take its place."""
+        copies, world = self.worker.copies, self.world
+        if copies is not None and self.has_work and self.step < self.request.steps:
+            whose = CopyPlace(self.worker.groups.generation.number, world.place, len(world.ranks))
+            pieces = self.faults.within(COPYING, rank_pieces(self.rank))
+            copies.save(self.worker.rank, self.step, whose, pieces, self._state(self.step))
 
     def _tell(self, told: _Agreed) -> None:
         """The first process writes a step down, and says a word to the launcher; all keep what was evaluated."""
@@ -543,10 +616,13 @@ def forward_work(program: Program) -> ReplicaWork:
     return ReplicaWork(program.micro_batches, merged)
 
 
-def train_rank(worker: Worker, request: TrainRequest, handover: Handover, token: str, watching: Watching | None = None) -> TrainResult:
+def train_rank(
+    worker: Worker, request: TrainRequest, handover: Handover, token: str, watching: Watching | None = None,
+    going_on: GoingOn | None = None,
+) -> TrainResult:  # fmt: skip
     """One rank's whole run: a job for workers, and what a process under torchrun calls. `watching` makes who follows its steps."""
     device = PACED if request.device == PACED else str(worker.groups.device)
-    with named_process(request.out, worker.rank, device), Run(worker, request, handover, token) as run:
+    with named_process(request.out, worker.rank, device), Run(worker, request, handover, token, going_on) as run:
         if watching is None:
             return run.train()
         with closing(watching(run)) as watcher:

@@ -20,7 +20,7 @@ from penstock.runtime.telemetry.steps import StepRecord
 from penstock.timing.asked import ASKED
 
 __all__ = [
-    "CHECKPOINTS", "JOB", "STEPS", "last_step", "own_folder", "plan_of_run", "plans_of_run", "put_in_force", "read_request",
+    "CHECKPOINTS", "JOB", "STEPS", "go_back", "last_step", "own_folder", "plan_of_run", "plans_of_run", "put_in_force", "read_request",
     "refuse_other_run", "safe_step",
 ]  # fmt: skip
 
@@ -68,9 +68,7 @@ def own_folder(request: TrainRequest, first_step: int = 0) -> Iterator[None]:
     with run_lock(out):
         refuse_other_run(out, request.resume)
         (out / ASKED).unlink(missing_ok=True)  # what was asked of the run before, not of this one
-        for step, path in plans_of_run(out).items():
-            if step >= first_step:  # which is done again
-                path.unlink(missing_ok=True)
+        _forget_plans(out, first_step)
         put_in_force(out, first_step, request.plan)
         data = str(Path(request.data).resolve())
         facts = _Facts(data, request.steps, request.settings.seed, request.prompt_loss, request.planning.search_steps)
@@ -108,6 +106,20 @@ def safe_step(request: TrainRequest, first_step: int) -> str:
     if (out / JOB).is_file():
         return f"Step {step} is safe. Go on with the same command, or with: penstock train '{out / JOB}'"
     return f"Step {step} is safe. Go on with: penstock train … --out '{out}' --resume '{where}'"
+
+
+def go_back(folder: str | Path, step: int, plan: Plan) -> None:
+    """The run does `step` and all after it again, under `plan`; where that was in force then, it stays so."""
+    _forget_plans(folder, step + 1)
+    if read_plan(plans_of_run(folder)[max(plans_of_run(folder))]) != plan:
+        put_in_force(folder, step, plan)
+
+
+def _forget_plans(folder: str | Path, first_step: int) -> None:
+    """Plans of steps that are done again."""
+    for step, path in plans_of_run(folder).items():
+        if step >= first_step:
+            path.unlink(missing_ok=True)
 
 
 def put_in_force(folder: str | Path, step: int, plan: Plan) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,8 @@ from penstock.programs.instructions import Program
 __all__ = ["Source", "load_share"]
 
 Array = npt.NDArray[Any]
+_ALIGNED = 256
+"""Bytes at which kernels like tensors to begin."""
 
 
 class Source(Protocol):
@@ -134,20 +137,21 @@ def _add_labels(
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:
-    """The batch on a device; from pinned memory, so that nobody waits for the copy."""
+    """The batch on a device, copied at once from pinned memory: nobody waits for it, and the host is asked once, not for each tensor."""
     if device.type == "cpu":
         return batch
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.contiguous().pin_memory().to(device, non_blocking=True)
-
-    for holder in (batch, batch.own, batch.decoder):
-        if holder is not None:
-            _replace_tensors(holder, move)
+    holders = [holder for holder in (batch, batch.own, batch.decoder) if holder is not None]
+    found = [(holder, name, value) for holder in holders for name, value in vars(holder).items() if isinstance(value, torch.Tensor)]
+    ends = list(itertools.accumulate(-(-value.nbytes // _ALIGNED) * _ALIGNED for _, _, value in found))
+    pinned = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True)
+    for start, (_, _, value) in zip([0, *ends], found, strict=False):
+        _piece(pinned, start, value).copy_(value)
+    moved = pinned.to(device, non_blocking=True)
+    for start, (holder, name, value) in zip([0, *ends], found, strict=False):
+        setattr(holder, name, _piece(moved, start, value))
     return batch
 
 
-def _replace_tensors(holder: object, move: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    for name, value in vars(holder).items():
-        if isinstance(value, torch.Tensor):
-            setattr(holder, name, move(value))
+def _piece(whole: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
+    """Bytes from `start` on as a tensor such as another."""
+    return whole[start : start + like.nbytes].view(like.dtype).view(like.shape)

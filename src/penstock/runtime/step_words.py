@@ -72,6 +72,8 @@ class StepWatcher(Protocol):
 
     measures: bool
     """Whether it wants figures."""
+    exact: bool
+    """Whether what it orders is to be in force with the next step, and not the one after it."""
 
     def after(self, step: int, ranks: Mapping[int, RankFigures]) -> Sequence[str]:
         """What all processes measured in a step, told once they have agreed to go on after it, or the one after it; what to say about it
@@ -83,6 +85,15 @@ class StepWatcher(Protocol):
     def move(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object]) -> bool:
         """Moves to `plan` before `step`, in all processes; `prepare` does what else has to succeed before anything changes. False: the old
         plan is in force as before."""
+
+    def begin(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object]) -> bool:
+        """Begins a move to `plan` that travels while `step` runs under the old one, in all processes; False: `move` is as good."""
+
+    def finish(self, step: int) -> bool:
+        """Ends such a move before `step`. False: the old plan is in force as before."""
+
+    def cancel(self) -> None:
+        """The run ends before such a move does."""
 
     def moved(self, step: int, plan: Plan, pause_s: float) -> Sequence[str]:
         """The move has been, and training stood still for so long; what to say about it in the first process."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 from penstock.data.dataset import open_data
 from penstock.data.forms import form_of
-from penstock.errors import InputError, PenstockError
+from penstock.errors import InputError, PenstockError, near_misses
 from penstock.models.ops import Model
 from penstock.plans.capabilities import unsupported
 from penstock.plans.plan import Plan
@@ -27,12 +28,17 @@ from penstock.runtime.devices.rehearsing import rehearse_rank
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.planner_processes import Handover, Planners, planners_here, planners_of_nodes
 from penstock.runtime.rank_state import check_state
+from penstock.runtime.recovering.copies import Copies
+from penstock.runtime.recovering.faults import PHASES, Fault, ask_fault, forget_faults
+from penstock.runtime.recovering.frozen import FrozenRanks
+from penstock.runtime.recovering.recovery import DeathWitness, RunRecovery, require_room_for_copies
 from penstock.runtime.request import PACED, TIMED, WARM_UP, PlanAdopted, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run import Watching, train_rank
 from penstock.runtime.run_folder import own_folder, put_in_force, safe_step
 from penstock.runtime.run_inputs import program_planner, run_inputs
+from penstock.runtime.run_predictions import keep_inputs
 from penstock.runtime.telemetry.predicting import PredictedSteps, predict_peaks, predict_steps
-from penstock.runtime.telemetry.process_files import named_process
+from penstock.runtime.telemetry.process_files import forget_processes, named_process
 from penstock.runtime.transport.world import World
 from penstock.runtime.workers import Worker, WorkerError, WorkerPool, joined
 
@@ -40,6 +46,8 @@ __all__ = ["PlanTrainer"]
 
 PROCESSES_PER_CORE = 8
 _EVAL_SPLIT = "validation"
+END, RECOVER = "end", "recover"
+_Hear = Callable[[StepTold | PlanAdopted], None]
 
 
 class PlanTrainer:
@@ -48,9 +56,9 @@ class PlanTrainer:
     >>> PlanTrainer(TrainRequest(read_plan("plan.json"), "data", steps=100, out="run")).train()   # doctest: +SKIP
     """
 
-    def __init__(self, request: TrainRequest, watching: Watching | None = None) -> None:
-        """`watching` makes who is told of every step, on every rank; a function that ranks can import."""
-        self.request, self.watching = _checked(request), watching
+    def __init__(self, request: TrainRequest, watching: Watching | None = None, witness: DeathWitness | None = None) -> None:
+        """`watching` makes who is told of every step, on every rank; a function that ranks can import. `witness` is told of deaths."""
+        self.request, self.watching, self._witness = _checked(request), watching, witness
         self.model = model_of(request.plan)
         self.first_step = _first_step(self.request)
         """How many steps a checkpoint has behind it."""
@@ -72,6 +80,8 @@ class PlanTrainer:
             planners_of_nodes(request.planning, *run_inputs(request), self.first_step) as planners,
             Interrupts(quiet=worker.rank != 0) as interrupts,
         ):
+            if first:
+                keep_inputs(request)
             token = torch.tensor([secrets.randbits(62)])
             dist.broadcast(token, 0)
             worker = replace(worker, tell=self._hearing(planners, progress), asked_to_end=lambda: interrupts.number)
@@ -82,39 +92,72 @@ class PlanTrainer:
 
     def train(self, progress: Callable[[StepTold], None] | None = None) -> TrainResult:
         """Starts the plan's processes, trains, and ends them; `progress` hears of every step. Ctrl-C and SIGTERM end it after the step that
-        runs, with a checkpoint."""
+        runs, with a checkpoint. Where processes die and the request says so, others take their place."""
         require_guarded_main()
-        request, rehearses, count = self.request, self.request.device == TIMED, len(_processes(self.request.plan))
-        threads = max(1, len(os.sched_getaffinity(0)) // len(request.plan.ranks))
+        request, rehearses, members = self.request, self.request.device == TIMED, _processes(self.request.plan)
+        recovers = request.on_death == RECOVER
+        copies = Copies(len(members)) if recovers and request.copies else None
+        recovery = RunRecovery(request, self.first_step, copies, members, self._witness) if recovers else None
         with (
             own_folder(request, self.first_step),
             planners_here(request.planning, *run_inputs(request), self.first_step) as planners,
+            closing(copies) if copies is not None else nullcontext(),
+            _forgotten_processes(request.out),
             WorkerPool(
-                count, device="cpu" if request.device in _CLOCKED else request.device, threads=threads, timeout_s=_OPERATION_S
+                len(members), device="cpu" if request.device in _CLOCKED else request.device, threads=_threads(request.plan),
+                timeout_s=_OPERATION_S, copies=copies, frozen=FrozenRanks() if recovers else None,
             ) as pool,
             nullcontext() if rehearses else Interrupts(pool.board.ask_to_end),
-        ):
-            job = (train_rank, request, planners.handover, secrets.token_hex(8), self.watching)
-            hear = self._hearing(planners, progress)
-            try:
-                found: list[TrainResult] = pool.run(
-                    *((_rehearse, request, planners.handover) if rehearses else job), timeout_s=_RUN_S,
-                    listen=lambda rank, told: hear(told) if rank == 0 or rehearses else None,
-                )  # fmt: skip
-            except WorkerError as error:
-                raise error if rehearses else self._with_safe_step(error) from None
-        return found[request.plan.ranks[0] if rehearses else 0]
+        ):  # fmt: skip
+            keep_inputs(request)
+            forget_faults(request.out)  # asked of a run before, not of this one
+            for strike in request.disturbance.strikes:
+                ask_fault(request.out, Fault(strike.kind, strike.rank, strike.phase, strike.first))
+            if planners.pool is not None and self._witness is not None:
+                planners.pool.on_replaced = partial(self._witness.tell, "replaced", rank=None)
+            hear = self._hearing(planners, progress, recovery)
+            if rehearses:
+                rehearsed = pool.run(_rehearse, request, planners.handover, timeout_s=_RUN_S, listen=lambda _, told: hear(told))
+                return rehearsed[request.plan.ranks[0]]
+            found = self._run(pool, planners, hear, recovery)
+        return found if recovery is None else recovery.whole(found)
 
-    def _hearing(self, planners: Planners, progress: Callable[[StepTold], None] | None) -> Callable[[StepTold | PlanAdopted], None]:
+    def _run(self, pool: WorkerPool, planners: Planners, hear: _Hear, recovery: RunRecovery | None) -> TrainResult:
+        """Runs the job to its end: with new processes in place of those that die, as often as `recovery` says."""
+        request, going_on = self.request, None
+        while True:
+            try:
+                if going_on is not None:
+                    pool.revive(recovery.members, _threads(request.plan))
+                # A token of its own for each try: what one has half written is none of the next's.
+                job = (train_rank, request, planners.handover, secrets.token_hex(8), self.watching, going_on)
+                found: list[TrainResult] = pool.run(
+                    *job, timeout_s=_RUN_S, listen=lambda rank, told: hear(told) if rank == pool.members[0] else None
+                )
+                return found[0]
+            except WorkerError as error:
+                going_on = recovery.go_on(error.rank, str(error)) if recovery is not None and error.is_lost else None
+                if recovery is None or going_on is None:
+                    if recovery is not None:
+                        recovery.save_copies()
+                    raise self._with_safe_step(error) from None
+                request = recovery.request
+                planners.adopt(going_on.step, program_planner(request))
+
+    def _hearing(self, planners: Planners, progress: Callable[[StepTold], None] | None, recovery: RunRecovery | None = None) -> _Hear:
         """What becomes of what a run tells: another plan is written down and planners follow it there, `progress` hears the rest."""
 
         def hear(told: StepTold | PlanAdopted) -> None:
             if isinstance(told, PlanAdopted):
                 if os.environ.get("RANK", "0") == "0":
                     put_in_force(self.request.out, told.step, told.plan)
+                if recovery is not None:
+                    recovery.adopted(told.plan)
                 planners.adopt(told.step, program_planner(replace(self.request, plan=told.plan)))
-            elif progress is not None:
-                progress(told)
+                return
+            new = told if recovery is None else recovery.hear(told)
+            if progress is not None and new is not None:
+                progress(new)
 
         return hear
 
@@ -136,6 +179,20 @@ def _processes(plan: Plan) -> tuple[int, ...]:
     if os.environ.get("WORLD_SIZE") == str(len(plan.ranks)):
         return plan.ranks
     return tuple(range(plan.ranks[-1] + 1))
+
+
+@contextmanager
+def _forgotten_processes(out: str) -> Iterator[None]:
+    """Nobody names the processes of a run that has ended: those that were killed could not see to it themselves."""
+    try:
+        yield
+    finally:
+        forget_processes(out)
+
+
+def _threads(plan: Plan) -> int:
+    """Of each process, so that those with work share the cores of this machine."""
+    return max(1, len(os.sched_getaffinity(0)) // len(plan.ranks))
 
 
 def _rehearse(worker: Worker, request: TrainRequest, handover: Handover) -> TrainResult:
@@ -195,6 +252,7 @@ def _checked(request: TrainRequest) -> TrainRequest:
             )
         check_weights(request.weights, model)
     _require_steps(request)
+    _require_recoverable(replace(request, device=device), model)
     return replace(request, device=device)
 
 
@@ -205,6 +263,21 @@ def _require_same_run(request: TrainRequest, model: Model) -> None:
     check_state(checkpoint, model, request.settings.optimizer.kind)
     if os.environ.get("RANK", "0") == "0":  # one reader is enough
         checkpoint.verify_small()
+
+
+def _require_recoverable(request: TrainRequest, model: Model) -> None:
+    """Refuses to recover where nobody could, and copies for which there is no room."""
+    if request.on_death not in (END, RECOVER):
+        raise InputError(f"--on-death is '{request.on_death}'; {END} or {RECOVER} was expected.")
+    if request.on_death == END:
+        return
+    if "WORLD_SIZE" in os.environ:
+        raise InputError("--on-death recover is for processes that `penstock train` starts; torchrun ends all of its own when one fails. "
+                         "Leave it out, and let torchrun start them again with --max-restarts and --resume.")  # fmt: skip
+    if request.device == TIMED:
+        raise InputError(f"--on-death recover is for devices that compute; {TIMED} ones have nothing to lose. Leave it out.")
+    if request.copies:
+        require_room_for_copies(request, model)
 
 
 def _require_steps(request: TrainRequest) -> None:
@@ -255,6 +328,11 @@ def _require_clocked(request: TrainRequest) -> None:
             raise InputError(
                 f"{change.subject} is to be slower, which only timed and paced devices can be. Use --device {TIMED} or --device {PACED}."
             )
+    for strike in request.disturbance.strikes:
+        if request.device == TIMED:
+            raise InputError(f"rank {strike.rank} is to be struck, but {TIMED} devices learn nothing that could be lost. Leave it out.")
+        if strike.phase not in PHASES:
+            raise InputError(f"rank {strike.rank} is to be struck in phase '{strike.phase}'. {near_misses(strike.phase, PHASES)}")
     request.disturbance.require_ranks(request.plan.ranks)
 
 

@@ -4,32 +4,33 @@
              ── pipe ──► worker 1 ─┼─ process group over loopback (gloo, or NCCL on GPUs)
              ── pipe ──► worker 2 ─┘
 
-A worker that fails or dies ends the job: the launcher names it and where it was, and ends the others. A launcher that dies takes its
-workers along: each watches for its end.
+A worker that fails or dies ends the job: the launcher names it and where it was, and ends the others; whoever started the job may have new
+ones in their place (`revive`). A launcher that dies takes its workers along: each watches for its end.
 """
 
 from __future__ import annotations
 
 import multiprocessing.connection
 import os
-import shutil
 import signal
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError, PenstockError
 from penstock.processes.fork_server import FORKED, SIGNALS, await_parent, start_process
+from penstock.runtime.telemetry.process_files import forget_this_process
 from penstock.runtime.telemetry.status import Status, StatusBoard
 
 if TYPE_CHECKING:
+    from penstock.processes.shared_memory import SharedMemory
+    from penstock.runtime.recovering.copies import Copies
+    from penstock.runtime.recovering.frozen import FrozenRanks
     from penstock.runtime.transport.world import ProcessGroups
 
 __all__ = ["Worker", "WorkerError", "WorkerPool", "joined", "launch"]
@@ -46,6 +47,11 @@ _LONGEST_WAIT_S = 3600.0
 class WorkerError(PenstockError):
     """A worker failed; the message names rank, stage, instruction and micro-batch."""
 
+    def __init__(self, message: str, rank: int = -1, *, is_lost: bool = False) -> None:
+        super().__init__(message)
+        self.rank, self.is_lost = rank, is_lost
+        """Who; and whether it died, or failed in a way that it need not meet again: another in its place may go on."""
+
 
 @dataclass(frozen=True)
 class Worker:
@@ -60,6 +66,8 @@ class Worker:
     """Says something to the launcher while the job runs."""
     asked_to_end: Callable[[], int] = lambda: 0
     """The signal that asks for an end of the job when it next can; 0: none came."""
+    copies: Copies | None = None
+    """Where to leave what it has learned, for others to go on from."""
 
     @property
     def shared_gpu(self) -> bool:
@@ -89,33 +97,36 @@ class WorkerPool:
         threads: int = 1,
         timeout_s: float = 600.0,
         environment: Callable[[int], Mapping[str, str]] | None = None,
+        copies: Copies | None = None,
+        frozen: FrozenRanks | None = None,
     ) -> None:
-        from penstock.runtime.transport.rendezvous import serve_rendezvous
-
+        """`copies` are handed to all workers; `frozen` says which of them have stopped, and are to be ended."""
         if size < 1:
             raise InputError(f"{size} workers were asked for; 1 or more was expected.")
         self.size, self.timeout_s = size, timeout_s
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
-        self.board = StatusBoard(self._folder / "status", size)
-        self._broken = False
+        self.board = StatusBoard(size)
+        self._device, self._environment, self._copies, self._frozen = device, environment, copies, frozen
+        self.revive(range(size), threads)
+
+    def revive(self, members: Sequence[int], threads: int) -> None:
+        """Starts workers, in place of those that a failure has ended: of all numbers, or of those that are left."""
+        from penstock.runtime.transport.rendezvous import serve_rendezvous
+
+        self.members = tuple(members)
+        self._broken, self._ended = False, dict[int, str]()
         self._store = serve_rendezvous()  # on a free port, so that jobs side by side cannot meet
-        pairs = [FORKED.Pipe() for _ in range(size)]
-        self._processes = []
-        for rank in range(size):
+        self.board.clear()
+        pairs = {rank: FORKED.Pipe() for rank in self.members}
+        self._processes = {}
+        for rank in self.members:
             start = _Start(
-                rank,
-                size,
-                self._store.port,
-                device,
-                threads,
-                timeout_s,
-                str(self.board.path),
-                dict(environment(rank)) if environment else {},
-            )
-            self._processes.append(start_process(f"rank {rank}", _serve, start, pairs[rank][1]))
-        for _, its in pairs:
+                rank, self.size, self.members, self._store.port, self._device, threads, self.timeout_s, self.board.memory,
+                dict(self._environment(rank)) if self._environment else {}, self._copies,
+            )  # fmt: skip
+            self._processes[rank] = start_process(f"rank {rank}", _serve, start, pairs[rank][1])
+        for _, its in pairs.values():
             its.close()
-        self._pipes = [mine for mine, _ in pairs]
+        self._pipes = {rank: mine for rank, (mine, _) in pairs.items()}
         try:
             self._collect(time.monotonic() + _START_S)
         except BaseException:
@@ -124,14 +135,14 @@ class WorkerPool:
 
     def pids(self) -> list[int]:
         """The workers' process ids, in the order of ranks."""
-        return [process.pid or 0 for process in self._processes]
+        return [process.pid or 0 for process in self._processes.values()]
 
     def run(self, function: Job, *arguments: Any, timeout_s: float | None = None, listen: Listen | None = None) -> list[Any]:
         """Calls `function(worker, *arguments)` in every worker; the results in the order of ranks. A failure ends all workers.
 
         `listen(rank, word)` hears what workers tell meanwhile.
         """
-        return self.run_each(function, [arguments] * self.size, timeout_s=timeout_s, listen=listen)
+        return self.run_each(function, [arguments] * len(self.members), timeout_s=timeout_s, listen=listen)
 
     def run_each(
         self, function: Job, arguments: list[tuple[Any, ...]], *, timeout_s: float | None = None, listen: Listen | None = None
@@ -140,7 +151,7 @@ class WorkerPool:
         if self._broken:
             raise WorkerError("the workers were ended by an earlier failure. Start new ones.")
         try:
-            for pipe, own in zip(self._pipes, arguments, strict=True):
+            for pipe, own in zip(self._pipes.values(), arguments, strict=True):
                 pipe.send((function, own))
             return self._collect(time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s), listen)
         except BaseException:
@@ -150,11 +161,12 @@ class WorkerPool:
     def _collect(self, deadline: float, listen: Listen | None = None) -> list[Any]:
         """The answers of all workers, or the failure that came first."""
         answers: dict[int, Any] = {}
-        while len(answers) < self.size:
-            waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in range(self.size) if rank not in answers}
+        while len(answers) < len(self.members):
+            waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in self.members if rank not in answers}
             left_s = deadline - time.monotonic()
-            ready = multiprocessing.connection.wait(list(waiting), timeout=min(max(0.0, left_s), _LONGEST_WAIT_S))
-            if not ready and left_s <= _LONGEST_WAIT_S:
+            longest_s = _LONGEST_WAIT_S if self._frozen is None else self._end_frozen(list(waiting.values()))
+            ready = multiprocessing.connection.wait(list(waiting), timeout=min(max(0.0, left_s), longest_s))
+            if not ready and left_s <= longest_s:
                 raise WorkerError(self._late(sorted(waiting.values())))
             for pipe in ready:
                 rank = waiting[pipe]
@@ -163,76 +175,80 @@ class WorkerPool:
                     if listen is not None:
                         listen(rank, answer)
                 elif not ok:
-                    raise WorkerError(self._cause(rank, answer))
+                    raise self._cause(rank, answer)
                 else:
                     answers[rank] = answer
-        return [answers[rank] for rank in range(self.size)]
+        return [answers[rank] for rank in self.members]
+
+    def _end_frozen(self, ranks: Sequence[int]) -> float:
+        """Ends a worker that has stopped: it is then dead like any other. Returns how long to wait before the next look."""
+        assert self._frozen is not None
+        found = self._frozen.look({rank: self._processes[rank].pid or 0 for rank in ranks}, self.board)
+        for rank, why in found.items():
+            self._ended[rank] = f"{why} {self.board.where(rank)}, and was ended"
+            self._processes[rank].kill()
+        return self._frozen.look_s
 
     def _answer(self, rank: int) -> tuple[bool | None, Any]:
-        """(True, result), (False, message), (False, None) of a worker that died, or (None, word) of one that only tells something."""
+        """(True, result), (False, failure), (False, None) of a worker that died, or (None, word) of one that only tells something."""
         try:
             ok, answer = self._pipes[rank].recv()
             return ok, answer
         except (EOFError, ConnectionResetError):
             return False, None
 
-    def _cause(self, rank: int, message: str | None) -> str:
+    def _cause(self, rank: int, failure: _Failure | None) -> WorkerError:
         """What to tell: a worker that died is the cause, else one that failed by itself, else the first that was heard."""
-        heard: dict[int, str | None] = {rank: message}
+        heard = {rank}
         end = time.monotonic() + _GRACE_S
-        while message is None or _lost_peer(message):
-            waiting: dict[Any, int] = {self._pipes[other]: other for other in range(self.size) if other not in heard}
+        while failure is not None and _lost_peer(failure.text):
+            waiting: dict[Any, int] = {self._pipes[other]: other for other in self.members if other not in heard}
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, end - time.monotonic())) if waiting else []
             if not ready:
                 break
             for pipe in ready:
                 other = waiting[pipe]
                 ok, answer = self._answer(other)
-                if ok:
-                    heard[other] = "done"
-                elif ok is False:
-                    heard[other] = answer
-                    if answer is None or (message is not None and not _lost_peer(answer)):
-                        rank, message = other, answer
-        if message is not None:
-            return message
+                if ok is not None:
+                    heard.add(other)
+                if ok is False and (answer is None or (failure is not None and not _lost_peer(answer.text))):
+                    rank, failure = other, answer
+        if failure is not None:
+            return WorkerError(failure.text, rank, is_lost=failure.is_lost)
         process = self._processes[rank]
         process.join(_GRACE_S)
-        return f"rank {rank} {_how(process.exitcode)} {self.board.where(rank)}."
+        how = self._ended.get(rank) or f"{_how(process.exitcode)} {self.board.where(rank)}"
+        return WorkerError(f"rank {rank} {how}.", rank, is_lost=True)
 
     def _late(self, ranks: list[int]) -> str:
         lines = [f"  rank {rank} is {self.board.where(rank)}" for rank in ranks]
-        return f"{len(ranks)} of {self.size} ranks did not finish in time:\n" + "\n".join(lines)
+        return f"{len(ranks)} of {len(self.members)} ranks did not finish in time:\n" + "\n".join(lines)
 
     def _kill(self) -> None:
         """Ends all workers at once."""
         self._broken = True
-        for process in self._processes:
+        for process in self._processes.values():
             if process.is_alive():
                 process.kill()
-        for process in self._processes:
+        for process in self._processes.values():
             process.join()
-        self._release()
+        for connection in self._pipes.values():
+            connection.close()
 
     def close(self) -> None:
         """Lets the workers end by themselves, and ends those that do not."""
         if self._broken:
             return
         self._broken = True
-        for pipe in self._pipes:
+        for pipe in self._pipes.values():
             try:
                 pipe.send(None)
             except (BrokenPipeError, OSError):
                 continue  # it has ended already, which is all that was asked
         end = time.monotonic() + 10.0
-        for process in self._processes:
+        for process in self._processes.values():
             process.join(max(0.0, end - time.monotonic()))
         self._kill()
-
-    def _release(self) -> None:
-        for connection in self._pipes:
-            connection.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -265,10 +281,8 @@ def joined(device: str, members: Sequence[int]) -> Iterator[Worker]:
         use_expandable_segments()
     store, place, size = job_store()
     groups = ProcessGroups(device, store=store, own=members[place], members=members, timeout_s=_LONGEST_OPERATION_S)
-    with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
-        board = StatusBoard(Path(folder) / "status", size)
-        yield Worker(members[place], size, groups, Status(board.path, place))
-        groups.part()
+    yield Worker(members[place], size, groups, Status(StatusBoard(size).memory, place))
+    groups.part()
 
 
 def _how(code: int | None) -> str:
@@ -298,12 +312,23 @@ class _Start:
 
     rank: int
     size: int
+    members: tuple[int, ...]
     port: int
     device: str
     threads: int
     timeout_s: float
-    status_path: str
+    board: SharedMemory
     environment: dict[str, str]
+    copies: Copies | None
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a worker says of its own end."""
+
+    text: str
+    is_lost: bool
+    """Whether another in its place may go on; not where its input was at fault, which another would meet too."""
 
 
 def _serve(start: _Start, pipe: Any) -> None:
@@ -321,7 +346,7 @@ def _serve(start: _Start, pipe: Any) -> None:
     except EOFError:
         status = 0
     except BaseException as error:
-        pipe.send((False, _told(start.rank, error)))
+        pipe.send((False, _Failure(_told(start.rank, error), not isinstance(error, PenstockError) or _failed_in_program(error))))
         status = 1
     pipe.close()
     # No tidy end: gloo's and NCCL's threads may abort a process that leaves while a peer is still talking to it.
@@ -331,6 +356,7 @@ def _serve(start: _Start, pipe: Any) -> None:
 def _follow() -> None:
     """Ends this process with its launcher."""
     await_parent()
+    forget_this_process()
     os._exit(1)
 
 
@@ -354,10 +380,16 @@ def _open(start: _Start, tell: Callable[[Any], None]) -> Worker:
         torch.cuda.set_device(device)
         use_expandable_segments()
     groups = ProcessGroups(
-        device, staged=shared, store=store, own=start.rank, members=range(start.size), timeout_s=start.timeout_s
+        device, staged=shared, store=store, own=start.rank, members=start.members, timeout_s=start.timeout_s
     )  # fmt: skip
-    status = Status(Path(start.status_path), start.rank)
-    return Worker(start.rank, start.size, groups, status, tell, status.asked_to_end)
+    status = Status(start.board, start.rank)
+    return Worker(start.rank, start.size, groups, status, tell, status.asked_to_end, start.copies)
+
+
+def _failed_in_program(error: PenstockError) -> bool:
+    from penstock.runtime.executor import ExecutionError
+
+    return isinstance(error, ExecutionError)
 
 
 def _told(rank: int, error: BaseException) -> str:

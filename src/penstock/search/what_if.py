@@ -1,11 +1,12 @@
 """What else there is: why the plans next to one lost, and how fast the best plan would be if one limit were relaxed.
 
-Both search again, quickly: without proof, and each search within a budget of seconds. What a plan could do before a limit was relaxed it
-can do after, so that known plans are tried there as well, and no relaxation seems to make training slower.
+Both search again, quickly: without proof, and each search within a budget of seconds if one is given. What a plan could do before a limit
+was relaxed it can do after, so that known plans are tried there as well, and no relaxation seems to make training slower.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["BUDGET_S", "Relaxed", "Rival", "found_beside", "next_device", "relaxations", "relaxed", "request_of", "rivals"]
 
 BUDGET_S = 5.0
-"""For each search."""
+"""For each search, where a person waits."""
 _GRID_DEVICES, _GRID_OPS = 64, 1000
 """Uniform plans are cheap to try up to these sizes."""
 _FACTOR = 2
@@ -83,7 +84,7 @@ def request_of(plan: Plan, source: CostSource) -> Request:
     return Request(model, cluster, frame, Estimator(model, cluster, source, shapes=shapes), (), float("inf"))
 
 
-def found_beside(request: Request, budget_s: float = BUDGET_S, tell: Tell = lambda text: None) -> list[Choice]:
+def found_beside(request: Request, budget_s: float = math.inf, tell: Tell = lambda text: None) -> list[Choice]:
     """Plans that fit, best first: of a quick search, and uniform ones where those are cheap to try."""
     try:
         outcome = search(request, prove=False, time_budget_s=budget_s, watch=lambda text, best_s, bound_s: tell(text))
@@ -127,7 +128,7 @@ def _rival(own: Choice, choice: Choice) -> Rival:
     return Rival(choice, choice.estimate.time_s / own.estimate.time_s - 1, parts)
 
 
-def relaxed(request: Request, known: Sequence[Choice], budget_s: float = BUDGET_S, tell: Tell = lambda text: None) -> list[Relaxed]:
+def relaxed(request: Request, known: Sequence[Choice], budget_s: float = math.inf, tell: Tell = lambda text: None) -> list[Relaxed]:
     """The best plan as things are, then with each limit relaxed alone; `known` are plans on the request's own cluster."""
     best = min((choice for choice in known if choice.estimate.fits), key=lambda choice: choice.estimate.time_s, default=None)
     rows = [Relaxed("as it is", best, None if best is None else 0.0, "" if best else _NOTHING)]

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from penstock.errors import InputError, near_misses
 
-__all__ = ["SHAPES", "Disturbance", "DisturbanceChange"]
+__all__ = ["SHAPES", "Disturbance", "DisturbanceChange", "DisturbanceStrike"]
 
 Shape = Literal["step", "ramp", "pulse", "square"]
 SHAPES: tuple[Shape, ...] = get_args(Shape)
@@ -71,10 +71,23 @@ class DisturbanceChange:
 
 
 @dataclass(frozen=True)
+class DisturbanceStrike:
+    """A rank whose process is killed or frozen."""
+
+    kind: Literal["kill", "freeze"]
+    rank: int
+    phase: str
+    """Of the step: `backward`, `saving` …"""
+    first: int = 0
+    """At the first chance from this step on."""
+
+
+@dataclass(frozen=True)
 class Disturbance:
     """All that is slowed; what several changes touch takes the product of their factors."""
 
     changes: tuple[DisturbanceChange, ...] = ()
+    strikes: tuple[DisturbanceStrike, ...] = ()
 
     @classmethod
     def of_ranks(cls, factors: Mapping[int, float]) -> Disturbance:
@@ -103,3 +116,6 @@ class Disturbance:
         for change in self.changes:
             if not set(change.ranks) <= set(ranks):
                 raise InputError(f"{change.subject} is to be slower, but the plan has ranks {min(ranks)} to {max(ranks)}.")
+        for strike in self.strikes:
+            if strike.rank not in ranks:
+                raise InputError(f"rank {strike.rank} is to be struck, but the plan has ranks {min(ranks)} to {max(ranks)}.")

@@ -33,7 +33,7 @@ from penstock.plans.plan import Degrees, Plan, Predicted, Stage, StageMemory
 from penstock.schedules.rules import SCHEDULES
 from penstock.timing.messages import cut_times_s, gradient_sharing, reshard_s, slowdown, sync_s, tied_s, tp_group_of
 from penstock.timing.pass_times import OpSlice, StagePasses, stage_passes
-from penstock.timing.pipeline import micro_batches, share_shape
+from penstock.timing.pipeline import micro_batches, share_rows, share_shape
 
 if TYPE_CHECKING:
     from penstock.clusters import Device
@@ -245,16 +245,25 @@ class Estimator:
     def _stage_passes(self, plan: Plan, stage: Stage, samples: int, replica: int) -> StagePasses:
         """Time of a stage's ops on the slowest of its devices, and of moving the carry where degrees change inside the stage."""
         ranks, parts = stage.devices[replica], parts_of(stage)
-        kinds = [
-            sum((self._part_passes(plan, stage, part, samples, device, self._tp_group(ranks, part.tp)) for part in parts), StagePasses())
-            for device in self._kinds(ranks)
-        ]
+
+        def passes(part: DegreeRun, device: Device) -> StagePasses:
+            shape = self._share(plan, stage, part, samples, device, replica)
+            return self._part_passes(stage, part, shape, device, self._tp_group(ranks, part.tp))
+
+        kinds = [sum((passes(part, device) for part in parts), StagePasses()) for device in self._kinds(ranks)]
         moves = [reshard_s(self.model, self.cluster, plan, samples, ranks, a, b) for a, b in pairwise(parts)]
         moved = StagePasses(forward_tp_s=sum(there for there, _ in moves), backward_tp_s=sum(back for _, back in moves))
         return max(kinds, key=lambda passes: passes.total_s) + moved
 
-    def _part_passes(self, plan: Plan, stage: Stage, part: DegreeRun, samples: int, device: Device, group: Group) -> StagePasses:
-        shape, algos, again = share_shape(plan, samples, part.dp), algos_of(stage, part), recomputed_in(stage, part)
+    def _share(self, plan: Plan, stage: Stage, part: DegreeRun, samples: int, device: Device, replica: int) -> Shape:
+        """The largest part of a micro-batch that a device of this kind works on."""
+        if not plan.micro_batching.slower or part.dp == 1:
+            return share_shape(plan, samples, part.dp)
+        rows, ranks = share_rows(plan, samples, replica, part.dp), enumerate(stage.devices[replica])
+        return share_shape(plan, samples, part.dp, max(rows[at // part.tp] for at, rank in ranks if self.cluster.device(rank) == device))
+
+    def _part_passes(self, stage: Stage, part: DegreeRun, shape: Shape, device: Device, group: Group) -> StagePasses:
+        algos, again = algos_of(stage, part), recomputed_in(stage, part)
         sequence = self.by_rows(stage, part.tp)
         key = (part, shape, sequence, device.name, algos, again, group)
         if key not in self._work:

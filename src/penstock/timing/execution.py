@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from penstock.errors import InputError
+from penstock.notebooks import Shown
 from penstock.schedules.actions import Action, Schedule
 from penstock.timing.simulator import Timeline, as_arrays, check_shapes, deadlock_message
 from penstock.timing.workload import Floats, Integers, Workload
@@ -31,7 +32,7 @@ class Violation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Execution(Timeline):
+class Execution(Timeline, Shown):
     """A timeline with everything else that happens; times are infinite where nothing does."""
 
     workload: Workload = field(kw_only=True)

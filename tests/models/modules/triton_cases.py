@@ -73,7 +73,7 @@ def gelus() -> None:
 
 def carried_sums() -> None:
     """A bias before a GELU gets the sums that come with the gradient, unless that was changed on its way."""
-    fused.has_kernels = lambda x: True
+    fused.has_kernels, fused.is_busy = (lambda x: True), (lambda tokens, width: True)
     for changed in (False, True):
         x, bias = torch.randn(40, 16), torch.zeros(16)
         source = x.clone().requires_grad_()

@@ -374,7 +374,7 @@ def test_wrong_settings(tmp_path: Path) -> None:
         CheckpointWriter(tmp_path / "file")
 
 
-@pytest.mark.parametrize(("num_kills", "world_size"), [(60, 1), (40, 2)])
+@pytest.mark.parametrize(("num_kills", "world_size"), [(30, 1), (20, 2)])
 def test_no_kill_loses_the_last_whole_one(num_kills: int, world_size: int, tmp_path: Path) -> None:
     script = Path(__file__).with_name("killed_writers.py")
     command = [sys.executable, str(script), str(tmp_path / "run"), str(num_kills), str(world_size), str(time.time_ns() % 1000)]

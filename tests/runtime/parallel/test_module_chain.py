@@ -18,15 +18,17 @@ from penstock.runtime.workers import WorkerPool
 TOLERANCE = 1e-5
 ADAMW = TrainingSettings(LearningRate(3e-3, warmup_steps=2), OptimizerSettings("adamw", eps=1e-3), clip_norm=0.5)
 CASES: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {"pp": 1, "recompute": "none"}),
-    ("qwen3", {"pp": 2, "cuts": "uneven"}),
+    ("llama", {"tp": 2, "recompute": "none"}),
+    ("qwen3", {"tp": 2, "pp": 2, "cuts": "uneven", "degrees": "per stage"}),
     ("gemma3", {"pp": 4, "schedule": "gpipe"}),
     ("mixtral", {"pp": 2, "replicas": 2}),
     ("long_skips", {"pp": 4}),
-    ("long_skips", {"pp": 2, "dp": 2, "zero": 1}),
+    ("long_skips", {"pp": 2, "tp": 2, "degrees": "per stage"}),
+    ("llama", {"pp": 2, "dp": 2, "zero": 1}),
     ("qwen3", {"dp": 2, "zero": 3}),
     ("vit", {"dp": 2, "replicas": 2, "zero": 2, "recompute": "all"}),
     ("vit", {"pp": 3}),
+    ("t5", {"pp": 2, "cuts": "uneven"}),
     ("plain_gpt", {"pp": 2, "dp": 2, "layout": "packed"}),
     ("packed_gemma3", {"pp": 3, "layout": "packed", "recompute": "all"}),
 ]
@@ -39,7 +41,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 @pytest.mark.parametrize(("name", "choice"), CASES, ids=[f"{name}-{'-'.join(map(str, c.values()))}" for name, c in CASES])
-def test_five_steps_equal_a_plain_loop(pool: WorkerPool, name: str, choice: dict[str, Any]) -> None:
+def test_steps_equal_a_plain_loop(pool: WorkerPool, name: str, choice: dict[str, Any]) -> None:
     case = module_case(name, **choice)
     assert check_plan(case.plan, case.model) == []
     assert all(check_programs(programs, case.plan, case.model) == [] for programs in case.programs())

@@ -16,18 +16,18 @@ from penstock.runtime.telemetry.figures import RankFigures, StepMeter
 class Times:
     """Predicts of a program, which is a number here, that number."""
 
-    def __init__(self, planner: Any) -> None:
-        if planner is None:
+    def __init__(self, plan: Any, model: Any, costs: Any) -> None:
+        if plan is None:
             raise InputError("there are no costs.")
 
     def workload(self, program: Any) -> Any:
         return program
 
 
-def meter_of(gpu: bool, planner: Any = "planner") -> tuple[StepMeter, Any]:
-    spans = mock.Mock(gpu="cuda" if gpu else None, passes_s=0.0)
+def meter_of(gpu: bool, plan: Any = "plan") -> tuple[StepMeter, Any]:
+    spans = mock.Mock(gpu="cuda" if gpu else None, passes_s=0.0, issued_s=0.0)
     with mock.patch.object(figures, "ProgramTimes", Times):
-        found = StepMeter(planner, spans)
+        found = StepMeter(mock.Mock(plan=plan), spans)
     found._opening.exception(10)  # wait for it, so that no step comes before it
     return found, spans
 
@@ -57,7 +57,7 @@ def test_a_gpu_tells_of_the_step_before_beside_what_was_predicted_of_that() -> N
 
 
 def test_a_run_without_costs_goes_on_and_can_say_why_it_predicts_nothing() -> None:
-    meter, spans = meter_of(gpu=False, planner=None)
+    meter, spans = meter_of(gpu=False, plan=None)
     assert [own.predicted_s for own in fed(meter, spans, [(1.0, 1.5)])] == [0.0]
     assert str(meter.refused) == "there are no costs."
 

@@ -42,7 +42,7 @@ from penstock.programs.instructions import (
 )
 from penstock.runtime.executor import Executor
 from penstock.runtime.telemetry.spans import COMPUTE, KINDS, NO_STAGE, RECORD, TRANSFER, WAIT, SpanRecorder
-from penstock.runtime.telemetry.spans_reader import RankSpans, aligned, iteration_shares, read_run, read_spans
+from penstock.runtime.telemetry.spans_reader import RankSpans, SpanFile, aligned, iteration_shares, read_run, read_spans
 from penstock.runtime.telemetry.spans_trace import PredictedSpan, predicted_spans, trace_events, write_trace
 from penstock.schedules.actions import parse_schedule
 from penstock.timing.execution import execute
@@ -100,6 +100,20 @@ while True:
     number += 1
     time.sleep(1e-5)
 """
+
+
+def test_a_file_that_grows_is_read_on_and_one_that_began_anew_from_the_start(tmp_path: Path) -> None:
+    """Half a record is left for the next reading."""
+    path, rows = tmp_path / "rank-0.spans", np.array([(1, COMPUTE, 0, n, 10 * n, 10 * n + 5) for n in range(6)], RECORD)
+    head = b'{"format": "penstock spans", "version": 1, "rank": 3, "pid": %d, "kinds": {"Forward": 1}}\n'
+    whole, growing = rows.tobytes(), SpanFile(path)
+    for count in (0, 60, 100, len(whole)):
+        path.write_bytes(head % 1 + whole[:count])
+        assert growing.read().spans.tolist() == rows[: count // RECORD.itemsize].tolist() == read_spans(path).spans.tolist()
+    path.write_bytes(head % 2 + rows[::-1].tobytes())
+    assert growing.read().spans.tolist() == rows[::-1].tolist()
+    path.write_bytes(head % 2 + whole[: RECORD.itemsize])
+    assert growing.read().spans.tolist() == rows[:1].tolist()
 
 
 def test_a_killed_rank_leaves_a_readable_file(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ import pytest
 from standins import pynvml
 
 from penstock.errors import InputError
+from penstock.models.micro_batch import MicroBatch
 from penstock.runtime.telemetry.nvml import DeviceLog, DeviceSample, Nvml, NvmlMissing, open_nvml
-from penstock.runtime.telemetry.steps import LineLog, StepRecord, read_lines, read_steps
+from penstock.runtime.telemetry.steps import LineLog, StepRecord, padding_share, read_lines, read_steps
 from penstock.runtime.telemetry.tensorboard import tensorboard_sink
 
 
@@ -30,6 +31,11 @@ def test_steps_there_and_back(tmp_path: Path) -> None:
     assert read_steps(tmp_path / "deep" / "steps.jsonl") == records
     first = json.loads((tmp_path / "deep" / "steps.jsonl").read_text().splitlines()[0])
     assert first == {"step": 1, "loss": 5.0, "tokens": 100, "bubble_share": 0.25}
+
+
+def test_what_was_padding() -> None:
+    padded, packed = MicroBatch(0, (1, 2), "padded", (6, 10), (), 10), MicroBatch(1, (3,), "packed", (4,))
+    assert padding_share([padded, packed]) == pytest.approx(4 / 24) and padding_share([MicroBatch(0, (1, 2), "padded")]) is None
 
 
 def test_a_run_that_went_on(tmp_path: Path) -> None:

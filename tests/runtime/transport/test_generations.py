@@ -18,7 +18,7 @@ from penstock.runtime.transport.generations import Generation
 from penstock.runtime.transport.world import ProcessGroups, World
 from penstock.runtime.workers import WorkerPool
 
-ROUNDS = 20
+ROUNDS = 8
 ONE: Choice = {"family": "gpt", "pp": 1, "tp": 1, "dp": 1, "replicas": 1, "schedule": "1f1b", "layout": "packed", "recompute": "none",
                "cuts": "even", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
 
@@ -41,7 +41,7 @@ def moved(case: Case, *devices: int) -> Case:
     return replace(case, plan=on_devices(case.plan, *devices))
 
 
-def test_twenty_rounds_leave_nothing(pool: WorkerPool) -> None:
+def test_rounds_leave_nothing(pool: WorkerPool) -> None:
     """All four devices, then two of them in turn: the same losses each time, no thread, no open file, nobody listening."""
     cases = [make_case(ONE | {"pp": 2, "tp": 2}, 3, iterations=1), moved(make_case(ONE | {"dp": 2, "zero": 1}, 4, iterations=1), 1, 3)]
     parts = [(case.plan, case.programs()[0]) for case in cases]
@@ -63,7 +63,7 @@ def test_a_thread_wakes_who_waits(pool: WorkerPool) -> None:
 
 
 def test_a_plan_that_leaves_devices_out_trains_as_one_that_does_not(pool: WorkerPool) -> None:
-    case = make_case(ONE | {"pp": 3}, 5, iterations=3)
+    case = make_case(ONE | {"pp": 3}, 5)
     other = moved(case, 3, 0, 2)
     wanted, found = (pool.run(train_programs, one.plan, one.programs(), TrainingSettings()) for one in (case, other))
     assert [bool(one.losses) for one in found] == [True, False, True, True]

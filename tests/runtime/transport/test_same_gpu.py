@@ -100,7 +100,7 @@ def pools() -> Iterator[tuple[WorkerPool, WorkerPool]]:
 )
 def test_ranks_on_one_gpu_train_as_with_any_other_transport(pools, more, count):
     plain, sharing = pools
-    case = with_count(make_case(PLAIN | more, seed=5, iterations=3), count)
+    case = with_count(make_case(PLAIN | more, seed=5), count)
     expected = plain.run(train_programs, case.plan, case.programs(), SGD)
     found = sharing.run(one_gpu.train, case.plan, case.programs(), SGD)
     for own, other in zip(found, expected, strict=True):

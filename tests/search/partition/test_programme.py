@@ -121,7 +121,7 @@ def test_mixed_devices_equal_trying_everything(
 
 @given(seed=st.integers(0, 2**32 - 1), behind=st.integers(0, 3), tight=st.floats(0.05, 0.6))
 @example(seed=14448, behind=1, tight=0.525390625)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_recomputation_fits_and_is_bounded(seed: int, behind: int, tight: float) -> None:
     """The time reckoned is never below the best flags', the relaxed one never above, and its flags fit by the plain rule; both but for an
     allowance for the largest segment that is brought back at once."""

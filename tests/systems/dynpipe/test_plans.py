@@ -74,7 +74,7 @@ def expressible(draw: st.DrawFn) -> Plan:
 
 
 @given(expressible())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_plan_files_plan(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
     folder = tmp_path_factory.mktemp("dynpipe")
     assert check_plan(plan) == []

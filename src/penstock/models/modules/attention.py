@@ -17,7 +17,7 @@ from penstock.errors import InputError
 from penstock.models.modules.base import Carry, OpModule
 from penstock.models.modules.batch import Batch, Sequences
 from penstock.models.modules.dropout import keyed_dropout
-from penstock.models.modules.fused import LARGE, has_triton
+from penstock.models.modules.fused import has_triton, is_busy
 from penstock.models.modules.init import stable_hash
 from penstock.models.modules.parallel import copy_to
 
@@ -208,7 +208,7 @@ class Attention(OpModule):
         c = self.config
         if c["cross_source"] or not has_triton() or self.width not in RAGGED_WIDTHS:
             return False
-        return own.layout == "packed" or not c["causal"] or (part.numel() >= 2 * LARGE and not own.full)
+        return own.layout == "packed" or not c["causal"] or (is_busy(part.shape[0], self.heads * self.width) and not own.full)
 
     def _ragged(self, parts: list[torch.Tensor], own: Sequences) -> torch.Tensor:
         from penstock.models.modules.ragged_attention import ragged_attention

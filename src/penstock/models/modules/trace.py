@@ -34,13 +34,15 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from penstock.errors import InputError
 from penstock.models.modules.build import TORCH_DTYPES
+from penstock.models.modules.cutting.dividing import Division, Styles, divided_weights
 from penstock.models.modules.cutting.seen import SeenMicroBatch
 from penstock.models.modules.cutting.skipping import Call, Skipping
 from penstock.models.modules.cutting.weights import WeightTable
-from penstock.models.ops import Block, Model, Op, Split, TensorSpec
+from penstock.models.modules.parallel import TensorParallel
+from penstock.models.ops import Block, Collective, Model, Op, Split, TensorSpec
 from penstock.models.shapes import FEATURES, Form, Quantity, Shape
 
-__all__ = ["trace_module"]
+__all__ = ["Divided", "trace_module"]
 
 Example = Callable[[int, int], Any] | Sequence[torch.Tensor] | torch.Tensor
 Called = Callable[[nn.Module, Any], Any]
@@ -50,17 +52,20 @@ _AMOUNTS = ("parameters", "flops", "backward_flops", "traffic", "backward_traffi
 TOLERANCE = 1e-2
 """A form may be off by this share of the whole model's amount before the user is told."""
 _BASIS = ("one", "samples", "tokens", "squares")
+_DECODER_BASIS = ("dec_tokens", "dec_squares", "cross")
 
 
 def trace_module(
-    module: nn.Module, example: Example, name: str = "traced", dtype: str = "fp32", *, length: int = 128, call: Called | None = None
-) -> Model:
+    module: nn.Module, example: Example, name: str = "traced", dtype: str = "fp32", *, length: int = 128, call: Called | None = None,
+    divided: Divided | None = None, two_sided: bool = False,
+) -> Model:  # fmt: skip
     """The description of `module` when it trains in `dtype`; its weights may be on the meta device.
 
     `example` makes the arguments of a forward pass from (samples, length), or is such arguments: then the first dimension counts
     samples, and the second of integer matrices and of float tensors with three dimensions is the length. `length` is the longest
-    that a callable `example` is asked for. `call` runs the module on what `example` makes, perhaps up to its loss. Kept bytes are those
-    of torch's CPU kernels.
+    that a callable `example` is asked for. `call` runs the module on what `example` makes, perhaps up to its loss. `divided` says what
+    tensor parallelism divides; with `two_sided` the example is given the length of a decoder's side too. Kept bytes are those of
+    torch's CPU kernels.
 
         model = trace_module(net, lambda samples, length: (torch.randint(100, (samples, length)),), "mine", "bf16")
         write_json("mine.json", model_to_description(model))
@@ -73,28 +78,72 @@ def trace_module(
         raise InputError(f"trace of '{name}': {type(module).__name__} has no parameters, so there is nothing to train or to divide.")
     short, middle, long = (max(1, length * quarters // 4) for quarters in (1, 2, 3))
     # Four lengths, so that a cube cannot pass for a square. Never one sample: torch skips copies where the first dimension is 1.
-    points = [(2, short), (3, short), (2, middle), (4, long), (3, length)]
+    points: list[tuple[int, ...]] = [(2, short), (3, short), (2, middle), (4, long), (3, length)]
+    if two_sided:
+        others = [middle, short, middle, short, long]
+        points = [(*point, other) for point, other in zip(points, others, strict=True)]
+        points += [(2, short, length), (4, middle, long), (2, length, short), (3, long, length)]
+
+    basis = (*_BASIS, *_DECODER_BASIS) if two_sided else _BASIS
 
     def trace() -> tuple[list[Op], bool]:
-        with _chain(module, lambda own: run(own, make(*points[0])), _where(name, *points[0])) as chain:
-            runs = [
-                _Run(chain, run, lambda point=point: _cast(make(*point), TORCH_DTYPES[dtype]), TORCH_DTYPES[dtype], _where(name, *point))
-                for point in points
-            ]
-            weights = WeightTable(chain)
+        present = _present(module, divided)
+        division = Division(module, present.styles)
+        try:
+            with _chain(module, lambda own: run(own, make(*points[0])), _where(name, *points[0])) as chain:
+
+                def measured(point: tuple[int, ...], halved: Division | None = None) -> _Run:
+                    kind = TORCH_DTYPES[dtype]
+                    return _Run(chain, run, lambda: _cast(make(*point), kind), kind, _where(name, *point), halved)
+
+                runs = [measured(point) for point in points]
+                halves = [measured(point, division) for point in points] if present.limit > 1 else []
+                weights = WeightTable(chain)
+        finally:
+            division.close()
         if any(run.names != runs[0].names for run in runs):
             raise InputError(f"trace of '{name}': the module calls other children for other shapes; its chain must stay the same.")
         has_length = short < middle and runs[0].numbers() != runs[2].numbers()  # These two differ in length alone.
-        shapes = [Shape.padded(samples, size) if has_length else Shape.images(samples) for samples, size in points]
-        return _Fit(name, dtype, runs, shapes, _BASIS if has_length else _BASIS[:2], weights).ops(), has_length
+        shapes = [Shape.padded(*point) if has_length else Shape.images(point[0]) for point in points]
+        return _Fit(name, dtype, runs, halves, present, shapes, basis if has_length else _BASIS[:2], weights).ops(), has_length
 
-    ops, has_length = _with_few_blocks(module, trace) or trace()
+    ops, has_length = _with_few_blocks(module, trace, divided) or trace()
     return Model(name, "traced", dtype, tuple(_grouped(ops)), seq_length=length if has_length else 0, layouts=("padded",),
                  config={"module": type(module).__name__}, names=tuple(op.name for op in ops))  # fmt: skip
 
 
-def _where(name: str, samples: int, size: int) -> str:
-    return f"trace of '{name}' at {samples} samples of length {size}"
+@dataclass(frozen=True)
+class Divided:
+    """What tensor parallelism divides of a module."""
+
+    styles: Mapping[nn.Module, str]
+    """Of each such part."""
+    limit: int
+    """Degrees that divide it are possible."""
+
+
+@dataclass(frozen=True)
+class _Present:
+    """The same of a module whose lists may be shorter, by the paths that parts have now."""
+
+    styles: Styles
+    limit: int
+
+    def inside(self, unit: str) -> Styles:
+        """Of the parts of a unit, by their names in it."""
+        at = f"{unit}." if unit else ""
+        here = {path: style for path, style in self.styles.items() if path == unit or path.startswith(at)}
+        return {"" if path == unit else path.removeprefix(at): style for path, style in here.items()}
+
+
+def _present(module: nn.Module, divided: Divided | None) -> _Present:
+    if divided is None:
+        return _Present({}, 1)
+    return _Present({path: divided.styles[part] for path, part in module.named_modules() if part in divided.styles}, divided.limit)
+
+
+def _where(name: str, samples: int, *lengths: int) -> str:
+    return f"trace of '{name}' at {samples} samples of length {' and '.join(map(str, lengths))}"
 
 
 @contextmanager
@@ -160,12 +209,14 @@ _FEW = 4
 """Of a longer list of equal blocks the first three and the last are traced; the second stands for those left out."""
 
 
-def _with_few_blocks(module: nn.Module, trace: Callable[[], tuple[list[Op], bool]]) -> tuple[list[Op], bool] | None:
+def _with_few_blocks(
+    module: nn.Module, trace: Callable[[], tuple[list[Op], bool]], divided: Divided | None
+) -> tuple[list[Op], bool] | None:
     """`trace()` while long lists of equal blocks are cut short; None where that does not work or would not tell the truth."""
     cut: dict[str, tuple[nn.ModuleList, dict[str, nn.Module | None]]] = {}
     for path, part in module.named_modules():
         inside = any(path.startswith(f"{outer}.") for outer in cut)
-        if isinstance(part, nn.ModuleList) and not inside and len(part) > _FEW and len({_structure(block) for block in part}) == 1:
+        if isinstance(part, nn.ModuleList) and not inside and len(part) > _FEW and len({_structure(block, divided) for block in part}) == 1:
             cut[path] = part, part._modules
     if not cut:
         return None
@@ -192,9 +243,10 @@ def _with_few_blocks(module: nn.Module, trace: Callable[[], tuple[list[Op], bool
     return ops, has_length
 
 
-def _structure(block: nn.Module) -> tuple[Any, ...]:
+def _structure(block: nn.Module, divided: Divided | None) -> tuple[Any, ...]:
     state = [*block.named_parameters(), *block.named_buffers()]
-    return repr(block), tuple((name, x.shape, x.dtype, x.requires_grad) for name, x in state)
+    styles = tuple(_present(block, divided).styles.items())
+    return repr(block), styles, tuple((name, x.shape, x.dtype, x.requires_grad) for name, x in state)
 
 
 def _maker(example: Example, length: int) -> tuple[Callable[[int, int], Any], int]:
@@ -263,8 +315,14 @@ class _Segment:
 class _Run(TorchDispatchMode):
     """One forward and backward pass on fake tensors, taken apart into segments."""
 
-    def __init__(self, chain: Skipping, call: Called, make: Callable[[], Any], dtype: torch.dtype, where: str) -> None:
+    def __init__(
+        self, chain: Skipping, call: Called, make: Callable[[], Any], dtype: torch.dtype, where: str, halved: Division | None = None
+    ) -> None:
+        """`halved`: as one of two ranks that divide the module runs it."""
         super().__init__()
+        self.halved = halved
+        self.collectives: list[tuple[int, str, str, int]] = []
+        """Op, kind, pass and bytes of what it then runs with the other."""
         self.chain, self.backward = chain, False
         self.handed: list[dict[Any, torch.Tensor]] = []
         """For each op the tensors of the carry that it returns, by their sites; of the last, what the module returns."""
@@ -287,19 +345,33 @@ class _Run(TorchDispatchMode):
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
         with fakes:
             state = self._state(chain.module, dtype, fakes)
-            with _told(where, lambda: self.names[-1] if self.names else ""):
+            with _told(where, lambda: self.names[-1] if self.names else ""), self._in_half():
                 given = make()  # before anything is watched: the micro-batch is nobody's work
                 self._measure(state, lambda own: call(own, given))
+
+    @contextmanager
+    def _in_half(self) -> Iterator[None]:
+        if (division := self.halved) is not None:
+            division.tps = dict.fromkeys(division.styles, TensorParallel(0, 2, lone=True))
+            division.told = lambda kind, when, x: self.collectives.append((len(self.segments) - 1, kind, when, _size(x)))
+        try:
+            yield
+        finally:
+            if division is not None:
+                division.tps, division.told = {}, None
 
     def _state(self, module: nn.Module, dtype: torch.dtype, fakes: FakeTensorMode) -> dict[str, torch.Tensor]:
         """Fake weights of the same shapes, one for each distinct weight; buffers keep their values where they have any."""
         fake: dict[int, torch.Tensor] = {}
         state: dict[str, torch.Tensor] = {}
+        styles = {} if self.halved is None else self.halved.styles
+        dims = {name: dim for path, style in styles.items() for name, dim in divided_weights(path, style).items()}
         for name, p in module.named_parameters(remove_duplicate=False):
             kind = dtype if p.is_floating_point() else p.dtype
             if id(p) not in fake:
-                fake[id(p)] = torch.empty(p.shape, dtype=kind).requires_grad_(p.requires_grad)
-                self.owner[_storage(fake[id(p)])] = (name, p.numel())
+                sizes = [-(-size // 2) if dims.get(name) == dim else size for dim, size in enumerate(p.shape)]
+                fake[id(p)] = torch.empty(sizes, dtype=kind).requires_grad_(p.requires_grad)
+                self.owner[_storage(fake[id(p)])] = (name, fake[id(p)].numel())
             state[name] = fake[id(p)]
         for name, b in module.named_buffers(remove_duplicate=False):
             if id(b) not in fake:
@@ -420,19 +492,48 @@ class _Fit:
     """From what each op did at several shapes to ops with forms."""
 
     def __init__(
-        self, name: str, dtype: str, runs: list[_Run], shapes: list[Shape], basis: Sequence[str], weights: WeightTable
-    ) -> None:
+        self, name: str, dtype: str, runs: list[_Run], halves: list[_Run], divided: _Present, shapes: list[Shape], basis: Sequence[str],
+        weights: WeightTable,
+    ) -> None:  # fmt: skip
+        """`halves`: the same as one of two ranks runs it; none where the module is not divided."""
         self.name, self.dtype, self.runs, self.basis, self.weights = name, dtype, runs, basis, weights
+        self.halves, self.divided = halves, divided
         self.columns = [FEATURES.index(feature) for feature in basis]
         self.rows = np.array([shape.features for shape in shapes], dtype=np.float64)[:, self.columns]
         self.carries = [list(handed) for handed in runs[0].handed]
         """The sites of each op's carry."""
         for index in range(len(self.carries)):
-            self._add_held(index)
+            self._add_held(index, runs)
+            if halves:
+                self._add_held(index, halves)
 
-    def form(self, amount: str, index: int) -> Form:
+    def quantity(self, amount: str, index: int) -> Quantity:
+        """One op's amount: what is half as much on one of two ranks is divided."""
+        whole = self.form(amount, index, self.runs)
+        if not self.halves or not self.divided.inside(_path(self.runs[0].names[index])):
+            return Quantity(whole=whole)
+        half = self.form(amount, index, self.halves)
+        both = zip(whole.coefficients, half.coefficients, strict=True)
+        split = Form(tuple(min(all_, max(0.0, 2 * (all_ - part))) for all_, part in both))
+        return Quantity(whole + split * -1.0, split)
+
+    def collectives(self, index: int) -> tuple[Collective, ...]:
+        """What an op's ranks then run with each other."""
+        of_each = [[one for one in run.collectives if one[0] == index] for run in self.halves]
+        found = []
+        for same in zip(*of_each, strict=True):
+            _, kind, when, _ = same[0]
+            found.append(Collective(kind, when, self.fitted(np.array([size for *_, size in same], dtype=np.float64))))  # type: ignore[arg-type]
+        return tuple(found)
+
+    def fitted(self, wanted: np.ndarray) -> Form:
+        """The form without negative terms that is nearest to what was seen at each shape."""
+        scale = self.rows.max(0)
+        return Form.of(**dict(zip(self.basis, np.round(nnls(self.rows / scale, wanted)[0] / scale, 3).tolist(), strict=True)))
+
+    def form(self, amount: str, index: int, runs: list[_Run]) -> Form:
         """The linear form of one op's amount; where there is none, the best without negative terms, and a warning if it matters."""
-        wanted = np.array([run.segments[index].amounts[amount] for run in self.runs])
+        wanted = np.array([run.segments[index].amounts[amount] for run in runs])
         if not wanted.any():
             return Form()
         scale = self.rows.max(0)
@@ -440,7 +541,7 @@ class _Fit:
         found = np.round(found * 2) / 2  # Amounts are whole numbers, or halves under a causal mask.
         if np.abs(self.rows @ found - wanted).max() > 1e-9 * wanted.max() or (found < 0).any():
             found = nnls(self.rows / scale, wanted)[0] / scale
-            whole = np.array([sum(segment.amounts[amount] for segment in run.segments) for run in self.runs])
+            whole = np.array([sum(segment.amounts[amount] for segment in run.segments) for run in runs])
             off = (np.abs(self.rows @ found - wanted) / whole).max()
             if off > TOLERANCE and amount != "workspace":
                 warnings.warn(f"trace of '{self.name}': {amount} of '{self.runs[0].names[index]}' is not linear in the shape; "
@@ -453,6 +554,10 @@ class _Fit:
         counts = np.array([x.numel() for x in tensors], dtype=np.float64)
         ratios = counts[:, None] / self.rows
         feature = next((f for f, ratio in zip(self.basis, ratios.T, strict=True) if np.ptp(ratio) == 0), "")
+        if not feature:  # what is one for all samples, as a bias of positions is, counts most where there is one sample
+            alone = ratios * self.rows[:, [self.basis.index("samples")]]
+            feature = next((f for f, ratio in zip(self.basis, alone.T, strict=True) if np.ptp(ratio) == 0), "")
+            ratios = alone if feature else ratios
         if not feature:
             worst = ratios.max(0)
             feature = self.basis[int((worst * self.rows).sum(0).argmin())]
@@ -461,12 +566,12 @@ class _Fit:
         dtype = "compute" if one.dtype == TORCH_DTYPES[self.dtype] else "fp32" if one.is_floating_point() else "int64"
         return TensorSpec(name, (each,) if feature == "one" else (feature, each), dtype, one.requires_grad)
 
-    def _add_held(self, index: int) -> None:
+    def _add_held(self, index: int, runs: list[_Run]) -> None:
         """What an op keeps for its backward pass besides its carry, and the largest that it makes in passing."""
-        segments = [run.segments[index] for run in self.runs]
+        segments = [run.segments[index] for run in runs]
         # The tensor that is largest at the last shape, so that its size is one form and not a maximum of several.
         largest = int(np.argmax(segments[-1].scratch)) if segments[-1].scratch else 0
-        for segment, run in zip(segments, self.runs, strict=True):
+        for segment, run in zip(segments, runs, strict=True):
             handed = {_storage(x) for x in (*run.handed[index].values(), *(run.handed[index - 1].values() if index else ()))}
             segment.amounts["kept"] = sum(size for key, size in segment.saved.items() if key not in handed)
             segment.amounts["workspace"] = segment.scratch[largest] if largest < len(segment.scratch) else 0
@@ -488,22 +593,28 @@ class _Fit:
         after = {_storage(first.handed[index][site]): name for site, name in named_after.items()}
         before = {_storage(first.handed[index - 1][site]): name for site, name in named_before.items()}
         segments = [run.segments[index] for run in self.runs]
-        forms = {amount: Quantity(whole=self.form(amount, index)) for amount in _AMOUNTS}
+        forms = {amount: self.quantity(amount, index) for amount in _AMOUNTS}
+        styles = self.divided.inside(_path(path)) if self.halves else {}
         saved = [key for key in segments[0].saved if key in before or key in after]
-        split = Split(kept=forms.pop("kept"), saves_in=tuple(sorted(before[key] for key in saved if key in before)),
+        split = Split(self.collectives(index), forms.pop("kept"), saves_in=tuple(sorted(before[key] for key in saved if key in before)),
                       saves_out=tuple(sorted(after[key] for key in saved if key not in before)))  # fmt: skip
         shared = [name for name in segments[0].parameters if first.first_use[name] < index]
         made = sorted(name for site, name in named_after.items() if site not in named_before)
-        config: dict[str, Any] = {"made": made, **self.weights.config(index)}
+        config: dict[str, Any] = {"made": made, **self.weights.config(index), **({"tp": styles} if styles else {})}
         if shared:
             weights = dict(first.owner.values())
             config["untied_parameters"] = sum(weights[name] for name in segments[0].parameters if name not in shared)
         config["measures"] = _digest(carry, forms, split)
         return Op(
             path, "traced", config, carry, **forms, backward_workspace=forms["parameters"] * TORCH_DTYPES[self.dtype].itemsize,
-            splits=(split,), tp_limit=1, num_kernels=segments[0].num_kernels,
+            splits=(split,), tp_limit=self.divided.limit if styles or not self.halves else 0, num_kernels=segments[0].num_kernels,
             tied_to=first.names[first.first_use[shared[0]]] if shared else "",
         )  # fmt: skip
+
+
+def _path(name: str) -> str:
+    """The path of a unit, given the name of an op."""
+    return "" if name == "module" else name.partition("#")[0]
 
 
 def _names(handed: dict[Any, torch.Tensor], before: dict[Any, str], last: bool) -> dict[Any, str]:

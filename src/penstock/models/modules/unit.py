@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.models.modules.base import OpModule
+from penstock.models.modules.base import OpModule, Shard
+from penstock.models.modules.cutting.dividing import divided_weights
 
 __all__ = ["UnitOp"]
 
@@ -21,7 +22,15 @@ class UnitOp(OpModule):
         self._own: dict[str, nn.Parameter] = {}
         self._kept = {name: torch.empty(shape, device="meta") for name, shape in self.config.get("buffers", {}).items()}
         self.whole_shapes = {name: tuple(shape) for name, shape in self.config.get("weights", {}).items()}
-        self.shards = dict.fromkeys(self.whole_shapes)
+        dims = {name: dim for part, style in self.config.get("tp", {}).items() for name, dim in divided_weights(part, style).items()}
+        self.shards = {name: self._shard(dims[name]) if self.tp.size > 1 and name in dims else None for name in self.whole_shapes}
+
+    def _shard(self, dim: int) -> Shard:
+        def own(whole: torch.Tensor) -> torch.Tensor:
+            here = self.tp.shard(whole.shape[dim])
+            return whole.narrow(dim, here.start, here.stop - here.start)
+
+        return own
 
     def bind(self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, torch.Tensor]) -> None:
         """The module's own tensors."""

@@ -16,8 +16,8 @@ export function themed(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim() || "#888888";
 }
 
-/** Black or white, whichever is read more easily on a colour. */
+/** Black or white, whichever stands out more from a colour: by its luminance, as WCAG has it. */
 export function ink(hex) {
-  const [red, green, blue] = rgb(hex);
-  return 0.299 * red + 0.587 * green + 0.114 * blue > 140 ? "#000000" : "#ffffff";
+  const [red, green, blue] = rgb(hex).map((part) => (part <= 10 ? part / 3294 : ((part / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? "#000000" : "#ffffff";
 }

@@ -25,7 +25,7 @@ export async function loaded(data, texts) {
 function show(data, number) {
   const open = (other) => { show(data, other); scrollTo(0, 0); };
   const views = viewsOf(data, number), sections = views.map((view) => h("section", { id: view.name, "aria-labelledby": `${view.name}-title` },
-    h("h2", { id: `${view.name}-title` }, view.title), view.blocks.map((block) => DRAWN[block.block](block, open))));
+    h("h2", { id: `${view.name}-title` }, view.title), view.blocks.map((block) => DRAWN[block.block](block, open, data.viewer))));
   const choose = data.subjects.length > 1 ? h("label", {}, "show ", h("select", { id: "subject", change: (event) => show(data, Number(event.target.value)) },
     data.subjects.map((one, at) => h("option", { value: at, selected: at === number }, `${one.kind} ${one.name}`)))) : null;
   const nav = h("nav", { "aria-label": "views" }, views.map((view) => h("a", { href: `#${view.name}` }, view.title)), choose);
@@ -43,7 +43,7 @@ async function start() {
   const texts = told.columns.map((_, number) => document.getElementById(`column-${number}`).textContent);
   show(await loaded(told, texts), 0);
   addEventListener("resize", redraw);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", redraw); // paper is light
   document.body.dataset.ready = "yes";
   if (told.live) follow(told.live);
 }

@@ -5,10 +5,10 @@ import { csvButton, svgButton } from "./download.js";
 import { table } from "./table.js";
 import { shown } from "./units.js";
 
-const ROW = 22, LABEL = 110, WIDTH = 900;
+const ROW = 22, LABEL = 110, WIDTH = 900, MOST_CUTS = 64;
 
 export function stack(block, open) {
-  const { title, rows, parts, unit, values, limits = [] } = block;
+  const { title, rows, parts, unit, values, limits = [], cuts = [] } = block;
   const sums = values.map((row) => row.reduce((sum, value) => sum + (Number.isFinite(value) ? value : 0), 0));
   const peak = Math.max(...sums, 1e-30), far = limits.filter((limit) => limit > 2 * peak);
   const most = Math.max(peak, ...limits.filter((limit) => limit <= 2 * peak)), scale = (WIDTH - LABEL - 110) / most;
@@ -26,6 +26,7 @@ export function stack(block, open) {
       if (part === "padding" || part === "bubble") svg.append(s("rect", { x, y, width, height: ROW - 5, class: "hatched" }));
       x += width;
     }
+    for (const cut of (cuts[row] ?? []).slice(0, MOST_CUTS)) svg.append(s("line", { x1: LABEL + cut * scale, x2: LABEL + cut * scale, y1: y, y2: y + ROW - 5, class: "cut" }));
     svg.append(s("text", { x: x + 6, y: y + 13 }, shown(sums[row], unit)));
     if (limits[row] <= 2 * peak) {
       const at = LABEL + limits[row] * scale;

@@ -4,6 +4,8 @@ import { SPANS, STAGES, ink, rgb, themed } from "./colours.js";
 import { decimated } from "./curves.js";
 import { csvButton, pngButton, save, slug } from "./download.js";
 import { addExact, addLevels, levelsOf, onPaper } from "./shares.js";
+import { peers } from "./peers.js";
+import { handOver } from "./perfetto.js";
 import { find, spanAfter, starts, sums } from "./spans.js";
 import { swatch } from "./stack.js";
 import { shown } from "./units.js";
@@ -23,7 +25,10 @@ function rowsOf(lanes) {
   return [...found.values()];
 }
 
-export function timeline(block) {
+/** Rows of devices; what they send lies beside, and the critical path runs through them. */
+const works = (row) => row.role !== "sends" && row.role !== "critical";
+
+export function timeline(block, open, viewer) {
   const { title, kinds, lanes, memory, marks } = block, length = inNanoseconds(block.length_ns, block.tick_ns);
   const start = starts(lanes, inNanoseconds(block.gap_ns, block.tick_ns), length);
   block = { ...block, length_ns: length };
@@ -31,9 +36,10 @@ export function timeline(block) {
   const view = new Viewport(Math.min(0, ...lanes.map((lane) => lane.begin_ns)), ends.reduce((most, end) => Math.max(most, end), 1));
   const all = rowsOf(lanes), roles = [...new Set(all.map((row) => row.role))], groups = [...new Set(all.map((row) => row.group))];
   const hidden = new Set();
-  let group = "", rows = all, levels = null, hovered = null, later = 0;
+  const onPath = critical(block, start);
+  let group = "", rows = all, levels = null, hovered = null, chosen = null, linked = { from: null, to: null }, selected = null, later = 0;
 
-  const canvas = h("canvas", { tabindex: 0, class: "timeline", role: "application", "aria-label": `${title}: ${all.length} rows, ${length.length} spans. Keys: A and D move, W and S zoom, Home shows all.` });
+  const canvas = h("canvas", { tabindex: 0, class: "timeline", role: "application", "aria-label": `${title}: ${all.length} rows, ${length.length} spans. Keys: A and D move, W and S zoom, Home shows all, P and N go to the sender and the receiver of an instruction, M selects what is in view, Escape ends that.` });
   const strip = h("canvas", { class: "strip", "aria-hidden": "true" });
   const said = h("p", { class: "hover", "aria-live": "polite" }, "\u00a0"), summed = h("p", { class: "sums" });
   const rowHeight = () => Math.max(0.3, Math.min(20, MOST_HEIGHT / Math.max(1, rows.length)));
@@ -50,7 +56,7 @@ export function timeline(block) {
     const counts = rows.map((row) => inView(row).reduce((sum, lane) => sum + countIn(lane), 0)), total = counts.reduce((sum, one) => sum + one, 0);
     const tints = tintsOf(kinds, background), walked = total <= WALKED;
     if (!walked && !levels) levels = new Map();
-    const dense = rows.map((row, number) => high < 3 || counts[number] * 1.5 > width), wide = Math.round(width * ratio), tall = Math.round(lanesHeight() * ratio);
+    const dense = rows.map((row, number) => high < 3 || counts[number] * 3 > width), wide = Math.round(width * ratio), tall = Math.round(lanesHeight() * ratio);
     const image = pen.createImageData(wide, Math.max(1, tall)), pixels = new Uint32Array(image.data.buffer), line = new Uint32Array(wide), mixed = new Float32Array(3 * wide);
     let last = -1;
     for (let y = 0; y < tall; y++) {
@@ -64,6 +70,8 @@ export function timeline(block) {
     names(pen, high);
     axis(pen, width, whole);
     if (memory.length) drawMemory(pen, TOP + lanesHeight() + 20, width);
+    drawLinks(pen, high, width);
+    drawSelection(pen, high, width);
     drawStrip();
     clearTimeout(later);
     later = setTimeout(sumUp, 150);
@@ -103,10 +111,85 @@ export function timeline(block) {
           pen.textAlign = "center";
           pen.fillText(name, (left + right) / 2, top + tall / 2 + 4);
         }
+        if (onPath[span] && row.role !== "critical") { pen.fillStyle = themed("--ink"); pen.fillRect(left, top + tall - 2, Math.max(1, right - left - 1), 2); }
         if (hovered === span) { pen.strokeStyle = themed("--ink"); pen.lineWidth = 2; pen.strokeRect(left + 1, top, Math.max(1, right - left - 2), tall); }
       }
     }
   }
+
+  /** Where a span lies: left, right, top and height, or null where its row is not shown. */
+  function place({ lane, span }, high, width) {
+    const number = rows.findIndex((row) => row.lanes.includes(lane)), from = lane.begin_ns + start[span];
+    return number < 0 ? null : { left: x(from, width), right: x(from + length[span], width), top: TOP + number * high, high };
+  }
+  /** Frames around sender and receiver of what is chosen, and lines from one to the next. */
+  function drawLinks(pen, high, width) {
+    if (!chosen) return;
+    const [own, from, to] = [chosen, linked.from, linked.to].map((one) => one && place(one, high, width));
+    pen.save();
+    pen.beginPath();
+    pen.rect(LEFT, TOP, width, lanesHeight());
+    pen.clip();
+    pen.strokeStyle = themed("--ink");
+    pen.lineWidth = 1.5;
+    for (const [a, b] of [[from, own], [own, to]]) {
+      if (!a || !b) continue;
+      pen.beginPath();
+      pen.moveTo(a.right, a.top + a.high / 2);
+      pen.lineTo(b.left, b.top + b.high / 2);
+      pen.stroke();
+    }
+    for (const [one, dashes] of [[from, [3, 2]], [own, []], [to, []]]) {
+      if (!one) continue;
+      pen.setLineDash(dashes);
+      pen.strokeRect(one.left, one.top, Math.max(2, one.right - one.left - 1), Math.max(1, one.high - 2));
+    }
+    pen.restore();
+  }
+  function drawSelection(pen, high, width) {
+    if (!selected) return;
+    const left = Math.max(LEFT, x(selected.from, width)), right = Math.min(LEFT + width, x(selected.to, width)), top = TOP + selected.first * high;
+    pen.fillStyle = themed("--link");
+    pen.globalAlpha = 0.18;
+    pen.fillRect(left, top, Math.max(0, right - left), (selected.last - selected.first + 1) * high);
+    pen.globalAlpha = 1;
+  }
+  function choose(one) {
+    chosen = one;
+    linked = one ? peers(block, start, one.lane, one.span) : { from: null, to: null };
+    if (one) { hovered = one.span; said.textContent = describe({ row: all.find((row) => row.lanes.includes(one.lane)), ...one }); }
+    draw();
+  }
+  /** Goes on to a peer of what is chosen, keeping how far one has zoomed unless it would be hidden. */
+  function follow(one) {
+    if (!one) return;
+    const from = one.lane.begin_ns + start[one.span], half = Math.max(view.span, 3 * length[one.span]) / 2, middle = from + length[one.span] / 2;
+    if (from < view.from || from + length[one.span] > view.to) view.show(middle - half, middle + half);
+    choose(one);
+  }
+  canvas.addEventListener("keydown", (event) => {
+    const act = { n: () => follow(linked.to), p: () => follow(linked.from), m: () => select(view.from, view.to, 0, rows.length - 1), Escape: () => { selected = null; choose(null); } }[event.key];
+    if (!act || event.ctrlKey || event.metaKey || event.altKey) return;
+    act();
+    event.preventDefault();
+  });
+  function select(from, to, first, last) {
+    const low = Math.min(first, last), high = Math.max(first, last), within = (row) => Math.max(0, Math.min(rows.length - 1, row));
+    selected = { from: Math.min(from, to), to: Math.max(from, to), first: within(low), last: within(high) };
+    draw();
+  }
+  let pressed = null;
+  const rowAt = (event) => Math.floor((event.offsetY - TOP) / rowHeight());
+  canvas.addEventListener("pointerdown", (event) => {
+    pressed = { x: event.offsetX, y: event.offsetY, row: rowAt(event), selects: event.shiftKey };
+    if (event.shiftKey) canvas.setPointerCapture(event.pointerId);
+  });
+  canvas.addEventListener("pointermove", (event) => { if (pressed?.selects && event.buttons) select(at(pressed.x), at(event.offsetX), pressed.row, rowAt(event)); });
+  canvas.addEventListener("pointerup", (event) => {
+    const still = pressed && !pressed.selects && Math.abs(event.offsetX - pressed.x) + Math.abs(event.offsetY - pressed.y) < 4, under = still ? spanAt(event) : null;
+    pressed = null;
+    if (still) choose(under && under.span !== null ? under : null);
+  });
 
   const label = (span) => `${kinds[block.kind[span]].letter}${block.micro_batch[span] >= 0 ? block.micro_batch[span] : ""}`;
 
@@ -177,7 +260,7 @@ export function timeline(block) {
   function drawStrip() {
     const { pen, width: whole, ratio } = sharp(strip), width = plot(), wide = Math.round(width * ratio);
     if (!overview || overview.width !== wide) {
-      const total = new Float32Array(3 * wide), some = all.filter((row) => row.role !== "sends").slice(0, MOST_SUMMED), paper = rgb(toHex(themed("--paper")));
+      const total = new Float32Array(3 * wide), some = all.filter(works).slice(0, MOST_SUMMED), paper = rgb(toHex(themed("--paper")));
       for (const row of some) whole_(row, wide, tintsOf(kinds, paper), total);
       overview = pen.createImageData(wide, 1);
       onPaper(total.map((value) => value / Math.max(1, some.length)), paper, wide, new Uint32Array(overview.data.buffer));
@@ -197,12 +280,13 @@ export function timeline(block) {
   strip.addEventListener("pointermove", (event) => { if (event.buttons) centre(event); });
 
   function sumUp() {
-    const shownRows = rows.filter((row) => row.role !== "sends"), measured = shownRows.some((row) => row.role === "measured") ? shownRows.filter((row) => row.role === "measured") : shownRows;
-    const own = measured.flatMap((row) => row.lanes), found = sums(block, start, own, view.from, view.to), all_ = Math.max(1e-9, view.span * measured.length), parts = {};
+    const from = selected?.from ?? view.from, to = selected?.to ?? view.to, span = to - from, own_ = selected ? rows.slice(selected.first, selected.last + 1) : rows;
+    const shownRows = own_.some(works) ? own_.filter(works) : own_, measured = shownRows.some((row) => row.role === "measured") ? shownRows.filter((row) => row.role === "measured") : shownRows;
+    const own = measured.flatMap((row) => row.lanes), found = sums(block, start, own, from, to), all_ = Math.max(1e-9, span * measured.length), parts = {};
     found.forEach((time, kind) => { parts[kinds[kind].colour] = (parts[kinds[kind].colour] ?? 0) + time; });
     const text = Object.entries(parts).filter(([, time]) => time > 0).map(([name, time]) => `${name} ${shown(time / all_, "share")}`);
     const busy = Object.values(parts).reduce((sum, one) => sum + one, 0);
-    summed.textContent = `In view, ${shown(view.span * 1e-9, "time")} of ${measured.length} rows: ${[...text, `nothing ${shown(Math.max(0, 1 - busy / all_), "share")}`].join(", ")}.`;
+    summed.textContent = `${selected ? "Selected" : "In view"}, ${shown(span * 1e-9, "time")} of ${measured.length} rows: ${[...text, `nothing ${shown(Math.max(0, 1 - busy / all_), "share")}`].join(", ")}.`;
     canvas.dataset.busy = String(busy / all_);
   }
 
@@ -216,7 +300,7 @@ export function timeline(block) {
   }
   canvas.addEventListener("pointermove", (event) => {
     const under = spanAt(event);
-    if (under?.span === hovered && hovered !== null) return;
+    if (chosen || pressed || (under?.span === hovered && hovered !== null)) return; // what was chosen by a click stays
     hovered = under?.span ?? null;
     said.textContent = describe(under);
     draw();
@@ -225,16 +309,16 @@ export function timeline(block) {
     if (!under) return "\u00a0";
     if (under.span === null) return `${under.row.name}: nothing here`;
     const { row, lane, span } = under, place = block.stage[span] >= 0 ? `, stage ${block.stage[span]}` : "", from = lane.begin_ns + start[span];
-    return `${row.name}: ${label(span)} (${kinds[block.kind[span]].name})${place}, ${shown(length[span] * 1e-9, "time")} = ${length[span]} ns, from ${shown(from * 1e-9, "time")} = ${from} ns`;
+    return `${row.name}: ${label(span)} (${kinds[block.kind[span]].name})${place}, ${shown(length[span] * 1e-9, "time")} = ${length[span]} ns, from ${shown(from * 1e-9, "time")} = ${from} ns${chosen ? tellPeers() : ""}`;
   }
+  const tellPeers = () => [["from", linked.from], ["to", linked.to]].filter(([, one]) => one).map(([way, one]) => `; ${way} ${one.lane.name}: ${label(one.span)}, stage ${block.stage[one.span]}`).join("");
 
   const jump = h("input", { type: "search", placeholder: "F17 stage 3", "aria-label": "jump to an instruction", size: 14, change: () => {
     const found = find(block, jump.value);
     if (!found) { said.textContent = `There is no ${jump.value || "such instruction"} here.`; return; }
     const [number, span] = found, lane = lanes[number], from = lane.begin_ns + start[span];
-    hovered = span;
     view.show(from - 2 * length[span], from + 3 * length[span]);
-    said.textContent = describe({ row: all.find((row) => row.lanes.includes(lane)), lane, span });
+    choose({ lane, span });
   } });
   const filter = () => {
     rows = all.filter((row) => !hidden.has(row.role) && (!group || row.group === group));
@@ -256,12 +340,14 @@ export function timeline(block) {
     const events = all.flatMap((row, pid) => [{ ph: "M", name: "process_name", pid, args: { name: row.name } }, ...row.lanes.flatMap((lane) =>
       Array.from({ length: lane.count }, (_, each) => lane.first + each).map((span) => ({ ph: "X", pid, tid: 0, name: label(span), cat: kinds[block.kind[span]].name,
         ts: (lane.begin_ns + start[span]) / 1e3, dur: length[span] / 1e3, args: { stage: block.stage[span], micro_batch: block.micro_batch[span] } })))]);
-    save(`${slug(title)}.trace.json`, JSON.stringify({ displayTimeUnit: "ms", traceEvents: events }), "application/json");
+    return JSON.stringify({ displayTimeUnit: "ms", traceEvents: events });
   };
+  const saveTrace = () => save(`${slug(title)}.trace.json`, trace(), "application/json");
+  const perfetto = viewer ? h("button", { type: "button", title: `opens ${viewer} in a new window, which needs the network`, click: () => handOver(viewer, new TextEncoder().encode(trace()), title, (words) => { said.textContent = words; }) }, "open in Perfetto (needs the network)") : null;
   view.listeners.push(draw);
   resize();
   const element = figure(title, h("div", {}, controls, strip, canvas, said, summed, legend),
-    h("button", { type: "button", click: trace }, "save trace"), csvButton(title, ["row", "role", "kind", "stage", "micro-batch", "start_ns", "length_ns"], lines), pngButton(title, canvas));
+    h("button", { type: "button", click: saveTrace }, "save trace"), perfetto, csvButton(title, ["row", "role", "kind", "stage", "micro-batch", "start_ns", "length_ns"], lines), pngButton(title, canvas));
   element.redraw = () => { overview = levels = null; draw(); };
   element.timeline = { view, draw }; // for whoever measures how fast it is
   return element;
@@ -277,7 +363,20 @@ function tintsOf(kinds, paper) {
   return (role) => (role === "measured" ? found.measured : found.other);
 }
 
-/** Times of a page with very many spans come in coarser ticks. */
-const inNanoseconds = (values, tick) => (tick === 1 ? values : Float64Array.from(values, (value) => value * tick));
+/** For each span whether it is on a critical path, by when it is what of which micro-batch; none where no path is known. */
+function critical({ lanes, kind, stage, micro_batch: micro }, start) {
+  const keyOf = (lane, span) => `${lane.begin_ns + start[span]} ${kind[span]} ${stage[span]} ${micro[span]}`, spans = (lane) => Array.from({ length: lane.count }, (_, each) => lane.first + each);
+  const paths = lanes.filter((lane) => lane.role === "critical"), path = new Set(paths.flatMap((lane) => spans(lane).map((span) => keyOf(lane, span)))), found = new Uint8Array(kind.length);
+  for (const lane of paths.length ? lanes : []) if (lane.role === "predicted" || lane.role === "sends") for (const span of spans(lane)) if (path.has(keyOf(lane, span))) found[span] = 1;
+  return found;
+}
+
+/** Times of a page with very many spans come in coarser ticks. A loop: `from` with a function takes a second for two million. */
+function inNanoseconds(values, tick) {
+  if (tick === 1) return values;
+  const found = new Float64Array(values.length);
+  for (let at = 0; at < values.length; at++) found[at] = values[at] * tick;
+  return found;
+}
 
 const toHex = (colour) => (/^#[0-9a-f]{6}$/i.test(colour) ? colour : "#ffffff");

@@ -42,6 +42,7 @@ export function steered(canvas, view, at, rows = () => {}) {
     event.preventDefault();
   }, { passive: false });
   canvas.addEventListener("pointerdown", (event) => {
+    if (event.shiftKey) return; // which selects, where anything can be selected
     touching.set(event.pointerId, event.offsetX);
     canvas.setPointerCapture(event.pointerId);
   });

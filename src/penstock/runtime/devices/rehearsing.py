@@ -17,7 +17,7 @@ from penstock.runtime.run_inputs import run_inputs
 from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages, times_of_ranks
 from penstock.runtime.telemetry.predicting import ProgramTimes
 from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
-from penstock.runtime.telemetry.steps import LineLog, StepRecord
+from penstock.runtime.telemetry.steps import LineLog, StepRecord, padding_share
 from penstock.runtime.transport.world import World
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> 
     """A job for workers: all steps of a run, by the times that the plan's costs say."""
     plan, out, (address, job) = request.plan, Path(request.out), handover
     batches, planner = run_inputs(request)
-    times, world = ProgramTimes(planner), World(plan, worker.groups)
+    times, world = ProgramTimes(planner.plan, planner.model, planner.costs), World(plan, worker.groups)
     stages = StageSpans(WARM_UP if request.steps > WARM_UP else 0)
     steps_s, tokens = [], []
     with ExitStack() as stack:
@@ -55,7 +55,10 @@ def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> 
                 speed = tokens[-1] / steps_s[-1]
                 idle = max(0.0, 1.0 - float(spans.busy_ns(position)[COMPUTE]) * 1e-9 / steps_s[-1])
                 log.write(
-                    StepRecord(program.iteration, None, steps_s[-1], tokens[-1], speed, bubble_share=idle, planning_wait_s=loader.wait_s)
+                    StepRecord(
+                        program.iteration, None, steps_s[-1], tokens[-1], speed, bubble_share=idle, planning_wait_s=loader.wait_s,
+                        padding_share=padding_share(program.micro_batches),
+                    )
                 )
                 worker.tell(StepTold(program.iteration, None, speed))
             loader.wait_s, start_s = 0.0, time.perf_counter()

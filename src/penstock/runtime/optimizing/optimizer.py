@@ -62,8 +62,8 @@ class Optimizer:
         for rule in self._inner():
             rule.lr = lr
 
-    def step(self, factor: torch.Tensor | None = None) -> None:
-        """One update from the gradients in place, multiplied by `factor` in fp32."""
+    def step(self, factor: torch.Tensor | None = None, only: Sequence[nn.Parameter] | None = None) -> None:
+        """One update from the gradients in place, multiplied by `factor` in fp32; of some ops' weights `only`, if given."""
         raise TypeError(f"{type(self).__name__} has no step")
 
     def zero_grad(self) -> None:
@@ -98,8 +98,11 @@ class _Masters(Optimizer):
         return [piece.optimizer for piece in self._pieces]
 
     @torch.no_grad()
-    def step(self, factor: torch.Tensor | None = None) -> None:
+    def step(self, factor: torch.Tensor | None = None, only: Sequence[nn.Parameter] | None = None) -> None:
+        chosen = None if only is None else {id(one) for one in only}
         for piece in self._pieces:
+            if chosen is not None and id(piece.spans[0][0]) not in chosen:
+                continue
             missing = next((p for p, _, _ in piece.spans if p.grad is None), None)
             if missing is not None:
                 raise RuntimeError(f"a weight of shape {tuple(missing.shape)} has no gradient; was the backward pass run?")
@@ -202,12 +205,18 @@ class _Plain(Optimizer):
     def _inner(self) -> list[UpdateRule]:
         return [] if self._own is None else [self._own]
 
-    def step(self, factor: torch.Tensor | None = None) -> None:
+    def step(self, factor: torch.Tensor | None = None, only: Sequence[nn.Parameter] | None = None) -> None:
         if self._own is None:
             return
+        own = self.parameters if only is None else list(only)
         if factor is not None:
-            torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
-        self._own.step()
+            torch._foreach_mul_([p.grad for p in own if p.grad is not None], factor)
+        all_of_them = self._own.parameters
+        try:
+            self._own.parameters = own if only is not None else all_of_them
+            self._own.step()
+        finally:
+            self._own.parameters = all_of_them
 
     def state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         assert self._own is not None

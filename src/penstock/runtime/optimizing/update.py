@@ -67,6 +67,12 @@ class Update:
         self._num_ops = num_ops
         self.exchanges: list[tuple[Moment, Moment]] = []
         """From when to when the last update gave to other ranks, and waited for what they gave."""
+        self.keeps: list[torch.nn.Parameter] = []
+        """Weights of which the gradients of the next update are kept, as they were before it."""
+        self.kept: dict[int, torch.Tensor] = {}
+        """These gradients, by the id of their weight."""
+        self.last: tuple[float, torch.Tensor | None, bool] | None = None
+        """The last update: its rate, what gradients were multiplied by, if anything, and whether it was dropped."""
 
     @torch.no_grad()
     def step_alone(self, iteration: int) -> None:
@@ -92,7 +98,10 @@ class Update:
             return StepResult(total[-1], None, rate, total[-2], gathered)
         norm = total[:-2].sum().sqrt() / self._scale_value()
         factor = self._factor(norm)
-        if self._is_dropped(norm, total[-1]):
+        self.kept = {id(one): one.grad.clone() for one in self.keeps if one.grad is not None}
+        dropped = self._is_dropped(norm, total[-1])
+        self.last = rate, factor, dropped
+        if dropped:
             self._zero()
             return StepResult(total[-1], norm, rate, total[-2], gathered, skipped=True)
         self.optimizer.set_rate(rate)
@@ -103,6 +112,13 @@ class Update:
         self.exchanges.append((start, moment(self.world.device)))
         self._zero()
         return StepResult(total[-1], norm, rate, total[-2], gathered)
+
+    @torch.no_grad()
+    def replay(self, parameters: Sequence[torch.nn.Parameter], rate: float, factor: float | None) -> None:
+        """Makes an update of some weights that another rank has made, from the same gradients, which are in place."""
+        self.optimizer.set_rate(rate)
+        self.optimizer.step(None if factor is None else torch.tensor(factor, device=self.world.device), parameters)
+        self._zero()
 
     def _is_dropped(self, norm: torch.Tensor, loss: torch.Tensor) -> bool:
         """Whether the weights are to stay as they are. Only those who must know it now wait for the device here: a run that stops at what

@@ -22,7 +22,9 @@ def count_correct(stage: StageModule, micro: MicroBatch, batches: Mapping[int, B
     chain = stage.pieces[-1].chain
     if isinstance(chain, ModuleChain):
         result = stage.forward(micro, batches, carry, training=False)
-        counts += chain.take_hits()
+        hits = chain.take_hits()
+        if stage.pieces[-1].tp.rank == 0:
+            counts += hits
         return result
     loss_op = chain.ops[-1]
     seen: Carry = {}

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +17,13 @@ from torch import nn
 from penstock.errors import InputError
 from penstock.models.modules.base import Carry
 from penstock.models.modules.build import TORCH_DTYPES
+from penstock.models.modules.cutting.dividing import Division, Styles
 from penstock.models.modules.cutting.origins import Made, make_origin
 from penstock.models.modules.cutting.packing import Keeper, has_dropout, kept
 from penstock.models.modules.cutting.seen import seen
 from penstock.models.modules.cutting.skipping import Site, Skipping
 from penstock.models.modules.cutting.weights import WeightTable
+from penstock.models.modules.parallel import TensorParallel
 from penstock.models.modules.unit import UnitOp
 from penstock.models.ops import Model, PlacedOp, TensorSpec
 from penstock.runtime.transport.slices import DTYPES
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.models.modules.base import OpModule
     from penstock.models.modules.batch import Batch
 
-__all__ = ["CutModule", "ModuleChain", "cut_module"]
+__all__ = ["CutModule", "ModuleChain", "cut_module", "described_styles"]
 
 
 def cut_module(model: Model, device: torch.device, seed: int) -> CutModule | None:
@@ -51,6 +53,9 @@ class CutModule:
         self.dtype = TORCH_DTYPES[model.dtype]
         self.module = made.module.train()
         self.drops = has_dropout(self.module)
+        parts = dict(self.module.named_modules())
+        styles = {path: style for path, style in described_styles(model).items() if path in parts}  # of another module: told below
+        self.division = Division(self.module, styles)  # before units are skipped: some divided parts are units
         self.skipping = Skipping(self.module)
         self.skipping.trace(lambda module: made.loss(module, made.tiny()))
         self._require_same()
@@ -74,16 +79,31 @@ class CutModule:
                 f"the plan is of another module: it has '{first[0]}' where {self.made.name} has '{first[1]}'. Search for a plan again."
             )
 
-    def hold(self, ops: Collection[int]) -> None:
-        """Has the weights of these ops here, and no others. Those that come anew have their first values."""
+    def hold(self, ops: Mapping[int, TensorParallel]) -> None:
+        """Has the weights of these ops here, divided so, and no others. Those that come anew have their first values."""
         table = self._table
-        wanted = {id(p) for op in ops for p in table.ops[op].values()}
-        for p in {id(p): p for own in table.ops for p in own.values()}.values():
-            dtype = self.dtype if p.is_floating_point() else p.dtype
-            if id(p) not in wanted and not p.is_meta:
-                self._replace(p, torch.empty(p.shape, dtype=p.dtype, device="meta"))
-            elif id(p) in wanted and (p.device, p.dtype) != (self.device, dtype):
-                self._replace(p, self.made.values(table.home[id(p)], p).to(self.device, dtype))
+        self.division.tps.clear()
+        wanted: dict[int, tuple[UnitOp, str]] = {}
+        for index, tp in ops.items():
+            op = UnitOp(self.model.ops[index].op, self.model.ops[index].name, tp)
+            wanted |= {id(p): (op, name) for name, p in table.ops[index].items()}
+            self.division.tps |= {_inside(self.skipping.calls[index], part): tp for part in op.config.get("tp", {})}
+        weights = [place.op.config["weights"] for place in self.model.ops]
+        shapes = {id(p): (p, weights[index][name]) for index, own in enumerate(table.ops) for name, p in own.items()}
+        for p, whole in shapes.values():
+            if id(p) in wanted:
+                self._hold(p, torch.empty(whole, device="meta"), *wanted[id(p)])
+            elif not p.is_meta:
+                self._replace(p, torch.empty(whole, dtype=p.dtype, device="meta"))
+
+    def _hold(self, p: nn.Parameter, whole: torch.Tensor, op: UnitOp, name: str) -> None:
+        shard = op.shards[name] or (lambda x: x)
+        dtype, shape = self.dtype if p.is_floating_point() else p.dtype, shard(whole).shape
+        if (p.device, p.dtype, p.shape) == (self.device, dtype, shape):
+            return
+        # Where another plan divided it otherwise, its values come with the state that is moved.
+        values = shard(self.made.values(self._table.home[id(p)], p)) if p.shape == whole.shape else torch.zeros(shape)
+        self._replace(p, (values if shape == whole.shape else values.clone()).to(self.device, dtype))
 
     def _replace(self, old: nn.Parameter, values: torch.Tensor) -> None:
         """Puts another tensor in place of a weight, wherever the module has it."""
@@ -95,9 +115,9 @@ class CutModule:
         self._stores[id(new)] = stores
         self._table.replace(old, new)
 
-    def op(self, place: PlacedOp) -> UnitOp:
+    def op(self, place: PlacedOp, tp: TensorParallel) -> UnitOp:
         """A unit's weights and buffers, as they are here."""
-        made = UnitOp(place.op, place.name)
+        made = UnitOp(place.op, place.name, tp)
         unit = self.skipping.units[self.skipping.calls[place.index]]
         kept = place.op.config.get("buffers", {})
         made.bind(self._table.ops[place.index], {name: b for name, b in unit.named_buffers() if name in kept})
@@ -155,6 +175,20 @@ class ModuleChain(nn.Module):
         """(labels that were the most likely ones, labels that count) of the pass before, which was no training."""
         found, self._hits = self._hits, None
         return torch.zeros(2, device=self.cut.device) if found is None else found
+
+
+def _inside(path: str, part: str) -> str:
+    """The path of a unit's part in the module."""
+    return f"{path}.{part}" if path and part else path or part
+
+
+def described_styles(model: Model) -> Styles:
+    """How the description of a model divides parts of its module."""
+    return {
+        _inside("" if place.name == "module" else place.name.partition("#")[0], part): style
+        for place in model.ops
+        for part, style in place.op.config.get("tp", {}).items()
+    }
 
 
 def _dtype(spec: TensorSpec, model: Model) -> str:

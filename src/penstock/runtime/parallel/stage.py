@@ -142,7 +142,7 @@ class StageModule:
 
     def _op(self, place: PlacedOp, tp: TensorParallel, algo: int, shared: dict[str, OpModule], piece: int, seed: int) -> OpModule:
         """One op, and what it holds that no op before it does."""
-        module = self._ours(place, tp, algo, shared, seed) if self.cut is None else self.cut.op(place)
+        module = self._ours(place, tp, algo, shared, seed) if self.cut is None else self.cut.op(place, tp)
         known = {id(held.parameter) for held in self.held}
         for name, parameter in module.named_parameters():
             if id(parameter) not in known:

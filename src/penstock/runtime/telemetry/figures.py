@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
+from penstock.runtime.telemetry.parts import HOST_BOUND
 from penstock.runtime.telemetry.predicting import ProgramTimes, passes_s
 
 if TYPE_CHECKING:
@@ -34,6 +35,13 @@ class RankFigures:
     """For the program."""
     step_s: float = 0.0
     """The whole step, waits included."""
+    host_s: float = 0.0
+    """Of the passes, how long the host took to issue them; 0 where it is the host that computes."""
+
+    @property
+    def is_host_bound(self) -> bool:
+        """Whether the device has its work no sooner than it is done with what it had."""
+        return self.compute_s > 0 and self.host_s >= HOST_BOUND * self.compute_s
 
 
 class StepMeter:
@@ -45,7 +53,7 @@ class StepMeter:
         self._spans = spans
         # Opening costs takes about as long as a few steps of a small model: it must not hold up the first one.
         opener = ThreadPoolExecutor(1, "costs")
-        self._opening: Future[ProgramTimes] = opener.submit(ProgramTimes, planner)
+        self._opening: Future[ProgramTimes] = opener.submit(ProgramTimes, planner.plan, planner.model, planner.costs)
         opener.shutdown(wait=False)
         self._predicted_s = 0.0
         self._before = RankFigures()
@@ -68,4 +76,4 @@ class StepMeter:
         """The step has ended, and `StageSpans` knows of it."""
         now = RankFigures(0.0, self._predicted_s, data_wait_s, planning_wait_s, step_s)
         told, self._before = (self._before if self.lateness else now), now
-        return replace(told, compute_s=self._spans.passes_s)
+        return replace(told, compute_s=self._spans.passes_s, host_s=self._spans.issued_s)

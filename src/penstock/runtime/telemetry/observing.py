@@ -107,7 +107,9 @@ class StageSpans:
         self._issuing_s, self._whole_s, self._num_steps = 0.0, 0.0, 0
         self.passes_s = 0.0
         """Passes of the last step of which all is known: the one that has ended last, or on a GPU the one before it."""
-        self._passes_before_s = 0.0
+        self.issued_s = 0.0
+        """Of these passes, how long the host took to issue them; 0 where it computes them."""
+        self._passes_before_s, self._issuing_before_s, self._issued_last_s = 0.0, 0.0, 0.0
         self._begun: Moment = None
         self._spans: list[tuple[Instruction | None, Moment, Moment]] = []
         """On the device, of the step that runs; None: what its update waited for."""
@@ -161,6 +163,8 @@ class StageSpans:
             self._settle()
             total_s = self._sums["forward_s"] + self._sums["backward_s"]
             self.passes_s, self._passes_before_s = total_s - self._passes_before_s, total_s
+            self.issued_s, self._issued_last_s = self._issued_last_s, self._issuing_s - self._issuing_before_s
+            self._issuing_before_s = self._issuing_s
             self._before, self._spans = [*self._spans, *((None, *one) for one in exchanges)], []
 
     def paused(self, time_s: float) -> None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-__all__ = ["RankTimes", "StepDifference", "StepParts", "largest_cause"]
+__all__ = ["HOST_BOUND", "RankTimes", "StepDifference", "StepParts", "largest_cause"]
 
-_HOST_BOUND = 0.9
+HOST_BOUND = 0.9
 """From this share of the passes on, in which the host is busy to issue them, it is the host that is slow."""
 _EFFECT = "transfers_s"
 """The part in which a rank also waits for others."""
@@ -81,7 +81,7 @@ def largest_cause(predicted: Mapping[int, StepParts], measured: Mapping[int, Ran
     name, difference_s = max(differences[rank].items(), key=lambda part: sign * part[1])
     own = measured[rank]
     passes_s = own.parts.forward_s + own.parts.backward_s
-    is_host = name in ("forward_s", "backward_s") and own.issuing_s is not None and own.issuing_s >= _HOST_BOUND * passes_s
+    is_host = name in ("forward_s", "backward_s") and own.issuing_s is not None and own.issuing_s >= HOST_BOUND * passes_s
     return StepDifference(name.removesuffix("_s"), rank, own.parts.total_s, predicted[rank].total_s, difference_s, is_host and sign > 0)
 
 

@@ -7,8 +7,9 @@ micro-batch. Pipelines that micro-batches are not priced for (images, interleave
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,6 +23,7 @@ from penstock.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRA
 from penstock.schedules.rules import SCHEDULES
 from penstock.timing.estimate import Estimate, Estimator
 from penstock.timing.execution import Execution, execute
+from penstock.timing.pipeline import dp_shares
 from penstock.timing.workload import Floats, Workload
 
 if TYPE_CHECKING:
@@ -30,8 +32,10 @@ if TYPE_CHECKING:
     from penstock.batching.costs import PipelineCosts
     from penstock.data.planners import BatchSource
     from penstock.data.planning import ProgramPlanner
+    from penstock.models.micro_batch import MicroBatch
+    from penstock.models.ops import Model
     from penstock.plans.plan import Plan
-    from penstock.programs.instructions import Program
+    from penstock.programs.instructions import Place, Program
     from penstock.timing.planned import PlannedPipeline
 
 __all__ = ["PASSES", "Pass", "PredictedSteps", "ProgramTimes", "passes_s", "predict_peaks", "predict_steps", "predict_timelines"]
@@ -62,9 +66,9 @@ class PredictedSteps:
 def predict_steps(source: BatchSource, planner: ProgramPlanner, steps: range) -> PredictedSteps:
     """Predicts these steps of a run: their median time, and the passes of each stage."""
     plan = planner.plan
-    if not _is_priced(planner):
+    if not _is_priced(plan, planner.model):
         return _of_plan(plan)
-    costs = _costs(planner)
+    costs = _costs(plan, planner.costs)
     times_s: list[float] = []
     passes: list[list[Floats]] = [[] for _ in range(plan.num_replicas)]
     for replicas in _of_batches(source, planner, costs, steps):
@@ -96,10 +100,10 @@ def predict_peaks(source: BatchSource, planner: ProgramPlanner, steps: range) ->
 def predict_timelines(source: BatchSource, planner: ProgramPlanner, steps: Iterable[int]) -> Iterator[list[Execution]]:
     """The timeline of each replica in each of these steps."""
     plan = planner.plan
-    if _is_priced(planner):
-        yield from _of_batches(source, planner, _costs(planner), steps)
+    if _is_priced(plan, planner.model):
+        yield from _of_batches(source, planner, _costs(plan, planner.costs), steps)
         return
-    found = _pipeline(planner)
+    found = _pipeline(plan, planner.model)
     one = execute(found.schedule, found.workload)
     for _ in steps:
         yield [one] * plan.num_replicas
@@ -108,23 +112,40 @@ def predict_timelines(source: BatchSource, planner: ProgramPlanner, steps: Itera
 class ProgramTimes:
     """What the passes and transfers of programs should take: the same figures as predictions are made from."""
 
-    def __init__(self, planner: ProgramPlanner) -> None:
-        self._costs = _costs(planner) if _is_priced(planner) else None
-        self._alike = None if self._costs is not None else _pipeline(planner).workload
+    def __init__(self, plan: Plan, model: Model, costs: PipelineCosts | None = None) -> None:
+        """`costs` are those of single micro-batches, where they are known already."""
+        self._costs = _costs(plan, costs) if _is_priced(plan, model) else None
+        self._alike = None if self._costs is not None else _pipeline(plan, model).workload
+        self._is_uneven = any(dp_shares(plan, replica, stage.degrees.dp) for replica in range(plan.num_replicas) for stage in plan.stages)
+        """Whether ranks that divide a micro-batch among them get unequal parts: each is then predicted by its own."""
 
-    def workload(self, program: Program) -> Workload:
-        """Passes and transfers of the program's replica; recomputation is known, and counted, on the stages of the program's own rank."""
+    def workload(self, program: Program, others: Sequence[Program] = ()) -> Workload:
+        """Passes and transfers of the program's replica; recomputation is known, and counted, on the stages of the program's own rank and
+        of `others` of its replica."""
         if self._alike is not None:
             count = len(program.micro_batches)
             same = {name: np.repeat(getattr(self._alike, name)[..., :1], count, axis=2) for name in ("durations_s", "transfers_s")}
             return replace(self._alike, **same)
         assert self._costs is not None
         patterns = {one.index: [0] * program.num_stages for one in program.micro_batches}
-        for step in program.instructions:
+        for step in chain.from_iterable(one.instructions for one in (program, *others)):
             if isinstance(step, Forward):
                 patterns[step.micro_batch][step.stage] = step.pattern
-        micro_batches = [msgspec.structs.replace(one, recompute=tuple(patterns[one.index])) for one in program.micro_batches]
+        own = program.places[0] if self._is_uneven else None
+        micro_batches = [
+            msgspec.structs.replace(one if own is None else _as_if_all(one, own), recompute=tuple(patterns[one.index]))
+            for one in program.micro_batches
+        ]
         return batch_workload(self._costs, micro_batches, program.replica)
+
+
+def _as_if_all(micro: MicroBatch, place: Place) -> MicroBatch:
+    """A micro-batch of which every rank of a stage has as much as one of them has of `micro`: costs are of equal parts."""
+    first, last = micro.share(place.entry_dp, place.entry_share)
+    if place.entry_dp == 1 or first == last or micro.row_sizes:
+        return micro
+    parts = {name: getattr(micro, name)[first:last] * place.entry_dp for name in ("samples", "lengths", "dec_lengths")}
+    return msgspec.structs.replace(micro, **parts)
 
 
 def passes_s(program: Program, work: Workload) -> float:
@@ -133,25 +154,27 @@ def passes_s(program: Program, work: Workload) -> float:
     return sum(float(work.durations_s[PASSES[type(step)], step.stage, step.micro_batch]) for step in passes)
 
 
-def _pipeline(planner: ProgramPlanner) -> PlannedPipeline:
+def _pipeline(plan: Plan, model: Model) -> PlannedPipeline:
     from penstock.costs.sources import open_costs
     from penstock.plans.references import cluster_of
     from penstock.timing.planned import planned_pipeline
 
-    cluster = cluster_of(planner.plan)
-    return planned_pipeline(planner.plan, planner.model, cluster, open_costs(planner.plan.costs, cluster))
+    cluster = cluster_of(plan)
+    return planned_pipeline(plan, model, cluster, open_costs(plan.costs, cluster))
 
 
-def _is_priced(planner: ProgramPlanner) -> bool:
+def _is_priced(plan: Plan, model: Model) -> bool:
     """Whether there are costs of single micro-batches."""
-    plan = planner.plan
-    return bool(planner.model.seq_length) and plan.num_groups == plan.num_stages and SCHEDULES[plan.schedule].plain
+    return bool(model.seq_length) and plan.num_groups == plan.num_stages and SCHEDULES[plan.schedule].plain
 
 
-def _costs(planner: ProgramPlanner) -> PipelineCosts:
+def _costs(plan: Plan, known: PipelineCosts | None) -> PipelineCosts:
     from penstock.batching.planner import costs_for
 
-    return planner.costs or costs_for(planner.plan, planner.plan.seq_length, planner.plan.dec_length)
+    if plan.micro_batching.slower:  # what it is compared with is to show how slow ranks are now
+        plan = replace(plan, micro_batching=replace(plan.micro_batching, slower=()))
+        known = None
+    return known or costs_for(plan, plan.seq_length, plan.dec_length)
 
 
 def _of_batches(source: BatchSource, planner: ProgramPlanner, costs: PipelineCosts, steps: Iterable[int]) -> Iterator[list[Execution]]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.errors import InputError
-from penstock.files import readable_bytes, short_repr
+from penstock.files import readable_file, short_repr
 from penstock.runtime.telemetry.spans import EVALUATION, FIRST_MARK, FORMAT, ITERATION, LOST, NUM_CATEGORIES, RECORD, SYNC, VERSION
 
-__all__ = ["RankSpans", "aligned", "iteration_shares", "read_run", "read_spans"]
+__all__ = ["RankSpans", "SpanFile", "aligned", "iteration_shares", "read_run", "read_spans"]
 
 _LONGEST_HEADER = 1 << 16
 
@@ -53,29 +54,59 @@ class RankSpans:
         return replace(self, spans=spans, iterations=own, evaluations=())
 
 
+@dataclass
+class SpanFile:
+    """A span file that may still grow: each reading takes only what is new."""
+
+    path: Path
+    _line: bytes = b""
+    _records: npt.NDArray[np.void] = field(default_factory=lambda: np.zeros(0, RECORD))
+
+    def read(self) -> RankSpans:
+        """All its spans; the half record that a killed process may leave at its end is ignored."""
+        try:
+            with readable_file(self.path, "span file").open("rb") as file:
+                line = file.read(_LONGEST_HEADER).partition(b"\n")[0]
+                if line != self._line or file.seek(0, os.SEEK_END) < len(line) + 1 + self._records.nbytes:  # a run that began anew
+                    self._line, self._records = line, np.zeros(0, RECORD)
+                file.seek(len(line) + 1 + self._records.nbytes)
+                body = file.read()
+        except OSError as error:
+            raise InputError(f"span file '{self.path}' cannot be read: {error.strerror}.") from None
+        told, new = _head(line, self.path), np.frombuffer(body[: len(body) // RECORD.itemsize * RECORD.itemsize], RECORD)
+        self._records = np.concatenate([self._records, new]) if len(self._records) else new
+        return _spans_of(told, self._records)
+
+
 def read_spans(path: str | Path) -> RankSpans:
     """The spans of one file; the half record that a killed process may leave at its end is ignored."""
-    data = readable_bytes(path, "span file")
-    line, end, body = data[:_LONGEST_HEADER].partition(b"\n")
+    return SpanFile(Path(path)).read()
+
+
+def _head(line: bytes, path: Path) -> RankSpans:
+    """What the first line of a span file tells."""
     try:
         header = json.loads(line)
         if header["format"] != FORMAT or header["version"] != VERSION:
             raise InputError(f"span file '{path}' is {short_repr(header['format'])} version {short_repr(header['version'])}; "
                              f"'{FORMAT}' version {VERSION} was expected.")  # fmt: skip
-        rank, kinds = int(header["rank"]), {int(number): str(name) for name, number in header["kinds"].items()}
-        clock = str(header.get("clock", ""))
+        kinds = {int(number): str(name) for name, number in header["kinds"].items()}
+        return RankSpans(int(header["rank"]), kinds, np.zeros(0, RECORD), {}, {}, clock=str(header.get("clock", "")))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InputError(f"'{path}' is no span file.") from None
-    body = data[len(line) + len(end) :]
-    records = np.frombuffer(body[: len(body) // RECORD.itemsize * RECORD.itemsize], RECORD)
+
+
+def _spans_of(told: RankSpans, records: npt.NDArray[np.void]) -> RankSpans:
+    """Spans apart from marks."""
     kind = records["kind"]
     syncs: dict[int, list[int]] = {}
     for mark in records[kind == SYNC]:
         syncs.setdefault(int(mark["micro_batch"]), []).append(int(mark["start_ns"]))
     iterations = {int(mark["micro_batch"]): int(mark["start_ns"]) for mark in records[kind == ITERATION]}
-    return RankSpans(
-        rank, kinds, records[kind < FIRST_MARK], iterations, syncs, int(records["micro_batch"][kind == LOST].sum()),
-        tuple(records["start_ns"][kind == EVALUATION].tolist()), clock,
+    lost = int(records["micro_batch"][kind == LOST].sum())
+    return replace(
+        told, spans=records[kind < FIRST_MARK], iterations=iterations, syncs=syncs, num_lost=lost,
+        evaluations=tuple(records["start_ns"][kind == EVALUATION].tolist()),
     )  # fmt: skip
 
 

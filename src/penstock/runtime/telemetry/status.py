@@ -1,12 +1,20 @@
-"""Where each rank is: a few numbers in a file mapped into memory, which outlive a process that is killed."""
+"""Where each rank is: a few numbers in shared memory, which outlive a process that is killed."""
 
 from __future__ import annotations
 
-import mmap
 import struct
-from pathlib import Path
 
-from penstock.programs.instructions import INSTRUCTIONS, Program, stage_of
+from penstock.processes.shared_memory import SharedMemory
+from penstock.programs.instructions import (
+    INSTRUCTIONS,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Load,
+    Program,
+    stage_of,
+)  # fmt: skip
 
 __all__ = ["Status", "StatusBoard"]
 
@@ -18,23 +26,35 @@ _ASKED = struct.Struct("q")
 """After the ranks: the signal that asks them to end."""
 
 
+_PASSES = [_NAMES[kind] for kind in (Load, Forward, Backward, BackwardInput, BackwardWeight)]
+_NOWHERE = _SLOT.pack(-1, -1, 0, -1, -1, -1)
+
+
 class StatusBoard:
     """The launcher's view of all ranks."""
 
-    def __init__(self, path: Path, num_ranks: int) -> None:
-        self.path, self.num_ranks = path, num_ranks
-        path.write_bytes(_SLOT.pack(-1, -1, 0, -1, -1, -1).ljust(_SIZE, b"\0") * num_ranks + _ASKED.pack(0))
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.memory = SharedMemory(num_ranks * _SIZE + _ASKED.size)
+        """For the ranks."""
+        self.clear()
+
+    def clear(self) -> None:
+        """No rank has begun."""
+        self.memory.write(0, _NOWHERE.ljust(_SIZE, b"\0") * self.num_ranks)
 
     def ask_to_end(self, number: int) -> None:
         """Tells all ranks of a signal after which they are to end."""
-        with self.path.open("r+b") as file:
-            file.seek(self.num_ranks * _SIZE)
-            file.write(_ASKED.pack(number))
+        self.memory.write(self.num_ranks * _SIZE, _ASKED.pack(number))
+
+    def position(self, rank: int) -> tuple[tuple[int, int], bool]:
+        """Iteration and instruction at which a rank is, and whether it computes there, and waits for nobody."""
+        iteration, index, _, kind, _, _ = _SLOT.unpack(self.memory.read(rank * _SIZE, _SLOT.size))
+        return (iteration, index), kind in _PASSES
 
     def where(self, rank: int) -> str:
         """`at Forward of stage 1, micro-batch 2 (iteration 3, instruction 17 of 40)`."""
-        data = self.path.read_bytes()[rank * _SIZE : rank * _SIZE + _SLOT.size]
-        iteration, index, count, kind, stage, micro_batch = _SLOT.unpack(data)
+        iteration, index, count, kind, stage, micro_batch = _SLOT.unpack(self.memory.read(rank * _SIZE, _SLOT.size))
         if iteration < 0:
             return "before its first program"
         if index < 0:
@@ -48,9 +68,8 @@ class StatusBoard:
 class Status:
     """One rank's side of the board: an executor's observer."""
 
-    def __init__(self, path: Path, rank: int) -> None:
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 0)
+    def __init__(self, memory: SharedMemory, rank: int) -> None:
+        self._map = memory.mapped()
         self._offset = rank * _SIZE
         self._program: Program | None = None
 

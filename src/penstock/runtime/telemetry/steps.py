@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from penstock.errors import InputError
 from penstock.files import readable_bytes
+from penstock.models.micro_batch import MicroBatch
 
-__all__ = ["LineLog", "StepRecord", "read_lines", "read_steps"]
+__all__ = ["LineLog", "StepRecord", "padding_share", "read_lines", "read_steps"]
 
 
 class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -38,6 +39,8 @@ class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Share of the step in which this rank's device did not compute."""
     planning_wait_s: float | None = None
     """How long the step waited for its program."""
+    padding_share: float | None = None
+    """Share of the positions computed that were no tokens, in the replica of this rank."""
     gpu_utilisation: float | None = None
     """Of this rank's device, as NVML last had it; so are clock and power."""
     gpu_sm_clock_hz: float | None = None
@@ -46,6 +49,13 @@ class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Digest of the samples: the same under every plan that trains each of them once."""
     plan: int | None = None
     """Which of the run's plans was in force: 0, and one more after each move."""
+
+
+def padding_share(micro_batches: Iterable[MicroBatch]) -> float | None:
+    """The share of positions that are padding; None where there are no positions, as of images."""
+    own = [one for one in micro_batches if one.lengths]
+    positions = sum(one.num_positions for one in own)
+    return 1.0 - sum(one.num_tokens for one in own) / positions if positions else None
 
 
 class LineLog:

@@ -37,6 +37,9 @@ class Generation:
     store the process is alone, and has none.
     """
 
+    _beside = (-1,)
+    """Its place among those that were made; no process has this number."""
+
     def __init__(
         self, number: int, members: Sequence[int], own: int, *, store: Any = None, backend: str = "gloo", timeout_s: float = 600.0
     ) -> None:
@@ -74,6 +77,13 @@ class Generation:
                     places = [self.members.index(member) for member in members]
                     self._made[members] = dist.new_group(places, timeout=self.timeout)
         return self._made[members]
+
+    def beside(self) -> Any:
+        """Another group of all members, through host memory: for messages that a thread sends while others are under way. All make it."""
+        if self._beside not in self._made:
+            with self._counted_ports():
+                self._made[self._beside] = dist.new_group(list(range(len(self.members))), timeout=self.timeout, backend="gloo")
+        return self._made[self._beside]
 
     def hold(self, transport: Transport) -> None:
         """The transport ends with the generation."""

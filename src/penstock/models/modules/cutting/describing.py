@@ -12,16 +12,20 @@ import torch
 from torch import nn
 
 from penstock.errors import InputError
+from penstock.models.modules.cutting.dividing import styles_of, tp_plan_of, whole_degrees
 from penstock.models.modules.cutting.origins import Made, make_origin
 from penstock.models.modules.cutting.packing import packs
 from penstock.models.modules.cutting.seen import SeenMicroBatch, logits_loss
-from penstock.models.modules.trace import trace_module
+from penstock.models.modules.cutting.trying_tp import trains_alike
+from penstock.models.modules.trace import Divided, trace_module
 from penstock.models.ops import Model
 
 __all__ = ["describe", "describe_origin", "quiet_fakes", "with_origin"]
 
 _LENGTH = 128
 """The longest samples that are traced; longer ones follow from linear forms."""
+_TRIED = 2**25
+"""Of modules with at most so many weights all divisions are tried."""
 
 
 def describe_origin(origin: str, dtype: str = "fp32") -> Model:
@@ -31,8 +35,6 @@ def describe_origin(origin: str, dtype: str = "fp32") -> Model:
 
 def describe(made: Made, dtype: str = "fp32", origin: str = "") -> Model:
     """The description of a module, trained in `dtype`. Without an `origin` only who has the module can train a plan of it."""
-    if made.form == "encoder-decoder":
-        raise InputError(f"{made.name} has an encoder and a decoder; such models are trained as one of Penstock's own families (T5) only.")
     classes = [0]
 
     def loss(module: nn.Module, micro_batch: SeenMicroBatch) -> torch.Tensor:
@@ -41,14 +43,39 @@ def describe(made: Made, dtype: str = "fp32", origin: str = "") -> Model:
         return found
 
     with quiet_fakes():
-        model = trace_module(made.module, made.example, made.name, dtype, length=min(made.positions or _LENGTH, _LENGTH), call=loss)
-    return _laid_out(with_origin(model, made, origin, classes[0]), made)
+        divided, notes = _divided(made)
+        model = trace_module(
+            made.module, made.example, made.name, dtype, length=min(made.positions or _LENGTH, _LENGTH), call=loss, divided=divided,
+            two_sided=made.form == "encoder-decoder",
+        )  # fmt: skip
+    return _laid_out(replace(with_origin(model, made, origin, classes[0]), notes=notes), made)
+
+
+def _divided(made: Made) -> tuple[Divided | None, tuple[str, ...]]:
+    """What tensor parallelism may divide, by the module's plan and as far as it trains alike; what a user should know of it."""
+    plan, strict = (made.tp_plan, True) if made.tp_plan is not None else tp_plan_of(made.module)
+    styles, whole = styles_of(made.module, plan, strict=strict)
+    if not styles or made.vocab < 2:
+        return None, ("tensor parallelism is 1: the module has no tp_plan.",) if not plan else ()
+    limit, wrong = whole_degrees(made.module, styles), ""
+    size = sum(p.numel() for p in made.module.parameters())
+    if size <= _TRIED and not any(p.is_meta for p in made.module.parameters()):
+        good = 1
+        while good < 8 and limit % (2 * good) == 0 and not wrong:
+            wrong = trains_alike(made.module, made.loss, styles, 2 * good, made.vocab)
+            good *= 1 if wrong else 2
+        limit = good if wrong else limit
+    if wrong and strict and limit == 1:
+        raise InputError(f"tp_plan of {made.name} divides it into something else: {wrong}. Correct it, or leave it out.")
+    notes = [f"tensor parallelism leaves '{', '.join(whole)}' whole on every rank."] if whole else []
+    notes += [f"tensor parallelism: at most {limit}, since {wrong}."] if wrong else []
+    return Divided({made.module.get_submodule(path): style for path, style in styles.items()}, limit) if limit > 1 else None, tuple(notes)
 
 
 def _laid_out(model: Model, made: Made) -> Model:
     """With the layouts in which two samples together train like each alone, as far as that can be tried: with weights, on token ids."""
     model = replace(model, notes=(*model.notes, *made.notes))
-    if made.form == "images" or made.vocab < 2:
+    if made.form in ("images", "encoder-decoder") or made.vocab < 2:
         return model
     if any(p.is_meta for p in made.module.parameters()):
         return replace(model, notes=(*model.notes, "samples are padded: a model so large is not made just to try them end to end."))
@@ -67,7 +94,9 @@ def with_origin(model: Model, made: Made, origin: str, num_classes: int = 0) -> 
     if made.form == "images":
         config |= {"image_size": made.tiny().ids.shape[-1], "num_classes": num_classes}
         return replace(model, config=config, seq_length=0)
-    return replace(model, config={**config, "vocab": made.vocab}, seq_length=made.positions or model.seq_length)
+    length = made.positions or model.seq_length
+    dec_length = length if made.form == "encoder-decoder" else 0
+    return replace(model, config={**config, "vocab": made.vocab}, seq_length=length, dec_length=dec_length)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from penstock.files import readable_file
 from penstock.models.modules.cutting.first_values import FirstValues
 from penstock.models.modules.cutting.seen import Loss, SeenMicroBatch, logits_loss
 
-__all__ = ["FORM_OF_SOURCE", "Made", "call_function", "load_function", "made_of", "make_origin", "parse_origin"]
+__all__ = ["FORM_OF_SOURCE", "Made", "call_function", "load_function", "made_of", "make_origin", "parse_origin", "two_sided_example"]
 
 FORM_OF_SOURCE = "module:PATH.py:FUNCTION"
 _TINY = 2, 8
@@ -31,8 +32,8 @@ class Made:
     name: str
     module: nn.Module
     loss: Loss
-    example: Callable[[int, int], SeenMicroBatch]
-    """A micro-batch of so many samples of such a length."""
+    example: Callable[..., SeenMicroBatch]
+    """A micro-batch of so many samples of such a length; of an encoder and a decoder two lengths, if they are to differ."""
     values: FirstValues
     form: str = "decoder"
     """How samples enter it, as `data.forms` names it."""
@@ -41,6 +42,8 @@ class Made:
     """The longest sample that it takes; 0: not known."""
     notes: tuple[str, ...] = ()
     """What of it is trained in another way than it asks for."""
+    tp_plan: Mapping[str, str] | None = None
+    """How tensor parallelism divides it, where not its own attribute of that name says so."""
 
     def tiny(self) -> SeenMicroBatch:
         """A micro-batch to trace with."""
@@ -127,10 +130,20 @@ def made_of(module: nn.Module, example: Any = None, loss: Loss | None = None, *,
     vocab = next((part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)), 0)
     first = _first_input(example, vocab, name or type(module).__name__)
     images = first(*_TINY).is_floating_point()
+    if not images and "decoder_input_ids" in inspect.signature(module.forward).parameters:
+        return Made(name or type(module).__name__, module, loss or logits_loss, two_sided_example, FirstValues(module, seed),
+                    "encoder-decoder", vocab)  # fmt: skip
     return Made(
         name or type(module).__name__, module, loss or logits_loss, lambda samples, length: _micro_batch(first(samples, length)),
         FirstValues(module, seed), "images" if images else "decoder", 0 if images else vocab,
     )  # fmt: skip
+
+
+def two_sided_example(samples: int, length: int, dec_length: int = 0) -> SeenMicroBatch:
+    """A micro-batch of source and target."""
+    ids, targets = (torch.ones(samples, size, dtype=torch.long) for size in (length, dec_length or length))
+    return SeenMicroBatch(ids, targets, torch.full(targets.shape, 1.0 / targets.numel()), torch.arange(length).expand(ids.shape), ids,
+                          decoder_ids=targets, decoder_mask=targets)  # fmt: skip
 
 
 def _first_input(example: Any, vocab: int, name: str) -> Callable[[int, int], torch.Tensor]:

@@ -54,13 +54,19 @@ class Keeper:
         return bool(args[0].shape[-2] == args[1].shape[-2] == bounds[-1][1])
 
     def _dropped(self, func: Any, args: Any, kwargs: Any, place: object) -> Any:
-        x, keys = args[0], self._micro_batch.keys
+        x, keys = args[0], self._keys(args[0])
         probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
         training = kwargs.get("training", args[2] if len(args) > 2 else True)
-        if not training or not probability or keys is None or isinstance(x, Absent) or x.is_meta or x.shape[:-1].numel() != keys.numel():
+        if not training or not probability or keys is None or isinstance(x, Absent) or x.is_meta:
             return func(*args, **kwargs)
         key = stable_hash(self._micro_batch.key, place)
         return keyed_dropout(x.reshape(-1, x.shape[-1]), keys, probability, key).view(x.shape)
+
+
+    def _keys(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Of the side whose positions a tensor has; where it may be either, the keys are the same."""
+        both = self._micro_batch.keys, self._micro_batch.dec_keys
+        return next((keys for keys in both if keys is not None and keys.numel() == x.shape[:-1].numel()), None)
 
 
 @contextmanager

@@ -44,6 +44,8 @@ class SeenMicroBatch:
     """(rows, length) token types."""
     keys: torch.Tensor | None = None
     """(rows × length,) a number for each position that only its sample and place in it decide."""
+    dec_keys: torch.Tensor | None = None
+    """The same of the decoder's side."""
     key: int = 0
     """A number that only the seed and the step decide."""
     hits: torch.Tensor | None = field(default=None, repr=False)
@@ -88,7 +90,9 @@ def seen(batch: Batch, dtype: torch.dtype = torch.float32) -> SeenMicroBatch:
         tuple(pairwise(edges)), keys=own.row_keys(), key=batch.seed * 1_000_003 + batch.step,
     )  # fmt: skip
     if batch.decoder is not None:
-        found.decoder_ids, found.decoder_mask = rows(batch.decoder.ids, batch.decoder), _mask(batch.decoder)
+        # Always with masks: what a module makes of none may have another shape, and each stage must get that of every micro-batch.
+        found.mask, found.decoder_mask = own.key_padding().long(), batch.decoder.key_padding().long()
+        found.decoder_ids, found.dec_keys = rows(batch.decoder.ids, batch.decoder), batch.decoder.row_keys()
     if own.types is not None:
         found.types = rows(own.types, own)
     return found

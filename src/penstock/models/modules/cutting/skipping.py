@@ -6,7 +6,8 @@
                skipped units return it makes absent ones, which have a shape and no values
 
 What crosses a cut are the absent tensors that are made before it and used after it. Each is known by its site: output j of call k, or the
-n-th torch call of the glue after call k. One pass with all units skipped finds the calls and every cut's sites, and takes milliseconds.
+n-th torch call of the glue after call k, not counting those on the micro-batch alone: masks are made in one way or another. One pass
+with all units skipped finds the calls and every cut's sites, and takes milliseconds.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Site(NamedTuple):
     kind: str
     """`out`: by the last of them. `glue`: by the code after it."""
     number: int
-    """Which of its outputs, or of the torch calls of that code."""
+    """Which of its outputs, or of the torch calls of that code on what units gave."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,16 @@ class Skipping:
         kinds: dict[Any, int] = {}
         self._kinds = {id(unit): kinds.setdefault(kind_of(unit), len(kinds)) for unit in self.units.values()}
         self._shapes = [UnitShapes() for _ in kinds]
+        self._before = {path: unit.__dict__.get("forward") for path, unit in self.units.items()}
         for unit in self.units.values():
             unit.forward = self._wrapped(unit, unit.forward)  # type: ignore[method-assign]
 
     def close(self) -> None:
         """Gives the module back as it was."""
-        for unit in self.units.values():
-            unit.__dict__.pop("forward", None)
+        for path, unit in self.units.items():
+            del unit.__dict__["forward"]
+            if (before := self._before[path]) is not None:
+                unit.__dict__["forward"] = before
 
     def _wrapped(self, unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -195,6 +199,16 @@ def _entering(given: torch.Tensor, site: torch.Tensor) -> torch.Tensor:
     return given.to(site.dtype)
 
 
+_FROM_UNIT = "_penstock_from_unit"
+
+
+def _mark(tree: Any) -> None:
+    """These tensors depend on what units gave, and what the glue makes of them does."""
+    for x in tensors_in(tree):
+        if not isinstance(x, Absent):
+            setattr(x, _FROM_UNIT, True)
+
+
 class _Glue(TorchFunctionMode):
     """Sees every torch call of the code between units. One mode for all that is watched: a stack of modes costs each call again."""
 
@@ -229,7 +243,7 @@ class _Pass:
         self.begun = 0
         """Units called so far."""
         self.count = 0
-        """Torch calls of the glue since then that gave tensors."""
+        """Tensors that torch calls of the glue since then made of what units gave."""
         self.quiet = 0
         """Above 0 what runs is not the module's own code between units."""
 
@@ -330,7 +344,7 @@ class _Trace(_Pass):
     def glue(self, given: Any, out: Any) -> Any:
         with self.unwatched():
             self.use(given)
-            if number := len(tensors_in(out)):
+            if any(isinstance(x, Absent) for x in tree_iter(given)) and (number := len(tensors_in(out))):
                 self.mark(out, "glue", self.count)
                 self.count += number
         return out
@@ -356,6 +370,8 @@ class _Part(_Pass):
         self.into = carry
         self.same: dict[Any, Any] = {}
         """Of one pass, units of one kind that are given the same shape return the same."""
+        self.entered = False
+        """Whether something that other stages have made is here."""
         self.take(chain.cuts[last - 1].sites if last < len(chain.calls) else ())
 
     def take(self, wanted: Collection[Site]) -> None:
@@ -396,6 +412,8 @@ class _Part(_Pass):
                 raise InputError(f"'{path}' is given an activation that did not cross the cut before '{chain.calls[self.first]}'.")
             with self.unwatched():
                 out = self._computed(k, forward, args, kwargs)
+                if self.sees_glue or self.through is not None:
+                    _mark(out)
         self.begun, self.count = k + 1, 0
         if self.begun in self.watched:
             with self.unwatched():
@@ -426,6 +444,11 @@ class _Part(_Pass):
         ambient = contextvars.copy_context()
         return checkpoint(lambda *a, **kw: ambient.copy().run(forward, *a, **kw), *args, use_reentrant=False, **kwargs)
 
+    def _on_units(self, given: Any) -> bool:
+        """Whether any of these tensors depends on weights."""
+        loose = {id(part._parameters[name]) for _, part, name in self.chain._loose}  # a tracer may have put others there
+        return any(isinstance(x, Absent) or hasattr(x, _FROM_UNIT) or id(x) in loose for x in tree_iter(given))
+
     def _exchanged(self, out: Any, kind: str, number: int) -> Any:
         """Puts in what came from other stages, and takes what goes to others."""
         leaves, spec = tree_flatten(out)
@@ -435,14 +458,18 @@ class _Part(_Pass):
                 site = Site(self.begun, kind, j)
                 j += 1
                 if site in self.into:
-                    leaves[i], changed = _entering(self.into[site], x), True
+                    leaves[i], changed, self.entered = _entering(self.into[site], x), True, True
+                    _mark(leaves[i])
                 elif site in self.wanted:
                     self.got[site] = x
         return tree_unflatten(leaves, spec) if changed else out
 
     def glue(self, given: Any, out: Any) -> Any:
+        if self.begun not in self.watched and self.through is None and self.begun < self.first and not self.entered:
+            return out  # nobody asks how many calls there were, and what units gave is absent
         with self.unwatched():
-            if number := len(tensors_in(out)):
+            if (number := len(tensors_in(out))) and self._on_units(given):
+                _mark(out)
                 if self.begun in self.watched:
                     out = self._exchanged(out, "glue", self.count)
                 self.count += number

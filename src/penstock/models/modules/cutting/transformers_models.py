@@ -9,7 +9,7 @@ import torch
 
 from penstock.errors import InputError
 from penstock.models.modules.cutting.first_values import FirstValues, weights_made_on_meta
-from penstock.models.modules.cutting.origins import Made
+from penstock.models.modules.cutting.origins import Made, two_sided_example
 from penstock.models.modules.cutting.packing import sample_attention
 from penstock.models.modules.cutting.seen import SeenMicroBatch, logits_loss
 
@@ -33,16 +33,18 @@ def made_by_transformers(folder: str, seed: int) -> Made:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module = kind(config)
-    use_our_attention(module)
+    form = _form(kind.__name__, config)
+    ours = _chooses_attention(module) and form != "encoder-decoder"  # whose decoder looks at another sequence too
+    if ours:
+        use_our_attention(module)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocab = int(getattr(text, "vocab_size", 0) or 0)
-    form = _form(kind.__name__, config)
     size = int(getattr(config, "image_size", 0) or 0)
     return Made(
-        _path(folder).resolve().name, module, logits_loss, lambda samples, length: _example(form, samples, length, size, config),
+        _path(folder).resolve().name, module, logits_loss, lambda *sizes: _example(form, size, config, *sizes),
         FirstValues(module, seed, module._init_weights), form, 0 if form == "images" else vocab,
         0 if form == "images" else int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 0),
-        _notes(config) if _chooses_attention(module) else (),
+        _notes(config) if ours else (),
     )  # fmt: skip
 
 
@@ -111,12 +113,11 @@ def _form(name: str, config: Any) -> str:
     return "masked" if name.endswith("ForMaskedLM") else "decoder"
 
 
-def _example(form: str, samples: int, length: int, size: int, config: Any) -> SeenMicroBatch:
+def _example(form: str, size: int, config: Any, samples: int, length: int, dec_length: int = 0) -> SeenMicroBatch:
+    if form == "encoder-decoder":
+        return two_sided_example(samples, length, dec_length)
     if form == "images":
         images = torch.zeros(samples, getattr(config, "num_channels", 3), size, size)
         return SeenMicroBatch(images, torch.zeros(samples, dtype=torch.long), torch.full((samples,), 1.0 / samples))
     ids = torch.ones(samples, length, dtype=torch.long)
-    found = SeenMicroBatch(ids, ids, torch.full(ids.shape, 1.0 / ids.numel()), torch.arange(length).expand(ids.shape))
-    if form == "encoder-decoder":
-        found.decoder_ids = ids
-    return found
+    return SeenMicroBatch(ids, ids, torch.full(ids.shape, 1.0 / ids.numel()), torch.arange(length).expand(ids.shape))

@@ -1,0 +1,45 @@
+"""Who witnesses the deaths in a run: writes them down among its events, and finds a plan for the devices that are left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.adapting.events import RunEvent, append_event
+from penstock.errors import InfeasibleError
+from penstock.plans.plan import Plan
+from penstock.plans.references import cluster_of, model_of
+from penstock.plans.texts import format_ranks
+
+__all__ = ["RunWitness"]
+
+_LOST_FACTOR = 1e3
+"""So much slower than the others a device counts that is lost: whatever plan leaves it out is better."""
+
+
+class RunWitness:
+    """Of one run, in its launcher."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = folder
+
+    def tell(self, event: str, step: int, text: str, *, rank: int | None, pause_s: float | None = None) -> None:
+        """One more event."""
+        append_event(self._folder, RunEvent(event, step, time.time(), text, ranks=() if rank is None else (rank,), pause_s=pause_s))
+
+    def smaller_plan(self, plan: Plan, lost: Sequence[int], devices: Sequence[int]) -> Plan:
+        """The fastest plan of those that the ladder of remedies has for slow devices, among those that leave the lost ones out: devices
+        without work take their place, replicas go without theirs, or the pipeline without their stage."""
+        from penstock.adapting.ladder import Ladder  # the search takes seconds to import, which most runs never need
+        from penstock.costs.sources import open_costs
+        from penstock.costs.speeds import Speeds
+
+        cluster = cluster_of(plan)
+        ladder = Ladder(model_of(plan), cluster, open_costs(plan.costs, cluster), devices=devices)
+        options = ladder.options(plan, Speeds.of(dict.fromkeys(lost, _LOST_FACTOR)))
+        left = [one for one in options if not one.refused and not set(one.plan.ranks) & set(lost)]
+        if not left:
+            why = "; ".join(f"{one.rung}: {one.refused}" for one in options if one.refused) or "its plan has no part that can be left out"
+            raise InfeasibleError(f"nothing is left for training without rank {format_ranks(lost)} ({why}).")
+        return min(left, key=lambda one: one.time_s).plan

@@ -1,0 +1,174 @@
+"""What a launcher does when a process of its run has died: where the run goes on from, with whom, and when it gives up.
+
+    died ─► lost ─► the newest step that is whole: copies, a checkpoint, or the beginning ─► others in its place ─► replaced
+                └─► twice without a step between: its device is left out, and another plan in force             ─► shrunk
+                └─► three times: the run ends, what the copies have is written down as a checkpoint
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from penstock.errors import InputError, PenstockError
+from penstock.models.ops import Model
+from penstock.plans.texts import format_ranks
+from penstock.runtime.checkpoints.folder import latest_checkpoint, step_of
+from penstock.runtime.checkpoints.writer import CheckpointWriter
+from penstock.runtime.recovering.copies import Copies
+from penstock.runtime.request import GoingOn, StepTold, TrainRequest, TrainResult
+from penstock.runtime.run_folder import CHECKPOINTS, go_back
+
+if TYPE_CHECKING:
+    from penstock.plans.plan import Plan
+
+__all__ = ["DeathWitness", "RunRecovery", "require_room_for_copies"]
+
+MOST_DEATHS = 3
+"""A step before which so many processes died, one after the other, will not be done."""
+_BROKEN_DEATHS = 2
+"""A rank that died so often before one step is on a device that is taken to be broken."""
+_FP32_BYTES = 4
+_KEPT = {"adamw": 3, "sgd": 2}
+"""Numbers that an optimizer keeps for each weight, the weight included."""
+_SLOTS = 2
+
+
+class DeathWitness(Protocol):
+    """Is told of deaths, and knows plans for fewer devices: `adapting` has one, since this room does not search."""
+
+    def tell(self, event: str, step: int, text: str, *, rank: int | None, pause_s: float | None = None) -> None:
+        """A rank was `lost`, or was `replaced`, or the plan has `shrunk`, after a step; without a rank: a planner."""
+
+    def smaller_plan(self, plan: Plan, lost: Sequence[int], devices: Sequence[int]) -> Plan:
+        """The best plan for what is left of the devices; raises where there is none."""
+
+
+class RunRecovery:
+    """Follows one run in its launcher, from death to death."""
+
+    def __init__(self, request: TrainRequest, first_step: int, copies: Copies | None, members: Sequence[int], witness: DeathWitness | None):
+        self.request = request
+        """With the plan in force."""
+        self.members = tuple(members)
+        """The devices that have a process."""
+        self._begun, self._first_step, self._copies, self._witness = request, first_step, copies, witness
+        self._told: dict[int, StepTold] = {}
+        self._notes: list[str] = []
+        """To be told with the next step that is new."""
+        self._dead: list[int] = []
+        """Ranks that have died since a step was done for the first time."""
+        self._lost: tuple[str, int, int, int, float] | None = None
+        """Event, step, rank, steps behind it, and when: of a death that no step has followed yet."""
+
+    @property
+    def done(self) -> int:
+        """Steps that the run has done, those that are done again not counted."""
+        return max(self._told, default=self._first_step - 1) + 1
+
+    def hear(self, told: StepTold) -> StepTold | None:
+        """A step was done; what to tell of it: nothing where it was done again."""
+        if self._lost is not None:
+            self._notes.append(self._back(told))
+        is_new = told.step >= self.done
+        self._told[told.step] = told
+        if not is_new:
+            return None
+        self._dead.clear()
+        notes, self._notes = (*self._notes, *told.notes), []
+        return replace(told, notes=notes)
+
+    def _back(self, told: StepTold) -> str:
+        """The first step after a death: it is over."""
+        assert self._lost is not None
+        event, step, rank, before, since_s = self._lost
+        self._lost, pause_s = None, time.monotonic() - since_s
+        again = {0: "no step is done again", 1: "1 step is done again"}.get(before - step, f"{before - step} steps are done again")
+        plan = f"a plan of ranks {format_ranks(self.request.plan.ranks)} is in force"
+        how = "has another process" if event == "replaced" else f"is left out, {plan}"
+        text = f"rank {rank} {how}. Training went on from step {step} after {pause_s:.2g} s; {again}"
+        self._tell(event, told.step, rank, text, pause_s)
+        return text + "."
+
+    def _tell(self, event: str, step: int, rank: int, text: str, pause_s: float | None = None) -> None:
+        if self._witness is not None:
+            self._witness.tell(event, step, text, rank=rank, pause_s=pause_s)
+
+    def adopted(self, plan: Plan) -> None:
+        """The run has moved to another plan."""
+        self.request = replace(self.request, plan=plan)
+
+    def go_on(self, rank: int, text: str) -> GoingOn | None:
+        """Where new processes begin, `members` of them, after rank `rank` has died; nothing where the run has to end."""
+        since_s = time.monotonic()
+        self._dead.append(rank)
+        self._tell("lost", self.done, rank, text.partition("\n")[0].rstrip("."))
+        if len(self._dead) >= MOST_DEATHS:
+            return None
+        event = "replaced"
+        if self._dead.count(rank) >= _BROKEN_DEATHS and self._witness is not None:
+            with suppress(PenstockError):  # there is none: another process may still live
+                left = [one for one in self.members if one != rank]
+                self.request = replace(self.request, plan=self._witness.smaller_plan(self.request.plan, [rank], left))
+                self.members, event = tuple(left), "shrunk"
+        found = self._newest()
+        if self._copies is not None:
+            self._copies.keep(found.step if found.from_copies else None)
+        go_back(self.request.out, found.step, self.request.plan)
+        self._lost = event, found.step, rank, self.done, since_s
+        return found
+
+    def _newest(self) -> GoingOn:
+        """The newest step that is whole, of those before the end: of all steps the run tells what they came to."""
+        saved = latest_checkpoint(Path(self.request.out) / CHECKPOINTS)
+        saved_step = -1 if saved is None or step_of(saved) >= self.request.steps else step_of(saved)
+        copied = None if self._copies is None else self._copies.newest(self.request.steps)
+        if copied is not None and copied >= max(saved_step, self._first_step):
+            return GoingOn(copied, True)
+        if saved is not None and saved_step >= self._first_step:
+            self.request = replace(self.request, resume=str(saved))
+            return GoingOn(saved_step, False)
+        self.request = replace(self.request, resume=self._begun.resume)
+        return GoingOn(self._first_step, False)
+
+    def save_copies(self) -> None:
+        """Writes the newest copies down as a checkpoint, if they are newer than those that there are."""
+        folder = Path(self.request.out) / CHECKPOINTS
+        saved, copied = latest_checkpoint(folder), None if self._copies is None else self._copies.newest(self.request.steps)
+        if self._copies is not None and copied is not None and (saved is None or step_of(saved) < copied):
+            self._copies.write_checkpoint(copied, CheckpointWriter(folder, keep=self.request.keep))
+
+    def whole(self, found: TrainResult) -> TrainResult:
+        """The result of the processes that came to the end, with all steps of those before them."""
+        told = [self._told[step] for step in sorted(self._told)]
+        losses = tuple(float("nan") if one.loss is None else one.loss for one in told)
+        evaluated = tuple(one.evaluated for one in told if one.evaluated is not None)
+        moved = self.request.plan if self.request.plan != self._begun.plan else None
+        return replace(
+            found, first_step=self._first_step, num_steps=len(told), losses=losses, evaluated=evaluated, plan=found.plan or moved
+        )  # fmt: skip
+
+
+def require_room_for_copies(request: TrainRequest, model: Model) -> None:
+    """Refuses copies that the memory of this machine cannot hold."""
+    needed = _SLOTS * _FP32_BYTES * _KEPT[request.plan.optimizer] * model.num_parameters
+    free = _free_bytes()
+    if needed > free:
+        raise InputError(
+            f"two copies of what {model.num_parameters:,} weights have learned take {needed / 1e9:.3g} GB, but this machine has "
+            f"{free / 1e9:.3g} GB of memory left. Use --copies 0: the run then goes back to checkpoints."
+        )
+
+
+def _free_bytes() -> int:
+    """Memory that this machine, or the container that this process is in, can still give."""
+    found = [int(line.split()[1]) * 1024 for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable")]
+    with suppress(OSError, ValueError):  # no such limit
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        found.append(limit - used)
+    return min(found, default=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

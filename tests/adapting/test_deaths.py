@@ -1,0 +1,131 @@
+"""Real runs whose ranks die, fail and freeze: they go on, to the bit as if nothing had happened, and tell of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.adapting.deaths import RunWitness
+from penstock.adapting.events import read_events
+from penstock.cli.main import run as main
+from penstock.errors import InfeasibleError
+from penstock.plans.build import uniform_plan
+from penstock.plans.plan import Plan
+from penstock.runtime.checkpoints.folder import find_checkpoint
+from penstock.runtime.recovering.faults import Fault, ask_fault
+from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest, TrainResult
+from penstock.runtime.run_folder import plan_of_run
+from penstock.runtime.telemetry.steps import read_steps
+from penstock.runtime.trainer import PlanTrainer
+from penstock.runtime.workers import WorkerError
+from penstock.timing.disturbance import Disturbance, DisturbanceStrike
+
+pytestmark = pytest.mark.timeout(280)
+
+
+def plan_of(**choice: int) -> Plan:
+    return uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2, layout="packed", precision="fp32", **choice)
+
+
+def request(plan: Plan, data: str, out: Path, steps: int, **options: object) -> TrainRequest:
+    return TrainRequest(plan, data, steps, str(out), checkpoint_every=0, planning=PlanningSettings(0), **options)  # type: ignore[arg-type]
+
+
+def struck(wanted: TrainRequest, faults: dict[int, Fault | tuple[str, ...]]) -> TrainResult:
+    """A run that recovers, in which a fault is asked for after each of some steps: by a file, or by `penstock disturb`."""
+
+    def told(step: StepTold) -> None:
+        fault = faults.pop(step.step, None)
+        if isinstance(fault, Fault):
+            ask_fault(wanted.out, fault)
+        elif fault is not None:
+            assert main(["disturb", wanted.out, *fault]) == 0
+
+    return PlanTrainer(wanted, None, RunWitness(wanted.out)).train(told)
+
+
+def steps_of(run: TrainRequest) -> list[tuple[int, float | None, str | None]]:
+    return [(one.step, one.loss, one.samples) for one in read_steps(Path(run.out) / "steps.jsonl")]
+
+
+def test_ranks_that_die_fail_and_freeze_are_replaced(data: str, tmp_path: Path) -> None:
+    """In phases of a step, while copies are made and while a checkpoint is written: losses, samples, and the result of the run are to
+    the bit those of one that nothing happens to."""
+    calm = request(plan_of(dp=2, zero=1), data, tmp_path / "calm", 20)
+    wanted = PlanTrainer(calm).train()
+    faults: dict[int, Fault | tuple[str, ...]] = {
+        1: Fault("kill", 1, "backward"), 4: Fault("fail", 0, "reduction"), 7: Fault("freeze", 1, "update"), 10: Fault("kill", 0, "copying"),
+        13: Fault("kill", 1, "saving"),
+    }  # fmt: skip
+    run = replace(calm, out=str(tmp_path / "run"), on_death="recover", copies=3, checkpoint_every=15)
+    found = struck(run, faults)
+    assert not faults and steps_of(run) == steps_of(calm)
+    assert (found.losses, found.first_step, found.num_steps) == (wanted.losses, 0, 20)
+    events = list(read_events(run.out))
+    assert [(one.event, one.ranks) for one in events if one.event != "disturbed"] == [
+        (event, (rank,)) for rank in (1, 0, 1, 0, 1) for event in ("lost", "replaced")
+    ]
+    said = [one.text for one in events if one.event == "lost"]
+    assert said[0].startswith("rank 1 was killed by signal 9 (SIGKILL) at Backward of stage 0, micro-batch 0 (iteration ")
+    assert "reduce" in said[1] and said[1].endswith("FaultAsked: as was asked of rank 0")
+    assert said[2].startswith("rank 1 was stopped by a signal at Step (iteration ") and said[2].endswith(", and was ended")
+    assert all(one.pause_s and "Training went on from step " in one.text for one in events if one.event == "replaced")
+    left = {path.name for path in Path(run.out).iterdir()}
+    assert not {"faults", "rank-00000.process.json", "rank-00001.process.json"} & left
+    assert find_checkpoint(run.out).name.endswith("step-20") and not list((Path(run.out) / "checkpoints").glob(".*"))
+
+
+def test_a_rank_that_dies_twice_is_left_out(data: str, tmp_path: Path) -> None:
+    """Its device counts as broken. To the bit it is the same switch through a checkpoint."""
+    story = Disturbance(strikes=(DisturbanceStrike("kill", 0, "forward", 6),) * 2)
+    run = request(plan_of(pp=2), data, tmp_path / "run", 8, on_death="recover", copies=4, disturbance=story)
+    found = struck(run, {})
+    assert [one.event for one in read_events(run.out)] == ["lost", "replaced", "lost", "shrunk"]
+    smaller = plan_of_run(run.out)
+    assert smaller.ranks == (1,) and found.plan == smaller and found.num_steps == 8
+    assert not list(Path(run.out).glob("*.process.json"))
+    first = request(plan_of(pp=2), data, tmp_path / "first", 4)
+    PlanTrainer(first).train()
+    PlanTrainer(replace(first, plan=smaller, steps=8, resume=first.out)).train()
+    assert steps_of(run) == steps_of(first)
+
+
+def test_a_step_that_nobody_survives_ends_the_run_with_a_checkpoint(data: str, tmp_path: Path) -> None:
+    """Of the copies, which are newer than any other; and the command that goes on from there is told."""
+    story = Disturbance(strikes=(DisturbanceStrike("kill", 0, "backward", 5),) * 3)
+    run = request(plan_of(), data, tmp_path / "run", 9, on_death="recover", copies=4, disturbance=story)
+    with pytest.raises(WorkerError, match=r"rank 0 was killed(.|\n)*Step 4 is safe. Go on with: penstock train … --out '.*run' --resume '"):
+        struck(run, {})
+    assert [one.event for one in read_events(run.out)] == ["lost", "replaced"] * 2 + ["lost"]
+    calm = request(plan_of(), data, tmp_path / "calm", 9)
+    assert PlanTrainer(replace(run, resume=run.out, disturbance=Disturbance())).train().losses == PlanTrainer(calm).train().losses[4:]
+
+
+def test_without_copies_it_goes_back_to_a_checkpoint_or_the_beginning(data: str, tmp_path: Path) -> None:
+    calm = request(plan_of(pp=2), data, tmp_path / "calm", 30)
+    wanted = PlanTrainer(calm).train()
+    run = replace(calm, out=str(tmp_path / "run"), on_death="recover", copies=0, checkpoint_every=10)
+    story = Disturbance(strikes=(DisturbanceStrike("kill", 1, "update", 3),))
+    found = struck(replace(run, planning=PlanningSettings(1), disturbance=story), {12: ("--kill", "0")})
+    assert found.losses == wanted.losses and steps_of(run) == steps_of(calm)
+    events = list(read_events(run.out))
+    assert [one.event for one in events] == ["lost", "replaced", "disturbed", "lost", "replaced"]
+    assert events[1].step == 0 and events[4].step >= 10 and events[4].step % 10 == 0
+
+
+def test_a_failure_that_another_would_meet_too_ends_the_run(data: str, tmp_path: Path) -> None:
+    """Here a checkpoint that cannot be written; nobody is started again for it."""
+    run = request(plan_of(), data, tmp_path / "run", 3, on_death="recover")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    with pytest.raises(WorkerError, match="cannot hold checkpoints"):
+        PlanTrainer(run, None, RunWitness(run.out)).train()
+    assert not list(read_events(run.out))
+
+
+def test_no_plan_without_the_only_device() -> None:
+    with pytest.raises(InfeasibleError, match="nothing is left for training without rank 0"):
+        RunWitness(os.devnull).smaller_plan(plan_of(), [0], [])

@@ -1,0 +1,118 @@
+"""Where a run goes on from after a death, and when it gives up; without a process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.errors import InfeasibleError, InputError
+from penstock.plans.build import uniform_plan
+from penstock.plans.plan import Plan
+from penstock.plans.references import model_of
+from penstock.runtime.checkpoints.layout import TensorPiece
+from penstock.runtime.checkpoints.writer import CheckpointWriter
+from penstock.runtime.recovering import recovery
+from penstock.runtime.recovering.copies import Copies, CopyPlace
+from penstock.runtime.recovering.recovery import RunRecovery, require_room_for_copies
+from penstock.runtime.request import GoingOn, StepTold, TrainRequest
+from penstock.runtime.run_folder import plan_of_run, plans_of_run, put_in_force
+
+PLAN = uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2, pp=2)
+SMALLER = uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2)
+
+
+class Witness:
+    """Knows one smaller plan, or none."""
+
+    def __init__(self, smaller: Plan | None = None) -> None:
+        self.smaller, self.told = smaller, list[tuple[str, int, int]]()
+
+    def tell(self, event: str, step: int, text: str, *, rank: int | None, pause_s: float | None = None) -> None:
+        assert rank is not None
+        self.told.append((event, step, rank))
+
+    def smaller_plan(self, plan: Plan, lost: Sequence[int], devices: Sequence[int]) -> Plan:
+        if self.smaller is None:
+            raise InfeasibleError("none")
+        return self.smaller
+
+
+def followed(tmp_path: Path, witness: Witness | None = None, first_step: int = 0) -> tuple[RunRecovery, Copies]:
+    copies, request = Copies(2), TrainRequest(PLAN, "data", 100, str(tmp_path))
+    put_in_force(tmp_path, first_step, PLAN)
+    return RunRecovery(request, first_step, copies, (0, 1), witness), copies
+
+
+def copy(copies: Copies, step: int, processes: range = range(2)) -> None:
+    for own in processes:
+        piece = TensorPiece("weights/w", (2,), ((own, own + 1),), torch.tensor([float(step)]))
+        copies.save(own, step, CopyPlace(0, own, 2), [piece], {"optimizer": "adamw"})
+
+
+def save(tmp_path: Path, step: int) -> None:
+    writer = CheckpointWriter(tmp_path / "checkpoints")
+    writer.save(step, [TensorPiece("weights/w", (2,), ((0, 2),), torch.zeros(2))], {})
+    writer.wait()
+
+
+def test_the_newest_of_copies_and_checkpoints_counts(tmp_path: Path) -> None:
+    run, copies = followed(tmp_path, first_step=2)
+    assert run.go_on(0, "dead") == GoingOn(2, False) and not run.request.resume
+    run.hear(StepTold(2, 1.0, 1.0))
+    save(tmp_path, 10)
+    assert run.go_on(0, "dead") == GoingOn(10, False) and run.request.resume.endswith("step-10")
+    copy(copies, 20)
+    copy(copies, 30, range(1))
+    run.hear(StepTold(20, 1.0, 1.0))
+    assert run.go_on(0, "dead") == GoingOn(20, True)
+    copy(copies, 100)  # the last step, after which there is nothing left to tell
+    run.hear(StepTold(21, 1.0, 1.0))
+    assert run.go_on(0, "dead") == GoingOn(20, True)
+
+
+def test_a_rank_that_dies_twice_before_one_step_is_left_out(tmp_path: Path) -> None:
+    witness = Witness(SMALLER)
+    run, copies = followed(tmp_path, witness)
+    for step in range(5):
+        run.hear(StepTold(step, 1.0, 1.0))
+    copy(copies, 4)
+    assert run.go_on(1, "dead") == GoingOn(4, True) and run.members == (0, 1)
+    assert run.hear(StepTold(4, 1.0, 1.0)) is None  # it is told already
+    assert run.go_on(1, "dead") == GoingOn(4, True) and run.members == (0,) and run.request.plan == SMALLER
+    assert plan_of_run(tmp_path) == SMALLER and list(plans_of_run(tmp_path)) == [0, 4]
+    new = run.hear(StepTold(5, 1.0, 1.0, notes=("besides",)))
+    assert new is not None and [note[:26] for note in new.notes] == ["rank 1 has another process", "rank 1 is left out, a plan", "besides"]
+    assert witness.told == [("lost", 5, 1), ("replaced", 4, 1), ("lost", 5, 1), ("shrunk", 5, 1)]
+
+
+def test_it_gives_up_after_three_and_counts_anew_after_a_new_step(tmp_path: Path) -> None:
+    run, copies = followed(tmp_path, Witness())
+    run.hear(StepTold(0, 1.0, 1.0))
+    assert run.go_on(0, "dead") and run.go_on(1, "dead")
+    assert run.hear(StepTold(1, 1.0, 1.0)) is not None and run.hear(StepTold(1, 1.0, 1.0)) is None
+    assert run.go_on(0, "dead") and run.go_on(0, "dead") and run.members == (0, 1)
+    assert run.go_on(0, "dead") is None
+    copy(copies, 1)
+    save(tmp_path, 0)
+    run.save_copies()
+    assert [path.name for path in sorted((tmp_path / "checkpoints").glob("save-*"))] == ["save-000001-step-0", "save-000002-step-1"]
+
+
+def test_plans_of_steps_that_are_done_again_are_forgotten(tmp_path: Path) -> None:
+    run, copies = followed(tmp_path)
+    copy(copies, 4)
+    put_in_force(tmp_path, 6, SMALLER)
+    run.adopted(SMALLER)
+    assert run.go_on(0, "dead") == GoingOn(4, True)
+    assert list(plans_of_run(tmp_path)) == [0, 4] and plan_of_run(tmp_path) == SMALLER
+
+
+def test_copies_without_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "_free_bytes", lambda: 100_000)
+    with pytest.raises(InputError, match=r"have learned take 0\.0\d+ GB, but this machine has 0\.0001 GB of memory left. Use --copies 0"):
+        require_room_for_copies(TrainRequest(PLAN, "data", 1, "run"), model_of(PLAN))
+    monkeypatch.undo()
+    require_room_for_copies(TrainRequest(PLAN, "data", 1, "run"), model_of(PLAN))
