@@ -276,6 +276,8 @@ _SYSTEMS = (
          "else (self.offset[c, min(a + 1, width.shape[1] - 1)], 1)",
          "else (self.offset[c, a], 0)", "a plan with cuts elsewhere is below the bound", "systems/aceso/test_long_chains.py",
          pick="coarse"),
+    _bug("degrees leave GPUs idle", "systems/dynapipe/search.py", "and gpus % (tp * pp) == 0", "and gpus >= tp * pp",
+         "a cluster of three GPUs is planned for as one of two", "systems/dynapipe/test_tables.py", pick="best_degrees"),
     _bug("a given plan recomputes for nothing", "systems/aceso/scoring.py", "float(rows[:, 0] @ flags) / 1e6", "0.0",
          "what is recomputed is not counted", "cli/test_search_tables.py", pick="explained"),
     _bug("the last layer is a twin beyond its run", "search/space/blocks.py", "and cuts[cut + 1] <= ends[cut]", "",
