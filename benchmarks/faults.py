@@ -23,6 +23,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from penstock.adapting.asking import ask_for
 from penstock.adapting.deaths import RunWitness
@@ -35,9 +37,11 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.schema import write_plan
 from penstock.runtime.recovering.faults import MOVING, PHASES, Fault, ask_fault
-from penstock.runtime.request import StepTold, TrainRequest
+from penstock.runtime.request import WARM_UP, StepTold, TrainRequest, TrainResult
+from penstock.runtime.run import Run, train_rank
 from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import PlanTrainer
+from penstock.runtime.workers import Worker
 
 KINDS = ("kill", "fail", "freeze")
 ROLES: dict[str, tuple[int, ...]] = {
@@ -173,16 +177,33 @@ def cold_s(folder: Path) -> float:
         return time.perf_counter() - begun
 
 
-def copy_cost(folder: Path, steps: int, runs: int) -> float:
-    """Share of a step that copies every ten steps cost: processor time of whole runs with them over runs without."""
-    plan, taken = two_plans()[0], {0: list[float](), 10: list[float]()}
-    for number, copies in itertools.product(range(runs), taken):
-        request = replace(_request(folder, plan, folder / f"cost-{number}-{copies}", steps), on_death="recover", copies=copies)
+def copy_cost(folder: Path, steps: int) -> float:
+    """Share of its main thread's processor time that copies every ten steps take of a rank: the worst of them."""
+    request = replace(_request(folder, two_plans()[0], folder / "cost", steps), on_death="recover", copies=10)
+    with mock.patch("penstock.runtime.trainer.train_rank", train_counting):
         PlanTrainer(request).train()
-        taken[copies].append(statistics.median(one.time_s or 0.0 for one in read_steps(Path(request.out) / "steps.jsonl")))
-        copied = [one.time_s or 0.0 for one in read_steps(Path(request.out) / "steps.jsonl")]
-        taken[copies][-1] = statistics.fmean(sorted(copied)[: int(0.9 * len(copied))])
-    return min(taken[10]) / min(taken[0]) - 1.0
+    return max(float(path.read_text()) for path in Path(request.out).glob("copying-*"))
+
+
+def train_counting(worker: Worker, request: TrainRequest, *given: Any) -> TrainResult:
+    """A rank that writes down what its copies took of all that it did, its first steps and its start left out."""
+    copying_s, begun_s, copy, train = 0.0, 0.0, Run._copy, Run._train
+
+    def counted_copy(run: Run) -> None:
+        nonlocal copying_s
+        before_s = time.thread_time()
+        copy(run)
+        copying_s += time.thread_time() - before_s if run.step > WARM_UP else 0.0
+
+    def counted_train(run: Run, *arguments: Any) -> Any:
+        nonlocal begun_s
+        begun_s = time.thread_time() if run.step == WARM_UP else begun_s
+        return train(run, *arguments)
+
+    with mock.patch.object(Run, "_copy", counted_copy), mock.patch.object(Run, "_train", counted_train):
+        found = train_rank(worker, request, *given)
+    (Path(request.out) / f"copying-{worker.rank}").write_text(str(copying_s / (time.thread_time() - begun_s)))
+    return found
 
 
 def soak(folder: Path, seconds: float, seed: int) -> None:
@@ -233,9 +254,9 @@ def main() -> None:
         usual = statistics.median(pauses) if pauses else 0.0
         print(f"from a death to the next step: median {usual:.2f} s, longest {max(pauses, default=0.0):.2f} s, {len(pauses)} times")
         if not given.no_cost:
-            cold = statistics.median(cold_s(folder) for _ in range(1))
+            cold = cold_s(folder)
             print(f"a cold --resume: {cold:.2f} s, so that going on takes {usual / cold:.2f} of it")
-            print(f"copies every 10 steps cost {copy_cost(folder, 60, 3):+.1%} of a step")
+            print(f"copies every 10 steps cost {copy_cost(folder, 102):.1%} of a rank's processor time")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     python benchmarks/front_door.py [MODEL …]
 
-Of each model five AdamW steps on 1, 2 and 4 ranks (pipeline; replicas; ZeRO-1; ZeRO-3) against a plain loop over samples: the largest
-difference of losses and weights. Then one module as a single stage beside its plain loop, and the time of a skipped unit.
+Of each model five AdamW steps on 1, 2 and 4 ranks (pipeline; replicas; ZeRO-1; ZeRO-3; where it has a `tp_plan`, tp 2) against a plain loop
+over samples: the largest difference of losses and weights. Then one module as a single stage beside its plain loop, and the time of a
+skipped unit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import module_zoo  # noqa: E402
 import torch  # noqa: E402
-from module_cases import module_case, plain_training, weights_apart  # noqa: E402
+from module_cases import described, module_case, plain_training, weights_apart  # noqa: E402
 from training_jobs import train_programs  # noqa: E402
 
 from penstock.models.modules.cutting.skipping import Skipping  # noqa: E402
@@ -30,7 +31,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "1 rank": {}, "pp 2": {"pp": 2}, "2 replicas": {"replicas": 2, "pp": 1}, "pp 4": {"pp": 4},
     "pp 2 × dp 2, ZeRO-1": {"pp": 2, "dp": 2, "zero": 1}, "dp 4, ZeRO-3": {"dp": 4, "zero": 3},
 }  # fmt: skip
-MODELS = ("llama", "qwen3", "gemma3", "mixtral", "long_skips", "plain_gpt", "vit")
+DIVIDED: dict[str, dict[str, Any]] = {"tp 2": {"tp": 2}, "tp 2 × pp 2": {"tp": 2, "pp": 2}}
+"""Of models with a `tp_plan`."""
+MODELS = ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3", "phi", "gpt2", "bert", "t5", "mixtral", "long_skips", "plain_gpt", "vit")
 ADAMW = TrainingSettings(LearningRate(3e-3, warmup_steps=2), OptimizerSettings("adamw", eps=1e-3), clip_norm=0.5)
 
 
@@ -39,8 +42,8 @@ def main(names: list[str]) -> None:
     print("| model | plan | loss | weights |\n|---|---|---|---|")
     with WorkerPool(4, timeout_s=600) as pool:
         for name in names or MODELS:
-            for title, choice in PLANS.items():
-                case = module_case(name, **choice)
+            for title, choice in (PLANS | (DIVIDED if described(name).max_tp() > 1 else {})).items():
+                case = module_case(name, iterations=5, **choice)
                 outcomes = [one for one in pool.run(train_programs, case.plan, case.programs(), ADAMW) if one.losses]
                 losses, weights = plain_training(name, case, ADAMW)
                 off = max(abs(mine - other) / abs(other) for mine, other in zip(outcomes[0].losses, losses, strict=True))

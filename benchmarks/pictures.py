@@ -17,7 +17,7 @@ import argparse
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.cli.main import run
@@ -46,9 +46,9 @@ def asked(*arguments: str | int | Path) -> None:
         raise SystemExit(status)
 
 
-def draw_schedules(folder: Path, images: Path) -> None:
+def draw_schedules(folder: Path, images: Path, names: Sequence[str] = SCHEDULES) -> None:
     """One figure for each schedule."""
-    for name in SCHEDULES:
+    for name in names:
         chunks = {"chunks": 2} if name == "interleaved" else {}
         plan = uniform_plan("gpt-1.3b", "4xa100-40gb", global_batch=8, micro_batch=1, pp=4, schedule=name, **chunks)
         write_plan(folder / f"{name}.json", plan)

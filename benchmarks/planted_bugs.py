@@ -45,6 +45,8 @@ _GROUND = (
          "files that Excel saves begin with a mark", "test_files.py"),
     _bug("a name given twice is taken", "files.py", "if len(found) < len(pairs):", "if len(found) > len(pairs):",
          "the first of two values is lost silently", "test_files.py"),
+    _bug("a notebook shows nothing without a reason", "notebooks.py", "<p>{escape(str(error))}</p>", "", "nobody knows what is missing",
+         "reports/test_report.py", pick="themselves"),
 )
 _WRITING = (
     _bug("the first of two files stays", "files.py", "        group.vanish()\n        raise", "        raise",
@@ -173,6 +175,8 @@ _BATCHING = (
          "a sign", "batching/test_baselines.py"),
 )  # fmt: skip
 _SEARCH = (
+    _bug("the fastest plan is taken for expressible", "search/expressible.py", "if not refusal(choice.plan)", "if choice.plan",
+         "an export refuses what was just found", "search/test_expressible.py"),
     _bug("other cuts forget memory", "search/present_cuts.py",
          "np.where(chain.held_bytes <= limits_bytes[:, None, None], chain.passes_s, np.inf)",
          "chain.passes_s", "plans come out that do not fit", "search/test_present_cuts.py"),
@@ -272,6 +276,10 @@ _SYSTEMS = (
          "else (self.offset[c, min(a + 1, width.shape[1] - 1)], 1)",
          "else (self.offset[c, a], 0)", "a plan with cuts elsewhere is below the bound", "systems/aceso/test_long_chains.py",
          pick="coarse"),
+    _bug("degrees leave GPUs idle", "systems/dynapipe/search.py", "and gpus % (tp * pp) == 0", "and gpus >= tp * pp",
+         "a cluster of three GPUs is planned for as one of two", "systems/dynapipe/test_tables.py", pick="best_degrees"),
+    _bug("a given plan recomputes for nothing", "systems/aceso/scoring.py", "float(rows[:, 0] @ flags) / 1e6", "0.0",
+         "what is recomputed is not counted", "cli/test_search_tables.py", pick="explained"),
     _bug("the last layer is a twin beyond its run", "search/space/blocks.py", "and cuts[cut + 1] <= ends[cut]", "",
          "stages that leave the layers are taken for others", "systems/aceso/test_long_chains.py", pick="copied or irregular"),
     _bug("DynaPipe: layers keep one workspace less", "systems/dynapipe/rules.py", "top += stored + (layers - 1) * cost[2] + cost[3]",
@@ -455,6 +463,8 @@ _PROFILING = (
          "profiles take for ever", "profiling/test_measure.py", pick="shortened"),
 )  # fmt: skip
 _REPORTS = (
+    _bug("a page runs in the notebook itself", "notebooks.py", "return self._report().framed()", "return self._report()",
+         "no frame keeps its script apart", "reports/test_report.py", pick="objects"),
     _bug("the path leaves transfers out", "timing/critical_path.py", "            yield _Event(cause, cut, micro_batch)\n        else:",
          "            yield from self._passes(sender, micro_batch, kinds)\n        else:", "time on links looks like waiting",
          "timing/test_critical_path.py"),
@@ -508,6 +518,10 @@ _CUTTING = (
          "models/modules/cutting/test_dividing.py", pick="like_the_whole"),
     _bug("a whole weight that is tied is divided", "programs/sharing.py", "if own.tp == other.tp or not rows:", "if own.tp == other.tp:",
          "stages of unequal tp do not sum a shared weight's gradient", "runtime/parallel/test_module_chain.py", pick="long_skips-2-2"),
+    _bug("shapes are learnt in another precision", "runtime/parallel/module_chain.py", "p.data = p.data.to(self.dtype) if",
+         "p.data = p.data if", "a stage in bf16 is given fp32", "adapting/test_moving.py", pick="module_moves"),
+    _bug("a moment of one number is a count of steps", "adapting/moving.py", "kinds[kind] = piece.shape == () and kinds.get(kind, True)",
+         "kinds[kind] = piece.shape == ()", "moments of other weights are read as numbers", "adapting/test_moving.py", pick="module_moves"),
     _bug("recomputed dropout is another", "models/modules/cutting/packing.py", "key = stable_hash(self._micro_batch.key, place)",
          "key = stable_hash(self._micro_batch.key, id(x))", "a mask that depends on memory", "models/modules/cutting/test_packing.py",
          pick="dropout"),
@@ -653,8 +667,14 @@ _JOBS = (
          "the first samples are seen twice", "jobs/test_dynamic_loader.py", pick="goes_on"),
 )  # fmt: skip
 
+_REPRODUCE = (
+    _bug("a claim at its limit fails", "reproduce/figures.py", "bool(found >= least)", "bool(found > least)",
+         "what was expected exactly is said not to hold", "reproduce/test_reproduce.py"),
+    _bug("published values pass for this run's", "reproduce/figures.py", '"published": curve.published', '"published": False',
+         "nobody can tell what was measured here", "reproduce/test_reproduce.py"),
+)  # fmt: skip
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
     *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_GENERATIONS, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS,
-    *_CLI, *_RECOVERING, *_SCREEN, *_CUTTING, *_DISTURBING, *_LINKS, *_BESIDE, *_ADAPTING, *_JOBS,
+    *_CLI, *_RECOVERING, *_SCREEN, *_CUTTING, *_DISTURBING, *_LINKS, *_BESIDE, *_ADAPTING, *_JOBS, *_REPRODUCE,
 )  # fmt: skip

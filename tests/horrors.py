@@ -266,6 +266,7 @@ def all_cases(folder: Path) -> list[Case]:
         FILES | {k: v for k, v in _of("lengths", folder).items() if k != "lengths-twice"},
         REFUSED,
     )
+    add("search", "--for", f"{search} --for @", {k: v for k, v in NAMES.items() if v})
     add("search", "--out", f"{search} --out @", TO_WRITE)
     add("search", "--export", f"{search} --export @", NAMES | {"no-path": "megatron:", "weights": "huggingface:weights"})
     add("search", "--export", f"{search} --export @", {"no-model": "torchtitan:recipe.py"})

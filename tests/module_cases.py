@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,18 +34,20 @@ PLAIN: Choice = {"pp": 1, "tp": 1, "dp": 1, "replicas": 1, "schedule": "1f1b", "
 
 
 @cache
-def described(name: str) -> Model:
+def described(name: str, precision: str = "fp32") -> Model:
     """The model of `module:module_zoo.py:NAME`."""
-    return describe_origin(f"module:{ZOO}:{name}")
+    return describe_origin(f"module:{ZOO}:{name}", precision)
 
 
-def module_case(name: str, seed: int = 3, iterations: int = 3, **choice: Any) -> Case:
+def module_case(name: str, seed: int = 3, iterations: int = 3, precision: str = "fp32", **choice: Any) -> Case:
     """A plan of a model of the zoo."""
     model = described(name)
     lengths = {"seq_length": model.seq_length, "dec_length": model.dec_length}
     fields = {"family": "traced", "description": model_to_description(model), **lengths}
     with mock.patch.dict(runtime_cases.MODELS, {name: fields}):
-        return make_case(PLAIN | choice | {"family": name}, seed, iterations)
+        case = make_case(PLAIN | choice | {"family": name}, seed, iterations)
+    other = {**fields, "description": model_to_description(described(name, precision))}
+    return replace(case, plan=replace(case.plan, model=other, precision=precision), model=described(name, precision))
 
 
 def plain_training(name: str, case: Case, settings: TrainingSettings) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -118,7 +120,10 @@ def own_loop(worker: Worker, name: str, case: Case, settings: TrainingSettings, 
         model.load(folder)
     losses = []
     for programs in case.programs()[model.steps :]:
-        losses.append(model.step(GivenBatch(programs[model.rank.world.place], RandomSource(case.model))).item())  # type: ignore[arg-type]
+        batch: Any = GivenBatch(programs[model.rank.world.place], RandomSource(case.model))
+        before, hits = model.evaluate(batch)
+        losses.append(model.step(batch).item())
+        assert abs(before - losses[-1]) <= 1e-5 * abs(before) and 0.0 <= hits < 0.5, "the loss of the same weights"
         assert settings.clip_norm is not None
         model.clip_grad_norm_(settings.clip_norm)
         optimizer.step()

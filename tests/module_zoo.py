@@ -120,6 +120,26 @@ def long_skips() -> tuple[nn.Module, None]:
     return make("long-skips"), None
 
 
+def gpt2() -> tuple[nn.Module, None]:
+    return make("gpt2"), None
+
+
+def gemma2() -> tuple[nn.Module, None]:
+    return make("gemma2"), None
+
+
+def phi() -> tuple[nn.Module, None]:
+    return make("phi", resid_pdrop=0.0), None
+
+
+def bert() -> tuple[nn.Module, None]:
+    return make("bert"), None
+
+
+def qwen3_moe() -> tuple[nn.Module, None]:
+    return make("qwen3-moe"), None
+
+
 def t5() -> tuple[nn.Module, None]:
     return make("t5"), None
 

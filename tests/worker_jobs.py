@@ -13,6 +13,7 @@ from training_jobs import open_rank
 from penstock.plans.plan import Plan
 from penstock.programs.instructions import Forward, Program
 from penstock.runtime.settings import TrainingSettings
+from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.workers import Worker
 
 
@@ -39,6 +40,12 @@ def hang_on(worker: Worker, rank: int) -> None:
 def sleep(worker: Worker, time_s: float) -> None:
     """Does nothing for a while."""
     time.sleep(time_s)
+
+
+def sleep_named(worker: Worker, folder: str) -> None:
+    """Does nothing for long, as a rank that a run's folder names."""
+    with named_process(folder, worker.rank, "cpu"):
+        time.sleep(1000.0)
 
 
 def _run(worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], rank: int, fate: Callable[[], Any]) -> None:

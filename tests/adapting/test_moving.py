@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from adopting_jobs import Part
 from checkpoint_jobs import train_part
+from module_cases import module_case
 from moving_jobs import Failure, differences, drawn_chain, move_to_and_fro, placed, train_moving, train_on, train_overlapping
 from runtime_cases import MODELS, Case, Choice, make_case
 
@@ -23,7 +24,7 @@ SGD = TrainingSettings(LearningRate(0.02), OptimizerSettings("sgd", momentum=0.9
 ONE: Choice = {"family": "gpt", "pp": 1, "tp": 1, "dp": 1, "replicas": 1, "schedule": "1f1b", "layout": "packed", "recompute": "none",
                "cuts": "uneven", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
 NUM_CHAINS = 2 * len(MODELS)
-"""Every model in two precisions."""
+"""Every model in two precisions, moved twice and once."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def check(parts: Sequence[Part], settings: TrainingSettings, pool: WorkerPool, f
 
 @pytest.mark.parametrize("number", range(NUM_CHAINS))
 def test_a_move_is_a_stop_and_a_restart(number: int, pool: WorkerPool, tmp_path: Path) -> None:
-    chain = drawn_chain(number, 3, 1, 1, NUM_PROCESSES)
+    chain = drawn_chain(number, 3 if number < len(MODELS) else 2, 1, 1, NUM_PROCESSES)
     print(chain.name)  # shown if it fails
     check(chain.parts, ADAMW, pool, tmp_path)
 
@@ -63,6 +64,15 @@ def test_one_move_after_the_other(settings: TrainingSettings, precision: str, po
              part_of({"dp": 2, "zero": 2}, slice(2, 3), precision, (2, 1)), part_of({"dp": 2, "zero": 1}, slice(3, 4), precision, (3, 2)),
              part_of({}, slice(4, 5), precision, (3,))]  # fmt: skip
     check(parts, settings, pool, tmp_path)
+
+
+def test_a_module_moves_like_ops_of_our_own(pool: WorkerPool, tmp_path: Path) -> None:
+    """Somebody's net, divided otherwise by each plan, in bf16 with fp32 masters."""
+    choices: list[Choice] = [{"tp": 2, "pp": 2}, {"pp": 2, "cuts": "uneven"}, {"tp": 2, "dp": 2, "zero": 1}]
+    places = ((0, 1, 2, 3), (3, 1), (2, 0, 1, 3))
+    made = [module_case("long_skips", precision="bf16", **choice) for choice in choices]
+    cases = [placed(case, on, "bf16") for case, on in zip(made, places, strict=True)]
+    check([(case.plan, case.programs()[at : at + 1]) for at, case in enumerate(cases)], ADAMW, pool, tmp_path)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -23,7 +23,6 @@ from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.trainer import PlanTrainer
 from penstock.timing.disturbance import Disturbance, DisturbanceChange
 
-pytestmark = pytest.mark.timeout(280)
 SOON = 12
 """Steps within which a change has to be noticed."""
 
@@ -258,3 +257,15 @@ def test_what_is_asked_for_stays_when_what_was_slow_is_fast_again(tmp_path: Path
     job.run(10, {2: 3.0})
     job.run(60)
     assert job.plan == alone and len(job.moves) == 2
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_what_was_asked_for_before_a_death_is_not_done(plan: Plan, tmp_path: Path, goes_on: bool) -> None:
+    """Perhaps the process died of it; who asked is told, unless it was asked of a run that has ended."""
+    asked = ask_for(tmp_path, plan, 9)
+    watch = Watch(plan, tmp_path, anew=False, notices=False)
+    watch.forget_request(4, goes_on=goes_on)
+    assert watch.order(9) is None
+    watch.close()
+    wanted = [("aborted", 4, 1, asked, "the plan stays as it is: a process died before the move. Ask for it again.")]
+    assert [(one.event, one.step, one.status, one.request, one.text) for one in read_events(tmp_path)] == (wanted if goes_on else [])

@@ -246,3 +246,18 @@ def test_gradients_are_narrower_where_nothing_else_fits(capsys: pytest.CaptureFi
     assert found["gradients"] == "bf16" and any("no plan that sums them in fp32 fits" in note for note in found["notes"])
     assert run([*asked, *limit, "--gradients", "fp32"]) == 3
     assert run(asked) == 0 and json.loads(capsys.readouterr().out)["gradients"] == "fp32"
+
+
+def test_a_plan_for_a_system_is_exported_and_says_what_it_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["search", "--model", "gpt-small", "--cluster", "2xt4", "--global-batch", "8", "--seq-length", "128", "--micro-batches", "1,2"]
+    path = tmp_path / "flags.txt"
+    assert run([*asked, "--for", "megatron", "--export", f"megatron:{path}", "--precision", "fp16"]) == 0
+    assert "--tensor-model-parallel-size" in path.read_text()
+    capsys.readouterr()
+    assert run([*asked, "--for", "fasop", "--precision", "fp16"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "fasop cannot express the fastest plan found" in told and "slower" in told
+    assert run([*asked, "--for", "aceso", "--precision", "fp16"]) == 3
+    assert "sizes of none of Aceso's gpt models" in " ".join(capsys.readouterr().err.split())
+    assert run([*asked, "--for", "acseo"]) == 2
+    assert "aceso" in capsys.readouterr().err

@@ -93,7 +93,7 @@ def test_other_depths_and_sizes(aceso: Path, tmp_path: Path, capsys: pytest.Capt
         (["--schedules", "gpipe"], "--schedules does not go with"),
         (["--top", "3"], "--top does not go with"),
         (["--export", "aceso:x.json"], "--export does not go with"),
-        (["--baselines"], "--baselines does not go with"),
+        (["--proof"], "--proof does not go with"),
         (["--lengths", "l.csv"], "--lengths does not go with"),
         (["--time-budget", "3"], "ends by itself. Drop it"),
     ],
@@ -193,3 +193,29 @@ def test_a_plan_found_over_published_tables_suits_our_own_chain(
     assert told["gap"] < 0.03 and found.num_ops_in_each_stage == (315,) and any(found.algo_of_each_op[0])
     assert run(["import", f"aceso:{theirs}", "--model", "gpt-350m", "--cluster", "2xv100-32gb", "--out", str(ours)]) == 0
     assert "gpt-350m: 1 stage (196 ops on 2)" in capsys.readouterr().out and read_plan(ours).stages[0].runs == ()
+
+
+def test_a_plan_found_is_explained_by_the_same_tables(aceso: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    assert run(["search", "--costs", f"aceso:{aceso}", *ASKED, "--memory-limit", "11.8", "--out", str(path), "--baselines", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert run(["explain", str(path), "--costs", f"aceso:{aceso}", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["time_s"] == pytest.approx(found["time_s"], rel=1e-9) and max(s["memory_mb"] for s in told["stages"]) <= 11_800
+    assert sum(stage["recompute_s"] for stage in told["stages"]) > 0
+    assert found["time_s"] <= found["baselines"]["Megatron-LM's grid"] < 2 * found["time_s"]
+    assert run(["explain", str(path), "--costs", f"aceso:{aceso}"]) == 0
+    assert "by the tables' own rules" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_an_aceso_plan_is_not_scored_by(aceso: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    assert run(["search", "--costs", f"aceso:{aceso}", *ASKED, "--out", str(path)]) == 0
+    plan = json.loads(path.read_text())
+    odd = tmp_path / "odd.json"
+    odd.write_text(json.dumps(plan | {"micro_batch_size": 4}))
+    for more, message in ((["--costs", "fasop:x"], "aceso:DIR"), (["--costs", f"aceso:{aceso}", "--what-if"], "--what-if does not go")):
+        assert run(["explain", str(path), *more]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+    assert run(["explain", str(odd), "--costs", f"aceso:{aceso}"]) == 2
+    assert "4 samples" in " ".join(capsys.readouterr().err.split())

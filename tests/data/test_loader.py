@@ -347,7 +347,7 @@ def test_planners_and_a_redis_server_are_killed_and_training_goes_on(folder: Pat
     require_redis()
     planner, num_steps = make_planner(folder), 40
     source, expected = make_source(folder, num_steps), inline(folder, planner, num_steps)
-    servers, job = [start_redis()], Job.new(2, capacity=3)
+    servers, job, told = [start_redis()], Job.new(2, capacity=3), list[tuple[int, str]]()
 
     def restart() -> None:
         servers[-1].process.kill()
@@ -359,7 +359,7 @@ def test_planners_and_a_redis_server_are_killed_and_training_goes_on(folder: Pat
         for step, (_, program) in enumerate(loader):
             if loader.rank == 0 and step in (5, 20):
                 for pid in pool.process_ids:
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL if step == 5 else signal.SIGSTOP)
             if loader.rank == 0 and step in (12, 30):
                 restart()
             got.append(encode(program))
@@ -367,10 +367,14 @@ def test_planners_and_a_redis_server_are_killed_and_training_goes_on(folder: Pat
 
     try:
         with ThreadPoolExecutor(2) as threads, PlannerPool(source, planner, servers[0].address, job) as pool:
+            pool.on_replaced = lambda step, text: told.append((step, text))
             options: dict[str, Any] = {"address": servers[0].address, "job": job, "starts_planners": False, "timeout": 250}
             futures = [threads.submit(run, ProgramLoader(source, planner, rank, **options)) for rank in (0, 1)]
             assert {rank: future.result(250) for rank, future in enumerate(futures)} == expected
             assert pool.num_replaced == 2 and len(servers) == 3
+            assert [text.partition(" at ")[0] for _, text in told] == [
+                f"planner 0 {how}, and another plans in its place" for how in ("died with status -9", "hung")
+            ]
     finally:
         for server in servers:
             server.stop()

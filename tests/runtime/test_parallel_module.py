@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from module_cases import described, module_case, own_loop, plain_training
 from safetensors.torch import load_file
 
 from penstock.errors import InputError
 from penstock.models.description import model_to_description
+from penstock.models.modules.cutting.describing import describe_origin
+from penstock.models.ops import Model
 from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.runtime.parallel_module import Parallel, parallelize
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
@@ -45,11 +48,31 @@ def test_a_loop_of_ones_own_goes_on_under_another_plan(pool: WorkerPool, tmp_pat
         assert (exported[key] - value).abs().max() <= TOLERANCE * value.abs().max().clamp_min(1e-3)
 
 
-def one_rank(name: str = "long_skips", **changes: Any) -> Plan:
-    model = described(name)
+def one_rank(name: str = "long_skips", model: Model | None = None, **changes: Any) -> Plan:
+    model = model or described(name)
     fields = {"family": "traced", "description": model_to_description(model)}
     return Plan(fields, "1xcpu", 4, (Stage(0, model.num_ops, ((0,),)),), MicroBatching("padded", "fixed", 2), seq_length=16,
                 precision="fp32", **changes)  # fmt: skip
+
+
+def test_what_is_exported_is_loaded_by_transformers(tmp_path: Path) -> None:
+    """A model of no family of ours, divided over nothing: the same logits as those of the module that was trained."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPTNeoXConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, max_position_embeddings=32,
+        architectures=["GPTNeoXForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(str(tmp_path / "config"))
+    origin = f"hf:{tmp_path / 'config'}"
+    model = describe_origin(origin)
+    parallel = parallelize(origin, one_rank(model=model), seed=5)
+    parallel.optimizer(torch.optim.AdamW, lr=0.1)
+    parallel.export(tmp_path / "trained")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(str(tmp_path / "trained"))
+    ids = torch.arange(1, 13).view(2, 6)
+    assert parallel.rank.cut is not None
+    with torch.no_grad():
+        assert torch.allclose(loaded(ids).logits, parallel.rank.cut.module(ids).logits, atol=1e-6)
 
 
 def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,18 +95,20 @@ def test_workers_go_with_their_launcher(tmp_path: Path) -> None:
         "import sys, time\n"
         "from penstock.runtime.recovering.copies import Copies\n"
         "from penstock.runtime.workers import WorkerPool\n"
-        "from worker_jobs import sleep\n"
+        "from worker_jobs import sleep_named\n"
         "if __name__ == '__main__':\n"
         "    pool = WorkerPool(2, copies=Copies(2))\n"
         "    print(*pool.pids(), flush=True)\n"
-        "    pool.run(sleep, 1000.0)\n"
+        "    pool.run(sleep_named, sys.argv[1])\n"
     )
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(tmp_path / "left")}
-    launcher = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
+    launcher = subprocess.Popen([sys.executable, str(script), str(tmp_path / "left")], stdout=subprocess.PIPE, text=True, env=environment)
     assert launcher.stdout is not None
     pids = [int(word) for word in launcher.stdout.readline().split()]
     assert len(pids) == 2 and all(map(is_running, pids))
+    while len(list((tmp_path / "left").glob("*.process.json"))) < 2:
+        time.sleep(0.05)
     launcher.kill()
     launcher.wait()
     await_end(pids)

@@ -29,7 +29,7 @@ def a_workload(name: str, seed: int, **more: object) -> Workload:
 
 @given(name=st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]), seed=st.integers(0, 999), overlap=st.booleans(),
        contention=st.sampled_from(["none", "pair", "device"]))  # fmt: skip
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_its_steps_follow_each_other_to_the_end(name: str, seed: int, overlap: bool, contention: str) -> None:
     work = a_workload(name, seed, overlap=overlap, contention=contention)
     run = execute(schedule_of(name, work.num_stages, 6, 2 if name == "interleaved" else 1), work)

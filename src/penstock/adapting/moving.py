@@ -150,7 +150,10 @@ class Mover:
         """What this process holds now, and tells of it."""
         rank = self.rank
         self.own = list(held_pieces(rank))
-        kinds = {piece.name.partition("/")[0]: piece.shape == () for piece in self.own}
+        kinds: dict[str, bool] = {}
+        for piece in self.own:  # a weight of one number has moments of one number; those of others are tensors
+            kind = piece.name.partition("/")[0]
+            kinds[kind] = piece.shape == () and kinds.get(kind, True)
         scale = rank.update.scale if rank.world.rank >= 0 else None
         of_optimizer = {kind: is_number for kind, is_number in kinds.items() if kind not in (WEIGHTS, BUFFERS)}
         return MoveNote(plan_to_dict(self.plan), self.step, of_optimizer, None if scale is None else asdict(scale))
@@ -224,7 +227,8 @@ class Mover:
 
 def all_kinds(notes: Sequence[MoveNote]) -> dict[str, bool]:
     """What optimizers keep for each weight, and whether that is one number."""
-    return {kind: is_number for note in notes for kind, is_number in note.kinds.items()}
+    told = [one for note in notes for one in note.kinds.items()]
+    return {kind: all(is_number for its, is_number in told if its == kind) for kind, _ in told}
 
 
 def move_rounds(boxes: Sequence[Move]) -> Iterator[list[Move]]:

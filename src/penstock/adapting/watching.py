@@ -56,9 +56,11 @@ def watch_run(run: Run, *, moves: bool = False, notices: bool = True) -> StepWat
     probes = LinkProbes(run.rank, run.members) if notices else None
     if not run.is_first:
         return _Follower(notices, probes)
-    return Watch(
+    found = Watch(
         run.request.plan, run.request.out, members=run.members, anew=run.is_new, moves=moves, notices=notices, probes=probes
     )  # fmt: skip
+    found.forget_request(run.first_step, goes_on=run.goes_on)
+    return found
 
 
 def move_run(run: Run) -> StepWatcher:
@@ -161,10 +163,19 @@ class Watch(_Follower):
         """Of the last decision that was written."""
         self._undecided = False
         """Whether it turned out that plans of this kind cannot be compared."""
-        withdraw(out)  # of a run that has ended
         if anew:
             (self._out / EVENTS).unlink(missing_ok=True)
         self._events: LineLog | None = LineLog(self._out / EVENTS) if notices else None
+
+    def forget_request(self, step: int, *, goes_on: bool) -> None:
+        """What was asked for before is not done: of a run that has ended, or (`goes_on`) of this one before a process died of it."""
+        try:
+            found = asked_for(self._out) if goes_on else None
+        except PenstockError:  # it was none
+            found = None
+        if found is not None:
+            self._stayed(step, MoveAbortedError("a process died before the move. Ask for it again."), found)
+        withdraw(self._out)
 
     def _log(self, event: RunEvent) -> None:
         self._events = self._events or LineLog(self._out / EVENTS)

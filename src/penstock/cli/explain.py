@@ -24,6 +24,8 @@ from penstock.cli.console import (
     table,
 )
 from penstock.cli.plan_words import choice_row, micro_batch_words, plan_name, plan_sentence
+from penstock.errors import InputError
+from penstock.systems import SYSTEMS
 
 if TYPE_CHECKING:
     from penstock.search import Choice, Relaxed, Rival
@@ -41,7 +43,9 @@ _SPARE = ("ops", "device", "tp", "dp")
 def explain(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file (plan.json).")],
     against: Annotated[Path | None, typer.Option(help="Another plan: show what differs, as this plan minus that one.")] = None,
-    costs: Annotated[str | None, typer.Option(help="roofline or profile:FILE; if not given, those the plan names.")] = None,
+    costs: Annotated[
+        str | None, typer.Option(help="roofline or profile:FILE; if not given, those the plan names; aceso:DIR for a plan file of Aceso.")
+    ] = None,
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Also search again: why the next best plans lost, and what would make training faster.")
     ] = False,
@@ -52,6 +56,9 @@ def explain(
 
     Example: penstock explain plan.json --against other.json
     """
+    if costs and costs.partition(":")[0] in SYSTEMS:
+        _explain_by_tables(plan, costs, json, {"--against": against is not None, "--what-if": what_if})
+        return
     found = _estimate(plan, costs)
     other = _estimate(against, costs or found.source) if against is not None else None
     cannot = _unsupported(plan)
@@ -66,6 +73,25 @@ def explain(
         out().print(_differences_table(str(plan), found, str(against), other))
     if what_if:
         _show_what_if(found, beside, faster)
+
+
+def _explain_by_tables(path: Path, costs: str, json: bool, others: dict[str, bool]) -> None:
+    """A plan file of another system by that system's own tables and rules."""
+    from penstock.cli.search_tables import show_stages
+
+    name, _, folder = costs.partition(":")
+    score = SYSTEMS[name].score
+    if score is None or not folder:
+        known = ", ".join(f"{one}:DIR" for one, system in SYSTEMS.items() if system.score is not None)
+        raise InputError(f"costs '{costs}': plans are scored by roofline, profile:FILE, and plan files of other systems by {known}.")
+    for option in (option for option, given in others.items() if given):
+        raise InputError(f"{option} does not go with --costs {costs}: the plan is scored as it is. Drop it.")
+    found = score(folder, path)
+    if json:
+        print_json({"plan": path, "costs": costs, "time_s": found.time_s, "stages": found.stages})
+        return
+    say(f"{format_time(found.time_s)} an iteration by the tables' own rules; {found.note}", "")
+    show_stages(found.title, found.stages)
 
 
 def _estimate(path: Path, costs: str | None) -> Estimate:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
-__all__ = ["LAUNCHERS", "TARGETS", "WEIGHTS", "check_model", "export", "export_plan", "export_weights", "parse_target"]
+__all__ = ["FOR", "LAUNCHERS", "TARGETS", "WEIGHTS", "check_model", "export", "export_plan", "export_weights", "parse_target", "refusal_of"]
 
 _PLAN_FILES = {name: system.plans for name, system in SYSTEMS.items() if system.plans is not None}
 TARGETS = ("megatron", "torchtitan", "deepspeed", *_PLAN_FILES)
@@ -115,6 +115,26 @@ def export_plan(plan: Plan, target: Target, source: Path) -> None:
         write_text(target.path, _launch_text(plan, target.system, source))
     else:
         write_text(target.path, _text(plan, target.system, _model(plan)))
+
+
+FOR = ("runtime", *TARGETS)
+"""Whose limits a search can keep to."""
+
+
+def refusal_of(plan: Plan, system: str) -> str:
+    """Why a system cannot express a plan, or Penstock's runtime not train it; empty where it can."""
+    from tempfile import TemporaryDirectory
+
+    if system == "runtime":
+        from penstock.plans.capabilities import unsupported
+
+        return "; ".join(unsupported(plan, _model(plan)))
+    with TemporaryDirectory() as folder:
+        try:
+            export_plan(plan, Target(system, Path(folder) / "plan"), Path("plan.json"))
+        except InputError as error:
+            return str(error)
+    return ""
 
 
 def export_weights(checkpoint: Path, folder: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from penstock.cli.search_answer import SearchAnswer, why_first
 from penstock.cli.search_options import MAX_HOPS, SCHEDULE_NAMES, TOP, limit_bytes, parse_schedules, parse_sizes
 from penstock.cli.search_record import Trail, record_path, write_record
 from penstock.cli.search_tables import TABLES, search_tables
-from penstock.errors import InputError
+from penstock.errors import InputError, near_misses
 from penstock.systems import TableSearch
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def search(
     strict: given.Strict = False,
     baselines: given.Baselines = False,
     proof: given.Proof = False,
+    for_: given.For = "",
     export: given.Export = "",
     verbose: VerboseFlag = False,
     json: JsonFlag = False,
@@ -66,12 +68,16 @@ def search(
     from penstock.search import Objective, Request, num_steps
 
     target = _target(export)
+    _check_for(for_)
     if costs.partition(":")[0] in TABLES:
+        by_length = costs.startswith("dynapipe:")
         search_tables(
-            TableSearch(costs, model, cluster, global_batch, parse_sizes(micro_batches), memory_limit), path, steps, json,
+            TableSearch(costs, model, cluster, global_batch, parse_sizes(micro_batches), memory_limit, baselines, lengths), path, steps,
+            json,
             {"objective": objective != "time", "seq_length": seq_length, "precision": precision, "gradients": gradients,
-             "lengths": lengths, "data": data, "schedules": schedules != SCHEDULE_NAMES, "tokens": tokens, "time_budget": time_budget,
-             "max_hops": max_hops != MAX_HOPS, "top": top != TOP, "baselines": baselines, "proof": proof, "export": export},
+             "lengths": lengths and not by_length, "data": data, "schedules": schedules != SCHEDULE_NAMES, "tokens": tokens,
+             "time_budget": time_budget, "max_hops": max_hops != MAX_HOPS, "top": top != TOP, "proof": proof, "for": for_,
+             "export": export},
         )  # fmt: skip
         return
     goal = Objective.parse(objective)
@@ -85,8 +91,9 @@ def search(
         from penstock.cli.search_lengths import lengths_of, search_lengths
 
         _check_lengths(
-            seq_length=lengths and seq_length, micro_batches=micro_batches, objective=not goal.is_time, baselines=baselines, proof=proof
-        )
+            seq_length=lengths and seq_length, micro_batches=micro_batches, objective=not goal.is_time, baselines=baselines, proof=proof,
+            **{"for": for_},
+        )  # fmt: skip
         samples = lengths_of(request, lengths, data)
         plans = search_lengths(request, lengths or data or Path(), samples, top, time_budget, steps, tokens, json, path, strict, verbose)
         if target:
@@ -95,6 +102,9 @@ def search(
     count = num_steps(request, steps, tokens)
     trail = Trail()
     request, outcome = _found(request, goal, count, top, time_budget, max_hops, trail, quiet=json)
+    limits = ""
+    if for_:
+        outcome, limits = _kept_to(for_, request, outcome, top)
     # Under a limit of money or hours a slower plan may be one too many.
     strict = strict or not goal.is_time
     choices = outcome.choices if strict else outcome.simple_first
@@ -109,7 +119,7 @@ def search(
             write_record(record_path(path), asked_for, request, outcome, choices, paths, count, baselines, trail)
     if target:
         _export(choices[0].plan, target, path)
-    note = "" if goal.is_time else f"of {cluster}, {request.cluster.name} is best for {objective}"
+    note = limits if goal.is_time else f"of {cluster}, {request.cluster.name} is best for {objective}{limits and '; '}{limits}"
     asked = {"model": model, "cluster": cluster, "costs": costs, "objective": objective, "out": path}
     answer = SearchAnswer(request, outcome, choices, asked, paths, count, strict, baselines, proof, note)
     if json:
@@ -146,6 +156,45 @@ def _found(
             found, _ = offers(request, count, lambda text, done, all_: bar.describe(f"{text} ({done} of {all_} clusters)"))
             request = request.on(chosen(found, goal).cluster)
         return request, find(request, top=top, time_budget_s=time_budget or math.inf, watch=tell, max_hops=max_hops)
+
+
+def _check_for(system: str) -> None:
+    from penstock.cli.export import FOR
+
+    if system and system not in FOR:
+        raise InputError(f"--for is '{system}': there is no such system to plan for. {near_misses(system, FOR)}")
+
+
+def _kept_to(system: str, request: Request, outcome: Outcome, top: int) -> tuple[Outcome, str]:
+    """The plans that a system can express, and a sentence on what that costs."""
+    from penstock.cli.export import refusal_of
+    from penstock.cli.plan_words import plan_name
+    from penstock.search.expressible import expressible
+
+    kept = expressible(
+        request, outcome.choices, lambda plan: refusal_of(plan, system), top, _CHANGES.get(system)
+    )
+    fastest, best = outcome.choices[0], kept.choices[0]
+    slower = best.estimate.time_s / fastest.estimate.time_s
+    found = replace(outcome, choices=kept.choices, offered=best, formula_s=slower * outcome.formula_s)
+    if not kept.reason:
+        return found, ""
+    name = f"{plan_name(fastest.plan)} at {format_time(fastest.estimate.time_s)}"
+    return found, f"{system} cannot express the fastest plan found, {name}: {kept.reason} This one is {format_share(slower - 1)} slower"
+
+
+def _undivided(plan: Plan) -> Plan:
+    """The plan for systems without ZeRO."""
+    return replace(plan, stages=tuple(replace(stage, zero=0) for stage in plan.stages))
+
+
+def _asynchronous(plan: Plan) -> Plan:
+    """The plan as DynPipe runs it: updates of each stage on their own."""
+    return replace(_undivided(plan), schedule="pipedream")
+
+
+_CHANGES: Mapping[str, Callable[[Plan], Plan]] = {"aceso": _undivided, "fasop": _undivided, "dynpipe": _asynchronous}
+"""What a plan becomes for systems that have less, before it is asked whether they take it."""
 
 
 def _check_lengths(**given: object) -> None:

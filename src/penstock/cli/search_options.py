@@ -82,6 +82,10 @@ Strict = Annotated[
 ]
 Baselines = Annotated[bool, typer.Option("--baselines", help="Show what simpler searches find, from the same costs.")]
 Proof = Annotated[bool, typer.Option("--proof", help="Show how the bound came about.")]
+For = Annotated[
+    str,
+    typer.Option("--for", help="Only plans that this system can express: megatron, torchtitan, deepspeed, aceso, fasop, dynpipe, runtime."),
+]
 Export = Annotated[str, typer.Option(help="Also write the best plan for another system: FORMAT:PATH, as `penstock export --to`.")]
 
 

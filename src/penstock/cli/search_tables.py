@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from penstock.cli.console import format_share, format_time, format_usd, out, pri
 from penstock.errors import InputError
 from penstock.systems import SYSTEMS, TableAnswer, TableSearch
 
-__all__ = ["TABLES", "search_tables"]
+__all__ = ["TABLES", "search_tables", "show_stages"]
 
 TABLES = tuple(name for name, system in SYSTEMS.items() if system.search is not None)
 """Systems whose own tables are searched."""
@@ -26,8 +27,8 @@ _REFUSED = {
     "time_budget": "this search counts its work, not seconds, and ends by itself",
     "max_hops": "this search is not refined under the simulator",
     "top": "it finds one plan",
-    "baselines": "the simpler searches know other costs",
     "proof": "its bound comes as one figure",
+    "for": "--out writes the plan as the tables' own system has it",
     "export": "--out writes the plan as the tables' own system has it",
 }
 """Options of `penstock search` that say nothing here, and why."""
@@ -63,6 +64,7 @@ def _tell_json(asked: TableSearch, answer: TableAnswer, path: Path | None, steps
     print_json({
         "model": asked.model, "costs": asked.costs, "out": path, "time_s": answer.time_s, "lower_bound_s": answer.bound_s,
         "gap": answer.time_s / answer.bound_s - 1, **answer.facts, **total, "stages": answer.stages,
+        "baselines": {name: None if math.isinf(time_s) else time_s for name, time_s in answer.baselines.items()},
     })  # fmt: skip
 
 
@@ -73,8 +75,10 @@ def _tell(answer: TableAnswer, path: Path | None, steps: int | None) -> None:
         f"{format_time(answer.time_s)} an iteration by the tables' own rules; {answer.note}{price}; no such plan takes less than "
         f"{format_time(answer.bound_s)}: this one is at most {format_share(gap)} above the best possible.", ""
     )  # fmt: skip
-    rows = [[index, *map(_cell, stage.values())] for index, stage in enumerate(answer.stages)]
-    out().print(table(answer.title, ["stage", *answer.stages[0]], rows))
+    show_stages(answer.title, answer.stages)
+    for name, time_s in answer.baselines.items():
+        more = format_share(time_s / answer.time_s - 1)
+        say(f"{name} " + ("holds no plan that fits" if math.isinf(time_s) else f"takes {format_time(time_s)}, {more} more"))
     if steps is not None:
         total = "" if usd is None else f" and {format_usd(usd * steps)}"
         say(f"{steps:,} iterations take {answer.time_s * steps / 3600:,.2f} hours{total}")
@@ -82,5 +86,12 @@ def _tell(answer: TableAnswer, path: Path | None, steps: int | None) -> None:
         say(f"wrote {path}")
 
 
+def show_stages(title: str, stages: Sequence[Mapping[str, Any]]) -> None:
+    """A table of the stages of a plan of another system."""
+    out().print(table(title, ["stage", *stages[0]], [[index, *map(_cell, stage.values())] for index, stage in enumerate(stages)]))
+
+
 def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4f}" if value < 100 else f"{value:,.0f}"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -24,7 +24,7 @@ def model_of(plan: Plan) -> Model:
 
     if isinstance(plan.model, str):
         return with_precision(resolve_model(plan.model), plan.precision)
-    return model_from_mapping({**plan.model, "dtype": plan.precision}, "field 'model'", "model")
+    return with_precision(model_from_mapping({**plan.model, "dtype": plan.precision}, "field 'model'", "model"), plan.precision)
 
 
 def with_precision(model: Model, precision: str) -> Model:

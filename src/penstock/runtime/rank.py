@@ -108,7 +108,7 @@ class Rank:
         self.transport = make_transport(self.world)
         seats = seats_of(plan).get(self.world.rank, ())
         if self.cut is not None:
-            self.cut.hold({op: tp for seat in seats for op, tp in self._divisions(plan.stages[seat.stage], seat)})
+            self.cut.hold({op: tp for seat in seats for op, tp in self._divisions(plan.stages[seat.stage], seat)}, filled=keep)
         for seat in seats:
             self.stages[seat.stage] = StageModule(
                 self.model, plan.stages[seat.stage], seat.stage, seat.replica, self.world, self.transport, seed=self.settings.seed,

@@ -137,6 +137,8 @@ class Run:
         self.first_step = begun if going_on is None else going_on.step
         self.is_new = not self.first_step and going_on is None
         """Whether there is nothing of this run yet."""
+        self.goes_on = going_on is not None
+        """Whether its processes take the place of others."""
         self.step = self.first_step
         """The one that comes next."""
         self.plan_since, self.plan_number = self.first_step, 0

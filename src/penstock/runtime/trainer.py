@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -38,7 +38,7 @@ from penstock.runtime.run_folder import own_folder, put_in_force, safe_step
 from penstock.runtime.run_inputs import program_planner, run_inputs
 from penstock.runtime.run_predictions import keep_inputs
 from penstock.runtime.telemetry.predicting import PredictedSteps, predict_peaks, predict_steps
-from penstock.runtime.telemetry.process_files import named_process
+from penstock.runtime.telemetry.process_files import forget_processes, named_process
 from penstock.runtime.transport.world import World
 from penstock.runtime.workers import Worker, WorkerError, WorkerPool, joined
 
@@ -102,6 +102,7 @@ class PlanTrainer:
             own_folder(request, self.first_step),
             planners_here(request.planning, *run_inputs(request), self.first_step) as planners,
             closing(copies) if copies is not None else nullcontext(),
+            _forgotten_processes(request.out),
             WorkerPool(
                 len(members), device="cpu" if request.device in _CLOCKED else request.device, threads=_threads(request.plan),
                 timeout_s=_OPERATION_S, copies=copies, frozen=FrozenRanks() if recovers else None,
@@ -178,6 +179,15 @@ def _processes(plan: Plan) -> tuple[int, ...]:
     if os.environ.get("WORLD_SIZE") == str(len(plan.ranks)):
         return plan.ranks
     return tuple(range(plan.ranks[-1] + 1))
+
+
+@contextmanager
+def _forgotten_processes(out: str) -> Iterator[None]:
+    """Nobody names the processes of a run that has ended: those that were killed could not see to it themselves."""
+    try:
+        yield
+    finally:
+        forget_processes(out)
 
 
 def _threads(plan: Plan) -> int:

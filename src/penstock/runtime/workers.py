@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError, PenstockError
 from penstock.processes.fork_server import FORKED, SIGNALS, await_parent, start_process
+from penstock.runtime.telemetry.process_files import forget_this_process
 from penstock.runtime.telemetry.status import Status, StatusBoard
 
 if TYPE_CHECKING:
@@ -355,6 +356,7 @@ def _serve(start: _Start, pipe: Any) -> None:
 def _follow() -> None:
     """Ends this process with its launcher."""
     await_parent()
+    forget_this_process()
     os._exit(1)
 
 

@@ -5,8 +5,9 @@ A new system is a package with its readers and rules and one such record in its 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
-__all__ = ["PlanFile", "PlanFiles", "System", "TableAnswer", "TableSearch", "unknown_name"]
+__all__ = ["PlanFile", "PlanFiles", "System", "TableAnswer", "TableScore", "TableSearch", "parse_nodes", "unknown_name"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,10 @@ class TableSearch:
     global_batch: int | None
     micro_batches: Sequence[int]
     memory_limit_gb: float | None
+    baselines: bool = False
+    """Whether simpler spaces are searched by the same rules as well."""
+    lengths: Path | None = None
+    """Samples of the batch to plan for, where the tables are by length."""
 
     @property
     def folder(self) -> str:
@@ -87,6 +92,18 @@ class TableAnswer:
     text: str
     """The plan's file as the system itself has it."""
     usd_per_step: float | None = None
+    baselines: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of the best plan of simpler spaces, by their names; infinite where none fits."""
+
+
+@dataclass(frozen=True)
+class TableScore:
+    """What a plan file of a system takes by the system's own tables."""
+
+    title: str
+    time_s: float
+    stages: Sequence[Mapping[str, Any]]
+    note: str
 
 
 @dataclass(frozen=True)
@@ -98,10 +115,20 @@ class System:
     plans: PlanFiles | None = None
     search: Callable[[TableSearch, Callable[[str], None]], TableAnswer] | None = None
     """The best plan by the system's own tables and rules; the second argument is told how far the search is."""
+    score: Callable[[str, Path], TableScore] | None = None
+    """Time and memory of a plan file by the tables in a folder."""
     chain: Callable[[str, str], Model] | None = None
     """The model that the tables in a folder have under a name."""
     batch_costs: Callable[[str, Sequence[SampleLengths], bool], PipelineCosts] | None = None
     """What micro-batches cost by the configuration at DIR/NAME; True places its layers so that these samples are fastest."""
+
+
+def parse_nodes(text: str, why: str) -> tuple[int, int]:
+    """Nodes and GPUs of each, as in `2x8`; `why` says what the tables know of them."""
+    match = re.fullmatch(r"\s*([1-9][0-9]{0,5})\s*[x×]\s*([1-9][0-9]{0,5})\s*", text)
+    if match is None:
+        raise InputError(f"--cluster is '{text}'; nodes x GPUs, such as 2x8, were expected: {why}")
+    return int(match[1]), int(match[2])
 
 
 def unknown_name(where: str, what: str, name: str, known: Sequence[str]) -> InputError:

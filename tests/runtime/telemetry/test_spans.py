@@ -110,8 +110,8 @@ def test_a_file_that_grows_is_read_on_and_one_that_began_anew_from_the_start(tmp
     for count in (0, 60, 100, len(whole)):
         path.write_bytes(head % 1 + whole[:count])
         assert growing.read().spans.tolist() == rows[: count // RECORD.itemsize].tolist() == read_spans(path).spans.tolist()
-    path.write_bytes(head % 2 + whole[RECORD.itemsize :])
-    assert growing.read().spans.tolist() == rows[1:].tolist()
+    path.write_bytes(head % 2 + rows[::-1].tobytes())
+    assert growing.read().spans.tolist() == rows[::-1].tolist()
     path.write_bytes(head % 2 + whole[: RECORD.itemsize])
     assert growing.read().spans.tolist() == rows[:1].tolist()
 

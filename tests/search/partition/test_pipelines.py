@@ -75,7 +75,7 @@ def test_mixed_clusters_use_what_helps() -> None:
 
 
 def test_three_kinds_and_unequal_nodes() -> None:
-    outcome = search_plans("gpt-350m", "1xp4d.24xlarge+1xg5.24xlarge+2xg5.xlarge+1xp3.8xlarge", 64, top=1, micro_batches=[8])
+    outcome = search_plans("gpt-350m", "1xp3.8xlarge+1xg5.12xlarge+2xg5.xlarge+1xg6.xlarge", 64, top=1, micro_batches=[8])
     assert outcome.choices[0].estimate.fits and outcome.bound_s <= outcome.choices[0].estimate.time_s
 
 

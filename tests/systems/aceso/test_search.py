@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import numpy as np
 import pytest
 
 from penstock.errors import InfeasibleError, InputError
+from penstock.systems.aceso.plans import AcesoPlan, searched_text
+from penstock.systems.aceso.scoring import score_plan
 from penstock.systems.aceso.search import AcesoProblem, search_aceso
 from penstock.systems.aceso.tables import AcesoTables
+from penstock.systems.tables import validated
 
 SHARED = Path(__file__).resolve().parents[3].parent / "shared"
 needs_tables = pytest.mark.skipif(not (SHARED / "data" / "aceso").exists(), reason="Aceso's tables are not here")
@@ -55,6 +59,8 @@ def test_the_plan_is_good_and_the_judge_agrees(case: tuple[Any, ...], judge: Any
     assert score.ok, score.errors
     assert score.iteration_s == pytest.approx(answer.time_s, rel=1e-6)
     assert score.iteration_s <= reach
+    own = score_plan(validated(AcesoPlan, json.loads(searched_text(answer.plan, problem.model)), "plan"), problem.tables, given[4])
+    assert own.time_s == pytest.approx(score.iteration_s, rel=1e-9) and own.memory_mb == pytest.approx(score.max_memory_mb, abs=0.1)
     assert answer.bound_s <= answer.time_s <= 1.03 * answer.bound_s
 
 

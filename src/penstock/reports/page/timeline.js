@@ -36,8 +36,7 @@ export function timeline(block, open, viewer) {
   const view = new Viewport(Math.min(0, ...lanes.map((lane) => lane.begin_ns)), ends.reduce((most, end) => Math.max(most, end), 1));
   const all = rowsOf(lanes), roles = [...new Set(all.map((row) => row.role))], groups = [...new Set(all.map((row) => row.group))];
   const hidden = new Set();
-  const keyOf = (lane, span) => `${lane.begin_ns + start[span]} ${block.kind[span]} ${block.stage[span]} ${block.micro_batch[span]}`;
-  const onPath = new Set(lanes.filter((lane) => lane.role === "critical").flatMap((lane) => Array.from({ length: lane.count }, (_, each) => keyOf(lane, lane.first + each))));
+  const onPath = critical(block, start);
   let group = "", rows = all, levels = null, hovered = null, chosen = null, linked = { from: null, to: null }, selected = null, later = 0;
 
   const canvas = h("canvas", { tabindex: 0, class: "timeline", role: "application", "aria-label": `${title}: ${all.length} rows, ${length.length} spans. Keys: A and D move, W and S zoom, Home shows all, P and N go to the sender and the receiver of an instruction, M selects what is in view, Escape ends that.` });
@@ -57,7 +56,7 @@ export function timeline(block, open, viewer) {
     const counts = rows.map((row) => inView(row).reduce((sum, lane) => sum + countIn(lane), 0)), total = counts.reduce((sum, one) => sum + one, 0);
     const tints = tintsOf(kinds, background), walked = total <= WALKED;
     if (!walked && !levels) levels = new Map();
-    const dense = rows.map((row, number) => high < 3 || counts[number] * 1.5 > width), wide = Math.round(width * ratio), tall = Math.round(lanesHeight() * ratio);
+    const dense = rows.map((row, number) => high < 3 || counts[number] * 3 > width), wide = Math.round(width * ratio), tall = Math.round(lanesHeight() * ratio);
     const image = pen.createImageData(wide, Math.max(1, tall)), pixels = new Uint32Array(image.data.buffer), line = new Uint32Array(wide), mixed = new Float32Array(3 * wide);
     let last = -1;
     for (let y = 0; y < tall; y++) {
@@ -112,7 +111,7 @@ export function timeline(block, open, viewer) {
           pen.textAlign = "center";
           pen.fillText(name, (left + right) / 2, top + tall / 2 + 4);
         }
-        if (onPath.size && row.role !== "critical" && onPath.has(keyOf(lane, span))) { pen.fillStyle = themed("--ink"); pen.fillRect(left, top + tall - 2, Math.max(1, right - left - 1), 2); }
+        if (onPath[span] && row.role !== "critical") { pen.fillStyle = themed("--ink"); pen.fillRect(left, top + tall - 2, Math.max(1, right - left - 1), 2); }
         if (hovered === span) { pen.strokeStyle = themed("--ink"); pen.lineWidth = 2; pen.strokeRect(left + 1, top, Math.max(1, right - left - 2), tall); }
       }
     }
@@ -362,6 +361,14 @@ function tintsOf(kinds, paper) {
     found.other[3 * number + channel] = 0.75 * (value - paper[channel]);
   }));
   return (role) => (role === "measured" ? found.measured : found.other);
+}
+
+/** For each span whether it is on a critical path, by when it is what of which micro-batch; none where no path is known. */
+function critical({ lanes, kind, stage, micro_batch: micro }, start) {
+  const keyOf = (lane, span) => `${lane.begin_ns + start[span]} ${kind[span]} ${stage[span]} ${micro[span]}`, spans = (lane) => Array.from({ length: lane.count }, (_, each) => lane.first + each);
+  const paths = lanes.filter((lane) => lane.role === "critical"), path = new Set(paths.flatMap((lane) => spans(lane).map((span) => keyOf(lane, span)))), found = new Uint8Array(kind.length);
+  for (const lane of paths.length ? lanes : []) if (lane.role === "predicted" || lane.role === "sends") for (const span of spans(lane)) if (path.has(keyOf(lane, span))) found[span] = 1;
+  return found;
 }
 
 /** Times of a page with very many spans come in coarser ticks. A loop: `from` with a function takes a second for two million. */

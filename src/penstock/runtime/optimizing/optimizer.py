@@ -143,7 +143,7 @@ class _Masters(Optimizer):
             piece.num_steps = None
             kept = piece.optimizer.state[piece.master]
             for name, value in given.items():
-                if value.dim() == 0 and name != "master":
+                if value.dim() == 0 and (name == "step" or (name != "master" and parameter.dim())):  # moments of one number are moments
                     kept[name] = value.clone()
                     continue
                 if name != "master" and kept.get(name) is None:
@@ -211,9 +211,12 @@ class _Plain(Optimizer):
         own = self.parameters if only is None else list(only)
         if factor is not None:
             torch._foreach_mul_([p.grad for p in own if p.grad is not None], factor)
+        if only is None:  # as somebody's own rule can, too
+            self._own.step()
+            return
         all_of_them = self._own.parameters
         try:
-            self._own.parameters = own if only is not None else all_of_them
+            self._own.parameters = own
             self._own.step()
         finally:
             self._own.parameters = all_of_them

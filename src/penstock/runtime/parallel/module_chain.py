@@ -52,6 +52,8 @@ class CutModule:
         self.model, self.made, self.device = model, made, device
         self.dtype = TORCH_DTYPES[model.dtype]
         self.module = made.module.train()
+        for p in self.module.parameters():  # before shapes of skipped units are learnt, and dtypes with them
+            p.data = p.data.to(self.dtype) if p.is_floating_point() else p.data
         self.drops = has_dropout(self.module)
         parts = dict(self.module.named_modules())
         styles = {path: style for path, style in described_styles(model).items() if path in parts}  # of another module: told below
@@ -79,8 +81,9 @@ class CutModule:
                 f"the plan is of another module: it has '{first[0]}' where {self.made.name} has '{first[1]}'. Search for a plan again."
             )
 
-    def hold(self, ops: Mapping[int, TensorParallel]) -> None:
-        """Has the weights of these ops here, divided so, and no others. Those that come anew have their first values."""
+    def hold(self, ops: Mapping[int, TensorParallel], *, filled: bool = False) -> None:
+        """Has the weights of these ops here, divided so, and no others. Those that come anew have their first values, unless they are
+        `filled` afterwards."""
         table = self._table
         self.division.tps.clear()
         wanted: dict[int, tuple[UnitOp, str]] = {}
@@ -92,17 +95,17 @@ class CutModule:
         shapes = {id(p): (p, weights[index][name]) for index, own in enumerate(table.ops) for name, p in own.items()}
         for p, whole in shapes.values():
             if id(p) in wanted:
-                self._hold(p, torch.empty(whole, device="meta"), *wanted[id(p)])
+                self._hold(p, torch.empty(whole, device="meta"), *wanted[id(p)], filled)
             elif not p.is_meta:
                 self._replace(p, torch.empty(whole, dtype=p.dtype, device="meta"))
 
-    def _hold(self, p: nn.Parameter, whole: torch.Tensor, op: UnitOp, name: str) -> None:
+    def _hold(self, p: nn.Parameter, whole: torch.Tensor, op: UnitOp, name: str, filled: bool) -> None:
         shard = op.shards[name] or (lambda x: x)
         dtype, shape = self.dtype if p.is_floating_point() else p.dtype, shard(whole).shape
         if (p.device, p.dtype, p.shape) == (self.device, dtype, shape):
             return
-        # Where another plan divided it otherwise, its values come with the state that is moved.
-        values = shard(self.made.values(self._table.home[id(p)], p)) if p.shape == whole.shape else torch.zeros(shape)
+        made_here = p.shape == whole.shape and not filled
+        values = shard(self.made.values(self._table.home[id(p)], p)) if made_here else torch.zeros(shape)
         self._replace(p, (values if shape == whole.shape else values.clone()).to(self.device, dtype))
 
     def _replace(self, old: nn.Parameter, values: torch.Tensor) -> None:

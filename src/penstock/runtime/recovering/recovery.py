@@ -88,7 +88,7 @@ class RunRecovery:
         assert self._lost is not None
         event, step, rank, before, since_s = self._lost
         self._lost, pause_s = None, time.monotonic() - since_s
-        again = f"{before - step} steps are done again" if before - step != 1 else "1 step is done again"
+        again = {0: "no step is done again", 1: "1 step is done again"}.get(before - step, f"{before - step} steps are done again")
         plan = f"a plan of ranks {format_ranks(self.request.plan.ranks)} is in force"
         how = "has another process" if event == "replaced" else f"is left out, {plan}"
         text = f"rank {rank} {how}. Training went on from step {step} after {pause_s:.2g} s; {again}"

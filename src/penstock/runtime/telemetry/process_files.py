@@ -13,7 +13,11 @@ import msgspec
 from penstock.errors import InputError
 from penstock.files import readable_bytes, write_text
 
-__all__ = ["RankProcess", "named_process", "read_process", "started_ticks"]
+__all__ = ["RankProcess", "forget_processes", "forget_this_process", "named_process", "read_process", "started_ticks"]
+
+_FILES = "rank-*.process.json"
+_NAMED: set[Path] = set()
+"""Files that name this process."""
 
 
 class RankProcess(msgspec.Struct, frozen=True):
@@ -51,10 +55,24 @@ def named_process(folder: str | Path, rank: int, device: str) -> Iterator[None]:
     """Names this process in the folder of its run while entered."""
     pid = os.getpid()
     path = _path(folder, rank)
+    _NAMED.add(path)
     write_text(path, msgspec.json.encode(RankProcess(pid, started_ticks(pid) or 0, socket.gethostname(), device)).decode() + "\n")
     try:
         yield
     finally:
+        _NAMED.discard(path)
+        path.unlink(missing_ok=True)
+
+
+def forget_this_process() -> None:
+    """Before an end at once: nobody names this process any more."""
+    for path in _NAMED:
+        path.unlink(missing_ok=True)
+
+
+def forget_processes(folder: str | Path) -> None:
+    """All processes of a run have ended, however they did."""
+    for path in Path(folder).glob(_FILES):
         path.unlink(missing_ok=True)
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError
-from penstock.systems.system import PlanFile, PlanFiles, System, TableAnswer, TableSearch, unknown_name
+from penstock.systems.system import PlanFile, PlanFiles, System, TableAnswer, TableScore, TableSearch, parse_nodes, unknown_name
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
+    from penstock.systems.aceso.tables import AcesoTables
 
 __all__ = ["ACESO"]
 
@@ -71,20 +74,56 @@ def _search(asked: TableSearch, progress: Callable[[str], None]) -> TableAnswer:
         f"best plan of {model.name} on {nodes} × {per_node} GPUs, global batch {asked.global_batch} ({asked.costs})",
         answer.time_s, answer.bound_s, stages, {"micro_batch": size, "num_gpus": nodes * per_node, "memory_limit_mb": memory_mb},
         f"at most {memory_mb:,.0f} MB (of 2²⁰ bytes, as Aceso counts) on a GPU; micro-batches of {size}", searched_text(plan, model),
+        baselines={"Megatron-LM's grid": _best_of_grid(plan, model, tables, per_node, sizes, memory_mb)} if asked.baselines else {},
     )  # fmt: skip
+
+
+def _best_of_grid(plan: dict[str, Any], model: Model, tables: AcesoTables, per_node: int, sizes: Sequence[int], memory_mb: float) -> float:
+    """Seconds of the fastest plan of equal stages that fits, at any of the micro-batch sizes."""
+    from penstock.systems.aceso.plans import AcesoPlan, searched_text
+    from penstock.systems.aceso.scoring import grid_plans, score_plan
+    from penstock.systems.tables import validated
+
+    best = math.inf
+    found = validated(AcesoPlan, json.loads(searched_text(plan, model)), "the plan found")
+    for size in (size for size in sizes if found.global_batch_size % size == 0):
+        for other in grid_plans(replace(found, micro_batch_size=size), per_node):
+            try:
+                score = score_plan(other, tables, per_node)
+            except InputError:  # degrees for which there are no tables
+                continue
+            best = min(best, score.time_s) if score.memory_mb <= memory_mb else best
+    return best
+
+
+_PER_NODE = 8
+"""GPUs of a node where only a plan file says how many there are in all."""
+
+
+def _score(folder: str, path: Path) -> TableScore:
+    from penstock.systems.aceso.plans import read_aceso_plan
+    from penstock.systems.aceso.scoring import score_plan
+    from penstock.systems.aceso.tables import AcesoTables
+
+    plan = read_aceso_plan(path)
+    found = score_plan(plan, AcesoTables.open(folder), _PER_NODE)
+    stages = [
+        {"ops": ops, "gpus": gpus, "tp": sorted(set(tp)), "dp": sorted(set(dp)), "recomputed": sum(again), "compute_s": one.compute_s,
+         "recompute_s": one.recompute_s, "messages_s": one.messages_s, "memory_mb": one.memory_mb}
+        for ops, gpus, tp, dp, again, one in zip(
+            plan.num_ops_in_each_stage, plan.num_gpus, plan.model_parallel_size_of_each_op, plan.data_parallel_size_of_each_op,
+            plan.recompute_ops, found.stages, strict=True)
+    ]  # fmt: skip
+    micro_batches = f"{found.num_micro_batches} micro-batches of {plan.micro_batch_size}"
+    note = f"the fullest GPU holds {found.memory_mb:,.0f} MB (of 2²⁰ bytes); nodes of {_PER_NODE} GPUs"
+    return TableScore(f"{plan.model_name} {plan.model_size} on {sum(plan.num_gpus)} GPUs, {micro_batches}", found.time_s, stages, note)
 
 
 def _nodes(text: str) -> tuple[int, int]:
     """Nodes and GPUs of each: `2x8`."""
     from penstock.systems.aceso.search import MAX_STAGES
 
-    match = re.fullmatch(r"\s*([1-9][0-9]{0,5})\s*[x×]\s*([1-9][0-9]{0,5})\s*", text)
-    if match is None:
-        raise InputError(
-            f"--cluster is '{text}'; nodes x GPUs, such as 2x8, were expected: Aceso's tables hold the one kind of GPUs that they were "
-            "measured on, with its links."
-        )
-    nodes, per_node = int(match[1]), int(match[2])
+    nodes, per_node = parse_nodes(text, "Aceso's tables hold the one kind of GPUs that they were measured on, with its links.")
     if nodes * per_node > MAX_STAGES * 8:
         raise InputError(f"--cluster is '{text}', {nodes * per_node} GPUs; Aceso's plans have up to {MAX_STAGES} stages of 8.")
     return nodes, per_node
@@ -92,5 +131,5 @@ def _nodes(text: str) -> tuple[int, int]:
 
 ACESO = System(
     "aceso", PlanFiles(_read, _write, "gpt_1_3B.json", "plan.json", ("model", "cluster"), ("model", "cluster"), "Aceso's plan does"),
-    search=_search, chain=_chain,
+    search=_search, score=_score, chain=_chain,
 )  # fmt: skip

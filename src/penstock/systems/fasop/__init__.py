@@ -62,6 +62,8 @@ def _search(asked: TableSearch, progress: Callable[[str], None]) -> TableAnswer:
     for name, given in (("--micro-batches", bool(asked.micro_batches)), ("--memory-limit", asked.memory_limit_gb is not None)):
         if given:
             raise InputError(f"{name} does not go with --costs {asked.costs}: the tables say it. Drop it.")
+    if asked.baselines:
+        raise InputError(f"--baselines does not go with --costs {asked.costs}: simpler spaces are not scored by FASOP's rules. Drop it.")
     answer = search_fasop(tables, asked.model)
     stages = [
         {"layers": stage["layers"], "gpus": stage["tp"] * stage["dp"], "tp": [stage["tp"]], "dp": [stage["dp"]], "samples": stage["mbs"],

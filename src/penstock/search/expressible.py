@@ -1,0 +1,77 @@
+"""The fastest plans that another system can express: those found that it takes, and plans of the grid where it takes none as good."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from penstock.errors import InfeasibleError
+from penstock.plans.plan import Plan
+from penstock.plans.validity import check_plan
+from penstock.search.assemble import estimated
+from penstock.search.baselines import BASELINES, best_of
+from penstock.search.choice import Choice
+from penstock.search.space.request import Request
+from penstock.search.uniform import uniform_choices
+
+__all__ = ["Expressible", "expressible"]
+
+_ALL = 10**6
+Refusal = Callable[[Plan], str]
+"""Why a system cannot express a plan; empty where it can."""
+
+
+@dataclass(frozen=True)
+class Expressible:
+    """The plans that a system takes, the fastest first, and why it does not take the fastest of all; empty where it does."""
+
+    choices: tuple[Choice, ...]
+    reason: str
+
+
+def expressible(
+    request: Request, found: Sequence[Choice], refusal: Refusal, top: int, change: Callable[[Plan], Plan] | None = None
+) -> Expressible:
+    """Of the plans found, of those with equal degrees and whole layers, and of the grid, the `top` fastest that are not refused.
+
+    With `change` each plan is first made what the system runs, such as an asynchronous one.
+    """
+    reason = refusal(found[0].plan)
+    plans = _candidates(request, found)
+    if change is not None:
+        plans = (choice for one in plans if (choice := _changed(request, change(one.plan))) is not None)
+    taken = list(islice((choice for choice in _different(plans) if not refusal(choice.plan)), 2 * top))
+    if not taken:
+        raise InfeasibleError(f"none of the plans found can be expressed there. Of the fastest: {reason}")
+    return Expressible(tuple(sorted(taken, key=lambda choice: choice.estimate.time_s)[:top]), reason)
+
+
+def _different(choices: Iterator[Choice]) -> Iterator[Choice]:
+    """Each plan once."""
+    seen = set()
+    for choice in choices:
+        key = choice.plan.stages, choice.plan.micro_batching, choice.plan.schedule
+        if key not in seen:
+            seen.add(key)
+            yield choice
+
+
+def _changed(request: Request, plan: Plan) -> Choice | None:
+    """The plan with its estimate, if it is valid and fits."""
+    if check_plan(plan, request.model, request.cluster):
+        return None
+    choice = estimated(request, plan, "grid")
+    return choice.clocked() if choice.estimate.fits else None
+
+
+def _candidates(request: Request, found: Sequence[Choice]) -> Iterator[Choice]:
+    yield from found
+    layers = next(baseline for baseline in BASELINES if baseline.name == "FASOP")
+    if (whole := best_of(layers, request)) is not None:
+        yield whole
+    try:
+        grid = uniform_choices(request, _ALL, lambda: None)
+    except InfeasibleError:
+        return
+    yield from (choice.clocked() for choice in grid)
