@@ -211,9 +211,12 @@ class _Plain(Optimizer):
         own = self.parameters if only is None else list(only)
         if factor is not None:
             torch._foreach_mul_([p.grad for p in own if p.grad is not None], factor)
+        if only is None:
+            self._own.step()  # somebody's own rule knows no other
+            return
         all_of_them = self._own.parameters
         try:
-            self._own.parameters = own if only is not None else all_of_them
+            self._own.parameters = own
             self._own.step()
         finally:
             self._own.parameters = all_of_them
