@@ -99,13 +99,13 @@ def pauses() -> Iterator[tuple[float, float]]:
 def watching_s(plan: Plan, num_steps: int = 2000) -> float:
     """Seconds of the processor that the first process of a job takes for watching each step, while nothing happens: predicting its own
     program, and looking at the figures of all ranks."""
-    small = uniform_plan("gpt-tiny", "8xa100-80gb", global_batch=64, micro_batch=1, pp=8, layout="packed", precision="fp32")
+    small = uniform_plan("gpt-tiny", "4xa100-80gb", global_batch=64, micro_batch=1, pp=4, layout="packed", precision="fp32")
     figures = np.exp(np.random.default_rng(0).normal(0, 0.05, (num_steps, len(plan.ranks))))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source, planner = run_inputs(TrainRequest(small, _data(folder), 2, str(folder / "run")))
         data, batches = source.open()
-        program, times = planner.programs(data, batches[0])[0], ProgramTimes(planner)
+        program, times = planner.programs(data, batches[0])[0], ProgramTimes(planner.plan, planner.model, planner.costs)
         watch = Watch(plan, folder)
         start_s = time.process_time()
         for step, own in enumerate(figures.tolist()):

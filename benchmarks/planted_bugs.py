@@ -45,6 +45,8 @@ _GROUND = (
          "files that Excel saves begin with a mark", "test_files.py"),
     _bug("a name given twice is taken", "files.py", "if len(found) < len(pairs):", "if len(found) > len(pairs):",
          "the first of two values is lost silently", "test_files.py"),
+    _bug("a notebook shows nothing without a reason", "notebooks.py", "<p>{escape(str(error))}</p>", "", "nobody knows what is missing",
+         "reports/test_report.py", pick="themselves"),
 )
 _WRITING = (
     _bug("the first of two files stays", "files.py", "        group.vanish()\n        raise", "        raise",
@@ -274,6 +276,8 @@ _SYSTEMS = (
          "else (self.offset[c, min(a + 1, width.shape[1] - 1)], 1)",
          "else (self.offset[c, a], 0)", "a plan with cuts elsewhere is below the bound", "systems/aceso/test_long_chains.py",
          pick="coarse"),
+    _bug("degrees leave GPUs idle", "systems/dynapipe/search.py", "and gpus % (tp * pp) == 0", "and gpus >= tp * pp",
+         "a cluster of three GPUs is planned for as one of two", "systems/dynapipe/test_tables.py", pick="best_degrees"),
     _bug("a given plan recomputes for nothing", "systems/aceso/scoring.py", "float(rows[:, 0] @ flags) / 1e6", "0.0",
          "what is recomputed is not counted", "cli/test_search_tables.py", pick="explained"),
     _bug("the last layer is a twin beyond its run", "search/space/blocks.py", "and cuts[cut + 1] <= ends[cut]", "",
@@ -459,6 +463,8 @@ _PROFILING = (
          "profiles take for ever", "profiling/test_measure.py", pick="shortened"),
 )  # fmt: skip
 _REPORTS = (
+    _bug("a page runs in the notebook itself", "notebooks.py", "return self._report().framed()", "return self._report()",
+         "no frame keeps its script apart", "reports/test_report.py", pick="objects"),
     _bug("the path leaves transfers out", "timing/critical_path.py", "            yield _Event(cause, cut, micro_batch)\n        else:",
          "            yield from self._passes(sender, micro_batch, kinds)\n        else:", "time on links looks like waiting",
          "timing/test_critical_path.py"),

@@ -28,7 +28,6 @@ from penstock.runtime.trainer import PlanTrainer
 from penstock.timing.disturbance import Disturbance, DisturbanceChange
 from penstock.timing.disturbance_file import read_disturbance
 
-pytestmark = pytest.mark.timeout(280)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "adapting"
 
 

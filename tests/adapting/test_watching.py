@@ -23,7 +23,6 @@ from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.trainer import PlanTrainer
 from penstock.timing.disturbance import Disturbance, DisturbanceChange
 
-pytestmark = pytest.mark.timeout(280)
 SOON = 12
 """Steps within which a change has to be noticed."""
 

@@ -24,8 +24,6 @@ from penstock.runtime.telemetry.steps import LineLog, StepRecord, read_steps
 from penstock.runtime.trainer import PlanTrainer
 from penstock.timing.asked import ASKED
 
-pytestmark = pytest.mark.timeout(280)
-
 
 def plan_for(path: Path, num_devices: int = 3) -> Plan:
     """Stages on devices that keep no rank waiting."""

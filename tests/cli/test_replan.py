@@ -22,8 +22,6 @@ from penstock.plans.schema import write_plan
 from penstock.runtime.run_lock import run_lock
 from penstock.runtime.telemetry.steps import LineLog
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -12,8 +12,6 @@ import pytest
 
 from penstock.processes.burners import Burners, Steering, waited_ns
 
-pytestmark = pytest.mark.timeout(120)
-
 STARTS_BURNERS = """
 import sys, time
 from penstock.processes.burners import Burners

@@ -8,12 +8,9 @@ import subprocess
 import sys
 import time
 
-import pytest
-
 from penstock.processes.states import is_stopped
 
 
-@pytest.mark.timeout(60)
 def test_a_process_that_a_signal_stopped() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(50)"]) as process:
         assert not is_stopped(process.pid)

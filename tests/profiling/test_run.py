@@ -246,7 +246,6 @@ def test_ops_beside_loads_are_measured_once_and_kept_by_class(tmp_path: Path, mo
     assert factors == pytest.approx(wanted)
 
 
-@pytest.mark.timeout(250)
 def test_the_command_measures_beside_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(GridLimits, "for_device", classmethod(lambda cls, kind: TINY))
     path = str(tmp_path / "profile.json")

@@ -46,13 +46,21 @@ def batch_durations_s(costs: PipelineCosts, micro_batches: Sequence[MicroBatch],
 
 
 def _chosen(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: int) -> Floats:
-    """Costs of each micro-batch on each stage in the mode it runs in there."""
+    """Costs of each micro-batch on each stage in the mode it runs in there; those of one layout are looked up together."""
     classes = costs.stage_class[replica]
-    found: list[Floats] = []
-    for batch in micro_batches:
-        shape = batch.shape()
-        padded = (batch.num_rows, batch.row_length, batch.dec_row_length)
-        point = padded if batch.layout == "padded" else (shape.tokens, shape.squares / max(shape.tokens, 1), 0)
-        modes = np.array(batch.recompute or [0] * len(classes))
-        found.append(costs.of_layout(batch.layout).at(*point)[classes, modes])
-    return np.stack(found, axis=1) if found else np.zeros((len(classes), 0, len(QUANTITIES)))
+    found = np.zeros((len(classes), len(micro_batches), len(QUANTITIES)))
+    for layout in dict.fromkeys(batch.layout for batch in micro_batches):
+        own = [number for number, batch in enumerate(micro_batches) if batch.layout == layout]
+        points = np.array([_point(micro_batches[number]) for number in own], dtype=np.float64)
+        modes = np.array([micro_batches[number].recompute or (0,) * len(classes) for number in own])
+        values = costs.of_layout(layout).at(*points.T)  # [micro-batches, C, M, quantities]
+        found[:, own] = np.moveaxis(values[np.arange(len(own))[:, None], classes, modes], 1, 0)
+    return found
+
+
+def _point(batch: MicroBatch) -> tuple[float, float, float]:
+    """Where a micro-batch is on the grid of its layout."""
+    if batch.layout == "padded":
+        return batch.num_rows, batch.row_length, batch.dec_row_length
+    shape = batch.shape()
+    return shape.tokens, shape.squares / max(shape.tokens, 1), 0

@@ -70,11 +70,14 @@ def search(
     target = _target(export)
     _check_for(for_)
     if costs.partition(":")[0] in TABLES:
+        by_length = costs.startswith("dynapipe:")
         search_tables(
-            TableSearch(costs, model, cluster, global_batch, parse_sizes(micro_batches), memory_limit, baselines), path, steps, json,
+            TableSearch(costs, model, cluster, global_batch, parse_sizes(micro_batches), memory_limit, baselines, lengths), path, steps,
+            json,
             {"objective": objective != "time", "seq_length": seq_length, "precision": precision, "gradients": gradients,
-             "lengths": lengths, "data": data, "schedules": schedules != SCHEDULE_NAMES, "tokens": tokens, "time_budget": time_budget,
-             "max_hops": max_hops != MAX_HOPS, "top": top != TOP, "proof": proof, "for": for_, "export": export},
+             "lengths": lengths and not by_length, "data": data, "schedules": schedules != SCHEDULE_NAMES, "tokens": tokens,
+             "time_budget": time_budget, "max_hops": max_hops != MAX_HOPS, "top": top != TOP, "proof": proof, "for": for_,
+             "export": export},
         )  # fmt: skip
         return
     goal = Objective.parse(objective)

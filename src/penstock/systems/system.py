@@ -5,6 +5,7 @@ A new system is a package with its readers and rules and one such record in its 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
-__all__ = ["PlanFile", "PlanFiles", "System", "TableAnswer", "TableScore", "TableSearch", "unknown_name"]
+__all__ = ["PlanFile", "PlanFiles", "System", "TableAnswer", "TableScore", "TableSearch", "parse_nodes", "unknown_name"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class TableSearch:
     memory_limit_gb: float | None
     baselines: bool = False
     """Whether simpler spaces are searched by the same rules as well."""
+    lengths: Path | None = None
+    """Samples of the batch to plan for, where the tables are by length."""
 
     @property
     def folder(self) -> str:
@@ -118,6 +121,14 @@ class System:
     """The model that the tables in a folder have under a name."""
     batch_costs: Callable[[str, Sequence[SampleLengths], bool], PipelineCosts] | None = None
     """What micro-batches cost by the configuration at DIR/NAME; True places its layers so that these samples are fastest."""
+
+
+def parse_nodes(text: str, why: str) -> tuple[int, int]:
+    """Nodes and GPUs of each, as in `2x8`; `why` says what the tables know of them."""
+    match = re.fullmatch(r"\s*([1-9][0-9]{0,5})\s*[x×]\s*([1-9][0-9]{0,5})\s*", text)
+    if match is None:
+        raise InputError(f"--cluster is '{text}'; nodes x GPUs, such as 2x8, were expected: {why}")
+    return int(match[1]), int(match[2])
 
 
 def unknown_name(where: str, what: str, name: str, known: Sequence[str]) -> InputError:

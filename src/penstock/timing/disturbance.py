@@ -72,9 +72,9 @@ class DisturbanceChange:
 
 @dataclass(frozen=True)
 class DisturbanceStrike:
-    """A rank whose process is killed or frozen."""
+    """A rank whose process is killed or frozen, or fails."""
 
-    kind: Literal["kill", "freeze"]
+    kind: Literal["kill", "freeze", "fail"]
     rank: int
     phase: str
     """Of the step: `backward`, `saving` …"""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 
-import pytest
 import torch
 
 from penstock.processes.fork_server import start_process
@@ -98,7 +97,6 @@ def _copy_and_die(copies: Copies) -> None:
     copies.save(0, 20, CopyPlace(0, 0, 1), broken, {})
 
 
-@pytest.mark.timeout(120)
 def test_they_outlive_the_process_that_made_them() -> None:
     copies = Copies(2)
     process = start_process("copying", _copy_and_die, copies)

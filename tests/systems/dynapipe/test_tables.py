@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from counted_work import counted_calls
 
+from penstock.cli.main import run
 from penstock.errors import InputError, ProfileMissingError
 from penstock.systems.dynapipe.grid import CostGrid
 from penstock.systems.dynapipe.tables import DynaPipeTables, open_configuration
@@ -90,6 +91,30 @@ def test_wrong_input_is_explained(folder: Path) -> None:
     (folder / "llama_cost_model.csv").write_text(HEADER)
     with pytest.raises(InputError, match="hidden size of DynaPipe's 'llama' is not in its tables"):
         DynaPipeTables.open(folder / "llama")
+
+
+def test_the_best_degrees_are_found_for_a_batch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two GPUs of which each holds one side of the pipeline, or both halves of the batch where weights fit twice."""
+    lengths, out = folder / "lengths.csv", folder / "found.json"
+    lengths.write_text("sample_id,enc_len,dec_len\n" + "".join(f"{i},{17 + i % 9},0\n" for i in range(12)))
+    asked = ["search", "--costs", f"dynapipe:{folder}", "--model", "gpt_6.7b", "--cluster", "1x2", "--lengths", str(lengths), "--json"]
+    assert run([*asked, "--baselines", "--out", str(out)]) == 0
+    wide = json.loads(capsys.readouterr().out)
+    assert set(wide["baselines"]) == {"tp 1, pp 1, dp 2", "tp 1, pp 2, dp 1"} and wide["lower_bound_s"] <= wide["time_s"]
+    assert wide["time_s"] <= min(wide["baselines"].values()) * (1 + 1e-9)
+    config = json.loads(out.read_text())["configs"]["found"]
+    assert config["tp"] * config["pp"] * config["dp"] == 2 and len(wide["stages"]) == config["pp"]
+    assert run([*asked, "--memory-limit", "3", "--baselines"]) == 0  # 32 layers of 160 MB: only half of them fit
+    assert set(json.loads(capsys.readouterr().out)["baselines"]) == {"tp 1, pp 2, dp 1"}
+    assert run([*asked, "--cluster", "1x3", "--baselines"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["baselines"]) == {"tp 1, pp 1, dp 3"}  # 32 layers are no multiple of 3
+    assert run([*asked, "--memory-limit", "0.1"]) == 3
+    assert "no configuration" in capsys.readouterr().err
+    for more, message in ((["--global-batch", "4"], "are the batch"), (["--cluster", "2xt4"], "nodes x GPUs")):
+        assert run([*asked, *more]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+    assert run([*asked[:7], "--json"]) == 2
+    assert "--lengths is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "family"), [("gpt_6.7b", "gpt"), ("t5_11b", "t5")])

@@ -211,8 +211,8 @@ class _Plain(Optimizer):
         own = self.parameters if only is None else list(only)
         if factor is not None:
             torch._foreach_mul_([p.grad for p in own if p.grad is not None], factor)
-        if only is None:
-            self._own.step()  # somebody's own rule knows no other
+        if only is None:  # as somebody's own rule can, too
+            self._own.step()
             return
         all_of_them = self._own.parameters
         try:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError
-from penstock.systems.system import PlanFile, PlanFiles, System, TableAnswer, TableScore, TableSearch, unknown_name
+from penstock.systems.system import PlanFile, PlanFiles, System, TableAnswer, TableScore, TableSearch, parse_nodes, unknown_name
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -124,13 +123,7 @@ def _nodes(text: str) -> tuple[int, int]:
     """Nodes and GPUs of each: `2x8`."""
     from penstock.systems.aceso.search import MAX_STAGES
 
-    match = re.fullmatch(r"\s*([1-9][0-9]{0,5})\s*[x×]\s*([1-9][0-9]{0,5})\s*", text)
-    if match is None:
-        raise InputError(
-            f"--cluster is '{text}'; nodes x GPUs, such as 2x8, were expected: Aceso's tables hold the one kind of GPUs that they were "
-            "measured on, with its links."
-        )
-    nodes, per_node = int(match[1]), int(match[2])
+    nodes, per_node = parse_nodes(text, "Aceso's tables hold the one kind of GPUs that they were measured on, with its links.")
     if nodes * per_node > MAX_STAGES * 8:
         raise InputError(f"--cluster is '{text}', {nodes * per_node} GPUs; Aceso's plans have up to {MAX_STAGES} stages of 8.")
     return nodes, per_node

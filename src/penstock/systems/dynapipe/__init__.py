@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.systems.system import System
+from penstock.errors import InputError
+from penstock.systems.system import System, TableAnswer, TableSearch, parse_nodes
 
 if TYPE_CHECKING:
     from penstock.batching.costs import PipelineCosts
@@ -23,4 +26,31 @@ def _batch_costs(path: str, samples: Sequence[SampleLengths], free_layers: bool)
     return dynapipe_costs(tables, best_layers(tables, config, samples) if free_layers else config)
 
 
-DYNAPIPE = System("dynapipe", batch_costs=_batch_costs)
+def _search(asked: TableSearch, progress: Callable[[str], None]) -> TableAnswer:
+    from penstock.batching.lengths import read_lengths
+    from penstock.systems.dynapipe.search import DEFAULT_MB, best_configuration
+    from penstock.systems.dynapipe.tables import DynaPipeTables
+
+    if asked.lengths is None:
+        raise InputError("--lengths is missing: DynaPipe's tables are by length. Give a CSV file of the samples of one global batch.")
+    for name, given in (("--global-batch", asked.global_batch is not None), ("--micro-batches", bool(asked.micro_batches))):
+        if given:
+            raise InputError(f"{name} does not go with --costs {asked.costs}: the samples of --lengths are the batch. Drop it.")
+    nodes, per_node = parse_nodes(asked.cluster, "DynaPipe's tables hold the one kind of GPUs that they were measured on.")
+    tables = DynaPipeTables.open(Path(asked.folder) / asked.model)
+    memory_mb = DEFAULT_MB if asked.memory_limit_gb is None else 1000 * asked.memory_limit_gb
+    samples = read_lengths(asked.lengths)
+    best, all_s = best_configuration(tables, samples, nodes * per_node, per_node, memory_mb, progress)
+    config, plan = best.config, best.plan
+    layers = (2 if tables.dimensions.has_decoder else 1) * config.layers // config.pp
+    stages = [{"layers": layers, "gpus": config.tp * config.dp, "tp": [config.tp], "dp": [config.dp]} for _ in range(config.pp)]
+    entry = {name: getattr(config, name) for name in ("model", "layers", "tp", "pp", "dp", "zero", "mem", "gpus_per_node", "rc")}
+    return TableAnswer(
+        f"best configuration of {asked.model} on {nodes} × {per_node} GPUs for {len(samples)} samples ({asked.costs})", plan.predicted_s,
+        plan.bound_s, stages, {"num_gpus": nodes * per_node, "memory_limit_mb": memory_mb, "micro_batches": plan.num_micro_batches},
+        f"{plan.num_micro_batches} micro-batches; at most {memory_mb:,.0f} MB (10⁶ bytes) on a GPU",
+        json.dumps({"configs": {"found": entry}}, indent=2) + "\n", baselines=all_s if asked.baselines else {},
+    )  # fmt: skip
+
+
+DYNAPIPE = System("dynapipe", search=_search, batch_costs=_batch_costs)

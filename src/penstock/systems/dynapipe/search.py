@@ -1,21 +1,69 @@
-"""Search over DynaPipe's cost model: layers of each stage that suit one batch."""
+"""Search over DynaPipe's cost model: the configuration, and the layers of each stage, that suit one batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import permutations
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations, product
 from typing import TYPE_CHECKING
 
-from penstock.errors import InfeasibleError
+from penstock.errors import InfeasibleError, ProfileMissingError
+from penstock.systems.dynapipe.inputs import TABLES, PlannerConfig
 from penstock.systems.dynapipe.rules import dynapipe_costs
 
 if TYPE_CHECKING:
-    from penstock.batching.plan import SampleLengths
-    from penstock.systems.dynapipe.inputs import PlannerConfig
+    from penstock.batching.costs import PipelineCosts
+    from penstock.batching.plan import BatchPlan, SampleLengths
     from penstock.systems.dynapipe.tables import DynaPipeTables
 
-__all__ = ["best_layers"]
+__all__ = ["DEFAULT_MB", "FoundConfiguration", "best_configuration", "best_layers"]
+
+DEFAULT_MB = 36_000.0
+"""What DynaPipe uses of a GPU of 40 GB."""
+
+
+@dataclass(frozen=True)
+class FoundConfiguration:
+    """Degrees, and the batch planned under them, with the bound of all configurations."""
+
+    config: PlannerConfig
+    plan: BatchPlan
+
+
+def best_configuration(
+    tables: DynaPipeTables, samples: Sequence[SampleLengths], gpus: int, per_node: int, memory_mb: float, progress: Callable[[str], None]
+) -> tuple[FoundConfiguration, dict[str, float]]:
+    """The fastest of all tp, pp and dp with equal stages, as DynaPipe's grid search tries them, and what each takes planned at once.
+
+    The best is then planned with search; its bound is what no micro-batching under any of the configurations is below.
+    """
+    from penstock.batching.planner import plan_batch
+    from penstock.batching.search import usual_steps
+
+    found: dict[str, tuple[FoundConfiguration, PipelineCosts]] = {}
+    for config in _configurations(tables, gpus, per_node, memory_mb):
+        name = f"tp {config.tp}, pp {config.pp}, dp {config.dp}"
+        progress(name)
+        try:
+            costs = dynapipe_costs(tables, config)
+            found[name] = FoundConfiguration(config, plan_batch(samples, costs, bound=True)), costs
+        except (InfeasibleError, ProfileMissingError):
+            continue
+    if not found:
+        raise InfeasibleError(f"no configuration of {tables.name} on {gpus} GPUs of {memory_mb:,.0f} MB fits these samples. Add some.")
+    best, costs = min(found.values(), key=lambda pair: pair[0].plan.predicted_s)
+    plan = plan_batch(samples, costs, steps=usual_steps(costs, len(samples)))
+    bound_s = min(one.plan.bound_s for one, _ in found.values())
+    return replace(best, plan=replace(plan, bound_s=bound_s)), {name: one.plan.predicted_s for name, (one, _) in found.items()}
+
+
+def _configurations(tables: DynaPipeTables, gpus: int, per_node: int, memory_mb: float) -> Iterator[PlannerConfig]:
+    """Degrees that use all GPUs, tp inside a node, stages of equally many layers."""
+    dims = tables.dimensions
+    model = next(name for name, table in TABLES.items() if table == tables.table_name)
+    for tp, pp in product((1, 2, 4, 8), range(1, gpus + 1)):
+        if tables.modes(tp) and tp <= per_node and gpus % (tp * pp) == 0 and (2 if dims.has_decoder else 1) * dims.layers % pp == 0:
+            yield PlannerConfig(model, dims.layers, tp, pp, gpus // (tp * pp), memory_mb, gpus_per_node=per_node, rc=tables.modes(tp))
 
 
 def best_layers(tables: DynaPipeTables, config: PlannerConfig, samples: Sequence[SampleLengths]) -> PlannerConfig:

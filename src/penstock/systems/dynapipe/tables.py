@@ -104,6 +104,10 @@ class DynaPipeTables:
             raise self._missing(f"{component} with tp {tp} and recompute '{recompute}'", list(self._grids))
         return grid.axes
 
+    def modes(self, tp: int) -> tuple[str, ...]:
+        """Recomputation modes that were profiled at a tensor-parallel degree."""
+        return tuple(mode for mode in RECOMPUTE if (tp, mode, "encoder") in self._grids)
+
     def model_state_bytes(self, component: str, tp: int, recompute: str = "none", zero: int = 1, dp: int = 1) -> float:
         """Weights, gradients, fp32 copy and two moments of one layer (or `embedding`) per rank; ZeRO divides them over dp."""
         shards = [dp if zero >= level else 1 for level in (3, 2, 1)]
