@@ -27,6 +27,7 @@ Count = Annotated[int, Field(ge=1, le=_MOST)]
 OrNone = Annotated[int, Field(ge=0, le=_MOST)]
 """A count, of which 0 means none."""
 Amount = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class _Fields(BaseModel):
@@ -90,9 +91,19 @@ class TrainGroup(_Fields):
     lr: Annotated[float, Field(gt=0, le=1e30)] = 3e-4
     """Highest learning rate."""
     warmup: OrNone = 0
-    """Steps in which the learning rate rises; it then falls as a cosine. 0: it stays as it is."""
+    """Steps in which the learning rate rises."""
+    decay: Literal["constant", "linear", "cosine"] | None = None
+    """How the learning rate falls until the last step; if not given, as a cosine after a warm-up, else not at all."""
+    end_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """What is left of the learning rate at the last step, where it falls."""
     weight_decay: Amount = 0.01
-    """Of AdamW."""
+    """What every update takes off each weight, times the learning rate."""
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    """Of AdamW: how much of the averages of gradients, and of their squares, stays from step to step."""
+    eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
+    """Of AdamW: added to the root of the averaged squares."""
+    momentum: Share = 0.9
+    """Of SGD: how much of the last update is in the next."""
     clip: Amount = 1.0
     """Largest norm of the gradients; 0: any."""
     on_nan: Literal["stop", "skip"] = "stop"
@@ -113,7 +124,7 @@ class TrainGroup(_Fields):
     """Steps between copies of what each rank has learned, from which a run that recovers goes on; 0: from checkpoints alone."""
     share_gpus: bool = False
     """Let several ranks run on one GPU."""
-    reserve_memory: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    reserve_memory: Share = 0.0
     """Share of each GPU's memory that is taken at the start."""
     planners: Annotated[int, Field(ge=0, le=64)] = 1
     """Planner processes on each node; 0: every rank plans for itself."""

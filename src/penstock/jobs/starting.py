@@ -172,8 +172,8 @@ def training_request(
     from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
     from penstock.timing.disturbance import Disturbance
 
-    rate = LearningRate(train.lr, train.warmup, steps, "cosine" if train.warmup else "constant", 0.1)
-    optimizer = OptimizerSettings(plan.optimizer, train.weight_decay)  # type: ignore[arg-type]
+    rate = LearningRate(train.lr, train.warmup, steps, train.decay or ("cosine" if train.warmup else "constant"), train.end_share)
+    optimizer = OptimizerSettings(plan.optimizer, train.weight_decay, train.betas, train.eps, train.momentum)  # type: ignore[arg-type]
     settings = TrainingSettings(rate, optimizer, train.clip or None, train.seed, train.on_nan, train.deterministic)
     planning = PlanningSettings(train.planners, train.store, train.store_timeout, search_steps=train.budget_steps)
     return TrainRequest(
