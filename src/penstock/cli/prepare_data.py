@@ -27,6 +27,7 @@ def prepare_data(
     path: Annotated[Path, typer.Option("--out", callback=new_folder_to_write, help="Folder to write; it must not exist, or be empty.")],
     tokenizer: Annotated[str | None, typer.Option(help="tokenizer.json, vocab.json, vocab.txt, SentencePiece .model, or a folder.")] = None,
     train_tokenizer: Annotated[int | None, typer.Option(metavar="N", help="Train a byte-level BPE of N tokens instead.")] = None,
+    fields: Annotated[str, typer.Option(metavar="SIDE=NAME,…", help="Names of the texts, as in input=inputs,target=targets.")] = "",
     weights: Annotated[str | None, typer.Option(help="Share of each task in training, as in 3,1,1; without: its share of samples.")] = None,
     split: Annotated[str, typer.Option(help="Parts for train, validation and test.")] = "949,50,1",
     max_input: Annotated[int | None, typer.Option(callback=within(2, 2**31 - 1), help="Longest input, in tokens.")] = None,
@@ -54,11 +55,12 @@ def prepare_data(
         elif any(is_cifar10(given) or is_image_folder(given) for given in paths):
             manifest = prepare_images(paths, path, parts, image_size, report)
         else:
+            from penstock.data.text.lines import parse_fields
             from penstock.data.text.prepare import TextRequest, prepare_text
 
             request = TextRequest(
                 tuple(paths), path, tokenizer, train_tokenizer, _weights(weights), parts, keep_duplicates, (max_input, max_target),
-                _policy(over_long), end_token, workers or len(os.sched_getaffinity(0)),
+                _policy(over_long), end_token, workers or len(os.sched_getaffinity(0)), parse_fields(fields) if fields else (),
             )  # fmt: skip
             manifest = prepare_text(request, report)
     _tell(manifest, path, json)

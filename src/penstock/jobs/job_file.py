@@ -50,6 +50,8 @@ class DataGroup(_Fields):
 
     path: list[str] = Field(min_length=1)
     """JSONL, CSV or text files, each a task; or one folder that `penstock prepare-data` wrote."""
+    fields: str = ""
+    """Fields or columns that hold the texts, such as input=inputs,target=targets or text=body; empty: input and target, or text."""
     tokenizer: str | None = None
     """A file or folder; if not given, that of the model's folder, or one that is trained on the texts where weights are random."""
     over_long: Literal["refuse", "truncate"] = "refuse"

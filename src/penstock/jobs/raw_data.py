@@ -16,6 +16,7 @@ from penstock.data.filled import FilledPositions, filled_positions
 from penstock.data.forms import form_of
 from penstock.data.manifest import MANIFEST
 from penstock.data.text.cleaning import parse_split
+from penstock.data.text.lines import PAIRS, TEXT, LineFields, parse_fields
 from penstock.data.workers import Report
 from penstock.errors import InputError
 from penstock.files import read_text, readable_file
@@ -54,13 +55,15 @@ class PreparedData:
 
 def prepare_raw(
     paths: Sequence[str], model: Model, source: str, *, tokenizer: str | None = None, split: str = "949,50,1", over_long: str = "refuse",
-    prompt_loss: bool = False, keeps_weights: bool = True, report: Report = lambda *_: None,
+    prompt_loss: bool = False, keeps_weights: bool = True, fields: str = "", report: Report = lambda *_: None,
 ) -> PreparedData:  # fmt: skip
     """Prepares raw files for a model that `source` names, or opens what is prepared; refuses what the model cannot take.
 
-    `keeps_weights`: it begins with weights that only the tokenizer they were trained with goes with.
+    `keeps_weights`: it begins with weights that only the tokenizer they were trained with goes with. `fields`: as in
+    `input=question,target=answer`, where samples have their texts under other names than ours.
     """
-    folder, was_there = _folder(paths, model, source, tokenizer, split, keeps_weights, report)
+    named = parse_fields(fields) if fields else ()
+    folder, was_there = _folder(paths, model, source, tokenizer, split, keeps_weights, named, report)
     data = open_data(folder)
     data.check()
     return fitted(data, model, over_long, prompt_loss, was_there)
@@ -97,8 +100,9 @@ def sample_lengths(prepared: PreparedData) -> list[SampleLengths]:
 
 
 def _folder(
-    paths: Sequence[str], model: Model, source: str, tokenizer: str | None, split: str, keeps_weights: bool, report: Report
-) -> tuple[Path, bool]:
+    paths: Sequence[str], model: Model, source: str, tokenizer: str | None, split: str, keeps_weights: bool, fields: LineFields,
+    report: Report,
+) -> tuple[Path, bool]:  # fmt: skip
     if len(paths) == 1 and ((Path(paths[0]) / MANIFEST).is_file() or Path(f"{paths[0]}.idx").is_file()):
         return Path(paths[0]), True
     for path in paths:
@@ -113,7 +117,7 @@ def _folder(
     vocab = 0 if given else min(_TRAINED_VOCAB, int(model.config.get("vocab", 0)))
     known = digest_of_files(_tokenizer_files(given)) if given else vocab
     names = [Path(path).name for path in paths]
-    out = cache_folder("data") / digest(_RECIPE, names, digest_of_files(map(Path, paths)), known, split)
+    out = cache_folder("data") / digest(_RECIPE, names, digest_of_files(map(Path, paths)), known, split, fields)
     if given:
         _check_vocabulary(given, model)
 
@@ -121,9 +125,9 @@ def _folder(
         from penstock.data.text.prepare import TextRequest, prepare_text
 
         with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
-            inputs = tuple(_as_jsonl(Path(given), Path(scratch)) for given in paths)
+            inputs = tuple(_as_jsonl(Path(given), Path(scratch), fields) for given in paths)
             workers = len(os.sched_getaffinity(0))
-            prepare_text(TextRequest(inputs, path, given, vocab or None, split=parse_split(split), workers=workers), report)
+            prepare_text(TextRequest(inputs, path, given, vocab or None, split=parse_split(split), workers=workers, fields=fields), report)
 
     return out, made_once(out, make)
 
@@ -162,11 +166,12 @@ def _check_vocabulary(path: str, model: Model) -> None:
         )
 
 
-def _as_jsonl(path: Path, scratch: Path) -> Path:
-    """The file itself, or its samples as JSONL: a CSV has columns `text`, or `input` and `target`; of a text, each line is a sample."""
+def _as_jsonl(path: Path, scratch: Path, fields: LineFields) -> Path:
+    """The file itself, or its samples as JSONL: a CSV has columns `text`, or `input` and `target`, unless `fields` says which; of a text,
+    each line is a sample."""
     if path.suffix.lower() not in (".csv", ".tsv", ".txt"):
         return path
-    rows = _csv_rows(path) if path.suffix.lower() != ".txt" else ({"text": line} for line in read_text(path, "data").split("\n"))
+    rows = _csv_rows(path, fields) if path.suffix.lower() != ".txt" else ({"text": line} for line in read_text(path, "data").split("\n"))
     out = scratch / f"{path.stem}.jsonl"
     with out.open("w", encoding="utf-8") as stream:
         for row in rows:
@@ -174,11 +179,12 @@ def _as_jsonl(path: Path, scratch: Path) -> Path:
     return out
 
 
-def _csv_rows(path: Path) -> Iterator[dict[str, str]]:
+def _csv_rows(path: Path, fields: LineFields) -> Iterator[dict[str, str]]:
     reader = csv.DictReader(read_text(path, "data").splitlines(keepends=True), delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
     columns = reader.fieldnames or []
-    wanted = ("input", "target") if {"input", "target"} <= set(columns) else ("text",)
+    wanted = fields or (PAIRS if set(PAIRS) <= set(columns) else TEXT)
     if not set(wanted) <= set(columns):
-        raise InputError(f"data '{path}' has columns {', '.join(columns) or 'none'}; `text`, or `input` and `target`, were expected.")
+        expected = " and ".join(f"`{name}`" for name in fields) if fields else "`text`, or `input` and `target`,"
+        raise InputError(f"data '{path}' has columns {', '.join(columns) or 'none'}; {expected} were expected.")
     for row in reader:
         yield {name: row[name] or "" for name in wanted}

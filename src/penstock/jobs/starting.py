@@ -103,7 +103,8 @@ def ready(job: JobFile, progress: Progress = lambda text: None) -> ReadyJob:
     progress("preparing data")
     prepared = prepare_raw(
         job.data.path, model, source, tokenizer=job.data.tokenizer, split=job.data.split, over_long=job.data.over_long,
-        prompt_loss=job.data.prompt_loss, keeps_weights=bool(weights), report=lambda what, done, total: progress(what),
+        prompt_loss=job.data.prompt_loss, keeps_weights=bool(weights), fields=job.data.fields,
+        report=lambda what, done, total: progress(what),
     )  # fmt: skip
     lengths = [max(1, length) for length in prepared.filled.own.tolist()]
     batch = job.plan.global_batch or batch_of(job.plan.tokens_per_batch, lengths, bool(model.seq_length))

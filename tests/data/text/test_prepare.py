@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from penstock.cli.main import run
 from penstock.data import IndexedTokens, Limits, open_data
 from penstock.data.bundled import bundled_files
 from penstock.data.text.cleaning import DROPPED, first_of_equals, parse_split, split_samples
-from penstock.data.text.lines import LineSpan, pieces_of, read_samples
+from penstock.data.text.lines import TEXT, LineSpan, parse_fields, pieces_of, read_samples
 from penstock.data.text.prepare import TextRequest, prepare_text
 from penstock.errors import InputError
 
@@ -94,7 +95,7 @@ def test_pieces_of_any_size_have_each_line_once(lines: list[str], size: int) -> 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lines.jsonl"
         path.write_text("\n".join(lines), encoding="utf-8")
-        found = [sample for piece in pieces_of(path, size) for sample in read_samples(piece, "text") if sample]
+        found = [sample for piece in pieces_of(path, size) for sample in read_samples(piece, TEXT) if sample]
         assert found == [(json.loads(line)["text"],) for line in lines if line.strip()]
 
 
@@ -271,4 +272,33 @@ def test_every_rank_count_draws_the_same_batches(tmp_path: Path) -> None:
 
 
 def test_a_piece_of_nothing() -> None:
-    assert list(read_samples(LineSpan(Path("/dev/null"), 0, 0), "text")) == []
+    assert list(read_samples(LineSpan(Path("/dev/null"), 0, 0), TEXT)) == []
+
+
+def test_texts_under_other_names(tmp_path: Path) -> None:
+    """A field map reads what the same lines give under our names, also where a name is none of Python's."""
+    ours, theirs = tmp_path / "ours.jsonl", tmp_path / "theirs.jsonl"
+    pairs = [(f"what is {number}?", f"it is {number}") for number in range(50)]
+    ours.write_text("".join(json.dumps({"input": one, "target": other}) + "\n" for one, other in pairs))
+    theirs.write_text("".join(json.dumps({"the answer": other, "in-puts": one, "input": "not this"}) + "\n" for one, other in pairs))
+    for name, fields in (("ours", ()), ("theirs", parse_fields("target=the answer, input=in-puts"))):
+        prepare_text(TextRequest((tmp_path / f"{name}.jsonl",), tmp_path / name, train_tokenizer=300, fields=fields))
+    for side in ("input", "target"):
+        one, other = ((tmp_path / name / f"train_{side}.bin").read_bytes() for name in ("ours", "theirs"))
+        assert one == other != b""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("input=a", "those of input and target, or that of text"),
+        ("input=a,target=b,text=c", "those of input and target, or that of text"),
+        ("inputs=a,target=b", "'inputs' is no side of a sample. Did you mean 'input'"),
+        ("input=a,input=b,target=c", "one name for 'input'"),
+        ("input,target=b", "one name for 'input'"),
+        ("", "'' is no side"),
+    ],
+)
+def test_bad_field_maps(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        parse_fields(text)

@@ -7,28 +7,20 @@ from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from penstock.errors import InputError
+from penstock.errors import InputError, near_misses
 from penstock.files import readable_file
 
-__all__ = ["BadLine", "Form", "LineSpan", "detect_form", "pieces_of", "read_samples"]
+__all__ = ["PAIRS", "TEXT", "BadLine", "LineFields", "LineSpan", "detect_fields", "parse_fields", "pieces_of", "read_samples"]
 
-Form = Literal["pairs", "text"]
+LineFields = tuple[str, ...]
+"""Fields of a line that hold the texts of a sample: those of its input and its target, or the one of a text alone."""
+PAIRS, TEXT = ("input", "target"), ("text",)
 
 _PIECE_BYTES = 4 << 20
-_EXPECTED = {"pairs": '{"input": "…", "target": "…"}', "text": '{"text": "…"}'}
-
-
-class _Pair(msgspec.Struct):
-    input: str
-    target: str
-
-
-class _Text(msgspec.Struct):
-    text: str
 
 
 @dataclass(frozen=True)
@@ -73,9 +65,11 @@ def _lines(piece: LineSpan) -> Iterator[bytes]:
             yield line
 
 
-def read_samples(piece: LineSpan, form: Form) -> Iterator[tuple[str, ...] | None]:
+def read_samples(piece: LineSpan, fields: LineFields) -> Iterator[tuple[str, ...] | None]:
     """The texts of each line, one per side; None for a blank one."""
-    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_Pair if form == "pairs" else _Text)
+    sides = [f"side{number}" for number in range(len(fields))]
+    line_type = msgspec.defstruct("Line", [(side, str) for side in sides], rename=dict(zip(sides, fields, strict=True)))
+    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(line_type)
     for number, line in enumerate(_lines(piece), start=1):
         if not line.strip():
             yield None
@@ -83,24 +77,51 @@ def read_samples(piece: LineSpan, form: Form) -> Iterator[tuple[str, ...] | None
         try:
             found = decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise BadLine(number, f"{error}. Expected was {_EXPECTED[form]}") from None
-        yield (found.input, found.target) if form == "pairs" else (found.text,)
+            raise BadLine(number, f"{error}. Expected was {_example(fields)}") from None
+        yield msgspec.structs.astuple(found)
 
 
-def detect_form(path: Path) -> Form:
+def detect_fields(path: Path) -> LineFields:
     """Whether a file holds pairs or plain text, from its first line."""
+    expected = f"{_example(PAIRS)} or {_example(TEXT)}"
     for piece in pieces_of(path, max(os.path.getsize(path), 1) if os.path.isfile(path) else 1):
         for number, line in enumerate(_lines(piece), start=1):
             if not line.strip():
                 continue
             try:
-                fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+                found = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise InputError(f"{path}, line {number}: {error}. Expected was {_EXPECTED['pairs']} or {_EXPECTED['text']}.") from None
-            if "input" in fields:
-                return "pairs"
-            if "text" in fields:
-                return "text"
-            names = ", ".join(list(fields)[:8]) or "none"
-            raise InputError(f"{path}, line {number}: fields are {names}. Expected was {_EXPECTED['pairs']} or {_EXPECTED['text']}.")
+                raise InputError(f"{path}, line {number}: {error}. Expected was {expected}.") from None
+            for fields in (PAIRS, TEXT):
+                if fields[0] in found:
+                    return fields
+            names = ", ".join(list(found)[:8]) or "none"
+            raise InputError(
+                f"{path}, line {number}: fields are {names}. Expected was {expected}; say which fields are meant, as in "
+                "--fields input=inputs,target=targets (a job: data.fields)."
+            )
     raise InputError(f"input '{path}' holds no samples.")
+
+
+def parse_fields(text: str) -> LineFields:
+    """What `input=inputs,target=targets` means, or `text=body`.
+
+    >>> parse_fields("input=question, target=answer")
+    ('question', 'answer')
+    """
+    named = dict[str, str]()
+    for part in text.split(","):
+        side, _, name = (word.strip() for word in part.partition("="))
+        if side not in (*PAIRS, *TEXT):
+            raise InputError(f"fields are '{text}', but '{side}' is no side of a sample. {near_misses(side, (*PAIRS, *TEXT))}")
+        if not name or side in named:
+            raise InputError(f"fields are '{text}'; one name for '{side}' was expected, as in {side}=NAME.")
+        named[side] = name
+    for sides in (PAIRS, TEXT):
+        if set(named) == set(sides):
+            return tuple(named[side] for side in sides)
+    raise InputError(f"fields are '{text}'; those of input and target, or that of text, were expected.")
+
+
+def _example(fields: LineFields) -> str:
+    return "{" + ", ".join(f'"{field}": "…"' for field in fields) + "}"

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.data.text.cleaning import first_of_equals, split_samples
-from penstock.data.text.lines import BadLine, Form, LineSpan, read_samples
+from penstock.data.text.lines import BadLine, LineFields, LineSpan, read_samples
 from penstock.data.workers import Pool, Report, in_order
 from penstock.errors import InputError
 
@@ -31,11 +31,11 @@ class _Seen:
     bad: tuple[int, str] | None = None
 
 
-def _look_at(argument: tuple[LineSpan, Form]) -> _Seen:
-    piece, form = argument
+def _look_at(argument: tuple[LineSpan, LineFields]) -> _Seen:
+    piece, fields = argument
     digests, empty, lines = bytearray(), bytearray(), 0
     try:
-        for texts in read_samples(piece, form):
+        for texts in read_samples(piece, fields):
             lines += 1
             if texts is not None:
                 digests += hashlib.blake2b("\0".join(texts).encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -46,14 +46,14 @@ def _look_at(argument: tuple[LineSpan, Form]) -> _Seen:
 
 
 def look(
-    pool: Pool, pieces: list[list[LineSpan]], form: Form, parts: Sequence[float], keep_duplicates: bool,
+    pool: Pool, pieces: list[list[LineSpan]], fields: LineFields, parts: Sequence[float], keep_duplicates: bool,
     counts: Counter[str], report: Report,
 ) -> Codes:  # fmt: skip
     """Which split each sample goes to, with what was dropped counted."""
     everything = [piece for file in pieces for piece in file]
     done, total, before = 0, sum(piece.stop - piece.start for piece in everything), 0
     seen: list[_Seen] = []
-    for piece, found in zip(everything, in_order(pool, _look_at, ((piece, form) for piece in everything)), strict=True):
+    for piece, found in zip(everything, in_order(pool, _look_at, ((piece, fields) for piece in everything)), strict=True):
         before = 0 if piece.start == 0 else before
         if found.bad:
             raise InputError(f"{piece.path}, line {before + found.bad[0]}: {found.bad[1]}.")

@@ -19,7 +19,7 @@ from typing import Literal
 from penstock.data.indexed import IndexedWriter, token_dtype
 from penstock.data.manifest import DataManifest, DataSplit, TaskRange, write_manifest
 from penstock.data.text.cleaning import SPLITS
-from penstock.data.text.lines import Form, LineSpan, detect_form, pieces_of
+from penstock.data.text.lines import PAIRS, LineFields, LineSpan, detect_fields, pieces_of
 from penstock.data.text.looking import Codes, look
 from penstock.data.text.tokenising import TokenJob, chosen, tokenise
 from penstock.data.text.tokenizer import check_own_end_token, check_vocab_size, find_end_token, load_tokenizer, train_tokenizer
@@ -51,6 +51,8 @@ class TextRequest:
     over_long: Literal["truncate", "drop"] = "truncate"
     end_token: str = "auto"
     workers: int = 1
+    fields: LineFields = ()
+    """Of each line; found from the first if not given."""
 
 
 def prepare_text(request: TextRequest, report: Report = lambda *_: None) -> DataManifest:
@@ -61,18 +63,18 @@ def prepare_text(request: TextRequest, report: Report = lambda *_: None) -> Data
     given = None if request.tokenizer is None else load_tokenizer(request.tokenizer)
     if given is not None:
         find_end_token(given, request.end_token)
-    form = detect_form(request.inputs[0])
+    fields = request.fields or detect_fields(request.inputs[0])
     pieces = [pieces_of(path) for path in request.inputs]
     small = sum(piece.stop - piece.start for parts in pieces for piece in parts) < _INLINE_BYTES
     with new_folder(request.out) as folder, start_pool(1 if small else request.workers) as pool:
         counts: Counter[str] = Counter()
-        codes = look(pool, pieces, form, request.split, request.keep_duplicates, counts, report)
-        tokenizer = given or train_tokenizer(_training_texts(form, pieces, codes), request.train_tokenizer or 0)
+        codes = look(pool, pieces, fields, request.split, request.keep_duplicates, counts, report)
+        tokenizer = given or train_tokenizer(_training_texts(fields, pieces, codes), request.train_tokenizer or 0)
         tokenizer.save(str(folder / "tokenizer.json"))
         end = find_end_token(tokenizer, request.end_token)
-        job = TokenJob(form, tokenizer.get_vocab_size(), end, request.limits, request.over_long, str(folder / "tokenizer.json"))
+        job = TokenJob(fields, tokenizer.get_vocab_size(), end, request.limits, request.over_long, str(folder / "tokenizer.json"))
         splits = _write(pool, folder, names, pieces, codes, job, request.weights, counts, report)
-        sides = ["input", "target"] if form == "pairs" else ["input"]
+        sides = list(PAIRS[: len(fields)])
         manifest = DataManifest("text", sides, splits, job.vocab_size, end, "tokenizer.json", counts=dict(counts))
         write_manifest(folder, manifest)
     return manifest
@@ -112,14 +114,14 @@ def _check(request: TextRequest) -> None:
         raise InputError(f"{request.workers} workers cannot work; give at least 1.")
 
 
-def _training_texts(form: Form, pieces: list[list[LineSpan]], codes: Codes) -> Iterator[str]:
+def _training_texts(fields: LineFields, pieces: list[list[LineSpan]], codes: Codes) -> Iterator[str]:
     """Texts of training samples, piece by piece from all files in turn, up to a limit."""
     spent = 0
     for depth in range(max(len(parts) for parts in pieces)):
         for parts, splits in zip(pieces, codes, strict=True):
             if depth >= len(parts):
                 continue
-            for texts in chosen(parts[depth], form, splits[depth] == 0):
+            for texts in chosen(parts[depth], fields, splits[depth] == 0):
                 yield from texts[0]
                 spent += sum(map(len, texts[0]))
             if spent > _TRAINING_BYTES:
@@ -131,7 +133,7 @@ def _write(
     job: TokenJob, weights: tuple[float, ...] | None, counts: Counter[str], report: Report,
 ) -> dict[str, DataSplit]:  # fmt: skip
     """Writes what the second pass returns; the splits as they became."""
-    sides = ("input", "target") if job.form == "pairs" else ("input",)
+    sides = PAIRS[: len(job.fields)]
     used = [code for code in range(len(SPLITS)) if any((part == code).any() for parts in codes for part in parts)]
     total = sum(piece.stop - piece.start for parts in pieces for piece in parts)
     arguments = ((piece, code, job) for parts, own in zip(pieces, codes, strict=True) for piece, code in zip(parts, own, strict=True))

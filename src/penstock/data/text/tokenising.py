@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from penstock.data.indexed import token_dtype
 from penstock.data.text.cleaning import DROPPED
-from penstock.data.text.lines import Form, LineSpan, read_samples
+from penstock.data.text.lines import LineFields, LineSpan, read_samples
 from penstock.data.text.tokenizer import load_tokenizer
 
 __all__ = ["TokenJob", "Tokens", "chosen", "tokenise"]
@@ -24,7 +24,7 @@ _BATCH = 256
 class TokenJob:
     """What a process must know to tokenise."""
 
-    form: Form
+    fields: LineFields
     vocab_size: int
     end: int | None
     limits: tuple[int | None, int | None]
@@ -40,10 +40,10 @@ class Tokens:
     tokens: list[npt.NDArray[Any]]
 
 
-def chosen(piece: LineSpan, form: Form, wanted: npt.NDArray[np.bool_]) -> Iterator[tuple[tuple[str, ...], int]]:
+def chosen(piece: LineSpan, fields: LineFields, wanted: npt.NDArray[np.bool_]) -> Iterator[tuple[tuple[str, ...], int]]:
     """The texts of the chosen samples of a piece, each with its number."""
     number = -1
-    for texts in read_samples(piece, form):
+    for texts in read_samples(piece, fields):
         if texts is None:
             continue
         number += 1
@@ -73,7 +73,7 @@ def tokenise(argument: tuple[LineSpan, npt.NDArray[np.uint8], TokenJob]) -> tupl
                 kept.setdefault(int(codes[number]), []).append(sample)
         batch.clear()
 
-    for entry in chosen(piece, job.form, codes != DROPPED):
+    for entry in chosen(piece, job.fields, codes != DROPPED):
         batch.append(entry)
         if len(batch) == _BATCH:
             flush()
