@@ -163,7 +163,7 @@ class StageSpace:
 def build_space(
     costs: Sequence[OptionCosts], blocks: Blocks, machine: Machine, *, max_stages: int, longest: float = np.inf,
     count: int = 0, cuts: Ints | None = None, recompute: Recompute = "needed", levels: Sequence[Levels] | None = None,
-    in_flight: int = 0, peaks: int = 0,
+    in_flight: int = 0, peaks: int = 0, num_devices: int = 0,
 ) -> StageSpace:  # fmt: skip
     """Solves recomputation and tabulates the times of all stages.
 
@@ -175,6 +175,8 @@ def build_space(
     in_flight      micro-batches that every stage holds at least; only a space without recomputation counts them right
     peaks          in how many ranges a `bounded` space divides the largest segment that is brought back at once, so that it counts (with
                    its least size in the range); it does not count if 0
+    num_devices    of the whole pipeline, where all stages are of these options: starts are then left out before which there is more than
+                   the other devices can do
     """
     from penstock.search.partition.partition_kernels import stage_times
 
@@ -183,7 +185,7 @@ def build_space(
     # In the order that kernels are compiled for: picking columns leaves them the other way round.
     hidden_fill_s = np.ascontiguousarray(sums_before([c.hidden for c in costs])[:, places])
     devices = np.array([c.option.num_devices for c in costs])
-    offset, width = stage_widths(np.diff(work), longest, count, np.diff(hidden_fill_s), devices, machine.num_devices)
+    offset, width = stage_widths(np.diff(work), longest, count, np.diff(hidden_fill_s), devices, num_devices)
     times = np.full((max_stages, int(width.sum())), np.inf)
     levels = tuple(levels_of(c, blocks) if recompute != "never" else NO_LEVELS for c in costs) if levels is None else tuple(levels)
     repeats = BlockArrays(blocks.of_op, blocks.start, blocks.count)
@@ -216,14 +218,14 @@ def stage_widths(
     """`offset` and `width` of a table of all stages of at most `longest` compute [C, pieces], option by option.
 
     In a plan of `count` micro-batches a stage counts so often, less what is hidden of it, and every piece outside it once at least. Where
-    the `devices` of each option are known, only one stage is kept of starts with more before them than the other devices can do.
+    the `num_devices` of the pipeline are known, only one stage is kept of starts with more before them than the other devices can do.
     """
     least = (compute - hidden_fill_s).min(axis=0)
     width = np.stack([_widths(own, longest) for own in compute])
     if count:
         limit = count * longest - float(least.sum())
         width = np.minimum(width, np.stack([_widths(own, limit) for own in count * compute - hidden_fill_s - least]))
-    if devices is not None and longest < np.inf:
+    if devices is not None and num_devices and longest < np.inf:
         work = np.cumsum((devices[:, None] * compute).min(axis=0))
         before = np.concatenate([[0.0, 0.0], work[:-2]])[: len(work)]  # up to one cut earlier: `inner` moves cuts back by as much
         width = np.where(before > (1 + 1e-9) * longest * (num_devices - devices[:, None]), 1, width)

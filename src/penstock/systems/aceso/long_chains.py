@@ -71,7 +71,8 @@ class LongSearch:
     def _solved(self, costs: Sequence[OptionCosts], b: int, cuts: Ints, known: float = np.inf) -> tuple[StageSpace, Partition]:
         count = self.global_batch // b
         space = build_space(
-            costs, self.blocks, self.machine, max_stages=self.max_stages, longest=known / count, count=count, cuts=cuts
+            costs, self.blocks, self.machine, max_stages=self.max_stages, longest=known / count, count=count, cuts=cuts,
+            num_devices=self.machine.num_devices,
         )  # fmt: skip
         return space, best_partition(space, count, known, TOLERANCE)
 
@@ -88,7 +89,7 @@ class LongSearch:
             cuts = self._cuts(most)
             space = build_space(
                 [_rounded(c, cuts) for c in loose], self.blocks, self.machine, max_stages=self.max_stages, longest=known / count,
-                count=count, cuts=cuts, recompute="bounded", peaks=PEAKS,
+                count=count, cuts=cuts, recompute="bounded", peaks=PEAKS, num_devices=self.machine.num_devices,
             )  # fmt: skip
             inner = replace(space.inner(), enter=space.enter, leave=space.leave)
             least = max(least, best_partition(inner, count, known, TOLERANCE).bound)
