@@ -88,7 +88,9 @@ def test_a_link_is_named_and_not_a_rank(plan: Plan, data: str, tmp_path: Path) -
 def test_ranks_that_share_cores_are_not_watched(plan: Plan, tmp_path: Path, cores: bool, ranks: int, is_watched: bool) -> None:
     request = TrainRequest(plan, "", 1, str(tmp_path / "run"))
     rank = SimpleNamespace(plan=plan)
-    run = SimpleNamespace(computes_on_cores=cores, members=range(ranks), request=request, first_step=0, is_first=True, rank=rank)
+    run = SimpleNamespace(
+        computes_on_cores=cores, members=range(ranks), request=request, first_step=0, is_first=True, is_new=True, goes_on=False, rank=rank
+    )
     with closing(watch_run(run)) as watcher:  # type: ignore[arg-type]
         assert watcher.measures == is_watched == (tmp_path / "run" / EVENTS).exists()
 

@@ -110,5 +110,6 @@ def test_a_mixture_of_experts_says_what_becomes_of_its_experts(tmp_path: Path) -
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
              "num_key_value_heads": 1, "num_local_experts": 2, "max_position_embeddings": 32}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", **sizes}), encoding="utf-8")
-    (note,) = resolve_model(f"hf:{tmp_path}").notes
+    whole, note = resolve_model(f"hf:{tmp_path}").notes
+    assert whole.startswith("tensor parallelism leaves 'model.layers.*.mlp.experts") and whole.endswith("whole on every rank.")
     assert note == "mixture of experts: cut and trained as it is; experts are not spread over devices yet."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -82,10 +83,13 @@ def test_figures_ride_on_the_one_message_after_each_step(lateness: int) -> None:
 def test_a_plan_that_the_first_process_orders_goes_to_all() -> None:
     wanted = uniform_plan("gpt-tiny", "4xcpu", global_batch=16, micro_batch=4, pp=2)
     run, asked = run_of_two(0, StepWord(record=RECORD), []), []
-    run.watcher = SimpleNamespace(after=lambda *_: (), order=lambda step: asked.append(step) or wanted)  # type: ignore[assignment]
-    assert run._agreed(StepWord()).plan == wanted and asked == [5]
+    given: Any = SimpleNamespace(after=lambda *_: (), order=lambda step: asked.append(step) or wanted, exact=True)
+    run.watcher = given
+    told = run._agreed(StepWord())
+    assert told.plan == wanted and told.exact and asked == [5]
     data = run._order()
-    assert run_of_two(3, StepWord(order_bytes=len(data)), [], data)._agreed(StepWord(record=RECORD)).plan == wanted
+    told = run_of_two(3, StepWord(order_bytes=len(data)), [], data)._agreed(StepWord(record=RECORD))
+    assert told.plan == wanted and told.exact
 
 
 def test_who_loses_the_store_tells_all() -> None:

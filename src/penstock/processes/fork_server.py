@@ -62,13 +62,15 @@ def warm_up() -> None:
 def start_process(name: str, target: Callable[..., Any], *arguments: Any) -> ForkServerProcess:
     """Forks a process that calls `target(*arguments)`. It hears neither Ctrl-C nor SIGTERM: whoever started it does, and ends it."""
     warm_up()
-    process = FORKED.Process(target=_begin, args=(name, dict(os.environ), util.get_temp_dir(), target, arguments), name=name, daemon=True)
+    # A process that another has started has the folder of that one, who goes on with it.
+    folder = util.get_temp_dir() if parent_process() is None else None
+    process = FORKED.Process(target=_begin, args=(name, dict(os.environ), folder, target, arguments), name=name, daemon=True)
     process.start()
     return process
 
 
-def _begin(name: str, environment: Mapping[str, str], folder: str, target: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    _LEFT.append(folder)
+def _begin(name: str, environment: Mapping[str, str], folder: str | None, target: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    _LEFT.extend([] if folder is None else [folder])
     os.environ.clear()  # the server's is that of the moment at which it was started
     os.environ.update(environment)
     with suppress(OSError):  # a system without such names does without
