@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -192,19 +193,30 @@ def test_a_store_that_stays_away_ends_the_run_with_a_checkpoint(
 
 
 def test_a_planner_without_progress_on_a_store_that_answers_ends_the_run_with_a_checkpoint(case: Case, tmp_path: Path) -> None:
-    """The planner is stopped for good, and nobody replaces it in time."""
-    out = tmp_path / "run"
+    """The planner is stopped, and so is every other that takes its place."""
+    out, over = tmp_path / "run", threading.Event()
+
+    def stop_planners(launcher: int) -> None:
+        while not over.wait(0.05):
+            for pid in planners_of(launcher):
+                with suppress(ProcessLookupError):  # it was ended, since it was stopped
+                    os.kill(pid, signal.SIGSTOP)
+
+    stopper = threading.Thread(target=stop_planners, args=(os.getpid(),), daemon=True)
 
     def told(step: StepTold) -> None:
         if step.step == 3:
-            for pid in planners_of(os.getpid()):
-                os.kill(pid, signal.SIGSTOP)
+            stopper.start()
 
-    with pytest.raises(WorkerError) as ended:
-        PlanTrainer(replace(case.request, out=str(out), planning=PlanningSettings(wait_s=8.0))).train(told)
+    try:
+        with pytest.raises(WorkerError) as ended:
+            PlanTrainer(replace(case.request, out=str(out), planning=PlanningSettings(wait_s=8.0))).train(told)
+    finally:
+        over.set()
     done, said = steps_done(out), " ".join(str(ended.value).split())
     assert 3 < done < STEPS
-    assert re.search(r"nothing came for 8 s in the store at 127|another rank gets no more programs from the store", said)
+    why = r"nothing came for 8 s in the store at 127|another rank gets no more programs|cannot be planned: its planner hung, 3 times"
+    assert re.search(why, said)
     assert f"The run ended after {done} steps. Step {done} is safe. Go on with:" in said and f"--resume '{out}'" in said
     assert list((out / "checkpoints").glob(f"*step-{done}"))
 

@@ -21,7 +21,9 @@ def report(
     ],
     path: Annotated[Path, typer.Option("--out", callback=file_to_write, help="The page to write.")] = Path("report.html"),
     against: Annotated[list[Path] | None, typer.Option(help="Another plan or run, to compare with; may be given again.")] = None,
-    steps: Annotated[str, typer.Option(help="Steps of a run whose timeline is shown (20 or 20-24); if not given, the last ten.")] = "",
+    steps: Annotated[
+        str | None, typer.Option(help="Steps of a run whose timeline is shown (20 or 20-24); if not given, the last ten.")
+    ] = None,
     figures: Annotated[Path | None, typer.Option(callback=folder_to_write, help="Also draw every chart into an SVG file here.")] = None,
     tables: Annotated[Path | None, typer.Option("--csv", callback=folder_to_write, help="Also write every table here, as CSV.")] = None,
     open_it: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
@@ -61,10 +63,10 @@ def report(
         typer.launch(path.absolute().as_uri())
 
 
-def _steps(text: str) -> tuple[int | None, int | None]:
-    first, dash, last = (part.strip() for part in text.partition("-"))
-    if not text:
+def _steps(text: str | None) -> tuple[int | None, int | None]:
+    if text is None:
         return None, None
+    first, dash, last = (part.strip() for part in text.partition("-"))
     if not first.isdecimal() or (dash and not last.isdecimal()) or len(first) > 15 or len(last) > 15:
         raise InputError(f"--steps is '{text}'; a step such as 3, or a range such as 10-19, was expected.")
     if dash and int(last) < int(first):

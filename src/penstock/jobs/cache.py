@@ -36,9 +36,12 @@ def digest_of_files(paths: Iterable[Path]) -> str:
     """A name for the content of files, wherever they lie."""
     found = hashlib.blake2b(digest_size=12)
     for path in paths:
-        with open(readable_file(path, "input"), "rb") as stream:
-            while piece := stream.read(_PIECE_BYTES):
-                found.update(piece)
+        try:
+            with open(readable_file(path, "input"), "rb") as stream:
+                while piece := stream.read(_PIECE_BYTES):
+                    found.update(piece)
+        except OSError as error:  # some files can be opened only
+            raise InputError(f"'{path}' cannot be read: {error.strerror}.") from None
         found.update(b"\0end of file\0")
     return found.hexdigest()
 
