@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -87,9 +89,15 @@ def test_a_rank_that_hangs_is_told_when_time_is_up() -> None:
         pool.run(hang_on, 1, timeout_s=1.0)
 
 
-def test_workers_go_with_their_launcher(tmp_path: Path) -> None:
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Names of sockets have room for a hundred letters, which folders of tests with theirs do not leave."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def test_workers_go_with_their_launcher(tmp_path: Path, short_path: Path) -> None:
     """And leave nothing: where each of them was, and copies of what it had learned, are in memory that has no name."""
-    (tmp_path / "left").mkdir()
     script = tmp_path / "launcher.py"
     script.write_text(
         "import sys, time\n"
@@ -102,17 +110,17 @@ def test_workers_go_with_their_launcher(tmp_path: Path) -> None:
         "    pool.run(sleep_named, sys.argv[1])\n"
     )
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(tmp_path / "left")}
-    launcher = subprocess.Popen([sys.executable, str(script), str(tmp_path / "left")], stdout=subprocess.PIPE, text=True, env=environment)
+    environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(short_path)}
+    launcher = subprocess.Popen([sys.executable, str(script), str(short_path)], stdout=subprocess.PIPE, text=True, env=environment)
     assert launcher.stdout is not None
     pids = [int(word) for word in launcher.stdout.readline().split()]
     assert len(pids) == 2 and all(map(is_running, pids))
-    while len(list((tmp_path / "left").glob("*.process.json"))) < 2:
+    while len(list(short_path.glob("*.process.json"))) < 2:
         time.sleep(0.05)
     launcher.kill()
     launcher.wait()
     await_end(pids)
-    assert not list((tmp_path / "left").iterdir())
+    assert not list(short_path.iterdir())
 
 
 def test_wrong_sizes_are_refused() -> None:
