@@ -25,7 +25,8 @@ EXAMPLES = sorted((ROOT / "examples" / "plans").glob("*.json"))
 counts = st.integers(1, 10_000_000)
 sizes = st.integers(0, 10_000_000)
 ops = st.tuples(st.integers(0, 9_999_999), st.integers(0, 9_999_999))
-ranks = st.lists(st.integers(0, 9_999_999), min_size=1, max_size=9).map(tuple)
+members = st.integers(0, 9_999_999)
+ranks = st.lists(members, min_size=1, max_size=9).map(tuple)
 amounts = st.floats(0, 1e300, exclude_min=True)
 maybe = st.none() | amounts
 memories = st.builds(StageMemory, *[st.integers(0, 2**60)] * 9)
@@ -57,7 +58,7 @@ plans = st.builds(
         st.none() | counts,
         st.none() | counts,
         per_replica=st.lists(counts, max_size=3).map(tuple),
-        slower=st.dictionaries(sizes, st.tuples(*[st.floats(0.1, 9.0)] * 3), max_size=2).map(lambda own: tuple(sorted(own.items()))),
+        slower=st.dictionaries(members, st.tuples(*[st.floats(0.1, 9.0)] * 3), max_size=2).map(lambda own: tuple(sorted(own.items()))),
     ),
     num_replicas=counts,
     schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),
