@@ -117,7 +117,7 @@ def test_the_commands_run(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_pictures_come_from_the_script_and_are_told_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All of them are in the gallery, every one has an alternative text, and a schedule says what it would say if drawn now."""
+    """All of them are in the gallery, every one has an alternative text, and schedules say what they would say if drawn now."""
     script = load_benchmark("pictures")
     drawn = set(script.pictures())
     assert drawn == {path.name for path in (ROOT / "docs" / "images").iterdir()} and len(drawn) >= 12
@@ -126,7 +126,7 @@ def test_pictures_come_from_the_script_and_are_told_in_words(tmp_path: Path, cap
     for path in PAGES:
         texts = re.findall(r"!\[([^\]]*)\]", path.read_text(encoding="utf-8"))
         assert [text for text in texts if len(text.split()) < 5] == [], path
-    script.draw_schedules(tmp_path, tmp_path, ["zero-bubble"])
+    script.draw_schedules(tmp_path, tmp_path)
     for path in tmp_path.glob("*.svg"):
         assert words(labels(path)) == words(labels(ROOT / "docs" / "images" / path.name)), path.name
 

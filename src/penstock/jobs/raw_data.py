@@ -113,6 +113,8 @@ def _folder(
             )
         if not readable_file(path, "data").stat().st_size:
             raise InputError(f"data '{path}' is empty. Give a file with a sample on each line, such as {{\"text\": \"…\"}}.")
+    if tokenizer is not None and not tokenizer.strip():
+        raise InputError("the tokenizer has no name. Give a file or folder (--tokenizer PATH), or leave it out for the model's own.")
     given = tokenizer or _own_tokenizer(model, source, keeps_weights)
     vocab = 0 if given else min(_TRAINED_VOCAB, int(model.config.get("vocab", 0)))
     known = digest_of_files(_tokenizer_files(given)) if given else vocab
