@@ -442,8 +442,8 @@ _TRAINING = (
          pick="goes_on_under"),
     _bug("MFU counts the forward pass alone", "runtime/telemetry/flops.py", "np.array((op.flops.form(1) + op.backward_flops.form(1)).coeff",
          "np.array((op.flops.form(1)).coeff", "a third of the truth", "runtime/telemetry"),
-    _bug("what was trained is evaluated", "runtime/run.py", 'source = batch_source(self.request, "validation")',
-         "source = batch_source(self.request)", "the loss that is told is too good", "runtime/test_run.py"),
+    _bug("what was trained is evaluated", "runtime/run_inputs.py", 'source = batch_source(request, "validation")',
+         "source = batch_source(request)", "the loss that is told is too good", "runtime/test_run.py"),
 )  # fmt: skip
 _PROCESSES = (
     _bug("processes have the server's environment", "processes/fork_server.py", "os.environ.update(environment)", "os.environ.update({})",

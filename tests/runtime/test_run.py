@@ -10,12 +10,11 @@ import torch
 
 from penstock.data import open_data
 from penstock.plans.build import uniform_plan
-from penstock.plans.references import model_of
 from penstock.runtime.checkpoints.intervals import SaveInterval
 from penstock.runtime.rank import Evaluated
 from penstock.runtime.request import EvalRecord, TrainRequest
 from penstock.runtime.run import Run
-from penstock.runtime.run_inputs import program_planner
+from penstock.runtime.run_inputs import held_out_programs, program_planner
 from penstock.runtime.step_words import StepWord
 from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.telemetry.steps import StepRecord
@@ -31,10 +30,8 @@ def test_an_evaluation_is_the_mean_over_its_batches() -> None:
 
 def test_what_is_evaluated_was_held_out(data: str) -> None:
     plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=16, micro_batch=4, layout="packed")
-    run = Run.__new__(Run)
-    run.request = TrainRequest(plan, data, 6, "", eval_every=1, eval_batches=2)
-    run.model, run.worker = model_of(plan), SimpleNamespace(rank=0)  # type: ignore[assignment]
-    samples, programs = run._evaluation(program_planner(run.request))
+    request = TrainRequest(plan, data, 6, "", eval_every=1, eval_batches=2)
+    samples, programs = held_out_programs(request, program_planner(request), 0)
     held_out, trained = open_data(data, "validation"), open_data(data, "train")
     assert len(samples.data) == len(held_out) < len(trained)
     assert samples.data[3]["input"].tolist() == held_out[3]["input"].tolist() != trained[3]["input"].tolist()

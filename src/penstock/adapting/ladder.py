@@ -143,7 +143,6 @@ class Ladder:
         refused = _unfit(found) or made.unfit(self.cluster)
         return Remedy(rung, new, found.time_s, pause_s, made.num_bytes, refused)
 
-
     def _standing_s(self, old: Plan, new: Plan, made: Moves, cluster: Cluster) -> float:
         """How long training stands still while state travels: all of it, or what cannot travel while a step runs."""
         return min(made.time_s(cluster), split_moves(old, new, made, self.layouts).pause_s(made, cluster))

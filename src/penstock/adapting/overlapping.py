@@ -30,6 +30,7 @@ from penstock.runtime.rank_state import gradient_pieces
 
 __all__ = ["OverlappedMove"]
 
+
 class OverlappedMove(Mover):
     """This process' part in a move that begins before a step and ends after it: `begin`, the step, `finish`."""
 

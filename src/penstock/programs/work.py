@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from penstock.models.micro_batch import MicroBatch
-from penstock.schedules.actions import Schedule
+from penstock.schedules.actions import FORWARD, Schedule
+from penstock.schedules.orders import gpipe
 from penstock.timing.pipeline import dp_shares
 
 if TYPE_CHECKING:
     from penstock.batching.plan import BatchPlan
     from penstock.plans.plan import Plan
+    from penstock.programs.instructions import Program
 
-__all__ = ["ReplicaWork", "dp_degrees", "shares_of_dp", "work_of"]
+__all__ = ["ReplicaWork", "dp_degrees", "forward_work", "shares_of_dp", "work_of"]
 
 
 @dataclass(frozen=True)
@@ -63,3 +65,21 @@ def _placed(micro: MicroBatch, shares: Mapping[int, Sequence[float]], counted: M
     """A micro-batch as programs hold it: with shares and loss positions, and without recomputation, which its forward passes name."""
     own = tuple(counted[sample] for sample in micro.samples) if counted is not None else ()
     return replace(micro, counted=own, bounds={dp: micro.even_bounds(dp, parts) for dp, parts in shares.items()}, recompute=())
+
+
+def forward_work(program: Program) -> ReplicaWork:
+    """The micro-batches of a program's replica, passed forward one after the other; the stages of a device in turn."""
+    stages = [place.stage for place in program.places]
+    full = gpipe(program.num_stages, len(program.micro_batches))
+    forward = [tuple(action for action in actions if action.kind == FORWARD) for actions in full]
+    chunks = len(stages)
+    groups = program.num_stages // chunks
+    merged = tuple(
+        tuple(
+            sorted(
+                (action for chunk in range(chunks) for action in forward[chunk * groups + group]), key=lambda a: (a.micro_batch, a.stage)
+            )
+        )
+        for group in range(groups)
+    )
+    return ReplicaWork(program.micro_batches, merged)

@@ -35,6 +35,7 @@ from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import require_valid
 from penstock.programs import instructions as i
 from penstock.programs.lower import lower
+from penstock.programs.work import forward_work
 from penstock.runtime.checkpoints.first_weights import open_weights
 from penstock.runtime.checkpoints.huggingface import export_hf_checkpoint
 from penstock.runtime.checkpoints.module_state import export_module
@@ -45,7 +46,6 @@ from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.parallel.module_chain import CutModule, described_styles
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import checkpoint_state, load_state, load_weights, rank_pieces, rank_state
-from penstock.runtime.run import forward_work
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.transport.rendezvous import job_store
 from penstock.runtime.transport.world import ProcessGroups

@@ -21,10 +21,7 @@ from penstock.data.samples import LoadedProgram, Samples
 from penstock.errors import PenstockError
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.schema import plan_from_dict, plan_to_dict
-from penstock.programs.check import require_safe
 from penstock.programs.instructions import Program
-from penstock.programs.lower import lower
-from penstock.programs.work import ReplicaWork
 from penstock.runtime.checkpoints.first_weights import open_weights
 from penstock.runtime.checkpoints.folder import best_checkpoint
 from penstock.runtime.checkpoints.going_on import RUN, run_facts
@@ -42,7 +39,7 @@ from penstock.runtime.recovering.copies import CopyPlace
 from penstock.runtime.recovering.faults import COPYING, MOVING, SAVING, RankFaults
 from penstock.runtime.request import PACED, WARM_UP, EvalRecord, GoingOn, PlanAdopted, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run_folder import CHECKPOINTS, STEPS, plans_of_run
-from penstock.runtime.run_inputs import batch_source, program_planner, run_inputs
+from penstock.runtime.run_inputs import held_out_programs, program_planner, run_inputs
 from penstock.runtime.step_words import StepWatcher, StepWord, samples_digest, whole_digest
 from penstock.runtime.telemetry.figures import RankFigures, StepMeter
 from penstock.runtime.telemetry.flops import PeakTimes
@@ -57,15 +54,13 @@ from penstock.runtime.telemetry.tensorboard import tensorboard_sink
 from penstock.runtime.transport.allocator import reserve
 from penstock.runtime.transport.world import World
 from penstock.runtime.workers import Worker
-from penstock.schedules.actions import FORWARD
-from penstock.schedules.orders import gpipe
 from penstock.stores import StoreError
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.runtime.planner_processes import Handover
 
-__all__ = ["Run", "Watching", "forward_work", "train_rank"]
+__all__ = ["Run", "Watching", "train_rank"]
 
 Watching = Callable[["Run"], "StepWatcher"]
 """Makes the watcher of a run, in every process."""
@@ -223,7 +218,7 @@ class Run:
         """What this process needs under the plan of a planner, before that is in force: all that may fail."""
         has_work = self.worker.rank in planner.plan.ranks
         times = ProgramTimes(planner.plan, planner.model, planner.costs) if has_work and isinstance(self.rank, PacedRank) else None
-        evaluation = self._evaluation(planner) if has_work and self.request.eval_every else (None, ())
+        evaluation = held_out_programs(self.request, planner, self.worker.rank) if has_work and self.request.eval_every else (None, ())
         return _Place(planner, times, *evaluation)
 
     def _take_place(self, place: _Place) -> None:
@@ -583,37 +578,6 @@ class Run:
         place = self._place
         found = [self.rank.evaluate(program, place.held_out) for program in place.evaluations]
         return EvalRecord(done, statistics.fmean(one.loss for one in found), statistics.fmean(one.accuracy for one in found))
-
-    def _evaluation(self, planner: ProgramPlanner) -> tuple[Samples, list[Program]]:
-        """Samples of the held-out split, and this rank's forward passes over some batches of it, planned like training's."""
-        source = batch_source(self.request, "validation")
-        data, batches = source.open()
-        found = []
-        for number in range(self.request.eval_batches):
-            planned = planner.programs(data, batches[number])
-            work = [forward_work(program) for _, program in sorted({program.replica: program for program in planned}.items())]
-            programs = lower(planner.plan, self.model, work, number, training=False)
-            require_safe(programs, planner.plan, self.model)
-            found.append(next(program for program in programs if program.rank == self.worker.rank))
-        return Samples(data, planner.form, source.limits), found
-
-
-def forward_work(program: Program) -> ReplicaWork:
-    """The micro-batches of a program's replica, passed forward one after the other; the stages of a device in turn."""
-    stages = [place.stage for place in program.places]
-    full = gpipe(program.num_stages, len(program.micro_batches))
-    forward = [tuple(action for action in actions if action.kind == FORWARD) for actions in full]
-    chunks = len(stages)
-    groups = program.num_stages // chunks
-    merged = tuple(
-        tuple(
-            sorted(
-                (action for chunk in range(chunks) for action in forward[chunk * groups + group]), key=lambda a: (a.micro_batch, a.stage)
-            )
-        )
-        for group in range(groups)
-    )
-    return ReplicaWork(program.micro_batches, merged)
 
 
 def train_rank(

@@ -7,10 +7,15 @@ from penstock.data.filled import sample_limits
 from penstock.data.forms import form_of
 from penstock.data.planners import BatchSource
 from penstock.data.planning import ProgramPlanner
+from penstock.data.samples import Samples
 from penstock.plans.references import model_of
+from penstock.programs.check import require_safe
+from penstock.programs.instructions import Program
+from penstock.programs.lower import lower
+from penstock.programs.work import forward_work
 from penstock.runtime.request import TrainRequest
 
-__all__ = ["batch_source", "program_planner", "run_inputs"]
+__all__ = ["batch_source", "held_out_programs", "program_planner", "run_inputs"]
 
 
 def run_inputs(request: TrainRequest) -> tuple[BatchSource, ProgramPlanner]:
@@ -39,3 +44,17 @@ def program_planner(request: TrainRequest) -> ProgramPlanner:
         costs = costs_for(plan, plan.seq_length, plan.dec_length)
     form = form_of(model, open_data(request.data), prompt_loss=request.prompt_loss)
     return ProgramPlanner(plan, model, costs, form, request.planning.search_steps, seed=request.settings.seed)
+
+
+def held_out_programs(request: TrainRequest, planner: ProgramPlanner, rank: int) -> tuple[Samples, list[Program]]:
+    """Samples of the held-out split, and a rank's forward passes over some batches of it, planned like training's."""
+    source = batch_source(request, "validation")
+    data, batches = source.open()
+    found = []
+    for number in range(request.eval_batches):
+        planned = planner.programs(data, batches[number])
+        work = [forward_work(program) for _, program in sorted({program.replica: program for program in planned}.items())]
+        programs = lower(planner.plan, planner.model, work, number, training=False)
+        require_safe(programs, planner.plan, planner.model)
+        found.append(next(program for program in programs if program.rank == rank))
+    return Samples(data, planner.form, source.limits), found

@@ -213,13 +213,8 @@ class _Plain(Optimizer):
             torch._foreach_mul_([p.grad for p in own if p.grad is not None], factor)
         if only is None:  # as somebody's own rule can, too
             self._own.step()
-            return
-        all_of_them = self._own.parameters
-        try:
-            self._own.parameters = own
-            self._own.step()
-        finally:
-            self._own.parameters = all_of_them
+        else:
+            self._own.step(own)
 
     def state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         assert self._own is not None

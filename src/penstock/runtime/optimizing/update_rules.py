@@ -22,13 +22,15 @@ class UpdateRule:
         self.parameters, self.settings, self.lr = list(parameters), settings, lr
         self.state: defaultdict[nn.Parameter, dict[str, torch.Tensor]] = defaultdict(dict)
 
-    def step(self) -> None:
-        """One update of the weights that have gradients."""
+    def step(self, only: Iterable[nn.Parameter] | None = None) -> None:
+        """One update of the weights that have gradients, all or some of them `only`."""
         raise TypeError(f"{type(self).__name__} has no step")
 
-    def _with_gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[dict[str, torch.Tensor]]]:
+    def _with_gradients(
+        self, only: Iterable[nn.Parameter] | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[dict[str, torch.Tensor]]]:
         """Weights, gradients, and what is kept for each of them."""
-        found = [p for p in self.parameters if p.grad is not None]
+        found = [p for p in (self.parameters if only is None else only) if p.grad is not None]
         return list(found), [p.grad for p in found if p.grad is not None], [self.state[p] for p in found]
 
 
@@ -36,8 +38,8 @@ class AdamWRule(UpdateRule):
     """Adam with decoupled weight decay."""
 
     @torch.no_grad()
-    def step(self) -> None:
-        weights, gradients, states = self._with_gradients()
+    def step(self, only: Iterable[nn.Parameter] | None = None) -> None:
+        weights, gradients, states = self._with_gradients(only)
         for weight, state in zip(weights, states, strict=True):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
@@ -54,8 +56,8 @@ class SgdRule(UpdateRule):
     """Gradient descent with momentum."""
 
     @torch.no_grad()
-    def step(self) -> None:
-        weights, gradients, states = self._with_gradients()
+    def step(self, only: Iterable[nn.Parameter] | None = None) -> None:
+        weights, gradients, states = self._with_gradients(only)
         own = self.settings
         moments = [state.get("momentum_buffer") for state in states]
         sgd(

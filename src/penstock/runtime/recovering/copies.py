@@ -25,9 +25,10 @@ from penstock.runtime.checkpoints.reader import PiecesInMemory
 from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.rank_state import TrainedState
 
-__all__ = ["Copies", "CopyPlace"]
+__all__ = ["SLOTS", "Copies", "CopyPlace"]
 
-_SLOTS = 2
+SLOTS = 2
+"""Copies of each process, of which one is whole while the other is written."""
 _SLOT_BYTES = 1 << 40
 """Of addresses, not of memory: where nothing is written, there is none."""
 _HEAD = struct.Struct("<qqqqq")
@@ -66,7 +67,7 @@ class Copies:
 
     def __init__(self, num_processes: int, memory: SharedMemory | None = None) -> None:
         self.num_processes = num_processes
-        self._memory = memory or SharedMemory(num_processes * _SLOTS * _SLOT_BYTES)
+        self._memory = memory or SharedMemory(num_processes * SLOTS * _SLOT_BYTES)
         self._maps: dict[int, mmap.mmap] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -101,34 +102,32 @@ class Copies:
 
     def keep(self, step: int | None) -> None:
         """Forgets the copies of all other steps, to which training does not go back; no process may be writing."""
-        for slot in range(self.num_processes * _SLOTS):
+        for slot in range(self.num_processes * SLOTS):
             if step is None or self._head(slot)[0] != step + 1:
                 self._memory.write(slot * _SLOT_BYTES, _HEAD.pack(0, 0, 0, 0, 0))
 
     def state(self, step: int) -> TrainedState:
         """What all ranks together had learned after so many steps."""
-        slots = self._slots_of(step)
-        described = [(slot, self._described(slot)) for slot in slots]
-        pieces = [piece for slot, one in described for piece in self._pieces(slot, one)]
+        pieces, state = self._copied(step)
         kinds = {one.name.partition("/")[0]: one.shape == () for one in pieces if not one.name.startswith((f"{WEIGHTS}/", f"{BUFFERS}/"))}
         numbers = frozenset(kind for kind, is_number in kinds.items() if is_number)
-        return TrainedState(PiecesInMemory(pieces), tuple(kinds), numbers, described[0][1].state.get("loss_scale"))
+        return TrainedState(PiecesInMemory(pieces), tuple(kinds), numbers, state.get("loss_scale"))
 
     def write_checkpoint(self, step: int, writer: CheckpointWriter) -> None:
         """Writes them down as a checkpoint, for a job that cannot go on."""
-        slots = self._slots_of(step)
-        described = [(slot, self._described(slot)) for slot in slots]
-        writer.save(step, (piece for slot, one in described for piece in self._pieces(slot, one)), described[0][1].state)
+        writer.save(step, *self._copied(step))
         writer.wait()
 
-    def _slots_of(self, step: int) -> Sequence[int]:
-        """Those of a step that is whole, in the order of places."""
-        return next(slots for whole, slots in self._whole() if whole == step)
+    def _copied(self, step: int) -> tuple[list[TensorPiece], dict[str, Any]]:
+        """The pieces of all ranks after a step that is whole, in the order of their places, and the first one's state."""
+        slots = next(slots for whole, slots in self._whole() if whole == step)
+        described = [(slot, self._described(slot)) for slot in slots]
+        return [piece for slot, one in described for piece in self._pieces(slot, one)], described[0][1].state
 
     def _whole(self) -> Iterator[tuple[int, Sequence[int]]]:
         """(step, slots) of each step whose copies are complete."""
         found: defaultdict[tuple[int, int, int], dict[int, int]] = defaultdict(dict)
-        for slot in range(self.num_processes * _SLOTS):
+        for slot in range(self.num_processes * SLOTS):
             marked, generation, place, count, _ = self._head(slot)
             if marked:
                 found[marked - 1, generation, count][place] = slot
@@ -137,7 +136,7 @@ class Copies:
                 yield step, [slots[place] for place in range(count)]
 
     def _slots(self, process: int) -> range:
-        return range(process * _SLOTS, (process + 1) * _SLOTS)
+        return range(process * SLOTS, (process + 1) * SLOTS)
 
     def _head(self, slot: int) -> tuple[int, int, int, int, int]:
         step, generation, place, count, described = _HEAD.unpack(self._memory.read(slot * _SLOT_BYTES, _HEAD.size))

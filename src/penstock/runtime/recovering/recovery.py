@@ -20,7 +20,7 @@ from penstock.models.ops import Model
 from penstock.plans.texts import format_ranks
 from penstock.runtime.checkpoints.folder import latest_checkpoint, step_of
 from penstock.runtime.checkpoints.writer import CheckpointWriter
-from penstock.runtime.recovering.copies import Copies
+from penstock.runtime.recovering.copies import SLOTS, Copies
 from penstock.runtime.request import GoingOn, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run_folder import CHECKPOINTS, go_back
 
@@ -36,7 +36,6 @@ _BROKEN_DEATHS = 2
 _FP32_BYTES = 4
 _KEPT = {"adamw": 3, "sgd": 2}
 """Numbers that an optimizer keeps for each weight, the weight included."""
-_SLOTS = 2
 
 
 class DeathWitness(Protocol):
@@ -156,7 +155,7 @@ class RunRecovery:
 
 def require_room_for_copies(request: TrainRequest, model: Model) -> None:
     """Refuses copies that the memory of this machine cannot hold."""
-    needed = _SLOTS * _FP32_BYTES * _KEPT[request.plan.optimizer] * model.num_parameters
+    needed = SLOTS * _FP32_BYTES * _KEPT[request.plan.optimizer] * model.num_parameters
     free = _free_bytes()
     if needed > free:
         raise InputError(
