@@ -12,7 +12,7 @@ import penstock.models.modules
 
 __all__ = ["stamp", "stamp_of"]
 
-_UNTIMED = ("build.py", "hf_weights.py", "parallel.py", "trace.py", "unit.py")
+_UNTIMED = ("build.py", "hf_weights.py", "parallel.py", "trace.py", "trace_fit.py", "traced_pass.py", "unit.py")
 """Modules that say nothing of an op's time: the list of ops, reading foreign weights, collectives (measured by themselves), describing and
 running foreign models."""
 
