@@ -655,6 +655,8 @@ _ADAPTING = (
          "            pass\n        elif", "what was asked for is left at once", "adapting/test_watching.py", pick="is_asked_for_stays"),
 )  # fmt: skip
 _JOBS = (
+    _bug("a family of ours is always native", "models/huggingface.py", "prefix if native else TRANSFORMERS", "prefix",
+         "who asks for transformers' own module gets ours", "jobs/test_scripts.py", pick="family"),
     _bug("any content is the same data", "jobs/cache.py", "                found.update(piece)", "                pass",
          "a changed file trains on the old tokens", "jobs/test_raw_data.py", pick="once"),
     _bug("samples are cut off without a word", "jobs/raw_data.py", 'and over_long == "refuse":', 'and over_long == "never":',

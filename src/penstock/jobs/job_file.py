@@ -43,6 +43,8 @@ class ModelGroup(_Fields):
     """hf:FOLDER, a checkpoint, or none for random ones; auto: those of the model's own folder if it has any."""
     precision: Literal["bf16", "fp16", "fp32"] | None = None
     """Of weights and activations; if not given, the model's own, or one that all devices have."""
+    native: bool = True
+    """Whether an hf: model of a family that Penstock has itself runs as its ops; false: as transformers' own module."""
 
 
 class DataGroup(_Fields):

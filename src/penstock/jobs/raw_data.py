@@ -21,7 +21,7 @@ from penstock.data.workers import Report
 from penstock.errors import InputError
 from penstock.files import read_text, readable_file
 from penstock.jobs.cache import cache_folder, digest, digest_of_files, made_once
-from penstock.jobs.models import hf_folder
+from penstock.models.huggingface import hf_folder
 
 if TYPE_CHECKING:
     from penstock.batching.plan import SampleLengths
