@@ -503,6 +503,10 @@ _CLI = (
 )  # fmt: skip
 
 _CUTTING = (
+    _bug("attention of an encoder-decoder drops", "models/modules/cutting/packing.py", "        if self._is_attention(x, keys):",
+         "        if False:", "another cut trains another model", "models/modules/cutting/test_packing.py", pick="encoder_decoders"),
+    _bug("one's own attention drops", "models/modules/cutting/packing.py", "            args, kwargs = _without_dropout(args, kwargs, 4)",
+         "            pass", "another cut trains another model", "models/modules/cutting/test_packing.py", pick="any_cut"),
     _bug("a size that stayed the same is a constant", "models/modules/cutting/shapes.py",
          'frozenset({("is", n), *(("as", i) for i, size in enumerate(sizes) if size == n)})', 'frozenset({("is", n)})',
          "micro-batches of other sizes get shapes of those before", "models/modules/cutting/test_skipping.py", pick="another_shape"),

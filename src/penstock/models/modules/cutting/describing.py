@@ -15,7 +15,7 @@ from torch import nn
 from penstock.errors import InputError
 from penstock.models.modules.cutting.dividing import styles_of, tp_plan_of, whole_degrees
 from penstock.models.modules.cutting.origins import Made, make_origin, origin_file
-from penstock.models.modules.cutting.packing import packs
+from penstock.models.modules.cutting.packing import attention_dropout, packs
 from penstock.models.modules.cutting.seen import SeenMicroBatch, logits_loss
 from penstock.models.modules.cutting.trying_tp import trains_alike
 from penstock.models.modules.trace import Divided, trace_module
@@ -84,7 +84,9 @@ def _divided(made: Made) -> tuple[Divided | None, tuple[str, ...]]:
 
 def _laid_out(model: Model, made: Made) -> Model:
     """With the layouts in which two samples together train like each alone, as far as that can be tried: with weights, on token ids."""
-    model = replace(model, notes=(*model.notes, *made.notes))
+    if dropout := attention_dropout(made.module):
+        note = f"attention dropout of {dropout:g} is left out: attention that stays inside samples has none."
+        model = replace(model, notes=(*model.notes, note))
     if made.form in ("images", "encoder-decoder") or made.vocab < 2:
         return model
     if any(p.is_meta for p in made.module.parameters()):

@@ -43,8 +43,6 @@ class Made:
     vocab: int = 0
     positions: int = 0
     """The longest sample that it takes; 0: not known."""
-    notes: tuple[str, ...] = ()
-    """What of it is trained in another way than it asks for."""
     tp_plan: Mapping[str, str] | None = None
     """How tensor parallelism divides it, where not its own attribute of that name says so."""
 
