@@ -457,6 +457,10 @@ _RULES = (
          "another name than torch's", "runtime/optimizing/test_update_rules.py"),
 )
 _PROFILING = (
+    _bug("code before windows counts", "profiling/module_parts.py", "        if len(forward) == 1 and chain.first:", "        if False:",
+         "masks are paid for by every kind of unit", "profiling/test_module_parts.py", pick="marks"),
+    _bug("a window is of one copy", "profiling/module_parts.py", "(seen[kinds[last]] or kinds[last] in wanted)", "not seen[kinds[last]]",
+         "what the first of many pays alone is charged to all", "profiling/test_module_parts.py", pick="window"),
     _bug("a transfer there and back is one", "profiling/links.py", '/ (2 if kind == "transfer" else 1)', "/ 1",
          "links seem half as fast", "profiling/test_links.py", pick="message"),
     _bug("a shortened model is whole", "profiling/measure.py", "(block, min(count, copies)) for", "(block, max(count, copies)) for",
