@@ -11,7 +11,7 @@ from penstock.models.shapes import Shape
 from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
 from penstock.plans.references import cluster_of, model_of
 from penstock.timing.estimate import Estimator
-from penstock.timing.recorded import can_be_recorded, is_recorded
+from penstock.timing.recorded import can_be_recorded, is_recorded, recorded_length
 
 SMALL = {"family": "gpt", "layers": 2, "hidden": 64, "heads": 4, "seq_length": 32, "vocab": 64}
 
@@ -39,7 +39,21 @@ def _plan(stage: dict[str, Any] | None = None, **changes: Any) -> Plan:
     ],
 )
 def test_what_is_the_same_work_every_time_can_be_recorded(plan: Plan, can: bool, does: bool) -> None:
-    assert (can_be_recorded(plan, plan.stages[0], model_of(plan)), is_recorded(plan, plan.stages[0], model_of(plan))) == (can, does)
+    model, stage = model_of(plan), plan.stages[0]
+    assert (can_be_recorded(plan, stage, model), is_recorded(plan, stage, model, ragged=True)) == (can, does)
+
+
+def test_stages_of_a_pipeline_see_too_many_shapes_of_ragged_samples() -> None:
+    plan = _plan()
+    halves = replace(plan, stages=(replace(plan.stages[0], last=5), replace(plan.stages[0], first=5, devices=((1,),))))
+    assert [is_recorded(halves, halves.stages[0], model_of(plan), ragged=ragged) for ragged in (True, False)] == [False, True]
+
+
+def test_rows_have_few_lengths() -> None:
+    for has_decoder, most, dearest in ((False, 8, 1.125), (True, 4, 1.25)):
+        lengths = {length: recorded_length(length, has_decoder=has_decoder) for length in range(64, 4096)}
+        assert all(length <= own <= max(length + 7, dearest * length) and own % 8 == 0 for length, own in lengths.items())
+        assert len({own for length, own in lengths.items() if 256 <= length < 512}) <= most + 1
 
 
 def test_a_recorded_stage_waits_for_no_host() -> None:

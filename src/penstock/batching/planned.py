@@ -156,7 +156,8 @@ class _Source:
                 shapes = [_share(layout, self._parts(stage, part, replica, device), *point) for point in points]
                 sequence = self._estimator.by_rows(stage, part.tp)
                 model = self._estimator.model_under(sequence)
-                ops = OpSlice(model, part.first, part.last, device.name, part.tp, algos, own, is_recorded(self.plan, stage, model))
+                recorded = is_recorded(self.plan, stage, model, ragged=bool(model.seq_length))
+                ops = OpSlice(model, part.first, part.last, device.name, part.tp, algos, own, recorded)
                 total[:, :2] += self._times(ops, shapes, device, ranks, sequence)
                 held, up, down = self._bytes(part, shapes, algos, own, device, sequence).T * (1 + SLACK)
                 total[:, 3] = np.maximum(total[:, 3], total[:, 2] + up)

@@ -247,8 +247,8 @@ class Rank:
         micro, stage = program.micro_batches[step.micro_batch], self.stages[step.stage]
         self._buffers[step.buffer] = {
             dp: load_share(
-                self._source, program, micro, micro.share(dp, stage.share(dp)), step.needs, self.world.device, self.settings.seed,
-                alone=self.asynchronous, usual_length=self.plan.seq_length,
+                self._source, program, stage.as_recorded(micro, dp), micro.share(dp, stage.share(dp)), step.needs, self.world.device,
+                self.settings.seed, alone=self.asynchronous, usual_length=self.plan.seq_length,
             )
             for dp in stage.dp_degrees
         }  # fmt: skip

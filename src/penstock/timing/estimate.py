@@ -245,7 +245,7 @@ class Estimator:
 
     def _stage_passes(self, plan: Plan, stage: Stage, samples: int, replica: int) -> StagePasses:
         """Time of a stage's ops on the slowest of its devices, and of moving the carry where degrees change inside the stage."""
-        ranks, parts, recorded = stage.devices[replica], parts_of(stage), is_recorded(plan, stage, self.model)
+        ranks, parts, recorded = stage.devices[replica], parts_of(stage), is_recorded(plan, stage, self.model, ragged=False)
 
         def passes(part: DegreeRun, device: Device) -> StagePasses:
             shape = self._share(plan, stage, part, samples, device, replica)

@@ -23,6 +23,7 @@ import torch
 from penstock.models.modules.base import Carry
 from penstock.models.modules.batch import Batch, Sequences
 from penstock.models.modules.build import Chain
+from penstock.models.shapes import Shape
 
 __all__ = ["Recordings"]
 
@@ -84,7 +85,7 @@ class Recordings:
             return None
         key = (_shape_key(batch), tuple((name, one.shape, one.dtype) for name, one in carry.items()), tuple(recompute))
         self._seen[key] += 1
-        if self._seen[key] <= _RUNS_BEFORE or self._is_busy(batch):
+        if self._seen[key] <= _RUNS_BEFORE or self.is_busy(batch.shape):
             return None
         slot = next((one for one in self._slots if one.micro_batch is None), None)
         recording = None if slot is None else slot.recordings.get(key)
@@ -120,8 +121,8 @@ class Recordings:
         for slot in self._slots:
             slot.micro_batch = None
 
-    def _is_busy(self, batch: Batch) -> bool:
-        shape = batch.shape
+    def is_busy(self, shape: Shape) -> bool:
+        """Whether a micro-batch of this shape keeps a GPU busy longer than its host takes to issue it."""
         return sum(place.op.flops.at(shape) for place in self._chain.places) >= _BUSY_FLOPS * len(self._chain.places)
 
     def _record(self, slot: _Slot, batch: Batch, carry: Carry, recompute: list[int]) -> _Recording:

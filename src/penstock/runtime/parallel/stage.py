@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 
+import msgspec
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -42,7 +43,7 @@ from penstock.runtime.parallel.sequence import SequenceChain
 from penstock.runtime.parallel.sharding import ShardedWeights
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.world import World
-from penstock.timing.recorded import can_be_recorded
+from penstock.timing.recorded import can_be_recorded, is_recorded, recorded_length
 
 __all__ = ["ModuleKey", "StageModule", "StageRun", "module_key"]
 
@@ -183,6 +184,20 @@ class StageModule:
             return results, lambda gradients: _backward(done, gradients)
 
         return Recordings(run, first.chain, self.world.device)
+
+    def as_recorded(self, micro: MicroBatch, dp: int) -> MicroBatch:
+        """A micro-batch with its rows padded further, to a length that comes again, where its passes are to be played from a recording."""
+        plan = self.world.plan
+        if self.recordings is None or not micro.lengths or micro.row_sizes or not is_recorded(plan, self.stage, self.model, ragged=True):
+            return micro
+        if self.recordings.is_busy(micro.shape(dp, self.share(dp))):
+            return micro
+        has_decoder = bool(micro.dec_lengths)
+        rows, dec_rows = (
+            max(length, min(recorded_length(length, has_decoder=has_decoder), usual)) if length else 0
+            for length, usual in ((micro.row_length, plan.seq_length), (micro.dec_row_length, plan.dec_length))
+        )
+        return msgspec.structs.replace(micro, row_length=rows, dec_row_length=dec_rows)
 
     @property
     def dp_degrees(self) -> list[int]:
