@@ -503,6 +503,10 @@ _CLI = (
 )  # fmt: skip
 
 _CUTTING = (
+    _bug("attention of an encoder-decoder drops", "models/modules/cutting/packing.py", "        if self._is_attention(x, keys):",
+         "        if False:", "another cut trains another model", "models/modules/cutting/test_packing.py", pick="encoder_decoders"),
+    _bug("one's own attention drops", "models/modules/cutting/packing.py", "            args, kwargs = _without_dropout(args, kwargs, 4)",
+         "            pass", "another cut trains another model", "models/modules/cutting/test_packing.py", pick="any_cut"),
     _bug("a size that stayed the same is a constant", "models/modules/cutting/shapes.py",
          'frozenset({("is", n), *(("as", i) for i, size in enumerate(sizes) if size == n)})', 'frozenset({("is", n)})',
          "micro-batches of other sizes get shapes of those before", "models/modules/cutting/test_skipping.py", pick="another_shape"),
@@ -655,6 +659,10 @@ _ADAPTING = (
          "            pass\n        elif", "what was asked for is left at once", "adapting/test_watching.py", pick="is_asked_for_stays"),
 )  # fmt: skip
 _JOBS = (
+    _bug("answers begin a token late", "data/forms.py", "counted[max(0, first - 1) :", "counted[first :",
+         "the first token of every answer is not learned", "data/text/test_chats.py", pick="says_counts"),
+    _bug("a family of ours is always native", "models/huggingface.py", "prefix if native else TRANSFORMERS", "prefix",
+         "who asks for transformers' own module gets ours", "jobs/test_scripts.py", pick="family"),
     _bug("any content is the same data", "jobs/cache.py", "                found.update(piece)", "                pass",
          "a changed file trains on the old tokens", "jobs/test_raw_data.py", pick="once"),
     _bug("samples are cut off without a word", "jobs/raw_data.py", 'and over_long == "refuse":', 'and over_long == "never":',
