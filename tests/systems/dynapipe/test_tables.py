@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -117,34 +115,10 @@ def test_the_best_degrees_are_found_for_a_batch(folder: Path, capsys: pytest.Cap
     assert "--lengths is missing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "family"), [("gpt_6.7b", "gpt"), ("t5_11b", "t5")])
-def test_interpolation_equals_the_judge(published: Path, judge: Callable[[str], ModuleType], name: str, family: str) -> None:
-    scorer = judge("dynapipe")
-    source = DynaPipeTables.open(published / "dynapipe" / name)
-    rng = np.random.default_rng(7)
-    points = 300
-    feasible = 0
-    for tp in (1, 2, 4, 8):
-        cost = scorer.CostModel(str(published / "dynapipe"), family, tp)
-        for mode, component in itertools.product(("none", "selective", "full"), ("encoder", "decoder", "postprocess")):
-            if (mode, component, "fw") not in cost.grids:
-                continue
-            mbs = 2 ** rng.uniform(0, 9, points) // 1
-            enc, dec = (2 ** rng.uniform(2, 13.2, points) // 1 for _ in range(2))
-            mbs[:50], enc[:50] = 2 ** rng.integers(0, 5, 50), 2 ** rng.integers(4, 12, 50)  # exactly on the grid as well
-            got = source.interpolate(component, tp, mode, mbs, enc, dec if family == "t5" else 0)
-            for i in range(points):
-                shape = scorer.Shape(float(mbs[i]), float(enc[i]), float(dec[i]) if family == "t5" else 0)
-                expected = cost.head(mode, shape) if component == "postprocess" else cost.layer(component, mode, shape)
-                assert tuple(float(quantity[i]) for quantity in got)[: len(expected)] == expected
-                feasible += np.isfinite(expected[0])
-    assert feasible > 500
-
-
-def test_interpolation_takes_all_points_at_once(published: Path) -> None:
-    source = DynaPipeTables.open(published / "dynapipe" / "t5_11b")
+def test_interpolation_takes_all_points_at_once(small_tables: Path) -> None:
+    source = DynaPipeTables.open(small_tables / "dynapipe" / "t5_11b")
     rng = np.random.default_rng(0)
     mbs, enc, dec = rng.integers(1, 64, 100_000), rng.integers(8, 2048, 100_000), rng.integers(8, 512, 100_000)
-    source.interpolate("decoder", 8, "none", 1, 16, 16)
-    one = counted_calls(lambda: source.interpolate("decoder", 8, "none", 1, 16, 16))
-    assert counted_calls(lambda: source.interpolate("decoder", 8, "none", mbs, enc, dec)) < 2 * one
+    source.interpolate("decoder", 4, "none", 1, 16, 16)
+    one = counted_calls(lambda: source.interpolate("decoder", 4, "none", 1, 16, 16))
+    assert counted_calls(lambda: source.interpolate("decoder", 4, "none", mbs, enc, dec)) < 2 * one
