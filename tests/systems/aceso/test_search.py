@@ -32,7 +32,7 @@ def plan_of(problem: AcesoProblem, answer: AcesoAnswer) -> AcesoPlan:
 
 TIGHT = {
     "gpt": ("gpt", "350M", 1, 4, 32, (2, 4), 2500.0, 8), "gpt, three nodes": ("gpt", "350M", 3, 2, 8, (1,), 800.0, 6),
-    "t5": ("t5", "770M", 1, 4, 16, (1, 2), 2000.0, 4), "resnet": ("resnet", "500M", 2, 2, 96, (32,), 1500.0, 0),
+    "t5": ("t5", "770M", 1, 4, 16, (1, 2), 1000.0, 4), "resnet": ("resnet", "500M", 2, 2, 96, (32,), 1500.0, 0),
 }  # fmt: skip
 
 
