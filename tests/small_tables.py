@@ -6,6 +6,8 @@ Nothing in them was measured or copied, so that every reader, search, export and
 from __future__ import annotations
 
 import json
+import pickle
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -199,6 +201,26 @@ def dynapipe_tables(folder: Path, sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64
     }
     (folder / "configs.json").write_text(json.dumps({"_common": common, "configs": configs}))
     return folder
+
+
+def dynapipe_pickle(path: Path, model: str, sizes: Sequence[int] = (1, 2, 4)) -> Path:
+    """The same cost model as DynaPipe saves it: dicts in dicts, each (tp, recompute) a pickle of its own."""
+    saved: dict[tuple[int, str], bytes] = {}
+    points = list(dynapipe_points(model, sizes))
+    for tp, mode in dict.fromkeys(point[:2] for point in points):
+        times, stored, peak, best = (dict[Any, Any]() for _ in range(4))
+        for _, _, component, samples, enc, dec, costs in (point for point in points if point[:2] == (tp, mode)):
+            lengths = (enc, dec) if component == "decoder" else enc
+            for way, cost in zip(("forward", "backward"), costs[:2], strict=True):
+                times.setdefault((component, way), defaultdict(list))[lengths].append((samples, cost, samples * enc / cost))
+                best.setdefault((component, way), defaultdict(float))[lengths] = samples * enc / cost
+            if component != "postprocess":
+                stored.setdefault(component, defaultdict(list))[lengths].append((samples, costs[2]))
+                peak.setdefault(component, defaultdict(list))[lengths].append((samples, costs[3]))
+        weights = {"embedding": 240.0 / tp, "encoder": 400.0 / tp, "decoder": 520.0 / tp}
+        saved[tp, mode] = pickle.dumps((times, stored, peak, weights, best))
+    path.write_bytes(pickle.dumps(saved))
+    return path
 
 
 FASOP_HEADER = "model,gpu,tp,mbs,layer_index,layer_type,fwdbwd_seconds"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 from counted_work import counted_calls
+from small_tables import dynapipe_pickle, dynapipe_tables
 
 from penstock.cli.main import run
 from penstock.errors import InputError, ProfileMissingError
@@ -122,3 +124,27 @@ def test_interpolation_takes_all_points_at_once(small_tables: Path) -> None:
     source.interpolate("decoder", 4, "none", 1, 16, 16)
     one = counted_calls(lambda: source.interpolate("decoder", 4, "none", 1, 16, 16))
     assert counted_calls(lambda: source.interpolate("decoder", 4, "none", mbs, enc, dec)) < 2 * one
+
+
+@pytest.mark.parametrize("name", ["gpt_6.7b", "t5_11b"])
+def test_dynapipes_own_file_is_the_same_cost_model(name: str, tmp_path: Path) -> None:
+    dynapipe_pickle(tmp_path / f"{name}_cost_model.pkl", name)
+    dynapipe_tables(tmp_path / "csv", (1, 2, 4))
+    theirs, plain = DynaPipeTables.open(tmp_path / name), DynaPipeTables.open(tmp_path / "csv" / name)
+    mbs, enc, dec = np.random.default_rng(0).integers(1, [[5], [2500], [2500]], (3, 200))
+    for component in ("encoder", "postprocess", *(["decoder"] if name == "t5_11b" else [])):
+        for own, other in zip(*(t.interpolate(component, 2, "selective", mbs, enc, dec) for t in (theirs, plain)), strict=True):
+            assert np.allclose(own, other, rtol=1e-2, atol=1e-3) and np.isfinite(own).any()
+    assert theirs.modes(4) == ("none", "selective", "full") and theirs.model_state_bytes("encoder", 2) == 8 * 200e6
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [({"gpt": b""}, "not as DynaPipe saves it"), ({(1, "some"): b""}, "no \\(tp, recompute\\)"), ({(1, "none"): b"x"}, "not a pickle"),
+     ({(1, "none"): pickle.dumps(({("encoder", "forward"): {}}, {}, {}, {}, {}))}, "backward"),
+     ({(1, "none"): pickle.dumps(({("encoder", way): {16: [(-1, 2, 3)]} for way in ("forward", "backward")}, {}, {}, {}, {}))}, "-1.0")],
+)  # fmt: skip
+def test_another_pickle_is_explained(saved: object, message: str, tmp_path: Path) -> None:
+    (tmp_path / "gpt_6.7b_cost_model.pkl").write_bytes(pickle.dumps(saved))
+    with pytest.raises(InputError, match=message):
+        DynaPipeTables.open(tmp_path / "gpt_6.7b").modes(1)
