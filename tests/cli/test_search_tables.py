@@ -182,11 +182,9 @@ def test_what_fasops_settings_say_themselves(fasop: Path, more: list[str], messa
     assert message in " ".join(told.err.split()) and "Traceback" not in told.err and told.out == ""
 
 
-def test_a_plan_found_over_published_tables_suits_our_own_chain(
-    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_found_over_tables_suits_our_own_chain(small_tables: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With plenty of memory nothing is recomputed and nothing cut; splits that are only measured twice do not stand in the way."""
-    folder, theirs, ours = published / "aceso" / "eurosys", tmp_path / "aceso.json", tmp_path / "plan.json"
+    folder, theirs, ours = small_tables / "aceso", tmp_path / "aceso.json", tmp_path / "plan.json"
     asked = ["--model", "gpt_350M", "--cluster", "1x2", "--global-batch", "64", "--memory-limit", "80", "--json"]
     assert run(["search", "--costs", f"aceso:{folder}", *asked, "--out", str(theirs)]) == 0
     told, found = json.loads(capsys.readouterr().out), read_aceso_plan(theirs)
