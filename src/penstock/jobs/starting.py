@@ -30,7 +30,7 @@ from penstock.plans.schema import read_plan, write_plan
 
 if TYPE_CHECKING:
     from penstock.models.ops import Model
-    from penstock.runtime.request import TrainRequest
+    from penstock.runtime.request import NodePlace, TrainRequest
     from penstock.runtime.trainer import PlanTrainer
     from penstock.timing.disturbance import Disturbance
 
@@ -168,7 +168,7 @@ def _kept_plan(out: str, changes: list[str] | None, cluster: str) -> Plan | None
 
 def training_request(
     plan: Plan, data: str, steps: int, out: str, train: TrainGroup, save: SaveGroup, *, resume: str = "", weights: str = "",
-    prompt_loss: bool = False, disturbance: Disturbance | None = None,
+    prompt_loss: bool = False, disturbance: Disturbance | None = None, node: NodePlace | None = None,
 ) -> TrainRequest:  # fmt: skip
     """What the runtime is told of a plan, prepared data and the fields of a job."""
     from penstock.runtime.request import PlanningSettings, TrainRequest
@@ -183,7 +183,7 @@ def training_request(
         plan, data, steps, out, settings, train.device, train.eval_every, checkpoint_every=save.every, keep=save.keep, resume=resume,
         weights=weights, prompt_loss=prompt_loss, profile_steps=_steps(train.torch_profile), share_gpus=train.share_gpus,
         reserve_memory=train.reserve_memory, planning=planning, disturbance=disturbance or Disturbance(), on_death=train.on_death,
-        copies=train.copies,
+        copies=train.copies, node=node,
     )  # fmt: skip
 
 
