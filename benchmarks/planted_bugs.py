@@ -547,7 +547,7 @@ _DISTURBING = (
     _bug("any process of that number will do", "runtime/telemetry/process_files.py", "started_ticks(self.pid) == self.started",
          "started_ticks(self.pid) is not None", "numbers of processes come again", "cli/test_disturb.py", pick="left_alone"),
     _bug("burners take no notice of what their victim waits", "processes/burners.py",
-         "self.share * (1.0 + 0.5 * math.log(self.factor / slower))",
+         "self.share * missing**gain",
          "self.share", "the factor is met on idle machines alone", "processes/test_burners.py", pick="steered"),
     _bug("a load grows when its victim has less to do", "runtime/devices/loads.py",
          "self._steering, self._ignored = None, _SETTLING\n        self._usual", "self._ignored = _SETTLING\n        self._usual",

@@ -213,6 +213,7 @@ def test_a_rank_on_a_gpu_is_asked_to_keep_it_busy_itself(
     assert (asked[0].factor, asked[0].share) == (1.5, 0.0) and asked[0].last == asked[0].first + 7
     assert asked[0].asker.pid == os.getpid() and not (out / "loads").exists()
     assert "rank 1 is no longer slowed down; it took 1.47 times as long as before" in capsys.readouterr().out
+    assert [(event.factor, event.before) for event in read_events(out)] == [(1.5, None), (1.0, 1.47)]
 
 
 def test_ctrl_c_ends_burners_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

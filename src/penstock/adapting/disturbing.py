@@ -163,7 +163,7 @@ def _noted_end(target: RunningRun, change: DisturbanceChange, reached: float | N
     text = f"{change.subject} is no longer slowed down"
     if reached is not None:
         text += f"; it took {reached:.3g} times as long as before"
-    append_event(target.folder, RunEvent("disturbed", last_step(target.folder), time.time(), text, "compute", change.ranks, 1.0))
+    append_event(target.folder, RunEvent("disturbed", last_step(target.folder), time.time(), text, "compute", change.ranks, 1.0, reached))
     return text
 
 

@@ -63,10 +63,12 @@ class Steering:
         """How many times as long as before the victim took lately; None where nobody has said."""
         return statistics.median(self._seen) if self._seen else None
 
-    def steer(self, slower: float) -> float:
-        """The share from now on; of late the victim took `slower` times as long as before."""
+    def steer(self, slower: float, gain: float = 0.5) -> float:
+        """The share from now on; of late the victim took `slower` times as long as before. What it loses grows with the share: a `gain` of
+        1 would make up for all that is missing at once, and follow every hiccup."""
         self._seen.append(slower)
-        self.share = min(1.0, max(_LEAST_SHARE, self.share * (1.0 + 0.5 * math.log(self.factor / slower))))
+        missing = min(4.0, max(0.25, (self.factor - 1.0) / max(slower - 1.0, 1e-9)))
+        self.share = min(1.0, max(_LEAST_SHARE, self.share * missing**gain))
         return self.share
 
     def calm(self, before: tuple[int, int] | None, after: tuple[int, int] | None) -> None:

@@ -35,6 +35,7 @@ _SIZE, _PRODUCTS = 1024, 4
 """Rows and columns of matrices, and how many products at a time: short ones, between which the rank's own kernels come in."""
 _USUAL, _SETTLING = 20, 2
 """Steps from which it is known what passes usually take; steps after a load begins or ends of which a GPU's times do not tell yet."""
+_GAIN = 0.8
 
 
 class LoadAsked(msgspec.Struct, frozen=True):
@@ -115,8 +116,7 @@ class GpuLoad:
     def _burn(self) -> None:
         import torch
 
-        torch.cuda.set_device(self._device)
-        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream(self._device)):
+        with torch.no_grad(), torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
             one = torch.full((_SIZE, _SIZE), 1.0 / _SIZE, device=self._device)  # random numbers would be taken from training
             found, done = torch.empty_like(one), torch.cuda.Event(blocking=True)
             while not self._ended.is_set():
@@ -175,7 +175,8 @@ class RankLoads:
         elif self._load is None:
             self._usual.append(pace)
         elif self._steering is not None:
-            self._load.share = self._steering.steer(pace / statistics.median(self._usual))
+            self._load.share = self._steering.steer(pace / statistics.median(self._usual), _GAIN)
+            self._ignored = 1  # that step ran, or runs, with the share before
             self._tell(self._steering.reached)
 
     def plan_changed(self) -> None:
