@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
 
-from penstock.runtime.devices.loads import LoadAsked, LoadTold, RankLoads, forget_loads, load_path, told_path
+from penstock.runtime.devices.loads import GpuLoad, LoadAsked, LoadTold, RankLoads, forget_loads, load_path, told_path
 from penstock.runtime.telemetry.process_files import RankProcess, started_ticks
 
 OWN = RankProcess(os.getpid(), started_ticks(os.getpid()) or 0, socket.gethostname(), "")
@@ -95,7 +99,27 @@ def test_where_nothing_was_measured_before_the_share_is_that_of_equal_rivals(tmp
     gpu = FakeGpu(tmp_path)
     gpu.ask(1.5)
     gpu.run(10)
-    assert gpu.begun[0].share == pytest.approx(2 / 3)
+    assert gpu.begun[0].share == pytest.approx(1 / 3)  # of two
+
+
+def test_threads_multiply_until_they_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the processor, with streams and events that are none."""
+    products, several = [], threading.Event()
+
+    def product(*_: object, out: torch.Tensor) -> None:
+        products.append(threading.current_thread())
+        if len(products) > 40:
+            several.set()
+
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
+    monkeypatch.setattr(torch, "mm", product)
+    load = GpuLoad(torch.device("cpu"), 2, 0.05)
+    assert several.wait(60) and not load.failed
+    load.close()
+    assert len(set(products)) == 2 and not any(thread.is_alive() for thread in products)
 
 
 @pytest.mark.parametrize("why", ["steps", "file", "asker", "run"])

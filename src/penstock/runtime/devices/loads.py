@@ -161,9 +161,10 @@ class RankLoads:
 
     def _begin(self, path: Path, asked: LoadAsked) -> None:
         steering = Steering(asked.factor)
+        steering.share /= 2  # of twice as many: streams need not get equal parts, which leaves room to steer
         self._steering = None if asked.share or not self._usual else steering
         self._path, self._ignored = path, _SETTLING
-        self._load = self._make(steering.count, asked.share or steering.share)
+        self._load = self._make(2 * steering.count, asked.share or steering.share)
         self._tell(None)
 
     def measured(self, pace: float) -> None:
