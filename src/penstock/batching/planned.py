@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan, Stage
 
-__all__ = ["planned_costs", "with_recompute_choices"]
+__all__ = ["planned_costs", "planned_hops", "with_recompute_choices"]
 
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 _PROBE_ROWS = (1, 64)
@@ -54,6 +54,11 @@ def planned_costs(
         raise InputError(f"model '{model.name}' takes {', '.join(model.layouts)} batches, not {' or '.join(wanted)}.")
     asked = _Source(plan, model, source.links_of(cluster), source)
     return asked.costs(chosen, longest, longest_dec, memory_limit_bytes)
+
+
+def planned_hops(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> Floats:
+    """What messages take, as `PipelineCosts.hops` has it."""
+    return _Source(plan, model, source.links_of(cluster), source).hops()
 
 
 def with_recompute_choices(plan: Plan, model: Model) -> Plan:
@@ -112,7 +117,7 @@ class _Source:
         limits = np.array([[self._limit_bytes(stage, r, limit) for stage in plan.stages] for r in range(plan.num_replicas)])
         estimate = self._estimator.estimate(plan)
         return PipelineCosts(
-            self.source.name, grids, stage_class, state, limits, self._hops(), tuple(f"pattern {m}" for m in range(modes)),
+            self.source.name, grids, stage_class, state, limits, self.hops(), tuple(f"pattern {m}" for m in range(modes)),
             round_to=8, has_decoder=bool(self.model.dec_length), fixed_s=estimate.time_s - estimate.pipeline_s,
             max_length=min((op.config["max_positions"] for op in self.model.distinct_ops if op.config.get("max_positions")), default=2**31),
             max_samples=_cap(plan, plan.micro_batching.samples, 2**31), max_tokens=_cap(plan, plan.micro_batching.max_tokens, 2**40),
@@ -243,7 +248,7 @@ class _Source:
     def _limit_bytes(self, stage: Stage, replica: int, limit: float) -> float:
         return min(limit, *(float(device.memory_bytes) for device in self._kinds(stage.devices[replica])))
 
-    def _hops(self) -> Floats:
+    def hops(self) -> Floats:
         """[R, 2, S - 1, 3]: lines through the times of a small and a large micro-batch."""
         plan, samples = self.plan, math.lcm(*(stage.degrees.dp for stage in self.plan.stages))
         hops = np.zeros((plan.num_replicas, 2, plan.num_stages - 1, 3))
