@@ -321,7 +321,8 @@ def _sentences(subject: _Subject, run: Execution) -> list[str]:
     sentences = [
         f"{subject.words.title}, {subject.workload.num_micro_batches} micro-batches: {format_time(run.makespan_s)} simulated, devices "
         f"idle {format_share(idle)} of the pipeline, {format_part(fullest['peak_bytes'], fullest['limit_bytes'])}; "
-        f"{subject.words.training}{'; ' if subject.words.training else ''}{format_time(subject.predicted_s)} {subject.predicted} ({subject.source})."
+        f"{subject.words.training}{'; ' if subject.words.training else ''}"
+        f"{format_time(subject.predicted_s)} {subject.predicted} ({subject.source})."
     ]
     if run.violation is not None:
         over = run.violation
