@@ -42,7 +42,7 @@ class _Words:
     ranks: list[str]
     """The ranks of each device group, in one replica or in all."""
     training: str = ""
-    """Precision and the like, where something says it."""
+    """Precision and the like with a semicolon, where something says it."""
     schedule: str | None = None
 
 
@@ -162,7 +162,7 @@ def _words(plan: Plan, replica: int | None) -> _Words:
 
     groups = [stage.devices for stage in plan.stages[: plan.num_groups]]
     ranks = [ranks_words(group) if replica is None else format_ranks(group[replica]) for group in groups]
-    return _Words(plan_name(plan), ranks, described_training(plan), plan.schedule)
+    return _Words(plan_name(plan), ranks, f"{described_training(plan)}; ", plan.schedule)
 
 
 def _batched(path: Path, is_planned: bool, plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> _Subject:
@@ -321,8 +321,7 @@ def _sentences(subject: _Subject, run: Execution) -> list[str]:
     sentences = [
         f"{subject.words.title}, {subject.workload.num_micro_batches} micro-batches: {format_time(run.makespan_s)} simulated, devices "
         f"idle {format_share(idle)} of the pipeline, {format_part(fullest['peak_bytes'], fullest['limit_bytes'])}; "
-        f"{subject.words.training}{'; ' if subject.words.training else ''}"
-        f"{format_time(subject.predicted_s)} {subject.predicted} ({subject.source})."
+        f"{subject.words.training}{format_time(subject.predicted_s)} {subject.predicted} ({subject.source})."
     ]
     if run.violation is not None:
         over = run.violation

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -176,7 +176,10 @@ def training_request(
     from penstock.timing.disturbance import Disturbance
 
     rate = LearningRate(train.lr, train.warmup, steps, train.decay or ("cosine" if train.warmup else "constant"), train.end_share)
-    optimizer = OptimizerSettings(plan.optimizer, train.weight_decay, train.betas, train.eps, train.momentum)  # type: ignore[arg-type]
+    plan = replace(plan, optimizer=train.optimizer or plan.optimizer)
+    optimizer = OptimizerSettings(
+        plan.optimizer, train.weight_decay, train.betas, train.eps, train.momentum, train.no_decay,  # type: ignore[arg-type]
+    )  # fmt: skip
     settings = TrainingSettings(rate, optimizer, train.clip or None, train.seed, train.on_nan, train.deterministic)
     planning = PlanningSettings(train.planners, train.store, train.store_timeout, search_steps=train.budget_steps)
     return TrainRequest(

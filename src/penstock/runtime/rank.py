@@ -19,6 +19,7 @@ from penstock.plans.degrees import Axis, parts_of
 from penstock.plans.plan import Plan, Stage
 from penstock.plans.ranks import Seat, seats_of
 from penstock.programs import instructions as i
+from penstock.runtime.checkpoints.layout import WEIGHTS, stored_shapes
 from penstock.runtime.executor import Executor
 from penstock.runtime.optimizing.update import StepResult, Update
 from penstock.runtime.parallel.accuracy import count_correct
@@ -117,7 +118,8 @@ class Rank:
                 kept=kept, cut=self.cut,
             )  # fmt: skip
         self.gradients = {number: gradients_of(stage, self.world) for number, stage in self.stages.items()}
-        self.update = Update(list(self.gradients.values()), self.world, self.settings, self.model.num_ops, plan.precision)
+        tensors = [key.removeprefix(f"{WEIGHTS}/") for key in stored_shapes(self.model)] if self.settings.optimizer.kind == "lamb" else []
+        self.update = Update(list(self.gradients.values()), self.world, self.settings, self.model.num_ops, plan.precision, tensors)
         self.stashes = {
             number: WeightStash([held.parameter for held in stage.held if held.parameter.requires_grad])
             for number, stage in self.stages.items()

@@ -148,3 +148,10 @@ def test_another_pickle_is_explained(saved: object, message: str, tmp_path: Path
     (tmp_path / "gpt_6.7b_cost_model.pkl").write_bytes(pickle.dumps(saved))
     with pytest.raises(InputError, match=message):
         DynaPipeTables.open(tmp_path / "gpt_6.7b").modes(1)
+
+
+def test_the_largest_value_of_a_pickle_counts(tmp_path: Path) -> None:
+    times = {("encoder", way): {16: [(1, 5.0, 1.0), (1, 7.0, 1.0), (1, 6.0, 1.0)]} for way in ("forward", "backward")}
+    memory = {"encoder": {16: [(1, 2.0)]}}
+    (tmp_path / "gpt_6.7b_cost_model.pkl").write_bytes(pickle.dumps({(1, "none"): pickle.dumps((times, memory, memory, {}, {}))}))
+    assert float(DynaPipeTables.open(tmp_path / "gpt_6.7b").interpolate("encoder", 1, "none", 1, 16).fw_ms) == 7.0
