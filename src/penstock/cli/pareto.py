@@ -140,7 +140,8 @@ def _write_all(path: Path, request: Request, found: Sequence[Offer], left: Seque
     from penstock.files import csv_text, write_text
     from penstock.systems.fasop.rows import COLUMNS
 
-    fields = ("mbs", "tp", "dp", "pp", "node_placement", "partition", "time_s", "pipeline_s", "price_usd_per_step", "is_oom", "train_cost_usd")
+    fields = ("mbs", "tp", "dp", "pp", "node_placement", "partition", "time_s", "pipeline_s", "price_usd_per_step", "is_oom",
+              "train_cost_usd")  # fmt: skip
     rows: list[list[Any]] = []
     for offer in sorted(found, key=lambda offer: offer.hours):
         plan, estimate = offer.choice.plan, offer.choice.estimate
@@ -149,8 +150,8 @@ def _write_all(path: Path, request: Request, found: Sequence[Offer], left: Seque
         partition = [sum(int(stage.first <= first < stage.last) for first in starts[:-1]) for stage in plan.stages]
         status = f"dominated by {offer.dominated_by}" if offer.dominated_by else "worth having"
         rows.append([
-            -(-estimate.samples // plan.stages[0].degrees.dp), offer.choice.tp, ranks, plan.num_stages, _placement(offer.cluster), partition,
-            estimate.time_s, estimate.pipeline_s, estimate.price_usd, False, offer.usd, status, "",
+            -(-estimate.samples // plan.stages[0].degrees.dp), offer.choice.tp, ranks, plan.num_stages, _placement(offer.cluster),
+            partition, estimate.time_s, estimate.pipeline_s, estimate.price_usd, False, offer.usd, status, "",
         ])  # fmt: skip
     rows += [
         [*[None] * 4, _placement(one.cluster), *[None] * 4, one.status == "out of memory", None, one.status, one.reason] for one in left

@@ -109,7 +109,7 @@ class LeftOut:
     cluster: Cluster
     reason: str
     status: str
-    """`bounded out` (beaten even at its bound), `dominated` (no faster than a part of it), `out of memory` or `no plan` (for other reasons)."""
+    """`bounded out` (beaten even at its bound), `dominated` (no faster than a part of it), `out of memory`, `no plan` for other reasons."""
 
 
 def offers(
