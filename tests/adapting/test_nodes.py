@@ -58,7 +58,7 @@ def test_ranks_of_both_nodes_are_replaced_and_a_node_that_falls_silent_is_done_w
     assert [(one.event, one.ranks) for one in events] == [
         ("lost", (1,)), ("replaced", (1,)), ("lost", (0,)), ("replaced", (0,)), ("lost", (1,)), ("shrunk", (1,))
     ]  # fmt: skip
-    assert events[4].text == "node 1 (127.0.0.2) is lost, with rank 1: it has been silent for 2 s"
+    assert events[4].text == "node 1 (127.0.0.2) is lost, with rank 1: it has been silent for 2.5 s"
     switch, smaller = events[5].step, plan_of_run(run.out)
     assert smaller.ranks == (0,) and switch >= 8 and found.num_steps == 16  # no more is done again than since the copies before the last
     PlanTrainer(replace(calm, steps=switch, on_death="end")).train()

@@ -86,6 +86,10 @@ def train(
         int,
         typer.Option(metavar="STEPS", callback=within(0, BIG), help="With recover: steps between copies to go on from; 0: none."),
     ] = 10,
+    spares: Annotated[
+        int,
+        typer.Option(metavar="N", callback=within(0, BIG), help="With recover: devices that take the place of lost ones."),
+    ] = 0,
     node_rank: Annotated[
         int | None,
         typer.Option(metavar="R", callback=within(0, BIG), help="On several nodes: which of them this is; it starts those of its ranks."),
@@ -191,7 +195,7 @@ def train(
               for prefix in ("train.", "save.")}  # fmt: skip
     request = training_request(
         plan, data[0], steps, str(path), TrainGroup.model_construct(**groups["train."]), SaveGroup.model_construct(**groups["save."]),
-        resume=resume, weights=weights, disturbance=_disturbance(slow or [], disturb), node=_node(node_rank, master),
+        resume=resume, weights=weights, disturbance=_disturbance(slow or [], disturb), node=_node(node_rank, master), spares=spares,
     )  # fmt: skip
     run_training(trainer_of(request, adapt), compare=compare, json=json, go_on=f"go on from there with --resume '{path}'")
 
@@ -206,7 +210,7 @@ _FIELDS = {
     "store_timeout": "train.store_timeout", "torch_profile": "train.torch_profile", "checkpoint_every": "save.every", "keep": "save.keep",
 }  # fmt: skip
 """Options, and the fields of a job that they set."""
-_PLAN_ONLY = ("resume", "slow", "disturb", "node_rank", "master")
+_PLAN_ONLY = ("resume", "slow", "disturb", "node_rank", "master", "spares")
 _JOB_ONLY = ("model", "cluster", "costs", "tokens_per_batch", "tokenizer", "changes")
 
 

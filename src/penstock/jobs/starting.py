@@ -169,6 +169,7 @@ def _kept_plan(out: str, changes: list[str] | None, cluster: str) -> Plan | None
 def training_request(
     plan: Plan, data: str, steps: int, out: str, train: TrainGroup, save: SaveGroup, *, resume: str = "", weights: str = "",
     prompt_loss: bool = False, disturbance: Disturbance | None = None, node: NodePlace | None = None,
+    spares: int = 0,
 ) -> TrainRequest:  # fmt: skip
     """What the runtime is told of a plan, prepared data and the fields of a job."""
     from penstock.runtime.request import PlanningSettings, TrainRequest
@@ -186,7 +187,7 @@ def training_request(
         plan, data, steps, out, settings, train.device, train.eval_every, checkpoint_every=save.every, keep=save.keep, resume=resume,
         weights=weights, prompt_loss=prompt_loss, profile_steps=_steps(train.torch_profile), share_gpus=train.share_gpus,
         reserve_memory=train.reserve_memory, planning=planning, disturbance=disturbance or Disturbance(), on_death=train.on_death,
-        copies=train.copies, node=node,
+        copies=train.copies, node=node, spares=spares,
     )  # fmt: skip
 
 

@@ -113,6 +113,8 @@ class TrainRequest:
     """What becomes of a run one of whose processes dies: `end`, or `recover`, which goes on with another in its place."""
     copies: int = 10
     """Steps between copies of what each rank has learned, which outlive it; 0: none, and a run that recovers goes back to a checkpoint."""
+    spares: int = 0
+    """Devices after the last with work that have a process too, and take the place of those that are lost."""
     node: NodePlace | None = None
     """Which of several nodes this is, each with a supervisor of its own; None: there is one, or torchrun starts all processes."""
 

@@ -144,7 +144,7 @@ class PlanTrainer:
         if request.node is None:
             yield None
             return
-        ranks = ranks_of_nodes(request.plan, cluster_of(request.plan))
+        ranks = _ranks_of_nodes(request)
         nodes = LeadingNode(0, (request.node.host, request.node.port), node_key(), ranks, node_facts(request), copies)
         end = End("the node that leads has ended.")
         try:
@@ -163,7 +163,7 @@ class PlanTrainer:
     def _follow(self, place: NodePlace) -> TrainResult:
         """Trains as a node that does as another says."""
         request, members = self.request, _members(self.request)
-        ranks = ranks_of_nodes(request.plan, cluster_of(request.plan))[place.number]
+        ranks = _here(request)
         copies = Copies(members[-1] + 1, mirrored=True) if request.on_death == RECOVER and request.copies else None
         with (
             closing(copies) if copies is not None else nullcontext(),
@@ -235,11 +235,12 @@ class PlanTrainer:
         return replace(predict_steps(source, planner, steps), peak_bytes=predict_peaks(source, planner, steps))
 
 
-def _processes(plan: Plan) -> tuple[int, ...]:
-    """The devices that have a process: all up to the last one with work, unless torchrun started processes for those with work alone."""
+def _processes(plan: Plan, spares: int = 0) -> tuple[int, ...]:
+    """The devices that have a process: all up to the last one with work and the spares after it, unless torchrun started processes for
+    those with work alone."""
     if os.environ.get("WORLD_SIZE") == str(len(plan.ranks)):
         return plan.ranks
-    return tuple(range(plan.ranks[-1] + 1))
+    return tuple(range(plan.ranks[-1] + 1 + spares))
 
 
 @contextmanager
@@ -252,16 +253,20 @@ def _forgotten_processes(out: str) -> Iterator[None]:
 
 
 def _members(request: TrainRequest) -> tuple[int, ...]:
-    """The devices that have a process here or on other nodes; nodes without work have none."""
+    """The devices that have a process here or on other nodes; nodes without work, or a spare, have none."""
+    return tuple(rank for node in _ranks_of_nodes(request) for rank in node)
+
+
+def _ranks_of_nodes(request: TrainRequest) -> list[tuple[int, ...]]:
+    """The devices of each node that have a process."""
     if request.node is None:
-        return _processes(request.plan)
-    return tuple(rank for node in ranks_of_nodes(request.plan, cluster_of(request.plan)) for rank in node)
+        return [_processes(request.plan, request.spares)]
+    return ranks_of_nodes(request.plan, cluster_of(request.plan), request.spares)
 
 
 def _here(request: TrainRequest) -> tuple[int, ...]:
     """The devices of this machine that have a process."""
-    members = _processes(request.plan)
-    return members if request.node is None else ranks_of_nodes(request.plan, cluster_of(request.plan))[request.node.number]
+    return _ranks_of_nodes(request)[0 if request.node is None else request.node.number]
 
 
 def _threads(request: TrainRequest) -> int:
@@ -302,6 +307,7 @@ def _checked(request: TrainRequest) -> TrainRequest:
         request.settings.require_suits(plan.schedule)
         require_memory(plan, model, cluster)
     device = request.device or ("cpu" if {cluster.device(rank).name for rank in plan.ranks} == {"cpu"} else "cuda")
+    _require_spares(request)
     _require_node(request)
     _require_devices(replace(request, device=device))
     _require_clocked(replace(request, device=device))
@@ -366,6 +372,19 @@ def _require_steps(request: TrainRequest) -> None:
             raise InputError(f"step {step} is to be profiled, but this run has steps {first} to {steps - 1}. Choose among those.")
 
 
+def _require_spares(request: TrainRequest) -> None:
+    """Refuses spares that nobody would need, or for which there are no devices."""
+    if not request.spares:
+        return
+    if request.on_death != RECOVER:
+        raise InputError(f"--spares {request.spares} are for a run that recovers, and take the place of devices that are lost. "
+                         "Add --on-death recover, or leave them out.")  # fmt: skip
+    last, count = request.plan.ranks[-1], cluster_of(request.plan).num_devices
+    if last + request.spares >= count:
+        raise InputError(f"--spares is {request.spares}, but the plan's cluster has {count} devices, of which {count - 1 - last} come "
+                         f"after rank {last}, the last with work. Ask for fewer, or plan for fewer of a larger cluster.")  # fmt: skip
+
+
 def _require_node(request: TrainRequest) -> None:
     """Refuses a node that the plan does not have."""
     if request.node is None:
@@ -373,7 +392,7 @@ def _require_node(request: TrainRequest) -> None:
     if "WORLD_SIZE" in os.environ or request.device == TIMED:
         what = "torchrun" if "WORLD_SIZE" in os.environ else f"--device {TIMED}"
         raise InputError(f"--node-rank is for supervisors, which start the ranks of their nodes themselves. Leave out it, or {what}.")
-    count = len(ranks_of_nodes(request.plan, cluster_of(request.plan)))
+    count = len(_ranks_of_nodes(request))
     if not 0 <= request.node.number < count:
         raise InputError(f"--node-rank is {request.node.number}, but the plan has work for {count} nodes: 0 to {count - 1}.")
     node_key()

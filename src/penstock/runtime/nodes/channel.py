@@ -14,8 +14,8 @@ from penstock.runtime.nodes.sealed_socket import SealedSocket, SealedSocketError
 
 __all__ = ["SILENT_S", "Channel"]
 
-_BEAT_S = 0.4
-SILENT_S = 2.0
+_BEAT_S = 0.25
+SILENT_S = 2.5
 """A node that says nothing for so long counts as lost."""
 _BEAT = b""
 

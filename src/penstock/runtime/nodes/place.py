@@ -35,10 +35,11 @@ def node_place(number: int, master: str) -> NodePlace:
     return NodePlace(number, found[1], int(found[2]), os.environ.get(ADDRESS_VARIABLE, ""))
 
 
-def ranks_of_nodes(plan: Plan, cluster: Cluster) -> list[tuple[int, ...]]:
-    """The devices of each machine that has work; those up to the last with work have a process each."""
-    nodes = {cluster.node_index(rank) for rank in plan.ranks}
-    own = [rank for rank in range(plan.ranks[-1] + 1) if cluster.node_index(rank) in nodes]
+def ranks_of_nodes(plan: Plan, cluster: Cluster, spares: int = 0) -> list[tuple[int, ...]]:
+    """The devices of each machine that has work or spares; those up to the last with work, and the spares after it, have a process each."""
+    end = plan.ranks[-1] + 1
+    nodes = {cluster.node_index(rank) for rank in (*plan.ranks, *range(end, end + spares))}
+    own = [rank for rank in range(end + spares) if cluster.node_index(rank) in nodes]
     return [tuple(ranks) for _, ranks in groupby(own, key=cluster.node_index)]
 
 
@@ -77,5 +78,6 @@ def node_facts(request: TrainRequest) -> dict[str, Any]:
     plan = hashlib.sha256(json.dumps(plan_to_dict(request.plan)).encode()).hexdigest()[:16]
     return {
         "version of Penstock": penstock.__version__, "plan": plan, "--steps": request.steps,
-        "--on-death": request.on_death, "--copies": request.copies, "learning": repr(request.settings), **facts,
+        "--on-death": request.on_death, "--copies": request.copies, "--spares": request.spares,
+        "learning": repr(request.settings), **facts,
     }  # fmt: skip

@@ -105,7 +105,7 @@ class RunRecovery:
         again = {0: "no step is done again", 1: "1 step is done again"}.get(before - step, f"{before - step} steps are done again")
         plan = f"a plan of ranks {format_ranks(self.request.plan.ranks)} is in force"
         who, has, is_ = ("rank", "has another process", "is") if len(ranks) == 1 else ("ranks", "have other processes", "are")
-        how = has if event == "replaced" else f"{is_} left out, {plan}"
+        how = has if set(ranks) <= set(self.members) else f"{is_} left out, {plan}"
         text = f"{who} {format_ranks(ranks)} {how}. Training went on from step {step} after {pause_s:.2g} s; {again}"
         self._tell(event, told.step, ranks, text, pause_s)
         return text + "."
@@ -128,13 +128,14 @@ class RunRecovery:
             return None
         is_broken = self._dead.count(tuple(ranks)) >= _BROKEN_DEATHS
         left_out = sorted({rank for rank in self.members if rank in gone or (is_broken and rank in ranks)})
-        event, who = "replaced", tuple(ranks)
+        event, who, before = "replaced", tuple(ranks), self.request.plan
         if left_out and self._witness is not None:
             try:
                 left = [one for one in self.members if one not in left_out]
                 if set(self.request.plan.ranks) & set(left_out):
                     self.request = replace(self.request, plan=self._witness.smaller_plan(self.request.plan, left_out, left))
-                self.members, event, who = tuple(left), "shrunk", tuple(left_out)
+                is_smaller = len(self.request.plan.ranks) < len(before.ranks)
+                self.members, event, who = tuple(left), "shrunk" if is_smaller else "replaced", tuple(left_out)
             except PenstockError:  # there is none: on a machine that is there another process may still live
                 if gone:
                     return None
