@@ -14,8 +14,10 @@ backward pass at the same time are in different *slots*; the recordings of a slo
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +25,7 @@ import torch
 from penstock.models.modules.base import Carry
 from penstock.models.modules.batch import Batch, Sequences
 from penstock.models.modules.build import Chain
-from penstock.models.shapes import Shape
+from penstock.models.shapes import NOTHING, Shape
 
 __all__ = ["Recordings"]
 
@@ -31,6 +33,8 @@ _RUNS_BEFORE = 4
 """A recording takes about as long as so many passes, and a shape that came so often will come again."""
 _MOST = 64
 """Recordings of one slot: each keeps its kernels' arguments, and what it takes in and gives out."""
+_MOST_SHAPES = 4096
+"""Of which it is known how often they came; then all are forgotten."""
 _BUSY_FLOPS = 1.6e11
 """Arithmetic of an average op's forward pass from which on a GPU takes longer for it than the host that issues it."""
 
@@ -63,6 +67,8 @@ class Recordings:
 
     def __init__(self, run: Run, chain: Chain, device: torch.device) -> None:
         self._run, self._chain = run, chain
+        self._flops = sum((place.op.flops for place in chain.places), NOTHING)
+        self._may_record = True
         self._stream = torch.cuda.Stream(device)
         self._slots: list[_Slot] = []
         self._in_slot: dict[int, tuple[_Slot, _Recording]] = {}
@@ -81,22 +87,22 @@ class Recordings:
         `alone`: no pass that ran as ever waits for its backward pass. Its graph would tie the weights' gradients to a stream that
         is not the recording's.
         """
-        if any(op._forward_pre_hooks for op in self._chain.ops):
+        if self.is_busy(batch.shape) or any(op._forward_pre_hooks for op in self._chain.ops):
             return None
         key = (_shape_key(batch), tuple((name, one.shape, one.dtype) for name, one in carry.items()), tuple(recompute))
-        self._seen[key] += 1
-        if self._seen[key] <= _RUNS_BEFORE or self.is_busy(batch.shape):
+        self._count(key)
+        if self._seen[key] <= _RUNS_BEFORE:
             return None
         slot = next((one for one in self._slots if one.micro_batch is None), None)
-        recording = None if slot is None else slot.recordings.get(key)
-        if recording is None:
-            if not alone or (slot is not None and len(slot.recordings) >= _MOST) or not _has_room():
+        if slot is None or key not in slot.recordings:
+            if not alone or not self._may_record or (slot is not None and len(slot.recordings) >= _MOST):
                 return None
             if slot is None:
                 slot = _Slot(torch.cuda.graph_pool_handle())
                 self._slots.append(slot)
-            recording = slot.recordings[key] = self._record(slot, batch, carry, recompute)
-        assert slot is not None
+            if not self._record(slot, key, batch, carry, recompute):
+                return None
+        recording = slot.recordings[key]
         slot.micro_batch, self._in_slot[micro_batch] = micro_batch, (slot, recording)
         _fill(recording, batch, carry)
         recording.forward.replay()
@@ -123,20 +129,43 @@ class Recordings:
 
     def is_busy(self, shape: Shape) -> bool:
         """Whether a micro-batch of this shape keeps a GPU busy longer than its host takes to issue it."""
-        return sum(place.op.flops.at(shape) for place in self._chain.places) >= _BUSY_FLOPS * len(self._chain.places)
+        return self._flops.at(shape) >= _BUSY_FLOPS * len(self._chain.places)
 
-    def _record(self, slot: _Slot, batch: Batch, carry: Carry, recompute: list[int]) -> _Recording:
+    def _count(self, key: Hashable) -> None:
+        if len(self._seen) > _MOST_SHAPES:
+            self._seen.clear()
+        self._seen[key] += 1
+
+    def _record(self, slot: _Slot, key: Hashable, batch: Batch, carry: Carry, recompute: list[int]) -> bool:
+        """Whether passes of the shape are recorded now. If not, for want of memory or because a kernel cannot be, none will be any more."""
+        self._may_record = _has_room()
+        if not self._may_record:
+            return False
         own, entering = _own_batch(batch), {name: one.clone() for name, one in carry.items()}
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream), torch.enable_grad():
-            forward.capture_begin(slot.pool, capture_error_mode="thread_local")
-            results, go_back = self._run(own, entering, recompute)
-            forward.capture_end()
-            gradients = {name: torch.zeros_like(one) for name, one in results.items()}
-            backward.capture_begin(slot.pool, capture_error_mode="thread_local")
-            entered = go_back(gradients)
-            backward.capture_end()
-        return _Recording(own, entering, gradients, results, entered, forward, backward)
+        try:
+            with torch.cuda.stream(self._stream), torch.enable_grad():
+                with _recording(forward, slot):
+                    results, go_back = self._run(own, entering, recompute)
+                gradients = {name: torch.zeros_like(one) for name, one in results.items()}
+                with _recording(backward, slot):
+                    entered = go_back(gradients)
+        except RuntimeError as error:  # nothing was computed, so that nothing is lost
+            warnings.warn(f"passes are issued one by one, since they could not be recorded: {error}", stacklevel=2)
+            self._may_record = False
+            return False
+        slot.recordings[key] = _Recording(own, entering, gradients, results, entered, forward, backward)
+        return True
+
+
+@contextmanager
+def _recording(graph: torch.cuda.CUDAGraph, slot: _Slot) -> Iterator[None]:
+    """What is issued meanwhile is recorded, in the slot's memory. Other threads may do as they like."""
+    graph.capture_begin(slot.pool, capture_error_mode="thread_local")
+    try:
+        yield
+    finally:
+        graph.capture_end()
 
 
 def _has_room() -> bool:
