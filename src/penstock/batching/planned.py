@@ -23,6 +23,7 @@ from penstock.timing.estimate import Estimator
 from penstock.timing.messages import cut_times_s, slowdown, tp_group_of
 from penstock.timing.pass_times import OpSlice, pass_grid_s
 from penstock.timing.pipeline import dp_shares
+from penstock.timing.recorded import is_recorded
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster, Device
@@ -159,7 +160,10 @@ class _Source:
                 own, algos = recomputed_in(stage, part, mode), algos_of(stage, part)
                 shapes = [_share(layout, self._parts(stage, part, replica, device), *point) for point in points]
                 sequence = self._estimator.by_rows(stage, part.tp)
-                total[:, :2] += self._times(part, shapes, algos, own, device, ranks, sequence)
+                model = self._estimator.model_under(sequence)
+                recorded = is_recorded(self.plan, stage, model, ragged=bool(model.seq_length))
+                ops = OpSlice(model, part.first, part.last, device.name, part.tp, algos, own, recorded)
+                total[:, :2] += self._times(ops, shapes, device, ranks, sequence)
                 held, up, down = self._bytes(part, shapes, algos, own, device, sequence).T * (1 + SLACK)
                 total[:, 3] = np.maximum(total[:, 3], total[:, 2] + up)
                 total[:, 5] = np.maximum(total[:, 5], total[:, 2] + down)
@@ -174,14 +178,10 @@ class _Source:
         own = [shares[at // part.tp] for at, rank in ranks if self.cluster.device(rank) == device] if shares else []
         return sum(shares) / max(own) if own else part.dp
 
-    def _times(
-        self, part: DegreeRun, shapes: list[Shape], algos: tuple[int, ...], again: frozenset[int], device: Device, ranks: Sequence[int],
-        sequence: bool,
-    ) -> Floats:  # fmt: skip
+    def _times(self, ops: OpSlice, shapes: list[Shape], device: Device, ranks: Sequence[int], sequence: bool) -> Floats:
         """[shapes, 2] forward and backward times, collectives and waiting for the host included."""
-        distinct, table = self._table(shapes, part.tp, sequence)
-        ops = OpSlice(self._estimator.model_under(sequence), part.first, part.last, device.name, part.tp, algos, again)
-        slower = slowdown(self.cluster, device, ops, distinct[-1], tp_group_of(self.cluster, ranks, part.tp))
+        distinct, table = self._table(shapes, ops.tp, sequence)
+        slower = slowdown(self.cluster, device, ops, distinct[-1], tp_group_of(self.cluster, ranks, ops.tp))
         times = pass_grid_s(table, ops, slower)
         where = {shape: at for at, shape in enumerate(distinct)}
         return np.asarray(times[[where[shape] for shape in shapes]])

@@ -172,7 +172,7 @@ class PlanSpec(_Spec):
     cluster: Reference
     precision: Literal["bf16", "fp16", "fp32"]
     gradients: Literal["", "bf16", "fp16", "fp32"] = ""
-    optimizer: Literal["adamw", "sgd"]
+    optimizer: Literal["adamw", "lamb", "sgd"]
     global_batch: Count
     seq_length: Size
     dec_length: Size = 0

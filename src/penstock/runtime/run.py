@@ -158,6 +158,8 @@ class Run:
         """Why this rank gets no more programs."""
         self._dropped = 0
         """Updates in a row that were not kept."""
+        self._last_copy, self._safe_copy = -1, -1.0
+        """The steps of the last copies, and of the last that all ranks have, each at another node too."""
         self._saved = -1 if going_on is not None and going_on.from_copies else self.first_step
         """Steps that the last checkpoint of this run has behind it."""
         if request.reserve_memory and self.world.device.type == "cuda":
@@ -290,7 +292,8 @@ class Run:
             if told.is_lost and self.step < self.request.steps:
                 raise self._ended(self._lost or StoreError("another rank gets no more programs from the store."))
             self._save_if_due(told)
-            if self.request.copies and self.step % self.request.copies == 0:
+            # Not before the last ones are at another node too, where there is one: their places are needed no sooner.
+            if self.request.copies and self.step % self.request.copies == 0 and self._safe_copy >= self._last_copy:
                 self._copy()
             ended_by = told.ended_by
             if self._moving is not None:
@@ -429,11 +432,12 @@ class Run:
         order = self._order() if self.is_first and self.step < self.request.steps else b""
         own = replace(
             own, lost=self._lost is not None, asked_to_end=self.worker.asked_to_end(), is_due=is_due,
-            is_saving=self.checkpoints is not None and self.checkpoints.busy, order_bytes=len(order),
+            is_saving=self.checkpoints is not None and self.checkpoints.busy, order_bytes=len(order), copied=self._safely_copied(),
         )  # fmt: skip
         rows = groups.gather(torch.tensor(own.row(), dtype=torch.float64)).tolist()
         words = {member: StepWord.of_row(row) for member, row in zip(self.members, rows, strict=True)}
         size, told = words[first].order_bytes, words[self.world.ranks[0]]
+        self._safe_copy = min(word.copied for word in words.values())
         wanted, exact = msgspec.json.decode(groups.broadcast(order, size)) if size else (None, False)
         plan = None if wanted is None else plan_from_dict(wanted, "the plan to move to")
         if self.watcher is not None:
@@ -520,7 +524,13 @@ class Run:
         if copies is not None and self.has_work and self.step < self.request.steps:
             whose = CopyPlace(self.worker.groups.generation.number, world.place, len(world.ranks))
             pieces = self.faults.within(COPYING, rank_pieces(self.rank))
-            copies.save(self.worker.rank, self.step, whose, pieces, self._state(self.step))
+            keep = int(self._safe_copy) if math.isfinite(self._safe_copy) else -1
+            copies.save(self.worker.rank, self.step, whose, pieces, self._state(self.step), keep=keep)
+        self._last_copy = self.step  # on all processes, since all have to agree when the next one is
+
+    def _safely_copied(self) -> float:
+        copies = self.worker.copies
+        return math.inf if copies is None or not self.has_work else float(copies.safe_step(self.worker.rank))
 
     def _tell(self, told: _Agreed) -> None:
         """The first process writes a step down, and says a word to the launcher; all keep what was evaluated."""

@@ -44,7 +44,7 @@ class FakeGpu:
         self.loads = RankLoads(self.folder, 1, self._make)
         self._late = 0.0
 
-    def _make(self, count: int, share: float) -> FakeLoad:
+    def _make(self, share: float) -> FakeLoad:
         self.begun.append(FakeLoad(share))
         return self.begun[-1]
 
@@ -95,14 +95,14 @@ def test_a_share_that_is_given_is_kept(tmp_path: Path) -> None:
     assert [load.share for load in gpu.begun] == [0.4]
 
 
-def test_where_nothing_was_measured_before_the_share_is_that_of_equal_rivals(tmp_path: Path) -> None:
+def test_where_nothing_was_measured_before_the_rank_is_left_the_rest_of_the_time(tmp_path: Path) -> None:
     gpu = FakeGpu(tmp_path)
     gpu.ask(1.5)
     gpu.run(10)
-    assert gpu.begun[0].share == pytest.approx(1 / 3)  # of two
+    assert gpu.begun[0].share == pytest.approx(1 / 3)
 
 
-def test_threads_multiply_until_they_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_multiplies_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the processor, with streams and events that are none."""
     products, several = [], threading.Event()
 
@@ -113,13 +113,13 @@ def test_threads_multiply_until_they_are_closed(monkeypatch: pytest.MonkeyPatch)
 
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: nullcontext())
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda blocking: SimpleNamespace(record=lambda: None, synchronize=lambda: None))
     monkeypatch.setattr(torch, "mm", product)
-    load = GpuLoad(torch.device("cpu"), 2, 0.05)
+    load = GpuLoad(torch.device("cpu"), 0.05)
     assert several.wait(60) and not load.failed
     load.close()
-    assert len(set(products)) == 2 and not any(thread.is_alive() for thread in products)
+    assert len(set(products)) == 1 and not any(thread.is_alive() for thread in products)
 
 
 @pytest.mark.parametrize("why", ["steps", "file", "asker", "run"])

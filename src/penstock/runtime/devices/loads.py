@@ -1,6 +1,6 @@
 """A load inside a rank's own process, which slows its GPU down for this rank and for no other that shares it.
 
-    penstock disturb RUN --slow 3=1.5 ──► loads/3-….json ◄── rank 3 looks before each step ──► multiplies matrices on streams of its own
+    penstock disturb RUN --slow 3=1.5 ──► loads/3-….json ◄── rank 3 looks before each step ──► multiplies matrices on a stream of its own
                                           loads/3-….told ◄── what it reached, after each step
 
 The share of the time for which it multiplies is steered so that the rank's passes take so many times as long as before. Another process
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from penstock.files import write_bytes
-from penstock.processes.burners import PERIOD_S, Steering
+from penstock.processes.burners import Steering
 from penstock.runtime.telemetry.process_files import RankProcess
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["GpuLoad", "LoadAsked", "LoadTold", "RankLoads", "forget_loads", "load_path", "told_path"]
 
 _FOLDER = "loads"
-_SIZE, _PRODUCTS = 1024, 4
-"""Rows and columns of matrices, and how many products at a time: short ones, between which the rank's own kernels come in."""
+_SIZE, _PERIOD_S = 2048, 0.05
+"""Rows and columns of matrices, of which a product takes a millisecond of a quarter of a large GPU; how often some are issued."""
 _USUAL, _SETTLING = 20, 2
 """Steps from which it is known what passes usually take; steps after a load begins or ends of which a GPU's times do not tell yet."""
 _GAIN = 0.8
@@ -94,46 +94,51 @@ class DeviceLoad(Protocol):
 
 
 class GpuLoad:
-    """Threads that multiply matrices, each on a stream of its own, for a share of every period."""
+    """A thread that multiplies matrices for a share of every period.
 
-    def __init__(self, device: torch.device, count: int, share: float) -> None:
+    Its stream goes before those of the rank, which have the rest of the time: of streams that are equal, one of many short kernels gets
+    next to nothing beside one of large ones.
+    """
+
+    def __init__(self, device: torch.device, share: float) -> None:
         self.share, self._device, self._ended = share, device, threading.Event()
-        self._threads = [threading.Thread(target=self._burn, name=f"load {number}", daemon=True) for number in range(count)]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._burn, name="load", daemon=True)
+        self._thread.start()
 
     @property
     def failed(self) -> bool:
-        """Whether a thread has ended by itself: there was no memory for it."""
-        return not all(thread.is_alive() for thread in self._threads)
+        """Whether the thread has ended by itself: there was no memory for it."""
+        return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends the threads."""
+        """Ends the thread."""
         self._ended.set()
-        for thread in self._threads:
-            thread.join()
+        self._thread.join()
 
     def _burn(self) -> None:
         import torch
 
-        with torch.no_grad(), torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device)):
+        with torch.no_grad(), torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream(self._device, priority=-1)):
             one = torch.full((_SIZE, _SIZE), 1.0 / _SIZE, device=self._device)  # random numbers would be taken from training
             found, done = torch.empty_like(one), torch.cuda.Event(blocking=True)
+            product_s = _PERIOD_S
             while not self._ended.is_set():
                 start = time.perf_counter()
-                while time.perf_counter() < start + self.share * PERIOD_S:
-                    for _ in range(_PRODUCTS):
-                        torch.mm(one, one, out=found)
-                    done.record()
-                    done.synchronize()
-                self._ended.wait(max(0.0, start + PERIOD_S - time.perf_counter()))
+                # All at once: the rank's own thread lets this one go on some milliseconds late.
+                count = max(1, round(self.share * _PERIOD_S / product_s))
+                for _ in range(count):
+                    torch.mm(one, one, out=found)
+                done.record()
+                done.synchronize()
+                product_s = min(product_s, (time.perf_counter() - start) / count)
+                self._ended.wait(max(0.0, start + count * product_s / self.share - time.perf_counter()))
 
 
 class RankLoads:
     """One rank's view of the loads that are asked of it; there is one at a time."""
 
-    def __init__(self, folder: str | Path, rank: int, make: Callable[[int, float], DeviceLoad]) -> None:
-        """`make` begins a load of so many threads that are busy for a share of the time."""
+    def __init__(self, folder: str | Path, rank: int, make: Callable[[float], DeviceLoad]) -> None:
+        """`make` begins a load that is busy for a share of the time."""
         self._folder, self._rank, self._make = Path(folder) / _FOLDER, rank, make
         self._usual: deque[float] = deque(maxlen=_USUAL)
         self._ignored = 0
@@ -161,10 +166,10 @@ class RankLoads:
 
     def _begin(self, path: Path, asked: LoadAsked) -> None:
         steering = Steering(asked.factor)
-        steering.share /= 2  # of twice as many: streams need not get equal parts, which leaves room to steer
+        steering.share = 1.0 - 1.0 / asked.factor  # the rank has the rest of the time
         self._steering = None if asked.share or not self._usual else steering
         self._path, self._ignored = path, _SETTLING
-        self._load = self._make(2 * steering.count, asked.share or steering.share)
+        self._load = self._make(asked.share or steering.share)
         self._tell(None)
 
     def measured(self, pace: float) -> None:
