@@ -102,10 +102,14 @@ class TrainGroup(_Fields):
     """What is left of the learning rate at the last step, where it falls."""
     weight_decay: Amount = 0.01
     """What every update takes off each weight, times the learning rate."""
+    no_decay: tuple[str, ...] = ()
+    """Weights that do not decay: vectors (biases and norms), and words that are in their names, such as embedding."""
+    optimizer: Literal["adamw", "lamb", "sgd"] | None = None
+    """The update rule; if not given, that of the plan, which is adamw unless somebody wrote another."""
     betas: tuple[Share, Share] = (0.9, 0.999)
-    """Of AdamW: how much of the averages of gradients, and of their squares, stays from step to step."""
+    """Of AdamW and LAMB: how much of the averages of gradients, and of their squares, stays from step to step."""
     eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
-    """Of AdamW: added to the root of the averaged squares."""
+    """Of AdamW and LAMB: added to the root of the averaged squares."""
     momentum: Share = 0.9
     """Of SGD: how much of the last update is in the next."""
     clip: Amount = 1.0

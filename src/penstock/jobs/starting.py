@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ from penstock.plans.schema import read_plan, write_plan
 
 if TYPE_CHECKING:
     from penstock.models.ops import Model
-    from penstock.runtime.request import TrainRequest
+    from penstock.runtime.request import NodePlace, TrainRequest
     from penstock.runtime.trainer import PlanTrainer
     from penstock.timing.disturbance import Disturbance
 
@@ -168,7 +168,8 @@ def _kept_plan(out: str, changes: list[str] | None, cluster: str) -> Plan | None
 
 def training_request(
     plan: Plan, data: str, steps: int, out: str, train: TrainGroup, save: SaveGroup, *, resume: str = "", weights: str = "",
-    prompt_loss: bool = False, disturbance: Disturbance | None = None,
+    prompt_loss: bool = False, disturbance: Disturbance | None = None, node: NodePlace | None = None,
+    spares: int = 0,
 ) -> TrainRequest:  # fmt: skip
     """What the runtime is told of a plan, prepared data and the fields of a job."""
     from penstock.runtime.request import PlanningSettings, TrainRequest
@@ -176,14 +177,17 @@ def training_request(
     from penstock.timing.disturbance import Disturbance
 
     rate = LearningRate(train.lr, train.warmup, steps, train.decay or ("cosine" if train.warmup else "constant"), train.end_share)
-    optimizer = OptimizerSettings(plan.optimizer, train.weight_decay, train.betas, train.eps, train.momentum)  # type: ignore[arg-type]
+    plan = replace(plan, optimizer=train.optimizer or plan.optimizer)
+    optimizer = OptimizerSettings(
+        plan.optimizer, train.weight_decay, train.betas, train.eps, train.momentum, train.no_decay,  # type: ignore[arg-type]
+    )  # fmt: skip
     settings = TrainingSettings(rate, optimizer, train.clip or None, train.seed, train.on_nan, train.deterministic)
     planning = PlanningSettings(train.planners, train.store, train.store_timeout, search_steps=train.budget_steps)
     return TrainRequest(
         plan, data, steps, out, settings, train.device, train.eval_every, checkpoint_every=save.every, keep=save.keep, resume=resume,
         weights=weights, prompt_loss=prompt_loss, profile_steps=_steps(train.torch_profile), share_gpus=train.share_gpus,
         reserve_memory=train.reserve_memory, planning=planning, disturbance=disturbance or Disturbance(), on_death=train.on_death,
-        copies=train.copies,
+        copies=train.copies, node=node, spares=spares,
     )  # fmt: skip
 
 
