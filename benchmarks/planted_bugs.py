@@ -559,7 +559,7 @@ _SCREEN = (
          "narrow terminals get two tables", "cli/test_fitted.py"),
     _bug("tables are as wide as they like", "cli/fitted.py", "column.least]) > room:", "column.least]) > 2 * room:",
          "terminals break lines", "cli/test_fitted.py"),
-    _bug("sentences are as long as they like", "cli/console.py", "        if out().is_terminal:\n", "        if False:\n",
+    _bug("sentences are as long as they like", "cli/console.py", "        if console.is_terminal:\n", "        if False:\n",
          "terminals break words", "cli/test_screens.py", pick="check"),
     _bug("layers between are recomputed too", "plans/texts.py", "one[1][0][1] - one[0]", "0", "scattered layers look like a run",
          "plans/test_texts.py"),
