@@ -56,16 +56,20 @@ def main() -> None:
             for way, trained in (("command", by_command), ("script", by_script)):
                 print(f"\n# {title}, by {way}", flush=True)
                 found = trained(source, data, f"{source.partition(':')[0]}-{way}")
-                off = max(abs(mine - other) / other for mine, other in zip(found, losses, strict=True))
+                off = max(abs(loss - losses[step]) / losses[step] for step, loss in found.items())
                 apart, logits = loaded(source, f"{source.partition(':')[0]}-{way}-trained", module)
                 names = (short_name(plans[ranks]) for ranks in (4, 2))
                 rows.append(f"| {title} | {way} | {' | '.join(names)} | {off:.0e} | {apart:.0e} | {logits:.0e} |")
+                print(rows[-1], flush=True)
         print("\nDifferences are the largest from plain PyTorch, relative.\n")
         print("\n".join(rows))
 
 
-def by_command(source: str, data: str, out: str) -> list[float]:
-    """`penstock train` under a plan of four ranks, killed after a checkpoint; the same command with one of two; `penstock export`."""
+def by_command(source: str, data: str, out: str) -> dict[int, float]:
+    """`penstock train` under a plan of four ranks, killed after a checkpoint; the same command with one of two; `penstock export`.
+
+    Losses by step: what was not yet written down when the run was killed is missing.
+    """
     given = ["train", "--model", source, "--data", data, "--out", out, "--steps", str(STEPS), "--checkpoint-every", str(KILLED), *SETTINGS]
     four = [*given, "--set", "plan.file=plans/4.json"]
     print(f"$ penstock {' '.join(four)}", flush=True)
@@ -87,10 +91,12 @@ def by_command(source: str, data: str, out: str) -> list[float]:
     print(f"goes on with step {told['first_step']}; changed: {', '.join(told['changed'])}", flush=True)
     print(f"$ penstock export {out} --to huggingface:{out}-trained", flush=True)
     _output(["export", out, "--to", f"huggingface:{out}-trained"])
-    return [*(loss or 0.0 for loss in losses.values()), *told["losses"]]
+    later = dict(enumerate(told["losses"], told["first_step"]))
+    assert [*later] == [*range(step_of(saved), STEPS)]
+    return {step: loss for step, loss in losses.items() if loss is not None} | later
 
 
-def by_script(source: str, data: str, out: str) -> list[float]:
+def by_script(source: str, data: str, out: str) -> dict[int, float]:
     """The loop below in a process for each rank, as torchrun starts it; all of four are killed, two go on."""
     found: dict[int, float] = {}
     for ranks in (4, 2):
@@ -102,7 +108,7 @@ def by_script(source: str, data: str, out: str) -> list[float]:
             if line.startswith("step "):
                 found[int(line.split()[1])] = float(line.split()[3])
         print("Killed" if ranks == 4 else ended[0].out.strip().splitlines()[-1], flush=True)
-    return [found[step] for step in range(STEPS)]
+    return {step: found[step] for step in range(STEPS)}
 
 
 def loop(source: str, data: str, out: str) -> None:
