@@ -168,6 +168,10 @@ _ORDERING = (
          "if run.makespan_s < best_s:", "memory is not looked at", "ordering/test_choose.py"),
 )  # fmt: skip
 _BATCHING = (
+    _bug("a mode is named by its place among those left", "batching/ways.py", "values[..., mode, :] = grid.values[..., mode, :]",
+         "values[..., 0, :] = grid.values[..., mode, :]", "another simulation recomputes nothing", "batching/test_ways.py", pick="says"),
+    _bug("an order that is asked for is not taken", "batching/planner.py",
+         "orders = ORDERS[order](enc, dec, costs.round_to) if order else ()", "orders = ()", "an ablation shows the planner's own order", "batching/test_ways.py", pick="says"),
     _bug("micro-batches keep their old numbers", "batching/reorder.py", "numbers[micro_batch] = number", "numbers[number] = micro_batch",
          "a permutation instead of its inverse", "batching/test_reorder.py"),
     _bug("cheap samples are dealt first", "batching/packing.py", 'np.argsort(-weights, kind="stable")',
