@@ -49,7 +49,7 @@ class DataGroup(_Fields):
     """Which samples, and how they become tokens."""
 
     path: list[str] = Field(min_length=1)
-    """JSONL, CSV or text files, each a task; or one folder that `penstock prepare-data` wrote."""
+    """JSONL, CSV, Parquet or text files or folders of Hugging Face datasets, each a task; or a folder of `penstock prepare-data`."""
     fields: str = ""
     """Fields or columns that hold the texts, such as input=inputs,target=targets or text=body; empty: input and target, or text."""
     tokenizer: str | None = None
