@@ -473,6 +473,10 @@ _RULES = (
          "another name than torch's", "runtime/optimizing/test_update_rules.py"),
 )
 _PROFILING = (
+    _bug("a unit that was cut off counts", "profiling/run.py", "                if count:\n", "                if False:\n",
+         "half-measured ops are taken for measured ones", "profiling/test_run.py", pick="budget_holds"),
+    _bug("the disturbed sweep stays", "profiling/run.py", "        if not better:\n", "        if better:\n",
+         "what somebody else's job took is in the profile", "profiling/test_run.py", pick="disturbed"),
     _bug("a transfer there and back is one", "profiling/links.py", '/ (2 if kind == "transfer" else 1)', "/ 1",
          "links seem half as fast", "profiling/test_links.py", pick="message"),
     _bug("a shortened model is whole", "profiling/measure.py", "(block, min(count, copies)) for", "(block, max(count, copies)) for",
