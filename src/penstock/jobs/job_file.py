@@ -43,13 +43,15 @@ class ModelGroup(_Fields):
     """hf:FOLDER, a checkpoint, or none for random ones; auto: those of the model's own folder if it has any."""
     precision: Literal["bf16", "fp16", "fp32"] | None = None
     """Of weights and activations; if not given, the model's own, or one that all devices have."""
+    native: bool = True
+    """Whether an hf: model of a family that Penstock has itself runs as its ops; false: as transformers' own module."""
 
 
 class DataGroup(_Fields):
     """Which samples, and how they become tokens."""
 
     path: list[str] = Field(min_length=1)
-    """JSONL, CSV, Parquet or text files or folders of Hugging Face datasets, each a task; or a folder of `penstock prepare-data`."""
+    """JSONL (texts, pairs or chats), CSV, Parquet or text files or Hugging Face datasets, each a task; or one prepared folder."""
     fields: str = ""
     """Fields or columns that hold the texts, such as input=inputs,target=targets or text=body; empty: input and target, or text."""
     tokenizer: str | None = None
@@ -59,7 +61,7 @@ class DataGroup(_Fields):
     split: str = "949,50,1"
     """Parts for training, validation and test."""
     prompt_loss: bool = False
-    """Whether the tokens of inputs count in a decoder's loss, besides those of targets."""
+    """Whether the tokens of inputs count in a decoder's loss, besides those of targets; of chats all turns, besides the assistant's."""
     folder: str | None = None
     """Where the prepared samples are; found by Penstock."""
 
