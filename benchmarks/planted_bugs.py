@@ -346,8 +346,6 @@ _RUNTIME = (
          "if running or self._sends or self._receives:", "memory grows from step to step", "runtime/test_rank.py"),
     _bug("warm-up starts at zero", "runtime/settings.py", "return self.peak * (step + 1) / self.warmup_steps",
          "return self.peak * step / self.warmup_steps", "off by one", "runtime/test_settings.py"),
-    _bug("LAMB's norms count copies", "runtime/optimizing/update.py", "float(id(held.parameter) in counted)", "1.0",
-         "replicas make weights seem larger", "runtime/test_transparency.py", pick="lamb"),
     _bug("LAMB's norms are of a rank's part", "runtime/optimizing/update.py", "self.world.gather(parts).sum(0)", "parts",
          "steps depend on the plan", "runtime/test_transparency.py", pick="lamb"),
     _bug("parts of a vector are no vector", "runtime/optimizing/optimizer.py", "id(spans[0][0]) not in undecayed", "True",
