@@ -578,6 +578,8 @@ _RECOVERING = (
          "now - self._last_s", "Ctrl-Z kills a run", "runtime/recovering/test_frozen.py"),
     _bug("a fault happens again and again", "runtime/recovering/faults.py", "                path.unlink(missing_ok=True)\n",
          "                pass\n", "no run ever goes on", "adapting/test_deaths.py", pick="replaced"),
+    _bug("a node that was cut off leads too", "runtime/nodes/succession.py", "            stack.enter_context(run_lock(Path(folder)))\n",
+         "            pass\n", "two nodes train into one folder", "runtime/nodes/test_succession.py"),
     _bug("supervisors take a message twice", "runtime/nodes/sealed_socket.py", "number.to_bytes(_NUMBER_BYTES, \"big\") + payload",
          "payload", "what was overheard ends or starts ranks again", "runtime/nodes/test_sealed_socket.py", pick="overheard"),
     _bug("both directions have one key", "runtime/nodes/sealed_socket.py", "keys if serves else reversed(keys)", "keys[0], keys[0]",
