@@ -580,6 +580,8 @@ _RECOVERING = (
          "                pass\n", "no run ever goes on", "adapting/test_deaths.py", pick="replaced"),
     _bug("a node that was cut off leads too", "runtime/nodes/succession.py", "            stack.enter_context(run_lock(Path(folder)))\n",
          "            pass\n", "two nodes train into one folder", "runtime/nodes/test_succession.py"),
+    _bug("a run that went on is begun once more", "runtime/nodes/succession.py", "if led is None or own not in led.nodes:",
+         "if led is None:", "a node that was cut off trains all steps again", "runtime/nodes/test_succession.py"),
     _bug("supervisors take a message twice", "runtime/nodes/sealed_socket.py", "number.to_bytes(_NUMBER_BYTES, \"big\") + payload",
          "payload", "what was overheard ends or starts ranks again", "runtime/nodes/test_sealed_socket.py", pick="overheard"),
     _bug("both directions have one key", "runtime/nodes/sealed_socket.py", "keys if serves else reversed(keys)", "keys[0], keys[0]",

@@ -16,6 +16,7 @@ from node_jobs import free_port, one_core, other_node, placed
 
 from penstock.adapting.deaths import RunWitness
 from penstock.adapting.events import read_events
+from penstock.cli.main import run as main
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
@@ -86,12 +87,13 @@ def test_another_node_leads_when_the_first_is_lost(data: str, tmp_path: Path) ->
     """The first one's store, planners and supervisor are gone with it; where the run is, is in its folder."""
     port = free_port()
     run = TrainRequest(plan_of(tmp_path), data, 12, str(tmp_path / "run"), checkpoint_every=0, on_death="recover", copies=2)
-    with other_node(placed(run, 0, port)) as first:
+    with other_node(placed(run, 0, port)):
 
         def strike() -> None:
             while last_step(run.out) < 5:
                 time.sleep(0.02)
-            first.kill()
+            assert main(["disturb", run.out, "--node", "7"]) == 2
+            assert main(["disturb", run.out, "--node", "0"]) == 0
 
         thread = threading.Thread(target=strike)
         thread.start()
@@ -99,8 +101,8 @@ def test_another_node_leads_when_the_first_is_lost(data: str, tmp_path: Path) ->
         found = PlanTrainer(placed(run, 1, port), None, RunWitness(run.out)).train(heard.append)
         thread.join()
     events = list(read_events(run.out))
-    assert [(one.event, one.ranks) for one in events] == [("lost", (0,)), ("shrunk", (0,))]
-    assert events[0].text == "node 0 is lost, with rank 0: it has ended the connection. Node 1 leads now"
+    assert [(one.event, one.ranks) for one in events] == [("disturbed", ()), ("lost", (0,)), ("shrunk", (0,))]
+    assert events[1].text == "node 0 is lost, with rank 0: it has ended the connection. Node 1 leads now"
     assert found.num_steps == len(found.losses) == 12 and heard[-1].step == 11
     assert steps_of(run) == oracle(run, 12) and len(plans_of_run(run.out)) == 2
 

@@ -47,7 +47,7 @@ from penstock.runtime.run_folder import STEPS, own_folder, plan_of_run, put_in_f
 from penstock.runtime.run_inputs import program_planner, run_inputs
 from penstock.runtime.run_predictions import keep_inputs
 from penstock.runtime.telemetry.predicting import PredictedSteps, predict_peaks, predict_steps
-from penstock.runtime.telemetry.process_files import forget_processes, named_process
+from penstock.runtime.telemetry.process_files import NODE, forget_processes, named_process
 from penstock.runtime.telemetry.status import StatusBoard
 from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.transport.world import World
@@ -135,6 +135,7 @@ class PlanTrainer:
             with (
                 planners_here(request.planning, *run_inputs(request), begin, *self._store_place(nodes)) as planners,
                 _forgotten_processes(request.out),
+                nullcontext() if nodes is None else named_process(request.out, nodes.number, request.device, NODE),
                 self._pool(copies, None if nodes is None else PoolSite(tuple(nodes.ranks[nodes.number]), nodes.host, nodes)) as pool,
                 nullcontext() if rehearses else Interrupts(self._ask_to_end),
             ):
@@ -224,6 +225,7 @@ class PlanTrainer:
                     with (
                         closing(FollowingNode(where, node_key(), ranks, node_facts(request), copies, wait_s)) as node,
                         self._pool(copies, PoolSite(ranks, node.address, node)) as pool,
+                        named_process(request.out, place.number, request.device, NODE),
                     ):
                         ended_by = node.follow(pool, request, train_rank, self.watching, _threads(request, request.plan))
                     return TrainResult(self.first_step, 0, (), (), 0.0, 0.0, {}, None, ended_by)

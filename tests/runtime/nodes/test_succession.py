@@ -19,7 +19,12 @@ from penstock.runtime.run_lock import run_lock
 def test_one_leads_and_the_others_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(succession, "_SUCCESSION_S", 0.3)
     monkeypatch.setattr(succession, "_TURN_S", 0.01)
-    write_led(tmp_path, LedBy(0, "10.0.0.1", 29500, 0))
+    with pytest.raises(LeaderLostError, match="The run has ended"):
+        succeed(tmp_path, 1, 0, "gone.")
+    write_led(tmp_path, LedBy(0, "10.0.0.1", 29500, 0, (0, 2)))
+    with pytest.raises(LeaderLostError, match="The run has gone on without this node"):
+        succeed(tmp_path, 1, 0, "gone.")  # and is not begun once more by a node that was cut off
+    write_led(tmp_path, LedBy(0, "10.0.0.1", 29500, 0, (0, 1, 2)))
     with run_lock(tmp_path), pytest.raises(LeaderLostError, match=r"gone\. It still holds"):
         succeed(tmp_path, 1, 0, "gone.")
     lead = succeed(tmp_path, 1, 0, "gone.")

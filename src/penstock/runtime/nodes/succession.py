@@ -69,7 +69,7 @@ def forget_led(folder: str | Path) -> None:
 
 def succeed(folder: str | Path, own: int, term: int, why: str) -> LedBy | ExitStack:
     """Who leads after the leader of `term` was lost: another node, or this one, which then holds the run's lock until it closes the stack.
-    A node that was merely cut off gets no lock, and has to end: whoever led goes on without it."""
+    A node that was merely cut off has to end: whoever led goes on without it, or has done so."""
     end = time.monotonic() + _SUCCESSION_S
     time.sleep(_TURN_S * own)
     while time.monotonic() < end:
@@ -82,5 +82,12 @@ def succeed(folder: str | Path, own: int, term: int, why: str) -> LedBy | ExitSt
         except InputError:
             time.sleep(_LOOK_S)
             continue
+        led = read_led(folder)  # again: it may have changed before the lock was free
+        if led is not None and led.term > term:
+            stack.close()
+            return led
+        if led is None or own not in led.nodes:
+            stack.close()
+            raise LeaderLostError(f"{why} The run has {'ended' if led is None else 'gone on without this node'}.")
         return stack
     raise LeaderLostError(f"{why} It still holds '{folder}', so that it goes on without this node, or is frozen there.")
