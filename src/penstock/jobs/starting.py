@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,11 @@ from penstock.clusters import cluster_to_dict, resolve_cluster
 from penstock.errors import InputError
 from penstock.jobs.job_file import JobFile, SaveGroup, TrainGroup, changed, job_from, read_job, write_job
 from penstock.jobs.measuring import chosen_costs
-from penstock.jobs.models import first_weights, found_source, job_model
+from penstock.jobs.models import first_weights
 from penstock.jobs.planning import FoundPlans, PlanQuestion, batch_of, job_cluster, plans_for, require_plan_of
 from penstock.jobs.raw_data import PreparedData, prepare_raw, sample_lengths
+from penstock.models.catalog import resolve_model
+from penstock.models.huggingface import found_source
 from penstock.plans.plan import Plan
 from penstock.plans.precision import chosen_precision
 from penstock.plans.references import cluster_of
@@ -96,9 +98,9 @@ def ready(job: JobFile, progress: Progress = lambda text: None) -> ReadyJob:
         raise InputError(
             f"train.device is '{job.train.device}'; a job trains on cpu or cuda. Rehearse its plan: penstock train PLAN --device timed …"
         )
-    source, place = found_source(job.model.source), job_cluster(job.plan.cluster)
+    source, place = found_source(job.model.source, job.model.native), job_cluster(job.plan.cluster)
     cluster = resolve_cluster(place)
-    model, _ = chosen_precision(job_model(source), cluster, job.model.precision)
+    model, _ = chosen_precision(resolve_model(source), cluster, job.model.precision)
     weights = first_weights(source, job.model.weights)
     progress("preparing data")
     prepared = prepare_raw(
@@ -175,7 +177,10 @@ def training_request(
     from penstock.timing.disturbance import Disturbance
 
     rate = LearningRate(train.lr, train.warmup, steps, train.decay or ("cosine" if train.warmup else "constant"), train.end_share)
-    optimizer = OptimizerSettings(plan.optimizer, train.weight_decay, train.betas, train.eps, train.momentum)  # type: ignore[arg-type]
+    plan = replace(plan, optimizer=train.optimizer or plan.optimizer)
+    optimizer = OptimizerSettings(
+        plan.optimizer, train.weight_decay, train.betas, train.eps, train.momentum, train.no_decay,  # type: ignore[arg-type]
+    )  # fmt: skip
     settings = TrainingSettings(rate, optimizer, train.clip or None, train.seed, train.on_nan, train.deterministic)
     planning = PlanningSettings(train.planners, train.store, train.store_timeout, search_steps=train.budget_steps)
     return TrainRequest(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import BEST_LOSS, CheckpointWriter
 from penstock.runtime.determinism import always_the_same
 from penstock.runtime.devices.clock import ClockSettings
+from penstock.runtime.devices.loads import GpuLoad, RankLoads
 from penstock.runtime.devices.paced import PacedRank
 from penstock.runtime.divergence import MAX_DROPPED, DivergedError, describe_divergence, is_diverged
 from penstock.runtime.optimizing.update import StepResult
@@ -144,6 +145,7 @@ class Run:
         self.spans = SpanRecorder(out / f"rank-{own:05d}.spans", own)
         self.profiled = ProfiledSteps(request.profile_steps, out, own)
         self.faults = RankFaults(out, own)
+        self.loads = RankLoads(out, own, partial(GpuLoad, worker.groups.device))
         self.rank = self._rank()
         self.rank.adopt(request.plan)
         address, self._job = handover
@@ -227,6 +229,7 @@ class Run:
         """All that belongs to the plan in force, which `rank` has adopted: who saves what, what is measured, predicted and evaluated."""
         request, out, warm = self.request, Path(self.request.out), self.step + WARM_UP
         self._place = place
+        self.loads.plan_changed()
         self.times = StageSpans(warm if request.steps > warm else 0, self.worker.groups.device)
         """Since the plan is in force."""
         observers = self.worker.status, self.spans, self.times, *([self.profiled] if request.profile_steps else [])
@@ -249,6 +252,7 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.loads.close()
         self.loader.close()
         self.spans.close()
         if self.gpu is not None:
@@ -320,6 +324,7 @@ class Run:
         """One step, and what to say about it."""
         program, wait_s, position = loaded.program, self.loader.wait_s, self.spans.position
         self.faults.look(program.iteration)
+        self.loads.look(program.iteration)
         executor = self.rank.executor
         observer, executor.observer = executor.observer, self.faults.observer(executor.observer)
         with self.profiled.around(program.iteration):
@@ -333,6 +338,7 @@ class Run:
         time_s = self._device_s(program.iteration, wall_s)
         self.times.step_done(wall_s, wait_s, self.rank.update.exchanges)
         figures, record = self._figures(wall_s), None
+        self.loads.measured(self._pace(figures))
         if self._tells_steps:
             tokens = int(result.tokens.item())
             record = StepRecord(
@@ -345,6 +351,12 @@ class Run:
         evaluated = self._evaluate(done) if every and (done % every == 0 or done == self.request.steps) else None
         samples = samples_digest(program) if self.rank.leads_replica else 0
         return StepWord(samples=samples, figures=figures, record=record, evaluated=evaluated)
+
+    def _pace(self, figures: RankFigures) -> float:
+        """How long passes took: over what was predicted of them, where anything is."""
+        if self._meter is None:
+            return self.times.passes_s
+        return figures.compute_s / figures.predicted_s if figures.predicted_s else 0.0
 
     def _idle_figures(self) -> RankFigures:
         """Of a process without work: what a probe takes over what it took when it was left without."""

@@ -28,6 +28,7 @@ from penstock.runtime.checkpoints.folder import find_checkpoint
 from penstock.runtime.checkpoints.going_on import check_goes_on, run_facts
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.data_notes import data_notes
+from penstock.runtime.devices.loads import forget_loads
 from penstock.runtime.devices.rehearsing import rehearse_rank
 from penstock.runtime.interrupts import Interrupts
 from penstock.runtime.nodes.following import CALL_S, FollowingNode, TakenLead
@@ -142,6 +143,7 @@ class PlanTrainer:
                 if taken is None:
                     keep_inputs(request)
                     forget_faults(request.out)  # asked of a run before, not of this one
+                    forget_loads(request.out)
                     for strike in request.disturbance.strikes:
                         ask_fault(request.out, Fault(strike.kind, strike.rank, strike.phase, strike.first))
                 if planners.pool is not None and self._witness is not None:

@@ -34,7 +34,7 @@ MOST_DEATHS = 3
 _BROKEN_DEATHS = 2
 """A rank that died so often before one step is on a device that is taken to be broken."""
 _FP32_BYTES = 4
-_KEPT = {"adamw": 3, "sgd": 2}
+_KEPT = {"adamw": 3, "lamb": 3, "sgd": 2}
 """Numbers that an optimizer keeps for each weight, the weight included."""
 
 
