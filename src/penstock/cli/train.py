@@ -244,7 +244,7 @@ def run_training(trainer: PlanTrainer, *, compare: bool, json: bool, go_on: str,
                 err().print(f"step {found.step}: held-out loss {found.loss:.4f}, accuracy {found.accuracy:.1%}", markup=False)
 
         result = trainer.join(told) if under_torchrun else trainer.train(told)
-    if not first:  # the first tells
+    if not first and (under_torchrun or not result.losses):  # the first tells, or who leads in its place
         raise typer.Exit(128 + result.ended_by if result.ended_by else 0)
     predicted = trainer.predicted(result) if compare else None
     if json:
