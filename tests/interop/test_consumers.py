@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def _uneven() -> Plan:
     """Stages of one, two and one layers."""
     plan = uniform_plan("gpt-tiny", "4xa100-40gb", pp=4, global_batch=16, micro_batch=2)
     bounds = (0, 9, 25, plan.stages[-1].last)
-    stages = tuple(Stage(first, last, ((rank,),)) for rank, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)))
+    stages = tuple(Stage(first, last, ((rank,),)) for rank, (first, last) in enumerate(pairwise(bounds)))
     return replace(plan, stages=stages)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.console import err, out
+from penstock.cli.console import err, say
 from penstock.cli.options import BIG, slower_ranks, within
 from penstock.errors import InputError
 
@@ -62,15 +62,15 @@ def disturb(
     strikes = [("kill", *_struck("kill", text)) for text in kill or []] + [("freeze", *_struck("freeze", text)) for text in freeze or []]
     target = running(run)
     for kind, rank, phase in strikes:
-        out().print(strike(target, kind, rank, phase, first), markup=False, highlight=False, soft_wrap=True)  # type: ignore[arg-type]
+        say(strike(target, kind, rank, phase, first))  # type: ignore[arg-type]
     for number in node or []:
-        out().print(strike_node(target, number), markup=False, highlight=False, soft_wrap=True)
+        say(strike_node(target, number))
     if not slows:
         return
     changes = changes_of(target, slower_ranks(slow or []), links, data, first, steps)
     if not target.clocked:
         err().print("keeping devices busy; Ctrl-C ends it", markup=False)
-    begin(target, changes, lambda text: out().print(text, markup=False, highlight=False, soft_wrap=True))
+    begin(target, changes, say)
 
 
 def _struck(option: str, text: str) -> tuple[int, str]:

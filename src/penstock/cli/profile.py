@@ -18,7 +18,9 @@ _NOISY = 0.5
 
 def profile(
     path: Annotated[str, typer.Option("--out", callback=file_to_write, help="Profile to write, or to go on with (`.json`, `.json.gz`).")],
-    model: Annotated[list[str] | None, typer.Option("--model", help="Model name, YAML file or hf:PATH; may be repeated.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="Model name, YAML file, hf:PATH or module:FILE.py:FUNCTION; may be repeated.")
+    ] = None,
     device: Annotated[str, typer.Option(help="`cpu` or `cuda`.")] = "cpu",
     tp: Annotated[str, typer.Option(help="Tensor-parallel degrees whose shards are measured.")] = "1,2,4,8",
     beside: Annotated[

@@ -30,6 +30,8 @@ from penstock.costs.profile import (
 )  # fmt: skip
 from penstock.costs.profiled import DeviceCosts
 from penstock.costs.speeds import OpClass, class_of
+from penstock.errors import InputError
+from penstock.models.catalog import TRACED
 from penstock.models.modules import TORCH_DTYPES, Batch, Chain, TensorParallel, build_chain, random_batch
 from penstock.models.ops import ITEM_BYTES, Model, PlacedOp, TensorSpec
 from penstock.models.shapes import Shape
@@ -37,9 +39,11 @@ from penstock.processes.burners import Burners
 from penstock.profiling.grid import GridLimits, Lengths, attention_grid, mixed_lengths, refine, sweep_lengths, sweep_size
 from penstock.profiling.local import device_facts
 from penstock.profiling.marks import times_for
-from penstock.profiling.measure import OpMeasure, hold_gradients, measure_ops, shortened
+from penstock.profiling.measure import OpMeasure, Run, hold_gradients, measure_ops, shortened
+from penstock.profiling.module_parts import run_units, window_chain, windows
 from penstock.profiling.stamp import stamp
 from penstock.runtime.optimizing.optimizer import make_adamw, squared_norms
+from penstock.runtime.parallel.module_chain import ModuleChain, cut_module
 from penstock.timing.pass_times import rerun_positions
 
 __all__ = ["Profiler", "Unit", "random_model_batch"]
@@ -141,6 +145,10 @@ class Profiler:
         return [unit for unit in units if unit.name not in self.here.done]
 
     def _units(self, model: Model, tps: Sequence[int]) -> Iterator[Unit]:
+        if model.family == TRACED:  # divided parts are modelled
+            count = len([*windows(model, COPIES)])
+            yield from (Unit(model, f"parts {number}", 1, layout=layout) for number in range(count) for layout in model.layouts)
+            return
         degrees = [tp for tp in tps if model.max_tp() % tp == 0]
         for tp in degrees:
             yield Unit(model, "sizes", tp)
@@ -193,8 +201,11 @@ class Profiler:
 
     def _sweep(self, unit: Unit, before: DeviceProfile) -> float:
         """Measures a unit; the largest error of its held-out points."""
-        sweeps = {"sizes": self._sweep_sizes, "lengths": self._sweep_lengths, "whole": self._compare_whole, "beside": self._beside}
-        sweeps[unit.sweep](unit)
+        sweeps = {
+            "sizes": self._sweep_sizes, "lengths": self._sweep_lengths, "whole": self._compare_whole, "beside": self._beside,
+            "parts": self._sweep_parts,
+        }  # fmt: skip
+        sweeps[unit.sweep.partition(" ")[0]](unit)
         return max((abs(error) for _, error in self.here.held_out[len(before.held_out) :]), default=0.0)
 
     def _settle(self) -> None:
@@ -240,6 +251,31 @@ class Profiler:
                 if found is None:
                     too_large = size * (length if place.op.config["bias_source"] else 1)
 
+    def _sweep_parts(self, unit: Unit) -> None:
+        """A window of units of somebody's module, over sizes and lengths."""
+        model = unit.model
+        if model.dec_length:
+            raise InputError(f"model '{model.name}' is an encoder-decoder, whose units are not measured: use --costs roofline.")
+        cut = cut_module(model, self.device, 0)
+        assert cut is not None
+        longest = min(8192 if self.device.type == "cuda" else 512, model.seq_length)
+        number = int(unit.sweep.partition(" ")[2])
+        first, last = [*windows(model, COPIES)][number]
+        chain = window_chain(cut, first, last)
+        for lengths in self._part_lengths(model, unit.layout, longest):
+            batch = random_model_batch(model, lengths, self.device)
+            if self._measure(unit, chain, chain.places, batch, start=first, model=model, run=partial(run_units, chain)) is None:
+                break
+        if not number and unit.layout == model.layouts[0]:
+            self._optimizer(unit, chain)
+
+    def _part_lengths(self, model: Model, layout: str, longest: int) -> Iterator[Lengths]:
+        if not model.seq_length:
+            yield from (Lengths(2**k) for k in range(1, 12) if self.limits.min_samples <= 2**k <= self.limits.max_samples)
+            return
+        for size, length in attention_grid(self.limits, longest, fine=False):
+            yield mixed_lengths(size, length, longest) if layout == "packed" else Lengths(size // length, length)
+
     def _min_tokens(self, unit: Unit) -> int:
         """Shards of small micro-batches are nobody's choice: their grid begins later."""
         return self.limits.min_tokens * (1 if unit.tp == 1 else 4)
@@ -250,8 +286,8 @@ class Profiler:
         return build_chain(model, start, stop, tp=tp, algos=algos, device=self.device)
 
     def _measure(
-        self, unit: Unit, chain: Chain, places: Sequence[PlacedOp], batch: Batch, *, only: PlacedOp | None = None, start: int = 0,
-        model: Model | None = None, length: float | None = None,
+        self, unit: Unit, chain: Chain | ModuleChain, places: Sequence[PlacedOp], batch: Batch, *, only: PlacedOp | None = None,
+        start: int = 0, model: Model | None = None, length: float | None = None, run: Run | None = None,
     ) -> list[OpMeasure] | None:  # fmt: skip
         """Measures and records one shape (`only` one op of it, at a nominal `length`); None when memory does not suffice."""
         if self._late():
@@ -259,7 +295,7 @@ class Profiler:
         inputs = (model or unit.model).carry_before(start)
         repeats = self.repeats or (4 if self.device.type == "cuda" else 2)
         try:
-            found = min(self._tries(unit, chain, places, batch, inputs, repeats), key=_unrest)
+            found = min(self._tries(unit, chain, places, batch, inputs, repeats, run), key=_unrest)
         except torch.OutOfMemoryError:
             self.here.out_of_memory.append(f"{unit.name} {batch.shape}")
             torch.cuda.empty_cache()
@@ -276,7 +312,8 @@ class Profiler:
         return found
 
     def _tries(
-        self, unit: Unit, chain: Chain, places: Sequence[PlacedOp], batch: Batch, inputs: Sequence[TensorSpec], repeats: int
+        self, unit: Unit, chain: Chain | ModuleChain, places: Sequence[PlacedOp], batch: Batch, inputs: Sequence[TensorSpec], repeats: int,
+        run: Run | None = None,
     ) -> Iterator[list[OpMeasure]]:
         """One measurement; a second one where the first was disturbed."""
         usual_s = WARMUP_S if self.device.type == "cuda" else 0.0
@@ -284,6 +321,7 @@ class Profiler:
         for _ in range(2):
             found = measure_ops(
                 list(chain.ops), places, batch, inputs, tp=unit.tp, warmups=max(1, repeats // 2), repeats=repeats, warmup_s=warm_up_s,
+                run=run,
             )  # fmt: skip
             yield found
             if _unrest(found) < RESTLESS or self._late():
@@ -293,7 +331,7 @@ class Profiler:
         """Ops that tp or algo do not change are measured once, in the plain sweep."""
         return unit.tp > 1 and (key.tp == 1 or (unit.algo == 1 and key.algo == 0))
 
-    def _optimizer(self, unit: Unit, chain: Chain) -> None:
+    def _optimizer(self, unit: Unit, chain: Chain | ModuleChain) -> None:
         """The step over a whole short chain and over its largest op, so that weights and tensors can be told apart."""
         largest = max(chain.ops, key=lambda op: sum(p.numel() for p in op.parameters()))
         for num_ops, part in ((len(chain.ops), chain), (1, largest)):
