@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from penstock.errors import InfeasibleError
@@ -65,8 +65,26 @@ def _changed(request: Request, plan: Plan) -> Choice | None:
     return choice.clocked() if choice.estimate.fits else None
 
 
+def _between_blocks(request: Request, plan: Plan) -> Iterator[Plan]:
+    """The plan cut between the nearest blocks; its stages recompute as they did, or all of their ops where they recompute any."""
+    starts = request.blocks.start
+    cuts = [int(starts[abs(starts - stage.first).argmin()]) for stage in plan.stages[1:]]
+    edges = [0, *cuts, plan.stages[-1].last]
+    if sorted(set(edges)) != edges:
+        return
+    for again in (False, True):
+        stages = tuple(
+            replace(stage, first=first, last=last, runs=(), recompute=(((first, last),),) if again and stage.recompute else ())
+            for stage, first, last in zip(plan.stages, edges[:-1], edges[1:], strict=True)
+        )
+        yield replace(plan, stages=stages, predicted=None)
+
+
 def _candidates(request: Request, found: Sequence[Choice]) -> Iterator[Choice]:
     yield from found
+    for plan in (plan for choice in found for plan in _between_blocks(request, choice.plan)):
+        if (whole := _changed(request, plan)) is not None:
+            yield whole
     layers = next(baseline for baseline in BASELINES if baseline.name == "FASOP")
     if (whole := best_of(layers, request)) is not None:
         yield whole
