@@ -113,7 +113,7 @@ def search_aceso(problem: AcesoProblem, progress: Callable[[str], None] = lambda
         best = chain.best(costs, {b: [_loose(problem, blocks, c) for c in own] for b, own in costs.items()})
         answer = _realised(problem, best.micro_batch, best.space, best.partition, best.bound)
         if answer is None:
-            raise InfeasibleError(_why_not(problem))
+            raise InfeasibleError(_why_not(problem, best.bound))
         return answer
 
     def solve(b: int, known: float, cuts: np.ndarray | None = None) -> tuple[StageSpace, Partition]:
@@ -150,15 +150,17 @@ def search_aceso(problem: AcesoProblem, progress: Callable[[str], None] = lambda
         loose = [] if problem.family == "resnet" else loose
         for b, least in zip(loose, pool.map(lambda b: bound_of(b, known * (1 + 1e-9), peaks=PEAKS), loose), strict=True):
             bounds[b] = max(bounds[b], least)
+    least = min(bounds.values())
     winner = min(solved, key=lambda b: solved[b][1].time)
     answer = _realised(problem, winner, *solved[winner], min(bounds.values()))
     if problem.family == "resnet":
         mixed, bound = best_mixed(problem, answer.time_s * 1e6 * (1 + 1e-9) if answer else np.inf)
         if mixed is not None:
             return _mixed_answer(problem, mixed, bound)
+        least = min(least, bound)
         answer = replace(answer, bound_s=min(bound / 1e6, answer.bound_s)) if answer else None
     if answer is None:
-        raise InfeasibleError(_why_not(problem))
+        raise InfeasibleError(_why_not(problem, least))
     return answer
 
 
@@ -172,9 +174,16 @@ def _mixed_answer(problem: AcesoProblem, found: MixedAnswer, bound: float) -> Ac
     return AcesoAnswer(plan, found.time / 1e6, min(bound, found.time) / 1e6)
 
 
-def _why_not(problem: AcesoProblem) -> str:
+def _why_not(problem: AcesoProblem, bound_us: float) -> str:
+    """Why there is no answer: none can fit, or none was found though the bound, which counts memory less strictly, is finite."""
+    gpus = f"{problem.num_nodes * problem.per_node} GPUs of {problem.memory_mb:.0f} MB each"
+    known = (
+        f"fits {gpus}: that is proven, with everything recomputed that can be"
+        if np.isinf(bound_us)
+        else f"was found that fits {gpus}. That is no proof: one that takes {bound_us / 1e6:.4g} s or more is not excluded"
+    )
     return (
-        f"no plan of {problem.model.name} fits {problem.num_nodes * problem.per_node} GPUs of {problem.memory_mb:.0f} MB each. "
+        f"no plan of {problem.model.name} {known}. "
         f"Raise the memory limit, add GPUs, or allow smaller micro-batches than {min(problem.micro_batches)}."
     )
 
