@@ -107,6 +107,18 @@ def test_little_memory_and_few_micro_batches(case: tuple[Any, ...], judge: Any) 
 
 
 @needs_tables
+def test_bounds_hold_where_memory_barely_suffices() -> None:
+    """With a few MB less there would be no such pipeline: the bound has to know nearly as well what each one holds."""
+    for memory in (6863, 7906):
+        answer = search_aceso(problem_of("miniset", "gpt", "1_3B", 1, 4, 128, (1, 2), memory))
+        assert answer.bound_s <= answer.time_s <= 1.03 * answer.bound_s
+    with pytest.raises(InfeasibleError, match="fits 4 GPUs of 6671 MB each: that is proven"):
+        search_aceso(problem_of("miniset", "gpt", "1_3B", 1, 4, 128, (1, 2), 6671))
+    with pytest.raises(InfeasibleError, match="was found that fits 4 GPUs of 6825 MB each"):
+        search_aceso(problem_of("miniset", "gpt", "1_3B", 1, 4, 128, (1, 2), 6825))
+
+
+@needs_tables
 def test_more_memory_is_never_worse() -> None:
     times = [search_aceso(problem_of("miniset", "gpt", "1_3B", 1, 4, 512, (1, 2), memory)).time_s for memory in (10000, 12000, 20000)]
     assert times == sorted(times, reverse=True)

@@ -39,10 +39,10 @@ __all__ = ["AcesoAnswer", "AcesoProblem", "search_aceso"]
 MAX_STAGES = 16
 GOOD_GAP = 0.028
 """Bounds further away count the peak of recomputation as well, which takes longer,"""
-PEAKS = 8
-"""in so many ranges,"""
-MOST_PEAKS = 6e7
-"""where ops² × stages × options are no more than this."""
+PEAKS = (8, 48)
+"""in so many ranges, and where that is not enough in more of them,"""
+MOST_PEAKS = 4.8e8
+"""where ranges × ops² × stages × options are no more than this."""
 LONG_CHAIN = 1700
 """Chains of more ops than this are cut coarsely first."""
 
@@ -146,10 +146,10 @@ def search_aceso(problem: AcesoProblem, progress: Callable[[str], None] = lambda
             solved[b] = solve(b, known)
             known = min(known, solved[b][1].time)
         size = len(problem.names) ** 2 * min(problem.machine().num_devices, MAX_STAGES)
-        loose = [b for b in costs if bounds[b] < known * (1 - GOOD_GAP) and size * len(costs[b]) <= MOST_PEAKS]
-        loose = [] if problem.family == "resnet" else loose
-        for b, least in zip(loose, pool.map(lambda b: bound_of(b, known * (1 + 1e-9), peaks=PEAKS), loose), strict=True):
-            bounds[b] = max(bounds[b], least)
+        for peaks in PEAKS if problem.family != "resnet" else ():
+            loose = [b for b in costs if bounds[b] < known * (1 - GOOD_GAP) and peaks * size * len(costs[b]) <= MOST_PEAKS]
+            for b, least in zip(loose, pool.map(lambda b: bound_of(b, known * (1 + 1e-9), peaks=peaks), loose), strict=True):  # noqa: B023
+                bounds[b] = max(bounds[b], least)
     least = min(bounds.values())
     winner = min(solved, key=lambda b: solved[b][1].time)
     answer = _realised(problem, winner, *solved[winner], min(bounds.values()))
