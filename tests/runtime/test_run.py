@@ -57,7 +57,7 @@ def run_of_two(own: int, other: StepWord, sent: list[torch.Tensor], broadcast: b
     run._lost, run._notes, run.watcher, run.checkpoints, run._meter = None, [], None, None, None
     run._interval = SaveInterval()
     run.request = TrainRequest(uniform_plan("gpt-tiny", "4xcpu", global_batch=16, micro_batch=4), "", 9, "")
-    run.worker = SimpleNamespace(asked_to_end=lambda: 0, groups=groups)  # type: ignore[assignment]
+    run.worker = SimpleNamespace(asked_to_end=lambda: 0, groups=groups, copies=None)  # type: ignore[assignment]
     run.rank = SimpleNamespace(world=SimpleNamespace(ranks=(3,)))  # type: ignore[assignment]
     return run
 

@@ -20,7 +20,7 @@ from penstock.processes.fork_server import warm_up
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.runtime.interrupts import Interrupted
-    from penstock.runtime.request import StepTold, TrainResult
+    from penstock.runtime.request import NodePlace, StepTold, TrainResult
     from penstock.runtime.telemetry.predicting import PredictedSteps
     from penstock.runtime.trainer import PlanTrainer
     from penstock.timing.disturbance import Disturbance
@@ -86,6 +86,17 @@ def train(
         int,
         typer.Option(metavar="STEPS", callback=within(0, BIG), help="With recover: steps between copies to go on from; 0: none."),
     ] = 10,
+    spares: Annotated[
+        int,
+        typer.Option(metavar="N", callback=within(0, BIG), help="With recover: devices that take the place of lost ones."),
+    ] = 0,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(metavar="R", callback=within(0, BIG), help="On several nodes: which of them this is; it starts those of its ranks."),
+    ] = None,
+    master: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="With --node-rank: where node 0 is met, whose address this is.")
+    ] = "",
     share_gpus: Annotated[
         bool, typer.Option("--share-gpus", help="Let several ranks run on one GPU, each with its part under MPS.")
     ] = False,
@@ -184,7 +195,7 @@ def train(
               for prefix in ("train.", "save.")}  # fmt: skip
     request = training_request(
         plan, data[0], steps, str(path), TrainGroup.model_construct(**groups["train."]), SaveGroup.model_construct(**groups["save."]),
-        resume=resume, weights=weights, disturbance=_disturbance(slow or [], disturb),
+        resume=resume, weights=weights, disturbance=_disturbance(slow or [], disturb), node=_node(node_rank, master), spares=spares,
     )  # fmt: skip
     run_training(trainer_of(request, adapt), compare=compare, json=json, go_on=f"go on from there with --resume '{path}'")
 
@@ -199,7 +210,7 @@ _FIELDS = {
     "store_timeout": "train.store_timeout", "torch_profile": "train.torch_profile", "checkpoint_every": "save.every", "keep": "save.keep",
 }  # fmt: skip
 """Options, and the fields of a job that they set."""
-_PLAN_ONLY = ("resume", "slow", "disturb")
+_PLAN_ONLY = ("resume", "slow", "disturb", "node_rank", "master", "spares")
 _JOB_ONLY = ("model", "cluster", "costs", "tokens_per_batch", "tokenizer", "changes")
 
 
@@ -214,7 +225,7 @@ def run_training(trainer: PlanTrainer, *, compare: bool, json: bool, go_on: str,
     """Trains, and tells of every step and of the end; `more` goes into the object that `--json` prints, and `go_on` says how to go on."""
     request, under_torchrun = trainer.request, "WORLD_SIZE" in os.environ and "RANK" in os.environ
     unit = "tokens" if request.plan.seq_length else "images"
-    first = not under_torchrun or os.environ["RANK"] == "0"
+    first = os.environ["RANK"] == "0" if under_torchrun else request.node is None or request.node.number == 0
     for note in trainer.notes() if first else ():
         err().print(f"note: {note}", markup=False, soft_wrap=True)
     verb = "rehearsing" if request.device == "timed" else "training"
@@ -289,6 +300,16 @@ def _disturbance(slow: list[str], path: Path | None) -> Disturbance:
 
     story = read_disturbance(path)
     return Disturbance((*whole_run.changes, *story.changes), story.strikes)
+
+
+def _node(rank: int | None, master: str) -> NodePlace | None:
+    if (rank is None) != (not master):
+        raise InputError("--node-rank and --master go together: which node this is, and where node 0 is met. Give both, or neither.")
+    if rank is None:
+        return None
+    from penstock.runtime.nodes.place import node_place
+
+    return node_place(rank, master)
 
 
 def _check(reserve_memory: float, adapt: str) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import BEST_LOSS, CheckpointWriter
 from penstock.runtime.determinism import always_the_same
 from penstock.runtime.devices.clock import ClockSettings
+from penstock.runtime.devices.loads import GpuLoad, RankLoads
 from penstock.runtime.devices.paced import PacedRank
 from penstock.runtime.divergence import MAX_DROPPED, DivergedError, describe_divergence, is_diverged
 from penstock.runtime.optimizing.update import StepResult
@@ -144,6 +145,7 @@ class Run:
         self.spans = SpanRecorder(out / f"rank-{own:05d}.spans", own)
         self.profiled = ProfiledSteps(request.profile_steps, out, own)
         self.faults = RankFaults(out, own)
+        self.loads = RankLoads(out, own, partial(GpuLoad, worker.groups.device))
         self.rank = self._rank()
         self.rank.adopt(request.plan)
         address, self._job = handover
@@ -156,6 +158,8 @@ class Run:
         """Why this rank gets no more programs."""
         self._dropped = 0
         """Updates in a row that were not kept."""
+        self._last_copy, self._safe_copy = -1, -1.0
+        """The steps of the last copies, and of the last that all ranks have, each at another node too."""
         self._saved = -1 if going_on is not None and going_on.from_copies else self.first_step
         """Steps that the last checkpoint of this run has behind it."""
         if request.reserve_memory and self.world.device.type == "cuda":
@@ -225,6 +229,7 @@ class Run:
         """All that belongs to the plan in force, which `rank` has adopted: who saves what, what is measured, predicted and evaluated."""
         request, out, warm = self.request, Path(self.request.out), self.step + WARM_UP
         self._place = place
+        self.loads.plan_changed()
         self.times = StageSpans(warm if request.steps > warm else 0, self.worker.groups.device)
         """Since the plan is in force."""
         observers = self.worker.status, self.spans, self.times, *([self.profiled] if request.profile_steps else [])
@@ -247,6 +252,7 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.loads.close()
         self.loader.close()
         self.spans.close()
         if self.gpu is not None:
@@ -286,7 +292,8 @@ class Run:
             if told.is_lost and self.step < self.request.steps:
                 raise self._ended(self._lost or StoreError("another rank gets no more programs from the store."))
             self._save_if_due(told)
-            if self.request.copies and self.step % self.request.copies == 0:
+            # Not before the last ones are at another node too, where there is one: their places are needed no sooner.
+            if self.request.copies and self.step % self.request.copies == 0 and self._safe_copy >= self._last_copy:
                 self._copy()
             ended_by = told.ended_by
             if self._moving is not None:
@@ -317,6 +324,7 @@ class Run:
         """One step, and what to say about it."""
         program, wait_s, position = loaded.program, self.loader.wait_s, self.spans.position
         self.faults.look(program.iteration)
+        self.loads.look(program.iteration)
         executor = self.rank.executor
         observer, executor.observer = executor.observer, self.faults.observer(executor.observer)
         with self.profiled.around(program.iteration):
@@ -330,6 +338,7 @@ class Run:
         time_s = self._device_s(program.iteration, wall_s)
         self.times.step_done(wall_s, wait_s, self.rank.update.exchanges)
         figures, record = self._figures(wall_s), None
+        self.loads.measured(self._pace(figures))
         if self._tells_steps:
             tokens = int(result.tokens.item())
             record = StepRecord(
@@ -342,6 +351,12 @@ class Run:
         evaluated = self._evaluate(done) if every and (done % every == 0 or done == self.request.steps) else None
         samples = samples_digest(program) if self.rank.leads_replica else 0
         return StepWord(samples=samples, figures=figures, record=record, evaluated=evaluated)
+
+    def _pace(self, figures: RankFigures) -> float:
+        """How long passes took: over what was predicted of them, where anything is."""
+        if self._meter is None:
+            return self.times.passes_s
+        return figures.compute_s / figures.predicted_s if figures.predicted_s else 0.0
 
     def _idle_figures(self) -> RankFigures:
         """Of a process without work: what a probe takes over what it took when it was left without."""
@@ -417,11 +432,12 @@ class Run:
         order = self._order() if self.is_first and self.step < self.request.steps else b""
         own = replace(
             own, lost=self._lost is not None, asked_to_end=self.worker.asked_to_end(), is_due=is_due,
-            is_saving=self.checkpoints is not None and self.checkpoints.busy, order_bytes=len(order),
+            is_saving=self.checkpoints is not None and self.checkpoints.busy, order_bytes=len(order), copied=self._safely_copied(),
         )  # fmt: skip
         rows = groups.gather(torch.tensor(own.row(), dtype=torch.float64)).tolist()
         words = {member: StepWord.of_row(row) for member, row in zip(self.members, rows, strict=True)}
         size, told = words[first].order_bytes, words[self.world.ranks[0]]
+        self._safe_copy = min(word.copied for word in words.values())
         wanted, exact = msgspec.json.decode(groups.broadcast(order, size)) if size else (None, False)
         plan = None if wanted is None else plan_from_dict(wanted, "the plan to move to")
         if self.watcher is not None:
@@ -508,7 +524,13 @@ class Run:
         if copies is not None and self.has_work and self.step < self.request.steps:
             whose = CopyPlace(self.worker.groups.generation.number, world.place, len(world.ranks))
             pieces = self.faults.within(COPYING, rank_pieces(self.rank))
-            copies.save(self.worker.rank, self.step, whose, pieces, self._state(self.step))
+            keep = int(self._safe_copy) if math.isfinite(self._safe_copy) else -1
+            copies.save(self.worker.rank, self.step, whose, pieces, self._state(self.step), keep=keep)
+        self._last_copy = self.step  # on all processes, since all have to agree when the next one is
+
+    def _safely_copied(self) -> float:
+        copies = self.worker.copies
+        return math.inf if copies is None or not self.has_work else float(copies.safe_step(self.worker.rank))
 
     def _tell(self, told: _Agreed) -> None:
         """The first process writes a step down, and says a word to the launcher; all keep what was evaluated."""

@@ -34,6 +34,7 @@ def test_the_first_process_asks_for_one_that_no_rank_still_writes(every: int, is
         step=4, members=(0, 1), is_first=bool(is_first), request=SimpleNamespace(checkpoint_every=every, steps=9), watcher=None,
         _interval=SaveInterval(_last_s=-1e9), _lost=None, checkpoints=SimpleNamespace(busy=False), world=SimpleNamespace(ranks=(1,)),
         worker=SimpleNamespace(asked_to_end=lambda: 15, groups=SimpleNamespace(gather=gather)), _order=lambda: b"",
+        _safely_copied=lambda: 0.0,
     )  # fmt: skip
     told = Run._agreed(stub, StepWord())
     assert (told.ended_by, told.is_due) == (15, bool(expected))
