@@ -21,7 +21,7 @@ ASKED = ("vgg16", "2xp3.2xlarge", 32, "roofline", None)
 
 
 def request_of() -> Request:
-    return Request.of(*ASKED, (8,), float("inf"), ("pipedream",))
+    return Request.of(*ASKED, (2,), float("inf"), ("pipedream",))
 
 
 def every_plan(request: Request) -> list[tuple[float, bool]]:
@@ -29,7 +29,7 @@ def every_plan(request: Request) -> list[tuple[float, bool]]:
     ops, found = request.model.num_ops, []
     cuts = [(Stage(0, cut, ((0,),)), Stage(cut, ops, ((1,),))) for cut in range(1, ops)]
     for stages in (*cuts, (Stage(0, ops, ((0, 1),), Degrees(1, 2)),)):
-        estimate = request.estimator.estimate(assembled(request.frame, stages, 8, "pipedream"))
+        estimate = request.estimator.estimate(assembled(request.frame, stages, 2, "pipedream"))
         found.append((estimate.formula_s, estimate.fits))
     return found
 
@@ -38,7 +38,7 @@ def test_the_best_plan_is_that_of_trying_all() -> None:
     request = request_of()
     outcome = search(request)
     assert outcome.formula_s == pytest.approx(min(time_s for time_s, _ in every_plan(request)), rel=1e-9)
-    assert outcome.bound_s <= outcome.formula_s <= 1.1 * outcome.bound_s
+    assert outcome.bound_s <= outcome.formula_s <= 1.03 * outcome.bound_s
     for choice in outcome.choices:
         assert choice.plan.schedule == "pipedream" and choice.plan.precision == "fp32" and not unsupported(choice.plan, request.model)
     # An update of all weights with every micro-batch is what makes it slower than the same stages under 1F1B.
