@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.cli.export import refusal_of
 from penstock.cli.search_options import parse_schedules
 from penstock.errors import InputError
 from penstock.models.shapes import Shape
@@ -14,6 +15,7 @@ from penstock.plans.plan import Degrees, Stage
 from penstock.search import Request
 from penstock.search.assemble import assembled
 from penstock.search.engine import search
+from penstock.search.expressible import expressible
 from penstock.search.space.families import families
 from penstock.search.space.stage_costs import StageOption
 
@@ -66,3 +68,12 @@ def test_asynchronous_schedules_are_searched_alone() -> None:
         parse_schedules("1f1b,pipedream")
     tied = Request.of("bert-large", "2xv100-16gb", 8, "roofline", None, (), float("inf"), ("pipedream",))
     assert any("tied: false" in note for note in tied.frame.notes) and tied.frame.precision == "fp32"
+
+
+def test_dynpipe_gets_a_plan_cut_where_its_blocks_end() -> None:
+    """A BERT layer ends after its norm for us and before it for DynPipe: cuts move to where both can have them, at hardly any cost."""
+    request = Request.of("bert-large", "4xp3.2xlarge", 64, "roofline", None, (8,), float("inf"), ("pipedream",))
+    fastest = search(request, prove=False).choices
+    kept = expressible(request, fastest, lambda plan: refusal_of(plan, "dynpipe"), 1)
+    assert "inside a block" in kept.reason and kept.choices[0].plan.num_stages == 4
+    assert kept.choices[0].estimate.time_s <= 1.02 * fastest[0].estimate.time_s
