@@ -184,6 +184,15 @@ _BATCHING = (
          "a sign", "batching/test_baselines.py"),
 )  # fmt: skip
 _SEARCH = (
+    _bug("updates of asynchronous stages are free", "search/space/prices.py", "both = both + self._update_s(option)", "pass",
+         "the search prefers stages of many weights", "search/test_asynchronous.py", pick="trying_all"),
+    _bug("asynchronous stages keep one version of their weights", "search/space/prices.py",
+         "kept, state_bytes = kept + parameters * self._per_weight[0], state_bytes - self._per_weight[0]", "pass",
+         "plans do not fit that are said to", "search/test_asynchronous.py", pick="older_weights"),
+    _bug("segments that are brought back are told apart coarsely", "systems/aceso/search.py", "PEAKS = (8, 48)", "PEAKS = (8,)",
+         "bounds are weak where memory barely suffices", "systems/aceso/test_search.py", pick="never_worse"),
+    _bug("what does not fit counts as bounded out", "search/money.py", '"out of memory" if " fits on " in str(error) else "no plan"',
+         '"bounded out"', "the wrong reason is told", "cli/test_pareto.py", pick="plan_or_a_reason"),
     _bug("the fastest plan is taken for expressible", "search/expressible.py", "if not refusal(choice.plan)", "if choice.plan",
          "an export refuses what was just found", "search/test_expressible.py"),
     _bug("other cuts forget memory", "search/present_cuts.py",

@@ -90,6 +90,8 @@ def search(
     ways = ways_of(order, split, "", recompute, None)
     if lengths is None and data is None and (ways.cuts or recompute):
         raise InputError("--order, --split and --recompute say how batches are planned. Give --lengths or --data.")
+    if for_ in _SEARCHED_FOR:
+        schedules, precision = _SEARCHED_FOR[for_], precision or "fp32"
     request = Request.of(
         model, *_required(cluster, global_batch), costs, seq_length, parse_sizes(micro_batches), limit_bytes(memory_limit),
         parse_schedules(schedules), precision, gradients,
@@ -204,6 +206,8 @@ def _asynchronous(plan: Plan) -> Plan:
     return replace(_undivided(plan), schedule="pipedream")
 
 
+_SEARCHED_FOR = {"dynpipe": "pipedream"}
+"""The schedule that a system runs, where it is none of those that are searched together; such plans are in fp32."""
 _CHANGES: Mapping[str, Callable[[Plan], Plan]] = {"aceso": _undivided, "fasop": _undivided, "dynpipe": _asynchronous}
 """What a plan becomes for systems that have less, before it is asked whether they take it."""
 
