@@ -36,7 +36,8 @@ def train(
     ] = None,
     model: Annotated[str, typer.Option(help="Model name, YAML file, hf:FOLDER or module:FILE.py:FUNCTION; it is planned for first.")] = "",
     data: Annotated[
-        list[str] | None, typer.Option(help="JSONL, CSV or text file; repeatable. Or a folder that `penstock prepare-data` wrote.")
+        list[str] | None, typer.Option(help="JSONL, CSV, Parquet or text file, or folder of Hugging Face datasets; repeatable. Or a folder "
+                                         "that `penstock prepare-data` wrote.")
     ] = None,
     path: Annotated[
         Path | None, typer.Option("--out", metavar="RUN", callback=folder_to_write, help="Folder for checkpoints, steps and spans.")
@@ -243,7 +244,7 @@ def run_training(trainer: PlanTrainer, *, compare: bool, json: bool, go_on: str,
                 err().print(f"step {found.step}: held-out loss {found.loss:.4f}, accuracy {found.accuracy:.1%}", markup=False)
 
         result = trainer.join(told) if under_torchrun else trainer.train(told)
-    if not first:  # the first tells
+    if not first and (under_torchrun or not result.losses):  # the first tells, or who leads in its place
         raise typer.Exit(128 + result.ended_by if result.ended_by else 0)
     predicted = trainer.predicted(result) if compare else None
     if json:
