@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Opened", "axe_script", "browsing", "opened"]
+__all__ = ["NO_CHROMIUM", "Opened", "axe_script", "browser_path", "browsing", "opened"]
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 _READY_MS = 60_000
+NO_CHROMIUM = "there is no Chromium on this machine's path"
 
 
 @dataclass
@@ -31,6 +32,11 @@ class Opened:
         """Whether it said nothing, failed nowhere, and asked nobody for anything."""
         assert (self.messages, self.requests) == ([], [])
         return True
+
+
+def browser_path() -> str | None:
+    """The Chromium on this machine's path."""
+    return next(filter(None, map(shutil.which, _NAMES)), None)
 
 
 def axe_script() -> str | None:
@@ -51,12 +57,12 @@ def opened(path: Path, **context: Any) -> Iterator[Opened]:
 @contextmanager
 def browsing(address: str, **context: Any) -> Iterator[Opened]:
     """A page from anywhere, once it has drawn itself."""
-    browser_path = next(filter(None, map(shutil.which, _NAMES)), None)
-    if browser_path is None:
-        pytest.skip("there is no Chromium on this machine")
-    sync_api = pytest.importorskip("playwright.sync_api")
+    path = browser_path()
+    if path is None:
+        pytest.skip(NO_CHROMIUM)
+    sync_api = pytest.importorskip("playwright.sync_api", reason="the Python package 'playwright' is not installed")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         try:
             page = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **context}).new_page()
             found = Opened(page)

@@ -57,3 +57,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("prepared") / "data"
     prepare_text(TextRequest(tuple(bundled_files()), folder, train_tokenizer=384, workers=1))
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def small_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders `aceso`, `dynapipe` and `fasop` of tables made here, in the formats of these systems; nobody changes them."""
+    from small_tables import aceso_tables, dynapipe_tables, fasop_tables
+
+    folder = tmp_path_factory.mktemp("tables")
+    aceso_tables(folder / "aceso", ("gpt_350M", "t5_770M"))
+    aceso_tables(folder / "aceso", ("resnet_500M",), (16, 32))
+    dynapipe_tables(folder / "dynapipe")
+    fasop_tables(folder / "fasop")
+    return folder

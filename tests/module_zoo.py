@@ -172,7 +172,8 @@ class _PlainBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.first(x)).chunk(3, -1))
-        x = x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)))
+        dropped = self.drop.p if self.training else 0.0
+        x = x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v, None, dropped, is_causal=True).transpose(1, 2).flatten(2)))
         return x + self.drop(self.down(F.gelu(self.up(self.second(x)))))
 
 

@@ -248,7 +248,8 @@ def reference(
     source = RandomSource(model)
     losses = []
     for iteration, programs in enumerate(case.programs()):
-        optimizer.param_groups[0]["lr"] = settings.rate.at(iteration)
+        for group in optimizer.param_groups:
+            group["lr"] = settings.rate.at(iteration)
         total, sums = 0.0, []
         for _, own in groupby(_shares(case, programs, whole), key=lambda share: share[0]):
             optimizer.zero_grad()

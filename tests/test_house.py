@@ -42,7 +42,7 @@ ARROWS = {
     "systems": "errors files clusters models schedules plans costs timing batching search",
     "interop": "errors clusters models schedules plans",
     "runtime": "errors files notebooks processes clusters models schedules plans costs timing batching programs stores data",
-    "adapting": "errors files processes clusters models schedules plans costs timing search programs runtime",
+    "adapting": "errors files processes clusters models schedules plans costs timing batching search programs runtime",
     "profiling": "processes clusters models costs timing runtime",
     "jobs": "errors files clusters models plans timing batching search data runtime adapting profiling",
     "reports": "errors files models schedules plans costs timing batching programs runtime adapting",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock.adapting.deaths import RunWitness
 from penstock.adapting.events import read_events
 from penstock.cli.main import run as main
-from penstock.errors import InfeasibleError
+from penstock.errors import InfeasibleError, InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.runtime.checkpoints.folder import find_checkpoint
@@ -86,6 +87,27 @@ def test_a_rank_that_dies_twice_is_left_out(data: str, tmp_path: Path) -> None:
     PlanTrainer(first).train()
     PlanTrainer(replace(first, plan=smaller, steps=8, resume=first.out)).train()
     assert steps_of(run) == steps_of(first)
+
+
+def test_a_spare_takes_the_place_of_a_device_that_is_broken(data: str, tmp_path: Path) -> None:
+    """To the bit: it is the same plan on other devices."""
+    story = Disturbance(strikes=(DisturbanceStrike("kill", 1, "backward", 4),) * 2)
+    run = request(plan_of(pp=2), data, tmp_path / "run", 6, on_death="recover", copies=3, spares=1, disturbance=story)
+    found = struck(run, {})
+    events = list(read_events(run.out))
+    assert [one.event for one in events] == ["lost", "replaced"] * 2 and plan_of_run(run.out).ranks == (0, 2)
+    assert events[3].text.startswith("rank 1 is left out, a plan of ranks 0,2 is in force. Training went on from step 3")
+    assert found.losses == PlanTrainer(request(plan_of(pp=2), data, tmp_path / "calm", 6)).train().losses
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"spares": 3, "on_death": "recover"}, "cluster has 4 devices, of which 2 come after rank 1"),
+     ({"spares": 1}, "Add --on-death recover")],
+)  # fmt: skip
+def test_spares_without_devices_or_use_are_refused(data: str, tmp_path: Path, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        PlanTrainer(request(plan_of(pp=2), data, tmp_path / "run", 6, **options))
 
 
 def test_a_step_that_nobody_survives_ends_the_run_with_a_checkpoint(data: str, tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ import pytest
 from slow_pipelines import FOUR, MODEL, ladder_of, plan_of
 
 from penstock.adapting.ladder import Ladder, Remedy, Rung, rung_between
+from penstock.batching.misplanning import batch_s
+from penstock.batching.plan import SampleLengths
+from penstock.batching.planner import costs_for, plan_batch
 from penstock.costs.sources import open_costs
 from penstock.costs.speeds import Speeds
 from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
@@ -70,6 +73,23 @@ def test_plans_with_dynamic_micro_batches_are_made_for_measured_speeds() -> None
     assert found[Rung.SHARES].time_s < 0.8 * found[Rung.NOTHING].time_s
     made_for = {rung: option.plan.micro_batching.slower for rung, option in found.items() if rung is not Rung.NOTHING}
     assert made_for.pop(Rung.EVICTION) == () and set(made_for.values()) == {((3, (3.0, 3.0, 3.0)),)} and Rung.CUTS in made_for
+
+
+def test_dynamic_micro_batches_are_made_for_measured_links() -> None:
+    """By the simulator no other plan of the same samples takes as little time on the slow link, and the planner knows as much."""
+    plan = replace(plan_of([[(0,), (1,)], [(2,), (3,)]], "4xa100-80gb"), micro_batching=MicroBatching("packed", "dynamic"), global_batch=48)
+    found = options(plan, Speeds.of({}, {(1, 3): 20.0}))
+    shares = found[Rung.SHARES]
+    assert shares.plan.micro_batching.slower_links == ((1, 3, 20.0),) and (shares.moved_bytes, shares.pause_s) == (0, 0.0)
+    assert shares.time_s < 0.95 * found[Rung.NOTHING].time_s
+    samples = [SampleLengths(number, 96 + 37 * number % 900) for number in range(48)]
+    usual, slow = (costs_for(own, 1024) for own in (plan, shares.plan))
+    before, after = (plan_batch(samples, own, steps=1000) for own in (usual, slow))
+    assert batch_s(after, slow) < 0.95 * batch_s(before, slow)
+    tokens = [[sum(sum(one.lengths) for one in own.micro_batches) for own in made.replicas] for made in (before, after)]
+    assert tokens[1][1] < tokens[0][1]  # less goes over the slow link
+    again = options(shares.plan, Speeds())
+    assert again[Rung.SHARES].plan == plan and again[Rung.SHARES].time_s < 0.97 * again[Rung.NOTHING].time_s
 
 
 def test_a_free_device_takes_the_place_of_a_slow_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,12 +11,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.adapting import disturbing
+from penstock.adapting import disturbing, loads
 from penstock.adapting.events import read_events
 from penstock.cli.main import run
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.schema import write_plan
+from penstock.runtime.devices.loads import LoadAsked, LoadTold, told_path
 from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
 from penstock.runtime.run_folder import own_folder
 from penstock.runtime.run_lock import run_lock
@@ -169,13 +171,14 @@ def test_burners_end_with_the_steps_that_were_asked_for(tmp_path: Path, data: st
     """A run on the processor, here for as many looks as the burners take; its steps are written by the look itself."""
     out, pids = tmp_path / "run", []
 
-    class Seen(disturbing.Burners):
+    class Seen(loads.Burners):
         def set(self, share: float) -> None:
             pids.extend(self.pids)
             super().set(share)
 
-    monkeypatch.setattr(disturbing, "Burners", Seen)
-    monkeypatch.setattr(disturbing, "_LOOK_S", 0.02)
+    monkeypatch.setattr(loads, "Burners", Seen)
+    for room in (loads, disturbing):
+        monkeypatch.setattr(room, "LOOK_S", 0.02)
     with own_folder(TrainRequest(plan_for(tmp_path), str(tmp_path), 100, str(out))), named_process(out, 1, "cpu"):
         log = LineLog(out / "steps.jsonl")
         steps = iter(range(100))
@@ -185,20 +188,46 @@ def test_burners_end_with_the_steps_that_were_asked_for(tmp_path: Path, data: st
     assert pids and not any(Path(f"/proc/{pid}").exists() for pid in pids) and next(steps) < 30
     begun, ended = read_events(out)
     assert (begun.event, begun.factor, ended.factor) == ("disturbed", 1.5, 1.0) and ended.step - begun.step >= 6
-    assert ended.text == "rank 1 is no longer slowed down"
+    assert re.fullmatch(r"rank 1 is no longer slowed down(; it took [0-9.]+ times as long as before)?", ended.text)
+
+
+def test_a_rank_on_a_gpu_is_asked_to_keep_it_busy_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    """No process is started beside it, and nothing of the request stays."""
+    out, asked = tmp_path / "run", []
+    steps = iter(range(100))
+
+    def look(folder: Path) -> int:
+        for path in (folder / "loads").glob("1-*.json"):
+            asked.append(msgspec.json.decode(path.read_bytes(), type=LoadAsked))
+            told_path(path).write_bytes(msgspec.json.encode(LoadTold(0.3, 1.47)))
+        return next(steps)
+
+    for room in (loads, disturbing):
+        monkeypatch.setattr(room, "LOOK_S", 0.001)
+    monkeypatch.setattr(disturbing, "last_step", look)
+    monkeypatch.delattr(loads, "Burners")
+    with own_folder(TrainRequest(plan_for(tmp_path), str(tmp_path), 100, str(out))), named_process(out, 1, "cuda:0"):
+        assert run(["disturb", str(out), "--slow", "1=1.5", "--steps", "8"]) == 0
+    assert (asked[0].factor, asked[0].share) == (1.5, 0.0) and asked[0].last == asked[0].first + 7
+    assert asked[0].asker.pid == os.getpid() and not (out / "loads").exists()
+    assert "rank 1 is no longer slowed down; it took 1.47 times as long as before" in capsys.readouterr().out
+    assert [(event.factor, event.before) for event in read_events(out)] == [(1.5, None), (1.0, 1.47)]
 
 
 def test_ctrl_c_ends_burners_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, started = tmp_path / "run", []
 
-    class Interrupted(disturbing.Burners):
+    class Interrupted(loads.Burners):
         @property
         def failed(self) -> bool:
             started.extend(self.pids)
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(disturbing, "Burners", Interrupted)
-    monkeypatch.setattr(disturbing, "_LOOK_S", 0.02)
+    monkeypatch.setattr(loads, "Burners", Interrupted)
+    for room in (loads, disturbing):
+        monkeypatch.setattr(room, "LOOK_S", 0.02)
     steps = iter(range(100))
     monkeypatch.setattr(disturbing, "last_step", lambda folder: next(steps))
     with own_folder(TrainRequest(plan_for(tmp_path), str(tmp_path), 100, str(out))), named_process(out, 1, "cpu"):

@@ -134,11 +134,9 @@ def test_wrong_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run(["export", str(EXAMPLES / "gpt-1.3b-pp4.json")]) == 2  # no --to
 
 
-def test_a_plan_over_imported_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_over_imported_tables(small_tables: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan names a chain of the tables that its costs come from."""
-    tables = Path(__file__).parents[3] / "shared" / "data" / "aceso" / "eurosys"
-    if not tables.is_dir():
-        pytest.skip("the published tables are not on this machine")
+    tables = small_tables / "aceso"
     from penstock.systems.aceso.plans import to_plan
     from penstock.systems.aceso.tables import AcesoTables
 

@@ -230,18 +230,6 @@ def test_a_plan_of_aceso_becomes_a_plan_and_the_same_file_again(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("name", "model"),
-    [("gpt_350M_mbs8_recomp", "gpt-350m"), ("t5_770M_mbs2_recomp", "t5-770m"), ("resnet_500M_mbs64_recomp", "wide-resnet-500m")],
-)
-def test_the_published_plans(published: Path, name: str, model: str, tmp_path: Path) -> None:
-    theirs, ours = published / "aceso" / "single_gpu_configs" / f"{name}.json", tmp_path / "plan.json"
-    assert run(["import", f"aceso:{theirs}", "--model", model, "--cluster", "1xv100-32gb", "--out", str(ours)]) == 0
-    assert run(["check", str(ours)]) == 0
-    assert run(["export", str(ours), "--to", f"aceso:{tmp_path / 'again.json'}"]) == 0
-    assert (tmp_path / "again.json").read_bytes() == theirs.read_bytes()
-
-
-@pytest.mark.parametrize(
     ("source", "more", "message"),
     [
         ("aceso:", ACESO_FOR, "aceso:PATH was expected, as in aceso:gpt_1_3B.json"),

@@ -87,6 +87,29 @@ def test_all_choices_are_told_with_reasons(capsys: pytest.CaptureFixture[str]) -
     assert f"left out ({len(told['left_out'])}): " in shown and "1xg5.xlarge: no " in shown
 
 
+def test_every_choice_has_a_plan_or_a_reason_in_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--all`, on the screen and under FASOP's columns: what has no plan says whether memory, its bound or a part of it is why."""
+    assert run(["pareto", *POOL, "--steps", "100", "--all", "--out", str(tmp_path / "out"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    rows = list(csv.DictReader((tmp_path / "out" / "clusters.csv").open()))
+    names = {row["cluster"]: row for row in (*told["choices"], *told["left_out"])}
+    assert len(rows) == len(names) == 5
+    for row in rows:
+        placement = json.loads(row["node placement"].replace("'", '"'))
+        name = "+".join(f"{placement.count(node)}x{node}" for node in dict.fromkeys(placement))
+        one = names[name]
+        assert row["is_oom"] == str(one.get("status") == "out of memory")
+        if row["mbs"]:
+            assert float(row["estimated time (s/step)"]) == one["time_s"] and float(row["train_cost"]) == one["usd"]
+            assert int(row["pp"]) == one["pp"] == len(json.loads(row["partition"])) and sum(json.loads(row["partition"])) == 26
+            assert row["status"] == (f"dominated by {one['dominated_by']}" if one["dominated_by"] else "worth having")
+        else:
+            assert row["status"] == one["status"] in ("out of memory", "bounded out", "dominated") and row["reason"] == one["reason"]
+    asked = ["--model", "gpt-2.6b", "--cluster", "1xp4d.24xlarge+1xg5.xlarge", "--global-batch", "8", "--micro-batches", "1"]
+    assert run(["pareto", *asked, "--all"]) == 0
+    assert re.search(r"1xg5\.xlarge\s.*out of memory", capsys.readouterr().out)
+
+
 def test_nodes_may_be_called_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Names are no paths, no formulas of the chart, and two that look alike as files are two files."""
     nodes = [

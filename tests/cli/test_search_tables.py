@@ -91,11 +91,9 @@ def test_other_depths_and_sizes(aceso: Path, tmp_path: Path, capsys: pytest.Capt
         (["--global-batch", "0"], "--global-batch is 0"),
         (["--objective", "cost"], "--objective does not go with --costs aceso:"),
         (["--schedules", "gpipe"], "--schedules does not go with"),
-        (["--top", "3"], "--top does not go with"),
         (["--export", "aceso:x.json"], "--export does not go with"),
         (["--proof"], "--proof does not go with"),
         (["--lengths", "l.csv"], "--lengths does not go with"),
-        (["--time-budget", "3"], "ends by itself. Drop it"),
     ],
 )
 def test_what_is_refused(aceso: Path, more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,6 +170,8 @@ def test_a_search_of_fasops_tables(fasop: Path, tmp_path: Path, capsys: pytest.C
         (["--cluster", "AAA"], "--cluster is AAA, but setting 'pair' of"),
         (["--global-batch", "8"], "--global-batch is 8, but setting 'pair' of"),
         (["--micro-batches", "1"], "--micro-batches does not go with"),
+        (["--top", "3"], "--top does not go with"),
+        (["--time-budget", "3"], "ends by itself. Drop it"),
         (["--memory-limit", "28"], "--memory-limit does not go with"),
         (["--proof"], "--proof does not go with"),
     ],
@@ -182,17 +182,40 @@ def test_what_fasops_settings_say_themselves(fasop: Path, more: list[str], messa
     assert message in " ".join(told.err.split()) and "Traceback" not in told.err and told.out == ""
 
 
-def test_a_plan_found_over_published_tables_suits_our_own_chain(
-    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_found_over_tables_suits_our_own_chain(small_tables: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With plenty of memory nothing is recomputed and nothing cut; splits that are only measured twice do not stand in the way."""
-    folder, theirs, ours = published / "aceso" / "eurosys", tmp_path / "aceso.json", tmp_path / "plan.json"
+    folder, theirs, ours = small_tables / "aceso", tmp_path / "aceso.json", tmp_path / "plan.json"
     asked = ["--model", "gpt_350M", "--cluster", "1x2", "--global-batch", "64", "--memory-limit", "80", "--json"]
     assert run(["search", "--costs", f"aceso:{folder}", *asked, "--out", str(theirs)]) == 0
     told, found = json.loads(capsys.readouterr().out), read_aceso_plan(theirs)
     assert told["gap"] < 0.03 and found.num_ops_in_each_stage == (315,) and any(found.algo_of_each_op[0])
     assert run(["import", f"aceso:{theirs}", "--model", "gpt-350m", "--cluster", "2xv100-32gb", "--out", str(ours)]) == 0
     assert "gpt-350m: 1 stage (196 ops on 2)" in capsys.readouterr().out and read_plan(ours).stages[0].runs == ()
+
+
+def test_more_plans_and_less_time(aceso: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The best plan of the other micro-batch size comes second, in a file of its own; with no time the first one at hand is told."""
+    asked = ["search", "--costs", f"aceso:{aceso}", *ASKED, "--memory-limit", "11.8", "--json"]
+    assert run([*asked, "--top", "3", "--out", str(tmp_path / "plan.json")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    first, second = (read_aceso_plan(tmp_path / name) for name in ("plan.json", "plan.2.json"))
+    assert {first.micro_batch_size, second.micro_batch_size} == {1, 2} and not (tmp_path / "plan.3.json").exists()
+    assert run(["explain", str(tmp_path / "plan.2.json"), "--costs", f"aceso:{aceso}", "--json"]) == 0
+    (other,) = told["others"]
+    assert json.loads(capsys.readouterr().out)["time_s"] == pytest.approx(other["time_s"], rel=1e-9) and other["time_s"] >= told["time_s"]
+    assert run([*asked, "--top", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["others"] == []
+    assert run([*asked, "--time-budget", "0.000001"]) == 0
+    hurried = json.loads(capsys.readouterr().out)
+    assert hurried["time_s"] >= told["time_s"] * (1 - 1e-9) and hurried["lower_bound_s"] <= told["lower_bound_s"] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("setting", ["gpt2XL-het", "T5-homo"])
+def test_simpler_spaces_by_fasops_tables(setting: str, small_tables: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["search", "--costs", f"fasop:{small_tables / 'fasop'}", "--model", setting, "--baselines", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    grid_s, suited_s = (told["baselines"][name] for name in ("Megatron-LM's grid", "FASOP's space"))
+    assert told["lower_bound_s"] <= told["time_s"] * (1 + 1e-9) <= suited_s * (1 + 2e-9) <= grid_s * (1 + 3e-9) < 20 * told["time_s"]
 
 
 def test_a_plan_found_is_explained_by_the_same_tables(aceso: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,3 +151,29 @@ def test_orders_that_do_not_suit_the_plan_are_refused(tmp_path: Path, capsys: py
     write_plan(plan, uniform_plan("llama-tiny", "4xa100-80gb", global_batch=16, micro_batch=2, pp=4, schedule="pipedream"))
     assert run(["simulate", str(plan), "--schedule", "greedy"]) == 2
     assert "the order says when weights are updated" in capsys.readouterr().err
+
+
+def test_a_batch_by_dynapipes_tables(small_tables: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Planned, simulated and scored by the same configuration, without a plan file; other configurations are refused."""
+    lengths, planned, costs = tmp_path / "lengths.csv", tmp_path / "batch.json", f"dynapipe:{small_tables / 'dynapipe'}/gptA"
+    lengths.write_text("sample_id,enc_len,dec_len\n" + "".join(f"{i},{20 + 37 * i % 400},0\n" for i in range(20)))
+    asked = ["--lengths", str(lengths), "--costs", costs, "--json"]
+    assert run(["batch", *asked, "--budget-steps", "50", "--out", str(planned)]) == 0
+    batch = json.loads(capsys.readouterr().out)
+    assert run(["simulate", "--batch", str(planned), "--costs", costs, "--json"]) == 0
+    simulated = json.loads(capsys.readouterr().out)
+    assert simulated["time_s"] == pytest.approx(batch["predicted_s"], rel=1e-9) and len(simulated["devices"]) == 4
+    assert run(["explain", str(planned), "--costs", costs, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["time_s"] == pytest.approx(batch["predicted_s"], rel=1e-9)
+    assert max(stage["memory_mb"] for stage in told["stages"]) == pytest.approx(batch["peak_bytes"] / 1e6)
+    assert run(["simulate", *asked, "--schedule", "gpipe"]) == 0
+    own, gpipe = json.loads(capsys.readouterr().out)["orders"]
+    assert gpipe["order"] == "gpipe" and gpipe["peak_bytes"] >= own["peak_bytes"] > 0
+    for more, message in (
+        (["--batch", str(planned), "--costs", costs.replace("gptA", "t5C")], "the configuration has 1 of 4"),
+        (["--costs", costs], "Give --lengths or --batch"), (["--lengths", str(lengths)], "a plan file is missing"),
+        ([*asked, "--schedule", "interleaved"], "run in whole passes"),
+    ):  # fmt: skip
+        assert run(["simulate", *more]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())

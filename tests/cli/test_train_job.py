@@ -21,6 +21,8 @@ from penstock.plans.schema import read_plan, write_plan
 from penstock.runtime.checkpoints.folder import latest_checkpoint, step_of
 from penstock.runtime.telemetry.steps import read_steps
 
+NET = Path(__file__).parents[1] / "strangers_net.py"
+
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -75,27 +77,34 @@ def test_one_command_and_what_comes_after_it(texts: Path, tmp_path: Path, capsys
     assert len(read_plan(out / "plan.json").ranks) == 2
 
 
-def test_a_killed_run_goes_on_by_the_same_command(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Once before anything was saved, once after a checkpoint."""
-    out, steps = tmp_path / "run", 400
-    given = command(texts, out, "--steps", str(steps), "--checkpoint-every", "3")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    for awaited in ("steps.jsonl", "checkpoints/latest"):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.cli.main", *given], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            start_new_session=True, env=environment,
-        )  # fmt: skip
-        try:
-            while not ((out / awaited).is_file() and (out / awaited).stat().st_size) and process.poll() is None:
-                time.sleep(0.02)
-            assert process.poll() is None, process.communicate()[1]
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    saved = latest_checkpoint(out / "checkpoints")
-    assert saved is not None
-    found = trained(capsys, *command(texts, out, "--steps", str(step_of(saved) + 1), "--checkpoint-every", "3"))
-    assert (found["first_step"], len(found["losses"])) == (step_of(saved), 1)
+@pytest.mark.parametrize("model", ["gpt-tiny", f"module:{NET}:make"], ids=["before anything is saved", "a net, after a checkpoint"])
+def test_a_killed_run_goes_on_by_the_same_command(model: str, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From its beginning, or from its checkpoint, here under another plan: the next step has the loss that it had before."""
+    out, is_net = tmp_path / "run", model != "gpt-tiny"
+    given = command(texts, out, "--model", model, "--cluster", "1xcpu", "--checkpoint-every", "3" if is_net else "400")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock.cli.main", *given, "--steps", "400"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        text=True, start_new_session=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    losses: dict[int, float | None] = {}
+    try:
+        while process.poll() is None:
+            os.killpg(process.pid, signal.SIGSTOP)  # what is looked at stays as it is until it is killed
+            saved = latest_checkpoint(out / "checkpoints")
+            losses = {step.step: step.loss for step in read_steps(out / "steps.jsonl")} if (out / "steps.jsonl").is_file() else {}
+            if (saved is not None or not is_net) and (0 if saved is None else step_of(saved)) in losses:
+                break
+            os.killpg(process.pid, signal.SIGCONT)
+            time.sleep(0.1)
+        assert process.poll() is None, process.communicate()[1]
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    begin = 0 if saved is None else step_of(saved)
+    assert (begin > 0) is is_net and len(read_plan(out / "plan.json").ranks) == 1
+    found = trained(capsys, *given, "--steps", str(begin + 1), *(("--cluster", "2xcpu") if is_net else ()))
+    assert (found["first_step"], found["losses"]) == (begin, pytest.approx([losses[begin]], rel=1e-5))
+    assert len(read_plan(out / "plan.json").ranks) == (2 if is_net else 1)
 
 
 def test_plans_and_jobs_take_other_options(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

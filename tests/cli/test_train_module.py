@@ -11,43 +11,7 @@ from safetensors.torch import load_file
 
 from penstock.cli.main import run
 
-NET = '''
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x):
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
-        return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-
-class Net(nn.Module):
-    def __init__(self, vocab):
-        super().__init__()
-        self.embed, self.blocks = nn.Embedding(vocab, 16), nn.ModuleList(Block(16) for _ in range(2))
-        self.head = nn.Linear(16, vocab, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def make():
-    return Net(300), None
-
-
-def small():
-    return Net(100), None
-'''
+NET = Path(__file__).parents[1] / "strangers_net.py"
 
 
 def asked(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -57,7 +21,7 @@ def asked(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 def test_a_net_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("net.py").write_text(NET)
+    Path("net.py").write_bytes(NET.read_bytes())
     Path("texts.jsonl").write_text("".join(json.dumps({"text": f"cat {n} sat on mat {n * n} " * (1 + n % 4)}) + "\n" for n in range(40)))
     asked(capsys, "prepare-data", "texts.jsonl", "--train-tokenizer", "270", "--split", "9,1,0", "--out", "data")
     search = ("search", "--cluster", "2xcpu", "--global-batch", "4", "--seq-length", "64", "--top", "40")

@@ -243,6 +243,42 @@ def test_kubernetes_objects_fit_together(name: str, tmp_path: Path, python: Path
         assert selectors == ["p4d.24xlarge", "g5.24xlarge"]
 
 
+@pytest.mark.parametrize("name", ["mixed", "some", "one"])
+def test_supervisors_in_place_of_torchrun(name: str, tmp_path: Path, python: Path) -> None:
+    """One on each node, with a key that is on no command line; a node that fails ends no other."""
+    plan, cluster = CASES[name]
+    count = len(PROCESSES[name])
+    expected = [[*COMMAND, "--steps", "3", "--on-death=recover", f"--node-rank={node}"] for node in range(count)]
+    over = tmp_path / "over"
+    over.write_text('#!/usr/bin/env bash\necho "$2" >>"$NOTES.words"\nexec bash -c "$2"\n')
+    over.chmod(0o755)
+    script = check_syntax(torchrun_script(plan, cluster, COMMAND, supervised=True), tmp_path)
+    environment = {"HOSTS": " ".join(f"h{node}" for node in range(count)), "REMOTE_SHELL": f"bash {over}", "HOME": str(tmp_path)}
+    calls = run_script(["bash", str(script), "--steps", "3"], tmp_path, python, **environment)
+    while len(calls) < count:  # the first node alone is waited for
+        calls = [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
+    key = tmp_path / ".penstock-key"
+    assert sorted(call[1:-1] for call in calls) == expected and {call[-1] for call in calls} == {"--master=h0:29500"}
+    assert key.stat().st_mode & 0o777 == 0o600 and len(bytes.fromhex(key.read_text())) == 32
+    assert count == 1 or key.read_text() not in (tmp_path / "notes.words").read_text()
+    text = slurm_script(plan, cluster, COMMAND, supervised=True)
+    check_syntax(text, tmp_path)
+    assert "\n#SBATCH --no-kill\n" in text and "--kill-on-bad-exit=0" in text and "torch.distributed" not in text
+    assert "export PENSTOCK_STORE_KEY=" in text
+    written = kubernetes_text(plan, cluster, "{}", COMMAND, supervised=True)
+    _, _, *jobs = yaml.safe_load_all(written)
+    made = []
+    for job in jobs:
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        assert container["env"][0]["valueFrom"]["secretKeyRef"]["name"] in written.partition("\napiVersion")[0]
+        assert job["spec"]["backoffLimitPerIndex"] == 0 and "backoffLimit" not in job["spec"]
+        for index in range(job["spec"]["completions"]):
+            made += run_script([*container["command"], "--steps", "3"], tmp_path, python, JOB_COMPLETION_INDEX=str(index))
+    assert [call[1:-1] for call in made] == expected
+    if name == "some":  # idle devices before the last with work have a process, and can take a dead one's place
+        assert [node.num_processes for node in launch_nodes(plan, cluster, idle=True)] == [8, 5]
+
+
 HOSTILE = ["a\nrm -rf x", "$(touch hacked)", "`touch hacked`", "'; touch hacked; '", 'x"y', "# {title} %s", "日本", "", "-rf", "a\0b"]
 
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torchrun_ranks import run_ranks
 
+import penstock
 from penstock.cli.main import run
 from penstock.data.text.tokenizer import train_tokenizer
+from penstock.plans.references import model_of
 
 transformers = pytest.importorskip("transformers")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -31,6 +33,26 @@ def llama(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = train_tokenizer((json.loads(line)["text"] for line in texts.read_text().splitlines()), 384)
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     return folder
+
+
+def test_a_family_of_ours_as_transformers_own_module(
+    llama: Path, texts: Path, rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same loss by other code, from the weights of the folder, which is found by the name that it was downloaded under."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: {"tiny/llama": str(llama)}[name])
+    losses = {}
+    for native in (True, False):
+        plan = penstock.find_plans("hf:tiny/llama", "1xcpu", data=rows, tokens_per_batch=600, native=native)[0]
+        model = penstock.parallelize("hf:tiny/llama", plan, native=native)
+        assert (model.rank.cut is None) is native
+        losses[native] = model.step(next(iter(penstock.DynamicLoader(rows, plan)))[1]).item()
+        if native:
+            with pytest.raises(penstock.InputError, match="find_plans with native=False"):
+                penstock.parallelize("hf:tiny/llama", plan, native=False)
+    assert losses[False] == pytest.approx(losses[True], rel=1e-6)
+    given = {"model.native": False, "plan.tokens_per_batch": 600}
+    trainer = penstock.Trainer("hf:tiny/llama", texts, out=tmp_path / "run", cluster="1xcpu", steps=1, settings=given)
+    assert model_of(trainer.plan).config["origin"] == f"hf:{llama}" and not trainer.job.model.native
 
 
 def launched(folder: Path, *arguments: str) -> str:

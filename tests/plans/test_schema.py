@@ -59,6 +59,9 @@ plans = st.builds(
         st.none() | counts,
         per_replica=st.lists(counts, max_size=3).map(tuple),
         slower=st.dictionaries(members, st.tuples(*[st.floats(0.1, 9.0)] * 3), max_size=2).map(lambda own: tuple(sorted(own.items()))),
+        slower_links=st.dictionaries(st.tuples(members, members), st.floats(0.1, 9.0), max_size=2).map(
+            lambda own: tuple(sorted((*pair, factor) for pair, factor in own.items()))
+        ),
     ),
     num_replicas=counts,
     schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble"]),

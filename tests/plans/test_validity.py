@@ -107,6 +107,8 @@ BROKEN: dict[str, tuple[Plan, list[str]]] = {
     ),
     "slower than what": (replace(GOOD, micro_batching=MicroBatching(samples=2, slower=((99, (2.0,) * 3),))), ["slower names rank 99"]),
     "slower by nothing": (replace(GOOD, micro_batching=MicroBatching(samples=2, slower=((0, (0.0, 1.0, 1.0)),))), ["slower.0", "0"]),
+    "a link of one rank": (replace(GOOD, micro_batching=MicroBatching(samples=2, slower_links=((0, 0, 2.0),))), ["slower_links names 0-0"]),
+    "a link to nobody": (replace(GOOD, micro_batching=MicroBatching(samples=2, slower_links=((0, 99, 2.0),))), ["slower_links names 0-99"]),
     "shares instead of division": (
         replace(GOOD, global_batch=14),
         ["global_batch is 14", "unequal numbers of micro-batches (micro_batching.per_replica, 7 in all)"],

@@ -39,6 +39,7 @@ def test_the_share_is_steered_to_the_factor_whatever_burners_are_worth(factor: f
         steering = Steering(factor)
         assert steering.count == max(1, -(-round(10 * (factor - 1)) // 10))
         assert victim_of(steering, strength * steering.count) == pytest.approx(factor, rel=0.02)
+        assert steering.reached == pytest.approx(factor, rel=0.02)
 
 
 def test_a_victim_that_had_to_wait_before_takes_so_many_times_as_long_as_it_did() -> None:
@@ -48,7 +49,7 @@ def test_a_victim_that_had_to_wait_before_takes_so_many_times_as_long_as_it_did(
 def test_where_nobody_says_how_long_a_victim_waits_the_share_is_that_of_equal_rivals() -> None:
     steering = Steering(1.5)
     steering.calm(None, None)
-    assert steering.update(None) == pytest.approx(2 / 3)
+    assert steering.update(None) == pytest.approx(2 / 3) and steering.reached is None
     assert Steering(2.0).share == 1.0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chromium import axe_script, opened
+from chromium import NO_CHROMIUM, axe_script, browser_path, opened
 
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
@@ -22,8 +22,9 @@ from penstock.reports.tables import table_of
 
 HOSTILE = ["</script><script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "$\\frac{$", "../x", "\u202etxt.exe\u2066", "n" * 10_000]
 
-
-expect = pytest.importorskip("playwright.sync_api").expect
+expect = pytest.importorskip("playwright.sync_api", reason="the Python package 'playwright' is not installed").expect
+if browser_path() is None:
+    pytest.skip(NO_CHROMIUM, allow_module_level=True)
 REACHED = """() => [...document.querySelectorAll("a[href], button, input, select, summary, [tabindex='0']")].filter(
     (one) => one.checkVisibility()
 ).map((one) => ({

@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from small_tables import aceso_tables, dynapipe_tables, fasop_tables
 
 from penstock.cli.main import run
 from penstock.reproduce import REPRODUCTIONS, Claim, Drawing, Plotted
+from penstock.reproduce import aceso as aceso_figures
 from penstock.reproduce.drawing import drawn
 from penstock.reproduce.dynapipe import seeded_lengths
 from penstock.reproduce.figures import at_least, at_most
@@ -78,3 +81,39 @@ def test_figures_have_names_of_their_own_and_lengths_a_seed() -> None:
     for one in REPRODUCTIONS.values():
         assert len({figure.name for figure in one.figures}) == len(one.figures)
     assert seeded_lengths(5, True) == seeded_lengths(5, True) and all(sample.dec_length for sample in seeded_lengths(5, True))
+
+
+@pytest.mark.parametrize(
+    ("system", "asked", "figures"),
+    [("fasop", ["--figure", "settings"], {"settings"}), ("dynapipe", ["--figure", "15"], {"15"})],
+)
+def test_figures_over_tables_made_here(
+    system: str, asked: list[str], figures: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every figure is computed and drawn; what it claims of the published tables need not hold of others."""
+    fasop_tables(tmp_path / "fasop", 2, ("BB", "AB"))
+    dynapipe_tables(tmp_path / "dynapipe")
+    assert run(["reproduce", system, *asked, "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--quick", "--json"]) == 0
+    assert {result["figure"] for result in json.loads(capsys.readouterr().out)["results"]} == figures
+    assert all((tmp_path / "out" / system / name / "figure.svg").stat().st_size > 1000 for name in figures)
+
+
+def test_acesos_throughput_from_tables_and_result_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """A bar of ours is Aceso's, times how much faster the plan found is by the tables; sizes without tables have none."""
+    folder = tmp_path / "data" / "aceso"
+    aceso_tables(folder / "eurosys", ("gpt_350M",), (1, 2), (1, 2))
+    (folder / "ref-results").mkdir()
+    for name, sizes, rows in (
+        ("e2e_norm_thpt_large_gpt", "350M, 9B", ["megatron, 1, 1", "alpa, 0, 1.1", "aceso, 1.5, 1.6"]),
+        ("perf_model_time_large_gpt", "350M, 9B", ["predict, 1000, 5", "actual, 1010, 5"]),
+        ("e2e_norm_thpt_large_t5", "9B", ["megatron, 1", "alpa, 1", "aceso, 1.2"]),
+        ("e2e_norm_thpt_large_resnet", "9B", ["megatron, 1", "alpa, 1", "aceso, 1.2"]),
+        ("perf_model_time_large_resnet", "9B", ["predict, 7", "actual, 7"]),
+    ):
+        (folder / "ref-results" / f"{name}.csv").write_text("\n".join([f"size, {sizes}", *rows]) + "\n")
+    monkeypatch.setattr(aceso_figures, "KNOWN_CASES", (aceso_figures.AcesoCase("eurosys", "gpt", "350M", 1, 2, 16, (1, 2), 20_000),))
+    assert run(["reproduce", "aceso", "--figure", "7", "--data", str(folder.parent), "--out", str(tmp_path / "out"), "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    rows = [row for row in csv.DictReader((tmp_path / "out" / "aceso" / "7" / "figure.csv").open()) if row["series"] == "Penstock"]
+    assert [row["y"] != "" for row in rows] == [True, False, False, False] and result["verdict"] == "holds"
+    assert float(rows[0]["y"]) == pytest.approx(1.5 * result["claims"][0]["found"])

@@ -54,9 +54,9 @@ def run_of_two(own: int, other: StepWord, sent: list[torch.Tensor], broadcast: b
     run = Run.__new__(Run)
     run.step, run.members, run.is_first = 5, (0, 3), own == 0
     run._lost, run._notes, run.watcher, run._meter = None, [], None, None
-    run.saves = SimpleNamespace(is_late=False, is_saving=False)  # type: ignore[assignment]
+    run.saves = SimpleNamespace(is_late=False, is_saving=False, copied=0.0)  # type: ignore[assignment]
     run.request = TrainRequest(uniform_plan("gpt-tiny", "4xcpu", global_batch=16, micro_batch=4), "", 9, "")
-    run.worker = SimpleNamespace(asked_to_end=lambda: 0, groups=groups)  # type: ignore[assignment]
+    run.worker = SimpleNamespace(asked_to_end=lambda: 0, groups=groups, copies=None)  # type: ignore[assignment]
     run.rank = SimpleNamespace(world=SimpleNamespace(ranks=(3,)))  # type: ignore[assignment]
     return run
 

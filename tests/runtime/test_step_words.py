@@ -22,7 +22,7 @@ FULL = StepRecord(
 @pytest.mark.parametrize("record", [None, StepRecord(0), StepRecord(3, loss=1.0), FULL])
 @pytest.mark.parametrize("evaluated", [None, EvalRecord(8, 2.5, 0.5)])
 def test_a_word_comes_back_from_its_numbers(record: StepRecord | None, evaluated: EvalRecord | None) -> None:
-    word = StepWord(True, 15, False, True, 12345, 2**43 + 1, RankFigures(1.0, 2.0, 3.0, 4.0, 5.0), record, evaluated)
+    word = StepWord(True, 15, False, True, 12345, 70.0, 2**43 + 1, RankFigures(1.0, 2.0, 3.0, 4.0, 5.0), record, evaluated)
     back = StepWord.of_row(word.row())
     assert back == word
     if record is not None:

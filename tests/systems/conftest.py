@@ -1,4 +1,4 @@
-"""Shared fixtures: the published tables and their independent judges where the machine has them."""
+"""Shared fixtures: the published tables and the independent judges of plans over them, where the machine has them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from types import ModuleType
 
 import pytest
 
-SHARED = Path(__file__).parents[2].parent / "shared"
-DATA = Path(os.environ.get("PENSTOCK_DATA", SHARED / "data"))
+DATA = Path(os.environ.get("PENSTOCK_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 
 
 @pytest.fixture
 def published() -> Path:
     """Folder with `aceso/`, `fasop/` and `dynapipe/`."""
     if not (DATA / "aceso").is_dir():
-        pytest.skip("the published tables are not on this machine")
+        pytest.skip("figures of published tables need them: name a folder with aceso/, fasop/ and dynapipe/ in PENSTOCK_DATA")
     return DATA
 
 
@@ -30,7 +29,7 @@ def judge(published: Path) -> Callable[[str], ModuleType]:
     def load(name: str) -> ModuleType:
         path = DATA.parent / "judges" / f"{name}_judge.py"
         if not path.is_file():
-            pytest.skip("the judges are not on this machine")
+            pytest.skip("the judges of plans are not beside the folder that PENSTOCK_DATA names")
         spec = importlib.util.spec_from_file_location(f"{name}_judge", path)
         assert spec is not None
         assert spec.loader is not None

@@ -24,9 +24,9 @@ class RunWitness:
     def __init__(self, folder: str | Path) -> None:
         self._folder = folder
 
-    def tell(self, event: str, step: int, text: str, *, rank: int | None, pause_s: float | None = None) -> None:
+    def tell(self, event: str, step: int, text: str, *, ranks: Sequence[int] = (), pause_s: float | None = None) -> None:
         """One more event."""
-        append_event(self._folder, RunEvent(event, step, time.time(), text, ranks=() if rank is None else (rank,), pause_s=pause_s))
+        append_event(self._folder, RunEvent(event, step, time.time(), text, ranks=tuple(ranks), pause_s=pause_s))
 
     def smaller_plan(self, plan: Plan, lost: Sequence[int], devices: Sequence[int]) -> Plan:
         """The fastest plan of those that the ladder of remedies has for slow devices, among those that leave the lost ones out: devices

@@ -95,7 +95,7 @@ class Decider:
     def decide(self, step: int) -> Decision:
         """What to do after step `step`."""
         self._balance_s += self._last_gain_s
-        if not (self.speeds.ranks or self.speeds.links or self.left or self.plan.micro_batching.slower):
+        if not (self.speeds.ranks or self.speeds.links or self.left or self.plan.micro_batching.made_for_slow):
             return Decision(step, Remedy(Rung.NOTHING, self.plan, 0.0), False, "nothing is slow")
         if not self._options:
             found = self.ladder.options(self.plan, self.speeds, self.left)

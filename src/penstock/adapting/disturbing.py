@@ -1,5 +1,5 @@
-"""Slowing down a run that goes on: factors for timed and paced devices, burners beside the processes of ranks that compute for real; and
-killing or freezing its processes.
+"""Slowing down a run that goes on: factors for timed and paced devices, loads beside or inside ranks that compute for real; and killing or
+freezing its processes.
 
 Nothing is done to a process that the run's folder does not name, nor to one of another user.
 """
@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.adapting.events import RunEvent, append_event
+from penstock.adapting.loads import LOOK_S, LoadBeside, LoadWithin
 from penstock.errors import InputError
 from penstock.plans.plan import Plan
 from penstock.plans.ranks import pairs_of
-from penstock.processes.burners import MAX_FACTOR, Burners, Steering, waited_ns
+from penstock.processes.burners import MAX_FACTOR
 from penstock.runtime.recovering.faults import PHASES, Fault, ask_fault
 from penstock.runtime.request import PACED, TIMED
 from penstock.runtime.run_folder import last_step, plan_of_run, read_request
@@ -31,8 +32,6 @@ __all__ = ["RunningRun", "changes_of", "disturb", "running", "strike"]
 
 SOON = 2
 """Steps after the last recorded one: the first that no rank can have begun."""
-_LOOK_S = 0.25
-"""Between two looks at a run, and two corrections of burners."""
 
 
 class RunningRun:
@@ -119,30 +118,26 @@ def _burn(target: RunningRun, changes: Sequence[DisturbanceChange], told: Callab
     if not _await_step(target, first - 1):
         return
     with ExitStack() as stack:
-        working = []
+        loads = []
         for change in changes:
-            # Once its burners are gone, however that comes about.
-            stack.callback(lambda change=change: told(_noted(target, _end_of(change), last_step(target.folder))))
-            process, steering = target.processes[change.ranks[0]], Steering(change.factor)
-            before = waited_ns(process.pid)
-            time.sleep(_LOOK_S)
-            steering.calm(before, waited_ns(process.pid))
-            device = process.device if process.device.startswith("cuda") else "cpu"
-            victim = process.pid if device == "cpu" else 0  # what a GPU's owner waits for is not a core
-            working.append((process, steering, victim, stack.enter_context(Burners(steering.count, device, victim, steering.share))))
+            load = _load(target, change, last)
+            # Once it is gone, however that comes about.
+            stack.callback(lambda change=change, load=load: told(_noted_end(target, change, load.reached)))
+            loads.append(stack.enter_context(load))
             told(_noted(target, change, last_step(target.folder) + 1))
-        while target.goes_on and last_step(target.folder) < last and all(process.is_here for process, *_ in working):
-            time.sleep(_LOOK_S)
-            for _, steering, victim, burners in working:
-                if burners.failed:
-                    raise InputError("a process that was to keep the device busy has ended. Is there memory left for it?")
-                if victim:
-                    burners.set(steering.update(waited_ns(victim)))
+        victims = [target.processes[change.ranks[0]] for change in changes]
+        while target.goes_on and last_step(target.folder) < last and all(victim.is_here for victim in victims):
+            time.sleep(LOOK_S)
+            for load in loads:
+                load.look()
 
 
-def _end_of(change: DisturbanceChange) -> DisturbanceChange:
-    """The end of a change."""
-    return DisturbanceChange(change.ranks, 1.0, first=change.first)
+def _load(target: RunningRun, change: DisturbanceChange, last: int) -> LoadBeside | LoadWithin:
+    """Inside a rank that has a GPU, which others may share; beside one on a processor."""
+    (rank,) = change.ranks
+    if target.processes[rank].device.startswith("cuda"):
+        return LoadWithin(target.folder, rank, change.factor, change.first, last)
+    return LoadBeside(target.processes[rank], change.factor)
 
 
 def _await_step(target: RunningRun, step: int) -> bool:
@@ -150,7 +145,7 @@ def _await_step(target: RunningRun, step: int) -> bool:
     while last_step(target.folder) < step:
         if not target.goes_on:
             return False
-        time.sleep(_LOOK_S / 5)
+        time.sleep(LOOK_S / 5)
     return True
 
 
@@ -158,11 +153,17 @@ def _noted(target: RunningRun, change: DisturbanceChange, step: int) -> str:
     """Writes the event of a disturbance; what it says."""
     long = f" for {change.steps} steps" if change.steps else ""
     text = f"{change.subject} is made to take {change.factor:.3g} times as long from step {step} on{long}"
-    if change.factor == 1.0:
-        text = f"{change.subject} is no longer slowed down"
     cause = ("data", "compute", "link")[len(change.ranks)]
-    event = RunEvent("disturbed", step, time.time(), text, cause, tuple(sorted(change.ranks)), change.factor)
-    append_event(target.folder, event)
+    append_event(target.folder, RunEvent("disturbed", step, time.time(), text, cause, tuple(sorted(change.ranks)), change.factor))
+    return text
+
+
+def _noted_end(target: RunningRun, change: DisturbanceChange, reached: float | None) -> str:
+    """The same of its end, with what it came to."""
+    text = f"{change.subject} is no longer slowed down"
+    if reached is not None:
+        text += f"; it took {reached:.3g} times as long as before"
+    append_event(target.folder, RunEvent("disturbed", last_step(target.folder), time.time(), text, "compute", change.ranks, 1.0, reached))
     return text
 
 

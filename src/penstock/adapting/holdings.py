@@ -35,8 +35,8 @@ __all__ = ["MASTER", "STATE", "STEPS", "HeldTensor", "Holdings", "Layouts", "Siz
 STATE, STEPS = "state", "steps"
 """What an optimizer keeps in a weight's shape, and as one number for a weight; beside `WEIGHTS` and `BUFFERS`."""
 
-_MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
-_SCALARS = {"adamw": ("step",), "sgd": ()}
+_MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "lamb": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+_SCALARS = {"adamw": ("step",), "lamb": ("step",), "sgd": ()}
 _FP32_BYTES = 4
 
 

@@ -20,17 +20,19 @@ from typing import Any
 from penstock.adapting.holdings import Layouts
 from penstock.adapting.moves import Moves, moves
 from penstock.adapting.split_moves import split_moves
+from penstock.batching.misplanning import misplanned
 from penstock.clusters import Cluster
 from penstock.costs.source import CostSource
 from penstock.costs.speeds import OpClass, SlowedCosts, Speeds
 from penstock.models.ops import Model
 from penstock.plans.capabilities import unsupported
 from penstock.plans.plan import Plan, Stage
+from penstock.plans.ranks import pairs_of
 from penstock.plans.validity import check_plan
 from penstock.schedules.rules import SCHEDULES
 from penstock.search.present_cuts import with_cuts, with_present_cuts
 from penstock.timing.estimate import Estimate, Estimator
-from penstock.timing.pipeline import micro_batches
+from penstock.timing.pipeline import at_plan_speeds, micro_batches
 from penstock.timing.planned import clocked
 
 __all__ = ["Ladder", "Remedy", "Rung", "rung_between"]
@@ -113,19 +115,28 @@ class Ladder:
 
     def time_s(self, plan: Plan, speeds: Speeds) -> float:
         """One iteration of a plan at some speeds."""
-        return _timed(plan, self.estimator(speeds)).time_s
+        return self._timed(plan, speeds).time_s
+
+    def _timed(self, plan: Plan, speeds: Speeds) -> Estimate:
+        """What a plan takes, by the clock; longer where its micro-batches are chosen for other links than there are."""
+        found = _timed(plan, self.estimator(speeds))
+        if plan.micro_batching.policy == "fixed" or plan.micro_batching.slower_links == _links_of(plan, speeds):
+            return found
+        believed = at_plan_speeds(self.source, _with_batching(plan, slower=()))
+        longer = misplanned(plan, self.model, self.cluster, SlowedCosts(self.source, speeds), believed)
+        return found.with_times(longer * found.time_s, longer * found.pipeline_s)
 
     def options(self, plan: Plan, speeds: Speeds, known: Iterable[Plan] = ()) -> tuple[Remedy, ...]:
         """The best plan of each kind of step, cheapest kind first; `known` are plans that the run has had."""
         estimator = self.estimator(speeds)
-        present = _timed(plan, estimator)
+        present = self._timed(plan, speeds)
         best: dict[Rung, tuple[float, Plan, Estimate]] = {}
         candidates = (plan, *_candidates(plan, present, estimator, speeds, self.devices), *known)
         for candidate in (one for each in candidates for one in _planned_for(each, speeds)):
             rung = rung_between(plan, candidate)
             if rung is Rung.NOTHING:
                 continue
-            found = _timed(candidate, estimator)
+            found = self._timed(candidate, speeds)
             rank = found.time_s if found.fits else math.inf
             if rung not in best or rank < best[rung][0]:
                 best[rung] = rank, candidate, found
@@ -193,8 +204,15 @@ def _planned_for(plan: Plan, speeds: Speeds) -> Iterator[Plan]:
     a, b, c = OpClass
     slower = tuple((rank, (speeds.factor(rank, a), speeds.factor(rank, b), speeds.factor(rank, c))) for rank in ranks)
     dynamic = plan.micro_batching.policy == "dynamic"
+    links = _links_of(plan, speeds) if dynamic else ()
     for own in [slower] if dynamic else [(), slower] if divides and slower else [()]:
-        yield plan if own == plan.micro_batching.slower else _with_batching(plan, slower=own)
+        same = (own, links) == (plan.micro_batching.slower, plan.micro_batching.slower_links)
+        yield plan if same else _with_batching(plan, slower=own, slower_links=links)
+
+
+def _links_of(plan: Plan, speeds: Speeds) -> tuple[tuple[int, int, float], ...]:
+    """The slow ones among the links that a plan sends over."""
+    return tuple((*pair, factor) for pair in pairs_of(plan) if (factor := speeds.link_factor(*pair)) != 1.0)
 
 
 def _with_batching(plan: Plan, **fields: Any) -> Plan:

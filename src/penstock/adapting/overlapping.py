@@ -51,6 +51,8 @@ class OverlappedMove(Mover):
         cluster = cluster_of(old)
         if not state_moves(old, new) or not split.early or not (always or split.pause_s(made, cluster) < made.time_s(cluster)):
             return False
+        if old.optimizer == "lamb":  # what came early cannot be updated by itself: its norms are of all ranks
+            return False
         if self.rank.groups.device.type != "cpu" and old.precision != "fp32":  # there small weights of several ops are updated together
             return False
         self._kinds = all_kinds(self._told(self._prepare))

@@ -157,7 +157,7 @@ class Watch(_Follower):
         """What somebody has asked for, and can have."""
         self._left: dict[int, float] = {}
         """Ranks that the plan in force leaves without work: how slow each was when it was left."""
-        self._steps_until_due = max(WARM_UP) + 1 if plan.micro_batching.slower else 0
+        self._steps_until_due = max(WARM_UP) + 1 if plan.micro_batching.made_for_slow else 0
         """A plan that a run before had for slow ranks is thought over when they must have been noticed, should they still be slow."""
         self._told: tuple[bool, str] = False, "nothing"
         """Of the last decision that was written."""

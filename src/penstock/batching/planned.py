@@ -23,6 +23,7 @@ from penstock.timing.estimate import Estimator
 from penstock.timing.messages import cut_times_s, slowdown, tp_group_of
 from penstock.timing.pass_times import OpSlice, pass_grid_s
 from penstock.timing.pipeline import dp_shares
+from penstock.timing.recorded import is_recorded
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster, Device
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan, Stage
 
-__all__ = ["planned_costs", "with_recompute_choices"]
+__all__ = ["planned_costs", "planned_hops", "with_recompute_choices"]
 
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 _PROBE_ROWS = (1, 64)
@@ -53,6 +54,11 @@ def planned_costs(
         raise InputError(f"model '{model.name}' takes {', '.join(model.layouts)} batches, not {' or '.join(wanted)}.")
     asked = _Source(plan, model, source.links_of(cluster), source)
     return asked.costs(chosen, longest, longest_dec, memory_limit_bytes)
+
+
+def planned_hops(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> Floats:
+    """What messages take, as `PipelineCosts.hops` has it."""
+    return _Source(plan, model, source.links_of(cluster), source).hops()
 
 
 def with_recompute_choices(plan: Plan, model: Model) -> Plan:
@@ -111,7 +117,7 @@ class _Source:
         limits = np.array([[self._limit_bytes(stage, r, limit) for stage in plan.stages] for r in range(plan.num_replicas)])
         estimate = self._estimator.estimate(plan)
         return PipelineCosts(
-            self.source.name, grids, stage_class, state, limits, self._hops(), tuple(f"pattern {m}" for m in range(modes)),
+            self.source.name, grids, stage_class, state, limits, self.hops(), tuple(f"pattern {m}" for m in range(modes)),
             round_to=8, has_decoder=bool(self.model.dec_length), fixed_s=estimate.time_s - estimate.pipeline_s,
             max_length=min((op.config["max_positions"] for op in self.model.distinct_ops if op.config.get("max_positions")), default=2**31),
             max_samples=_cap(plan, plan.micro_batching.samples, 2**31), max_tokens=_cap(plan, plan.micro_batching.max_tokens, 2**40),
@@ -154,7 +160,10 @@ class _Source:
                 own, algos = recomputed_in(stage, part, mode), algos_of(stage, part)
                 shapes = [_share(layout, self._parts(stage, part, replica, device), *point) for point in points]
                 sequence = self._estimator.by_rows(stage, part.tp)
-                total[:, :2] += self._times(part, shapes, algos, own, device, ranks, sequence)
+                model = self._estimator.model_under(sequence)
+                recorded = is_recorded(self.plan, stage, model, ragged=bool(model.seq_length))
+                ops = OpSlice(model, part.first, part.last, device.name, part.tp, algos, own, recorded)
+                total[:, :2] += self._times(ops, shapes, device, ranks, sequence)
                 held, up, down = self._bytes(part, shapes, algos, own, device, sequence).T * (1 + SLACK)
                 total[:, 3] = np.maximum(total[:, 3], total[:, 2] + up)
                 total[:, 5] = np.maximum(total[:, 5], total[:, 2] + down)
@@ -169,14 +178,10 @@ class _Source:
         own = [shares[at // part.tp] for at, rank in ranks if self.cluster.device(rank) == device] if shares else []
         return sum(shares) / max(own) if own else part.dp
 
-    def _times(
-        self, part: DegreeRun, shapes: list[Shape], algos: tuple[int, ...], again: frozenset[int], device: Device, ranks: Sequence[int],
-        sequence: bool,
-    ) -> Floats:  # fmt: skip
+    def _times(self, ops: OpSlice, shapes: list[Shape], device: Device, ranks: Sequence[int], sequence: bool) -> Floats:
         """[shapes, 2] forward and backward times, collectives and waiting for the host included."""
-        distinct, table = self._table(shapes, part.tp, sequence)
-        ops = OpSlice(self._estimator.model_under(sequence), part.first, part.last, device.name, part.tp, algos, again)
-        slower = slowdown(self.cluster, device, ops, distinct[-1], tp_group_of(self.cluster, ranks, part.tp))
+        distinct, table = self._table(shapes, ops.tp, sequence)
+        slower = slowdown(self.cluster, device, ops, distinct[-1], tp_group_of(self.cluster, ranks, ops.tp))
         times = pass_grid_s(table, ops, slower)
         where = {shape: at for at, shape in enumerate(distinct)}
         return np.asarray(times[[where[shape] for shape in shapes]])
@@ -243,7 +248,7 @@ class _Source:
     def _limit_bytes(self, stage: Stage, replica: int, limit: float) -> float:
         return min(limit, *(float(device.memory_bytes) for device in self._kinds(stage.devices[replica])))
 
-    def _hops(self) -> Floats:
+    def hops(self) -> Floats:
         """[R, 2, S - 1, 3]: lines through the times of a small and a large micro-batch."""
         plan, samples = self.plan, math.lcm(*(stage.degrees.dp for stage in self.plan.stages))
         hops = np.zeros((plan.num_replicas, 2, plan.num_stages - 1, 3))

@@ -57,7 +57,8 @@ def plan_batch(
 def costs_for(plan: Plan, longest: int, longest_dec: int = 0, costs: str = "", memory_limit_bytes: float = math.inf) -> PipelineCosts:
     """What micro-batches of samples up to these lengths cost under a plan; worth keeping, since many batches can be planned from it.
 
-    `costs` names the source, the plan's own if empty. Ranks are as slow as the plan says (`micro_batching.slower`).
+    `costs` names the source, the plan's own if empty. Ranks and links are as slow as the plan says
+    (`micro_batching.slower`, `slower_links`).
     """
     from penstock.batching.planned import planned_costs
     from penstock.costs.sources import open_costs

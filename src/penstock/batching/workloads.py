@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.batching.costs import QUANTITIES, PipelineCosts
+from penstock.batching.plan import BatchPlan
+from penstock.errors import InputError
 from penstock.models.micro_batch import MicroBatch
 from penstock.timing.workload import Floats, Workload, workload_of
 
-__all__ = ["batch_durations_s", "batch_workload", "is_priced"]
+__all__ = ["batch_durations_s", "batch_workload", "is_priced", "require_priced"]
 
 
 def batch_workload(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: int) -> Workload:
@@ -34,6 +36,19 @@ def batch_workload(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], re
 def is_priced(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: int) -> bool:
     """Whether the costs have times and bytes of all of them; what is larger than anything that was asked for has none."""
     return bool(np.isfinite(_chosen(costs, micro_batches, replica)).all())
+
+
+def require_priced(batch: BatchPlan, costs: PipelineCosts, where: str) -> None:
+    """Refuses a batch of other replicas, stages or modes than the configuration has, or larger than what was profiled."""
+    stages = {len(replica.schedule) for replica in batch.replicas}
+    used = max((mode for replica in batch.replicas for one in replica.micro_batches for mode in one.recompute), default=0)
+    if len(batch.replicas) != costs.num_replicas or stages != {costs.num_stages} or used >= len(costs.modes):
+        raise InputError(
+            f"{where} is for {len(batch.replicas)} replicas of {', '.join(map(str, sorted(stages)))} stages; the configuration has "
+            f"{costs.num_replicas} of {costs.num_stages} and {len(costs.modes)} modes of recomputation. Give the one it was planned with."
+        )
+    if not all(is_priced(costs, replica.micro_batches, index) for index, replica in enumerate(batch.replicas) if replica.micro_batches):
+        raise InputError(f"{where} has micro-batches that the configuration has no costs of. Give the one it was planned with.")
 
 
 def batch_durations_s(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: int) -> list[list[list[float]]] | None:

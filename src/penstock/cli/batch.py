@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from penstock.cli.configured import CONFIGURED, configured_costs
 from penstock.cli.console import (
     JsonFlag,
     VerboseFlag,
@@ -22,7 +23,6 @@ from penstock.cli.console import (
 )
 from penstock.cli.options import MAX_SEARCH_STEPS, SEED, file_to_write, within
 from penstock.errors import InputError
-from penstock.systems import SYSTEMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["batch"]
 
 _SHOWN = 40
-_CONFIGURED = {name: system.batch_costs for name, system in SYSTEMS.items() if system.batch_costs is not None}
-"""Systems with configurations that batches are planned for."""
 
 
 def batch(
@@ -100,10 +98,10 @@ def _planned(
     from penstock.batching.search import usual_steps
     from penstock.plans.schema import read_plan
 
-    if costs.partition(":")[0] in _CONFIGURED:
+    if costs.partition(":")[0] in CONFIGURED:
         if plan is not None:
             raise InputError(f"--plan does not go with --costs {costs}, whose configuration is the plan. Drop one of them.")
-        prepared = _configured_costs(costs, samples, free_layers)
+        prepared = configured_costs(costs, samples, free_layers)
         steps = usual_steps(prepared, len(samples)) if budget_steps is None else budget_steps
         return plan_batch(samples, prepared, steps=steps, seed=seed, too_long=too_long, bound=True), prepared
     if free_layers:
@@ -112,14 +110,6 @@ def _planned(
         raise InputError("--plan is missing. Give a plan file, as in `--plan plan.json`, or --costs dynapipe:DIR/NAME.")
     prepared = costs_of_batch(read_plan(plan), samples, costs)
     return plan_with_orders(samples, prepared, steps=budget_steps, seed=seed, too_long=too_long), prepared
-
-
-def _configured_costs(costs: str, samples: Sequence[SampleLengths], free_layers: bool) -> PipelineCosts:
-    """What a batch costs in a configuration of another system, by that system's own cost model."""
-    kind, _, where = costs.partition(":")
-    if not where or "\0" in where:
-        raise InputError(f"costs '{costs}': expected {kind}:DIR/NAME.")
-    return _CONFIGURED[kind](where, samples, free_layers)
 
 
 def _figures(found: BatchPlan) -> dict[str, Any]:

@@ -40,9 +40,10 @@ def disturb(
 ) -> None:
     """Slow down ranks, links or data loading of a run that goes on, or kill and freeze its ranks.
 
-    Timed and paced devices slow down by themselves. Beside ranks on a processor or a GPU, processes that keep it busy run until the run
-    ends, --steps are over, or Ctrl-C; their share of it is steered so that the factor is about met. Only timed and paced devices have
-    links and data loading that can be slowed.
+    Timed and paced devices slow down by themselves. Beside ranks on a processor run processes that keep it busy; ranks on a GPU keep it
+    busy themselves, so that others that share it are not slowed. That goes on until the run ends, --steps are over, or Ctrl-C, and is
+    steered so that the factor is about met; the factor that was reached is told at the end. Only timed and paced devices have links and
+    data loading that can be slowed.
 
     Example: penstock disturb run --slow 3=1.5 --steps 100
 

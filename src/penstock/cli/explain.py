@@ -44,7 +44,8 @@ def explain(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file (plan.json).")],
     against: Annotated[Path | None, typer.Option(help="Another plan: show what differs, as this plan minus that one.")] = None,
     costs: Annotated[
-        str | None, typer.Option(help="roofline or profile:FILE; if not given, those the plan names; aceso:DIR for a plan file of Aceso.")
+        str | None, typer.Option(help="roofline or profile:FILE; if not given, those the plan names; aceso:DIR for a plan file of "
+                          "Aceso, dynapipe:DIR/NAME for a batch that `penstock batch --out` wrote.")
     ] = None,
     what_if: Annotated[
         bool, typer.Option("--what-if", help="Also search again: why the next best plans lost, and what would make training faster.")

@@ -39,6 +39,9 @@ def export(
     to: Annotated[
         str, typer.Option(metavar="SYSTEM:PATH", help=f"What to write, and where. SYSTEM is {', '.join((*TARGETS, *LAUNCHERS, WEIGHTS))}.")
     ],
+    recover: Annotated[
+        bool, typer.Option("--recover", help="Of launch files: start a supervisor on each node, so that the run survives the loss of one.")
+    ] = False,
     json: JsonFlag = False,
 ) -> None:
     """Write a plan for another system, or the file that starts its training: a batch script, a manifest, a script for a list of hosts.
@@ -54,10 +57,12 @@ def export(
     from penstock.plans.schema import read_plan
 
     target = parse_target(to)
+    if recover and target.system not in LAUNCHERS:
+        raise InputError(f"--recover is for {', '.join(LAUNCHERS)}, which start a run; {target.system} starts none. Leave it out.")
     if target.system == WEIGHTS:
         export_weights(plan, target.path)
     else:
-        export_plan(read_plan(plan), target, plan)
+        export_plan(read_plan(plan), target, plan, recover=recover)
     if json:
         print_json({"plan": plan, "system": target.system, "path": target.path})
     else:
@@ -104,15 +109,16 @@ _EXAMPLES = {
 }
 
 
-def export_plan(plan: Plan, target: Target, source: Path) -> None:
-    """Writes a plan for another system, each file in one step or not at all; launch files name the plan's own file `source`."""
+def export_plan(plan: Plan, target: Target, source: Path, *, recover: bool = False) -> None:
+    """Writes a plan for another system, each file in one step or not at all; launch files name the plan's own file `source`, and start
+    supervisors if the run is to `recover`."""
     from penstock.files import write_text
 
     files = _PLAN_FILES.get(target.system)
     if files is not None:
         files.write(plan, _model(plan), target.path)
     elif target.system in LAUNCHERS:
-        write_text(target.path, _launch_text(plan, target.system, source))
+        write_text(target.path, _launch_text(plan, target.system, source, recover))
     else:
         write_text(target.path, _text(plan, target.system, _model(plan)))
 
@@ -152,7 +158,7 @@ def export_weights(checkpoint: Path, folder: Path) -> None:
     (export_module if model.family == TRACED else export_hf_checkpoint)(opened, model, folder)
 
 
-def _launch_text(plan: Plan, system: str, source: Path) -> str:
+def _launch_text(plan: Plan, system: str, source: Path, recover: bool) -> str:
     from penstock.interop.torchrun import torchrun_script, train_command
     from penstock.plans.references import cluster_of
 
@@ -161,13 +167,14 @@ def _launch_text(plan: Plan, system: str, source: Path) -> str:
         from penstock.interop.kubernetes import PLAN_PATH, kubernetes_text
         from penstock.plans.schema import plan_to_dict
 
-        return kubernetes_text(plan, cluster, json_module.dumps(plan_to_dict(plan), indent=2) + "\n", train_command(PLAN_PATH))
+        text = json_module.dumps(plan_to_dict(plan), indent=2) + "\n"
+        return kubernetes_text(plan, cluster, text, train_command(PLAN_PATH), supervised=recover)
     command = train_command(str(source.resolve()))
     if system == "slurm":
         from penstock.interop.slurm import slurm_script
 
-        return slurm_script(plan, cluster, command)
-    return torchrun_script(plan, cluster, command)
+        return slurm_script(plan, cluster, command, supervised=recover)
+    return torchrun_script(plan, cluster, command, supervised=recover)
 
 
 def _text(plan: Plan, system: str, model: Model) -> str:

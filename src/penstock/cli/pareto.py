@@ -18,7 +18,9 @@ from penstock.cli.plan_words import choice_row, plan_name
 from penstock.cli.search_options import parse_sizes
 
 if TYPE_CHECKING:
-    from penstock.search import Offer
+    from penstock.clusters import Cluster
+    from penstock.search import Offer, Request
+    from penstock.search.money import LeftOut
 
 __all__ = ["pareto"]
 
@@ -46,6 +48,9 @@ def pareto(
         typer.Option("--out", callback=folder_to_write, help="Folder for pareto.csv, pareto.json, the chart and a plan for each choice."),
     ] = None,
     dominated: Annotated[bool, typer.Option("--dominated", help="Also show choices that others beat, and which.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Show every choice with its plan or why it has none; with --out also clusters.csv, as FASOP's.")
+    ] = False,
     verbose: VerboseFlag = False,
     json: JsonFlag = False,
 ) -> None:
@@ -64,31 +69,36 @@ def pareto(
         found, left = offers(request, count, lambda text, done, all_: bar.describe(f"{text} ({done} of {all_})"))
     found.sort(key=lambda offer: (bool(offer.dominated_by), offer.hours))
     rows = [_row(offer, count) for offer in found]
-    others = [{"cluster": one.cluster.name, "reason": one.reason} for one in left]
+    others = [{"cluster": one.cluster.name, "status": one.status, "reason": one.reason} for one in left]
     if folder is not None:
+        if every:
+            _write_all(folder / "clusters.csv", request, found, left)
         _write(folder, found, rows, {"model": model, "cluster": cluster, "global_batch": global_batch, "steps": count, "left_out": others})
     if json:
         print_json({"model": model, "cluster": cluster, "steps": count, "out": folder, "choices": rows, "left_out": others})
         return
     say(*_sentences(found), "")
     names = {offer.cluster.name: plan_name(offer.choice.plan) for offer in found}
-    shown = [row for row in rows if dominated or not row["dominated_by"]]
+    shown = [row for row in rows if dominated or every or not row["dominated_by"]]
     cells = [
         [row["cluster"], format_time(row["time_s"]), f"{row['hours']:,.2f}", format_usd(row["usd"]), names[row["cluster"]],
          row["dominated_by"] or "-", row["devices"], row["pp"], row["tp"], row["replicas"]] for row in shown
     ]  # fmt: skip
+    cells += [[one["cluster"], *["-"] * 4, one["status"], *["-"] * 4] for one in others if every]
     columns = ["nodes", "iteration", "hours", "money", "plan", "beaten by", "devices", "pp", "tp", "replicas"]
     title = f"{model}, global batch {global_batch}, {count:,} iteration{'s' if count > 1 else ''}: choices from {cluster}"
     out().print(table(title, columns, cells, more=columns[-4:], verbose=verbose))
     notes = (*request.frame.notes, *request.estimator.source.notes(request.model))
     say(described_training(request.frame), *(f"note: {note}" for note in notes))
     beaten = sum(bool(row["dominated_by"]) for row in rows)
-    say(f"{beaten} more choices were searched and are beaten by one of these (--dominated shows them).")
+    if not (dominated or every):
+        say(f"{beaten} more choices were searched and are beaten by one of these (--dominated shows them).")
     if others:
-        say(f"left out ({len(others)}):", *(f"  {one['cluster']}: {one['reason']}" for one in others[:_SHOWN]))
-        say(*([f"  and {len(others) - _SHOWN} more (--json lists all)"] if len(others) > _SHOWN else []))
+        listed = others if every else others[:_SHOWN]
+        say(f"left out ({len(others)}):", *(f"  {one['cluster']}: {one['reason']}" for one in listed))
+        say(*([f"  and {len(others) - _SHOWN} more (--all lists them)"] if len(others) > len(listed) else []))
     if folder is not None:
-        say(f"wrote plans, pareto.csv, pareto.json and pareto.svg to {folder}.")
+        say(f"wrote plans, {'clusters.csv, ' if every else ''}pareto.csv, pareto.json and pareto.svg to {folder}.")
 
 
 def _sentences(found: Sequence[Offer]) -> list[str]:
@@ -123,6 +133,35 @@ def _write(folder: Path, found: list[Offer], rows: list[dict[str, Any]], asked: 
         for offer, name in zip(best, names, strict=True):
             write_plan(folder / name, offer.choice.plan)
         _chart(folder / "pareto.svg", found)
+
+
+def _write_all(path: Path, request: Request, found: Sequence[Offer], left: Sequence[LeftOut]) -> None:
+    """Every choice of nodes under the columns of FASOP's results that mean something here, the fastest first; then those without a plan."""
+    from penstock.files import csv_text, write_text
+    from penstock.systems.fasop.rows import COLUMNS
+
+    fields = ("mbs", "tp", "dp", "pp", "node_placement", "partition", "time_s", "pipeline_s", "price_usd_per_step", "is_oom",
+              "train_cost_usd")  # fmt: skip
+    rows: list[list[Any]] = []
+    for offer in sorted(found, key=lambda offer: offer.hours):
+        plan, estimate = offer.choice.plan, offer.choice.estimate
+        ranks = plan.stages[0].degrees.dp * plan.num_replicas
+        starts = request.blocks.start
+        partition = [sum(int(stage.first <= first < stage.last) for first in starts[:-1]) for stage in plan.stages]
+        status = f"dominated by {offer.dominated_by}" if offer.dominated_by else "worth having"
+        rows.append([
+            -(-estimate.samples // plan.stages[0].degrees.dp), offer.choice.tp, ranks, plan.num_stages, _placement(offer.cluster),
+            partition, estimate.time_s, estimate.pipeline_s, estimate.price_usd, False, offer.usd, status, "",
+        ])  # fmt: skip
+    rows += [
+        [*[None] * 4, _placement(one.cluster), *[None] * 4, one.status == "out of memory", None, one.status, one.reason] for one in left
+    ]
+    write_text(path, csv_text([*(COLUMNS[name] for name in fields), "status", "reason"], rows))
+
+
+def _placement(cluster: Cluster) -> list[str]:
+    """The name of each node, in rank order, as FASOP lists them."""
+    return [run.node.name for run in cluster.runs for _ in range(run.count)]
 
 
 def _file_names(names: Sequence[str]) -> list[str]:

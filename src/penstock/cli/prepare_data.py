@@ -40,7 +40,8 @@ def prepare_data(
     workers: Annotated[int, typer.Option(callback=within(0, 256), help="Processes; 0: one per processor.")] = 0,
     json: JsonFlag = False,
 ) -> None:
-    """Turn samples into indexed files: JSONL of {"input", "target"} or {"text"}, CIFAR-10's binary files, folders of images, BERT shards.
+    """Turn samples into indexed files: JSONL of {"input", "target"}, {"text"} or {"messages"}, CIFAR-10's binary files, folders of images,
+    BERT shards.
 
     Example: penstock prepare-data bundled --train-tokenizer 2048 --out data
     """

@@ -72,11 +72,12 @@ def search(
     if costs.partition(":")[0] in TABLES:
         by_length = costs.startswith("dynapipe:")
         search_tables(
-            TableSearch(costs, model, cluster, global_batch, parse_sizes(micro_batches), memory_limit, baselines, lengths), path, steps,
-            json,
+            TableSearch(costs, model, cluster, global_batch, parse_sizes(micro_batches), memory_limit, baselines, top,
+                        time_budget, lengths),
+            path, steps, json,
             {"objective": objective != "time", "seq_length": seq_length, "precision": precision, "gradients": gradients,
              "lengths": lengths and not by_length, "data": data, "schedules": schedules != SCHEDULE_NAMES, "tokens": tokens,
-             "time_budget": time_budget, "max_hops": max_hops != MAX_HOPS, "top": top != TOP, "proof": proof, "for": for_,
+             "max_hops": max_hops != MAX_HOPS, "proof": proof, "for": for_,
              "export": export},
         )  # fmt: skip
         return

@@ -24,8 +24,8 @@ SCHEDULE_NAMES, MAX_HOPS, TOP = ",".join(SEARCHED_SCHEDULES), 7, 5
 ModelName = Annotated[
     str,
     typer.Option(
-        help="Model name (`penstock list models`), YAML file, traced description (.json) or hf:PATH. With aceso:DIR one of its models, "
-        "such as gpt_1_3B, with fasop:DIR one of its settings."
+        help="Model name (`penstock list models`), YAML file, traced description (.json), hf:PATH or module:FILE.py:FUNCTION. With "
+        "aceso:DIR one of its models, such as gpt_1_3B, with fasop:DIR one of its settings."
     ),
 ]
 ClusterName = Annotated[

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.console import format_share, format_time, format_usd, out, print_json, progress, say, table
+from penstock.cli.search_options import TOP
 from penstock.errors import InputError
 from penstock.systems import SYSTEMS, TableAnswer, TableSearch
 
@@ -24,9 +25,7 @@ _REFUSED = {
     "gradients": "they were measured in one precision",
     "schedules": "their rules know 1F1B alone",
     "tokens": "give --steps for hours",
-    "time_budget": "this search counts its work, not seconds, and ends by itself",
     "max_hops": "this search is not refined under the simulator",
-    "top": "it finds one plan",
     "proof": "its bound comes as one figure",
     "for": "--out writes the plan as the tables' own system has it",
     "export": "--out writes the plan as the tables' own system has it",
@@ -37,19 +36,31 @@ _REFUSED = {
 def search_tables(asked: TableSearch, path: Path | None, steps: int | None, json: bool, others: Mapping[str, object]) -> None:
     """Searches, shows and writes to `path`; `others` tells which of the options that say nothing here were given."""
     _require_unused(asked.costs, (name for name, given in others.items() if given))
-    find = SYSTEMS[asked.costs.partition(":")[0]].search
+    kind = asked.costs.partition(":")[0]
+    if kind != "aceso" and (asked.top not in (1, TOP) or asked.budget_s is not None):
+        ends = "this search counts its work and ends by itself"
+        name, why = ("--time-budget", ends) if asked.budget_s is not None else ("--top", "it finds one plan")
+        raise InputError(f"{name} does not go with --costs {asked.costs}: {why}. Drop it.")
+    find = SYSTEMS[kind].search
     if find is None:
         raise InputError(f"costs '{asked.costs}': only the tables of {', '.join(TABLES)} are searched.")
     with progress("searching", quiet=json) as bar:
         answer = find(asked, bar.describe)
     if path is not None:
-        from penstock.files import write_text
+        from penstock.files import write_text, written_together
 
-        write_text(path, answer.text)
+        with written_together():
+            for place, text in zip(_places(path, answer), [answer.text, *(one.text for one in answer.others)], strict=True):
+                write_text(place, text)
     if json:
         _tell_json(asked, answer, path, steps)
     else:
         _tell(answer, path, steps)
+
+
+def _places(path: Path, answer: TableAnswer) -> list[Path]:
+    """Where the plans go: the best one to `path`, the next ones beside it."""
+    return [path, *(path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(2, 2 + len(answer.others)))]
 
 
 def _require_unused(costs: str, options: Iterable[str]) -> None:
@@ -63,27 +74,36 @@ def _tell_json(asked: TableSearch, answer: TableAnswer, path: Path | None, steps
     total = {} if steps is None else {"hours": answer.time_s * steps / 3600, "total_usd": None if usd is None else usd * steps}
     print_json({
         "model": asked.model, "costs": asked.costs, "out": path, "time_s": answer.time_s, "lower_bound_s": answer.bound_s,
-        "gap": answer.time_s / answer.bound_s - 1, **answer.facts, **total, "stages": answer.stages,
+        "gap": answer.time_s / answer.bound_s - 1 if answer.bound_s else None, **answer.facts, **total, "stages": answer.stages,
         "baselines": {name: None if math.isinf(time_s) else time_s for name, time_s in answer.baselines.items()},
+        "others": [{"plan": one.what, "time_s": one.time_s} for one in answer.others],
     })  # fmt: skip
 
 
 def _tell(answer: TableAnswer, path: Path | None, steps: int | None) -> None:
-    usd, gap = answer.usd_per_step, answer.time_s / answer.bound_s - 1
+    usd = answer.usd_per_step
     price = "" if usd is None else f", {format_usd(usd)} an iteration for the nodes that have work"
     say(
-        f"{format_time(answer.time_s)} an iteration by the tables' own rules; {answer.note}{price}; no such plan takes less than "
-        f"{format_time(answer.bound_s)}: this one is at most {format_share(gap)} above the best possible.", ""
+        f"{format_time(answer.time_s)} an iteration by the tables' own rules; {answer.note}{price}; {_bounded(answer)}.", ""
     )  # fmt: skip
     show_stages(answer.title, answer.stages)
     for name, time_s in answer.baselines.items():
         more = format_share(time_s / answer.time_s - 1)
         say(f"{name} " + ("holds no plan that fits" if math.isinf(time_s) else f"takes {format_time(time_s)}, {more} more"))
+    for number, one in enumerate(answer.others, 2):
+        say(f"plan {number}: {one.what}, {format_time(one.time_s)}, {format_share(one.time_s / answer.time_s - 1)} more")
     if steps is not None:
         total = "" if usd is None else f" and {format_usd(usd * steps)}"
         say(f"{steps:,} iterations take {answer.time_s * steps / 3600:,.2f} hours{total}")
     if path is not None:
-        say(f"wrote {path}")
+        say(f"wrote {', '.join(map(str, _places(path, answer)))}")
+
+
+def _bounded(answer: TableAnswer) -> str:
+    if not answer.bound_s:
+        return "no bound is known, the time budget ended before"
+    gap = format_share(answer.time_s / answer.bound_s - 1)
+    return f"no such plan takes less than {format_time(answer.bound_s)}: this one is at most {gap} above the best possible"
 
 
 def show_stages(title: str, stages: Sequence[Mapping[str, Any]]) -> None:

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.configured import CONFIGURED, configured_costs
 from penstock.cli.console import JsonFlag, VerboseFlag, format_bytes, format_part, format_share, format_time, out, print_json, say, table
 from penstock.cli.options import file_to_write
 from penstock.cli.plan_words import plan_name, ranks_words
 from penstock.errors import InputError, near_misses
 
 if TYPE_CHECKING:
+    from penstock.batching.costs import PipelineCosts
     from penstock.batching.plan import BatchPlan
     from penstock.clusters import Cluster
     from penstock.costs.source import CostSource
@@ -32,10 +34,23 @@ _ORDER_COLUMNS = ("order", "time", "bubble of the busiest device", "peak memory"
 
 
 @dataclass(frozen=True)
-class _Subject:
-    """What is simulated: one replica of a plan."""
+class _Words:
+    """What is told of a plan, or of a configuration of another system."""
 
-    plan: Plan
+    title: str
+    """Which model on which devices."""
+    ranks: list[str]
+    """The ranks of each device group, in one replica or in all."""
+    training: str = ""
+    """Precision and the like with a semicolon, where something says it."""
+    schedule: str | None = None
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What is simulated: one replica."""
+
+    words: _Words
     order: str
     """The plan's schedule, how its batch was ordered, or the order to look at instead."""
     replica: int | None
@@ -51,14 +66,15 @@ class _Subject:
 
 
 def simulate(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file (plan.json).")],
+    plan: Annotated[Path | None, typer.Argument(metavar="[PLAN]", help="A plan file (plan.json); none with dynapipe:DIR/NAME.")] = None,
     lengths: Annotated[Path | None, typer.Option(help="Plan this batch (CSV of sample lengths) and simulate its slowest replica.")] = None,
     batch: Annotated[Path | None, typer.Option(help="Simulate the slowest replica of a batch that `penstock batch --out` planned.")] = None,
     schedule: Annotated[
         str | None,
         typer.Option(help="What if: the same stages in the order of another schedule, or one made for them: adaptive, greedy or search."),
     ] = None,
-    costs: Annotated[str | None, typer.Option(help="roofline or profile:FILE; if not given, those the plan names.")] = None,
+    costs: Annotated[str | None, typer.Option(help="roofline or profile:FILE; if not given, those the plan names. dynapipe:DIR/NAME "
+                                              "with --lengths or --batch: its configuration NAME.")] = None,
     trace: Annotated[
         Path | None, typer.Option(callback=file_to_write, help="Write a trace for ui.perfetto.dev (t.json, or t.json.gz).")
     ] = None,
@@ -83,23 +99,32 @@ def simulate(
         check_figure_path(figure)
     if lengths is not None and batch is not None:
         raise InputError("--lengths plans a batch and --batch has one planned. Give one of them.")
-    asked = _asked(plan, costs)
     given = lengths or batch
-    own = subject = _planned(*asked) if given is None else _batched(given, lengths is None, *asked)
-    if schedule is not None:
-        subject = _reordered(schedule, own, given is not None, *asked)
+    if costs is not None and costs.partition(":")[0] in CONFIGURED:
+        if plan is not None or given is None:
+            raise InputError(f"--costs {costs}: the configuration is the plan. Give --lengths or --batch, and no plan file.")
+        own = subject = _configured(costs, given, lengths is None)
+        if schedule is not None:
+            subject = _made_order(schedule, own)
+    elif plan is None:
+        raise InputError("a plan file is missing, as in `penstock simulate plan.json`; with --costs dynapipe:DIR/NAME there is none.")
+    else:
+        asked = _asked(plan, costs)
+        own = subject = _planned(*asked) if given is None else _batched(given, lengths is None, *asked)
+        if schedule is not None:
+            subject = _reordered(schedule, own, given is not None, *asked)
     run = execute(subject.schedule, subject.workload)
     orders = [] if schedule is None else [_order_row(own, execute(own.schedule, own.workload)), _order_row(subject, run)]
     with written_together():
         if trace is not None:
-            write_trace(trace, run, [f"device {device}: ranks {ranks}" for device, ranks in enumerate(_ranks(subject))])
+            write_trace(trace, run, [f"device {device}: ranks {ranks}" for device, ranks in enumerate(subject.words.ranks)])
         if figure is not None:
-            write_figure(figure, run, f"{plan.name}: {subject.what}, {format_time(run.makespan_s)}")
+            write_figure(figure, run, f"{plan.name if plan else costs}: {subject.what}, {format_time(run.makespan_s)}")
     if json:
         told = {"plan": plan, "lengths": lengths, "batch": batch, **_as_dict(subject, run)}
         print_json({**told, "orders": orders, "trace": trace, "figure": figure})
         return
-    _show(plan, subject, run, verbose)
+    _show(str(plan or costs), subject, run, verbose)
     if orders:
         _show_orders(orders)
     say(*(f"{what} written to {path}" for path, what in ((trace, "trace"), (figure, "figure")) if path is not None))
@@ -126,9 +151,18 @@ def _planned(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> 
     replica = found.estimate.replica if plan.micro_batching.per_replica else None
     what = f"schedule {plan.schedule}" if plan.num_groups > 1 else "one stage"
     return _Subject(
-        plan, plan.schedule, replica, what, found.workload, found.schedule, where, found.estimate.time_s,
+        _words(plan, replica), plan.schedule, replica, what, found.workload, found.schedule, where, found.estimate.time_s,
         found.estimate.source, found.estimate.notes,
     )  # fmt: skip
+
+
+def _words(plan: Plan, replica: int | None) -> _Words:
+    from penstock.plans.precision import described_training
+    from penstock.plans.texts import format_ranks
+
+    groups = [stage.devices for stage in plan.stages[: plan.num_groups]]
+    ranks = [ranks_words(group) if replica is None else format_ranks(group[replica]) for group in groups]
+    return _Words(plan_name(plan), ranks, f"{described_training(plan)}; ", plan.schedule)
 
 
 def _batched(path: Path, is_planned: bool, plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> _Subject:
@@ -137,7 +171,6 @@ def _batched(path: Path, is_planned: bool, plan: Plan, model: Model, cluster: Cl
     from penstock.batching.plan import read_batch_plan
     from penstock.batching.planned import planned_costs
     from penstock.batching.planner import plan_batch
-    from penstock.batching.workloads import batch_workload
 
     if is_planned:
         batch = _fitting(read_batch_plan(path), path, plan)
@@ -148,12 +181,33 @@ def _batched(path: Path, is_planned: bool, plan: Plan, model: Model, cluster: Cl
         prices = planned_costs(plan, model, cluster, source, longest, longest_dec)
         batch = plan_batch(samples, prices)
     replica = max(range(len(batch.replicas)), key=lambda index: batch.replicas[index].predicted_s)
+    return _slowest(batch, prices, path, replica, _words(plan, replica))
+
+
+def _slowest(batch: BatchPlan, prices: PipelineCosts, path: Path, replica: int, words: _Words) -> _Subject:
+    from penstock.batching.workloads import batch_workload
+
     own = batch.replicas[replica]
     what = f"{len(own.micro_batches)} of {batch.num_micro_batches} micro-batches of {path.name}"
     return _Subject(
-        plan, own.order, replica, what, batch_workload(prices, own.micro_batches, replica), own.schedule, "by the planner of batches",
+        words, own.order, replica, what, batch_workload(prices, own.micro_batches, replica), own.schedule, "by the planner of batches",
         batch.predicted_s, batch.costs,
     )  # fmt: skip
+
+
+def _configured(costs: str, path: Path, is_planned: bool) -> _Subject:
+    """A batch in a configuration of another system, planned already or now."""
+    from penstock.batching.lengths import read_lengths
+    from penstock.batching.plan import read_batch_plan
+    from penstock.batching.planner import plan_batch
+    from penstock.batching.workloads import require_priced
+
+    samples = [] if is_planned else read_lengths(path)
+    prices = configured_costs(costs, samples)
+    batch = read_batch_plan(path) if is_planned else plan_batch(samples, prices)
+    require_priced(batch, prices, f"batch '{path}'")
+    replica = max(range(len(batch.replicas)), key=lambda index: batch.replicas[index].predicted_s)
+    return _slowest(batch, prices, path, replica, _Words(costs, [f"of stage {s}" for s in range(prices.num_stages)]))
 
 
 def _fitting(batch: BatchPlan, path: Path, plan: Plan) -> BatchPlan:
@@ -173,7 +227,7 @@ def _fitting(batch: BatchPlan, path: Path, plan: Plan) -> BatchPlan:
 
 def _reordered(name: str, own: _Subject, dynamic: bool, plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> _Subject:
     """The same stages and micro-batches in another order."""
-    from penstock.ordering.choose import MADE, ORDERS, order_of
+    from penstock.ordering.choose import MADE, ORDERS
     from penstock.plans.validity import require_valid
     from penstock.schedules.rules import SCHEDULES
 
@@ -185,6 +239,16 @@ def _reordered(name: str, own: _Subject, dynamic: bool, plan: Plan, model: Model
         other = replace(plan, schedule=name, predicted=None)
         require_valid(other, model, cluster, where=f"the plan under the schedule '{name}'")
         return _planned(other, model, cluster, source)
+    return _made_order(name, own)
+
+
+def _made_order(name: str, own: _Subject) -> _Subject:
+    """The same micro-batches in an order made for them, or in that of a plain schedule."""
+    from penstock.ordering.choose import MADE, ORDERS, order_of
+    from penstock.schedules.rules import SCHEDULES
+
+    if name not in ORDERS:
+        raise InputError(f"--schedule is '{name}'. {near_misses(name, ORDERS)}")
     if name in SCHEDULES and not SCHEDULES[name].plain:
         plain = ", ".join(known for known, rules in SCHEDULES.items() if rules.plain)
         raise InputError(f"--schedule {name}: micro-batches of a batch run in whole passes. Use {plain} or {', '.join(MADE)}.")
@@ -212,23 +276,13 @@ def _show_orders(rows: list[dict[str, Any]]) -> None:
     out().print(table("the plan's own order, and the one asked for", _ORDER_COLUMNS, texts))
 
 
-def _ranks(subject: _Subject) -> list[str]:
-    """The ranks of each device group, in one replica or in all."""
-    from penstock.plans.texts import format_ranks
-
-    groups = [stage.devices for stage in subject.plan.stages[: subject.plan.num_groups]]
-    if subject.replica is not None:
-        return [format_ranks(group[subject.replica]) for group in groups]
-    return [ranks_words(group) for group in groups]
-
-
 def _devices(subject: _Subject, run: Execution) -> list[dict[str, Any]]:
     """What is told of each device."""
     from penstock.timing.order_memory import in_flight
 
     held, pipeline_s = in_flight(run.schedule), run.pipeline_s
     rows = []
-    for device, (ranks, busy_s, sending_s) in enumerate(zip(_ranks(subject), run.device_busy_s(), run.sending_s(), strict=True)):
+    for device, (ranks, busy_s, sending_s) in enumerate(zip(subject.words.ranks, run.device_busy_s(), run.sending_s(), strict=True)):
         rows.append({
             "device": device,
             "ranks": ranks,
@@ -244,7 +298,7 @@ def _devices(subject: _Subject, run: Execution) -> list[dict[str, Any]]:
     return rows
 
 
-def _show(path: Path, subject: _Subject, run: Execution, verbose: bool) -> None:
+def _show(path: str, subject: _Subject, run: Execution, verbose: bool) -> None:
     say(*_sentences(subject, run), "")
     rows = [
         [row["device"], row["ranks"], ",".join(map(str, row["stages"])), format_time(row["busy_s"]), format_time(row["bubble_s"]),
@@ -261,15 +315,13 @@ def _show(path: Path, subject: _Subject, run: Execution, verbose: bool) -> None:
 
 def _sentences(subject: _Subject, run: Execution) -> list[str]:
     """How long it takes, how much of that is waiting, how full devices get; by formula beside it."""
-    from penstock.plans.precision import described_training
-
     rows = _devices(subject, run)
     fullest = max(rows, key=lambda row: row["peak_bytes"] / row["limit_bytes"])
     idle = sum(row["bubble_share"] for row in rows) / len(rows)
     sentences = [
-        f"{plan_name(subject.plan)}, {subject.workload.num_micro_batches} micro-batches: {format_time(run.makespan_s)} simulated, devices "
+        f"{subject.words.title}, {subject.workload.num_micro_batches} micro-batches: {format_time(run.makespan_s)} simulated, devices "
         f"idle {format_share(idle)} of the pipeline, {format_part(fullest['peak_bytes'], fullest['limit_bytes'])}; "
-        f"{described_training(subject.plan)}; {format_time(subject.predicted_s)} {subject.predicted} ({subject.source})."
+        f"{subject.words.training}{format_time(subject.predicted_s)} {subject.predicted} ({subject.source})."
     ]
     if run.violation is not None:
         over = run.violation
@@ -295,7 +347,7 @@ def _as_dict(subject: _Subject, run: Execution) -> dict[str, Any]:
     from penstock.schedules.actions import format_schedule
 
     return {
-        "schedule": subject.plan.schedule,
+        "schedule": subject.words.schedule,
         "order": subject.order,
         "replica": subject.replica,
         "num_micro_batches": subject.workload.num_micro_batches,

@@ -23,7 +23,7 @@ from penstock.processes.fork_server import warm_up
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.runtime.interrupts import Interrupted
-    from penstock.runtime.request import StepTold, TrainResult
+    from penstock.runtime.request import NodePlace, StepTold, TrainResult
     from penstock.runtime.telemetry.predicting import PredictedSteps
     from penstock.runtime.trainer import PlanTrainer
     from penstock.timing.disturbance import Disturbance
@@ -50,6 +50,9 @@ def train(
     adapt: option.Adapt = "watch",
     on_death: option.OnDeath = "end",
     copies: option.CopySteps = 10,
+    spares: option.Spares = 0,
+    node_rank: option.NodeRank = None,
+    master: option.Master = "",
     share_gpus: option.ShareGpus = False,
     reserve_memory: option.ReservedShare = 0.0,
     lr: option.PeakRate = 3e-4,
@@ -142,8 +145,9 @@ def _train_plan(
     # Not validated again: options are checked where they are read, and refused by their names.
     learning, saving = TrainGroup.model_construct(**given.fields("train.")), SaveGroup.model_construct(**given.fields("save."))
     request = training_request(
-        plan, data[0], steps, str(path), learning, saving, resume=values["resume"], weights=values["weights"], disturbance=disturbance()
-    )
+        plan, data[0], steps, str(path), learning, saving, resume=values["resume"], weights=values["weights"], disturbance=disturbance(),
+        node=_node(values["node_rank"], values["master"]), spares=values["spares"],
+    )  # fmt: skip
     go_on = f"go on from there with --resume '{path}'"
     run_training(trainer_of(request, values["adapt"]), compare=values["compare"], json=values["json"], go_on=go_on)
 
@@ -162,7 +166,7 @@ _FIELDS = {
     "store_timeout": "train.store_timeout", "torch_profile": "train.torch_profile", "checkpoint_every": "save.every", "keep": "save.keep",
 }  # fmt: skip
 """Options, and the fields of a job that they set."""
-_PLAN_ONLY = ("resume", "slow", "disturb")
+_PLAN_ONLY = ("resume", "slow", "disturb", "node_rank", "master", "spares")
 _JOB_ONLY = ("model", "cluster", "costs", "tokens_per_batch", "tokenizer", "changes")
 
 
@@ -177,7 +181,7 @@ def run_training(trainer: PlanTrainer, *, compare: bool, json: bool, go_on: str,
     """Trains, and tells of every step and of the end; `more` goes into the object that `--json` prints, and `go_on` says how to go on."""
     request, under_torchrun = trainer.request, _is_under_torchrun()
     unit = "tokens" if request.plan.seq_length else "images"
-    first = not under_torchrun or os.environ["RANK"] == "0"
+    first = os.environ["RANK"] == "0" if under_torchrun else request.node is None or request.node.number == 0
     for note in trainer.notes() if first else ():
         err().print(f"note: {note}", markup=False, soft_wrap=True)
     verb = "rehearsing" if request.device == "timed" else "training"
@@ -252,6 +256,16 @@ def _disturbance(slow: list[str], path: Path | None) -> Disturbance:
 
     story = read_disturbance(path)
     return Disturbance((*whole_run.changes, *story.changes), story.strikes)
+
+
+def _node(rank: int | None, master: str) -> NodePlace | None:
+    if (rank is None) != (not master):
+        raise InputError("--node-rank and --master go together: which node this is, and where node 0 is met. Give both, or neither.")
+    if rank is None:
+        return None
+    from penstock.runtime.nodes.place import node_place
+
+    return node_place(rank, master)
 
 
 def _check(reserve_memory: float, adapt: str) -> None:

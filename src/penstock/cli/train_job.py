@@ -102,7 +102,8 @@ def _micro_batches(count: float) -> str:
 
 
 def _begins(weights: str, source: str) -> str:
-    from penstock.jobs.models import first_weights, found_source
+    from penstock.jobs.models import first_weights
+    from penstock.models.huggingface import found_source
 
     found = first_weights(found_source(source), weights)
     return f"begins with {found}" if found else "begins with random weights"

@@ -11,9 +11,9 @@ from penstock.cli.options import BIG, MAX_PLANNERS, MAX_SEARCH_STEPS, SEED, fold
 
 __all__ = [
     "Adapt", "BudgetSteps", "Changes", "CheckpointEvery", "ClipNorm", "CompareFlag", "CopySteps", "DataPaths", "Deterministic",
-    "DeviceKind", "DisturbFile", "EvalEvery", "FirstWeights", "JobCluster", "JobCosts", "JobTokenizer", "Keep", "ModelSource", "OnDeath",
-    "OnNan", "PeakRate", "PlanOrJob", "Planners", "ReservedShare", "ResumeFrom", "RunFolder", "Seed", "ShareGpus", "SlowRanks", "Steps",
-    "StoreAddress", "StoreTimeout", "TokensPerBatch", "TorchProfile", "WarmUp",
+    "DeviceKind", "DisturbFile", "EvalEvery", "FirstWeights", "JobCluster", "JobCosts", "JobTokenizer", "Keep", "Master", "ModelSource",
+    "NodeRank", "OnDeath", "OnNan", "PeakRate", "PlanOrJob", "Planners", "ReservedShare", "ResumeFrom", "RunFolder", "Seed", "ShareGpus",
+    "SlowRanks", "Spares", "Steps", "StoreAddress", "StoreTimeout", "TokensPerBatch", "TorchProfile", "WarmUp",
 ]  # fmt: skip
 
 # What is trained, on what, and where it goes.
@@ -77,6 +77,12 @@ CopySteps = Annotated[
     int,
     typer.Option(metavar="STEPS", callback=within(0, BIG), help="With recover: steps between copies to go on from; 0: none."),
 ]
+Spares = Annotated[int, typer.Option(metavar="N", callback=within(0, BIG), help="With recover: devices that take the place of lost ones.")]
+NodeRank = Annotated[
+    int | None,
+    typer.Option(metavar="R", callback=within(0, BIG), help="On several nodes: which of them this is; it starts those of its ranks."),
+]
+Master = Annotated[str, typer.Option(metavar="HOST:PORT", help="With --node-rank: where node 0 is met, whose address this is.")]
 ShareGpus = Annotated[
     bool, typer.Option("--share-gpus", help="Let several ranks run on one GPU, each with its part under MPS.")
 ]

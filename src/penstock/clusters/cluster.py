@@ -175,6 +175,13 @@ class Cluster:
             return override
         return run_a.node.intra if same_node else slowest((run_a.node.inter, run_b.node.inter))
 
+    def link_likeness(self, rank_a: int, rank_b: int) -> tuple[int, ...]:
+        """Equal for pairs of ranks whose links are alike, so that one of many pairs can stand for the others."""
+        (run_a, index_a, _), (run_b, index_b, _) = self._locate(rank_a), self._locate(rank_b)
+        if self.overrides:
+            return rank_a, rank_b
+        return id(run_a), id(run_b), index_a == index_b, rank_a == rank_b
+
     def flow_bandwidth_bytes_per_s(self, rank_a: int, rank_b: int, num_flows: int = 1) -> float:
         """What the pair gets while `num_flows` pairs use the same two nodes' network at once.
 

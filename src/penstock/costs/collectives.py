@@ -131,12 +131,13 @@ def group_of(cluster: Cluster, ranks: Sequence[int], sharing: int = 1) -> Group:
     nodes: dict[int, list[int]] = {}
     for rank in ranks:
         nodes.setdefault(cluster.node_index(rank), []).append(rank)
-    links = [cluster.slowest_link(here) for here in nodes.values() if len(here) > 1]
+    several = {cluster.link_likeness(here[0], here[1]): here for here in nodes.values() if len(here) > 1}
+    links = [cluster.slowest_link(here) for here in several.values()]
     inside = slowest(links) if links else None
     if len(nodes) <= 1:
         return Group(len(ranks), 1, inside)
     ring = [here[0] for here in nodes.values()]
-    pairs = list(zip(ring, [*ring[1:], ring[0]], strict=True))
+    pairs = list({cluster.link_likeness(*pair): pair for pair in zip(ring, [*ring[1:], ring[0]], strict=True)}.values())
     counts = [len(here) for here in nodes.values()]
     flows = min(counts) * sharing
     return Group(

@@ -39,7 +39,7 @@ SLACK = 0.02
 
 _PRECISIONS = {"bf16": (2, 4), "fp16": (2, 4), "fp32": (4, 0)}
 """Bytes of a weight, and of its fp32 master copy."""
-_MOMENTS = {"adamw": 8, "sgd": 4}
+_MOMENTS = {"adamw": 8, "lamb": 8, "sgd": 4}
 """Bytes of fp32 moments per weight; sgd is with momentum."""
 _UNIT = Shape(1)
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from penstock.data.batches import GlobalBatches, Lengths
 from penstock.data.indexed import IndexedTokens
 from penstock.data.limits import NO_LIMITS, Limits
-from penstock.data.manifest import DataManifest, read_manifest
+from penstock.data.manifest import SPANS, DataManifest, read_manifest
 from penstock.data.mixture import Mixture, Task
 from penstock.errors import InputError, near_misses
 from penstock.files import readable_bytes
@@ -36,7 +36,7 @@ class DataSet:
     split: str
     manifest: DataManifest
     ragged: dict[str, IndexedTokens]
-    """Parts of samples with lengths of their own: `input`, `target`, BERT's others."""
+    """Parts of samples with lengths of their own: `input`, `target`, spans of chats, BERT's others."""
     fixed: dict[str, Array]
     """Parts of samples of one size: `images`, `labels`."""
 
@@ -94,7 +94,8 @@ def open_data(folder: str | Path, split: str = "train") -> DataSet:
         sides = manifest.sides if manifest.kind != "images" else []
         kept = {side: IndexedTokens.of_lengths(folder, _kept(lengths_file(folder, split, side))) for side in sides}
         return DataSet(folder, split, manifest, kept, {})
-    names = (*manifest.sides, *(BERT_PARTS if manifest.kind == "bert" else ())) if manifest.kind != "images" else ()
+    more = BERT_PARTS if manifest.kind == "bert" else (SPANS,) if manifest.spans else ()
+    names = (*manifest.sides, *more) if manifest.kind != "images" else ()
     ragged = {name: IndexedTokens.open(folder / f"{split}_{name}") for name in names}
     fixed = {name: _open_array(folder / f"{split}_{name}.npy") for name in _fixed_names(manifest)}
     sizes = {name: len(part) for name, part in ragged.items()} | {name: len(part) for name, part in fixed.items()}

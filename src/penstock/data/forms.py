@@ -1,6 +1,6 @@
 """What a model makes of a sample: how many token positions it fills on each side, and which of them count in the loss.
 
-decoder           input and target end to end; each token predicts the next; those of the target count
+decoder           input and target end to end; each token predicts the next; those of the target count, of a chat those of answers
 encoder-decoder   input into the encoder; a start token and the target into the decoder, which predicts the target
 masked            tokens into the encoder; those that were masked count
 images            one position, one label
@@ -34,7 +34,7 @@ class SampleForm:
     paired: bool = True
     """Samples have a target beside their input."""
     prompt_loss: bool = False
-    """Whether tokens of the input count in a decoder's loss too."""
+    """Whether tokens of the input count in a decoder's loss too, or all of a chat."""
 
     def positions(self, lengths: Ints) -> tuple[Ints, Ints]:
         """Positions of each sample on both sides, from its lengths after truncation (samples, sides)."""
@@ -52,6 +52,13 @@ class SampleForm:
         if self.paired and not self.prompt_loss:  # label j is token j, a part of the target from the input's length on
             return max(0, positions + 1 - max(input_length, 1))
         return positions
+
+    def answers(self, spans: Ints, positions: int) -> npt.NDArray[np.bool_]:
+        """Which positions of a chat count: label j is token j + 1, and those of `spans` are the assistant's."""
+        counted = np.full(positions, self.prompt_loss)
+        for first, last in np.asarray(spans, np.int64).reshape(-1, 2).tolist():
+            counted[max(0, first - 1) : max(0, last - 1)] = True
+        return counted
 
 
 def form_of(model: Model, data: DataSet, *, prompt_loss: bool = False) -> SampleForm:

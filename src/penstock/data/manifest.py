@@ -10,9 +10,11 @@ import msgspec
 from penstock.errors import InputError
 from penstock.files import read_text, write_bytes
 
-__all__ = ["MANIFEST", "DataManifest", "DataSplit", "TaskRange", "read_manifest", "write_manifest"]
+__all__ = ["MANIFEST", "SPANS", "DataManifest", "DataSplit", "TaskRange", "read_manifest", "write_manifest"]
 
 MANIFEST = "data.json"
+SPANS = "spans"
+"""The part of chats that says which of their tokens count: [first, last) of each answer, end to end."""
 _VERSION = 1
 
 
@@ -50,6 +52,8 @@ class DataManifest(msgspec.Struct, frozen=True):
     classes: list[str] = []
     counts: dict[str, int] = {}
     """Samples read, and dropped for each reason."""
+    spans: bool = False
+    """Whether samples are chats, of which the tokens of some spans count in the loss."""
     lengths_only: bool = False
     """Whether the folder keeps what planning needs, and no contents (`kept_lengths.py`)."""
     version: int = _VERSION

@@ -14,6 +14,7 @@ import numpy as np
 from penstock.data.batches import GlobalBatch
 from penstock.data.dataset import DataSet
 from penstock.data.forms import Ints, SampleForm
+from penstock.data.manifest import SPANS
 from penstock.data.mixture import apportion
 from penstock.errors import InputError, PenstockError
 
@@ -152,6 +153,8 @@ class ProgramPlanner:
                 for identity, length, dec in zip(micro.samples, micro.lengths, decs, strict=True):
                     if self.form.kind == "masked":
                         counted[identity] = int((data.ragged["masked_positions"][identity % len(data)] < length).sum())
+                    elif SPANS in data.ragged:
+                        counted[identity] = int(self.form.answers(data.ragged[SPANS][identity % len(data)], length).sum())
                     else:
                         counted[identity] = self.form.counted(inputs[identity], length, dec)
         return counted

@@ -12,6 +12,7 @@ import numpy as np
 from penstock.data.dataset import DataSet
 from penstock.data.forms import Ints, SampleForm
 from penstock.data.limits import NO_LIMITS, Limits
+from penstock.data.manifest import SPANS
 
 if TYPE_CHECKING:
     from penstock.models.micro_batch import MicroBatch
@@ -103,6 +104,8 @@ class Samples:
         kept = [side[:count] for side, count in zip(sides, self.limits.kept([len(side) for side in sides]), strict=True)]
         prompt, tokens = kept[0], np.concatenate(kept)
         tokens = tokens[: length + 1].astype(np.int64)
+        if SPANS in parts:
+            return Sample(tokens[:-1], tokens[1:], counted=self.form.answers(parts[SPANS], length))
         counted = np.zeros(length, bool)
         counted[length - self.form.counted(len(prompt), length, 0) :] = True
         return Sample(tokens[:-1], tokens[1:], counted=counted)

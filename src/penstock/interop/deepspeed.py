@@ -46,7 +46,7 @@ def deepspeed_config(plan: Plan, model: Model | None = None, cluster: Cluster | 
         "train_batch_size": plan.global_batch,
         "train_micro_batch_size_per_gpu": grid.micro_batch,
         "gradient_accumulation_steps": grid.num_micro_batches,
-        "optimizer": {"type": "AdamW" if plan.optimizer == "adamw" else "SGD"},
+        "optimizer": {"type": {"adamw": "AdamW", "lamb": "Lamb", "sgd": "SGD"}[plan.optimizer]},
         "zero_optimization": {"stage": grid.zero},
     }
     if plan.precision != "fp32":

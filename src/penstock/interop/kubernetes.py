@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.clusters.instances import INSTANCES
 from penstock.errors import InputError
-from penstock.interop.torchrun import LaunchNode, comment, launch_nodes, node_groups, plan_title, safe_name
+from penstock.interop.torchrun import MAKE_KEY, LaunchNode, agent_words, comment, launch_nodes, node_groups, plan_title, safe_name
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -25,8 +25,7 @@ _PORT = 29500
 _AGENT = """\
 node=$JOB_COMPLETION_INDEX
 ((node += {first})) || true
-exec "${{PYTHON:-python3}}" -m torch.distributed.run --nnodes={num_nodes} --node-rank="$node" \\
-  --nproc-per-node={processes} --master-addr={address} --master-port={port} "$@"
+exec "${{PYTHON:-python3}}" {words}
 """
 
 _HEAD = """\
@@ -35,9 +34,12 @@ _HEAD = """\
 # Before that, set in each Job: the image, which must hold Penstock, and the arguments after 'train'; and make the claims
 # 'penstock-data' (read) and 'penstock-runs' (written by all nodes), or put other volumes in their place.
 """
+_KEY_HEAD = f"""\
+# The job's key is in a secret: kubectl create secret generic {{secret}} --from-literal=key="$({MAKE_KEY})"
+"""
 
 
-def kubernetes_text(plan: Plan, cluster: Cluster, plan_json: str, command: Sequence[str]) -> str:
+def kubernetes_text(plan: Plan, cluster: Cluster, plan_json: str, command: Sequence[str], *, supervised: bool = False) -> str:
     """All objects as one YAML file."""
     import yaml
 
@@ -51,17 +53,29 @@ def kubernetes_text(plan: Plan, cluster: Cluster, plan_json: str, command: Seque
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
 
     Plain.add_representer(str, text)
-    objects = kubernetes_objects(plan, cluster, plan_json, command)
-    return _HEAD.format(title=comment(plan_title(plan))) + yaml.dump_all(objects, Dumper=Plain, sort_keys=False, width=120)
+    objects = kubernetes_objects(plan, cluster, plan_json, command, supervised=supervised)
+    key = _KEY_HEAD.format(secret=_secret(_name(plan))) if supervised else ""
+    return _HEAD.format(title=comment(plan_title(plan))) + key + yaml.dump_all(objects, Dumper=Plain, sort_keys=False, width=120)
 
 
-def kubernetes_objects(plan: Plan, cluster: Cluster, plan_json: str, command: Sequence[str]) -> list[dict[str, Any]]:
-    """The objects that run `command` (a module or a file, and arguments) in one process for each rank of the plan."""
+def _name(plan: Plan) -> str:
+    return safe_name(f"penstock-{plan_title(plan)}")
+
+
+def _secret(name: str) -> str:
+    return f"{name}-key"
+
+
+def kubernetes_objects(
+    plan: Plan, cluster: Cluster, plan_json: str, command: Sequence[str], *, supervised: bool = False
+) -> list[dict[str, Any]]:
+    """The objects that run `command` (a module or a file, and arguments) in one process for each rank of the plan; `supervised`: in a
+    supervisor on each node, which survive the loss of others."""
     if len(plan_json.encode()) > _MOST_BYTES:
         raise InputError(f"the plan has {len(plan_json.encode())} bytes; a ConfigMap holds {_MOST_BYTES}. Write its model as a name.")
-    nodes = launch_nodes(plan, cluster)
+    nodes = launch_nodes(plan, cluster, idle=supervised)
     groups = node_groups(nodes)
-    name = safe_name(f"penstock-{plan_title(plan)}")
+    name = _name(plan)
     labels = {"app.kubernetes.io/name": "penstock", "app.kubernetes.io/instance": name}
     service = {
         "apiVersion": "v1", "kind": "Service", "metadata": {"name": name, "labels": labels},
@@ -71,8 +85,10 @@ def kubernetes_objects(plan: Plan, cluster: Cluster, plan_json: str, command: Se
     config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "labels": labels}, "data": {"plan.json": plan_json}}
     jobs, first = [], 0
     for index, group in enumerate(groups):
-        agent = _AGENT.format(num_nodes=len(nodes), first=first, processes=group[0].num_processes, address=f"{name}-0-0.{name}", port=_PORT)
-        jobs.append(_job(f"{name}-{index}", name, labels, group, agent, command))
+        place = f"{name}-0-0.{name}", str(_PORT)
+        words = agent_words('"$@"', len(nodes), '"$node"', str(group[0].num_processes), *place, supervised=supervised)
+        job = _job(f"{name}-{index}", name, labels, group, _AGENT.format(first=first, words=words), command)
+        jobs.append(_supervised(job, name) if supervised else job)
         first += len(group)
     return [service, config, *jobs]
 
@@ -114,6 +130,16 @@ def _job(job: str, name: str, labels: dict[str, str], group: Sequence[LaunchNode
         "template": {"metadata": {"labels": labels}, "spec": pod},
     }  # fmt: skip
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job, "labels": labels}, "spec": spec}
+
+
+def _supervised(job: dict[str, Any], name: str) -> dict[str, Any]:
+    """A job whose nodes share a key, and go on when one of them fails."""
+    spec = job["spec"]
+    del spec["backoffLimit"]
+    spec |= {"backoffLimitPerIndex": 0, "maxFailedIndexes": spec["completions"]}
+    key = {"name": "PENSTOCK_STORE_KEY", "valueFrom": {"secretKeyRef": {"name": _secret(name), "key": "key"}}}
+    spec["template"]["spec"]["containers"][0]["env"] = [key]
+    return job
 
 
 def _resource(node: LaunchNode) -> str:

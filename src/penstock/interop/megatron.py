@@ -56,6 +56,8 @@ def _flags(plan: Plan, model: Model, cluster: Cluster) -> tuple[Grid, Flags]:
     grid = grid_of(plan, TARGET, _SCHEDULES, model, cluster)
     if grid.zero > 1:
         raise refusal(TARGET, 0, f"zero is {grid.zero}; its distributed optimizer divides optimizer state alone", "Use zero 1.")
+    if plan.optimizer == "lamb":
+        raise InputError(f"{TARGET} cannot express the optimizer 'lamb' of this plan: it has Adam and SGD.")
     if model.family == "t5" and grid.pp > 1:
         raise refusal(TARGET, 1, "its T5 has no pipeline", "Plan for one stage.")
     flags: Flags = [

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from penstock.interop.torchrun import LaunchNode, bash_list, comment, launch_nodes, node_groups, plan_title, safe_name
+from penstock.interop.torchrun import (
+    MAKE_KEY,
+    LaunchNode,
+    agent_words,
+    bash_list,
+    comment,
+    launch_nodes,
+    node_groups,
+    plan_title,
+    safe_name,
+)
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -14,9 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["slurm_script"]
 
 
-def slurm_script(plan: Plan, cluster: Cluster, command: Sequence[str]) -> str:
-    """A script for `sbatch` that runs `command` (a module or a file, and arguments) in one process for each rank of the plan."""
-    nodes = launch_nodes(plan, cluster)
+def slurm_script(plan: Plan, cluster: Cluster, command: Sequence[str], *, supervised: bool = False) -> str:
+    """A script for `sbatch` that runs `command` (a module or a file, and arguments) in one process for each rank of the plan; `supervised`:
+    in a supervisor on each node, which survive the loss of others."""
+    nodes = launch_nodes(plan, cluster, idle=supervised)
     groups = node_groups(nodes)
     mixed = len(groups) > 1
     directives = "\n#SBATCH hetjob\n".join(_directives(group, mixed) for group in groups)
@@ -25,10 +36,13 @@ def slurm_script(plan: Plan, cluster: Cluster, command: Sequence[str]) -> str:
         name=safe_name(f"penstock-{plan_title(plan)}"),
         directives=directives,
         nodes="\n".join(f"#   {len(group)} × {comment(group[0].node.label)}, {group[0].num_processes} processes each" for group in groups),
-        num_nodes=len(nodes),
         processes=bash_list([str(node.num_processes) for node in nodes]),
         command=bash_list(command),
         het_group=f" --het-group=0-{len(groups) - 1}" if mixed else "",
+        no_kill="\n#SBATCH --no-kill" if supervised else "",
+        on_failure="--kill-on-bad-exit=0 --no-kill" if supervised else "--kill-on-bad-exit=1",
+        key=_KEY if supervised else "",
+        agent=agent_words('"${@:3}"', len(nodes), '"$SLURM_PROCID"', '"${processes[SLURM_PROCID]}"', '"$1"', '"$2"', supervised=supervised),
     )
 
 
@@ -42,11 +56,15 @@ def _directives(group: Sequence[LaunchNode], mixed: bool) -> str:
     return "\n".join([*lines, "#SBATCH --exclusive"])
 
 
+_KEY = f"""
+# The job's key, which nodes get through their environment.
+export PENSTOCK_STORE_KEY=${{PENSTOCK_STORE_KEY:-$({MAKE_KEY})}}
+"""
 _SCRIPT = """\
 #!/usr/bin/env bash
 #SBATCH --job-name={name}
 #SBATCH --output=%x-%j.log
-{directives}
+{directives}{no_kill}
 
 # Trains {title} on
 {nodes}
@@ -62,7 +80,7 @@ command={command}
 # The node list; the first node is where all ranks meet.
 read -r address < <(scontrol show hostnames "${{SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}}")
 port=${{MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}}
-
+{key}
 container=()
 if [[ -n ${{PENSTOCK_IMAGE:-}} ]]; then
   folder=$(dirname -- "${{command[-1]}}")
@@ -73,10 +91,9 @@ fi
 # What each node runs. Its number among all nodes is that of its only task.
 read -r -d '' agent <<'AGENT' || true
 processes={processes}
-exec "${{PYTHON:-python3}}" -m torch.distributed.run --nnodes={num_nodes} --node-rank="$SLURM_PROCID" \\
-  --nproc-per-node="${{processes[SLURM_PROCID]}}" --master-addr="$1" --master-port="$2" "${{@:3}}"
+exec "${{PYTHON:-python3}}" {agent}
 AGENT
 
-exec srun{het_group} --kill-on-bad-exit=1 ${{container[@]+"${{container[@]}}"}} \\
+exec srun{het_group} {on_failure} ${{container[@]+"${{container[@]}}"}} \\
   bash -euo pipefail -c "$agent" agent "$address" "$port" "${{command[@]}}" "$@"
 """

@@ -1,4 +1,4 @@
-"""A plan as a script that starts torchrun on a list of hosts, and what all launch files are made of."""
+"""A plan as a script that starts torchrun, or a supervisor of Penstock, on a list of hosts, and what all launch files are made of."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from penstock.plans.plan import Plan
 
 __all__ = [
+    "MAKE_KEY",
     "LaunchNode",
+    "agent_words",
     "bash_list",
     "comment",
     "launch_nodes",
@@ -54,14 +56,17 @@ class LaunchNode:
         return not self.node.device.name.lower().startswith("cpu")
 
 
-def launch_nodes(plan: Plan, cluster: Cluster) -> list[LaunchNode]:
-    """The machines of a plan in rank order; those without work are left out, as are idle devices. Process i is the plan's i-th rank."""
+def launch_nodes(plan: Plan, cluster: Cluster, *, idle: bool = False) -> list[LaunchNode]:
+    """The machines of a plan in rank order; those without work are left out, as are idle devices: process i is the plan's i-th rank. With
+    `idle`, devices before the last with work have a process too, which may take another's place."""
     problems = list(cluster_problems(plan, cluster))
     if problems:
         raise InputError(problems[0])
+    working = {cluster.node_index(rank) for rank in plan.ranks}
+    started = [rank for rank in range(plan.ranks[-1] + 1) if cluster.node_index(rank) in working] if idle else plan.ranks
     return [
         LaunchNode(cluster.node_of(group[0]), tuple(cluster.device_id(rank) for rank in group))
-        for _, ranks in groupby(plan.ranks, key=cluster.node_index)
+        for _, ranks in groupby(started, key=cluster.node_index)
         for group in (list(ranks),)
     ]
 
@@ -99,9 +104,25 @@ def train_command(plan_path: str) -> tuple[str, ...]:
     return ("-m", "penstock.cli.main", "train", plan_path)
 
 
-def torchrun_script(plan: Plan, cluster: Cluster, command: Sequence[str]) -> str:
-    """A bash script that runs `command` (a module or a file, and arguments) in one process for each rank of the plan."""
-    nodes = launch_nodes(plan, cluster)
+MAKE_KEY = "head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n'"
+"""Prints a key for a job, in hexadecimal."""
+
+
+def agent_words(words: str, num_nodes: int, node: str, processes: str, address: str, port: str, *, supervised: bool) -> str:
+    """What a node's Python is given, in bash: torchrun with the `words` of each process, or the same words as those of a supervisor, which
+    starts the processes of its node itself and survives the loss of others."""
+    if supervised:
+        return f"{words} --on-death=recover --node-rank={node} --master={address}:{port}"
+    return (
+        f"-m torch.distributed.run --nnodes={num_nodes} --node-rank={node} --nproc-per-node={processes} \\\n"
+        f"    --master-addr={address} --master-port={port} {words}"
+    )
+
+
+def torchrun_script(plan: Plan, cluster: Cluster, command: Sequence[str], *, supervised: bool = False) -> str:
+    """A bash script that runs `command` (a module or a file, and arguments) in one process for each rank of the plan; `supervised`: in a
+    supervisor on each node."""
+    nodes = launch_nodes(plan, cluster, idle=supervised)
     lines = [f"#   {index}  {comment(node.node.label)}: {node.num_processes} processes" for index, node in enumerate(nodes)]
     return _SCRIPT.format(
         title=comment(plan_title(plan)),
@@ -112,12 +133,43 @@ def torchrun_script(plan: Plan, cluster: Cluster, command: Sequence[str]) -> str
         devices=bash_list([node.visible_devices for node in nodes]),
         command=bash_list(command),
         hosts="${HOSTS:-127.0.0.1}" if len(nodes) == 1 else "${HOSTS:-}",
+        starter="a supervisor of Penstock" if supervised else "torchrun",
+        key_words=_KEY_WORDS if supervised else "",
+        key=_KEY if supervised else "",
+        pass_key='PENSTOCK_STORE_KEY_FILE="$key" ' if supervised else "",
+        wait=_WAIT_ANY if supervised else _WAIT_ALL,
+        agent=agent_words(
+            '"${command[@]}" "$@"', len(nodes), '"$node"', '"${processes[node]}"', '"${hosts[0]#*@}"', '"$port"', supervised=supervised
+        ),
     )
+
+
+_KEY_WORDS = """\
+# A node that is lost is done without. The job's key is in PENSTOCK_STORE_KEY_FILE, which all hosts must see; it is made if there is none.
+"""
+_KEY = f"""
+key=${{PENSTOCK_STORE_KEY_FILE:-$HOME/.penstock-key}}
+if [[ ! -e $key ]]; then
+  (umask 077 && {MAKE_KEY} >"$key")
+fi
+export PENSTOCK_STORE_KEY_FILE=$key
+"""
+_WAIT_ALL = """\
+for _ in "${agents[@]}"; do
+  wait -n || exit 1  # one agent failed: the others are ended
+done
+"""
+_WAIT_ANY = """\
+for agent in "${agents[@]}"; do
+  wait "$agent" && exit 0  # the run goes on without nodes that are lost
+done
+exit 1
+"""
 
 
 _SCRIPT = """\
 #!/usr/bin/env bash
-# Trains {title}, started by torchrun on {num_nodes} hosts:
+# Trains {title}, started by {starter} on {num_nodes} hosts:
 #
 #   HOSTS="{example}" bash THIS_FILE --data DATA --steps STEPS --out RUN
 #
@@ -126,9 +178,9 @@ _SCRIPT = """\
 #
 {nodes}
 #
-# PYTHON, MASTER_PORT and REMOTE_SHELL replace python3, 29500 and ssh.
+{key_words}# PYTHON, MASTER_PORT and REMOTE_SHELL replace python3, 29500 and ssh.
 set -euo pipefail
-
+{key}
 command={command}
 processes={processes}
 devices={devices}
@@ -147,8 +199,7 @@ run_agent() {{
   if [[ -n ${{devices[node]}} ]]; then
     export CUDA_VISIBLE_DEVICES=${{devices[node]}}
   fi
-  exec "$python" -m torch.distributed.run --nnodes={num_nodes} --node-rank="$node" --nproc-per-node="${{processes[node]}}" \\
-    --master-addr="${{hosts[0]#*@}}" --master-port="$port" "${{command[@]}}" "$@"
+  exec "$python" {agent}
 }}
 
 if [[ -n ${{NODE_RANK:-}} ]]; then
@@ -165,12 +216,9 @@ script=$(realpath -- "${{BASH_SOURCE[0]}}")
 agents=()
 trap 'kill "${{agents[@]}}" 2>/dev/null || true' EXIT
 for node in "${{!hosts[@]}}"; do
-  printf -v remote '%q ' env NODE_RANK="$node" HOSTS="${{hosts[*]}}" MASTER_PORT="$port" PYTHON="$python" bash "$script" "$@"
+  printf -v remote '%q ' env NODE_RANK="$node" HOSTS="${{hosts[*]}}" MASTER_PORT="$port" PYTHON="$python" {pass_key}bash "$script" "$@"
   printf -v folder '%q' "$PWD"
   ${{REMOTE_SHELL:-ssh}} "${{hosts[node]}}" "cd $folder && $remote" </dev/null &
   agents+=($!)
 done
-for _ in "${{agents[@]}}"; do
-  wait -n || exit 1  # one agent failed: the others are ended
-done
-"""
+{wait}"""

@@ -12,10 +12,12 @@ from penstock.errors import InputError
 from penstock.files import write_json
 from penstock.jobs.cache import cache_folder, digest, made_once
 from penstock.jobs.measuring import chosen_costs
-from penstock.jobs.models import first_weights, found_source, job_model
+from penstock.jobs.models import first_weights
 from penstock.jobs.planning import PlanQuestion, batch_of, job_cluster, plans_for
 from penstock.jobs.raw_data import PreparedData, fitted, prepare_raw, sample_lengths
 from penstock.jobs.rows import data_of_rows, is_path
+from penstock.models.catalog import resolve_model
+from penstock.models.huggingface import found_source
 from penstock.models.ops import Model
 from penstock.plans.plan import Plan
 from penstock.plans.precision import chosen_precision
@@ -27,6 +29,7 @@ def find_plans(
     model: Any, cluster: str = "local", *, data: Any, tokens_per_batch: int | None = None, lengths: Sequence[int] | None = None,
     tokenizer: str | None = None, costs: str = "auto", precision: str | None = None, memory_limit_gb: float | None = None,
     time_budget_s: float | None = None, over_long: str = "refuse", top: int = 5, tp_plan: Mapping[str, str] | None = None,
+    native: bool = True,
 ) -> list[Plan]:  # fmt: skip
     """The best plans for training a model on these samples, best first; the same on every process that asks.
 
@@ -46,13 +49,14 @@ def find_plans(
         over_long: `refuse` or `truncate` samples that are longer than the model's positions.
         top: How many plans.
         tp_plan: How tensor parallelism divides a torch module, see `penstock.parallelize`.
+        native: Whether an `hf:` model of a family that Penstock has itself is planned as its ops; otherwise as transformers' own module.
 
     >>> plan = find_plans("gpt-tiny", "2xcpu", data="data", tokens_per_batch=4096)[0]   # doctest: +SKIP
     >>> print(plan)   # doctest: +SKIP
     """
-    source, place = found_source(_described(model, tp_plan)), job_cluster(cluster)
+    source, place = found_source(_described(model, tp_plan), native), job_cluster(cluster)
     devices = resolve_cluster(place)
-    described, _ = chosen_precision(job_model(source), devices, precision)
+    described, _ = chosen_precision(resolve_model(source), devices, precision)
     prepared = open_samples(data, described, source, lengths=lengths, tokenizer=tokenizer, over_long=over_long)
     positions = [max(1, length) for length in prepared.filled.own.tolist()]
     batch = batch_of(tokens_per_batch, positions, bool(described.seq_length))

@@ -43,13 +43,15 @@ class ModelGroup(_Fields):
     """hf:FOLDER, a checkpoint, or none for random ones; auto: those of the model's own folder if it has any."""
     precision: Literal["bf16", "fp16", "fp32"] | None = None
     """Of weights and activations; if not given, the model's own, or one that all devices have."""
+    native: bool = True
+    """Whether an hf: model of a family that Penstock has itself runs as its ops; false: as transformers' own module."""
 
 
 class DataGroup(_Fields):
     """Which samples, and how they become tokens."""
 
     path: list[str] = Field(min_length=1)
-    """JSONL, CSV or text files, each a task; or one folder that `penstock prepare-data` wrote."""
+    """JSONL (texts, pairs or chats), CSV or text files, each a task; or one folder that `penstock prepare-data` wrote."""
     fields: str = ""
     """Fields or columns that hold the texts, such as input=inputs,target=targets or text=body; empty: input and target, or text."""
     tokenizer: str | None = None
@@ -59,7 +61,7 @@ class DataGroup(_Fields):
     split: str = "949,50,1"
     """Parts for training, validation and test."""
     prompt_loss: bool = False
-    """Whether the tokens of inputs count in a decoder's loss, besides those of targets."""
+    """Whether the tokens of inputs count in a decoder's loss, besides those of targets; of chats all turns, besides the assistant's."""
     folder: str | None = None
     """Where the prepared samples are; found by Penstock."""
 
@@ -100,10 +102,14 @@ class TrainGroup(_Fields):
     """What is left of the learning rate at the last step, where it falls."""
     weight_decay: Amount = 0.01
     """What every update takes off each weight, times the learning rate."""
+    no_decay: tuple[str, ...] = ()
+    """Weights that do not decay: vectors (biases and norms), and words that are in their names, such as embedding."""
+    optimizer: Literal["adamw", "lamb", "sgd"] | None = None
+    """The update rule; if not given, that of the plan, which is adamw unless somebody wrote another."""
     betas: tuple[Share, Share] = (0.9, 0.999)
-    """Of AdamW: how much of the averages of gradients, and of their squares, stays from step to step."""
+    """Of AdamW and LAMB: how much of the averages of gradients, and of their squares, stays from step to step."""
     eps: Annotated[float, Field(gt=0, le=1)] = 1e-8
-    """Of AdamW: added to the root of the averaged squares."""
+    """Of AdamW and LAMB: added to the root of the averaged squares."""
     momentum: Share = 0.9
     """Of SGD: how much of the last update is in the next."""
     clip: Amount = 1.0

@@ -15,13 +15,14 @@ from penstock.data.dataset import DataSet, open_data
 from penstock.data.filled import FilledPositions, filled_positions
 from penstock.data.forms import form_of
 from penstock.data.manifest import MANIFEST
+from penstock.data.text.chats import TEMPLATE_FILES
 from penstock.data.text.cleaning import parse_split
 from penstock.data.text.lines import PAIRS, TEXT, LineFields, parse_fields
 from penstock.data.workers import Report
 from penstock.errors import InputError
 from penstock.files import read_text, readable_file
 from penstock.jobs.cache import cache_folder, digest, digest_of_files, made_once
-from penstock.jobs.models import hf_folder
+from penstock.models.huggingface import hf_folder
 
 if TYPE_CHECKING:
     from penstock.batching.plan import SampleLengths
@@ -117,7 +118,7 @@ def _folder(
         raise InputError("the tokenizer has no name. Give a file or folder (--tokenizer PATH), or leave it out for the model's own.")
     given = tokenizer or _own_tokenizer(model, source, keeps_weights)
     vocab = 0 if given else min(_TRAINED_VOCAB, int(model.config.get("vocab", 0)))
-    known = digest_of_files(_tokenizer_files(given)) if given else vocab
+    known = digest_of_files([*_tokenizer_files(given), *_template_files(given)]) if given else vocab
     names = [Path(path).name for path in paths]
     out = cache_folder("data") / digest(_RECIPE, names, digest_of_files(map(Path, paths)), known, split, fields)
     if given:
@@ -154,6 +155,12 @@ def _tokenizer_files(path: str) -> list[Path]:
     if not given.is_dir():
         return [given]
     return sorted(found for name in ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "*.model") for found in given.glob(name))
+
+
+def _template_files(path: str) -> list[Path]:
+    """What decides how chats are written out."""
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    return [folder / name for name in TEMPLATE_FILES if (folder / name).is_file()]
 
 
 def _check_vocabulary(path: str, model: Model) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,11 @@ from penstock.clusters import cluster_to_dict, resolve_cluster
 from penstock.errors import InputError
 from penstock.jobs.job_file import JobFile, SaveGroup, TrainGroup, changed, job_from, read_job, write_job
 from penstock.jobs.measuring import chosen_costs
-from penstock.jobs.models import first_weights, found_source, job_model
+from penstock.jobs.models import first_weights
 from penstock.jobs.planning import FoundPlans, PlanQuestion, batch_of, job_cluster, plans_for, require_plan_of
 from penstock.jobs.raw_data import PreparedData, prepare_raw, sample_lengths
+from penstock.models.catalog import resolve_model
+from penstock.models.huggingface import found_source
 from penstock.plans.plan import Plan
 from penstock.plans.precision import chosen_precision
 from penstock.plans.references import cluster_of
@@ -28,7 +30,7 @@ from penstock.plans.schema import read_plan, write_plan
 
 if TYPE_CHECKING:
     from penstock.models.ops import Model
-    from penstock.runtime.request import TrainRequest
+    from penstock.runtime.request import NodePlace, TrainRequest
     from penstock.runtime.trainer import PlanTrainer
     from penstock.timing.disturbance import Disturbance
 
@@ -96,9 +98,9 @@ def ready(job: JobFile, progress: Progress = lambda text: None) -> ReadyJob:
         raise InputError(
             f"train.device is '{job.train.device}'; a job trains on cpu or cuda. Rehearse its plan: penstock train PLAN --device timed …"
         )
-    source, place = found_source(job.model.source), job_cluster(job.plan.cluster)
+    source, place = found_source(job.model.source, job.model.native), job_cluster(job.plan.cluster)
     cluster = resolve_cluster(place)
-    model, _ = chosen_precision(job_model(source), cluster, job.model.precision)
+    model, _ = chosen_precision(resolve_model(source), cluster, job.model.precision)
     weights = first_weights(source, job.model.weights)
     progress("preparing data")
     prepared = prepare_raw(
@@ -166,7 +168,8 @@ def _kept_plan(out: str, changes: list[str] | None, cluster: str) -> Plan | None
 
 def training_request(
     plan: Plan, data: str, steps: int, out: str, train: TrainGroup, save: SaveGroup, *, resume: str = "", weights: str = "",
-    prompt_loss: bool = False, disturbance: Disturbance | None = None,
+    prompt_loss: bool = False, disturbance: Disturbance | None = None, node: NodePlace | None = None,
+    spares: int = 0,
 ) -> TrainRequest:  # fmt: skip
     """What the runtime is told of a plan, prepared data and the fields of a job."""
     from penstock.runtime.request import PlanningSettings, TrainRequest
@@ -174,14 +177,17 @@ def training_request(
     from penstock.timing.disturbance import Disturbance
 
     rate = LearningRate(train.lr, train.warmup, steps, train.decay or ("cosine" if train.warmup else "constant"), train.end_share)
-    optimizer = OptimizerSettings(plan.optimizer, train.weight_decay, train.betas, train.eps, train.momentum)  # type: ignore[arg-type]
+    plan = replace(plan, optimizer=train.optimizer or plan.optimizer)
+    optimizer = OptimizerSettings(
+        plan.optimizer, train.weight_decay, train.betas, train.eps, train.momentum, train.no_decay,  # type: ignore[arg-type]
+    )  # fmt: skip
     settings = TrainingSettings(rate, optimizer, train.clip or None, train.seed, train.on_nan, train.deterministic)
     planning = PlanningSettings(train.planners, train.store, train.store_timeout, search_steps=train.budget_steps)
     return TrainRequest(
         plan, data, steps, out, settings, train.device, train.eval_every, checkpoint_every=save.every, keep=save.keep, resume=resume,
         weights=weights, prompt_loss=prompt_loss, profile_steps=_steps(train.torch_profile), share_gpus=train.share_gpus,
         reserve_memory=train.reserve_memory, planning=planning, disturbance=disturbance or Disturbance(), on_death=train.on_death,
-        copies=train.copies,
+        copies=train.copies, node=node, spares=spares,
     )  # fmt: skip
 
 

@@ -52,13 +52,14 @@ def model_names() -> dict[str, str]:
 
 
 def resolve_model(text: str) -> Model:
-    """The model meant by a name (`gpt-1.3b`), a file (`mine.yaml`, `traced.json`), `hf:PATH/config.json` or `module:FILE.py:FUNCTION`."""
+    """The model meant by a name (`gpt-1.3b`), a file (`mine.yaml`, `traced.json`), `hf:PATH/config.json` or `module:FILE.py:FUNCTION`;
+    `transformers:PATH` is the module that transformers has, of a family of ours too."""
     if text.startswith("hf:"):
         return _hugging_face(text)
-    if text.startswith("module:"):
+    if text.startswith(("module:", "transformers:")):
         from penstock.models.modules.cutting.describing import describe_origin
 
-        return describe_origin(text)
+        return describe_origin(text.replace("transformers:", "hf:", 1))
     if text.endswith((".yaml", ".yml")):
         return model_from_mapping(read_yaml(text, "model file"), f"model file '{text}'", Path(text).stem)
     if text.endswith(".json"):

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face `config.json` into the family it belongs to; neither torch nor transformers is needed."""
+"""Models of Hugging Face: where their files are, and a `config.json` as a family of ours; neither torch nor transformers is needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from penstock.models.llama import LlamaConfig, llama
 from penstock.models.ops import Model
 from penstock.models.t5 import T5Config, t5
 
-__all__ = ["HF_ACTIVATIONS", "HF_DTYPES", "UnknownModelType", "model_from_hf"]
+__all__ = [
+    "HF_ACTIVATIONS", "HF_DTYPES", "TRANSFORMERS", "UnknownModelType", "found_source", "hf_folder", "model_from_hf",
+]  # fmt: skip
+
+TRANSFORMERS = "transformers:"
+"""Before a folder: its model as transformers has it, though it is of a family of ours, which `hf:` would make of it."""
+_PREFIXES = "hf:", TRANSFORMERS
 
 # Their names to ours; of several for one of ours the first is what we write.
 HF_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -34,6 +40,40 @@ class UnknownModelType(InputError):
     """A config of a model that is none of our families; `notes` are what to say of the model if transformers has it."""
 
     notes: tuple[str, ...] = ()
+
+
+def found_source(source: str, native: bool = True) -> str:
+    """The source with the place of its files in it: `hf:Qwen/Qwen3-1.7B` becomes `hf:` and the folder that it was downloaded to.
+
+    Not `native`: the model as transformers has it, whether we have its family or not.
+    """
+    prefix = next((one for one in _PREFIXES if source.startswith(one)), "")
+    if not prefix:
+        return source
+    name, prefix = source.removeprefix(prefix), prefix if native else TRANSFORMERS
+    if Path(name).exists():
+        return prefix + name
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        raise InputError(f"model '{source}': there is no folder '{name}'. Give one that holds a config.json.") from None
+    try:
+        return prefix + snapshot_download(name, local_files_only=True)
+    except (HFValidationError, LocalEntryNotFoundError):
+        raise InputError(
+            f"model '{source}': there is neither a folder '{name}' nor a downloaded model of that name. Download it with "
+            f"`hf download {name}`, or give a folder that holds a config.json."
+        ) from None
+
+
+def hf_folder(source: str) -> Path | None:
+    """The folder of a Hugging Face model; None for any other."""
+    prefix = next((one for one in _PREFIXES if source.startswith(one)), "")
+    if not prefix:
+        return None
+    path = Path(source.removeprefix(prefix))
+    return path if path.is_dir() else path.parent
 
 
 def model_from_hf(path: str, *, keep_attention_dropout: bool = False) -> Model:

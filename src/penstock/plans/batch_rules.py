@@ -20,6 +20,9 @@ def batch_problems(plan: Plan) -> Iterator[str]:
     idle = [rank for rank, _ in batching.slower if rank not in plan.ranks]
     if idle:
         yield f"micro_batching.slower names rank {idle[0]}, which has no work in this plan. Drop it."
+    for one, other, _ in batching.slower_links:
+        if not (one < other and {one, other} <= set(plan.ranks)):
+            yield f"micro_batching.slower_links names {one}-{other}: two ranks of this plan were expected, the lower one first."
     if plan.global_batch < replicas:
         yield f"global_batch is {plan.global_batch}, but there are {replicas} replicas. Give each at least one sample."
     if batching.policy == "dynamic":

@@ -99,6 +99,14 @@ class MicroBatching:
     slower: tuple[tuple[int, tuple[float, float, float]], ...] = ()
     """Ranks that take longer than the costs say, and how many times longer: matrix products, attention, all else. `dynamic` micro-batches
     are chosen for these speeds, and dp ranks divide the samples of each micro-batch by them."""
+    slower_links: tuple[tuple[int, int, float], ...] = ()
+    """Pairs of ranks, the lower one first, whose messages take longer than the costs say, and how many times: `dynamic` micro-batches and
+    their order are chosen for these."""
+
+    @property
+    def made_for_slow(self) -> bool:
+        """Whether micro-batches are chosen for ranks or links that were slow."""
+        return bool(self.slower or self.slower_links)
 
 
 @dataclass(frozen=True, slots=True)

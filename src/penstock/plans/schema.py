@@ -44,7 +44,8 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
     from penstock.plans.spec import FORMAT, VERSION
 
     slower = {str(rank): list(factors) for rank, factors in plan.micro_batching.slower}
-    micro_batching = {**dataclasses.asdict(plan.micro_batching), "slower": slower}
+    links = {f"{one}-{other}": factor for one, other, factor in plan.micro_batching.slower_links}
+    micro_batching = {**dataclasses.asdict(plan.micro_batching), "slower": slower, "slower_links": links}
     data = {
         "format": FORMAT,
         "version": VERSION,
@@ -138,7 +139,9 @@ def _plan(spec: PlanSpec) -> Plan:
 
 def _micro_batching(spec: MicroBatchingSpec) -> MicroBatching:
     slower = sorted((int(rank), (a, b, c)) for rank, (a, b, c) in spec.slower.items())
-    return MicroBatching(**{**dict(spec), "per_replica": tuple(spec.per_replica), "slower": tuple(slower)})
+    ends = {link: tuple(map(int, link.split("-"))) for link in spec.slower_links}
+    links = tuple(sorted((*ends[link], factor) for link, factor in spec.slower_links.items()))
+    return MicroBatching(**{**dict(spec), "per_replica": tuple(spec.per_replica), "slower": tuple(slower), "slower_links": links})
 
 
 def _stage(spec: StageSpec) -> Stage:

@@ -74,6 +74,7 @@ Reference = Annotated[str | dict[str, Any], _parsed(_name_or_mapping)]
 OpRangeText = Annotated[tuple[int, int], _parsed(parse_op_range), _text(OP_RANGE_PATTERN, "ops FIRST:END, END not included")]
 OpsText = Annotated[tuple[tuple[int, int], ...], _parsed(parse_ops), _text(OPS_PATTERN, "op ranges FIRST:END joined by commas")]
 RankText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,6})$")]
+LinkText = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,6})-(0|[1-9][0-9]{0,6})$")]
 RanksText = Annotated[tuple[int, ...], _parsed(parse_ranks), _text(RANKS_PATTERN, "ranks such as 0-3,8, ends included")]
 
 ScheduleName = Annotated[str, _parsed(_schedule_name), WithJsonSchema({"enum": list(SCHEDULES), "type": "string"})]
@@ -129,6 +130,9 @@ class MicroBatchingSpec(_Spec):
         dict[RankText, Annotated[list[Positive], Field(min_length=3, max_length=3)]],
         Field(description="ranks that take longer than the costs say: how many times for matrix products, attention, all else"),
     ] = {}
+    slower_links: Annotated[
+        dict[LinkText, Positive], Field(description="pairs of ranks whose messages take longer than the costs say, and how many times")
+    ] = {}
 
 
 class MemorySpec(_Spec):
@@ -168,7 +172,7 @@ class PlanSpec(_Spec):
     cluster: Reference
     precision: Literal["bf16", "fp16", "fp32"]
     gradients: Literal["", "bf16", "fp16", "fp32"] = ""
-    optimizer: Literal["adamw", "sgd"]
+    optimizer: Literal["adamw", "lamb", "sgd"]
     global_batch: Count
     seq_length: Size
     dec_length: Size = 0

@@ -11,19 +11,24 @@ from __future__ import annotations
 import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["MAX_FACTOR", "Burners", "Steering", "waited_ns"]
+__all__ = ["MAX_FACTOR", "PERIOD_S", "Burners", "Steering", "waited_ns"]
 
 MAX_FACTOR = 16.0
 PERIOD_S = 0.02
+_LEAST_SHARE = 0.01
+_TOLD = 20
+"""Of so many of the last looks it is told what was reached."""
 _PROCESSOR = 36
 """Where `/proc/PID/stat` has the core that a thread ran on last, counted after its name."""
 _LARGE = 4096
@@ -42,8 +47,8 @@ def waited_ns(pid: int) -> tuple[int, int] | None:
 class Steering:
     """Finds the share for which burners have to be busy so that their victim takes `factor` times as long as before.
 
-    Of equal rivals each gets as much of a core: beside `count` busy burners the victim has 1/(count + 1) of it. Where the kernel says how
-    long the victim waited for a core, the share follows that.
+    Of equal rivals each gets as much of a core: beside `count` busy burners the victim has 1/(count + 1) of it. The share follows what is
+    measured of the victim: the time of its passes (`steer`), or what the kernel says that it waited for a core (`update`).
     """
 
     def __init__(self, factor: float) -> None:
@@ -51,6 +56,20 @@ class Steering:
         self.share = min(1.0, (1.0 - 1.0 / factor) * (self.count + 1) / self.count)
         self._usual: float | None = None
         self._before: tuple[int, int] | None = None
+        self._seen: deque[float] = deque(maxlen=_TOLD)
+
+    @property
+    def reached(self) -> float | None:
+        """How many times as long as before the victim took lately; None where nobody has said."""
+        return statistics.median(self._seen) if self._seen else None
+
+    def steer(self, slower: float, gain: float = 0.5) -> float:
+        """The share from now on; of late the victim took `slower` times as long as before. What it loses grows with the share: a `gain` of
+        1 would make up for all that is missing at once, and follow every hiccup."""
+        self._seen.append(slower)
+        missing = min(4.0, max(0.25, (self.factor - 1.0) / max(slower - 1.0, 1e-9)))
+        self.share = min(1.0, max(_LEAST_SHARE, self.share * missing**gain))
+        return self.share
 
     def calm(self, before: tuple[int, int] | None, after: tuple[int, int] | None) -> None:
         """What the victim ran and waited before and after a while without burners."""
@@ -59,10 +78,7 @@ class Steering:
     def update(self, now: tuple[int, int] | None) -> float:
         """The share from now on; `now` is what the victim has run and waited."""
         slower, self._before = _slower(self._before, now), now
-        if slower is not None:
-            missing = self.factor * (self._usual or 1.0) / slower
-            self.share = min(1.0, max(0.02, self.share * (1.0 + 0.5 * math.log(missing))))
-        return self.share
+        return self.share if slower is None else self.steer(slower / (self._usual or 1.0))
 
 
 def _slower(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:

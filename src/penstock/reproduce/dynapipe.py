@@ -222,7 +222,7 @@ def _planning(evidence: Evidence) -> Drawing:
 
 
 def _needed(*more: str) -> tuple[str, ...]:
-    return ("configs.json", "gpt_6.7b_cost_model.csv", "t5_11b_cost_model.csv", *more)
+    return ("configs.json", *more)
 
 
 DYNAPIPE_FIGURES = Reproduction("dynapipe", (
@@ -232,5 +232,5 @@ DYNAPIPE_FIGURES = Reproduction("dynapipe", (
     FigureSpec("14", "figure 14: padding", _padding, _needed()),
     FigureSpec("15", "figure 15: micro-batching, way by way", _splitting, _needed()),
     FigureSpec("16", "figure 16: time to plan a batch", _planning, _needed()),
-), "DynaPipe's cost models come with its Megatron-LM fork, as pickles; docs/systems/dynapipe.md says which CSV files to write from "
-   "them.")  # fmt: skip
+), "DynaPipe's cost models come with its Megatron-LM fork, as pickles; docs/systems/dynapipe.md says under which names they are "
+   "read.")  # fmt: skip

@@ -25,6 +25,7 @@ from torch import nn
 from penstock.data.samples import LoadedProgram
 from penstock.errors import InputError
 from penstock.models.catalog import TRACED
+from penstock.models.huggingface import TRANSFORMERS, found_source, hf_folder
 from penstock.models.modules.cutting.dividing import styles_of
 from penstock.models.modules.cutting.origins import Made, made_of, make_origin
 from penstock.models.modules.cutting.seen import Loss
@@ -60,17 +61,19 @@ def parallelize(
     """This process' part of `model` under `plan`; every process that torchrun started calls it.
 
     Args:
-        model: A name of the catalogue, `hf:FOLDER` (with its weights, where it has any), `module:FILE.py:FUNCTION`, a module, or a function
-            that makes one. A module keeps the weights that it has.
+        model: A name of the catalogue, `hf:FOLDER` or the name of a downloaded model behind `hf:` (with its weights, where it has any),
+            `module:FILE.py:FUNCTION`, a module, or a function that makes one. A module keeps the weights that it has.
         plan: As `find_plans` or `penstock search` made it for this model.
         loss: `loss(module, micro_batch)` gives a micro-batch's part of the global loss, see `penstock.MicroBatch`. If not given, the module
             is taken to return logits, or something with a field of that name.
         tp_plan: How tensor parallelism divides a module, as `{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}`: that with which the
             plan was found. If not given, the module's own attribute of that name, which models of transformers have.
-        native: Whether families that Penstock has itself use its own ops; otherwise they are transformers' own modules.
+        native: Whether families that Penstock has itself use its own ops; otherwise they are transformers' own modules, as in a plan of
+            `find_plans(…, native=False)`.
         seed: Of first weights that are random, and of dropout.
         groups: The processes of the job, where they were joined already.
     """
+    model = found_source(model, native) if isinstance(model, str) else model
     described = model_of(plan)
     require_valid(plan, described, cluster_of(plan))
     groups = groups or _joined(plan)
@@ -83,12 +86,12 @@ def parallelize(
     elif not isinstance(model, str) or not native or loss is not None or tp_plan is not None:
         raise InputError(
             f"the plan is of Penstock's own {described.family} ops, which have their own loss, and not of this module. Search for a plan "
-            "of the module: --model module:FILE.py:FUNCTION."
+            "of the module: find_plans with native=False, or --model module:FILE.py:FUNCTION."
         )
     rank = _OpenRank(described, groups, TrainingSettings(seed=seed), cut=cut)
     rank.adopt(plan)
     parallel = Parallel(rank, described)
-    folder = Path(model.removeprefix("hf:")) if isinstance(model, str) and model.startswith("hf:") else None
+    folder = hf_folder(model) if isinstance(model, str) else None
     if folder is not None and any(folder.glob("model*.safetensors*")):
         load_weights(open_weights(f"hf:{folder}", described), rank)
     return parallel
@@ -103,7 +106,7 @@ def _require_divided_so(plan: Plan, described: Model, made: Made, tp_plan: Mappi
 
 def _made(model: str | nn.Module | Callable[[], Any], loss: Loss | None, seed: int) -> Made:
     if isinstance(model, str):
-        made = make_origin(model, seed=seed)
+        made = make_origin(model.replace(TRANSFORMERS, "hf:", 1), seed=seed)
         return made if loss is None else replace(made, loss=loss)
     given = model if isinstance(model, nn.Module) else model()
     module, example = (given[0], given[1]) if isinstance(given, tuple) else (given, None)

@@ -47,15 +47,17 @@ _ID_BYTES, _KEY_BYTES, _PORT_BYTES = 8, 32, 4
 
 
 @contextmanager
-def planners_here(settings: PlanningSettings, source: BatchSource, planner: ProgramPlanner, first_step: int) -> Iterator[Planners]:
-    """All planners of a run on one machine, beside the launcher."""
+def planners_here(
+    settings: PlanningSettings, source: BatchSource, planner: ProgramPlanner, first_step: int, host: str = LOOPBACK, key: bytes = b""
+) -> Iterator[Planners]:
+    """All planners of a run, beside the launcher; on several machines `host` is this one's address, and all know `key`."""
     if not settings.planners:
         yield Planners(("", None))
         return
-    key = secrets.token_bytes(_KEY_BYTES)
+    key = key or secrets.token_bytes(_KEY_BYTES)
     job = Job(f"train-{secrets.token_hex(_ID_BYTES)}", key, len(planner.plan.ranks), first=first_step, away_s=settings.away_s)
     with ExitStack() as stack:
-        address = settings.address or f"tcp://{LOOPBACK}:{stack.enter_context(TcpServer(key)).port}"
+        address = settings.address or f"tcp://{host}:{stack.enter_context(TcpServer(key, host)).port}"
         stack.enter_context(_left_clean(address, job))
         yield Planners((address, job), stack.enter_context(_pool(settings, source, planner, address, job)))
 

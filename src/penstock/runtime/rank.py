@@ -19,6 +19,7 @@ from penstock.plans.degrees import Axis, parts_of
 from penstock.plans.plan import Plan, Stage
 from penstock.plans.ranks import Seat, seats_of
 from penstock.programs import instructions as i
+from penstock.runtime.checkpoints.layout import WEIGHTS, stored_shapes
 from penstock.runtime.executor import Executor
 from penstock.runtime.optimizing.update import StepResult, Update
 from penstock.runtime.parallel.accuracy import count_correct
@@ -83,6 +84,8 @@ class Rank:
         self._sends: dict[_Transfer, Pending] = {}
         self._receives: dict[_Transfer, tuple[Pending, list[Landing]]] = {}
         self._split: set[int] = set()
+        self._summed_with: dict[int, int | None] = {}
+        """The micro-batch of each stage during whose backward pass gradients are summed."""
         self._joins: list[list[bool]] = []
         """Passes of other ranks, backward or not, to join after each of this rank's own that are left."""
         self._source: Source | None = None
@@ -115,7 +118,8 @@ class Rank:
                 kept=kept, cut=self.cut,
             )  # fmt: skip
         self.gradients = {number: gradients_of(stage, self.world) for number, stage in self.stages.items()}
-        self.update = Update(list(self.gradients.values()), self.world, self.settings, self.model.num_ops, plan.precision)
+        tensors = [key.removeprefix(f"{WEIGHTS}/") for key in stored_shapes(self.model)] if self.settings.optimizer.kind == "lamb" else []
+        self.update = Update(list(self.gradients.values()), self.world, self.settings, self.model.num_ops, plan.precision, tensors)
         self.stashes = {
             number: WeightStash([held.parameter for held in stage.held if held.parameter.requires_grad])
             for number, stage in self.stages.items()
@@ -211,6 +215,7 @@ class Rank:
         self.losses = []
         self._before = [(own, own.clone()) for own in self._statistics()] if program.training else []
         self._split = {step.stage for step in program.instructions if isinstance(step, i.BackwardInput)}
+        self._summed_with = {step.stage: step.micro_batch for step in program.instructions if isinstance(step, i.ReduceStart)}
         if any(stage.weights is not None for stage in self.stages.values()):
             self._joins = rounds_of(program, self.world)[::-1]
             self._join()
@@ -244,8 +249,8 @@ class Rank:
         micro, stage = program.micro_batches[step.micro_batch], self.stages[step.stage]
         self._buffers[step.buffer] = {
             dp: load_share(
-                self._source, program, micro, micro.share(dp, stage.share(dp)), step.needs, self.world.device, self.settings.seed,
-                alone=self.asynchronous, usual_length=self.plan.seq_length,
+                self._source, program, stage.as_recorded(micro, dp), micro.share(dp, stage.share(dp)), step.needs, self.world.device,
+                self.settings.seed, alone=self.asynchronous, usual_length=self.plan.seq_length,
             )
             for dp in stage.dp_degrees
         }  # fmt: skip
@@ -259,8 +264,10 @@ class Rank:
         if stage.is_last and not program.training:
             result = count_correct(stage, micro, batches, carry, self._correct)
         else:
-            split = step.stage in self._split
-            result = stage.forward(micro, batches, carry, step.pattern, training=program.training, split=split)
+            result = stage.forward(
+                micro, batches, carry, step.pattern, training=program.training, split=step.stage in self._split,
+                watched=self._summed_with.get(step.stage) == step.micro_batch,
+            )  # fmt: skip
         if step.result is not None:
             self._buffers[step.result] = result
         elif "loss" in result and stage.pieces[-1].tp.rank == 0:

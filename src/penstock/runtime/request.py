@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from penstock.runtime.telemetry.parts import RankTimes
 
 __all__ = [
-    "PACED", "TIMED", "WARM_UP", "EvalRecord", "GoingOn", "PlanAdopted", "PlanningSettings", "StepTold", "TrainRequest", "TrainResult",
+    "PACED", "TIMED", "WARM_UP", "EvalRecord", "GoingOn", "NodePlace", "PlanAdopted", "PlanningSettings", "StepTold", "TrainRequest",
+    "TrainResult",
 ]  # fmt: skip
 
 TIMED, PACED = "timed", "paced"
@@ -58,6 +59,19 @@ class PlanningSettings:
     def address(self) -> str:
         """Of a store that others serve; empty if the job serves its own."""
         return self.store or os.environ.get(ADDRESS_VARIABLE, "")
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """One of the machines of a job."""
+
+    number: int
+    """Among those that have work, in the order of ranks."""
+    host: str
+    port: int
+    """Where the supervisor of node 0 is met."""
+    address: str = ""
+    """Of this machine, for the others; empty: the one from which it reaches node 0."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +113,10 @@ class TrainRequest:
     """What becomes of a run one of whose processes dies: `end`, or `recover`, which goes on with another in its place."""
     copies: int = 10
     """Steps between copies of what each rank has learned, which outlive it; 0: none, and a run that recovers goes back to a checkpoint."""
+    spares: int = 0
+    """Devices after the last with work that have a process too, and take the place of those that are lost."""
+    node: NodePlace | None = None
+    """Which of several nodes this is, each with a supervisor of its own; None: there is one, or torchrun starts all processes."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from penstock.runtime.checkpoints.first_weights import open_weights
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.determinism import always_the_same
 from penstock.runtime.devices.clock import ClockSettings
+from penstock.runtime.devices.loads import GpuLoad, RankLoads
 from penstock.runtime.devices.paced import PacedRank
 from penstock.runtime.divergence import MAX_DROPPED, DivergedError, describe_divergence, is_diverged
 from penstock.runtime.optimizing.update import StepResult
@@ -139,6 +141,7 @@ class Run:
         self.spans = SpanRecorder(out / f"rank-{own:05d}.spans", own)
         self.profiled = ProfiledSteps(request.profile_steps, out, own)
         self.faults = RankFaults(out, own)
+        self.loads = RankLoads(out, own, partial(GpuLoad, worker.groups.device))
         self.rank = self._rank()
         self.rank.adopt(request.plan)
         address, self._job = handover
@@ -213,6 +216,7 @@ class Run:
         """All that belongs to the plan in force, which `rank` has adopted: who saves what, what is measured, predicted and evaluated."""
         request, warm = self.request, self.step + WARM_UP
         self._place = place
+        self.loads.plan_changed()
         self.times = StageSpans(warm if request.steps > warm else 0, self.worker.groups.device)
         """Since the plan is in force."""
         observers = self.worker.status, self.spans, self.times, *([self.profiled] if request.profile_steps else [])
@@ -231,6 +235,7 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.loads.close()
         self.loader.close()
         self.spans.close()
         if self.gpu is not None:
@@ -296,6 +301,7 @@ class Run:
         """One step, and what to say about it."""
         program, wait_s, position = loaded.program, self.loader.wait_s, self.spans.position
         self.faults.look(program.iteration)
+        self.loads.look(program.iteration)
         executor = self.rank.executor
         observer, executor.observer = executor.observer, self.faults.observer(executor.observer)
         with self.profiled.around(program.iteration):
@@ -309,6 +315,7 @@ class Run:
         time_s = self._device_s(program.iteration, wall_s)
         self.times.step_done(wall_s, wait_s, self.rank.update.exchanges)
         figures, record = self._figures(wall_s), None
+        self.loads.measured(self._pace(figures))
         if self._tells_steps:
             tokens = int(result.tokens.item())
             record = StepRecord(
@@ -321,6 +328,12 @@ class Run:
         evaluated = self._evaluate(done) if every and (done % every == 0 or done == self.request.steps) else None
         samples = samples_digest(program) if self.rank.leads_replica else 0
         return StepWord(samples=samples, figures=figures, record=record, evaluated=evaluated)
+
+    def _pace(self, figures: RankFigures) -> float:
+        """How long passes took: over what was predicted of them, where anything is."""
+        if self._meter is None:
+            return self.times.passes_s
+        return figures.compute_s / figures.predicted_s if figures.predicted_s else 0.0
 
     def _idle_figures(self) -> RankFigures:
         """Of a process without work: what a probe takes over what it took when it was left without."""
@@ -394,11 +407,12 @@ class Run:
         order = self._order() if self.is_first and self.step < self.request.steps else b""
         own = replace(
             own, lost=self._lost is not None, asked_to_end=self.worker.asked_to_end(), is_due=self.is_first and self.saves.is_late,
-            is_saving=self.saves.is_saving, order_bytes=len(order),
+            is_saving=self.saves.is_saving, order_bytes=len(order), copied=self.saves.copied,
         )  # fmt: skip
         rows = groups.gather(torch.tensor(own.row(), dtype=torch.float64)).tolist()
         words = {member: StepWord.of_row(row) for member, row in zip(self.members, rows, strict=True)}
         size, told = words[first].order_bytes, words[self.world.ranks[0]]
+        self.saves.safe_copy = min(word.copied for word in words.values())
         wanted, exact = msgspec.json.decode(groups.broadcast(order, size)) if size else (None, False)
         plan = None if wanted is None else plan_from_dict(wanted, "the plan to move to")
         if self.watcher is not None:

@@ -9,7 +9,10 @@ from typing import Literal
 from penstock.errors import InputError
 from penstock.schedules.rules import SCHEDULES
 
-__all__ = ["LearningRate", "OptimizerSettings", "TrainingSettings"]
+__all__ = ["VECTORS", "LearningRate", "OptimizerSettings", "TrainingSettings"]
+
+VECTORS = "vectors"
+"""What stands for all weights of one dimension where weights without decay are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +52,20 @@ class LearningRate:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSettings:
-    """AdamW or SGD, with all that it needs besides gradients and the learning rate."""
+    """AdamW, LAMB or SGD, with all that it needs besides gradients and the learning rate."""
 
-    kind: Literal["adamw", "sgd"] = "adamw"
+    kind: Literal["adamw", "lamb", "sgd"] = "adamw"
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float = 0.9
     """SGD only."""
+    no_decay: tuple[str, ...] = ()
+    """Weights that do not decay: those of one dimension (`vectors`: biases, norms), and those with one of these words in their names."""
+
+    def decays(self, name: str, num_dimensions: int) -> bool:
+        """Whether a weight decays, by its name in checkpoints and the dimensions of the whole tensor."""
+        return not any(num_dimensions <= 1 if word == VECTORS else word in name for word in self.no_decay)
 
 
 @dataclass(frozen=True)
@@ -90,5 +99,7 @@ class TrainingSettings:
                 f"gradients are to be clipped to a norm of {self.clip_norm:g}, but under schedule '{schedule}' no rank knows those of all "
                 "stages. Use --clip 0."
             )
+        if self.optimizer.kind == "lamb":
+            raise InputError(f"under schedule '{schedule}' stages update by themselves, but LAMB needs norms over all ranks. Use adamw.")
         if self.on_nan != "stop":
             raise InputError(f"under schedule '{schedule}' stages update by themselves, so no update can be dropped. Use --on-nan stop.")

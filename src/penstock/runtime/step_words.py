@@ -40,6 +40,8 @@ class StepWord:
     """It still writes the last one."""
     order_bytes: int = 0
     """The size of a plan that is to be moved to, which the first process has."""
+    copied: float = math.inf
+    """The newest step of which its copy is safe; of a process without work any."""
     samples: int = 0
     """Digest of the samples of a replica, told by one of its ranks."""
     figures: RankFigures = RankFigures()  # noqa: RUF009 — it is frozen
@@ -51,20 +53,21 @@ class StepWord:
         """As numbers."""
         record = [_number(getattr(self.record, name, None)) for name in _RECORD]
         evaluated = [math.nan] * 3 if self.evaluated is None else list(astuple(self.evaluated))
-        own = self.lost, self.asked_to_end, self.is_due, self.is_saving, self.order_bytes, self.samples
+        own = self.lost, self.asked_to_end, self.is_due, self.is_saving, self.order_bytes, self.copied, self.samples
         return [*map(float, own), *astuple(self.figures), *record, *evaluated]
 
     @classmethod
     def of_row(cls, row: list[float]) -> StepWord:
         """Back from numbers."""
-        lost, asked, is_due, is_saving, order, samples, *rest = row
+        lost, asked, is_due, is_saving, order, copied, samples, *rest = row
         figures, told, evaluated = RankFigures(*rest[:_FIGURES]), rest[_FIGURES:-3], rest[-3:]
         record = None
         if not math.isnan(told[0]):  # the step, which each record has
             values = dict(zip(_RECORD, told, strict=True))
             record = StepRecord(**{name: _value(value, _RECORD[name]) for name, value in values.items() if not math.isnan(value)})
         found = None if math.isnan(evaluated[0]) else EvalRecord(int(evaluated[0]), *evaluated[1:])
-        return cls(bool(lost), int(asked), bool(is_due), bool(is_saving), int(order), int(samples), figures, record, found)
+        own = bool(lost), int(asked), bool(is_due), bool(is_saving), int(order), copied, int(samples)
+        return cls(*own, figures, record, found)
 
 
 class StepWatcher(Protocol):

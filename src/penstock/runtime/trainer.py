@@ -24,15 +24,20 @@ from penstock.runtime.checkpoints.folder import find_checkpoint
 from penstock.runtime.checkpoints.going_on import check_goes_on, run_facts
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.data_notes import data_notes
+from penstock.runtime.devices.loads import forget_loads
 from penstock.runtime.devices.rehearsing import rehearse_rank
 from penstock.runtime.interrupts import Interrupts
+from penstock.runtime.nodes.following import FollowingNode
+from penstock.runtime.nodes.leading import LeadingNode
+from penstock.runtime.nodes.messages import End
+from penstock.runtime.nodes.place import node_facts, node_key, ranks_of_nodes, store_key
 from penstock.runtime.planner_processes import Handover, Planners, planners_here, planners_of_nodes
 from penstock.runtime.rank_state import check_state
 from penstock.runtime.recovering.copies import Copies
 from penstock.runtime.recovering.faults import PHASES, Fault, ask_fault, forget_faults
 from penstock.runtime.recovering.frozen import FrozenRanks
 from penstock.runtime.recovering.recovery import DeathWitness, RunRecovery, require_room_for_copies
-from penstock.runtime.request import PACED, TIMED, WARM_UP, PlanAdopted, StepTold, TrainRequest, TrainResult
+from penstock.runtime.request import PACED, TIMED, WARM_UP, NodePlace, PlanAdopted, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run import Watching, train_rank
 from penstock.runtime.run_folder import own_folder, put_in_force, safe_step
 from penstock.runtime.run_inputs import program_planner, run_inputs
@@ -40,7 +45,7 @@ from penstock.runtime.run_predictions import keep_inputs
 from penstock.runtime.telemetry.predicting import PredictedSteps, predict_peaks, predict_steps
 from penstock.runtime.telemetry.process_files import forget_processes, named_process
 from penstock.runtime.transport.world import World
-from penstock.runtime.workers import Worker, WorkerError, WorkerPool, joined
+from penstock.runtime.workers import PoolSite, Worker, WorkerError, WorkerPool, joined
 
 __all__ = ["PlanTrainer"]
 
@@ -62,6 +67,7 @@ class PlanTrainer:
         self.model = model_of(request.plan)
         self.first_step = _first_step(self.request)
         """How many steps a checkpoint has behind it."""
+        self._ended_by = 0
 
     def notes(self) -> list[str]:
         """What is worth knowing before the first step: data that the plan was not made for."""
@@ -92,56 +98,111 @@ class PlanTrainer:
 
     def train(self, progress: Callable[[StepTold], None] | None = None) -> TrainResult:
         """Starts the plan's processes, trains, and ends them; `progress` hears of every step. Ctrl-C and SIGTERM end it after the step that
-        runs, with a checkpoint. Where processes die and the request says so, others take their place."""
+        runs, with a checkpoint. Where processes die and the request says so, others take their place. On several nodes, this one starts
+        those of its own; where it does not lead, nothing is told, and the result has nothing but the signal that ended the run."""
         require_guarded_main()
-        request, rehearses, members = self.request, self.request.device == TIMED, _processes(self.request.plan)
+        if self.request.node is not None and self.request.node.number:
+            return self._follow(self.request.node)
+        request, rehearses, members = self.request, self.request.device == TIMED, _members(self.request)
         recovers = request.on_death == RECOVER
-        copies = Copies(len(members)) if recovers and request.copies else None
-        recovery = RunRecovery(request, self.first_step, copies, members, self._witness) if recovers else None
+        copies = Copies(members[-1] + 1, mirrored=request.node is not None) if recovers and request.copies else None
         with (
             own_folder(request, self.first_step),
-            planners_here(request.planning, *run_inputs(request), self.first_step) as planners,
             closing(copies) if copies is not None else nullcontext(),
+            self._leading(copies) as nodes,
+            planners_here(request.planning, *run_inputs(request), self.first_step, *self._store_place(nodes)) as planners,
             _forgotten_processes(request.out),
-            WorkerPool(
-                len(members), device="cpu" if request.device in _CLOCKED else request.device, threads=_threads(request.plan),
-                timeout_s=_OPERATION_S, copies=copies, frozen=FrozenRanks() if recovers else None,
-            ) as pool,
+            self._pool(copies, None if nodes is None else PoolSite(tuple(nodes.ranks[nodes.number]), nodes.host, nodes)) as pool,
             nullcontext() if rehearses else Interrupts(pool.board.ask_to_end),
         ):  # fmt: skip
+            recovery = RunRecovery(request, self.first_step, nodes or copies, members, self._witness) if recovers else None
             keep_inputs(request)
             forget_faults(request.out)  # asked of a run before, not of this one
+            forget_loads(request.out)
             for strike in request.disturbance.strikes:
                 ask_fault(request.out, Fault(strike.kind, strike.rank, strike.phase, strike.first))
             if planners.pool is not None and self._witness is not None:
-                planners.pool.on_replaced = partial(self._witness.tell, "replaced", rank=None)
+                planners.pool.on_replaced = partial(self._witness.tell, "replaced")
             hear = self._hearing(planners, progress, recovery)
             if rehearses:
                 rehearsed = pool.run(_rehearse, request, planners.handover, timeout_s=_RUN_S, listen=lambda _, told: hear(told))
                 return rehearsed[request.plan.ranks[0]]
-            found = self._run(pool, planners, hear, recovery)
+            found = self._run(pool, planners, hear, recovery, nodes)
         return found if recovery is None else recovery.whole(found)
 
-    def _run(self, pool: WorkerPool, planners: Planners, hear: _Hear, recovery: RunRecovery | None) -> TrainResult:
+    def _pool(self, copies: Copies | None, site: PoolSite | None) -> WorkerPool:
+        request = self.request
+        return WorkerPool(
+            _members(request)[-1] + 1, device="cpu" if request.device in _CLOCKED else request.device, threads=_threads(request),
+            timeout_s=_OPERATION_S, copies=copies, frozen=FrozenRanks() if request.on_death == RECOVER else None, site=site,
+        )  # fmt: skip
+
+    @contextmanager
+    def _leading(self, copies: Copies | None) -> Iterator[LeadingNode | None]:
+        """The other nodes of the job, once all are there; None: there are none."""
+        request = self.request
+        if request.node is None:
+            yield None
+            return
+        ranks = _ranks_of_nodes(request)
+        nodes = LeadingNode(0, (request.node.host, request.node.port), node_key(), ranks, node_facts(request), copies)
+        end = End("the node that leads has ended.")
+        try:
+            nodes.meet(range(1, len(ranks)))
+            yield nodes
+            end = End(ended_by=self._ended_by)
+        except PenstockError as error:
+            end = End(str(error))
+            raise
+        finally:
+            nodes.close(end)
+
+    def _store_place(self, nodes: LeadingNode | None) -> tuple[str, bytes] | tuple[()]:
+        return () if nodes is None else (nodes.host, store_key())
+
+    def _follow(self, place: NodePlace) -> TrainResult:
+        """Trains as a node that does as another says."""
+        request, members = self.request, _members(self.request)
+        ranks = _here(request)
+        copies = Copies(members[-1] + 1, mirrored=True) if request.on_death == RECOVER and request.copies else None
+        with (
+            closing(copies) if copies is not None else nullcontext(),
+            closing(FollowingNode(place, node_key(), ranks, node_facts(request), copies)) as node,
+            self._pool(copies, PoolSite(ranks, node.address, node)) as pool,
+            Interrupts(pool.board.ask_to_end, quiet=True),
+        ):
+            ended_by = node.follow(pool, request, train_rank, self.watching, _threads(request))
+        return TrainResult(self.first_step, 0, (), (), 0.0, 0.0, {}, None, ended_by)
+
+    def _run(
+        self, pool: WorkerPool, planners: Planners, hear: _Hear, recovery: RunRecovery | None, nodes: LeadingNode | None
+    ) -> TrainResult:  # fmt: skip
         """Runs the job to its end: with new processes in place of those that die, as often as `recovery` says."""
-        request, going_on = self.request, None
+        request, going_on, members = self.request, None, _members(self.request)
         while True:
             try:
-                if going_on is not None:
-                    pool.revive(recovery.members, _threads(request.plan))
                 # A token of its own for each try: what one has half written is none of the next's.
-                job = (train_rank, request, planners.handover, secrets.token_hex(8), self.watching, going_on)
+                token = secrets.token_hex(8)
+                if nodes is not None:
+                    nodes.order(request, planners.handover, token, going_on)
+                if going_on is not None or nodes is not None:
+                    pool.revive(members, _threads(request))
+                job = (train_rank, request, planners.handover, token, self.watching, going_on)
                 found: list[TrainResult] = pool.run(
                     *job, timeout_s=_RUN_S, listen=lambda rank, told: hear(told) if rank == pool.members[0] else None
                 )
+                self._ended_by = found[0].ended_by
                 return found[0]
             except WorkerError as error:
-                going_on = recovery.go_on(error.rank, str(error)) if recovery is not None and error.is_lost else None
+                if nodes is not None:
+                    nodes.stop()
+                gone = () if nodes is None else nodes.gone_ranks()
+                going_on = recovery.go_on(error.ranks, str(error), gone) if recovery is not None and error.is_lost else None
                 if recovery is None or going_on is None:
                     if recovery is not None:
                         recovery.save_copies()
                     raise self._with_safe_step(error) from None
-                request = recovery.request
+                request, members = recovery.request, recovery.members
                 planners.adopt(going_on.step, program_planner(request))
 
     def _hearing(self, planners: Planners, progress: Callable[[StepTold], None] | None, recovery: RunRecovery | None = None) -> _Hear:
@@ -174,11 +235,12 @@ class PlanTrainer:
         return replace(predict_steps(source, planner, steps), peak_bytes=predict_peaks(source, planner, steps))
 
 
-def _processes(plan: Plan) -> tuple[int, ...]:
-    """The devices that have a process: all up to the last one with work, unless torchrun started processes for those with work alone."""
+def _processes(plan: Plan, spares: int = 0) -> tuple[int, ...]:
+    """The devices that have a process: all up to the last one with work and the spares after it, unless torchrun started processes for
+    those with work alone."""
     if os.environ.get("WORLD_SIZE") == str(len(plan.ranks)):
         return plan.ranks
-    return tuple(range(plan.ranks[-1] + 1))
+    return tuple(range(plan.ranks[-1] + 1 + spares))
 
 
 @contextmanager
@@ -190,9 +252,27 @@ def _forgotten_processes(out: str) -> Iterator[None]:
         forget_processes(out)
 
 
-def _threads(plan: Plan) -> int:
+def _members(request: TrainRequest) -> tuple[int, ...]:
+    """The devices that have a process here or on other nodes; nodes without work, or a spare, have none."""
+    return tuple(rank for node in _ranks_of_nodes(request) for rank in node)
+
+
+def _ranks_of_nodes(request: TrainRequest) -> list[tuple[int, ...]]:
+    """The devices of each node that have a process."""
+    if request.node is None:
+        return [_processes(request.plan, request.spares)]
+    return ranks_of_nodes(request.plan, cluster_of(request.plan), request.spares)
+
+
+def _here(request: TrainRequest) -> tuple[int, ...]:
+    """The devices of this machine that have a process."""
+    return _ranks_of_nodes(request)[0 if request.node is None else request.node.number]
+
+
+def _threads(request: TrainRequest) -> int:
     """Of each process, so that those with work share the cores of this machine."""
-    return max(1, len(os.sched_getaffinity(0)) // len(plan.ranks))
+    num_here = len(set(request.plan.ranks) if request.node is None else set(request.plan.ranks) & set(_here(request)))
+    return max(1, len(os.sched_getaffinity(0)) // max(1, num_here))
 
 
 def _rehearse(worker: Worker, request: TrainRequest, handover: Handover) -> TrainResult:
@@ -227,7 +307,9 @@ def _checked(request: TrainRequest) -> TrainRequest:
         request.settings.require_suits(plan.schedule)
         require_memory(plan, model, cluster)
     device = request.device or ("cpu" if {cluster.device(rank).name for rank in plan.ranks} == {"cpu"} else "cuda")
-    _require_devices(plan, device, request.share_gpus)
+    _require_spares(request)
+    _require_node(request)
+    _require_devices(replace(request, device=device))
     _require_clocked(replace(request, device=device))
     data = open_data(request.data)
     data.check()
@@ -273,7 +355,7 @@ def _require_recoverable(request: TrainRequest, model: Model) -> None:
         return
     if "WORLD_SIZE" in os.environ:
         raise InputError("--on-death recover is for processes that `penstock train` starts; torchrun ends all of its own when one fails. "
-                         "Leave it out, and let torchrun start them again with --max-restarts and --resume.")  # fmt: skip
+                         "Start `penstock train … --node-rank R --master HOST:PORT` on each node in its place.")  # fmt: skip
     if request.device == TIMED:
         raise InputError(f"--on-death recover is for devices that compute; {TIMED} ones have nothing to lose. Leave it out.")
     if request.copies:
@@ -290,8 +372,34 @@ def _require_steps(request: TrainRequest) -> None:
             raise InputError(f"step {step} is to be profiled, but this run has steps {first} to {steps - 1}. Choose among those.")
 
 
-def _require_devices(plan: Plan, device: str, share_gpus: bool) -> None:
-    count = len(_processes(plan))
+def _require_spares(request: TrainRequest) -> None:
+    """Refuses spares that nobody would need, or for which there are no devices."""
+    if not request.spares:
+        return
+    if request.on_death != RECOVER:
+        raise InputError(f"--spares {request.spares} are for a run that recovers, and take the place of devices that are lost. "
+                         "Add --on-death recover, or leave them out.")  # fmt: skip
+    last, count = request.plan.ranks[-1], cluster_of(request.plan).num_devices
+    if last + request.spares >= count:
+        raise InputError(f"--spares is {request.spares}, but the plan's cluster has {count} devices, of which {count - 1 - last} come "
+                         f"after rank {last}, the last with work. Ask for fewer, or plan for fewer of a larger cluster.")  # fmt: skip
+
+
+def _require_node(request: TrainRequest) -> None:
+    """Refuses a node that the plan does not have."""
+    if request.node is None:
+        return
+    if "WORLD_SIZE" in os.environ or request.device == TIMED:
+        what = "torchrun" if "WORLD_SIZE" in os.environ else f"--device {TIMED}"
+        raise InputError(f"--node-rank is for supervisors, which start the ranks of their nodes themselves. Leave out it, or {what}.")
+    count = len(_ranks_of_nodes(request))
+    if not 0 <= request.node.number < count:
+        raise InputError(f"--node-rank is {request.node.number}, but the plan has work for {count} nodes: 0 to {count - 1}.")
+    node_key()
+
+
+def _require_devices(request: TrainRequest) -> None:
+    plan, device, share_gpus, count = request.plan, request.device, request.share_gpus, len(_here(request))
     if device not in ("cpu", "cuda", *_CLOCKED):
         raise InputError(f"device is '{device}'; cpu or cuda was expected, or {TIMED} to rehearse a plan, or {PACED} to train at its pace.")
     if "WORLD_SIZE" in os.environ:

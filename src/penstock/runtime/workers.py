@@ -16,16 +16,17 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.errors import InputError, PenstockError
 from penstock.processes.fork_server import FORKED, SIGNALS, await_parent, start_process
 from penstock.runtime.telemetry.process_files import forget_this_process
 from penstock.runtime.telemetry.status import Status, StatusBoard
+from penstock.stores.listening import LOOPBACK
 
 if TYPE_CHECKING:
     from penstock.processes.shared_memory import SharedMemory
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from penstock.runtime.recovering.frozen import FrozenRanks
     from penstock.runtime.transport.world import ProcessGroups
 
-__all__ = ["Worker", "WorkerError", "WorkerPool", "joined", "launch"]
+__all__ = ["OtherNodes", "PoolSite", "Worker", "WorkerError", "WorkerPool", "joined", "launch"]
 
 _GRACE_S = 1.0
 """How long after the first failure others are listened to: the first to be heard may only have lost its peer."""
@@ -47,10 +48,39 @@ _LONGEST_WAIT_S = 3600.0
 class WorkerError(PenstockError):
     """A worker failed; the message names rank, stage, instruction and micro-batch."""
 
-    def __init__(self, message: str, rank: int = -1, *, is_lost: bool = False) -> None:
+    def __init__(self, message: str, ranks: Sequence[int] = (), *, is_lost: bool = False) -> None:
         super().__init__(message)
-        self.rank, self.is_lost = rank, is_lost
-        """Who; and whether it died, or failed in a way that it need not meet again: another in its place may go on."""
+        self.ranks, self.is_lost = tuple(ranks), is_lost
+        """Who, all of a node where that is lost; and whether they died, or failed in a way that they need not meet again: others in their
+        place may go on."""
+
+
+class OtherNodes(Protocol):
+    """What a pool needs to know of workers of the same job on other machines."""
+
+    def ready(self, members: Sequence[int], port: int) -> None:
+        """The place where all members of the job meet is there."""
+
+    def handles(self) -> Sequence[Any]:
+        """What to wait on for news of them."""
+
+    def hear(self, handle: Any) -> WorkerError | None:
+        """News: a failure there, or nothing that matters here. May raise whatever has to end the job here."""
+
+    @property
+    def are_done(self) -> bool:
+        """Whether all of them have come to the end of the job."""
+
+
+@dataclass(frozen=True)
+class PoolSite:
+    """Where the workers of a pool are, and those of its job that are elsewhere."""
+
+    own: tuple[int, ...]
+    """Who may have a worker here."""
+    address: str
+    """Of this machine."""
+    others: OtherNodes
 
 
 @dataclass(frozen=True)
@@ -99,29 +129,42 @@ class WorkerPool:
         environment: Callable[[int], Mapping[str, str]] | None = None,
         copies: Copies | None = None,
         frozen: FrozenRanks | None = None,
+        site: PoolSite | None = None,
     ) -> None:
-        """`copies` are handed to all workers; `frozen` says which of them have stopped, and are to be ended."""
+        """`copies` are handed to all workers; `frozen` says which of them have stopped, and are to be ended. On several machines each has
+        the pool of its `site`, whose workers begin with the first `revive`."""
         if size < 1:
             raise InputError(f"{size} workers were asked for; 1 or more was expected.")
         self.size, self.timeout_s = size, timeout_s
         self.board = StatusBoard(size)
-        self._device, self._environment, self._copies, self._frozen = device, environment, copies, frozen
-        self.revive(range(size), threads)
+        self._device, self._environment, self._copies, self._frozen, self._site = device, environment, copies, frozen, site
+        self._broken, self._processes, self._pipes = True, dict[int, Any](), dict[int, Any]()
+        if site is None:
+            self.revive(range(size), threads)
 
-    def revive(self, members: Sequence[int], threads: int) -> None:
-        """Starts workers, in place of those that a failure has ended: of all numbers, or of those that are left."""
+    def revive(self, members: Sequence[int], threads: int, meets_at: tuple[str, int] | None = None) -> None:
+        """Starts workers, in place of those that a failure has ended: of all numbers, or of those that are left. All members of the job
+        meet where another machine says, or else here."""
         from penstock.runtime.transport.rendezvous import serve_rendezvous
 
-        self.members = tuple(members)
+        site, here = self._site, LOOPBACK if self._site is None else self._site.address
+        self.all_members = tuple(members)
+        self.members = self.all_members if site is None else tuple(rank for rank in members if rank in site.own)
+        """Those that are here."""
         self._broken, self._ended = False, dict[int, str]()
-        self._store = serve_rendezvous()  # on a free port, so that jobs side by side cannot meet
+        if meets_at is None:
+            self._store = serve_rendezvous(here)  # on a free port, so that jobs side by side cannot meet
+            meets_at = here, self._store.port
+            if site is not None:
+                site.others.ready(self.all_members, self._store.port)
         self.board.clear()
         pairs = {rank: FORKED.Pipe() for rank in self.members}
         self._processes = {}
+        devices = range(self.size) if site is None else site.own
         for rank in self.members:
             start = _Start(
-                rank, self.size, self.members, self._store.port, self._device, threads, self.timeout_s, self.board.memory,
-                dict(self._environment(rank)) if self._environment else {}, self._copies,
+                rank, self.size, self.all_members, meets_at, here, devices.index(rank), len(devices), self._device, threads,
+                self.timeout_s, self.board.memory, dict(self._environment(rank)) if self._environment else {}, self._copies,
             )  # fmt: skip
             self._processes[rank] = start_process(f"rank {rank}", _serve, start, pairs[rank][1])
         for _, its in pairs.values():
@@ -153,32 +196,45 @@ class WorkerPool:
         try:
             for pipe, own in zip(self._pipes.values(), arguments, strict=True):
                 pipe.send((function, own))
-            return self._collect(time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s), listen)
+            return self._collect(time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s), listen, whole=True)
         except BaseException:
             self._kill()
             raise
 
-    def _collect(self, deadline: float, listen: Listen | None = None) -> list[Any]:
-        """The answers of all workers, or the failure that came first."""
+    def _collect(self, deadline: float, listen: Listen | None = None, *, whole: bool = False) -> list[Any]:
+        """The answers of all workers, or the failure that came first; `whole`: those elsewhere are waited for too."""
         answers: dict[int, Any] = {}
-        while len(answers) < len(self.members):
+        others = None if self._site is None else self._site.others
+        while len(answers) < len(self.members) or (whole and others is not None and not others.are_done):
             waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in self.members if rank not in answers}
             left_s = deadline - time.monotonic()
             longest_s = _LONGEST_WAIT_S if self._frozen is None else self._end_frozen(list(waiting.values()))
-            ready = multiprocessing.connection.wait(list(waiting), timeout=min(max(0.0, left_s), longest_s))
+            ready = multiprocessing.connection.wait([*waiting, *self._elsewhere()], timeout=min(max(0.0, left_s), longest_s))
             if not ready and left_s <= longest_s:
                 raise WorkerError(self._late(sorted(waiting.values())))
             for pipe in ready:
+                if pipe not in waiting:
+                    if (heard := self._heard(pipe)) is not None:
+                        raise self._cause(heard)
+                    continue
                 rank = waiting[pipe]
                 ok, answer = self._answer(rank)
                 if ok is None:
                     if listen is not None:
                         listen(rank, answer)
                 elif not ok:
-                    raise self._cause(rank, answer)
+                    raise self._cause(self._failed(rank, answer), {rank})
                 else:
                     answers[rank] = answer
         return [answers[rank] for rank in self.members]
+
+    def _elsewhere(self) -> Sequence[Any]:
+        """What brings news of other machines."""
+        return () if self._site is None else self._site.others.handles()
+
+    def _heard(self, handle: Any) -> WorkerError | None:
+        assert self._site is not None
+        return self._site.others.hear(handle)
 
     def _end_frozen(self, ranks: Sequence[int]) -> float:
         """Ends a worker that has stopped: it is then dead like any other. Returns how long to wait before the next look."""
@@ -197,28 +253,35 @@ class WorkerPool:
         except (EOFError, ConnectionResetError):
             return False, None
 
-    def _cause(self, rank: int, failure: _Failure | None) -> WorkerError:
+    def _cause(self, failure: WorkerError, heard: Collection[int] = ()) -> WorkerError:
         """What to tell: a worker that died is the cause, else one that failed by itself, else the first that was heard."""
-        heard = {rank}
-        end = time.monotonic() + _GRACE_S
-        while failure is not None and _lost_peer(failure.text):
-            waiting: dict[Any, int] = {self._pipes[other]: other for other in self.members if other not in heard}
-            ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, end - time.monotonic())) if waiting else []
+        asked, end = set(heard), time.monotonic() + _GRACE_S
+        while _lost_peer(str(failure)):
+            waiting: dict[Any, int] = {self._pipes[other]: other for other in self.members if other not in asked}
+            elsewhere = self._elsewhere()
+            sources = [*waiting, *elsewhere]
+            ready = multiprocessing.connection.wait(sources, timeout=max(0.0, end - time.monotonic())) if sources else []
             if not ready:
                 break
             for pipe in ready:
-                other = waiting[pipe]
-                ok, answer = self._answer(other)
-                if ok is not None:
-                    heard.add(other)
-                if ok is False and (answer is None or (failure is not None and not _lost_peer(answer.text))):
-                    rank, failure = other, answer
+                if pipe not in waiting:
+                    found = self._heard(pipe)
+                else:
+                    ok, answer = self._answer(waiting[pipe])
+                    found = self._failed(waiting[pipe], answer) if ok is False else None
+                    asked |= set() if ok is None else {waiting[pipe]}
+                if found is not None and not _lost_peer(str(found)):
+                    failure = found
+        return failure
+
+    def _failed(self, rank: int, failure: _Failure | None) -> WorkerError:
+        """What became of a worker: its own words, or how it died."""
         if failure is not None:
-            return WorkerError(failure.text, rank, is_lost=failure.is_lost)
+            return WorkerError(failure.text, [rank], is_lost=failure.is_lost)
         process = self._processes[rank]
         process.join(_GRACE_S)
         how = self._ended.get(rank) or f"{_how(process.exitcode)} {self.board.where(rank)}"
-        return WorkerError(f"rank {rank} {how}.", rank, is_lost=True)
+        return WorkerError(f"rank {rank} {how}.", [rank], is_lost=True)
 
     def _late(self, ranks: list[int]) -> str:
         lines = [f"  rank {rank} is {self.board.where(rank)}" for rank in ranks]
@@ -313,7 +376,12 @@ class _Start:
     rank: int
     size: int
     members: tuple[int, ...]
-    port: int
+    meets_at: tuple[str, int]
+    address: str
+    """Of its machine."""
+    place: int
+    num_here: int
+    """Which it is of how many on its machine."""
     device: str
     threads: int
     timeout_s: float
@@ -365,18 +433,19 @@ def _open(start: _Start, tell: Callable[[Any], None]) -> Worker:
     import torch
 
     from penstock.runtime.transport.allocator import use_expandable_segments
-    from penstock.runtime.transport.rendezvous import find_rendezvous, only_here
+    from penstock.runtime.transport.rendezvous import find_rendezvous, talk_from
     from penstock.runtime.transport.world import ProcessGroups
 
     torch.set_num_threads(start.threads)
-    only_here()
-    store = find_rendezvous(start.port)
+    talk_from(start.address)
+    host, port = start.meets_at
+    store = find_rendezvous(port, host)
     device, shared = start.device, False
     if device == "cuda":
         count = torch.cuda.device_count()
         if not count:
             raise InputError("device is cuda, but this machine has no CUDA device. Use cpu.")
-        device, shared = f"cuda:{start.rank % count}", count < start.size
+        device, shared = f"cuda:{start.place % count}", count < start.num_here
         torch.cuda.set_device(device)
         use_expandable_segments()
     groups = ProcessGroups(

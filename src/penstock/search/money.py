@@ -108,6 +108,8 @@ class LeftOut:
 
     cluster: Cluster
     reason: str
+    status: str
+    """`bounded out` (beaten even at its bound), `dominated` (no faster than a part of it), `out of memory`, `no plan` for other reasons."""
 
 
 def offers(
@@ -136,7 +138,7 @@ def offers(
         try:
             outcome = search(request.on(cluster), top=1, prove=False, known_s=known_s, worth=worth)
         except InfeasibleError as error:
-            left.append(LeftOut(cluster, _reason(error, beaten, part)))
+            left.append(LeftOut(cluster, *_reason(error, beaten, part)))
             continue
         hours = outcome.choices[0].estimate.time_s * steps / 3600
         found.append(Offer(cluster, outcome.choices[0], outcome.bound_s, hours, hours * price))
@@ -148,11 +150,13 @@ def offers(
     return [replace(offer, dominated_by=_dominator(offer, found)) for offer in found], left
 
 
-def _reason(error: InfeasibleError, beaten: Sequence[str], part: Offer | None) -> str:
-    """Why a cluster has no offer."""
+def _reason(error: InfeasibleError, beaten: Sequence[str], part: Offer | None) -> tuple[str, str]:
+    """Why a cluster has no offer, in a sentence and in a word."""
     if beaten:
-        return f"beaten by {beaten[0]}, even if it were as fast as its bound"
-    return str(error) if part is None else f"no plan was found that is faster than that of {part.cluster.name}, which is a part of it"
+        return f"beaten by {beaten[0]}, even if it were as fast as its bound", "bounded out"
+    if part is not None:
+        return f"no plan was found that is faster than that of {part.cluster.name}, which is a part of it", "dominated"
+    return str(error), "out of memory" if " fits on " in str(error) else "no plan"
 
 
 def _is_part(some: Cluster, more: Cluster) -> bool:

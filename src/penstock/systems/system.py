@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
-__all__ = ["PlanFile", "PlanFiles", "System", "TableAnswer", "TableScore", "TableSearch", "parse_nodes", "unknown_name"]
+__all__ = ["PlanFile", "PlanFiles", "System", "TableAnswer", "TableOther", "TableScore", "TableSearch", "parse_nodes", "unknown_name"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,10 @@ class TableSearch:
     memory_limit_gb: float | None
     baselines: bool = False
     """Whether simpler spaces are searched by the same rules as well."""
+    top: int = 1
+    """Most plans that are wanted."""
+    budget_s: float | None = None
+    """Seconds after which the search begins nothing more."""
     lengths: Path | None = None
     """Samples of the batch to plan for, where the tables are by length."""
 
@@ -77,6 +81,15 @@ class TableSearch:
         if not folder or "\0" in folder:
             raise InputError(f"costs '{self.costs}': expected {kind}:DIR.")
         return folder
+
+
+@dataclass(frozen=True)
+class TableOther:
+    """A plan that is not the best one."""
+
+    what: str
+    time_s: float
+    text: str
 
 
 @dataclass(frozen=True)
@@ -94,6 +107,8 @@ class TableAnswer:
     usd_per_step: float | None = None
     baselines: Mapping[str, float] = field(default_factory=dict)
     """Seconds of the best plan of simpler spaces, by their names; infinite where none fits."""
+    others: Sequence[TableOther] = ()
+    """The next best plans, where they were asked for."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from penstock.schedules.rules import SCHEDULES
 from penstock.timing.messages import cut_times_s, gradient_sharing, reshard_s, slowdown, sync_s, tied_s, tp_group_of
 from penstock.timing.pass_times import OpSlice, StagePasses, stage_passes
 from penstock.timing.pipeline import micro_batches, share_rows, share_shape
+from penstock.timing.recorded import is_recorded
 
 if TYPE_CHECKING:
     from penstock.clusters import Device
@@ -244,11 +245,11 @@ class Estimator:
 
     def _stage_passes(self, plan: Plan, stage: Stage, samples: int, replica: int) -> StagePasses:
         """Time of a stage's ops on the slowest of its devices, and of moving the carry where degrees change inside the stage."""
-        ranks, parts = stage.devices[replica], parts_of(stage)
+        ranks, parts, recorded = stage.devices[replica], parts_of(stage), is_recorded(plan, stage, self.model, ragged=False)
 
         def passes(part: DegreeRun, device: Device) -> StagePasses:
             shape = self._share(plan, stage, part, samples, device, replica)
-            return self._part_passes(stage, part, shape, device, self._tp_group(ranks, part.tp))
+            return self._part_passes(stage, part, shape, device, self._tp_group(ranks, part.tp), recorded)
 
         kinds = [sum((passes(part, device) for part in parts), StagePasses()) for device in self._kinds(ranks)]
         moves = [reshard_s(self.model, self.cluster, plan, samples, ranks, a, b) for a, b in pairwise(parts)]
@@ -262,12 +263,12 @@ class Estimator:
         rows, ranks = share_rows(plan, samples, replica, part.dp), enumerate(stage.devices[replica])
         return share_shape(plan, samples, part.dp, max(rows[at // part.tp] for at, rank in ranks if self.cluster.device(rank) == device))
 
-    def _part_passes(self, stage: Stage, part: DegreeRun, shape: Shape, device: Device, group: Group) -> StagePasses:
+    def _part_passes(self, stage: Stage, part: DegreeRun, shape: Shape, device: Device, group: Group, recorded: bool) -> StagePasses:
         algos, again = algos_of(stage, part), recomputed_in(stage, part)
         sequence = self.by_rows(stage, part.tp)
-        key = (part, shape, sequence, device.name, algos, again, group)
+        key = (part, shape, sequence, device.name, algos, again, group, recorded)
         if key not in self._work:
-            ops = OpSlice(self.model_under(sequence), part.first, part.last, device.name, part.tp, algos, again)
+            ops = OpSlice(self.model_under(sequence), part.first, part.last, device.name, part.tp, algos, again, recorded)
             slower = slowdown(self.cluster, device, ops, shape, group)
             self._work[key] = stage_passes(self.table(shape, part.tp, sequence), ops, shape, slower)
         return self._work[key]

@@ -81,13 +81,18 @@ def cut_times_s(
     there, back = there * max(1.0, receivers / senders), back * max(1.0, senders / receivers)
     pairs = [list(_pairs(a, b)) for a, b in zip(before.devices, after.devices, strict=True)]
     flows = _flows(cluster, [pair for replica in pairs for pair in replica])
-    return [
-        (
-            max(point_to_point_s(there, cluster, a, b, _sharing(cluster, flows, a, b)) for a, b in replica),
-            max(point_to_point_s(back, cluster, b, a, _sharing(cluster, flows, a, b)) for a, b in replica),
-        )
-        for replica in pairs
-    ]
+    known: dict[tuple[int, ...], tuple[float, float]] = {}
+
+    def both(a: int, b: int) -> tuple[float, float]:
+        """The message between two ranks, and that back; many pairs are alike."""
+        sharing = _sharing(cluster, flows, a, b)
+        key = (*cluster.link_likeness(a, b), sharing)
+        if key not in known:
+            known[key] = point_to_point_s(there, cluster, a, b, sharing), point_to_point_s(back, cluster, b, a, sharing)
+        return known[key]
+
+    times = [[both(a, b) for a, b in replica] for replica in pairs]
+    return [(max(there_s for there_s, _ in own), max(back_s for _, back_s in own)) for own in times]
 
 
 def _pairs(senders: Sequence[int], receivers: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -53,7 +53,8 @@ def _slower(plan: Plan, rank: int) -> float:
 def at_plan_speeds(source: CostSource, plan: Plan) -> CostSource:
     """The costs by which the micro-batches of a plan are chosen."""
     slower = {rank: dict(zip(OpClass, factors, strict=True)) for rank, factors in plan.micro_batching.slower}
-    return SlowedCosts(source, Speeds(slower)) if slower else source
+    links = {(one, other): factor for one, other, factor in plan.micro_batching.slower_links}
+    return SlowedCosts(source, Speeds(slower, links)) if slower or links else source
 
 
 def dp_shares(plan: Plan, replica: int, dp: int) -> tuple[float, ...]:

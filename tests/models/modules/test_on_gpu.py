@@ -9,7 +9,8 @@ import torch
 
 from penstock.models.modules.fused import has_triton
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or not has_triton(), reason="needs a GPU and triton")
+if not torch.cuda.is_available() or not has_triton():
+    pytest.skip("needs a GPU and triton", allow_module_level=True)
 
 LENGTHS = ([96] * 8, [31, 76, 200, 12, 55, 90, 130, 77], [511, 3], [1], [2048, 7, 1, 1000])
 

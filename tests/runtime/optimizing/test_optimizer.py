@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from live_bytes import Made
+from oracles.optimizers import torch_optimizer
 from torch import nn
 
 from penstock.costs.memory import OPTIMIZER_CHUNK
-from penstock.runtime.optimizing.optimizer import MasterAdamW, make_adamw
+from penstock.runtime.optimizing.optimizer import MasterAdamW, make_adamw, make_optimizer
+from penstock.runtime.settings import OptimizerSettings
 
 SHAPES = ((7, 5), (13,), (1,), (4, 3, 2), (64, 9))
 COUNT = sum(torch.Size(shape).numel() for shape in SHAPES)
@@ -140,3 +142,35 @@ def test_state_is_twelve_bytes_for_each_weight() -> None:
         gradients = sum(parameter.grad.nbytes for parameter in mine if parameter.grad is not None)
         optimizer.step()
     assert made.alive_bytes() - gradients == pytest.approx(12 * 21000, abs=1024)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "lamb", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rules_without_decay_of_vectors(kind: str, dtype: torch.dtype) -> None:
+    """Of some weights, in pieces that begin inside of others: as whole tensors in two groups."""
+    settings = OptimizerSettings(kind, weight_decay=0.4, no_decay=("vectors",))  # type: ignore[arg-type]
+    mine = weights(dtype)
+    copies = [nn.Parameter(parameter.detach().float()) for parameter in mine]
+    optimizer = make_optimizer(mine, settings, 1e-2, undecayed={id(one) for one in mine if one.dim() <= 1})
+    reference = torch_optimizer(settings, copies, 1e-2)
+    for step in range(4):
+        give_gradients(mine, step)
+        for copy, parameter in zip(copies, mine, strict=True):
+            assert parameter.grad is not None
+            copy.grad = parameter.grad.float() * 0.5
+        if kind == "lamb":
+            weight, way = optimizer.advance(torch.tensor(0.5)).sqrt().unbind(1)
+            optimizer.move((weight / way).float())
+        else:
+            optimizer.step(torch.tensor(0.5))
+        reference.step()
+    for copy, parameter in zip(copies, mine, strict=True):
+        torch.testing.assert_close(parameter.detach(), copy.detach().to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+        assert {"exp_avg", "exp_avg_sq", "step"} <= set(optimizer.state(parameter)) or kind == "sgd"
+
+
+def test_what_decays_is_told_by_dimensions_and_names() -> None:
+    settings = OptimizerSettings(no_decay=("vectors", "embedding"))
+    named = (("qkv.weight", 2), ("qkv.bias", 1), ("embedding.tokens", 2))
+    assert [settings.decays(name, dims) for name, dims in named] == [True, False, False]
+    assert OptimizerSettings().decays("qkv.bias", 1)

@@ -28,11 +28,10 @@ class Witness:
     """Knows one smaller plan, or none."""
 
     def __init__(self, smaller: Plan | None = None) -> None:
-        self.smaller, self.told = smaller, list[tuple[str, int, int]]()
+        self.smaller, self.told = smaller, list[tuple[str | int, ...]]()
 
-    def tell(self, event: str, step: int, text: str, *, rank: int | None, pause_s: float | None = None) -> None:
-        assert rank is not None
-        self.told.append((event, step, rank))
+    def tell(self, event: str, step: int, text: str, *, ranks: Sequence[int] = (), pause_s: float | None = None) -> None:
+        self.told.append((event, step, *ranks))
 
     def smaller_plan(self, plan: Plan, lost: Sequence[int], devices: Sequence[int]) -> Plan:
         if self.smaller is None:
@@ -60,17 +59,17 @@ def save(tmp_path: Path, step: int) -> None:
 
 def test_the_newest_of_copies_and_checkpoints_counts(tmp_path: Path) -> None:
     run, copies = followed(tmp_path, first_step=2)
-    assert run.go_on(0, "dead") == GoingOn(2, False) and not run.request.resume
+    assert run.go_on([0], "dead") == GoingOn(2, False) and not run.request.resume
     run.hear(StepTold(2, 1.0, 1.0))
     save(tmp_path, 10)
-    assert run.go_on(0, "dead") == GoingOn(10, False) and run.request.resume.endswith("step-10")
+    assert run.go_on([0], "dead") == GoingOn(10, False) and run.request.resume.endswith("step-10")
     copy(copies, 20)
     copy(copies, 30, range(1))
     run.hear(StepTold(20, 1.0, 1.0))
-    assert run.go_on(0, "dead") == GoingOn(20, True)
+    assert run.go_on([0], "dead") == GoingOn(20, True)
     copy(copies, 100)  # the last step, after which there is nothing left to tell
     run.hear(StepTold(21, 1.0, 1.0))
-    assert run.go_on(0, "dead") == GoingOn(20, True)
+    assert run.go_on([0], "dead") == GoingOn(20, True)
 
 
 def test_a_rank_that_dies_twice_before_one_step_is_left_out(tmp_path: Path) -> None:
@@ -79,9 +78,9 @@ def test_a_rank_that_dies_twice_before_one_step_is_left_out(tmp_path: Path) -> N
     for step in range(5):
         run.hear(StepTold(step, 1.0, 1.0))
     copy(copies, 4)
-    assert run.go_on(1, "dead") == GoingOn(4, True) and run.members == (0, 1)
+    assert run.go_on([1], "dead") == GoingOn(4, True) and run.members == (0, 1)
     assert run.hear(StepTold(4, 1.0, 1.0)) is None  # it is told already
-    assert run.go_on(1, "dead") == GoingOn(4, True) and run.members == (0,) and run.request.plan == SMALLER
+    assert run.go_on([1], "dead") == GoingOn(4, True) and run.members == (0,) and run.request.plan == SMALLER
     assert plan_of_run(tmp_path) == SMALLER and list(plans_of_run(tmp_path)) == [0, 4]
     new = run.hear(StepTold(5, 1.0, 1.0, notes=("besides",)))
     assert new is not None and [note[:26] for note in new.notes] == ["rank 1 has another process", "rank 1 is left out, a plan", "besides"]
@@ -91,10 +90,10 @@ def test_a_rank_that_dies_twice_before_one_step_is_left_out(tmp_path: Path) -> N
 def test_it_gives_up_after_three_and_counts_anew_after_a_new_step(tmp_path: Path) -> None:
     run, copies = followed(tmp_path, Witness())
     run.hear(StepTold(0, 1.0, 1.0))
-    assert run.go_on(0, "dead") and run.go_on(1, "dead")
+    assert run.go_on([0], "dead") and run.go_on([1], "dead")
     assert run.hear(StepTold(1, 1.0, 1.0)) is not None and run.hear(StepTold(1, 1.0, 1.0)) is None
-    assert run.go_on(0, "dead") and run.go_on(0, "dead") and run.members == (0, 1)
-    assert run.go_on(0, "dead") is None
+    assert run.go_on([0], "dead") and run.go_on([0], "dead") and run.members == (0, 1)
+    assert run.go_on([0], "dead") is None
     copy(copies, 1)
     save(tmp_path, 0)
     run.save_copies()
@@ -106,7 +105,7 @@ def test_plans_of_steps_that_are_done_again_are_forgotten(tmp_path: Path) -> Non
     copy(copies, 4)
     put_in_force(tmp_path, 6, SMALLER)
     run.adopted(SMALLER)
-    assert run.go_on(0, "dead") == GoingOn(4, True)
+    assert run.go_on([0], "dead") == GoingOn(4, True)
     assert list(plans_of_run(tmp_path)) == [0, 4] and plan_of_run(tmp_path) == SMALLER
 
 

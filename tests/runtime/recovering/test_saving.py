@@ -26,7 +26,7 @@ class _Lists:
         self.saved: list[tuple[int, float | None]] = []
         self.copied: list[int] = []
 
-    def save(self, *given: Any) -> None:
+    def save(self, *given: Any, keep: int = -1) -> None:
         state: Mapping[str, Any] = given[-1]
         if len(given) == 3:
             self.saved.append((given[0], state.get(BEST_LOSS)))
@@ -58,14 +58,14 @@ def test_checkpoints_by_steps_time_and_evaluation_and_copies(tmp_path: Path, mon
     saves = saves_of(lists, tmp_path, monkeypatch, checkpoint_every=4, copies=3)
     evaluated = {2: 5.0, 6: 5.5, 8: 4.5}
     for done in range(1, 10):
-        loss = evaluated.get(done)
+        loss, saves.safe_copy = evaluated.get(done), -1.0 if done < 8 else 3.0  # until then, what is copied is here alone
         saves.after(done, None if loss is None else EvalRecord(done, loss, 0.0), is_due=done in (4, 7))
-    assert lists.saved == [(2, 5.0), (4, None), (7, None), (8, 4.5)] and lists.copied == [3, 6, 9]
+    assert lists.saved == [(2, 5.0), (4, None), (7, None), (8, 4.5)] and lists.copied == [3, 9]
     saves.finish(9)
     saves.finish(9)  # once is enough
     assert lists.saved[4:] == [(9, None)]
     saves.copy(20)  # nobody goes on after the last step
-    assert lists.copied == [3, 6, 9]
+    assert lists.copied == [3, 9]
 
 
 def test_a_run_from_copies_saves_even_if_it_does_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,10 @@
-"""Aceso's tables: chains, rows, lookups, and agreement with the independent judge."""
+"""Aceso's tables: chains, rows, lookups; stage times of published ones agree with an independent judge."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,10 @@ from penstock.costs.table import Floats
 from penstock.errors import InputError
 from penstock.models.ops import Model
 from penstock.models.shapes import Shape
+from penstock.systems.aceso.plans import AcesoPlan
+from penstock.systems.aceso.scoring import score_plan
 from penstock.systems.aceso.tables import AcesoTables
+from penstock.systems.tables import validated
 
 MB = 2**20
 HEADER = "op_name,forward-compute,backward-compute,input_size,output_size,weights,activations,fwd_reserved,bwd_reserved"
@@ -190,38 +194,28 @@ def stage_ms(source: AcesoTables, model: Model, rows: Floats, plan: dict[str, An
     return total / 1000
 
 
-@pytest.mark.parametrize(
-    ("data", "family", "size", "micro", "nodes", "layout", "swap"),
-    [
-        ("eurosys", "gpt", "1_3B", 1, 1, [(1, 1)] * 4, False),
-        ("eurosys", "gpt", "6_7B", 4, 2, [(2, 1), (1, 2), (2, 2), (4, 1), (2, 2)], True),
-        ("eurosys", "t5", "770M", 4, 1, [(1, 2), (2, 2), (2, 1)], False),
-        ("eurosys", "resnet", "6_8B", 32, 2, [(4, 1), (2, 2), (1, 2), (4, 1), (2, 1)], True),
-        ("miniset", "gpt", "1_3B", 2, 1, [(1, 2), (2, 1)], True),
-        ("miniset", "resnet", "1B", 32, 1, [(2, 1), (1, 2)], True),
-    ],
-)
-def test_stage_times_equal_the_judge(
-    published: Path, judge: Callable[[str], ModuleType], data: str, family: str, size: str, micro: int, nodes: int,
-    layout: list[tuple[int, int]], swap: bool,
-) -> None:  # fmt: skip
+PUBLISHED = [
+    ("eurosys", "gpt", "1_3B", 1, 1, [(1, 1)] * 4, False), ("eurosys", "gpt", "6_7B", 4, 2, [(2, 1), (1, 2), (2, 2), (4, 1), (2, 2)], True),
+    ("eurosys", "t5", "770M", 4, 1, [(1, 2), (2, 2), (2, 1)], False),
+    ("eurosys", "resnet", "6_8B", 32, 2, [(4, 1), (2, 2), (1, 2), (4, 1), (2, 1)], True),
+    ("miniset", "gpt", "1_3B", 2, 1, [(1, 2), (2, 1)], True), ("miniset", "resnet", "1B", 32, 1, [(2, 1), (1, 2)], True),
+]  # fmt: skip
+
+
+def test_stage_times_of_published_tables_equal_the_judge(published: Path, judge: Callable[[str], ModuleType]) -> None:
     scorer = judge("aceso")
-    source = AcesoTables.open(published / "aceso" / data)
-    model = source.model(family, size)
-    per_node = sum(t * d for t, d in layout) // nodes
-    rng = random.Random(size)
-    for _ in range(5):
-        plan = random_plan(model, rng, micro, layout, swap)
-        score = scorer.evaluate(plan, str(published / "aceso" / data), nodes, per_node)
-        assert not score.errors
-        for stage, expected in enumerate(score.stages):
-            rows = stage_rows(source, model, plan, stage)
-            got = stage_ms(source, model, rows, plan, stage, scorer, per_node)
-            assert got == pytest.approx(expected.micro_batch_ms, rel=1e-9)
-            assert rows[:, 4].sum() == pytest.approx(expected.memory["gradients"], rel=1e-9)
-
-
-def test_published_models_have_their_parameters(published: Path) -> None:
+    for data, family, size, micro, nodes, layout, swap in PUBLISHED:
+        source = AcesoTables.open(published / "aceso" / data)
+        model, rng = source.model(family, size), random.Random(size)
+        per_node = sum(t * d for t, d in layout) // nodes
+        for plan in (random_plan(model, rng, micro, layout, swap) for _ in range(5)):
+            score = scorer.evaluate(plan, str(published / "aceso" / data), nodes, per_node)
+            assert not score.errors
+            for stage, expected in enumerate(score.stages):
+                rows = stage_rows(source, model, plan, stage)
+                got = stage_ms(source, model, rows, plan, stage, scorer, per_node)
+                assert got == pytest.approx(expected.micro_batch_ms, rel=1e-9)
+                assert rows[:, 4].sum() == pytest.approx(expected.memory["gradients"], rel=1e-9)
     source = AcesoTables.open(published / "aceso" / "eurosys")
     for family, size, ops, billions in (
         ("gpt", "350M", 315, 0.36), ("gpt", "1_3B", 315, 1.32), ("gpt", "6_7B", 419, 6.66), ("t5", "770M", 821, 0.77),
@@ -229,4 +223,28 @@ def test_published_models_have_their_parameters(published: Path) -> None:
     ):  # fmt: skip
         model = source.model(family, size)
         assert (model.num_ops, round(model.num_parameters / 1e9, 2)) == (ops, billions)
-        assert all(source.op_rows(model, size, 1) is not None for size in source.micro_batches(model))
+        assert all(source.op_rows(model, micro, 1) is not None for micro in source.micro_batches(model))
+
+
+@pytest.mark.parametrize(("family", "size", "ops"), [("gpt", "350M", 315), ("t5", "770M", 821), ("resnet", "500M", 134)])
+def test_a_folder_of_every_family(small_tables: Path, family: str, size: str, ops: int) -> None:
+    """Chains have as many ops as Aceso's, each with times at every size, and a stage is what its rows and one message each way take."""
+    source = AcesoTables.open(small_tables / "aceso")
+    model = source.model(family, size)
+    assert model.num_ops == ops and source.models == (("gpt", "350M"), ("resnet", "500M"), ("t5", "770M"))
+    assert all(source.op_rows(model, micro, tp) is not None for micro in source.micro_batches(model) for tp in (1, 2, 4))
+    micro = max(source.micro_batches(model))
+    read = read_aceso_plan_of(random_plan(model, random.Random(size), micro, [(1, 1), (2, 1)], False))
+    for index, score in enumerate(score_plan(read, source, 4).stages):
+        rows = stage_rows(source, model, asdict(read), index)
+        flags = np.array(read.recompute_ops[index])
+        assert score.compute_s == pytest.approx(rows[:, :2].sum() / 1e6, rel=1e-9)
+        assert score.recompute_s == pytest.approx((rows[:, 0] * flags).sum() / 1e6, rel=1e-9)
+        ends_us = source.p2p_intra.exact_us(float(rows[0, 2])) + source.p2p_intra.exact_us(float(rows[-1, 3]))
+        assert score.messages_s >= ends_us / 1e6 * (1 - 1e-9)
+
+
+def read_aceso_plan_of(plan: dict[str, Any]) -> AcesoPlan:
+    counts = len(plan["num_gpus"])
+    plan["num_layers"] = plan["num_layers"] or [3, 4, 6, 3]
+    return validated(AcesoPlan, plan | {"checkpoint_activations": [True] * counts, "resharding_stages": [False] * counts}, "plan")

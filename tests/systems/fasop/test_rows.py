@@ -75,8 +75,8 @@ def test_a_plan_as_a_row() -> None:
     assert row_of_plan(PLAN).time_s is None
 
 
-def test_a_plan_over_fasops_own_chain(published: Path) -> None:
-    tables = FasopTables.open(published / "fasop")
+def test_a_plan_over_fasops_own_chain(small_tables: Path) -> None:
+    tables = FasopTables.open(small_tables / "fasop")
     model = tables.model("T5")
     cut, stages = model.config["required_cuts"][0], model.num_ops
 

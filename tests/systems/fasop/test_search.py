@@ -1,12 +1,12 @@
-"""Searches over FASOP's costs: on tiny clusters against every plan there is, on the published tables against an independent judge."""
+"""Searches over FASOP's costs: tiny clusters against every plan there is, published tables against a judge and the figures to reach."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,8 @@ from penstock.systems.fasop.rules import FasopProblem, Option, build_case, micro
 from penstock.systems.fasop.search import pareto_fasop, search_fasop
 from penstock.systems.fasop.tables import FasopTables
 
-SHARED = Path(__file__).resolve().parents[3].parent / "shared"
-DATA, JUDGE = SHARED / "data" / "fasop", SHARED / "judges" / "fasop_judge.py"
-needs_tables = pytest.mark.skipif(not (DATA.exists() and JUDGE.exists()), reason="FASOP's tables and their judge are not here")
-
 REACH = {"gpt2XL-het": 1.0465, "gpt2XL-homo": 1.162, "bert-homo": 0.950, "bert-het": 0.769, "T5-homo": 1.0085, "T5-het": 0.855}
+GAPS = {"gpt2XL-het": 1.03, "gpt2XL-homo": 1.03, "bert-homo": 1.01, "bert-het": 1.03, "T5-homo": 1.01, "T5-het": 1.03}
 
 
 def write_tables(folder: Path, seed: int, kinds: dict[str, int], nodes: str, layers: list[str], memory_gib: float = 1.0) -> FasopTables:
@@ -151,44 +148,9 @@ def test_wrong_names_are_explained(tmp_path: Path) -> None:
         pareto_fasop(tables, "case", {"W": 1})
 
 
-@pytest.fixture(scope="module")
-def published() -> FasopTables:
-    return FasopTables.open(DATA)
-
-
-@pytest.fixture(scope="module")
-def judges() -> Any:
-    spec = importlib.util.spec_from_file_location("fasop_judge", JUDGE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fasop_judge"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def judge(judges: Any) -> Any:
-    data = judges.Data(str(DATA))
-    return lambda plan: judges.evaluate(plan, data)
-
-
-@needs_tables
-@pytest.mark.parametrize("setting", REACH)
-def test_published_settings_reach_their_times(setting: str, published: FasopTables, judge: Any) -> None:
-    answer = search_fasop(published, setting)
-    score = judge(answer.plan)
-    assert score.ok, score.errors
-    assert score.step_s == pytest.approx(answer.time_s, rel=1e-9)
-    assert score.usd_per_step == pytest.approx(answer.usd_per_step, rel=1e-9)
-    assert score.step_s <= REACH[setting]
-    assert answer.bound_s is not None and answer.bound_s <= answer.time_s <= 1.2 * answer.bound_s
-
-
-@needs_tables
-@settings(max_examples=60)
-@given(st.sampled_from(sorted(REACH)), st.randoms(use_true_random=False))
-def test_random_plans_equal_the_judge(published: FasopTables, judge: Any, setting: str, rng: random.Random) -> None:
-    problem = FasopProblem.of(published, setting)
+def random_plan(tables: FasopTables, setting: str, rng: random.Random) -> tuple[dict[str, Any], float] | None:
+    """A plan of random stages on random nodes, and what the kernels say of it; None where the nodes do not suffice."""
+    problem = FasopProblem.of(tables, setting)
     samples = rng.choice(micro_batches_of(problem))
     options = [option for option in options_of(problem, samples) if len(option.kinds) == 1]
     case = build_case(problem, samples, options)
@@ -201,7 +163,7 @@ def test_random_plans_equal_the_judge(published: FasopTables, judge: Any, settin
         for _ in range(options[chosen].dp):
             roomy = [n for n in range(len(free)) if case.members[case.pool[chosen], n] and free[n] >= options[chosen].tp]
             if not roomy:
-                return
+                return None
             places.append(rng.choice(roomy))
             free[places[-1]] -= options[chosen].tp
         layers = min(left, rng.choice((1, 3, 8, 25, 26)))
@@ -222,27 +184,46 @@ def test_random_plans_equal_the_judge(published: FasopTables, judge: Any, settin
             for n, c, places in stages
         ],
     }  # fmt: skip
-    score = judge(plan)
-    assert np.isfinite(time) == score.ok, score.errors
-    if score.ok:
-        assert time == pytest.approx(score.step_s, rel=1e-9)
-    assert twin_time(problem, plan) == pytest.approx(time, rel=1e-9)
+    if np.isfinite(time):
+        assert twin_time(problem, plan) == pytest.approx(time, rel=1e-9)
+    return plan, float(time)
 
 
-@needs_tables
-def test_slow_networks_do_not_lose_to_equal_stages(tmp_path: Path, judges: Any) -> None:
+@settings(max_examples=40)
+@given(st.sampled_from(sorted(REACH)), st.randoms(use_true_random=False))
+def test_random_plans_equal_the_twin(small_tables: Path, setting: str, rng: random.Random) -> None:
+    random_plan(FasopTables.open(small_tables / "fasop"), setting, rng)
+
+
+def test_published_settings_reach_their_times(published: Path, judge: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    tables, scorer = FasopTables.open(published / "fasop"), judge("fasop")
+    data = scorer.Data(str(published / "fasop"))
+    for setting, reach in REACH.items():
+        answer = search_fasop(tables, setting)
+        score = scorer.evaluate(answer.plan, data)
+        assert score.ok, score.errors
+        assert score.step_s == pytest.approx(answer.time_s, rel=1e-9) and score.step_s <= reach
+        assert score.usd_per_step == pytest.approx(answer.usd_per_step, rel=1e-9)
+        assert answer.bound_s is not None and answer.bound_s <= answer.time_s <= GAPS[setting] * answer.bound_s
+    for seed in range(60):
+        rng = random.Random(seed)
+        drawn = random_plan(tables, rng.choice(sorted(REACH)), rng)
+        if drawn is not None:
+            score = scorer.evaluate(drawn[0], data)
+            assert np.isfinite(drawn[1]) == score.ok, score.errors
+            assert not score.ok or drawn[1] == pytest.approx(score.step_s, rel=1e-9)
+
+
+def test_slow_networks_do_not_lose_to_equal_stages(small_tables: Path, tmp_path: Path) -> None:
     """With links of a tenth, rough plans that count on fast ones were once slower than equal stages."""
-    for file in DATA.iterdir():
+    for file in (small_tables / "fasop").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    nodes = json.loads((DATA / "node_types.json").read_text())
+    nodes = json.loads((tmp_path / "node_types.json").read_text())
     for kind, share in (("A", 0.25), ("B", 0.1)):
         nodes["default"][kind]["inter_bits_per_s"] *= share
     (tmp_path / "node_types.json").write_text(json.dumps(nodes))
-    setting = {"model": "gpt2XL", "node_table": "default", "nodes": "AAAABBBBBB", "total_steps": 1}
-    (tmp_path / "settings.json").write_text(json.dumps({"slow": setting}))
-    answer, data = search_fasop(FasopTables.open(tmp_path), "slow"), judges.Data(str(tmp_path))
-    score = judges.evaluate(answer.plan, data)
-    assert score.ok and score.step_s == pytest.approx(answer.time_s, rel=1e-9)
-    partition = [3] * 10 + [2] * 10
-    equal = {"setting": "slow", "placement": "BBBBBBAAAA", "tp": 1, "dp": 2, "pp": 20, "mbs": 1, "partition": partition}
-    assert 1.3 * answer.time_s < judges.evaluate(equal, data).step_s
+    tables = FasopTables.open(tmp_path)
+    problem, answer = FasopProblem.of(tables, "gpt2XL-homo"), search_fasop(tables, "gpt2XL-homo")
+    assert twin_time(problem, answer.plan) == pytest.approx(answer.time_s, rel=1e-9)
+    equal = [(layers, Option((0,), 1, 2), (stage // 2, stage // 2)) for stage, layers in enumerate((2, 2, 2, 2, 2, 2, 1, 1))]
+    assert answer.time_s < step_s(problem, 2, equal)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from penstock.errors import InputError
+from penstock.systems.fasop.search import search_fasop
 from penstock.systems.fasop.tables import FasopTables
 
 LAYERS = ["embedding_layer", "block", "block", "block", "post_process"]
@@ -77,3 +80,42 @@ def test_wrong_input_is_explained(folder: Path) -> None:
     times.unlink()
     with pytest.raises(InputError, match=r"'layer_fwdbwd_cost.csv' is missing"):
         FasopTables.open(folder)
+
+
+@pytest.mark.parametrize("below", [False, True], ids=["beside", "known_cost"])
+def test_vectors_as_fasop_ships_them(folder: Path, below: bool) -> None:
+    """Forward times of one sample: three times as long with backward, and as much longer for more samples as `scaling` says."""
+    (folder / "layer_fwdbwd_cost.csv").unlink()
+    place = folder / "known_cost" if below else folder
+    place.mkdir(exist_ok=True)
+    np.save(place / "tiny_A100_1.npy", np.array([0.1, 1.0, 1.0, 1.1, 0.2]))
+    np.save(place / "tiny_A10_2.npy", np.array([0.1, 1.0, 1.0, 1.1, 0.2], object), allow_pickle=True)
+    np.save(place / "other_A10_2.npy", np.ones(3))
+    (folder / "models.json").write_text(json.dumps({"tiny": TINY | {"scaling": {"A10": {"block": {"4": 1.5, "8": 2.5}}}}}))
+    source = FasopTables.open(folder)
+    times = source.layer_times_s("tiny")
+    assert sorted({key[2] for key in times}) == [1, 2, 4, 8, 16] and {key[:2] for key in times} == {("A100", 1), ("A10", 2)}
+    assert times["A100", 1, 4].tolist() == pytest.approx([1.2, 12, 12, 13.2, 2.4])
+    assert [float(times["A10", 2, size][1]) for size in (1, 2, 4, 8, 16)] == pytest.approx([3, 3, 4.5, 7.5, 15])
+    assert float(times["A10", 2, 16][0]) == pytest.approx(16 * 0.3)
+    assert search_fasop(source, "tiny-homo").time_s > 0
+
+
+def test_wrong_vectors_are_explained(folder: Path) -> None:
+    (folder / "layer_fwdbwd_cost.csv").unlink()
+    path = folder / "tiny_A100_1.npy"
+    saved = io.BytesIO()
+    np.save(saved, np.ones(5))
+    hostile = io.BytesIO()
+    np.save(hostile, np.array([print, 1], object), allow_pickle=True)
+    huge = saved.getvalue().replace(b"(5,)", b"(5" + b"0" * 12 + b",)").replace(b" " * 12 + b"\n", b"\n")
+    for data, message in (
+        (b"x", "not a vector of numbers"), (saved.getvalue()[:-8], "not a vector"), (hostile.getvalue(), "is refused: it holds the name"),
+        (huge, "not a vector"),
+    ):  # fmt: skip
+        path.write_bytes(data)
+        with pytest.raises(InputError, match=message):
+            FasopTables.open(folder).layer_times_s("tiny")
+    np.save(path, np.ones(4))
+    with pytest.raises(InputError, match="hold 4 numbers; expected 5 times, the layers of tiny"):
+        FasopTables.open(folder).layer_times_s("tiny")

@@ -7,18 +7,18 @@ from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from penstock.errors import InputError, near_misses
 from penstock.files import readable_file
 
-__all__ = ["PAIRS", "TEXT", "BadLine", "LineFields", "LineSpan", "detect_fields", "parse_fields", "pieces_of", "read_samples"]
+__all__ = ["CHAT", "PAIRS", "TEXT", "BadLine", "LineFields", "LineSpan", "detect_fields", "parse_fields", "pieces_of", "read_samples"]
 
 LineFields = tuple[str, ...]
 """Fields of a line that hold the texts of a sample: those of its input and its target, or the one of a text alone."""
-PAIRS, TEXT = ("input", "target"), ("text",)
+PAIRS, TEXT, CHAT = ("input", "target"), ("text",), ("messages",)
 
 _PIECE_BYTES = 4 << 20
 
@@ -30,6 +30,16 @@ class LineSpan:
     path: Path
     start: int
     stop: int
+
+
+class _Message(msgspec.Struct):
+    """What every message of a chat has; templates may read more."""
+
+    role: str
+    content: str
+
+
+_Messages = Annotated[list[_Message], msgspec.Meta(min_length=1)]
 
 
 class BadLine(Exception):
@@ -66,9 +76,10 @@ def _lines(piece: LineSpan) -> Iterator[bytes]:
 
 
 def read_samples(piece: LineSpan, fields: LineFields) -> Iterator[tuple[str, ...] | None]:
-    """The texts of each line, one per side; None for a blank one."""
+    """The texts of each line, one per side, messages of a chat as JSON; None for a blank one."""
+    kind: type = msgspec.Raw if fields == CHAT else str
     sides = [f"side{number}" for number in range(len(fields))]
-    line_type = msgspec.defstruct("Line", [(side, str) for side in sides], rename=dict(zip(sides, fields, strict=True)))
+    line_type = msgspec.defstruct("Line", [(side, kind) for side in sides], rename=dict(zip(sides, fields, strict=True)))
     decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(line_type)
     for number, line in enumerate(_lines(piece), start=1):
         if not line.strip():
@@ -76,14 +87,16 @@ def read_samples(piece: LineSpan, fields: LineFields) -> Iterator[tuple[str, ...
             continue
         try:
             found = decoder.decode(line)
+            if fields == CHAT:
+                msgspec.json.decode(found.side0, type=_Messages)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise BadLine(number, f"{error}. Expected was {_example(fields)}") from None
-        yield msgspec.structs.astuple(found)
+        yield (bytes(found.side0).decode(),) if fields == CHAT else msgspec.structs.astuple(found)
 
 
 def detect_fields(path: Path) -> LineFields:
-    """Whether a file holds pairs or plain text, from its first line."""
-    expected = f"{_example(PAIRS)} or {_example(TEXT)}"
+    """Whether a file holds pairs, plain text or chats, from its first line."""
+    expected = f"{_example(PAIRS)}, {_example(TEXT)} or {_example(CHAT)}"
     for piece in pieces_of(path, max(os.path.getsize(path), 1) if os.path.isfile(path) else 1):
         for number, line in enumerate(_lines(piece), start=1):
             if not line.strip():
@@ -92,7 +105,7 @@ def detect_fields(path: Path) -> LineFields:
                 found = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise InputError(f"{path}, line {number}: {error}. Expected was {expected}.") from None
-            for fields in (PAIRS, TEXT):
+            for fields in (PAIRS, TEXT, CHAT):
                 if fields[0] in found:
                     return fields
             names = ", ".join(list(found)[:8]) or "none"
@@ -124,4 +137,6 @@ def parse_fields(text: str) -> LineFields:
 
 
 def _example(fields: LineFields) -> str:
+    if fields == CHAT:
+        return '{"messages": [{"role": "user", "content": "…"}, …]}'
     return "{" + ", ".join(f'"{field}": "…"' for field in fields) + "}"

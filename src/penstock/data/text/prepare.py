@@ -16,10 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from penstock.data.indexed import IndexedWriter, token_dtype
-from penstock.data.manifest import DataManifest, DataSplit, TaskRange, write_manifest
+from penstock.data.manifest import SPANS, DataManifest, DataSplit, TaskRange, write_manifest
+from penstock.data.text.chats import ChatTemplate
 from penstock.data.text.cleaning import SPLITS
-from penstock.data.text.lines import PAIRS, LineFields, LineSpan, detect_fields, pieces_of
+from penstock.data.text.lines import CHAT, PAIRS, LineFields, LineSpan, detect_fields, pieces_of
 from penstock.data.text.looking import Codes, look
 from penstock.data.text.tokenising import TokenJob, chosen, tokenise
 from penstock.data.text.tokenizer import check_own_end_token, check_vocab_size, find_end_token, load_tokenizer, train_tokenizer
@@ -64,6 +67,11 @@ def prepare_text(request: TextRequest, report: Report = lambda *_: None) -> Data
     if given is not None:
         find_end_token(given, request.end_token)
     fields = request.fields or detect_fields(request.inputs[0])
+    chats = fields == CHAT
+    if chats:
+        if request.tokenizer is None:
+            raise InputError("samples are chats, and a tokenizer that is trained here has no chat template. Give one: --tokenizer FOLDER.")
+        ChatTemplate(request.tokenizer)
     pieces = [pieces_of(path) for path in request.inputs]
     small = sum(piece.stop - piece.start for parts in pieces for piece in parts) < _INLINE_BYTES
     with new_folder(request.out) as folder, start_pool(1 if small else request.workers) as pool:
@@ -71,11 +79,14 @@ def prepare_text(request: TextRequest, report: Report = lambda *_: None) -> Data
         codes = look(pool, pieces, fields, request.split, request.keep_duplicates, counts, report)
         tokenizer = given or train_tokenizer(_training_texts(fields, pieces, codes), request.train_tokenizer or 0)
         tokenizer.save(str(folder / "tokenizer.json"))
-        end = find_end_token(tokenizer, request.end_token)
-        job = TokenJob(fields, tokenizer.get_vocab_size(), end, request.limits, request.over_long, str(folder / "tokenizer.json"))
+        end = None if chats and request.end_token == "auto" else find_end_token(tokenizer, request.end_token)  # a template ends its texts
+        job = TokenJob(
+            fields, tokenizer.get_vocab_size(), end, request.limits, request.over_long, str(folder / "tokenizer.json"),
+            str(request.tokenizer) if chats else "",
+        )  # fmt: skip
         splits = _write(pool, folder, names, pieces, codes, job, request.weights, counts, report)
         sides = list(PAIRS[: len(fields)])
-        manifest = DataManifest("text", sides, splits, job.vocab_size, end, "tokenizer.json", counts=dict(counts))
+        manifest = DataManifest("text", sides, splits, job.vocab_size, end, "tokenizer.json", counts=dict(counts), spans=chats)
         write_manifest(folder, manifest)
     return manifest
 
@@ -133,7 +144,7 @@ def _write(
     job: TokenJob, weights: tuple[float, ...] | None, counts: Counter[str], report: Report,
 ) -> dict[str, DataSplit]:  # fmt: skip
     """Writes what the second pass returns; the splits as they became."""
-    sides = PAIRS[: len(job.fields)]
+    sides = ("input", SPANS) if job.chats else PAIRS[: len(job.fields)]
     used = [code for code in range(len(SPLITS)) if any((part == code).any() for parts in codes for part in parts)]
     total = sum(piece.stop - piece.start for parts in pieces for piece in parts)
     arguments = ((piece, code, job) for parts, own in zip(pieces, codes, strict=True) for piece, code in zip(parts, own, strict=True))
@@ -143,7 +154,9 @@ def _write(
     dtype = token_dtype(job.vocab_size)
     with ExitStack() as stack:
         writers = {
-            (code, side): stack.enter_context(IndexedWriter(folder / f"{SPLITS[code]}_{side}", dtype)) for code in used for side in sides
+            (code, side): stack.enter_context(IndexedWriter(folder / f"{SPLITS[code]}_{side}", np.int32 if side == SPANS else dtype))
+            for code in used
+            for side in sides
         }
         for task, parts in enumerate(pieces, start=1):
             for code in used:
@@ -166,7 +179,7 @@ def _write(
     shares = weights or (None,) * len(names)
     return {
         SPLITS[code]: DataSplit(
-            size[-1], {side: tokens[code, side] for side in sides},
+            size[-1], {side: tokens[code, side] for side in sides if side != SPANS},
             [_task(name, size[i], size[i + 1], shares[i]) for i, name in enumerate(names)],
         )
         for code, size in sizes.items()

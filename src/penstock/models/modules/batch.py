@@ -56,7 +56,9 @@ class Sequences:
         edges = np.unique(np.concatenate((starts, starts[:-1] + lengths))).astype(np.int32)
         self.longest = int(np.diff(edges).max())
         self.full = bool((lengths == spans).all())
-        made = {"positions": np.arange(tokens) - starts[rows], "_row_of": rows, "bounds": edges, "first_tokens": starts[:-1]}
+        made = {
+            "positions": np.arange(tokens) - starts[rows], "_row_of": rows, "bounds": edges, "first_tokens": starts[:-1], "_sizes": lengths
+        }  # fmt: skip
         for name, values in made.items():
             setattr(self, name, torch.from_numpy(values).to(self.ids.device))
 
@@ -86,8 +88,7 @@ class Sequences:
 
     def key_padding(self) -> torch.Tensor:
         """(rows, row_length) true where a padded row holds a real token."""
-        return self.memo("key_padding", lambda: torch.arange(self.row_length, device=self.ids.device)[None, :] < torch.tensor(
-            self.lengths, device=self.ids.device)[:, None])  # fmt: skip
+        return self.memo("key_padding", lambda: torch.arange(self.row_length, device=self.ids.device)[None, :] < self._sizes[:, None])
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from penstock.errors import InputError
 from penstock.models.ops import Model
 from penstock.runtime.checkpoints.reader import Checkpoint
 
-__all__ = ["RUN", "check_goes_on", "run_facts"]
+__all__ = ["RUN", "check_goes_on", "differing_facts", "run_facts"]
 
 RUN = "run"
 """Where the facts are in a checkpoint's state."""
@@ -37,16 +38,18 @@ def check_goes_on(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
     before = checkpoint.state.get(RUN)
     if not isinstance(before, dict):
         return
-    wrong = [
-        f"  {name}: {_shown(before[name])} in the checkpoint, {_shown(now)} asked for"
-        for name, now in facts.items()
-        if name in before and _compared(before[name]) != _compared(now)
-    ]
-    if wrong:
+    if wrong := list(differing_facts(before, facts, "in the checkpoint")):
         raise InputError(
             f"checkpoint '{checkpoint.path}' is of another run:\n" + "\n".join(wrong) + "\nGo on with what it had, "
             "or begin a new run with its weights by --weights in place of --resume."
         )
+
+
+def differing_facts(before: Mapping[str, Any], facts: Mapping[str, Any], where: str) -> Iterator[str]:
+    """A line for each fact that is another than `before`, which is what is said `where`."""
+    for name, now in facts.items():
+        if name in before and _compared(before[name]) != _compared(now):
+            yield f"  {name}: {_shown(before[name])} {where}, {_shown(now)} asked for"
 
 
 def _compared(value: Any) -> Any:

@@ -1,12 +1,12 @@
-"""AdamW and SGD for weights in any precision: half-precision ones have fp32 masters, worked through in pieces of bounded size.
+"""AdamW, LAMB and SGD for weights in any precision: half-precision ones have fp32 masters, worked through in pieces of bounded size.
 
 The fp32 copy of one piece's gradients is the most extra memory that a step takes; AdamW on a GPU takes none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock.costs.memory import OPTIMIZER_CHUNK
 from penstock.models.modules.fused import has_triton
-from penstock.runtime.optimizing.update_rules import AdamWRule, UpdateRule, update_rule
+from penstock.runtime.optimizing.update_rules import AdamWRule, LambRule, UpdateRule, update_rule
 from penstock.runtime.settings import OptimizerSettings
 
 __all__ = ["MASTER", "MasterAdamW", "Optimizer", "make_adamw", "make_optimizer", "make_own", "squared_norms"]
@@ -66,6 +66,14 @@ class Optimizer:
         """One update from the gradients in place, multiplied by `factor` in fp32; of some ops' weights `only`, if given."""
         raise TypeError(f"{type(self).__name__} has no step")
 
+    def advance(self, factor: torch.Tensor | None) -> torch.Tensor:
+        """(weights, 2) LAMB's first half: gradients taken in; squared norms of this rank's part of each weight and of where it goes."""
+        raise TypeError(f"{type(self).__name__} has no two halves")
+
+    def move(self, ratios: torch.Tensor) -> None:
+        """LAMB's second half: every weight goes there, its step multiplied by its ratio."""
+        raise TypeError(f"{type(self).__name__} has no two halves")
+
     def zero_grad(self) -> None:
         """Sets the gradients to zero in place: their memory stays."""
         torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])
@@ -83,16 +91,21 @@ class _Masters(Optimizer):
     """Keeps an fp32 master of every weight, and the update rule's state for it. Weights and gradients stay in their own dtype."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], make: Make, chunk: int = OPTIMIZER_CHUNK, op_of: Mapping[int, int] | None = None
-    ) -> None:
-        """`op_of`: the op of each weight, by its id. On a processor no piece then spans two ops: what vector instructions round, they round
+        self, parameters: Iterable[nn.Parameter], make: Make, chunk: int = OPTIMIZER_CHUNK, op_of: Mapping[int, int] | None = None,
+        undecayed: Collection[int] = (),
+    ) -> None:  # fmt: skip
+        """`undecayed`: ids of the weights without decay.
+
+        `op_of`: the op of each weight, by its id. On a processor no piece then spans two ops: what vector instructions round, they round
         by a value's place in its piece, and that must not change when ops around it move to another device."""
         self.parameters = [p for p in parameters if p.requires_grad]
-        self._pieces = [self._piece(spans, make) for run in _runs(self.parameters, op_of or {}) for spans in _spans(run, chunk)]
+        self._pieces = [
+            self._piece(spans, make, undecayed) for run in _runs(self.parameters, op_of or {}, undecayed) for spans in _spans(run, chunk)
+        ]
 
-    def _piece(self, spans: list[tuple[nn.Parameter, int, int]], make: Make) -> _Piece:
+    def _piece(self, spans: list[tuple[nn.Parameter, int, int]], make: Make, undecayed: Collection[int]) -> _Piece:
         master = nn.Parameter(torch.cat([p.detach().view(-1)[start:stop].float() for p, start, stop in spans]))
-        return _Piece(spans, master, make([master]))
+        return _Piece(spans, master, _decaying(make([master]), id(spans[0][0]) not in undecayed))
 
     def _inner(self) -> list[UpdateRule]:
         return [piece.optimizer for piece in self._pieces]
@@ -110,6 +123,29 @@ class _Masters(Optimizer):
                 _adamw_at_once(piece, factor)
             else:
                 _step_by_copies(piece, factor)
+
+    @torch.no_grad()
+    def advance(self, factor: torch.Tensor | None) -> torch.Tensor:
+        squares = torch.zeros(len(self.parameters), 2, dtype=torch.float64, device=_device(self.parameters))
+        places = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        for piece in self._pieces:
+            piece.master.grad = _gradients(piece, factor)
+            rule = _lamb(piece.optimizer)
+            rule.advance()
+            piece.master.grad = None
+            parts = [*piece.split(piece.master.detach()), *piece.split(rule.direction(piece.master))]
+            found = squared_norms(parts).view(2, -1).T
+            squares.index_add_(0, torch.tensor([places[id(own)] for own, _, _ in piece.spans], device=squares.device), found)
+        return squares
+
+    @torch.no_grad()
+    def move(self, ratios: torch.Tensor) -> None:
+        places = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        for piece in self._pieces:
+            counts = torch.tensor([stop - start for _, start, stop in piece.spans], device=ratios.device)
+            own = ratios[torch.tensor([places[id(parameter)] for parameter, _, _ in piece.spans], device=ratios.device)]
+            _lamb(piece.optimizer).move(piece.master, own.repeat_interleave(counts))
+            _round_to_weights(piece)
 
     def _flats(self, parameter: nn.Parameter) -> Iterator[tuple[_Piece, int, int, int]]:
         """(piece, place in its flat tensors, start, stop) of each part of a weight."""
@@ -155,14 +191,37 @@ class _Masters(Optimizer):
 
 def _step_by_copies(piece: _Piece, factor: torch.Tensor | None) -> None:
     """The update rule on the masters, with copies of gradients and weights before and after."""
-    scratch = torch.empty_like(piece.master)
-    torch._foreach_copy_(piece.split(scratch), piece.views(p.grad for p, _, _ in piece.spans if p.grad is not None))
-    if factor is not None:
-        scratch.mul_(factor)
-    piece.master.grad = scratch
+    piece.master.grad = _gradients(piece, factor)
     piece.optimizer.step()
     piece.master.grad = None
+    _round_to_weights(piece)
+
+
+def _gradients(piece: _Piece, factor: torch.Tensor | None) -> torch.Tensor:
+    """A piece's gradients in fp32, multiplied by `factor`."""
+    scratch = torch.empty_like(piece.master)
+    torch._foreach_copy_(piece.split(scratch), piece.views(p.grad for p, _, _ in piece.spans if p.grad is not None))
+    return scratch if factor is None else scratch.mul_(factor)
+
+
+def _round_to_weights(piece: _Piece) -> None:
     torch._foreach_copy_(piece.views(p.detach() for p, _, _ in piece.spans), piece.split(piece.master.detach()))
+
+
+def _lamb(rule: UpdateRule) -> LambRule:
+    assert isinstance(rule, LambRule)
+    return rule
+
+
+def _device(parameters: Sequence[nn.Parameter]) -> torch.device:
+    return parameters[0].device if parameters else torch.device("cpu")
+
+
+def _decaying(rule: UpdateRule, decays: bool) -> UpdateRule:
+    """The rule, without weight decay unless its weights decay."""
+    if not decays:
+        rule.settings = replace(rule.settings, weight_decay=0.0)
+    return rule
 
 
 def _adamw_at_once(piece: _Piece, factor: torch.Tensor | None) -> None:
@@ -196,37 +255,57 @@ class MasterAdamW(_Masters):
 
 
 class _Plain(Optimizer):
-    """The update rule directly on fp32 weights."""
+    """The update rule directly on fp32 weights; one for those that decay, one for those that do not."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], make: Make) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], make: Make, undecayed: Collection[int] = ()) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
-        self._own = make(self.parameters) if self.parameters else None
+        self._rules: list[tuple[set[int], UpdateRule]] = []
+        for decays in (True, False):
+            if own := [p for p in self.parameters if (id(p) not in undecayed) == decays]:
+                self._rules.append(({id(p) for p in own}, _decaying(make(own), decays)))
 
     def _inner(self) -> list[UpdateRule]:
-        return [] if self._own is None else [self._own]
+        return [rule for _, rule in self._rules]
+
+    def _rule(self, parameter: nn.Parameter) -> UpdateRule:
+        return next(rule for own, rule in self._rules if id(parameter) in own)
 
     def step(self, factor: torch.Tensor | None = None, only: Sequence[nn.Parameter] | None = None) -> None:
-        if self._own is None:
-            return
-        own = self.parameters if only is None else list(only)
-        if factor is not None:
-            torch._foreach_mul_([p.grad for p in own if p.grad is not None], factor)
-        if only is None:  # as somebody's own rule can, too
-            self._own.step()
-        else:
-            self._own.step(own)
+        self._multiply(self.parameters if only is None else only, factor)
+        for own, rule in self._rules:
+            if only is None:  # as somebody's own rule can, too
+                rule.step()
+            elif chosen := [p for p in only if id(p) in own]:
+                rule.step(chosen)
+
+    def _multiply(self, parameters: Sequence[nn.Parameter], factor: torch.Tensor | None) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if factor is not None and gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    @torch.no_grad()
+    def advance(self, factor: torch.Tensor | None) -> torch.Tensor:
+        self._multiply(self.parameters, factor)
+        for rule in self._inner():
+            _lamb(rule).advance()
+        if not self.parameters:
+            return torch.zeros(0, 2, dtype=torch.float64)
+        return torch.stack([squared_norms([p.detach(), _lamb(self._rule(p)).direction(p)]) for p in self.parameters])
+
+    @torch.no_grad()
+    def move(self, ratios: torch.Tensor) -> None:
+        for parameter, ratio in zip(self.parameters, ratios, strict=True):
+            _lamb(self._rule(parameter)).move(parameter, ratio)
 
     def state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        assert self._own is not None
-        return {name: value.detach() for name, value in self._own.state[parameter].items() if value is not None}
+        return {name: value.detach() for name, value in self._rule(parameter).state[parameter].items() if value is not None}
 
     def load_state(self, parameter: nn.Parameter, state: Mapping[str, torch.Tensor]) -> None:
-        assert self._own is not None
         if "master" in state:
             with torch.no_grad():
                 parameter.copy_(state["master"])
         kept: dict[str, Any] = {name: value.to(parameter.device).clone() for name, value in state.items() if name != "master"}
-        self._own.state[parameter].update(kept)
+        self._rule(parameter).state[parameter].update(kept)
 
 
 def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -235,13 +314,14 @@ def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def make_optimizer(
-    parameters: Iterable[nn.Parameter], settings: OptimizerSettings, lr: float = 1e-4, op_of: Mapping[int, int] | None = None
-) -> Optimizer:
-    """The optimizer as the weights' dtype needs it: with fp32 masters for half precision, plain for fp32. `op_of`: see `_Masters`."""
+    parameters: Iterable[nn.Parameter], settings: OptimizerSettings, lr: float = 1e-4, op_of: Mapping[int, int] | None = None,
+    undecayed: Collection[int] = (),
+) -> Optimizer:  # fmt: skip
+    """The optimizer as the weights' dtype needs it: with fp32 masters for half precision, plain for fp32. For the rest see `_Masters`."""
     own = list(parameters)
     if not own or own[0].dtype == torch.float32:
-        return _Plain(own, lambda inner: update_rule(settings, inner, lr))
-    return _Masters(own, lambda inner: update_rule(settings, inner, lr), op_of=op_of)
+        return _Plain(own, lambda inner: update_rule(settings, inner, lr), undecayed)
+    return _Masters(own, lambda inner: update_rule(settings, inner, lr), op_of=op_of, undecayed=undecayed)
 
 
 def make_own(parameters: Iterable[nn.Parameter], make: Callable[[list[nn.Parameter]], Any], op_of: Mapping[int, int]) -> Optimizer:
@@ -263,12 +343,12 @@ def _is_small(parameter: nn.Parameter) -> bool:
     return parameter.numel() < _SMALL
 
 
-def _runs(parameters: list[nn.Parameter], op_of: Mapping[int, int]) -> Iterator[list[nn.Parameter]]:
+def _runs(parameters: list[nn.Parameter], op_of: Mapping[int, int], undecayed: Collection[int]) -> Iterator[list[nn.Parameter]]:
     """Weights whose pieces may run into each other. On a processor, those of one op after the other; on a GPU the small ones, which are
     updated together in a few launches, and the others, with a launch each."""
     on_gpu = bool(parameters) and parameters[0].is_cuda
-    ordered = sorted(parameters, key=_is_small) if on_gpu else parameters
-    for _, run in groupby(ordered, key=lambda p: _is_small(p) if on_gpu else op_of.get(id(p))):
+    ordered = sorted(parameters, key=lambda p: (_is_small(p), id(p) in undecayed)) if on_gpu else parameters
+    for _, run in groupby(ordered, key=lambda p: (_is_small(p) if on_gpu else op_of.get(id(p)), id(p) in undecayed)):
         yield list(run)
 
 

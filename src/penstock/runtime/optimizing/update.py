@@ -10,6 +10,7 @@ import torch
 
 from penstock.runtime.optimizing.optimizer import make_optimizer, squared_norms
 from penstock.runtime.parallel.gradients import Gradients
+from penstock.runtime.parallel.held import Held
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.telemetry.moments import Moment, moment
 from penstock.runtime.transport.world import World
@@ -56,15 +57,26 @@ class StepResult:
 class Update:
     """Updates the weights of all stages on this rank."""
 
-    def __init__(self, gradients: Sequence[Gradients], world: World, settings: TrainingSettings, num_ops: int, precision: str) -> None:
+    def __init__(
+        self, gradients: Sequence[Gradients], world: World, settings: TrainingSettings, num_ops: int, precision: str,
+        tensors: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """`tensors`: the names of all weights of the model, in the same order on every rank; needed for LAMB alone."""
         self.gradients, self.world, self.settings = gradients, world, settings
-        updated = [held for own in gradients for held in own.updated_here()]
+        updated = [held for own in gradients for held in own.updated_here() if held.parameter.requires_grad]
         op_of = {id(held.parameter): held.place.index for held in updated}
-        self.optimizer = make_optimizer([held.parameter for held in updated], settings.optimizer, settings.rate.at(0), op_of)
+        undecayed = {id(held.parameter) for held in updated if not self._decays(held)}
+        self.optimizer = make_optimizer([held.parameter for held in updated], settings.optimizer, settings.rate.at(0), op_of, undecayed)
         self.scale = LossScale() if precision == "fp16" else None
         self._counted = [held for own in gradients for held in own.counted_here()]
         self._places = torch.tensor([held.place.index for held in self._counted], dtype=torch.int64, device=world.device)
         self._num_ops = num_ops
+        self._num_tensors = len(tensors)
+        numbers = {name: number for number, name in enumerate(tensors)}
+        counted = {id(held.parameter) for held in self._counted}
+        named = [held for held in updated if tensors]
+        self._tensor_of = torch.tensor([numbers[held.stored_name] for held in named], dtype=torch.int64, device=world.device)
+        self._once = torch.tensor([[float(id(held.parameter) in counted)] for held in named], dtype=torch.float64, device=world.device)
         self.exchanges: list[tuple[Moment, Moment]] = []
         """From when to when the last update gave to other ranks, and waited for what they gave."""
         self.keeps: list[torch.nn.Parameter] = []
@@ -105,7 +117,10 @@ class Update:
             self._zero()
             return StepResult(total[-1], norm, rate, total[-2], gathered, skipped=True)
         self.optimizer.set_rate(rate)
-        self.optimizer.step(factor)
+        if self.settings.optimizer.kind == "lamb":
+            self.optimizer.move(self._ratios(self.optimizer.advance(factor)))
+        else:
+            self.optimizer.step(factor)
         start = moment(self.world.device)
         for own in self.gradients:
             own.share_updates()
@@ -119,6 +134,17 @@ class Update:
         self.optimizer.set_rate(rate)
         self.optimizer.step(None if factor is None else torch.tensor(factor, device=self.world.device), parameters)
         self._zero()
+
+    def _decays(self, held: Held) -> bool:
+        return self.settings.optimizer.decays(held.stored_name, len(held.module.whole_shapes[held.name]))
+
+    def _ratios(self, squares: torch.Tensor) -> torch.Tensor:
+        """LAMB's ratio of each weight updated here: the norm of the whole tensor by that of where it goes, whoever has parts of them."""
+        parts = torch.zeros(self._num_tensors, 2, dtype=torch.float64, device=self.world.device)
+        parts.index_add_(0, self._tensor_of, squares.to(parts.device) * self._once.view(-1, 1))
+        weight, step = self.world.gather(parts).sum(0).sqrt().unbind(1)
+        ratio = torch.where((weight > 0) & (step > 0), weight / step, 1.0)
+        return ratio[self._tensor_of].float()
 
     def _is_dropped(self, norm: torch.Tensor, loss: torch.Tensor) -> bool:
         """Whether the weights are to stay as they are. Only those who must know it now wait for the device here: a run that stops at what

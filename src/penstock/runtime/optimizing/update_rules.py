@@ -1,4 +1,4 @@
-"""AdamW and SGD by torch's own functions, without its optimizer classes: those import torch's compiler, seconds in every rank."""
+"""AdamW, LAMB and SGD by torch's own functions, without its optimizer classes: those import torch's compiler, seconds in every rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim.sgd import sgd
 
 from penstock.runtime.settings import OptimizerSettings
 
-__all__ = ["AdamWRule", "SgdRule", "UpdateRule", "update_rule"]
+__all__ = ["AdamWRule", "LambRule", "SgdRule", "UpdateRule", "update_rule"]
 
 
 class UpdateRule:
@@ -69,6 +69,42 @@ class SgdRule(UpdateRule):
                 state["momentum_buffer"] = moment
 
 
+class LambRule(UpdateRule):
+    """LAMB: Adam's direction and weight decay, as long as the tensor's norm says (You et al., 2020).
+
+    The norms are those of whole tensors, of which this rank may hold a part: `advance` takes the gradients in, `direction` says where a
+    weight goes, from which whoever knows all parts finds the ratio for `move`.
+    """
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Takes the gradients into the moments."""
+        weights, gradients, states = self._with_gradients(None)
+        first, second = self.settings.betas
+        for weight, gradient, state in zip(weights, gradients, states, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=weight.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
+            state["step"] += 1
+            state["exp_avg"].lerp_(gradient, 1 - first)
+            state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
+
+    @torch.no_grad()
+    def direction(self, weight: nn.Parameter) -> torch.Tensor:
+        """Where a weight goes after `advance`, before its length is known; made anew each time, so that none of it is held."""
+        state, own = self.state[weight], self.settings
+        mean, square = state["exp_avg"] / (1 - own.betas[0] ** state["step"]), state["exp_avg_sq"] / (1 - own.betas[1] ** state["step"])
+        return mean.div_(square.sqrt_().add_(own.eps)).add_(weight, alpha=own.weight_decay)
+
+    @torch.no_grad()
+    def move(self, weight: nn.Parameter, ratio: torch.Tensor) -> None:
+        """One update: the direction, times the learning rate and the ratio of the norms, one number or one for each value."""
+        weight.sub_(self.direction(weight).mul_(ratio), alpha=self.lr)
+
+
+_RULES = {"adamw": AdamWRule, "lamb": LambRule, "sgd": SgdRule}
+
+
 def update_rule(settings: OptimizerSettings, parameters: Iterable[nn.Parameter], lr: float = 1e-4) -> UpdateRule:
     """The rule that the settings name."""
-    return (AdamWRule if settings.kind == "adamw" else SgdRule)(parameters, settings, lr)
+    return _RULES[settings.kind](parameters, settings, lr)

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 
+import msgspec
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -36,11 +37,13 @@ from penstock.programs.sharing import ranks_with
 from penstock.runtime.parallel.deferred import DeferWeights
 from penstock.runtime.parallel.held import Held
 from penstock.runtime.parallel.module_chain import CutModule, ModuleChain
+from penstock.runtime.parallel.recordings import Recordings
 from penstock.runtime.parallel.resharding import Reshard
 from penstock.runtime.parallel.sequence import SequenceChain
 from penstock.runtime.parallel.sharding import ShardedWeights
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.world import World
+from penstock.timing.recorded import can_be_recorded, is_recorded, recorded_length
 
 __all__ = ["ModuleKey", "StageModule", "StageRun", "module_key"]
 
@@ -106,6 +109,7 @@ class StageModule:
         self.pieces = self._build(transport, seed)
         self._kept = {}
         self._running: dict[int, _Running] = {}
+        self.recordings = self._recordings()
 
     def _build(self, transport: Transport, seed: int) -> list[StageRun]:
         pieces: list[StageRun] = []
@@ -169,6 +173,32 @@ class StageModule:
             module.load("weight", whole.detach())
         return module
 
+    def _recordings(self) -> Recordings | None:
+        if self.world.device.type != "cuda" or not can_be_recorded(self.world.plan, self.stage, self.model):
+            return None
+        (first,) = self.pieces
+        assert isinstance(first.chain, Chain)
+
+        def run(batch: Batch, carry: Carry, recompute: list[int]) -> tuple[Carry, Callable[[Carry], Carry]]:
+            results, done = self._run(first, batch, carry, recompute)
+            return results, lambda gradients: _backward(done, gradients)
+
+        return Recordings(run, first.chain, self.world.device)
+
+    def as_recorded(self, micro: MicroBatch, dp: int) -> MicroBatch:
+        """A micro-batch with its rows padded further, to a length that comes again, where its passes are to be played from a recording."""
+        plan = self.world.plan
+        if self.recordings is None or not micro.lengths or micro.row_sizes or not is_recorded(plan, self.stage, self.model, ragged=True):
+            return micro
+        if self.recordings.is_busy(micro.shape(dp, self.share(dp))):
+            return micro
+        has_decoder = bool(micro.dec_lengths)
+        rows, dec_rows = (
+            max(length, min(recorded_length(length, has_decoder=has_decoder), usual)) if length else 0
+            for length, usual in ((micro.row_length, plan.seq_length), (micro.dec_row_length, plan.dec_length))
+        )
+        return msgspec.structs.replace(micro, row_length=rows, dec_row_length=dec_rows)
+
     @property
     def dp_degrees(self) -> list[int]:
         """The dp of its pieces, each once, with this rank's share of the samples: see `share`."""
@@ -188,13 +218,19 @@ class StageModule:
             yield from piece.chain.ops
 
     def forward(
-        self, micro: MicroBatch, batches: Batches, carry: Carry, pattern: int = 0, *, training: bool = True, split: bool = False
-    ) -> Carry:
+        self, micro: MicroBatch, batches: Batches, carry: Carry, pattern: int = 0, *, training: bool = True, split: bool = False,
+        watched: bool = False,
+    ) -> Carry:  # fmt: skip
         """The carry that leaves (the loss, in the last stage), detached; with `training` the backward pass stays possible.
 
-        `split` puts weight gradients aside in the backward pass.
+        `split` puts weight gradients aside in the backward pass. `watched`: somebody wants to know when each gradient is complete.
         """
         recomputed = {self.stage.first + position for position in self.stage.recomputed(pattern)}
+        if self.recordings is not None and training and not split and not watched:
+            again = sorted(self.stage.recomputed(pattern))
+            played = self.recordings.forward(micro.index, batches[self.pieces[0].dp], carry, again, alone=not self._running)
+            if played is not None:
+                return played
         deferred = DeferWeights() if split and training else None
         passes: list[_Pass] = []
         for number, piece in enumerate(self.pieces):
@@ -219,6 +255,8 @@ class StageModule:
 
     def backward(self, micro_batch: int, gradients: Carry) -> Carry:
         """The gradient of the carry that entered, given that of the carry that left (of the loss, in the last stage)."""
+        if self.recordings is not None and micro_batch in self.recordings:
+            return self.recordings.backward(micro_batch, gradients)
         running = self._running[micro_batch]
         for number, piece in reversed(list(enumerate(self.pieces))):
             with self._weights_of(number, backward=True):
@@ -246,13 +284,15 @@ class StageModule:
     def abandon(self) -> None:
         """Forgets the micro-batches that are between forward and backward pass."""
         self._running.clear()
+        if self.recordings is not None:
+            self.recordings.abandon()
         if self.weights is not None:
             self.weights.abandon()
 
     @property
     def num_running(self) -> int:
         """Micro-batches between forward and backward pass."""
-        return len(self._running)
+        return len(self._running) + (0 if self.recordings is None else len(self.recordings))
 
 
 def _backward(done: _Pass, gradients: Carry) -> Carry:

@@ -20,38 +20,53 @@ from penstock.models.ops import Model
 from penstock.plans.texts import format_ranks
 from penstock.runtime.checkpoints.folder import latest_checkpoint, step_of
 from penstock.runtime.checkpoints.writer import CheckpointWriter
-from penstock.runtime.recovering.copies import SLOTS, Copies
+from penstock.runtime.recovering.copies import SLOTS
 from penstock.runtime.request import GoingOn, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run_folder import CHECKPOINTS, go_back
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
 
-__all__ = ["DeathWitness", "RunRecovery", "require_room_for_copies"]
+__all__ = ["CopiesLeft", "DeathWitness", "RunRecovery", "require_room_for_copies"]
 
 MOST_DEATHS = 3
 """A step before which so many processes died, one after the other, will not be done."""
 _BROKEN_DEATHS = 2
 """A rank that died so often before one step is on a device that is taken to be broken."""
 _FP32_BYTES = 4
-_KEPT = {"adamw": 3, "sgd": 2}
+_KEPT = {"adamw": 3, "lamb": 3, "sgd": 2}
 """Numbers that an optimizer keeps for each weight, the weight included."""
 
 
 class DeathWitness(Protocol):
     """Is told of deaths, and knows plans for fewer devices: `adapting` has one, since this room does not search."""
 
-    def tell(self, event: str, step: int, text: str, *, rank: int | None, pause_s: float | None = None) -> None:
-        """A rank was `lost`, or was `replaced`, or the plan has `shrunk`, after a step; without a rank: a planner."""
+    def tell(self, event: str, step: int, text: str, *, ranks: Sequence[int] = (), pause_s: float | None = None) -> None:
+        """Ranks were `lost`, or `replaced`, or the plan has `shrunk`, after a step; without ranks: a planner."""
 
     def smaller_plan(self, plan: Plan, lost: Sequence[int], devices: Sequence[int]) -> Plan:
         """The best plan for what is left of the devices; raises where there is none."""
 
 
+class CopiesLeft(Protocol):
+    """The copies of a job, on one machine or on several."""
+
+    def newest(self, before: int) -> int | None:
+        """The newest step below `before` of which every rank has left its copy."""
+
+    def keep(self, step: int | None) -> None:
+        """Forgets the copies of all other steps."""
+
+    def write_checkpoint(self, step: int, writer: CheckpointWriter) -> None:
+        """Writes those of a step down as a checkpoint."""
+
+
 class RunRecovery:
     """Follows one run in its launcher, from death to death."""
 
-    def __init__(self, request: TrainRequest, first_step: int, copies: Copies | None, members: Sequence[int], witness: DeathWitness | None):
+    def __init__(
+        self, request: TrainRequest, first_step: int, copies: CopiesLeft | None, members: Sequence[int], witness: DeathWitness | None
+    ) -> None:  # fmt: skip
         self.request = request
         """With the plan in force."""
         self.members = tuple(members)
@@ -60,10 +75,10 @@ class RunRecovery:
         self._told: dict[int, StepTold] = {}
         self._notes: list[str] = []
         """To be told with the next step that is new."""
-        self._dead: list[int] = []
-        """Ranks that have died since a step was done for the first time."""
-        self._lost: tuple[str, int, int, int, float] | None = None
-        """Event, step, rank, steps behind it, and when: of a death that no step has followed yet."""
+        self._dead: list[tuple[int, ...]] = []
+        """Ranks that have died since a step was done for the first time, those that did together."""
+        self._lost: tuple[str, int, tuple[int, ...], int, float] | None = None
+        """Event, step, ranks, steps behind it, and when: of a death that no step has followed yet."""
 
     @property
     def done(self) -> int:
@@ -85,41 +100,50 @@ class RunRecovery:
     def _back(self, told: StepTold) -> str:
         """The first step after a death: it is over."""
         assert self._lost is not None
-        event, step, rank, before, since_s = self._lost
+        event, step, ranks, before, since_s = self._lost
         self._lost, pause_s = None, time.monotonic() - since_s
         again = {0: "no step is done again", 1: "1 step is done again"}.get(before - step, f"{before - step} steps are done again")
         plan = f"a plan of ranks {format_ranks(self.request.plan.ranks)} is in force"
-        how = "has another process" if event == "replaced" else f"is left out, {plan}"
-        text = f"rank {rank} {how}. Training went on from step {step} after {pause_s:.2g} s; {again}"
-        self._tell(event, told.step, rank, text, pause_s)
+        who, has, is_ = ("rank", "has another process", "is") if len(ranks) == 1 else ("ranks", "have other processes", "are")
+        how = has if set(ranks) <= set(self.members) else f"{is_} left out, {plan}"
+        text = f"{who} {format_ranks(ranks)} {how}. Training went on from step {step} after {pause_s:.2g} s; {again}"
+        self._tell(event, told.step, ranks, text, pause_s)
         return text + "."
 
-    def _tell(self, event: str, step: int, rank: int, text: str, pause_s: float | None = None) -> None:
+    def _tell(self, event: str, step: int, ranks: Sequence[int], text: str, pause_s: float | None = None) -> None:
         if self._witness is not None:
-            self._witness.tell(event, step, text, rank=rank, pause_s=pause_s)
+            self._witness.tell(event, step, text, ranks=ranks, pause_s=pause_s)
 
     def adopted(self, plan: Plan) -> None:
         """The run has moved to another plan."""
         self.request = replace(self.request, plan=plan)
 
-    def go_on(self, rank: int, text: str) -> GoingOn | None:
-        """Where new processes begin, `members` of them, after rank `rank` has died; nothing where the run has to end."""
+    def go_on(self, ranks: Sequence[int], text: str, gone: Sequence[int] = ()) -> GoingOn | None:
+        """Where new processes begin, `members` of them, after ranks have died; nothing where the run has to end. The machines of the ranks
+        that are `gone` are lost: they cannot have others."""
         since_s = time.monotonic()
-        self._dead.append(rank)
-        self._tell("lost", self.done, rank, text.partition("\n")[0].rstrip("."))
+        self._dead.append(tuple(ranks))
+        self._tell("lost", self.done, ranks, text.partition("\n")[0].rstrip("."))
         if len(self._dead) >= MOST_DEATHS:
             return None
-        event = "replaced"
-        if self._dead.count(rank) >= _BROKEN_DEATHS and self._witness is not None:
-            with suppress(PenstockError):  # there is none: another process may still live
-                left = [one for one in self.members if one != rank]
-                self.request = replace(self.request, plan=self._witness.smaller_plan(self.request.plan, [rank], left))
-                self.members, event = tuple(left), "shrunk"
+        is_broken = self._dead.count(tuple(ranks)) >= _BROKEN_DEATHS
+        left_out = sorted({rank for rank in self.members if rank in gone or (is_broken and rank in ranks)})
+        event, who, before = "replaced", tuple(ranks), self.request.plan
+        if left_out and self._witness is not None:
+            try:
+                left = [one for one in self.members if one not in left_out]
+                if set(self.request.plan.ranks) & set(left_out):
+                    self.request = replace(self.request, plan=self._witness.smaller_plan(self.request.plan, left_out, left))
+                is_smaller = len(self.request.plan.ranks) < len(before.ranks)
+                self.members, event, who = tuple(left), "shrunk" if is_smaller else "replaced", tuple(left_out)
+            except PenstockError:  # there is none: on a machine that is there another process may still live
+                if gone:
+                    return None
         found = self._newest()
         if self._copies is not None:
             self._copies.keep(found.step if found.from_copies else None)
         go_back(self.request.out, found.step, self.request.plan)
-        self._lost = event, found.step, rank, self.done, since_s
+        self._lost = event, found.step, who, self.done, since_s
         return found
 
     def _newest(self) -> GoingOn:

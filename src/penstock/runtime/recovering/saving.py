@@ -45,6 +45,9 @@ class RunSaves:
         best = best_checkpoint(self._folder)
         self._best_loss = math.inf if best is None else best[1]
         self._interval = SaveInterval()
+        self._last_copy = -1
+        self.safe_copy = -1.0
+        """The steps of the last copies that all ranks have, each at another node too, as all of them have agreed."""
         self._writer: CheckpointWriter | None = None
 
     def take_place(self) -> None:
@@ -73,8 +76,15 @@ class RunSaves:
             best_loss = self._best_loss = evaluated.loss
         if best_loss is not None or (every and done % every == 0) or (is_due and self._saved < done):
             self._save(done, best_loss)
-        if copied and done % copied == 0:
+        # Not before the last ones are at another node too, where there is one: their places are needed no sooner.
+        if copied and done % copied == 0 and self.safe_copy >= self._last_copy:
             self.copy(done)
+
+    @property
+    def copied(self) -> float:
+        """The steps of this rank's last copy that is at another node too; infinitely many where none are made here."""
+        world = self._rank.world
+        return math.inf if self._copies is None or world.rank < 0 else float(self._copies.safe_step(world.rank))
 
     def copy(self, done: int) -> None:
         """Leaves a copy of what this rank has learned, if there is somebody who would take its place."""
@@ -82,7 +92,9 @@ class RunSaves:
         if self._copies is not None and world.rank >= 0 and done < self._request.steps:
             whose = CopyPlace(world.groups.generation.number, world.place, len(world.ranks))
             pieces = self._faults.within(COPYING, rank_pieces(self._rank))
-            self._copies.save(world.rank, done, whose, pieces, self._state(done))
+            keep = int(self.safe_copy) if math.isfinite(self.safe_copy) else -1
+            self._copies.save(world.rank, done, whose, pieces, self._state(done), keep=keep)
+        self._last_copy = done  # on all processes, since all have to agree when the next one is
 
     def finish(self, done: int) -> None:
         """The last checkpoint, whole."""

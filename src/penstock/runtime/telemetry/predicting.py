@@ -171,8 +171,8 @@ def _is_priced(plan: Plan, model: Model) -> bool:
 def _costs(plan: Plan, known: PipelineCosts | None) -> PipelineCosts:
     from penstock.batching.planner import costs_for
 
-    if plan.micro_batching.slower:  # what it is compared with is to show how slow ranks are now
-        plan = replace(plan, micro_batching=replace(plan.micro_batching, slower=()))
+    if plan.micro_batching.made_for_slow:  # what it is compared with is to show how slow ranks and links are now
+        plan = replace(plan, micro_batching=replace(plan.micro_batching, slower=(), slower_links=()))
         known = None
     return known or costs_for(plan, plan.seq_length, plan.dec_length)
 

@@ -6,8 +6,10 @@ already, it takes that.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +17,11 @@ import torch.distributed as dist
 
 from penstock.stores.listening import LOOPBACK, bound_socket, means_loopback
 
-__all__ = ["find_rendezvous", "job_store", "join_group", "only_here", "serve_rendezvous"]
+__all__ = ["find_rendezvous", "job_store", "join_group", "only_here", "serve_rendezvous", "talk_from"]
 
 _START_S = 120.0
+_GET_ADDRESS = 0x8915
+"""SIOCGIFADDR of Linux."""
 _OWN = "lo"
 """The interface that no other machine reaches, as Linux calls it."""
 
@@ -58,3 +62,22 @@ def only_here() -> None:
     """Lets gloo listen on loopback alone, in a process whose peers are all on this machine; else it takes the address of its host."""
     if any(name == _OWN for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _OWN)
+
+
+def talk_from(address: str) -> None:
+    """Lets gloo, and NCCL while it begins, talk to other machines by the interface that has this address."""
+    if means_loopback(address):
+        only_here()
+    elif (found := next((name for _, name in socket.if_nameindex() if _address_of(name) == address), None)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", found)
+
+
+def _address_of(interface: str) -> str | None:
+    """The first IPv4 address of an interface; None: it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            told = fcntl.ioctl(asked.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(told[20:24])

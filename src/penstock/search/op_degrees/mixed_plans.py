@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.costs.collectives import collective_s
+from penstock.costs.collectives import group_of
 from penstock.costs.table import Floats
 from penstock.models.shapes import Quantity
 from penstock.plans.capabilities import unsupported
@@ -182,11 +182,11 @@ def _gathers_s(family: PlanFamily, pool: int, coarse: OpChoice, fine_tp: int) ->
     """[N - 1] time to gather what enters each op but the first among the ranks of its tensor-parallel group, as `costs` has it."""
     request, numbers = family.request, family.prices.chain[0]
     shape = share_shape(request.frame, family.samples, coarse.dp)
-    ranks = family.kinds[pool].ranks[: coarse.tp : fine_tp]
+    group = group_of(request.estimator.cluster, family.kinds[pool].ranks[: coarse.tp : fine_tp])
     found = np.zeros(int(numbers.max()) + 1)
     for number, op in enumerate(request.model.distinct_ops):  # what enters an op is what the op before it returns
         size = sum((spec.size_bytes(request.model.dtype) for spec in op.carry), Quantity()).at(shape)
-        found[number] = collective_s("all_gather", size, request.estimator.cluster, ranks)
+        found[number] = group.time_s("all_gather", size)
     return np.asarray(found[numbers[:-1]])
 
 

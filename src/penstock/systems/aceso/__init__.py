@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError
-from penstock.systems.system import PlanFile, PlanFiles, System, TableAnswer, TableScore, TableSearch, parse_nodes, unknown_name
+from penstock.systems.system import PlanFile, PlanFiles, System, TableAnswer, TableOther, TableScore, TableSearch, parse_nodes, unknown_name
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -61,7 +61,8 @@ def _search(asked: TableSearch, progress: Callable[[str], None]) -> TableAnswer:
         raise InputError("--memory-limit is missing: Aceso's tables do not say how much a GPU holds. It used 28 of GPUs with 32.")
     memory_mb, tables = asked.memory_limit_gb * 1000, AcesoTables.open(asked.folder)
     sizes = tuple(asked.micro_batches) or tables.micro_batches(model)
-    answer = search_aceso(AcesoProblem(tables, model, nodes, per_node, asked.global_batch, sizes, memory_mb), progress)
+    problem = AcesoProblem(tables, model, nodes, per_node, asked.global_batch, sizes, memory_mb)
+    answer = search_aceso(problem, progress, budget_s=math.inf if asked.budget_s is None else asked.budget_s, top=asked.top)
     plan = answer.plan
     columns = (plan[name] for name in ("num_ops_in_each_stage", "num_gpus", "model_parallel_size_of_each_op",
                                        "data_parallel_size_of_each_op", "recompute_ops"))  # fmt: skip
@@ -75,7 +76,14 @@ def _search(asked: TableSearch, progress: Callable[[str], None]) -> TableAnswer:
         answer.time_s, answer.bound_s, stages, {"micro_batch": size, "num_gpus": nodes * per_node, "memory_limit_mb": memory_mb},
         f"at most {memory_mb:,.0f} MB (of 2²⁰ bytes, as Aceso counts) on a GPU; micro-batches of {size}", searched_text(plan, model),
         baselines={"Megatron-LM's grid": _best_of_grid(plan, model, tables, per_node, sizes, memory_mb)} if asked.baselines else {},
+        others=[TableOther(_summary(one.plan), one.time_s, searched_text(one.plan, model)) for one in answer.others],
     )  # fmt: skip
+
+
+def _summary(plan: dict[str, Any]) -> str:
+    """A plan in a few words."""
+    stages = f"{plan['num_stages']} stage{'s' if plan['num_stages'] > 1 else ''}"
+    return f"micro-batches of {plan['micro_batch_size']}, {stages} on {' + '.join(map(str, plan['num_gpus']))} GPUs"
 
 
 def _best_of_grid(plan: dict[str, Any], model: Model, tables: AcesoTables, per_node: int, sizes: Sequence[int], memory_mb: float) -> float:

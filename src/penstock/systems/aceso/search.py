@@ -7,6 +7,9 @@ Aceso's own search the faster measurement may be taken. Segments whose peak Aces
 
 from __future__ import annotations
 
+import math
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -54,6 +57,8 @@ class AcesoAnswer:
     plan: dict[str, Any]
     time_s: float
     bound_s: float
+    others: tuple[AcesoAnswer, ...] = ()
+    """The best plans of other micro-batch sizes, the fastest first, where they were asked for."""
 
 
 def option_costs(problem: AcesoProblem, micro_batch: int) -> list[OptionCosts]:
@@ -98,8 +103,18 @@ def _loose(problem: AcesoProblem, blocks: Blocks, costs: OptionCosts) -> OptionC
     return replace(costs, kept=np.where(looked_for | stays, costs.kept, 0.0))
 
 
-def search_aceso(problem: AcesoProblem, progress: Callable[[str], None] = lambda text: None) -> AcesoAnswer:
-    """First cuts between blocks only, for a plan at hand; then all cuts, for the micro-batch sizes in order of promise."""
+def search_aceso(
+    problem: AcesoProblem, progress: Callable[[str], None] = lambda text: None, *, budget_s: float = math.inf, top: int = 1
+) -> AcesoAnswer:
+    """First cuts between blocks only, for a plan at hand; then all cuts, for the micro-batch sizes in order of promise.
+
+    After `budget_s` seconds nothing more is begun: the plan and the bound are those known by then.
+    """
+    start_s = time.monotonic()
+
+    def late() -> bool:
+        return time.monotonic() - start_s > budget_s
+
     blocks = Blocks.of(problem.model, [starts_segment(name) for name in problem.names])
     costs = {b: found for b in problem.micro_batches if problem.global_batch % b == 0 and (found := option_costs(problem, b))}
     if not costs:
@@ -136,30 +151,36 @@ def search_aceso(problem: AcesoProblem, progress: Callable[[str], None] = lambda
         progress(f"cuts between blocks: {known / 1e6:.3f} s")
         bounds = dict(zip(costs, pool.map(lambda b: bound_of(b, np.inf, blocks.start), costs), strict=True))
         order = sorted(costs, key=lambda b: rough[b][1].time)
-        solved = {order[0]: solve(order[0], known)}
+        solved = {order[0]: rough[order[0]] if late() else solve(order[0], known)}
         known = min(known, solved[order[0]][1].time)
         progress(f"micro-batch {order[0]}: {known / 1e6:.3f} s")
-        doubtful = [b for b in order if bounds[b] < known]
+        doubtful = [b for b in order if bounds[b] < known and not late()]
         for b, least in zip(doubtful, pool.map(lambda b: bound_of(b, known * (1 + 1e-9)), doubtful), strict=True):
             bounds[b] = max(bounds[b], least)
         for b in [b for b in doubtful[1:] if bounds[b] < known * (1 - TOLERANCE)]:
-            solved[b] = solve(b, known)
+            solved[b] = rough[b] if late() else solve(b, known)
             known = min(known, solved[b][1].time)
         size = len(problem.names) ** 2 * min(problem.machine().num_devices, MAX_STAGES)
         loose = [b for b in costs if bounds[b] < known * (1 - GOOD_GAP) and size * len(costs[b]) <= MOST_PEAKS]
-        loose = [] if problem.family == "resnet" else loose
+        loose = [] if problem.family == "resnet" or late() else loose
         for b, least in zip(loose, pool.map(lambda b: bound_of(b, known * (1 + 1e-9), peaks=PEAKS), loose), strict=True):
             bounds[b] = max(bounds[b], least)
     winner = min(solved, key=lambda b: solved[b][1].time)
     answer = _realised(problem, winner, *solved[winner], min(bounds.values()))
-    if problem.family == "resnet":
+    left = sorted(rough.keys() - {winner}, key=lambda b: (solved.get(b, rough[b])[1].time, b)) if top > 1 else []
+    others = [one for b in left if (one := _realised(problem, b, *solved.get(b, rough[b]), bounds[b])) is not None]
+    others = sorted(others, key=lambda one: one.time_s)[: top - 1]
+    if problem.family == "resnet" and not late():
         mixed, bound = best_mixed(problem, answer.time_s * 1e6 * (1 + 1e-9) if answer else np.inf)
         if mixed is not None:
-            return _mixed_answer(problem, mixed, bound)
+            uniform = [] if answer is None or top == 1 else [answer]
+            return replace(_mixed_answer(problem, mixed, bound), others=tuple([*uniform, *others][: top - 1]))
         answer = replace(answer, bound_s=min(bound / 1e6, answer.bound_s)) if answer else None
+    elif problem.family == "resnet" and answer is not None:
+        answer = replace(answer, bound_s=0.0)  # of plans with degrees of each op nothing is known
     if answer is None:
         raise InfeasibleError(_why_not(problem))
-    return answer
+    return replace(answer, others=tuple(others))
 
 
 def _mixed_answer(problem: AcesoProblem, found: MixedAnswer, bound: float) -> AcesoAnswer:
@@ -202,13 +223,13 @@ def _answer(
         table = space.times[stage.behind, space.pair(stage.option, stage.first, stage.last)]
         exact = costs.compute[stage.first : stage.last].sum() + (costs.forward[stage.first : stage.last] * chosen).sum()
         times.append(stage.time - table + exact)
-    time = (problem.global_batch // b - 1) * max(times) + sum(times)
+    total = (problem.global_batch // b - 1) * max(times) + sum(times)
     options = [space.costs[stage.option].option for stage in partition.stages]
     counts = [stage.last - stage.first for stage in partition.stages]
     tp, dp = ([[getattr(o, name)] * n for o, n in zip(options, counts, strict=True)] for name in ("tp", "dp"))
     algo = [list(space.costs[s.option].algos[s.first : s.last]) or [0] * (s.last - s.first) for s in partition.stages]
     plan = _plan(problem, b, [o.num_devices for o in options], flags, tp, dp, algo)
-    return AcesoAnswer(plan, time / 1e6, min(bound, time) / 1e6)
+    return AcesoAnswer(plan, total / 1e6, min(bound, total) / 1e6)
 
 
 def _plan(
@@ -227,7 +248,11 @@ def _plan(
 
 
 def _sizes(problem: AcesoProblem) -> dict[str, Any]:
-    return {"num_layers": problem.model.config["num_layers"]} if problem.family != "resnet" else {"num_layers": [3, 4, 6, 3]}
+    """The number of layers; of a Wide-ResNet the residual blocks of each group, as its chain has them."""
+    if problem.family != "resnet":
+        return {"num_layers": problem.model.config["num_layers"]}
+    blocks = {tuple(name.split("-")[1:3]) for name in problem.names if name.startswith("block-")}
+    return {"num_layers": list(Counter(group for group, _ in sorted(blocks)).values())}
 
 
 _MARGINS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import InputError
-from penstock.systems.system import System, TableAnswer, TableSearch, parse_nodes
+from penstock.systems.system import System, TableAnswer, TableScore, TableSearch, parse_nodes
 
 if TYPE_CHECKING:
     from penstock.batching.costs import PipelineCosts
@@ -24,6 +24,28 @@ def _batch_costs(path: str, samples: Sequence[SampleLengths], free_layers: bool)
 
     tables, config = open_configuration(path)
     return dynapipe_costs(tables, best_layers(tables, config, samples) if free_layers else config)
+
+
+def _score(path: str, batch: Path) -> TableScore:
+    """A planned batch, run again by the tables; what each stage of its slowest replica takes and holds."""
+    from penstock.batching.plan import read_batch_plan
+    from penstock.batching.workloads import batch_workload, require_priced
+    from penstock.timing.execution import execute
+
+    costs, planned = _batch_costs(path, (), False), read_batch_plan(batch)
+    require_priced(planned, costs, f"batch '{batch}'")
+    runs = [
+        execute(replica.schedule, batch_workload(costs, replica.micro_batches, index))
+        for index, replica in enumerate(planned.replicas) if replica.micro_batches
+    ]  # fmt: skip
+    slowest = max(runs, key=lambda run: run.makespan_s)
+    stages = [
+        {"computes_s": float(busy_s), "idle_s": slowest.pipeline_s - float(busy_s), "memory_mb": float(held) / 1e6}
+        for busy_s, held in zip(slowest.device_busy_s(), slowest.peak_bytes, strict=True)
+    ]
+    fullest_mb = max(float(max(run.peak_bytes)) for run in runs) / 1e6
+    note = f"{planned.num_micro_batches} micro-batches on {len(planned.replicas)} replicas; the fullest GPU holds {fullest_mb:,.0f} MB"
+    return TableScore(f"the slowest replica of {batch.name} (dynapipe:{path})", slowest.makespan_s, stages, note)
 
 
 def _search(asked: TableSearch, progress: Callable[[str], None]) -> TableAnswer:
@@ -53,4 +75,4 @@ def _search(asked: TableSearch, progress: Callable[[str], None]) -> TableAnswer:
     )  # fmt: skip
 
 
-DYNAPIPE = System("dynapipe", search=_search, batch_costs=_batch_costs)
+DYNAPIPE = System("dynapipe", search=_search, score=_score, batch_costs=_batch_costs)

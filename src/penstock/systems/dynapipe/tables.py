@@ -15,6 +15,7 @@ from penstock.costs.table import Floats
 from penstock.errors import InputError, ProfileMissingError, near_misses
 from penstock.systems.dynapipe.grid import CostGrid
 from penstock.systems.dynapipe.inputs import MODELS, RECOMPUTE, TABLES, Dimensions, DynaPipeLinks, PlannerConfig
+from penstock.systems.dynapipe.pickles import CostPoints, LayerSizes, read_cost_pickle
 from penstock.systems.tables import Row, existing_folder, read_checked, read_rows
 
 __all__ = ["COMPONENTS", "DynaPipeTables", "LayerCost", "open_configuration"]
@@ -53,9 +54,9 @@ class DynaPipeTables:
         if Path(path).is_dir():
             folder, table = Path(path), ""
         folder = existing_folder(folder, "folder of DynaPipe tables")
-        held = sorted(file.name.removesuffix("_cost_model.csv") for file in folder.glob("*_cost_model.csv"))
+        held = sorted({file.name.rsplit("_cost_model.", 1)[0] for kind in ("csv", "pkl") for file in folder.glob(f"*_cost_model.{kind}")})
         if not held:
-            raise InputError(f"folder '{folder}' holds no DynaPipe tables (<name>_cost_model.csv).")
+            raise InputError(f"folder '{folder}' holds no DynaPipe tables (<name>_cost_model.csv or .pkl).")
         if table not in held:
             problem = f"has no table '{table}'. {near_misses(table, held)}" if table else f"holds {', '.join(held)}; add one to the path."
             raise InputError(f"folder '{folder}' {problem}")
@@ -67,23 +68,14 @@ class DynaPipeTables:
         return cls(f"dynapipe:{path}", folder, table, MODELS[table], links)
 
     @cached_property
-    def _grids(self) -> dict[tuple[int, str, str], CostGrid]:
-        columns = ("tp", "recompute", "component", "micro_batch_size", "enc_or_input_seqlen", "dec_seqlen", *_QUANTITIES)
-        points: dict[tuple[int, str, str], list[tuple[list[float], list[float]]]] = {}
-        for row in read_rows(self.folder / f"{self.table_name}_cost_model.csv", columns):
-            component = row.choice("component", COMPONENTS)
-            key = row.count("tp"), row.choice("recompute", RECOMPUTE), component
-            points.setdefault(key, []).append((_point(row, component), _costs(row, component)))
-        return {key: CostGrid.of([at for at, _ in found], [value for _, value in found]) for key, found in points.items()}
+    def _measured(self) -> tuple[CostPoints, LayerSizes]:
+        """From the CSV files, or from DynaPipe's own pickle where there are none."""
+        path = self.folder / f"{self.table_name}_cost_model.csv"
+        return _read_csv(path) if path.is_file() else read_cost_pickle(path.with_suffix(".pkl"))
 
     @cached_property
-    def _parameter_mb(self) -> dict[tuple[int, str, str], float]:
-        rows = read_rows(self.folder / f"{self.table_name}_model_state.csv", ("tp", "recompute", "component", "fp16_param_mb_per_layer"))
-        known = ("embedding", *COMPONENTS[:2])
-        return {
-            (row.count("tp"), row.choice("recompute", RECOMPUTE), row.choice("component", known)): row.number("fp16_param_mb_per_layer")
-            for row in rows
-        }
+    def _grids(self) -> dict[tuple[int, str, str], CostGrid]:
+        return {key: CostGrid.of([at for at, _ in found], [value for _, value in found]) for key, found in self._measured[0].items()}
 
     def interpolate(
         self, component: str, tp: int, recompute: str, mbs: ArrayLike, seqlen: ArrayLike, dec_seqlen: ArrayLike = 0
@@ -114,9 +106,9 @@ class DynaPipeTables:
         return self._weights_mb(component, tp, recompute) * _MB * (1 / shards[0] + 1 / shards[1] + 6 / shards[2])
 
     def _weights_mb(self, component: str, tp: int, recompute: str) -> float:
-        weights = self._parameter_mb.get((tp, recompute, component))
+        weights = self._measured[1].get((tp, recompute, component))
         if weights is None:
-            raise self._missing(f"the weights of {component} with tp {tp} and recompute '{recompute}'", list(self._parameter_mb))
+            raise self._missing(f"the weights of {component} with tp {tp} and recompute '{recompute}'", list(self._measured[1]))
         return weights
 
     def _missing(self, what: str, held: Sequence[tuple[int, str, str]]) -> ProfileMissingError:
@@ -124,6 +116,21 @@ class DynaPipeTables:
         texts = [", ".join(map(str, sorted(values, key=str))) for values in (components, tps, modes)]
         return ProfileMissingError(f"{self.name} does not hold {what}; it holds {texts[0]} with tp {texts[1]} and recompute {texts[2]}.")
 
+
+def _read_csv(path: Path) -> tuple[CostPoints, LayerSizes]:
+    points: CostPoints = {}
+    columns = ("tp", "recompute", "component", "micro_batch_size", "enc_or_input_seqlen", "dec_seqlen", *_QUANTITIES)
+    for row in read_rows(path, columns):
+        component = row.choice("component", COMPONENTS)
+        key = row.count("tp"), row.choice("recompute", RECOMPUTE), component
+        points.setdefault(key, []).append((_point(row, component), _costs(row, component)))
+    state = path.with_name(path.name.replace("_cost_model.", "_model_state."))
+    known = ("embedding", *COMPONENTS[:2])
+    sizes = {
+        (row.count("tp"), row.choice("recompute", RECOMPUTE), row.choice("component", known)): row.number("fp16_param_mb_per_layer")
+        for row in read_rows(state, ("tp", "recompute", "component", "fp16_param_mb_per_layer"))
+    }
+    return points, sizes
 
 
 def _point(row: Row, component: str) -> list[float]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from penstock.models.shapes import Form, Quantity
 
@@ -23,6 +24,16 @@ class FasopModel:
     num_attention_heads: int
     global_batch_size: int
     layer_types: tuple[str, ...]
+    scaling: Mapping[str, Mapping[str, Mapping[int, float]]] = field(default_factory=dict)
+    """Times of `.npy` files at larger micro-batches: GPU → layer type → {micro-batch: times that of one sample}."""
+
+    def scaled(self, gpu: str, layer: str, micro_batch: int) -> float:
+        """How much longer a layer takes for so many samples than for one: what is known of the next smaller number, linearly beyond all."""
+        known = {1: 1.0, **self.scaling.get(gpu, {}).get(layer, {})}
+        if len(known) == 1:
+            return float(micro_batch)
+        below = max(size for size in known if size <= micro_batch)
+        return known[below] * (micro_batch / below if below == max(known) else 1.0)
 
     def parameters(self, layer: str) -> float:
         """Weights of one entry of the list before any split."""

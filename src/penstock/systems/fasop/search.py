@@ -117,7 +117,7 @@ class _Size:
 def search_fasop(tables: FasopTables, setting: str, *, bound: bool = True) -> FasopAnswer:
     """The best plan found for one of the experiments, and, unless `bound` is off, a time that no plan is below."""
     problem = FasopProblem.of(tables, setting)
-    sizes = _sizes(problem)
+    sizes = sizes_of(problem)
     if not sizes:
         gpus = ", ".join(sorted({kind.gpu for kind in problem.kinds.values()}))
         raise ProfileMissingError(f"{tables.name} times no layers of setting '{setting}' on {gpus}. Profile one of them at tp 1.")
@@ -144,7 +144,7 @@ def pareto_fasop(tables: FasopTables, setting: str, most: Mapping[str, int] | No
 
     def solve(counts: tuple[int, ...]) -> tuple[FasopProblem, dict[int, _Size], _Draft | None]:
         problem = FasopProblem.on(tables, settings[setting].model, known, dict(zip(most, counts, strict=True)))
-        sizes = _sizes(problem)
+        sizes = sizes_of(problem)
         smaller = [drafts[less] for index in range(len(counts)) if (less := _one_less(counts, index)) in drafts]
         carried = [found for named in smaller if (found := named.on(problem, sizes)) is not None]
         return problem, sizes, _search(problem, sizes, QUICK, carried)
@@ -192,7 +192,7 @@ class _Named:
         return replace(self.draft, rows=rows)
 
 
-def _sizes(problem: FasopProblem) -> dict[int, _Size]:
+def sizes_of(problem: FasopProblem) -> dict[int, _Size]:
     found = {}
     for samples in micro_batches_of(problem):
         options = options_of(problem, samples)
@@ -209,7 +209,7 @@ def _search(problem: FasopProblem, sizes: Mapping[int, _Size], effort: Effort, c
             drafts += _sketches(problem, samples, sizes[samples], effort)
     best_s = min((draft.time_s for draft in drafts), default=np.inf)
     hopeful = [samples for hope_s, samples in hopes if hope_s < best_s]
-    uniform = (_placed(sizes[b].case, b, chosen) for b in hopeful for chosen in _uniform(problem, sizes[b].options))
+    uniform = (placed(sizes[b].case, b, chosen) for b in hopeful for chosen in uniform_stages(problem, sizes[b].options))
     drafts += [draft for draft in uniform if draft.time_s < best_s]
     distinct: dict[tuple[int, bytes], _Draft] = {}
     for draft in sorted(drafts, key=lambda draft: draft.time_s):
@@ -265,11 +265,11 @@ def _sketches(problem: FasopProblem, samples: int, size: _Size, effort: Effort) 
         for chosen in tables.options(len(options)):
             if chosen.tobytes() not in seen:
                 seen.add(chosen.tobytes())
-                found.append(_placed(case, samples, chosen))
-    return found + [_placed(case, samples, np.array([c])) for c in range(len(options))]
+                found.append(placed(case, samples, chosen))
+    return found + [placed(case, samples, np.array([c])) for c in range(len(options))]
 
 
-def _uniform(problem: FasopProblem, options: list[Option]) -> Iterator[np.ndarray]:
+def uniform_stages(problem: FasopProblem, options: list[Option]) -> Iterator[np.ndarray]:
     """Equal stages on one kind of GPUs after the other: where links are slow, rough plans that count on faster ones are worse."""
     most = len(problem.model.layer_types)
     index = {(option.kinds[0], option.tp, option.dp): c for c, option in enumerate(options) if len(option.kinds) == 1}
@@ -318,7 +318,7 @@ def _rough_bound_s(problem: FasopProblem, size: _Size) -> float:
     return float(layer_s.min(axis=0).sum() + (size.case.num_micro_batches - 1) * need.sum() / room)
 
 
-def _placed(case: Case, samples: int, chosen: np.ndarray) -> _Draft:
+def placed(case: Case, samples: int, chosen: np.ndarray) -> _Draft:
     """A rough plan on nodes, with none, one or two of its last stages beside the first."""
     from penstock.systems.fasop import kernels as kernels
 

@@ -18,11 +18,12 @@ from penstock.errors import InputError, near_misses
 from penstock.models.ops import Block, Model, TensorSpec
 from penstock.models.shapes import Form, Quantity
 from penstock.systems.fasop.inputs import OUTER_LAYERS, FasopModel, NodeKind, Setting
+from penstock.systems.fasop.vectors import layer_times, vector_files
 from penstock.systems.tables import existing_folder, imported_op, read_checked, read_rows
 
 __all__ = ["FasopTables"]
 
-
+_TIMES = "layer_fwdbwd_cost.csv"
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class FasopTables:
     def open(cls, folder: str | Path) -> FasopTables:
         """Reads the models; times are read when first needed."""
         path = existing_folder(folder, "folder of FASOP tables")
-        for file in ("models.json", "layer_fwdbwd_cost.csv"):
-            if not (path / file).is_file():
-                raise InputError(f"folder '{path}' holds no FASOP tables: '{file}' is missing.")
+        missing = [file for file in ("models.json", _TIMES) if not (path / file).is_file()]
+        if missing and not (missing == [_TIMES] and vector_files(path)):
+            raise InputError(f"folder '{path}' holds no FASOP tables: '{missing[0]}' is missing.")
         return cls(f"fasop:{folder}", path, read_checked(path / "models.json", "FASOP models", dict[str, FasopModel]))
 
     @cached_property
@@ -47,7 +48,11 @@ class FasopTables:
         """Forward and backward seconds together: model → (GPU, tp, micro-batch) → one for each layer, infinite where missing."""
         columns = ("model", "gpu", "tp", "mbs", "layer_index", "fwdbwd_seconds")
         times: dict[str, dict[tuple[str, int, int], Floats]] = {name: {} for name in self.models}
-        for row in read_rows(self.folder / "layer_fwdbwd_cost.csv", columns):
+        if not (self.folder / _TIMES).is_file():
+            for model, key, seconds in layer_times(vector_files(self.folder), self.models):
+                times[model][key] = seconds
+            return times
+        for row in read_rows(self.folder / _TIMES, columns):
             model = row.choice("model", list(self.models))
             layers = len(self.models[model].layer_types)
             key = row.text("gpu"), row.count("tp"), row.count("mbs")

@@ -22,9 +22,13 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_dropout_that_is_left_out_is_told(folder: str) -> None:
+def test_dropout_that_is_left_out_is_told_and_a_model_traced_once_while_its_file_stays_as_it_is(folder: str) -> None:
     model = describe_origin(f"hf:{folder}")
     assert any("attention dropout of 0.25 is left out" in note for note in model.notes) and "packed" in model.layouts
+    assert describe_origin(f"hf:{folder}") is model
+    config = Path(folder) / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
+    assert describe_origin(f"hf:{folder}").num_ops == model.num_ops - 1
 
 
 def test_why_a_large_model_is_padded_is_told(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock.models.modules.batch import Batch, Sequences
-from penstock.models.modules.cutting.packing import Keeper, has_dropout, kept, packs
+from penstock.models.modules.cutting.packing import Keeper, _Calls, attention_dropout, has_dropout, kept, packs
 from penstock.models.modules.cutting.seen import logits_loss, seen
 from penstock.models.modules.cutting.skipping import Skipping
 from penstock.models.modules.cutting.transformers_models import use_our_attention
@@ -86,3 +86,29 @@ def test_dropout_is_the_same_under_any_cut_packing_and_recomputation() -> None:
         assert (found - gradients).abs().max() <= 1e-5 * gradients.abs().max()
     module.eval()
     assert abs(total(module, [[0], [1], [2], [3]], "padded", 1)[0] - loss) > 1e-3 * loss
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_of_encoder_decoders_drops_nothing(attention: str) -> None:
+    """T5 has one number for dropout of attention and of hidden states; what is left depends on no generator."""
+    pytest.importorskip("transformers")
+    module, one = make("t5", dropout_rate=0.3, attn_implementation=attention).train(), seen(batch_of([0, 1], "padded"))
+    one.decoder_ids, one.dec_keys = one.ids.repeat(1, 4), torch.arange(8 * one.ids.numel())[::2]  # as many as heads × own positions
+    one.labels, one.weights = one.decoder_ids, torch.ones(one.decoder_ids.shape)
+    chain = Skipping(module)
+    chain.trace(lambda own: logits_loss(own, one))
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        found.append(chain.run(lambda own: logits_loss(own, one), 0, len(chain.calls), {}, through=Keeper(one)).item())
+    module.eval()
+    assert attention_dropout(module) == 0.3 and has_dropout(nn.MultiheadAttention(4, 2, dropout=0.1))
+    assert found[0] == found[1] and abs(chain.run(lambda own: logits_loss(own, one), 0, len(chain.calls), {}) - found[0]) > 1e-3 * found[0]
+
+
+def test_torchs_own_heads_drop_nothing() -> None:
+    heads, x = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True).train(), torch.randn(1, 5, 8)
+    one = seen(batch_of([3], "padded"))
+    keeper, wanted = Keeper(one), heads.eval()(x, x, x, need_weights=False)[0]
+    with _Calls(keeper):
+        assert torch.allclose(heads.train()(x, x, x, need_weights=False)[0], wanted, atol=1e-6)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch import nn
 
 from penstock.errors import InputError
 from penstock.models.modules.cutting.dividing import styles_of, tp_plan_of, whole_degrees
-from penstock.models.modules.cutting.origins import Made, make_origin
-from penstock.models.modules.cutting.packing import packs
+from penstock.models.modules.cutting.origins import Made, make_origin, origin_file
+from penstock.models.modules.cutting.packing import attention_dropout, packs
 from penstock.models.modules.cutting.seen import SeenMicroBatch, logits_loss
 from penstock.models.modules.cutting.trying_tp import trains_alike
 from penstock.models.modules.trace import Divided, trace_module
@@ -29,7 +30,16 @@ _TRIED = 2**25
 
 
 def describe_origin(origin: str, dtype: str = "fp32") -> Model:
-    """The model of `module:FILE.py:FUNCTION`, or of `hf:FOLDER` as transformers has it; plans may choose another precision."""
+    """The model of `module:FILE.py:FUNCTION`, or of `hf:FOLDER` as transformers has it; plans may choose another precision.
+
+    What a process has described once is not traced again as long as its file stays as it is.
+    """
+    file = origin_file(origin)
+    return _described_once(origin, dtype, str(file.absolute()), file.read_bytes() if file.is_file() else b"")
+
+
+@lru_cache(maxsize=16)
+def _described_once(origin: str, dtype: str, path: str, content: bytes) -> Model:
     return replace(describe(make_origin(origin), dtype, origin), open_dtype=True)
 
 
@@ -74,7 +84,9 @@ def _divided(made: Made) -> tuple[Divided | None, tuple[str, ...]]:
 
 def _laid_out(model: Model, made: Made) -> Model:
     """With the layouts in which two samples together train like each alone, as far as that can be tried: with weights, on token ids."""
-    model = replace(model, notes=(*model.notes, *made.notes))
+    if dropout := attention_dropout(made.module):
+        note = f"attention dropout of {dropout:g} is left out: attention that stays inside samples has none."
+        model = replace(model, notes=(*model.notes, note))
     if made.form in ("images", "encoder-decoder") or made.vocab < 2:
         return model
     if any(p.is_meta for p in made.module.parameters()):

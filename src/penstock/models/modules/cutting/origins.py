@@ -18,7 +18,10 @@ from penstock.files import readable_file
 from penstock.models.modules.cutting.first_values import FirstValues
 from penstock.models.modules.cutting.seen import Loss, SeenMicroBatch, logits_loss
 
-__all__ = ["FORM_OF_SOURCE", "Made", "call_function", "load_function", "made_of", "make_origin", "parse_origin", "two_sided_example"]
+__all__ = [
+    "FORM_OF_SOURCE", "Made", "call_function", "load_function", "made_of", "make_origin", "origin_file", "parse_origin",
+    "two_sided_example",
+]  # fmt: skip
 
 FORM_OF_SOURCE = "module:PATH.py:FUNCTION"
 _TINY = 2, 8
@@ -40,8 +43,6 @@ class Made:
     vocab: int = 0
     positions: int = 0
     """The longest sample that it takes; 0: not known."""
-    notes: tuple[str, ...] = ()
-    """What of it is trained in another way than it asks for."""
     tp_plan: Mapping[str, str] | None = None
     """How tensor parallelism divides it, where not its own attribute of that name says so."""
 
@@ -61,6 +62,14 @@ def make_origin(text: str, *, seed: int = 0) -> Made:
         torch.manual_seed(seed)
         made = call_function(load_function(path, function), text)
     return made_of(*made, name=function, seed=seed)
+
+
+def origin_file(text: str) -> Path:
+    """The file that decides what a text makes: the module's, or the config of a model of transformers."""
+    if not text.startswith("hf:"):
+        return parse_origin(text)[0]
+    path = Path(text.removeprefix("hf:"))
+    return path if path.suffix == ".json" else path / "config.json"
 
 
 def parse_origin(source: str) -> tuple[Path, str]:

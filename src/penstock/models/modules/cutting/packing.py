@@ -21,22 +21,33 @@ from penstock.models.modules.cutting.seen import Loss, SeenMicroBatch
 from penstock.models.modules.dropout import keyed_dropout
 from penstock.models.modules.init import stable_hash
 
-__all__ = ["Keeper", "has_dropout", "kept", "packs", "sample_attention"]
+__all__ = ["Keeper", "attention_dropout", "has_dropout", "kept", "packs", "sample_attention"]
 
 _CURRENT: ContextVar[SeenMicroBatch | None] = ContextVar("micro_batch", default=None)
 """What runs now; a unit that is recomputed runs with its own again."""
 _LENGTHS = 9, 14
 """Of the two samples that are tried."""
+_ATTENTION_DROPOUT = "attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout"
+"""What configs of transformers call it."""
+_DROPOUT_OF_HEADS = 10
+"""Its place among the arguments of torch's `multi_head_attention_forward`."""
 
 
 class Keeper:
-    """Calls torch for a module that runs on a micro-batch: attention stays inside samples, and dropout is keyed by sample and place."""
+    """Calls torch for a module that runs on a micro-batch: attention stays inside samples, and dropout is keyed by sample and place.
+
+    Attention itself drops nothing: which of its probabilities would be, no cut and no packing could leave as it is.
+    """
 
     def __init__(self, micro_batch: SeenMicroBatch) -> None:
         self._micro_batch = micro_batch
 
     def __call__(self, func: Any, args: Any, kwargs: Any, place: object) -> Any:
         """`func(*args, **kwargs)`, the call numbered `place` of the module's pass."""
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = _without_dropout(args, kwargs, 4)
+        elif func is F.multi_head_attention_forward:
+            args, kwargs = _without_dropout(args, kwargs, _DROPOUT_OF_HEADS)
         if func is F.scaled_dot_product_attention and self._lies_packed(args, kwargs):
             pieces = self._micro_batch.bounds
             parts = [[x[..., a:b, :] for x in args[:3]] for a, b in pieces]
@@ -55,6 +66,8 @@ class Keeper:
 
     def _dropped(self, func: Any, args: Any, kwargs: Any, place: object) -> Any:
         x, keys = args[0], self._keys(args[0])
+        if self._is_attention(x, keys):
+            return x
         probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
         training = kwargs.get("training", args[2] if len(args) > 2 else True)
         if not training or not probability or keys is None or isinstance(x, Absent) or x.is_meta:
@@ -62,11 +75,21 @@ class Keeper:
         key = stable_hash(self._micro_batch.key, place)
         return keyed_dropout(x.reshape(-1, x.shape[-1]), keys, probability, key).view(x.shape)
 
+    def _is_attention(self, x: torch.Tensor, keys: torch.Tensor | None) -> bool:
+        """Whether these are probabilities (…, queries, keys) and not rows of tokens."""
+        lengths = {side.shape[-1] for side in (self._micro_batch.ids, self._micro_batch.decoder_ids) if side is not None and side.ndim == 2}
+        return x.ndim > 2 and (x.ndim > 3 or keys is None) and {*x.shape[-2:]} <= lengths
 
     def _keys(self, x: torch.Tensor) -> torch.Tensor | None:
         """Of the side whose positions a tensor has; where it may be either, the keys are the same."""
         both = self._micro_batch.keys, self._micro_batch.dec_keys
         return next((keys for keys in both if keys is not None and keys.numel() == x.shape[:-1].numel()), None)
+
+
+def _without_dropout(args: Any, kwargs: Any, at: int) -> tuple[Any, Any]:
+    """The arguments of a call with `dropout_p`, its argument `at` or named, as zero."""
+    named = {"dropout_p": 0.0} if "dropout_p" in kwargs else {}
+    return (*args[:at], *(0.0 for _ in args[at : at + 1]), *args[at + 1 :]), {**kwargs, **named}
 
 
 @contextmanager
@@ -84,7 +107,16 @@ def has_dropout(module: nn.Module) -> bool:
     config = getattr(module, "config", None)
     named = vars(config) if hasattr(config, "model_type") else {}
     in_config = any(isinstance(value, float) and value > 0 and ("dropout" in name or "pdrop" in name) for name, value in named.items())
-    return in_config or any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())
+    return in_config or attention_dropout(module) > 0 or any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())
+
+
+def attention_dropout(module: nn.Module) -> float:
+    """The largest share of attention's probabilities that a module asks to be dropped, as far as it can be seen from outside."""
+    config = getattr(module, "config", None)
+    values = [getattr(config, name, 0.0) for name in _ATTENTION_DROPOUT if hasattr(config, "model_type")]
+    parts = (part for part in module.modules() if "Attention" in type(part).__name__)
+    values += [value for part in parts for name, value in vars(part).items() if "drop" in name]
+    return max((float(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)), default=0.0)
 
 
 def sample_attention(

@@ -16,8 +16,6 @@ from penstock.models.modules.cutting.seen import SeenMicroBatch, logits_loss
 __all__ = ["made_by_transformers", "pretrained_state", "save_config", "use_our_attention"]
 
 _ATTENTION = "penstock"
-_ATTENTION_DROPOUT = "attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout"
-"""What configs call it."""
 _SMALL_BYTES = 2**30
 """A model below this is made with weights, exactly as transformers would make it; a larger one draws them part by part."""
 
@@ -34,8 +32,7 @@ def made_by_transformers(folder: str, seed: int) -> Made:
             torch.manual_seed(seed)
             module = kind(config)
     form = _form(kind.__name__, config)
-    ours = _chooses_attention(module) and form != "encoder-decoder"  # whose decoder looks at another sequence too
-    if ours:
+    if form != "encoder-decoder":  # whose decoder looks at another sequence too
         use_our_attention(module)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocab = int(getattr(text, "vocab_size", 0) or 0)
@@ -44,13 +41,7 @@ def made_by_transformers(folder: str, seed: int) -> Made:
         _path(folder).resolve().name, module, logits_loss, lambda *sizes: _example(form, size, config, *sizes),
         FirstValues(module, seed, module._init_weights), form, 0 if form == "images" else vocab,
         0 if form == "images" else int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 0),
-        _notes(config) if ours else (),
     )  # fmt: skip
-
-
-def _notes(config: Any) -> tuple[str, ...]:
-    dropout = max(float(getattr(config, name, 0.0) or 0.0) for name in _ATTENTION_DROPOUT)
-    return (f"attention dropout of {dropout:g} is left out: attention that stays inside samples has none.",) if dropout else ()
 
 
 def _chooses_attention(module: Any) -> bool:

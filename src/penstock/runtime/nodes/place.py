@@ -1,0 +1,83 @@
+"""Which machine of a job this is: its number, where the first one is met, which ranks it has, and the job's key."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import re
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import InputError
+from penstock.runtime.request import PACED, NodePlace
+from penstock.stores.sealing import KEY_FILE_VARIABLE, KEY_VARIABLE, job_key
+
+if TYPE_CHECKING:
+    from penstock.clusters import Cluster
+    from penstock.plans.plan import Plan
+    from penstock.runtime.request import TrainRequest
+
+__all__ = ["ADDRESS_VARIABLE", "node_facts", "node_key", "node_place", "ranks_of_nodes", "store_key"]
+
+ADDRESS_VARIABLE = "PENSTOCK_NODE_ADDRESS"
+_LEAST_KEY_BYTES = 16
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def node_place(number: int, master: str) -> NodePlace:
+    """The place that `--node-rank` and `--master` name."""
+    found = re.fullmatch(r"\[?([A-Za-z0-9_.:%-]{1,255}?)\]?:([0-9]{1,5})", master)
+    if found is None or not 0 < int(found[2]) < 1 << 16:
+        raise InputError(f"--master is '{master}'; the address of node 0 and a port were expected, such as 10.0.0.1:29500.")
+    return NodePlace(number, found[1], int(found[2]), os.environ.get(ADDRESS_VARIABLE, ""))
+
+
+def ranks_of_nodes(plan: Plan, cluster: Cluster, spares: int = 0) -> list[tuple[int, ...]]:
+    """The devices of each machine that has work or spares; those up to the last with work, and the spares after it, have a process each."""
+    end = plan.ranks[-1] + 1
+    nodes = {cluster.node_index(rank) for rank in (*plan.ranks, *range(end, end + spares))}
+    own = [rank for rank in range(end + spares) if cluster.node_index(rank) in nodes]
+    return [tuple(ranks) for _, ranks in groupby(own, key=cluster.node_index)]
+
+
+def _secret() -> bytes:
+    key = job_key()
+    if key is None:
+        raise InputError(
+            f"a job on several nodes needs a key that all of them hold: set {KEY_FILE_VARIABLE} to a file of mode 0600, or {KEY_VARIABLE}. "
+            "Make one with: python -c 'import secrets; print(secrets.token_hex(32))'"
+        )
+    if len(key) < _LEAST_KEY_BYTES:
+        raise InputError(f"the job's key has {len(key)} bytes; at least {_LEAST_KEY_BYTES} are needed.")
+    return key
+
+
+def node_key() -> bytes:
+    """What supervisors prove to each other that they hold."""
+    return hmac.digest(_secret(), b"penstock supervisors", "sha256")
+
+
+def store_key() -> bytes:
+    """What seals the programs of a job on several nodes. All make it from the job's key: it is never sent."""
+    return hmac.digest(_secret(), b"penstock programs", "sha256")
+
+
+def node_facts(request: TrainRequest) -> dict[str, Any]:
+    """What all nodes of a job have to be asked for alike, by the names that a user knows."""
+    import penstock
+    from penstock.plans.references import model_of
+    from penstock.plans.schema import plan_to_dict
+    from penstock.runtime.checkpoints.going_on import run_facts
+
+    facts = run_facts(model_of(request.plan), request.data, seed=request.settings.seed, global_batch=request.plan.global_batch)
+    if request.device == PACED and _BOOT.is_file():
+        facts["machine, whose clock paced devices keep"] = _BOOT.read_text().strip()
+    plan = hashlib.sha256(json.dumps(plan_to_dict(request.plan)).encode()).hexdigest()[:16]
+    return {
+        "version of Penstock": penstock.__version__, "plan": plan, "--steps": request.steps,
+        "--on-death": request.on_death, "--copies": request.copies, "--spares": request.spares,
+        "learning": repr(request.settings), **facts,
+    }  # fmt: skip

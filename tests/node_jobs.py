@@ -1,0 +1,55 @@
+"""Supervisors of other nodes for tests: processes of the warm server, which start their ranks from it too."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from penstock.processes.fork_server import start_process
+from penstock.runtime.request import NodePlace, TrainRequest
+from penstock.runtime.trainer import PlanTrainer
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def placed(request: TrainRequest, node: int, port: int) -> TrainRequest:
+    """The request of a node at 127.0.0.(1 + its number)."""
+    return replace(request, node=NodePlace(node, "127.0.0.1", port, f"127.0.0.{node + 1}"))
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """The supervisors of nodes that share a machine each count its cores; ranks have the same number of threads as elsewhere, and sums the
+    same order, if they see one."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def run_node(request: TrainRequest) -> None:
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # else it could start no ranks
+    with one_core():
+        PlanTrainer(request).train()
+
+
+@contextmanager
+def other_node(request: TrainRequest) -> Iterator[Any]:
+    """The process that supervises a node."""
+    process = start_process("node", run_node, request)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()

@@ -1,0 +1,44 @@
+"""Which node is which: ranks by the plan's cluster, the address of node 0, and the key that all hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.cli.main import run as main
+from penstock.errors import InputError
+from penstock.plans.build import uniform_plan
+from penstock.plans.references import cluster_of
+from penstock.runtime.nodes.place import node_key, node_place, ranks_of_nodes, store_key
+from penstock.runtime.request import NodePlace
+from penstock.stores.sealing import KEY_FILE_VARIABLE, KEY_VARIABLE
+
+
+def test_ranks_of_nodes() -> None:
+    plan = uniform_plan("gpt-tiny", "3xp4d.24xlarge", global_batch=16, micro_batch=4, pp=4, dp=4)
+    assert ranks_of_nodes(plan, cluster_of(plan)) == [tuple(range(8)), tuple(range(8, 16))]
+
+
+def test_where_node_0_is() -> None:
+    assert node_place(1, "10.0.0.1:29500") == NodePlace(1, "10.0.0.1", 29500)
+    assert node_place(0, "[fe80::1]:1") == NodePlace(0, "fe80::1", 1)
+    for wrong in ("host", "host:", ":80", "host:0", "host:65536", "a b:80"):
+        with pytest.raises(InputError, match="address of node 0 and a port"):
+            node_place(1, wrong)
+
+
+def test_the_key_is_never_used_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (KEY_VARIABLE, KEY_FILE_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InputError, match=f"set {KEY_FILE_VARIABLE} to a file of mode 0600"):
+        node_key()
+    monkeypatch.setenv(KEY_VARIABLE, "ab" * 16)
+    assert len({bytes.fromhex("ab" * 16), node_key(), store_key()}) == 3
+    monkeypatch.setenv(KEY_VARIABLE, "ab")
+    with pytest.raises(InputError, match="has 1 bytes; at least 16"):
+        node_key()
+
+
+def test_the_options_go_together(tmp_path: object, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "plan.json", "--node-rank", "1"]) == 2
+    assert main(["train", "--model", "gpt-tiny", "--data", "x.jsonl", "--out", f"{tmp_path}/run", "--master", "a:1"]) == 2
+    assert "--master goes with a plan file, not with a job" in capsys.readouterr().err

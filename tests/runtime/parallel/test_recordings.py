@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from runtime_cases import MODELS
+from training_jobs import collected, rank_of
+
+from penstock.models.micro_batch import MicroBatch
+from penstock.models.modules.batch import Batch, Sequences
+from penstock.plans.plan import MicroBatching, Plan, Stage
+from penstock.plans.references import model_of
+from penstock.programs.instructions import Program
+from penstock.programs.lower import lower
+from penstock.programs.work import ReplicaWork
+from penstock.runtime.parallel.recordings import _fill, _own_batch, _Recording, _shape_key
+from penstock.runtime.settings import TrainingSettings
+from penstock.runtime.transport.world import ProcessGroups
+from penstock.schedules.rules import schedule_of
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def _batch(lengths: tuple[int, ...], layout: Any = "padded") -> Batch:
+    tokens = 9 * len(lengths) if layout == "padded" else sum(lengths)
+    width = 9 if layout == "padded" else max(lengths)
+    own = Sequences(torch.arange(tokens) + sum(lengths), lengths, layout, width, torch.arange(len(lengths)))
+    return Batch(labels=torch.arange(tokens), weights=torch.ones(tokens) / sum(lengths), own=own)
+
+
+def test_padded_micro_batches_of_other_lengths_have_the_same_shape() -> None:
+    assert _shape_key(_batch((3, 7))) == _shape_key(_batch((9, 1)))
+    assert _shape_key(_batch((3, 7))) != _shape_key(_batch((9, 9)))  # no padding: other kernels
+    assert _shape_key(_batch((3, 7))) != _shape_key(_batch((3, 7, 2)))
+    assert _shape_key(_batch((3, 7), "packed")) != _shape_key(_batch((7, 4), "packed"))
+
+
+def test_a_micro_batch_is_read_where_another_was() -> None:
+    """Row 0 of the second is full: its bounds are fewer, and the rest say that no token is left."""
+    first, second = _batch((3, 7)), _batch((9, 4))
+    kept = _own_batch(first)
+    entering = {"hidden": torch.zeros(4)}
+    recording = _Recording(kept, entering, {}, {}, {}, None, None)  # type: ignore[arg-type]
+    _fill(recording, second, {"hidden": torch.ones(4)})
+    assert kept.own is not None and second.own is not None and first.own is not None
+    assert torch.equal(kept.own.ids, second.own.ids) and not torch.equal(first.own.ids, second.own.ids)
+    assert all(map(torch.equal, kept.own.pieces(), second.own.pieces()))
+    assert torch.equal(kept.own.key_padding(), second.own.key_padding()) and entering["hidden"].all()
+
+
+def _plan(family: str, layout: Any, schedule: str, **changes: Any) -> Plan:
+    fields = MODELS[family] | changes
+    plan = Plan(fields, "1xh200", 9, (), MicroBatching(layout, "fixed", 3), 1, schedule, seq_length=fields.get("seq_length", 0),
+                dec_length=fields.get("dec_length", 0), precision="bf16", gradients="fp32")  # fmt: skip
+    ops = model_of(plan).num_ops
+    cut = ops // 2
+    stages = (Stage(0, cut, ((0,),)), Stage(cut, ops, ((0,),), recompute=(((cut, cut + 3),),)))
+    return replace(plan, stages=stages if schedule == "interleaved" else (Stage(0, ops, ((0,),), recompute=(((2, 5),),)),))
+
+
+def _programs(plan: Plan, steps: int, row: int = 8) -> list[Program]:
+    """Three micro-batches a step, all between their passes at once, of rows that are padded differently each time."""
+    model, made = model_of(plan), []
+    for step in range(steps):
+        micros = []
+        for index in range(3):
+            ids = tuple(range(3 * index, 3 * index + 3))
+            lengths = tuple(1 + (step * 5 + index * 3 + sample * 2) % 8 for sample in ids) if model.seq_length else ()
+            dec_lengths = tuple(1 + (step + sample) % 6 for sample in ids) if model.dec_length else ()
+            layout = plan.micro_batching.layout
+            if layout == "packed":
+                lengths = (3, 8, 5)
+            rows = (0, 0) if layout == "packed" or not lengths else (row, 8 if dec_lengths else 0)
+            micros.append(MicroBatch(index, ids, layout, lengths, dec_lengths, *rows))
+        work = ReplicaWork(tuple(micros), schedule_of(plan.schedule, plan.num_stages, 3, plan.num_chunks))
+        made.append(lower(plan, model, (work,), step)[0])
+    return made
+
+
+@needs_gpu
+def test_rows_are_padded_on_to_a_length_that_comes_again() -> None:
+    """Other padding, other sums: losses are equal to rounding."""
+    plan = replace(_plan("gpt", "padded", "gpipe", dropout=0.0, seq_length=48), precision="fp32", gradients="")
+    stage = rank_of(plan, ProcessGroups("cuda"), TrainingSettings()).stages[0]
+    losses = []
+    for recorded in (True, False):
+        rank = rank_of(plan, ProcessGroups("cuda"), TrainingSettings())
+        if not recorded:
+            rank.stages[0].recordings = None
+        losses.append([rank.train(program).loss.item() for program in _programs(plan, 6, row=10)])
+    micro = _programs(plan, 1, row=10)[0].micro_batches[0]
+    assert (micro.row_length, stage.as_recorded(micro, 1).row_length) == (10, 16)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("family", "layout", "schedule"),
+    [("gpt", "padded", "gpipe"), ("gpt", "packed", "gpipe"), ("llama", "padded", "interleaved"), ("bert", "padded", "gpipe"),
+     ("t5", "padded", "gpipe"), ("resnet", "padded", "gpipe")],
+)  # fmt: skip
+def test_recorded_passes_train_as_all_others_do(family: str, layout: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.runtime.parallel.recordings._RUNS_BEFORE", 2)
+    changes = {"dropout": 0.0} if family in ("gpt", "t5") else {}
+    plan = _plan(family, layout, schedule, **changes)
+    found = []
+    for recorded in (True, False):
+        rank = rank_of(plan, ProcessGroups("cuda"), TrainingSettings(clip_norm=1.0))
+        if not recorded:
+            for stage in rank.stages.values():
+                stage.recordings = None
+        losses = [rank.train(program).loss.item() for program in _programs(plan, 6)]
+        if recorded:
+            slots = [[] if stage.recordings is None else stage.recordings._slots for stage in rank.stages.values()]
+            assert all(slots) and (schedule == "interleaved" or len(slots[0]) == 3)
+        found.append((losses, collected(rank)))
+    (recorded_losses, (weights, statistics)), (losses, (wanted, wanted_statistics)) = found
+    assert recorded_losses == losses and len(set(losses)) == 6
+    assert all(torch.equal(one.values, other.values) for one, other in zip(weights, wanted, strict=True))
+    assert all(map(torch.equal, statistics, wanted_statistics))
