@@ -1,8 +1,4 @@
-"""torchtitan: a recipe, the Python function that its runs are configured by, derived from one that it ships.
-
-The names are those of torchtitan's main branch in late 2026, where `module_fqns_per_model_part` became
-`pipeline_parallel_module_fqns_per_model_part`, batches are counted in tokens and activation checkpointing is an object.
-"""
+"""torchtitan: a Python function that configures its runs, derived from one that it ships. The names are those of torchtitan 0.3."""
 
 from __future__ import annotations
 
@@ -30,17 +26,21 @@ _FLAVORS = {
     "405B": (126, 16384, 128, 8, 53248, False),
 }
 """Its Llama 3 models: layers, hidden, heads, kv_heads, ffn, tied."""
-_SHARDING = {1: ("never", True), 2: ("never", False), 3: ("always", False)}
-"""ZeRO stage: when FSDP gives gathered weights up again, and whether it reduces gradients only once per step."""
+_RESHARDS = {1: "never", 2: "never", 3: "always"}
+"""ZeRO stage: whether FSDP gives gathered weights up again after a forward pass."""
 
 _NARROW = """
 torchtitan keeps and sums gradients in fp32, where the plan has bf16: each rank needs two bytes more for every weight that it holds.
 """
 
-_RECIPE = '''\
-"""{model} on {world} GPUs, {stages}. Written by Penstock for torchtitan's Python recipes (late 2026).
+_OFTENER = """
+torchtitan's FSDP sums gradients with every micro-batch, where the plan (ZeRO-1) does once a step: it communicates more.
+"""
 
-NGPU={world} MODULE=<this file, as an importable module> CONFIG=penstock_plan ./run_train.sh
+_RECIPE = '''\
+"""{model} on {world} GPUs, {stages}. Written by Penstock for torchtitan 0.3.
+
+PYTHONPATH=<folder of this file> NGPU={world} MODULE=<name of this file, without .py> CONFIG=penstock_plan ./run_train.sh
 {note}"""
 
 {imports}
@@ -48,7 +48,7 @@ NGPU={world} MODULE=<this file, as an importable module> CONFIG=penstock_plan ./
 
 def penstock_plan():
     """The plan; data, learning rate and number of steps are those of the recipe it starts from."""
-    config = {base}(seq_len={seq_length})
+    config = {base}()
 {body}
     return config
 '''
@@ -71,18 +71,19 @@ def torchtitan_recipe(plan: Plan, model: Model | None = None, cluster: Cluster |
         index = next(index for index, stage in enumerate(whole_layers(grid, TARGET)) if not all(stage))
         raise refusal(TARGET, index, "some layers are recomputed and some are not", "Recompute all layers, or none.")
     base = "llama3_70b" if flavor == "70B" else "llama3_8b"
-    imports = [f"from torchtitan_recipes.models.llama3 import {base}"]
+    imports = [f"from torchtitan.models.llama3.config_registry import {base}"]
     if any(again):
-        imports.insert(0, "from torchtitan.distributed.activation_checkpoint import FullActivationRematConfig")
+        imports.insert(0, "from torchtitan.distributed.activation_checkpoint import FullAC")
     settings = [*_parallelism(plan, grid), *_training(plan, grid)]
-    settings.append(("activation_checkpoint", "FullActivationRematConfig()" if any(again) else "None"))
+    settings.append(("activation_checkpoint", "FullAC.Config()" if any(again) else "None"))
     if flavor not in ("8B", "70B"):
-        imports.insert(-1, "from torchtitan.models.llama3 import build_model_config")
-        settings.insert(0, ("model", f'build_model_config("{flavor}", seq_len={plan.seq_length})'))
+        imports.insert(-1, "from torchtitan.models.llama3 import model_registry")
+        settings.insert(0, ("model_spec", f'model_registry("{flavor}")'))
+    narrow, oftener = plan.precision == "bf16" and plan.gradients != "fp32", grid.zero == 1 and grid.num_micro_batches > 1
     return _RECIPE.format(
-        model=model.name, world=grid.tp * grid.pp * grid.dp, imports="\n".join(imports), base=base, seq_length=plan.seq_length,
+        model=model.name, world=grid.tp * grid.pp * grid.dp, imports="\n".join(imports), base=base,
         stages=f"{len(grid.parts)} {'stage' if len(grid.parts) == 1 else 'stages'}",
-        parts=_parts(grid) if grid.pp > 1 else "", note=_NARROW if plan.precision == "bf16" and plan.gradients != "fp32" else "",
+        parts=_parts(grid) if grid.pp > 1 else "", note=narrow * _NARROW + oftener * _OFTENER,
         body="\n".join(f"    config.{name} = {value}" for name, value in settings),
     )  # fmt: skip
 
@@ -133,23 +134,25 @@ def _parallelism(plan: Plan, grid: Grid) -> list[tuple[str, str]]:
     }
     found = [(name, str(value)) for name, value in settings.items()]
     if sharded:
-        reshard, deferred = _SHARDING[grid.zero]
-        found += [("fsdp_reshard_after_forward", _quoted(reshard)), ("fsdp_defer_gradient_reduction", str(deferred))]
+        found.append(("fsdp_reshard_after_forward", _quoted(_RESHARDS[grid.zero])))
     if grid.pp > 1:
         found += [
             ("pipeline_parallel_schedule", _quoted(_SCHEDULES[plan.schedule])),
-            ("pipeline_parallel_module_fqns_per_model_part", "MODULE_FQNS_PER_MODEL_PART"),
-            ("num_pp_microbatches", str(grid.num_micro_batches)),
+            ("module_fqns_per_model_part", "MODULE_FQNS_PER_MODEL_PART"),
+            ("pipeline_parallel_microbatch_size", str(grid.micro_batch)),
         ]
     return [(f"parallelism.{name}", value) for name, value in found]
 
 
 def _training(plan: Plan, grid: Grid) -> list[tuple[str, str]]:
     precision = {"bf16": "bfloat16", "fp32": "float32"}[plan.precision]
-    return [
-        ("training.max_context_length", str(plan.seq_length)),
-        ("training.num_tokens_per_microbatch_per_dp_rank", str(grid.micro_batch * plan.seq_length)),
-        ("training.num_tokens_per_train_step", str(plan.global_batch * plan.seq_length)),
-        ("training.mixed_precision_param", _quoted(precision)),
-        ("training.mixed_precision_reduce", _quoted("float32")),
+    at_once = grid.num_micro_batches if grid.pp > 1 else 1  # a pipeline takes all of them, else gradients are accumulated
+    found = [
+        ("local_batch_size", str(grid.micro_batch * at_once)),
+        ("global_batch_size", str(plan.global_batch)),
+        ("seq_len", str(plan.seq_length)),
+        ("mixed_precision_param", _quoted(precision)),
     ]
+    if grid.pp > 1:
+        found.append(("disable_cuda_graphs", "True"))  # pipelines cannot have them
+    return [(f"training.{name}", value) for name, value in found]

@@ -29,7 +29,7 @@ from penstock.plans.references import cluster_of, model_of
 from penstock.search.present_cuts import with_cuts, with_present_cuts
 from penstock.systems.dynpipe.blocks import pieces
 
-__all__ = ["MODELS", "POLICIES", "PROFILE", "REACH", "Floats", "Scene", "cuts_of", "speedups", "told", "vgg16"]
+__all__ = ["MODELS", "POLICIES", "PROFILE", "REACH", "BlockCosts", "Floats", "Scene", "cuts_of", "speedups", "told", "vgg16"]
 
 Floats = NDArray[np.float64]
 PROFILE = "vgg16_layer_profile.csv"
@@ -49,7 +49,7 @@ UNTIED = "untied.yaml"
 REACH = {"light": 1.12, "light 2": 1.12, "heavy": 1.65}
 
 
-class _Blocks:
+class BlockCosts:
     """Our costs with the times of DynPipe's blocks in place of ours."""
 
     def __init__(self, cluster: Cluster, rows: Sequence[tuple[float, float]], scale: float) -> None:
@@ -265,7 +265,7 @@ def _of_profile(folder: Path, rows: Sequence[tuple[float, float]], scale: float)
     plan = uniform_plan("vgg16", reference, global_batch=32 * MINIBATCHES, micro_batch=32, pp=2, schedule="pipedream", precision="fp32")
     cluster = cluster_of(plan)
     plan = with_cuts(plan, [0, 10, model_of(plan).num_ops], ())
-    return _ByMinibatch(model_of(plan), cluster, _Blocks(cluster, rows, scale)), plan
+    return _ByMinibatch(model_of(plan), cluster, BlockCosts(cluster, rows, scale)), plan
 
 
 def _factor(ladder: _ByMinibatch, plan: Plan, rank: int, wanted_s: float) -> float:
