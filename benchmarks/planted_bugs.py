@@ -544,7 +544,7 @@ _CUTTING = (
     _bug("shapes are learnt in another precision", "runtime/parallel/module_chain.py", "p.data = p.data.to(self.dtype) if",
          "p.data = p.data if", "a stage in bf16 is given fp32", "adapting/test_moving.py", pick="module_moves"),
     _bug("a moment of one number is a count of steps", "adapting/moving.py", "kinds[kind] = piece.shape == () and kinds.get(kind, True)",
-         "kinds[kind] = piece.shape == ()", "moments of other weights are read as numbers", "adapting/test_moving.py", pick="module_moves"),
+         "kinds[kind] = piece.shape == ()", "moments of other weights are read as numbers", "adapting/test_moving.py", pick="one_number"),
     _bug("recomputed dropout is another", "models/modules/cutting/packing.py", "key = stable_hash(self._micro_batch.key, place)",
          "key = stable_hash(self._micro_batch.key, id(x))", "a mask that depends on memory", "models/modules/cutting/test_packing.py",
          pick="dropout"),
