@@ -20,7 +20,7 @@ TYPED := $(sort $(dir $(wildcard $(ROOMS:%=src/penstock/%/*.py)))) $(wildcard sr
 TESTERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 7 ? cores + 1 : 8)))
 KERNELS := $(shell grep -rl --include='*.py' numba src)
 
-.PHONY: help setup demo test redis-server lint docs clean
+.PHONY: help setup demo test redis-server peers lint docs clean
 
 help:
 	@echo 'make setup   create $(VENV), install Penstock and compile its kernels'
@@ -50,8 +50,16 @@ demo: setup
 	$(BIN)/penstock demo
 
 # Each process would compile all tests anew, for seconds, where Python was told to keep nothing compiled.
-test: setup redis-server
+test: setup redis-server peers
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TESTERS) --dist worksteal -r s
+
+# Systems whose own code reads our exports in the tests; where they cannot be installed those tests are skipped and say so.
+PEERS := $(VENV)/peers
+peers: $(PEERS)/.installed
+
+$(PEERS)/.installed: tests/interop/peers.txt $(VENV)/.installed
+	@$(BIN)/python -m pip install -q --no-deps --target $(PEERS) --upgrade -r tests/interop/peers.txt > $(LOG).peers 2>&1 && touch $@ \
+		|| echo 'systems that read our exports could not be installed ($(LOG).peers): the tests that need them will be skipped'
 
 # Tests of the Redis store run against a real server; where it may not be installed they are skipped and say so.
 redis-server:

@@ -32,12 +32,13 @@ from penstock.batching.baselines import packed_rows, run_baseline
 from penstock.batching.example import small_costs
 from penstock.batching.fitting import positions
 from penstock.batching.lengths import read_lengths
-from penstock.batching.ordering import by_length, curves
+from penstock.batching.ordering import by_length, curves, tour
 from penstock.batching.plan import BatchPlan, SampleLengths
 from penstock.batching.planned import planned_costs, with_recompute_choices
 from penstock.batching.planner import plan_batch
 from penstock.batching.search import usual_steps
 from penstock.batching.split import Windows
+from penstock.batching.ways import one_mode
 from penstock.clusters import resolve_cluster
 from penstock.costs.sources import open_costs
 from penstock.errors import InfeasibleError
@@ -45,7 +46,7 @@ from penstock.files import read_json, write_json
 from penstock.models import resolve_model
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
-from penstock.reproduce.dynapipe import one_mode, seeded_lengths, tour
+from penstock.reproduce.dynapipe import seeded_lengths
 from penstock.systems.dynapipe.inputs import TABLES, PlannerConfig
 from penstock.systems.dynapipe.rules import dynapipe_costs, dynapipe_plan
 from penstock.systems.dynapipe.search import best_layers

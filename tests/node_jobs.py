@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from penstock.adapting.deaths import RunWitness
+from penstock.errors import InputError
 from penstock.processes.fork_server import start_process
 from penstock.runtime.request import NodePlace, TrainRequest
 from penstock.runtime.trainer import PlanTrainer
@@ -41,7 +43,14 @@ def one_core() -> Iterator[None]:
 def run_node(request: TrainRequest) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # else it could start no ranks
     with one_core():
-        PlanTrainer(request).train()
+        trainer = PlanTrainer(request, None, RunWitness(request.out))
+        while True:
+            try:
+                trainer.train()
+                return
+            except InputError as error:  # it may come before the one is missed whose place it takes
+                if "there is such a node already" not in str(error):
+                    raise
 
 
 @contextmanager

@@ -43,7 +43,7 @@ ARROWS = {
     "interop": "errors clusters models schedules plans",
     "runtime": "errors files notebooks processes clusters models schedules plans costs timing batching programs stores data",
     "adapting": "errors files processes clusters models schedules plans costs timing batching search programs runtime",
-    "profiling": "processes clusters models costs timing runtime",
+    "profiling": "errors processes clusters models costs timing runtime",
     "jobs": "errors files clusters models plans timing batching search data runtime adapting profiling",
     "reports": "errors files models schedules plans costs timing batching programs runtime adapting",
     "reproduce": "errors files clusters models plans costs batching search systems adapting",

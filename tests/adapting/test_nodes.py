@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +16,13 @@ from node_jobs import free_port, one_core, other_node, placed
 
 from penstock.adapting.deaths import RunWitness
 from penstock.adapting.events import read_events
+from penstock.cli.main import run as main
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
+from penstock.plans.schema import read_plan
 from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
-from penstock.runtime.run_folder import plan_of_run
+from penstock.runtime.run_folder import last_step, plan_of_run, plans_of_run
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import PlanTrainer
@@ -42,28 +47,64 @@ def steps_of(run: TrainRequest) -> list[tuple[int, float | None, str | None]]:
     return [(one.step, one.loss, one.samples) for one in read_steps(Path(run.out) / "steps.jsonl")]
 
 
-def test_ranks_of_both_nodes_are_replaced_and_a_node_that_falls_silent_is_done_without(data: str, tmp_path: Path) -> None:
-    """To the bit it is the same switch through a checkpoint. What the lost node had learned is in copies that the other keeps."""
+def oracle(run: TrainRequest, steps: int) -> list[tuple[int, float | None, str | None]]:
+    """The steps of a run on one machine that goes through the same plans, and from each to the next through a checkpoint."""
+    calm = replace(run, out=f"{run.out}-calm", on_death="end", disturbance=Disturbance())
+    plans = plans_of_run(run.out)
+    for (first, path), end in zip(plans.items(), [*plans, steps][1:], strict=True):
+        PlanTrainer(replace(calm, plan=read_plan(path), steps=end, resume=calm.out if first else "")).train()
+    return steps_of(calm)
+
+
+def test_ranks_die_on_both_nodes_one_falls_silent_and_another_joins_in_its_place(data: str, tmp_path: Path) -> None:
+    """To the bit it is the same switches through checkpoints. What the lost node had learned is in copies that the other keeps."""
     story = Disturbance(strikes=(DisturbanceStrike("kill", 1, "backward", 4), DisturbanceStrike("kill", 0, "update", 7)))
-    calm = TrainRequest(plan_of(tmp_path), data, 16, str(tmp_path / "calm"), checkpoint_every=0, on_death="recover", copies=2)
-    run, port = replace(calm, out=str(tmp_path / "run"), disturbance=story), free_port()
-    with other_node(placed(run, 1, port)) as other:
+    plan, port = plan_of(tmp_path), free_port()
+    run = TrainRequest(plan, data, 2000, str(tmp_path / "run"), checkpoint_every=0, on_death="recover", copies=3, disturbance=story)
+    with ExitStack() as stack:
+        other = stack.enter_context(other_node(placed(run, 1, port)))
 
         def told(step: StepTold) -> None:
             if step.step == 11:
                 os.kill(other.pid, signal.SIGSTOP)
+                stack.enter_context(other_node(placed(run, 1, port)))
+            if any("is there" in note for note in step.notes):
+                os.kill(os.getpid(), signal.SIGTERM)
 
         found = PlanTrainer(placed(run, 0, port), None, RunWitness(run.out)).train(told)
     events = list(read_events(run.out))
     assert [(one.event, one.ranks) for one in events] == [
-        ("lost", (1,)), ("replaced", (1,)), ("lost", (0,)), ("replaced", (0,)), ("lost", (1,)), ("shrunk", (1,))
+        ("lost", (1,)), ("replaced", (1,)), ("lost", (0,)), ("replaced", (0,)), ("lost", (1,)), ("shrunk", (1,)), ("joined", (1,))
     ]  # fmt: skip
     assert events[4].text == "node 1 (127.0.0.2) is lost, with rank 1: it has been silent for 2.5 s"
-    switch, smaller = events[5].step, plan_of_run(run.out)
-    assert smaller.ranks == (0,) and switch >= 8 and found.num_steps == 16  # no more is done again than since the copies before the last
-    PlanTrainer(replace(calm, steps=switch, on_death="end")).train()
-    PlanTrainer(replace(calm, plan=smaller, resume=calm.out, on_death="end")).train()
-    assert steps_of(run) == steps_of(calm)
+    assert events[6].text.startswith("rank 1 is there, a plan of ranks 0-1 is in force. Training went on from step ")
+    assert events[5].step >= 6 and found.ended_by == signal.SIGTERM and plan_of_run(run.out) == plan
+    assert not (Path(run.out) / "leader.json").exists()
+    assert steps_of(run) == oracle(run, found.num_steps)
+
+
+def test_another_node_leads_when_the_first_is_lost(data: str, tmp_path: Path) -> None:
+    """The first one's store, planners and supervisor are gone with it; where the run is, is in its folder."""
+    port = free_port()
+    run = TrainRequest(plan_of(tmp_path), data, 12, str(tmp_path / "run"), checkpoint_every=0, on_death="recover", copies=2)
+    with other_node(placed(run, 0, port)):
+
+        def strike() -> None:
+            while last_step(run.out) < 5:
+                time.sleep(0.02)
+            assert main(["disturb", run.out, "--node", "7"]) == 2
+            assert main(["disturb", run.out, "--node", "0"]) == 0
+
+        thread = threading.Thread(target=strike)
+        thread.start()
+        heard = list[StepTold]()
+        found = PlanTrainer(placed(run, 1, port), None, RunWitness(run.out)).train(heard.append)
+        thread.join()
+    events = list(read_events(run.out))
+    assert [(one.event, one.ranks) for one in events] == [("disturbed", ()), ("lost", (0,)), ("shrunk", (0,))]
+    assert events[1].text == "node 0 is lost, with rank 0: it has ended the connection. Node 1 leads now"
+    assert found.num_steps == len(found.losses) == 12 and heard[-1].step == 11
+    assert steps_of(run) == oracle(run, 12) and len(plans_of_run(run.out)) == 2
 
 
 def test_nodes_that_were_started_for_something_else_are_refused(data: str, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from pty_runs import cut_lines, on_terminal
 
 from penstock.adapting import disturbing, loads
 from penstock.adapting.events import read_events
@@ -44,7 +45,8 @@ def disturbed_run(tmp_path: Path, data: str, device: str, steps: int, *commands:
 
     def told(step: StepTold) -> None:
         if step.step == 2:
-            assert run(["disturb", str(out), *commands]) == 0
+            status, said = on_terminal(["disturb", str(out), *commands], 80)
+            assert status == 0 and cut_lines(said, 80) == [] and "from step" in said
 
     request = TrainRequest(plan_for(tmp_path, 2), data, steps, str(out), device=device, checkpoint_every=0, planning=PlanningSettings(0))
     PlanTrainer(request).train(told)

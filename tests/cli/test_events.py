@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from pty_runs import cut_lines, on_terminal, screen_lines
 
 from penstock.adapting.detecting import Cause, Change
 from penstock.adapting.events import EVENTS, RunEvent, noticed
@@ -37,12 +38,11 @@ def write(folder: Path, *changes: Change) -> None:
     log.close()
 
 
-def test_events_fit_a_terminal_and_say_who_what_and_when(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_fit_a_terminal_and_say_who_what_and_when(folder: Path) -> None:
     write(folder, SLOW, DATA, ALIKE)
-    assert run(["events", str(folder)]) == 0
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80
-    told = " ".join(shown.split())
+    status, shown = on_terminal(["events", str(folder)], 80)
+    assert status == 0 and cut_lines(shown, 80) == [] and max(map(len, screen_lines(shown))) <= 80
+    told = " ".join(" ".join(screen_lines(shown)).split())
     for wanted in ("step 45 ", "rank 2 has computed 1.53x slower than the others since step 40",
                    "rank 1 has waited for samples, and its steps took 1.5x as long, since step 50",
                    "all ranks have computed 2x faster than the costs say since step 10; no plan would help"):  # fmt: skip

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from pty_runs import cut_lines, on_terminal, screen_lines
 
 from penstock.adapting.asking import asked_for, withdraw
 from penstock.adapting.events import EVENTS, aborted, asked, moved
@@ -56,10 +57,10 @@ def job(folder: Path, error: PenstockError | None, answers: bool = True) -> Iter
 
 def test_a_job_that_moves(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with job(folder, None):
-        assert run(["replan", str(folder), "--plan", str(folder / "other.json"), "--at", "9"]) == 0
-    told = capsys.readouterr()
-    assert "was asked to move to another plan before step 9" in told.err
-    assert "another plan (as asked) is in force from step 9 on: 5 MB travelled, training stood still for 0.25 s" in told.out
+        status, said = on_terminal(["replan", str(folder), "--plan", str(folder / "other.json"), "--at", "9"], 80)
+    told = " ".join(" ".join(screen_lines(said)).split())
+    assert status == 0 and cut_lines(said, 80) == [] and "was asked to move to another plan before step 9" in told
+    assert "another plan (as asked) is in force from step 9 on: 5 MB travelled, training stood still for 0.25 s" in told
     with job(folder, None):
         assert run(["replan", str(folder), "--plan", str(folder / "other.json"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -212,7 +212,7 @@ def test_rates_that_are_guesses_are_told_wherever_times_are(data: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "more", [["--proof"], ["--baselines"], ["--seq-length", "128"], ["--micro-batches", "1,2"], ["--objective", "cost"]]
+    "more", [["--proof"], ["--seq-length", "128"], ["--micro-batches", "1,2"], ["--objective", "cost"]]
 )
 def test_lengths_go_with_no_option_for_one_length(lengths: Path, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["search", "--model", "gpt-small", "--cluster", "2xa100-40gb", "--global-batch", "64", "--lengths", str(lengths)]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pty_runs import cut_lines, on_terminal, screen_lines
 
 from penstock.cli.main import run
 from penstock.jobs.job_file import job_from, read_job
@@ -51,8 +52,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_one_command_and_what_comes_after_it(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
-    assert run(command(texts, out, "--steps", "2")) == 0
-    told = capsys.readouterr().out
+    status, said = on_terminal(command(texts, out, "--steps", "2"), 80)
+    assert status == 0 and cut_lines(said, 80) == []
+    told = "\n".join(screen_lines(said))
     for word in ("model    gpt-tiny", "data     ", "devices  ", "costs    roofline", "plan     ", "step     ", "memory   ", "bound    ",
                  "fixed padded micro-batches", "trained 2 steps"):  # fmt: skip
         assert word in told
@@ -61,8 +63,8 @@ def test_one_command_and_what_comes_after_it(texts: Path, tmp_path: Path, capsys
     assert read_plan(out / "plan.json").micro_batching.policy == "dynamic"
 
     # The same command has nothing left to do; with more steps it goes on, says what has changed, and keeps its plan.
-    assert run(command(texts, out, "--steps", "2")) == 0
-    assert "has all of its 2 steps behind it" in capsys.readouterr().out
+    status, said = on_terminal(["train", str(out / "job.yaml")], 80)
+    assert status == 0 and cut_lines(said, 80) == [] and "has all of its 2 steps behind it" in " ".join(screen_lines(said))
     found = trained(capsys, *command(texts, out, "--steps", "3", "--set", "train.lr=1e-5"))
     assert (found["first_step"], len(found["losses"])) == (2, 1)
     assert found["changed"] == ["train.steps: 2 → 3", "train.lr: 0.0003 → 1e-05"]

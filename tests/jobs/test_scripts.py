@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,18 @@ def test_a_family_of_ours_as_transformers_own_module(
 ) -> None:
     """The same loss by other code, from the weights of the folder, which is found by the name that it was downloaded under."""
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: {"tiny/llama": str(llama)}[name])
-    losses = {}
-    for native in (True, False):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))  # what dynamo makes of units, at once
+    losses = []
+    for native, compiled in ((True, False), (False, False), (False, True)):
         plan = penstock.find_plans("hf:tiny/llama", "1xcpu", data=rows, tokens_per_batch=600, native=native)[0]
-        model = penstock.parallelize("hf:tiny/llama", plan, native=native)
+        model = penstock.parallelize("hf:tiny/llama", plan, native=native, compile=compiled)
         assert (model.rank.cut is None) is native
-        losses[native] = model.step(next(iter(penstock.DynamicLoader(rows, plan)))[1]).item()
+        losses.append(model.step(next(iter(penstock.DynamicLoader(rows, plan)))[1]).item())
         if native:
             with pytest.raises(penstock.InputError, match="find_plans with native=False"):
                 penstock.parallelize("hf:tiny/llama", plan, native=False)
-    assert losses[False] == pytest.approx(losses[True], rel=1e-6)
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-6)
+    assert model.rank.cut is not None and len(model.rank.cut.skipping.in_place_of) == 4, "two layers, norm and head"
     given = {"model.native": False, "plan.tokens_per_batch": 600}
     trainer = penstock.Trainer("hf:tiny/llama", texts, out=tmp_path / "run", cluster="1xcpu", steps=1, settings=given)
     assert model_of(trainer.plan).config["origin"] == f"hf:{llama}" and not trainer.job.model.native

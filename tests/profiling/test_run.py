@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -259,3 +260,66 @@ def test_the_command_measures_beside_a_load(tmp_path: Path, monkeypatch: pytest.
 def test_loads_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str], loads: str, message: str) -> None:
     assert run(["profile", "--model", "gpt-tiny", "--beside", loads, "--out", str(tmp_path / "profile.json")]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_budget_holds_inside_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each measurement takes ten seconds of a clock of our own: the first unit stays as coarse as it got, a later one is forgotten."""
+    asked, now = quick(monkeypatch), [0.0]
+    measured = profiling.measure_ops
+
+    def slow(*given: Any, **more: Any) -> list[OpMeasure]:
+        now[0] += 10.0
+        return measured(*given, **more)
+
+    monkeypatch.setattr(profiling, "measure_ops", slow)
+    monkeypatch.setattr(profiling.time, "monotonic", lambda: now[0])
+    profiler = Profiler.open(tmp_path / "p.json", "cpu")
+    units = profiler.units([GPT], [1])
+    assert len(units) > 1 and profiler.run(units, time_budget_s=5.0, progress=lambda name: None) == 1
+    assert len(asked) == 1 and [len(series) for series in profiler.here.series.values()] == [1] * len(profiler.here.series)
+    again = Profiler.open(tmp_path / "q.json", "cpu")
+    assert again.run(units[:1], progress=lambda name: None) == 1
+    whole, before_s = len(asked) - 1, now[0]
+    third = Profiler.open(tmp_path / "r.json", "cpu")
+    assert third.run(units, time_budget_s=10.0 * whole + 5.0, progress=lambda name: None) == 1
+    assert now[0] - before_s <= 10.0 * (whole + 1) and third.here.done == [units[0].name]
+    assert {key: len(series) for key, series in third.here.series.items()} == {key: len(s) for key, s in again.here.series.items()}
+
+
+@pytest.mark.parametrize("noisy_sweeps", [0, 1, 2])
+def test_a_disturbed_sweep_is_made_again(noisy_sweeps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held-out points that are off by more than a quarter show it; of two sweeps the better one stays, and no point of the other."""
+    asked = quick(monkeypatch)
+    measured, sizes = profiling.measure_ops, list[int]()
+
+    def disturbed(ops: Any, places: Any, batch: Any, inputs: Any, **more: Any) -> list[OpMeasure]:
+        found = measured(ops, places, batch, inputs, **more)
+        sizes.append(batch.shape.tokens)
+        sweep = sizes.count(sizes[0]) - 1
+        factor = 3.0 - sweep if sweep < noisy_sweeps and batch.shape.tokens not in (sizes[0], max(sizes)) else 1.0
+        return [dataclasses.replace(one, forward_s=one.forward_s * factor, backward_s=one.backward_s * factor) for one in found]
+
+    monkeypatch.setattr(profiling, "measure_ops", disturbed)
+    monkeypatch.setattr(GridLimits, "for_device", classmethod(lambda cls, kind: TINY))
+    profiler = Profiler.open(tmp_path / "p.json", "cpu")
+    profiler.run([unit for unit in profiler.units([GPT], [1]) if unit.sweep == "sizes"], progress=lambda name: None)
+    worst = max(abs(error) for _, error in profiler.here.held_out)
+    assert sizes.count(sizes[0]) == (2 if noisy_sweeps else 1) and (worst > 0.25) == (noisy_sweeps == 2) and asked
+    if noisy_sweeps == 2:  # the second was the less disturbed one
+        assert worst < 1.5
+    assert len({len(series.rows()) for series in profiler.here.series.values()}) == 1
+    assert len(next(iter(profiler.here.series.values())).rows()) == len(set(sizes))
+
+
+def test_repeats_and_warm_up_are_as_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    quick(monkeypatch)
+    measured, given = profiling.measure_ops, list[Any]()
+
+    def noted(*all_: Any, **more: Any) -> list[OpMeasure]:
+        given.append((more["repeats"], more["warmups"], more["warmup_s"]))
+        return measured(*all_, **more)
+
+    monkeypatch.setattr(profiling, "measure_ops", noted)
+    asked = ["profile", "--model", "gpt-tiny", "--tp", "1", "--out", str(tmp_path / "p.json"), "--json"]
+    assert run([*asked, "--repeats", "7", "--warm-up", "0.5"]) == 0
+    assert set(given) == {(7, 3, 0.5)}

@@ -24,11 +24,11 @@ from penstock.runtime.recovering.faults import PHASES, Fault, ask_fault
 from penstock.runtime.request import PACED, TIMED
 from penstock.runtime.run_folder import last_step, plan_of_run, read_request
 from penstock.runtime.run_lock import is_held
-from penstock.runtime.telemetry.process_files import RankProcess, read_process
+from penstock.runtime.telemetry.process_files import NODE, RankProcess, read_process
 from penstock.timing.asked import ask
 from penstock.timing.disturbance import DisturbanceChange
 
-__all__ = ["RunningRun", "changes_of", "disturb", "running", "strike"]
+__all__ = ["RunningRun", "changes_of", "disturb", "running", "strike", "strike_node"]
 
 SOON = 2
 """Steps after the last recorded one: the first that no rank can have begun."""
@@ -164,6 +164,20 @@ def _noted_end(target: RunningRun, change: DisturbanceChange, reached: float | N
     if reached is not None:
         text += f"; it took {reached:.3g} times as long as before"
     append_event(target.folder, RunEvent("disturbed", last_step(target.folder), time.time(), text, "compute", change.ranks, 1.0, reached))
+    return text
+
+
+def strike_node(target: RunningRun, node: int) -> str:
+    """Kills the supervisor of a node, and its ranks with it, as the loss of the machine would. What was done, in words."""
+    process = read_process(target.folder, node, NODE)
+    if process is None or not process.is_here:
+        raise InputError(f"--node names node {node}, of which run '{target.folder}' has no supervisor on this machine. Look with "
+                         "`penstock events`, or disturb it from the machine that it runs on.")  # fmt: skip
+    if process.user != os.getuid():
+        raise InputError(f"node {node} of run '{target.folder}' belongs to user {process.user}; you are user {os.getuid()}. Ask them.")
+    os.kill(process.pid, signal.SIGKILL)
+    text = f"node {node} is killed"
+    append_event(target.folder, RunEvent("disturbed", last_step(target.folder) + 1, time.time(), text))
     return text
 
 

@@ -22,7 +22,7 @@ from penstock.models.micro_batch import MicroBatch
 from penstock.schedules.orders import with_depths
 from penstock.timing.execution import execute
 
-__all__ = ["Attention", "baseline_rows", "best_fixed", "fixed_batches", "packed_rows", "run_baseline", "token_budget"]
+__all__ = ["Attention", "baseline_rows", "best_fixed", "fixed_batches", "packed_rows", "run_baseline", "token_budget", "usual_ways"]
 
 Attention = Literal["across", "inside"]
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -107,23 +107,27 @@ def _padded_batch(samples: Sequence[SampleLengths], costs: PipelineCosts, member
     )  # fmt: skip
 
 
-def baseline_rows(samples: Sequence[SampleLengths], costs: PipelineCosts, too_long: TooLong = "refuse") -> list[BatchPlan]:
-    """The plan of each usual way to cut a batch, at the size of micro-batches that suits it best; ways that fit at no size are left out.
-
-    Sizes are 1 to 64 rows, and budgets as large; `method` of a plan says which way it is.
+def usual_ways(samples: Sequence[SampleLengths], costs: PipelineCosts, too_long: TooLong = "refuse") -> dict[str, BatchPlan]:
+    """By name the plan of each usual way to cut a batch, at the size of micro-batches that suits it best; ways that fit at no size are left
+    out. Sizes are 1 to 64 rows, and budgets as large; `method` of a plan says which.
     """
     kept = fit_samples(samples, costs, too_long).samples
     enc, dec = positions(kept, costs)
     longest = _padded(int(enc.max()), costs) + _padded(int(dec.max()), costs)
-    ways: dict[str, Callable[[int], list[MicroBatch]]] = {}
+    ways: dict[str, tuple[str, Callable[[int], list[MicroBatch]]]] = {}
     if "padded" in costs.layouts:
-        ways[_FIXED] = lambda rows: fixed_batches(kept, costs, rows)
-        ways["similar lengths, up to {} padded rows' tokens"] = lambda rows: token_budget(kept, costs, rows * longest)
-        ways["{} packed rows, attention across samples"] = lambda rows: packed_rows(kept, costs, rows, attention="across")
+        ways["uniform"] = _FIXED, lambda rows: fixed_batches(kept, costs, rows)
+        ways["budget"] = "similar lengths, up to {} padded rows' tokens", lambda rows: token_budget(kept, costs, rows * longest)
+        ways["across"] = "{} packed rows, attention across samples", lambda rows: packed_rows(kept, costs, rows, attention="across")
     if "packed" in costs.layouts:
-        ways["{} packed rows, attention inside samples"] = lambda rows: packed_rows(kept, costs, rows)
-    found = (_best_size(name, cut, costs) for name, cut in ways.items())
-    return [plan for plan in found if plan is not None]
+        ways["packed"] = "{} packed rows, attention inside samples", lambda rows: packed_rows(kept, costs, rows)
+    found = {way: _best_size(name, cut, costs) for way, (name, cut) in ways.items()}
+    return {way: plan for way, plan in found.items() if plan is not None}
+
+
+def baseline_rows(samples: Sequence[SampleLengths], costs: PipelineCosts, too_long: TooLong = "refuse") -> list[BatchPlan]:
+    """The plans of `usual_ways`."""
+    return list(usual_ways(samples, costs, too_long).values())
 
 
 def best_fixed(samples: Sequence[SampleLengths], costs: PipelineCosts) -> BatchPlan | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from penstock.batching.bound import lower_bound_s
 from penstock.batching.costs import PipelineCosts
 from penstock.batching.fitting import TooLong, fit_samples, positions
+from penstock.batching.ordering import ORDERS
 from penstock.batching.packing import packed_splits
 from penstock.batching.plan import BatchPlan, SampleLengths
 from penstock.batching.result import finish
@@ -30,8 +31,11 @@ def plan_batch(
     seed: int = 0,
     too_long: TooLong = "refuse",
     bound: bool = False,
+    order: str = "",
 ) -> BatchPlan:
     """The best plan found at once, improved by `steps` steps of search; the same arguments give the same plan.
+
+    `order` names the one order (of `ordering.ORDERS`) in which samples are cut into padded micro-batches; packed ones are then not tried.
 
     `too_long` says what becomes of samples that fit no device: `refuse`, `drop` or `truncate`. With `bound` the lower bound is
     computed as well.
@@ -44,8 +48,11 @@ def plan_batch(
     if not fitted.samples:
         raise InputError(f"none of the {len(samples)} samples fits; nothing is left of the batch.")
     enc, dec = positions(fitted.samples, costs)
-    splits = best_splits(costs, enc, dec) if "padded" in costs.layouts else []
-    if "packed" in costs.layouts:
+    if order and "padded" not in costs.layouts:
+        raise InputError(f"the order '{order}' is one of padded micro-batches, which costs '{costs.name}' do not hold.")
+    orders = ORDERS[order](enc, dec, costs.round_to) if order else ()
+    splits = best_splits(costs, enc, dec, orders=orders) if "padded" in costs.layouts else []
+    if "packed" in costs.layouts and not order:
         splits += packed_splits(costs, enc)
     found = start(costs, enc, dec, splits)
     if steps:

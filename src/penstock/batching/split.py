@@ -7,6 +7,7 @@ Filling and draining a pipeline of S stages takes about 0.4 · (S - 1) times its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -37,9 +38,9 @@ class BatchSplit(NamedTuple):
     """First place of each micro-batch, and the end."""
 
 
-def best_splits(costs: PipelineCosts, enc: Ints, dec: Ints, keep: int = 6) -> list[BatchSplit]:
-    """The most promising splits, best first; of several orders all are split roughly and the best finely."""
-    orders, found = curves(enc, dec, costs.round_to), list[BatchSplit]()
+def best_splits(costs: PipelineCosts, enc: Ints, dec: Ints, keep: int = 6, orders: Sequence[Ints] = ()) -> list[BatchSplit]:
+    """The most promising splits of some orders (`curves` if none are given), best first; all are split roughly and the best finely."""
+    orders, found = orders or curves(enc, dec, costs.round_to), list[BatchSplit]()
     if len(orders) > 1:
         rough = [_sweep(costs, enc, dec, order, _COARSE) for order in orders]
         orders = [min(rough, key=lambda splits: splits[0].objective_s)[0].order]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from penstock.cli.batch_options import MemoryLimit, Order, Recompute, Schedule, Split, ways_of
 from penstock.cli.configured import CONFIGURED, configured_costs
 from penstock.cli.console import (
     JsonFlag,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.batching.costs import PipelineCosts
     from penstock.batching.fitting import TooLong
     from penstock.batching.plan import BatchPlan, SampleLengths
+    from penstock.batching.ways import BatchWays
     from penstock.models.micro_batch import MicroBatch
 
 __all__ = ["batch"]
@@ -51,6 +53,11 @@ def batch(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(callback=within(0, SEED), help="The same seed gives the same plan.")] = 0,
+    order: Order = "",
+    split: Split = "",
+    schedule: Schedule = "",
+    recompute: Recompute = "",
+    memory_limit: MemoryLimit = None,
     too_long: Annotated[Literal["refuse", "drop", "truncate"], typer.Option(help="What to do with samples that fit no device.")] = "refuse",
     baselines: Annotated[
         bool, typer.Option("--baselines", help="Show beside it what the usual ways to cut a batch would take: padded, packed, budgets.")
@@ -71,10 +78,11 @@ def batch(
     from penstock.batching.lengths import read_lengths
     from penstock.files import write_json
 
+    ways = ways_of(order, split, schedule, recompute, memory_limit)
     with progress("reading lengths", quiet=True) as bar:
         samples = read_lengths(lengths)
         bar.describe(f"planning {len(samples):,} samples")
-        found, prepared = _planned(samples, plan, costs, free_layers, budget_steps, seed, too_long)
+        found, prepared = _planned(samples, plan, costs, free_layers, budget_steps, seed, too_long, ways)
     usual = baseline_rows(samples, prepared, too_long) if baselines else []
     if path is not None:
         write_json(path, found.to_dict())
@@ -91,24 +99,29 @@ def batch(
 
 def _planned(
     samples: Sequence[SampleLengths], plan: Path | None, costs: str, free_layers: bool, budget_steps: int | None, seed: int,
-    too_long: TooLong,
+    too_long: TooLong, ways: BatchWays,
 ) -> tuple[BatchPlan, PipelineCosts]:  # fmt: skip
     """The batch under a plan, or in a configuration of another system; and what it was priced by."""
-    from penstock.batching.planner import costs_of_batch, plan_batch, plan_with_orders
+    from penstock.batching.planner import costs_of_batch, plan_with_orders
     from penstock.batching.search import usual_steps
     from penstock.plans.schema import read_plan
+
+    def steps(prepared: PipelineCosts) -> int:
+        usual = 0 if ways.cuts else usual_steps(prepared, len(samples))
+        return usual if budget_steps is None else budget_steps
 
     if costs.partition(":")[0] in CONFIGURED:
         if plan is not None:
             raise InputError(f"--plan does not go with --costs {costs}, whose configuration is the plan. Drop one of them.")
-        prepared = configured_costs(costs, samples, free_layers)
-        steps = usual_steps(prepared, len(samples)) if budget_steps is None else budget_steps
-        return plan_batch(samples, prepared, steps=steps, seed=seed, too_long=too_long, bound=True), prepared
+        prepared = ways.limited(configured_costs(costs, samples, free_layers))
+        return ways.planned(samples, prepared, steps=steps(prepared), seed=seed, too_long=too_long), prepared
     if free_layers:
         raise InputError("--free-layers belongs to --costs dynapipe:DIR/NAME; a plan's stages stay as they are. Drop it.")
     if plan is None:
         raise InputError("--plan is missing. Give a plan file, as in `--plan plan.json`, or --costs dynapipe:DIR/NAME.")
-    prepared = costs_of_batch(read_plan(plan), samples, costs)
+    prepared = ways.limited(costs_of_batch(read_plan(plan), samples, costs))
+    if ways.cuts or ways.schedule:
+        return ways.planned(samples, prepared, steps=steps(prepared), seed=seed, too_long=too_long), prepared
     return plan_with_orders(samples, prepared, steps=budget_steps, seed=seed, too_long=too_long), prepared
 
 

@@ -93,16 +93,18 @@ def visible(text: str) -> str:
     return text.translate(_SHOWN)
 
 
-def say(*lines: str) -> None:
-    """Prints sentences on stdout: wrapped between words on a terminal, and each in one line for other programs, which search in them.
+def say(*lines: str, to: Console | None = None) -> None:
+    """Prints sentences on stdout, or `to` another console: wrapped between words on a terminal, and each in one line for other programs,
+    which search in them.
 
     A word that is longer than the terminal, such as a path, stays whole, so that it can be copied.
     """
-    for line in lines:
-        shown = visible(line)
-        if out().is_terminal:
-            shown = fill(shown, out().width, break_long_words=False, break_on_hyphens=False)
-        out().print(shown, markup=False, soft_wrap=True)
+    console = to or out()
+    for line in map(visible, lines):
+        if console.is_terminal:
+            indent = " " * (len(line) - len(line.lstrip()))
+            line = fill(line, console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def print_error(message: str) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.console import err, out
+from penstock.cli.console import err, say
 from penstock.cli.options import BIG, slower_ranks, within
 from penstock.errors import InputError
 
@@ -31,6 +31,9 @@ def disturb(
         typer.Option(metavar="RANK[@PHASE]", help="Kill this rank, at once or in a phase (forward, backward, update …); repeatable."),
     ] = None,
     freeze: Annotated[list[str] | None, typer.Option(metavar="RANK[@PHASE]", help="Stop this rank as SIGSTOP does; repeatable.")] = None,
+    node: Annotated[
+        list[int] | None, typer.Option(metavar="N", help="Kill the supervisor of this node, and its ranks with it; repeatable.")
+    ] = None,
     first: Annotated[
         int | None, typer.Option("--from", metavar="STEP", callback=within(0, BIG), help="The first such step; soon if not given.")
     ] = None,
@@ -50,22 +53,24 @@ def disturb(
     Example: penstock disturb run --kill 1@backward
     """
     slows = bool(slow or link or data is not None)
-    if not slows and not kill and not freeze:
-        raise InputError("there is nothing to do. Give --slow 3=1.5, --link 0-1=4, --data 2, --kill 1 or --freeze 1.")
-    from penstock.adapting.disturbing import changes_of, running, strike
+    if not slows and not kill and not freeze and not node:
+        raise InputError("there is nothing to do. Give --slow 3=1.5, --link 0-1=4, --data 2, --kill 1, --freeze 1 or --node 1.")
+    from penstock.adapting.disturbing import changes_of, running, strike, strike_node
     from penstock.adapting.disturbing import disturb as begin
 
     links = dict(map(_link, link or []))
     strikes = [("kill", *_struck("kill", text)) for text in kill or []] + [("freeze", *_struck("freeze", text)) for text in freeze or []]
     target = running(run)
     for kind, rank, phase in strikes:
-        out().print(strike(target, kind, rank, phase, first), markup=False, highlight=False, soft_wrap=True)  # type: ignore[arg-type]
+        say(strike(target, kind, rank, phase, first))  # type: ignore[arg-type]
+    for number in node or []:
+        say(strike_node(target, number))
     if not slows:
         return
     changes = changes_of(target, slower_ranks(slow or []), links, data, first, steps)
     if not target.clocked:
         err().print("keeping devices busy; Ctrl-C ends it", markup=False)
-    begin(target, changes, lambda text: out().print(text, markup=False, highlight=False, soft_wrap=True))
+    begin(target, changes, say)
 
 
 def _struck(option: str, text: str) -> tuple[int, str]:

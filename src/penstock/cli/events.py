@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.console import JsonFlag, err, out, print_json, visible
+from penstock.cli.console import JsonFlag, err, out, print_json, say, visible
 
 if TYPE_CHECKING:
     from penstock.adapting.events import RunEvent
@@ -49,7 +49,7 @@ def events(
     if not shown:
         unwatched = "it was not watched (--adapt off, a rehearsal, or more ranks than cores)."
         told = "nothing has been noticed." if (run / EVENTS).is_file() else unwatched
-        err().print(f"run '{run}': {told}", markup=False, soft_wrap=True)
+        say(f"run '{run}': {told}", to=err())
 
 
 def _fields(event: RunEvent) -> Any:

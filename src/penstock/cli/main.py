@@ -54,6 +54,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("events", "events", "Tell what a run noticed about slow ranks, late data and costs, and what it decided."),
     Verb("replan", "replan", "Ask a running job to move to another plan."),
     Verb("disturb", "disturb", "Slow down ranks, links or data of a run that goes on."),
+    Verb("join", "join", "Take the place of a node that a run on several nodes has lost."),
     Verb("import", "import_", "Trace your own torch module into a model description, or turn DynPipe's files into a plan."),
     Verb("export", "export", "Write a plan for another system or a launcher, or weights for Hugging Face."),
     Verb("prepare-data", "prepare_data", "Turn text pairs, images or BERT shards into files that training maps."),

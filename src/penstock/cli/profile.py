@@ -18,7 +18,9 @@ _NOISY = 0.5
 
 def profile(
     path: Annotated[str, typer.Option("--out", callback=file_to_write, help="Profile to write, or to go on with (`.json`, `.json.gz`).")],
-    model: Annotated[list[str] | None, typer.Option("--model", help="Model name, YAML file or hf:PATH; may be repeated.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="Model name, YAML file, hf:PATH or module:FILE.py:FUNCTION; may be repeated.")
+    ] = None,
     device: Annotated[str, typer.Option(help="`cpu` or `cuda`.")] = "cpu",
     tp: Annotated[str, typer.Option(help="Tensor-parallel degrees whose shards are measured.")] = "1,2,4,8",
     beside: Annotated[
@@ -28,6 +30,13 @@ def profile(
     time_budget: Annotated[
         float, typer.Option(callback=within(0, BIG), help="Stop after this many seconds; run again to go on. 0: no limit.")
     ] = 0.0,
+    repeats: Annotated[
+        int, typer.Option(callback=within(0, 1000), help="Passes that are timed of each shape; 0: 4 on a GPU, 2 on a processor.")
+    ] = 0,
+    warm_up: Annotated[
+        float | None,
+        typer.Option(callback=within(0, BIG), help="Seconds that a large shape runs before it is timed; 0.2 on a GPU if not given."),
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Measure ops (forward, backward, memory), the optimizer, and, under torchrun, collectives and transfers.
@@ -46,6 +55,7 @@ def profile(
 
     rank = join_ranks(device)
     profiler = Profiler.open(path, device)
+    profiler.repeats, profiler.warm_up_s = repeats, warm_up
     for other in merge or []:
         profiler.profile.merge(read_profile(other))
     profiler.here.links[:] = measure_links(profiler.device) or profiler.here.links  # first, so that no rank waits for another's ops

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.console import JsonFlag, err, out, print_json
+from penstock.cli.console import JsonFlag, err, print_json, say
 from penstock.cli.options import BIG, within
 from penstock.errors import InfeasibleError, InputError, PenstockError
 
@@ -53,7 +53,7 @@ def replan(
     if json:
         print_json({"run": run, "step": told.step, "moved_bytes": told.moved_bytes, "pause_s": told.pause_s})
     else:
-        out().print(f"run '{run}': {told.text}", markup=False, soft_wrap=True)
+        say(f"run '{run}': {told.text}")
 
 
 def _require_running(run: Path) -> None:
@@ -82,7 +82,7 @@ def _answer(run: Path, request: str, quiet: bool) -> RunEvent:
                 return event
             if event.request == request and not heard and not quiet:
                 heard = True
-                err().print(f"run '{run}' {event.text}", markup=False, soft_wrap=True)
+                say(f"run '{run}' {event.text}", to=err())
         if not goes_on:
             withdraw(run)
             raise PenstockError(f"run '{run}' ended before it moved. Resume it under the plan: penstock train PLAN … --resume '{run}'")

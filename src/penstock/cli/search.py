@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli import search_options as given
+from penstock.cli.batch_options import Order, Recompute, Split, ways_of
 from penstock.cli.console import JsonFlag, VerboseFlag, format_share, format_time, progress
 from penstock.cli.options import Gradients, Precision, SeqLength
 from penstock.cli.plan_words import choice_row, choices_table
@@ -38,6 +39,9 @@ def search(
     gradients: Gradients = None,
     lengths: given.Lengths = None,
     data: given.Data = None,
+    order: Order = "",
+    split: Split = "",
+    recompute: Recompute = "",
     micro_batches: given.MicroBatches = "",
     schedules: given.Schedules = SCHEDULE_NAMES,
     memory_limit: given.MemoryLimit = None,
@@ -76,12 +80,18 @@ def search(
                         time_budget, lengths),
             path, steps, json,
             {"objective": objective != "time", "seq_length": seq_length, "precision": precision, "gradients": gradients,
-             "lengths": lengths and not by_length, "data": data, "schedules": schedules != SCHEDULE_NAMES, "tokens": tokens,
+             "lengths": lengths and not by_length, "data": data, "order": order, "split": split, "recompute": recompute,
+             "schedules": schedules != SCHEDULE_NAMES, "tokens": tokens,
              "max_hops": max_hops != MAX_HOPS, "proof": proof, "for": for_,
              "export": export},
         )  # fmt: skip
         return
     goal = Objective.parse(objective)
+    ways = ways_of(order, split, "", recompute, None)
+    if lengths is None and data is None and (ways.cuts or recompute):
+        raise InputError("--order, --split and --recompute say how batches are planned. Give --lengths or --data.")
+    if for_ in _SEARCHED_FOR:
+        schedules, precision = _SEARCHED_FOR[for_], precision or "fp32"
     request = Request.of(
         model, *_required(cluster, global_batch), costs, seq_length, parse_sizes(micro_batches), limit_bytes(memory_limit),
         parse_schedules(schedules), precision, gradients,
@@ -92,11 +102,13 @@ def search(
         from penstock.cli.search_lengths import lengths_of, search_lengths
 
         _check_lengths(
-            seq_length=lengths and seq_length, micro_batches=micro_batches, objective=not goal.is_time, baselines=baselines, proof=proof,
+            seq_length=lengths and seq_length, micro_batches=micro_batches, objective=not goal.is_time, proof=proof,
             **{"for": for_},
         )  # fmt: skip
         samples = lengths_of(request, lengths, data)
-        plans = search_lengths(request, lengths or data or Path(), samples, top, time_budget, steps, tokens, json, path, strict, verbose)
+        plans = search_lengths(
+            request, lengths or data or Path(), samples, top, time_budget, steps, tokens, json, path, strict, ways, baselines, verbose
+        )
         if target:
             _export(plans[0], target, path)
         return
@@ -194,6 +206,8 @@ def _asynchronous(plan: Plan) -> Plan:
     return replace(_undivided(plan), schedule="pipedream")
 
 
+_SEARCHED_FOR = {"dynpipe": "pipedream"}
+"""The schedule that a system runs, where it is none of those that are searched together; such plans are in fp32."""
 _CHANGES: Mapping[str, Callable[[Plan], Plan]] = {"aceso": _undivided, "fasop": _undivided, "dynpipe": _asynchronous}
 """What a plan becomes for systems that have less, before it is asked whether they take it."""
 

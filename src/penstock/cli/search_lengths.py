@@ -26,6 +26,7 @@ from penstock.cli.search_answer import iterations_line, why_first
 
 if TYPE_CHECKING:
     from penstock.batching.plan import SampleLengths
+    from penstock.batching.ways import BatchWays
     from penstock.plans.plan import Plan
     from penstock.search import LengthsChoice, Request
 
@@ -36,6 +37,11 @@ _COLUMNS = (
     "dp in each", "pp", "tp", "ZeRO",
 )  # fmt: skip
 _SPARE = _COLUMNS[8:]
+
+_WAYS = {
+    "uniform": "equally many samples padded to the longest", "budget": "similar lengths up to a budget of tokens",
+    "across": "packed rows, attention across samples", "packed": "packed rows, attention inside samples",
+}  # fmt: skip
 
 _MOST = 200_000
 """Samples of a data set that are looked at, spread over all of it: some batches are drawn from them."""
@@ -64,17 +70,18 @@ def lengths_of(request: Request, lengths: Path | None, data: Path | None) -> lis
 
 def search_lengths(
     request: Request, path: Path, samples: list[SampleLengths], top: int, time_budget: float | None, steps: int | None,
-    tokens: float | None, json: bool, target: Path | None, strict: bool, verbose: bool = False,
+    tokens: float | None, json: bool, target: Path | None, strict: bool, ways: BatchWays, baselines: bool, verbose: bool = False,
 ) -> list[Plan]:  # fmt: skip
     """Searches, shows and writes; the plans, best first."""
     from penstock.cli.search import write_plans
     from penstock.search import search_for_lengths
+    from penstock.search.lengths import usual_ways_s
 
     with progress("searching", quiet=json) as bar:
         found = search_for_lengths(  # the fastest is the second where a simpler one is offered first, and is named then
             request, samples, top=max(2, top), time_budget_s=time_budget or math.inf,
             watch=lambda text, best_s, bound_s: bar.describe(f"pipelines: {text}"),
-            judging=lambda done, all_: bar.describe(f"planning batches for pipeline {done + 1} of {all_}"), strict=strict,
+            judging=lambda done, all_: bar.describe(f"planning batches for pipeline {done + 1} of {all_}"), strict=strict, ways=ways,
         )  # fmt: skip
     choices, fastest = found[:top], min(found, key=lambda choice: choice.time_s)
     plans = [choice.plan for choice in choices]
@@ -82,9 +89,11 @@ def search_lengths(
     best = choices[0]
     notes = [*best.plan.notes, *request.estimator.source.notes(request.model)]
     count = steps or (math.ceil(tokens / best.num_tokens) if tokens else 1)
+    usual = usual_ways_s(request, samples, best.plan) if baselines else {}
     if json:
         print_json({"lengths": path, "num_samples": len(samples), "iterations": count, "out": target, "files": paths,
-                    "notes": notes, "plans": [_row(choice) for choice in choices]})  # fmt: skip
+                    "notes": notes, "plans": [_row(choice) for choice in choices],
+                    **({"baselines": usual} if baselines else {})})  # fmt: skip
         return plans
     longest = max(sample.length for sample in samples)
     where = str(path) if path.is_dir() else "DIR"
@@ -95,6 +104,9 @@ def search_lengths(
     price = best.plan.predicted.price_usd if best.plan.predicted else None
     say(*offer, *(f"note: {note}" for note in notes), *iterations_line(count, best.time_s, price))
     count = len(best.batches)
+    for name, time_s in usual.items():
+        more = "" if time_s is None else f"{format_time(time_s)} a step, {format_share(time_s / best.time_s - 1)} more"
+        say(f"the same pipeline with {_WAYS[name]}: {more or 'nothing fits'}")
     say(f"judged by {count} batch{'es' if count > 1 else ''}; a bound is what no micro-batching of the same pipeline is below")
     if paths:
         shown = "" if path.is_dir() else f" `penstock batch --lengths {path} --plan {paths[0]}` shows micro-batches."

@@ -10,7 +10,7 @@ import typer
 
 from penstock.cli.options import BATCH, BIG, file_to_write, within
 from penstock.errors import InputError, near_misses
-from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES, SEARCHED_SCHEDULES
+from penstock.schedules.rules import ASYNCHRONOUS_SCHEDULES, DEFAULT_SCHEDULE, SCHEDULES, SEARCHED_SCHEDULES
 
 __all__ = [
     "MAX_HOPS", "SCHEDULE_NAMES", "TOP", "Baselines", "ClusterName", "Costs", "Data", "Export", "GlobalBatch", "Goal", "Lengths", "MaxHops",
@@ -103,10 +103,17 @@ def parse_sizes(text: str) -> list[int]:
 def parse_schedules(text: str) -> list[str]:
     """Schedules such as `1f1b,zero-bubble`, of those that are searched."""
     names = [name.strip() for name in text.split(",") if name.strip()]
+    apart = [name for name in names if name in ASYNCHRONOUS_SCHEDULES]
+    if apart and len(set(names)) > 1:
+        raise InputError(
+            f"--schedules is '{text}': '{apart[0]}' updates weights after every micro-batch, so that its plans learn otherwise than those "
+            "of the other schedules. Search for it alone."
+        )
     for name in names:
-        if name not in SEARCHED_SCHEDULES:
-            known = f"It is never searched, though plans may name it. Searched: {', '.join(SEARCHED_SCHEDULES)}."
-            raise InputError(f"--schedules has '{name}'. {known if name in SCHEDULES else near_misses(name, SEARCHED_SCHEDULES)}")
+        if name not in (*SEARCHED_SCHEDULES, *ASYNCHRONOUS_SCHEDULES):
+            searched = (*SEARCHED_SCHEDULES, *ASYNCHRONOUS_SCHEDULES)
+            known = f"It is never searched, though plans may name it. Searched: {', '.join(searched)}."
+            raise InputError(f"--schedules has '{name}'. {known if name in SCHEDULES else near_misses(name, searched)}")
     return names
 
 

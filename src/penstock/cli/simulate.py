@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.batch_options import MemoryLimit, Order, Recompute, Split, ways_of
 from penstock.cli.configured import CONFIGURED, configured_costs
 from penstock.cli.console import JsonFlag, VerboseFlag, format_bytes, format_part, format_share, format_time, out, print_json, say, table
 from penstock.cli.options import file_to_write
@@ -17,6 +18,7 @@ from penstock.errors import InputError, near_misses
 if TYPE_CHECKING:
     from penstock.batching.costs import PipelineCosts
     from penstock.batching.plan import BatchPlan
+    from penstock.batching.ways import BatchWays
     from penstock.clusters import Cluster
     from penstock.costs.source import CostSource
     from penstock.models.ops import Model
@@ -75,6 +77,10 @@ def simulate(
     ] = None,
     costs: Annotated[str | None, typer.Option(help="roofline or profile:FILE; if not given, those the plan names. dynapipe:DIR/NAME "
                                               "with --lengths or --batch: its configuration NAME.")] = None,
+    order: Order = "",
+    split: Split = "",
+    recompute: Recompute = "",
+    memory_limit: MemoryLimit = None,
     trace: Annotated[
         Path | None, typer.Option(callback=file_to_write, help="Write a trace for ui.perfetto.dev (t.json, or t.json.gz).")
     ] = None,
@@ -99,18 +105,21 @@ def simulate(
         check_figure_path(figure)
     if lengths is not None and batch is not None:
         raise InputError("--lengths plans a batch and --batch has one planned. Give one of them.")
+    ways = ways_of(order, split, "", recompute, memory_limit)
+    if lengths is None and (ways.cuts or recompute or memory_limit is not None):
+        raise InputError("--order, --split, --recompute and --memory-limit say how a batch is planned. Give its --lengths.")
     given = lengths or batch
     if costs is not None and costs.partition(":")[0] in CONFIGURED:
         if plan is not None or given is None:
             raise InputError(f"--costs {costs}: the configuration is the plan. Give --lengths or --batch, and no plan file.")
-        own = subject = _configured(costs, given, lengths is None)
+        own = subject = _configured(costs, given, lengths is None, ways)
         if schedule is not None:
             subject = _made_order(schedule, own)
     elif plan is None:
         raise InputError("a plan file is missing, as in `penstock simulate plan.json`; with --costs dynapipe:DIR/NAME there is none.")
     else:
         asked = _asked(plan, costs)
-        own = subject = _planned(*asked) if given is None else _batched(given, lengths is None, *asked)
+        own = subject = _planned(*asked) if given is None else _batched(given, lengths is None, ways, *asked)
         if schedule is not None:
             subject = _reordered(schedule, own, given is not None, *asked)
     run = execute(subject.schedule, subject.workload)
@@ -165,12 +174,11 @@ def _words(plan: Plan, replica: int | None) -> _Words:
     return _Words(plan_name(plan), ranks, f"{described_training(plan)}; ", plan.schedule)
 
 
-def _batched(path: Path, is_planned: bool, plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> _Subject:
+def _batched(path: Path, is_planned: bool, ways: BatchWays, plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> _Subject:
     """Micro-batches planned for the lengths of a batch: in a file already, or now."""
     from penstock.batching.lengths import read_lengths
     from penstock.batching.plan import read_batch_plan
     from penstock.batching.planned import planned_costs
-    from penstock.batching.planner import plan_batch
 
     if is_planned:
         batch = _fitting(read_batch_plan(path), path, plan)
@@ -178,8 +186,8 @@ def _batched(path: Path, is_planned: bool, plan: Plan, model: Model, cluster: Cl
     else:
         samples = read_lengths(path)
         longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
-        prices = planned_costs(plan, model, cluster, source, longest, longest_dec)
-        batch = plan_batch(samples, prices)
+        prices = ways.limited(planned_costs(plan, model, cluster, source, longest, longest_dec))
+        batch = ways.planned(samples, prices)
     replica = max(range(len(batch.replicas)), key=lambda index: batch.replicas[index].predicted_s)
     return _slowest(batch, prices, path, replica, _words(plan, replica))
 
@@ -195,16 +203,15 @@ def _slowest(batch: BatchPlan, prices: PipelineCosts, path: Path, replica: int, 
     )  # fmt: skip
 
 
-def _configured(costs: str, path: Path, is_planned: bool) -> _Subject:
+def _configured(costs: str, path: Path, is_planned: bool, ways: BatchWays) -> _Subject:
     """A batch in a configuration of another system, planned already or now."""
     from penstock.batching.lengths import read_lengths
     from penstock.batching.plan import read_batch_plan
-    from penstock.batching.planner import plan_batch
     from penstock.batching.workloads import require_priced
 
     samples = [] if is_planned else read_lengths(path)
-    prices = configured_costs(costs, samples)
-    batch = read_batch_plan(path) if is_planned else plan_batch(samples, prices)
+    prices = ways.limited(configured_costs(costs, samples))
+    batch = read_batch_plan(path) if is_planned else ways.planned(samples, prices)
     require_priced(batch, prices, f"batch '{path}'")
     replica = max(range(len(batch.replicas)), key=lambda index: batch.replicas[index].predicted_s)
     return _slowest(batch, prices, path, replica, _Words(costs, [f"of stage {s}" for s in range(prices.num_stages)]))

@@ -15,7 +15,7 @@ import typer
 
 from penstock.cli import train_options as option
 from penstock.cli.compare import comparison, show_comparison
-from penstock.cli.console import JsonFlag, err, format_count, format_time, out, print_json, progress
+from penstock.cli.console import JsonFlag, err, format_count, format_time, print_json, progress, say
 from penstock.cli.options import slower_ranks
 from penstock.errors import InputError
 from penstock.processes.fork_server import warm_up
@@ -183,7 +183,7 @@ def run_training(trainer: PlanTrainer, *, compare: bool, json: bool, go_on: str,
     unit = "tokens" if request.plan.seq_length else "images"
     first = os.environ["RANK"] == "0" if under_torchrun else request.node is None or request.node.number == 0
     for note in trainer.notes() if first else ():
-        err().print(f"note: {note}", markup=False, soft_wrap=True)
+        say(f"note: {note}", to=err())
     verb = "rehearsing" if request.device == "timed" else "training"
     with progress(verb, request.steps - trainer.first_step, quiet=json or not first) as bar:
 
@@ -193,13 +193,13 @@ def run_training(trainer: PlanTrainer, *, compare: bool, json: bool, go_on: str,
             bar.describe(f"{loss}{format_count(step.tokens_per_s)} {unit}/s{busy}")
             bar.advance()
             for note in step.notes:
-                err().print(f"note: {note}", markup=False, soft_wrap=True)
+                say(f"note: {note}", to=err())
             if step.evaluated is not None and not json:
                 found = step.evaluated
                 err().print(f"step {found.step}: held-out loss {found.loss:.4f}, accuracy {found.accuracy:.1%}", markup=False)
 
         result = trainer.join(told) if under_torchrun else trainer.train(told)
-    if not first:  # the first tells
+    if not first and (under_torchrun or not result.losses):  # the first tells, or who leads in its place
         raise typer.Exit(128 + result.ended_by if result.ended_by else 0)
     predicted = trainer.predicted(result) if compare else None
     if json:
@@ -217,7 +217,7 @@ def _show(plan: Plan, result: TrainResult, predicted: PredictedSteps | None, uni
         told = f"trained {done}: loss {result.losses[0]:.4f} → {result.losses[-1]:.4f}, {speed}; checkpoint in {result.checkpoint}"
     else:
         told = f"rehearsed {done} on timed devices: {speed}. Nothing was computed: there are no losses and no checkpoint."
-    out().print(told, markup=False, soft_wrap=True)
+    say(told)
     if predicted is not None:
         show_comparison(plan, result, predicted)
 

@@ -23,7 +23,11 @@ PlanOrJob = Annotated[
 ]
 ModelSource = Annotated[str, typer.Option(help="Model name, YAML file, hf:FOLDER or module:FILE.py:FUNCTION; it is planned for first.")]
 DataPaths = Annotated[
-    list[str] | None, typer.Option(help="JSONL, CSV or text file; repeatable. Or a folder that `penstock prepare-data` wrote.")
+    list[str] | None,
+    typer.Option(
+        help="JSONL, CSV, Parquet or text file, or folder of Hugging Face datasets; repeatable. Or a folder that `penstock prepare-data` "
+        "wrote."
+    ),
 ]
 RunFolder = Annotated[
     Path | None, typer.Option("--out", metavar="RUN", callback=folder_to_write, help="Folder for checkpoints, steps and spans.")

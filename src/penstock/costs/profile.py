@@ -54,17 +54,20 @@ def series_key(op: Op, dtype: str, tp: int, algo: int, layout: str) -> SeriesKey
     that works on some rows of the tokens, but for their number."""
     divided = op.sequence != "rows" and bool(op.parameters.split.terms() or op.flops.split.terms() or op.traffic.split.terms())
     swapped = algo if tp > 1 and len(op.splits) > 1 else 0
-    return SeriesKey(op.signature, dtype, tp if divided else 1, swapped, layout if op.kind == "attention" else "any")
+    return SeriesKey(op.signature, dtype, tp if divided else 1, swapped, layout if op.kind in ("attention", "traced") else "any")
 
 
 def coordinates(op: Op, shape: Shape) -> tuple[float, float]:
-    """(size, length) of an op's work: token positions (or samples), and for attention the mean key length per query."""
+    """(size, length) of an op's work: token positions (or samples), and for attention, or what may hold one, the mean key length per
+    query."""
     decoder = op.config.get("side") == "decoder"
     tokens, squares = (shape.dec_tokens, shape.dec_squares) if decoder else (shape.tokens, shape.squares)
     if op.kind == "attention":
         return float(tokens), (shape.cross if op.config.get("cross_source") else squares) / max(tokens, 1)
     if op.kind == "pooler" or not tokens:
         return float(shape.samples), 0.0
+    if op.kind == "traced":
+        return float(tokens), squares / tokens
     return float(tokens), 0.0
 
 

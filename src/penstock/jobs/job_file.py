@@ -51,7 +51,7 @@ class DataGroup(_Fields):
     """Which samples, and how they become tokens."""
 
     path: list[str] = Field(min_length=1)
-    """JSONL (texts, pairs or chats), CSV or text files, each a task; or one folder that `penstock prepare-data` wrote."""
+    """JSONL (texts, pairs or chats), CSV, Parquet or text files or Hugging Face datasets, each a task; or one prepared folder."""
     fields: str = ""
     """Fields or columns that hold the texts, such as input=inputs,target=targets or text=body; empty: input and target, or text."""
     tokenizer: str | None = None

@@ -1,4 +1,4 @@
-"""Raw samples into prepared ones, once for the same content: JSONL, CSV and text files, with the tokenizer that suits the model."""
+"""Raw samples into prepared ones, once for the same content: JSONL, tables and texts, with the tokenizer that suits the model."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from penstock.data.workers import Report
 from penstock.errors import InputError
 from penstock.files import read_text, readable_file
 from penstock.jobs.cache import cache_folder, digest, digest_of_files, made_once
+from penstock.jobs.columns import column_files, column_rows, is_columns
 from penstock.models.huggingface import hf_folder
 
 if TYPE_CHECKING:
@@ -107,6 +108,8 @@ def _folder(
     if len(paths) == 1 and ((Path(paths[0]) / MANIFEST).is_file() or Path(f"{paths[0]}.idx").is_file()):
         return Path(paths[0]), True
     for path in paths:
+        if is_columns(Path(path)):
+            continue
         if os.path.isdir(path):
             raise InputError(
                 f"data '{path}' is a folder without {MANIFEST}. Give the files in it; images and shards are prepared by "
@@ -120,7 +123,8 @@ def _folder(
     vocab = 0 if given else min(_TRAINED_VOCAB, int(model.config.get("vocab", 0)))
     known = digest_of_files([*_tokenizer_files(given), *_template_files(given)]) if given else vocab
     names = [Path(path).name for path in paths]
-    out = cache_folder("data") / digest(_RECIPE, names, digest_of_files(map(Path, paths)), known, split, fields)
+    files = (file for path in paths for file in column_files(Path(path)))
+    out = cache_folder("data") / digest(_RECIPE, names, digest_of_files(files), known, split, fields)
     if given:
         _check_vocabulary(given, model)
 
@@ -178,9 +182,14 @@ def _check_vocabulary(path: str, model: Model) -> None:
 def _as_jsonl(path: Path, scratch: Path, fields: LineFields) -> Path:
     """The file itself, or its samples as JSONL: a CSV has columns `text`, or `input` and `target`, unless `fields` says which; of a text,
     each line is a sample."""
-    if path.suffix.lower() not in (".csv", ".tsv", ".txt"):
+    if is_columns(path):
+        rows = column_rows(path, fields)
+    elif path.suffix.lower() in (".csv", ".tsv"):
+        rows = _csv_rows(path, fields)
+    elif path.suffix.lower() == ".txt":
+        rows = ({"text": line} for line in read_text(path, "data").split("\n"))
+    else:
         return path
-    rows = _csv_rows(path, fields) if path.suffix.lower() != ".txt" else ({"text": line} for line in read_text(path, "data").split("\n"))
     out = scratch / f"{path.stem}.jsonl"
     with out.open("w", encoding="utf-8") as stream:
         for row in rows:

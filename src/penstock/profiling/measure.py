@@ -23,7 +23,7 @@ from penstock.models.ops import Model, PlacedOp, TensorSpec
 from penstock.models.shapes import Shape
 from penstock.profiling.marks import CudaBytes, Marks, times_for
 
-__all__ = ["OpMeasure", "hold_gradients", "measure_ops", "random_carry", "shortened"]
+__all__ = ["OpMeasure", "Passed", "Run", "hold_gradients", "measure_ops", "random_carry", "shortened"]
 
 
 OpTimes = tuple[float, float, float, float]
@@ -64,13 +64,16 @@ def random_carry(specs: Sequence[TensorSpec], shape: Shape, tp: int, device: tor
     """A carry of random values, as an op in the middle of a chain would receive it."""
     carry = {}
     for spec in specs:
+        if spec.dtype == "int64":
+            carry[spec.name] = torch.zeros(spec.shape(shape, tp), device=device, dtype=torch.int64)
+            continue
         tensor = torch.randn(spec.shape(shape, tp), device=device, dtype=dtype)
         carry[spec.name] = tensor.requires_grad_(spec.differentiable)
     return carry
 
 
 @dataclass
-class _Pass:
+class Passed:
     """The marks of one forward and backward pass over some ops."""
 
     forward: list[Any]
@@ -86,7 +89,11 @@ class _Pass:
         return [(self.forward[i], self.forward[i + 1], self.backward.get(i), ends.get(i)) for i in range(count)]
 
 
-def _run(ops: Sequence[OpModule], carry: Carry, batch: Batch, marks: Marks, whole: bool = False) -> _Pass:
+Run = Callable[[Carry, Batch, Marks, bool], Passed]
+"""One forward and backward pass with marks between its ops; the last argument: with those at its ends and between the two passes alone."""
+
+
+def _run(ops: Sequence[OpModule], carry: Carry, batch: Batch, marks: Marks, whole: bool = False) -> Passed:
     """One forward and backward pass with marks between its ops; `whole`, with those at its ends and between the two passes alone."""
     forward, backward = [marks.mark()], {}
 
@@ -112,7 +119,7 @@ def _run(ops: Sequence[OpModule], carry: Carry, batch: Batch, marks: Marks, whol
         backward[0] = marks.mark()
     torch.autograd.backward(outputs, grads)
     del outputs, grads
-    return _Pass(forward, backward, marks.mark())
+    return Passed(forward, backward, marks.mark())
 
 
 def measure_ops(
@@ -125,8 +132,10 @@ def measure_ops(
     warmups: int = 2,
     warmup_s: float = 0.0,
     repeats: int = 4,
+    run: Run | None = None,
 ) -> list[OpMeasure]:
-    """Runs the ops a few times and returns the medians of each distinct op over its copies and the repeats.
+    """Runs the ops a few times and returns the medians of each distinct op over its copies and the repeats; `run` runs them, where they
+    have no passes of their own.
 
     Work that fills the device is first run for `warmup_s`, since clocks under lasting load are lower than in a short burst.
     """
@@ -134,8 +143,8 @@ def measure_ops(
     dtype = next((p.dtype for op in ops for p in op.parameters()), torch.float32)
     hold_gradients(parameter for op in ops for parameter in op.parameters())
 
-    def once(marks: Marks, whole: bool = False) -> _Pass:
-        return _run(ops, random_carry(inputs, batch.shape, tp, device, dtype), batch, marks, whole)
+    def once(marks: Marks, whole: bool = False) -> Passed:
+        return (run or partial(_run, ops))(random_carry(inputs, batch.shape, tp, device, dtype), batch, marks, whole)
 
     clock = times_for(device)
     took_s, issued_s = _warm_up(partial(once, clock), clock, warmups, warmup_s)
@@ -155,7 +164,7 @@ def measure_ops(
     return _medians(places, [_without_marks(one, host_s) for one in times], _books(once))
 
 
-def _host_of_whole(once: Callable[[Marks], _Pass], clock: Marks, repeats: int) -> tuple[float, float]:
+def _host_of_whole(once: Callable[[Marks], Passed], clock: Marks, repeats: int) -> tuple[float, float]:
     """(forward, backward) time that issuing the whole chain takes the host, with nothing set between its ops."""
     marks = []
     for _ in range(repeats):

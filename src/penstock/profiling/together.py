@@ -38,5 +38,6 @@ def _measure(worker: Worker, path: str, folder: str, units: Sequence[Unit], time
         dist.broadcast(late, 0)
         if late:
             return
-        profiler.run([unit], progress=worker.tell if not worker.rank else lambda name: None)
+        left_s = deadline - time.monotonic()
+        profiler.run([unit], time_budget_s=left_s, progress=worker.tell if not worker.rank else lambda name: None)
     dist.barrier()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.batching.baselines import packed_rows, run_baseline, token_budget
-from penstock.batching.costs import LayoutCosts, PipelineCosts
+from penstock.batching.costs import PipelineCosts
 from penstock.batching.fitting import positions
 from penstock.batching.lengths import read_lengths
-from penstock.batching.ordering import by_length, curves
+from penstock.batching.ordering import by_length, curves, tour
 from penstock.batching.plan import BatchPlan, SampleLengths
 from penstock.batching.planner import plan_batch
 from penstock.batching.search import usual_steps
@@ -23,7 +22,7 @@ from penstock.reproduce.figures import Drawing, Evidence, FigureSpec, Plotted, R
 from penstock.systems.dynapipe.rules import dynapipe_costs
 from penstock.systems.dynapipe.tables import open_configuration
 
-__all__ = ["DYNAPIPE_FIGURES", "one_mode", "seeded_lengths", "tour"]
+__all__ = ["DYNAPIPE_FIGURES", "seeded_lengths"]
 
 _SYSTEMS = {"gptA": "GPT 6.7B, 8 GPUs", "t5D": "T5 11B, 8 GPUs"}
 _FILES = {"gptA": "gpt", "t5D": "t5"}
@@ -41,39 +40,6 @@ def seeded_lengths(count: int, has_decoder: bool, seed: int = 0, longest: int = 
     enc = np.clip(np.exp(np.log(105) + 1.14 * first), 8, longest)
     dec = np.clip(np.exp(np.log(16) + 1.25 * (0.3 * first + 0.954 * second)), 1, longest)
     return [SampleLengths(i, int(n), int(m)) for i, (n, m) in enumerate(zip(enc, dec, strict=True))]
-
-
-def tour(enc: NDArray[np.int64], dec: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Clusters of complete linkage (16 apart at most), visited along a nearest-neighbour path improved by 2-opt, as DynaPipe orders."""
-    from scipy.cluster.hierarchy import fcluster, linkage
-
-    points = np.stack([enc, dec], axis=1).astype(float)
-    cluster = fcluster(linkage(points, "complete"), 16, "distance") - 1
-    centres = np.stack([points[cluster == c].mean(axis=0) for c in range(cluster.max() + 1)])
-    away = np.abs(centres[:, None] - centres[None]).sum(axis=-1)
-    path, left = [0], set(range(1, len(centres)))
-    while left:
-        path.append(min(left, key=lambda c: away[path[-1], c]))
-        left.remove(path[-1])
-    improved = True
-    while improved:
-        improved = False
-        for i in range(len(path) - 2):
-            at, to = np.array(path[i + 2 : -1], dtype=int), np.array(path[i + 3 :], dtype=int)
-            if not len(at):
-                continue
-            gain = away[path[i], path[i + 1]] + away[at, to] - away[path[i], at] - away[path[i + 1], to]
-            best = int(np.argmax(gain))
-            if gain[best] > 1e-9:
-                path[i + 1 : i + 3 + best] = path[i + 1 : i + 3 + best][::-1]
-                improved = True
-    return np.concatenate([np.flatnonzero(cluster == c) for c in path])
-
-
-def one_mode(costs: PipelineCosts, mode: int) -> PipelineCosts:
-    """The same pipeline with one recomputation mode for all, as DynaPipe plans."""
-    grids = {layout: LayoutCosts(grid.axes, grid.values[..., mode : mode + 1, :].copy()) for layout, grid in costs.layouts.items()}
-    return replace(costs, layouts=grids, modes=costs.modes[mode : mode + 1])
 
 
 def _costs(evidence: Evidence, name: str) -> PipelineCosts:

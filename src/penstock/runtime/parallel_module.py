@@ -56,7 +56,7 @@ __all__ = ["Parallel", "parallelize"]
 
 def parallelize(
     model: str | nn.Module | Callable[[], Any], plan: Plan, *, loss: Loss | None = None, tp_plan: Mapping[str, str] | None = None,
-    native: bool = True, seed: int = 0, groups: ProcessGroups | None = None,
+    native: bool = True, compile: bool = False, seed: int = 0, groups: ProcessGroups | None = None,
 ) -> Parallel:  # fmt: skip
     """This process' part of `model` under `plan`; every process that torchrun started calls it.
 
@@ -70,6 +70,7 @@ def parallelize(
             plan was found. If not given, the module's own attribute of that name, which models of transformers have.
         native: Whether families that Penstock has itself use its own ops; otherwise they are transformers' own modules, as in a plan of
             `find_plans(…, native=False)`.
+        compile: Whether a module's units run through `torch.compile`. Penstock's own ops have kernels of their own, and are never compiled.
         seed: Of first weights that are random, and of dropout.
         groups: The processes of the job, where they were joined already.
     """
@@ -83,7 +84,9 @@ def parallelize(
         if tp_plan is not None:
             _require_divided_so(plan, described, made, tp_plan)
         cut = CutModule(described, made, groups.device)
-    elif not isinstance(model, str) or not native or loss is not None or tp_plan is not None:
+        if compile:
+            cut.compile()
+    elif not isinstance(model, str) or not native or compile or loss is not None or tp_plan is not None:
         raise InputError(
             f"the plan is of Penstock's own {described.family} ops, which have their own loss, and not of this module. Search for a plan "
             "of the module: find_plans with native=False, or --model module:FILE.py:FUNCTION."

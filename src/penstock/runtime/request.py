@@ -72,6 +72,8 @@ class NodePlace:
     """Where the supervisor of node 0 is met."""
     address: str = ""
     """Of this machine, for the others; empty: the one from which it reaches node 0."""
+    command: tuple[str, ...] = ()
+    """The words after `penstock` that started it, so that others can be started alike."""
 
 
 @dataclass(frozen=True)

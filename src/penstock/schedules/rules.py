@@ -16,7 +16,10 @@ from penstock.schedules.interleaved import interleaved
 from penstock.schedules.orders import gpipe, one_forward_one_backward
 from penstock.schedules.zero_bubble import zero_bubble
 
-__all__ = ["CHUNKED_SCHEDULE", "DEFAULT_SCHEDULE", "SCHEDULES", "SEARCHED_SCHEDULES", "ScheduleRules", "schedule_of", "unchunked"]
+__all__ = [
+    "ASYNCHRONOUS_SCHEDULES", "CHUNKED_SCHEDULE", "DEFAULT_SCHEDULE", "SCHEDULES", "SEARCHED_SCHEDULES", "ScheduleRules", "schedule_of",
+    "unchunked",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ DEFAULT_SCHEDULE = _RULES[0].name
 CHUNKED_SCHEDULE = next(rules.name for rules in _RULES if rules.chunked)
 """The one that the search cuts chunks for."""
 SEARCHED_SCHEDULES = tuple(rules.name for rules in _RULES if rules.searched)
+ASYNCHRONOUS_SCHEDULES = tuple(rules.name for rules in _RULES if rules.asynchronous)
+"""Searched where they alone are asked for: what they learn is not what the others do."""
 
 
 def schedule_of(name: str, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> Schedule:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.plans.build import join_ranges
 from penstock.plans.plan import Degrees, OpRun, Plan, Stage
-from penstock.schedules.rules import DEFAULT_SCHEDULE
+from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES
 from penstock.search.choice import Choice
 
 if TYPE_CHECKING:
@@ -45,8 +45,9 @@ def stage_of(
 
 def assembled(frame: Plan, stages: Sequence[Stage], samples: int, schedule: str = DEFAULT_SCHEDULE) -> Plan:
     """The plan of these stages, which know the ranks of every replica, with micro-batches of so many samples."""
+    own = schedule if len(stages) > 1 or SCHEDULES[schedule].asynchronous else DEFAULT_SCHEDULE
     return replace(
-        frame, stages=tuple(stages), num_replicas=len(stages[0].devices), schedule=schedule if len(stages) > 1 else DEFAULT_SCHEDULE,
+        frame, stages=tuple(stages), num_replicas=len(stages[0].devices), schedule=own,
         micro_batching=replace(frame.micro_batching, samples=samples),
     )  # fmt: skip
 

@@ -38,7 +38,7 @@ class Baseline:
 
 def best_of(baseline: Baseline, request: Request) -> Choice | None:
     """The fastest plan of a baseline's space that fits, timed by the clock."""
-    found = baseline.find(replace(request, schedules=(DEFAULT_SCHEDULE,)))
+    found = baseline.find(request if request.asynchronous else replace(request, schedules=(DEFAULT_SCHEDULE,)))
     return None if found is None else found.clocked()
 
 

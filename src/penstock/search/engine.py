@@ -116,6 +116,8 @@ def search(
     grid, partitions, unequal = UniformPlans(request, max(_CLOCKED, 3 * top)), Partitions(list(families(request))), UnequalReplicas(request)
     per_op, interleaved = PerOpDegrees(partitions.families), InterleavedPlans(partitions.families)
     searchers: list[Searcher] = [*([grid] if prove else []), partitions, unequal, per_op, interleaved]
+    if request.asynchronous:  # one replica, one stage on each group, the same degrees for all of its ops
+        searchers = [partitions]
     progress.bound_s = min(searcher.bound() for searcher in searchers)
     if not worth(progress.bound_s):
         raise InfeasibleError(f"no plan of {request.model.name} on {request.cluster.describe()} can be good enough.")
@@ -123,9 +125,10 @@ def search(
     with progress.interruptible():
         for searcher in searchers:
             searcher.best(progress)
-        refined_by_simulator(request, progress, max_hops)
-        other_schedules(request, progress)
-        rebalanced_shares(request, progress)
+        if not request.asynchronous:
+            refined_by_simulator(request, progress, max_hops)
+            other_schedules(request, progress)
+            rebalanced_shares(request, progress)
         if not progress.choices and request.narrows and known_s == math.inf and not progress.stopped:
             return search(
                 request.narrowed(), top=top, time_budget_s=progress.deadline - time.monotonic(), watch=watch, prove=prove,

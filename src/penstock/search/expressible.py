@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import islice, product
 
 from penstock.errors import InfeasibleError
 from penstock.plans.plan import Plan
@@ -18,6 +18,8 @@ from penstock.search.uniform import uniform_choices
 __all__ = ["Expressible", "expressible"]
 
 _ALL = 10**6
+_SHIFTS = (0, -1, 1, -2, 2, -3, 3)
+"""Ops from the beginnings of blocks at which stages are tried to begin."""
 Refusal = Callable[[Plan], str]
 """Why a system cannot express a plan; empty where it can."""
 
@@ -38,7 +40,7 @@ def expressible(
     With `change` each plan is first made what the system runs, such as an asynchronous one.
     """
     reason = refusal(found[0].plan)
-    plans = _candidates(request, found)
+    plans = _candidates(request, found, lambda plan: not refusal(plan if change is None else change(plan)))
     if change is not None:
         plans = (choice for one in plans if (choice := _changed(request, change(one.plan))) is not None)
     taken = list(islice((choice for choice in _different(plans) if not refusal(choice.plan)), 2 * top))
@@ -65,8 +67,27 @@ def _changed(request: Request, plan: Plan) -> Choice | None:
     return choice.clocked() if choice.estimate.fits else None
 
 
-def _candidates(request: Request, found: Sequence[Choice]) -> Iterator[Choice]:
+def _between_blocks(request: Request, plan: Plan) -> Iterator[Plan]:
+    """The plan cut between the nearest blocks, or as far from these everywhere, since other systems begin a block elsewhere; its stages
+    recompute nothing, or all of their ops where they recompute any."""
+    starts, last = request.blocks.start, plan.stages[-1].last
+    for shift, again in product(_SHIFTS, (False, True) if any(stage.recompute for stage in plan.stages) else (False,)):
+        cuts = [int(starts[abs(starts + shift - stage.first).argmin()]) + shift for stage in plan.stages[1:]]
+        edges = [0, *cuts, last]
+        if sorted(set(edges)) != edges:
+            continue
+        stages = tuple(
+            replace(stage, first=first, last=last, runs=(), recompute=(((first, last),),) if again and stage.recompute else ())
+            for stage, first, last in zip(plan.stages, edges[:-1], edges[1:], strict=True)
+        )
+        yield replace(plan, stages=stages, predicted=None)
+
+
+def _candidates(request: Request, found: Sequence[Choice], taken: Callable[[Plan], bool]) -> Iterator[Choice]:
     yield from found
+    for plan in (plan for choice in found for plan in _between_blocks(request, choice.plan)):
+        if taken(plan) and (whole := _changed(request, plan)) is not None:
+            yield whole
     layers = next(baseline for baseline in BASELINES if baseline.name == "FASOP")
     if (whole := best_of(layers, request)) is not None:
         yield whole

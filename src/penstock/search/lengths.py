@@ -13,8 +13,10 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import get_args
 
 from penstock.batching.plan import BatchPlan, SampleLengths
+from penstock.batching.ways import BatchWays
 from penstock.errors import InfeasibleError, InputError
 from penstock.models.shapes import Layout
 from penstock.plans.plan import MicroBatching, Plan, Predicted
@@ -25,7 +27,9 @@ from penstock.search.progress import Watch
 from penstock.search.simplicity import simplest
 from penstock.search.space.request import Request
 
-__all__ = ["LengthsChoice", "fixed_padded_s", "search_for_lengths"]
+__all__ = ["LengthsChoice", "fixed_padded_s", "search_for_lengths", "usual_ways_s"]
+
+AS_IT_SUITS = BatchWays()
 
 NUM_BATCHES = 4
 """Batches that a pipeline is judged by."""
@@ -81,6 +85,7 @@ class LengthsChoice:
 def search_for_lengths(
     request: Request, samples: Sequence[SampleLengths], *, top: int = 5, time_budget_s: float = math.inf,
     watch: Watch = lambda text, best_s, bound_s: None, judging: Callable[[int, int], None] = lambda done, all_: None, strict: bool = True,
+    ways: BatchWays = AS_IT_SUITS,
 ) -> list[LengthsChoice]:  # fmt: skip
     """The fastest plans for batches of `request.frame.global_batch` such samples, best first; where not `strict`, a simpler one that is as
     fast as costs can tell before them."""
@@ -94,7 +99,7 @@ def search_for_lengths(
     for done, plan in enumerate(pipelines):
         judging(done, len(pipelines))
         try:
-            judged.append(_judged(plan, batches, request))
+            judged.append(_judged(plan, batches, request, ways))
         except InfeasibleError as reason:
             reasons.append(reason)
     if not judged:
@@ -151,20 +156,36 @@ def _pipelines(request: Request, plans: Sequence[Plan], samples: Sequence[Sample
         )  # fmt: skip
 
 
-def _judged(plan: Plan, batches: Sequence[Sequence[SampleLengths]], request: Request) -> LengthsChoice:
+def _judged(plan: Plan, batches: Sequence[Sequence[SampleLengths]], request: Request, ways: BatchWays) -> LengthsChoice:
     """What batches of a pipeline take; a sample that fits nowhere is an error."""
     from penstock.batching.planned import planned_costs
-    from penstock.batching.planner import plan_batch
 
     source, limit_bytes = request.estimator.source, request.memory_limit_bytes
     costs = planned_costs(
         plan, request.model, request.cluster, source, plan.seq_length, plan.dec_length, memory_limit_bytes=limit_bytes
     )  # fmt: skip
-    choice = LengthsChoice(plan, tuple(plan_batch(batch, costs, bound=True) for batch in batches))
+    costs = ways.limited(costs)
+    choice = LengthsChoice(plan, tuple(ways.planned(batch, costs) for batch in batches))
     price_per_h = request.cluster.price_usd_per_h
     price = None if price_per_h is None else price_per_h * choice.time_s / 3600
     predicted = Predicted(choice.time_s, source.name, choice.tokens_per_s, price, price_per_h)
     return replace(choice, plan=replace(plan, costs=source.name, predicted=predicted))
+
+
+def usual_ways_s(request: Request, samples: Sequence[SampleLengths], plan: Plan) -> dict[str, float | None]:
+    """What an iteration takes on the stages of `plan` in each usual way to cut batches, on average over those that plans are judged by;
+    None where one of them fits in no size."""
+    from penstock.batching.baselines import usual_ways
+    from penstock.batching.planned import planned_costs
+
+    costs = planned_costs(
+        plan, request.model, request.cluster, request.estimator.source, plan.seq_length, plan.dec_length,
+        layouts=[layout for layout in get_args(Layout) if layout in request.model.layouts],
+        memory_limit_bytes=request.memory_limit_bytes,
+    )  # fmt: skip
+    found = [usual_ways(batch, costs) for batch in _drawn(samples, request.frame.global_batch)]
+    names = dict.fromkeys(name for ways in found for name in ways)
+    return {name: fmean(ways[name].predicted_s for ways in found) if all(name in ways for ways in found) else None for name in names}
 
 
 def fixed_padded_s(request: Request, samples: Sequence[SampleLengths], plan: Plan) -> float | None:

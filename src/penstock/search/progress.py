@@ -14,7 +14,7 @@ from penstock.search.space.families import Subspace
 
 __all__ = ["GOOD_GAP", "Progress", "ProofLine", "Searcher", "Watch", "unwatched", "weakest"]
 
-GOOD_GAP = 0.03
+GOOD_GAP = 0.022
 """A bound this near to the best plan is not made sharper."""
 
 Watch = Callable[[str, float, float], None]

@@ -18,7 +18,8 @@ def test_ranks_of_nodes() -> None:
     assert ranks_of_nodes(plan, cluster_of(plan)) == [tuple(range(8)), tuple(range(8, 16))]
 
 
-def test_where_node_0_is() -> None:
+def test_where_node_0_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["penstock"])
     assert node_place(1, "10.0.0.1:29500") == NodePlace(1, "10.0.0.1", 29500)
     assert node_place(0, "[fe80::1]:1") == NodePlace(0, "fe80::1", 1)
     for wrong in ("host", "host:", ":80", "host:0", "host:65536", "a b:80"):

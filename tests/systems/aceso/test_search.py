@@ -61,8 +61,13 @@ def test_more_memory_is_never_worse_and_what_cannot_fit_is_said(small_tables: Pa
     asked = (small_tables / "aceso", "gpt", "350M", 1, 4, 32, (1, 2))
     times = [search_aceso(problem_of(*asked, memory, 4)).time_s for memory in (700, 1000, 8000)]
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
-    with pytest.raises(InfeasibleError, match="100 MB"):
+    for memory in (502, 736):  # with a little less there would be no such pipeline: the bound must know nearly as well what each holds
+        answer = search_aceso(problem_of(*asked, memory, 4))
+        assert answer.bound_s <= answer.time_s <= 1.03 * answer.bound_s
+    with pytest.raises(InfeasibleError, match="fits 4 GPUs of 100 MB each: that is proven"):
         search_aceso(problem_of(*asked, 100, 4))
+    with pytest.raises(InfeasibleError, match="was found that fits 4 GPUs of 375 MB each"):  # which is no proof
+        search_aceso(problem_of(*asked, 375, 4))
     with pytest.raises(InputError, match="7"):
         search_aceso(problem_of(*asked[:-1], (7,), 12000, 4))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError, PenstockError
@@ -15,6 +15,7 @@ from penstock.runtime.nodes.leading import held_here
 from penstock.runtime.nodes.messages import End, Failed, Gone, Hello, NodeAddress, NodeDone, Refused, Start, Stop, Stopped
 from penstock.runtime.nodes.place import store_key
 from penstock.runtime.nodes.sealed_socket import SealedSocket, SealedSocketError
+from penstock.runtime.nodes.succession import LeaderLostError, LedBy
 from penstock.runtime.request import GoingOn, NodePlace
 from penstock.runtime.workers import OtherNodes, WorkerError, WorkerPool
 from penstock.stores import Job
@@ -24,14 +25,26 @@ if TYPE_CHECKING:
     from penstock.runtime.recovering.copies import Copies
     from penstock.runtime.request import TrainRequest
 
-__all__ = ["FollowingNode", "LeaderLostError"]
+__all__ = ["CALL_S", "FollowingNode", "TakenLead"]
 
-_CALL_S, _AGAIN_S = 600.0, 0.3
+CALL_S, _AGAIN_S = 600.0, 0.3
 """How long node 0 may take to come, and how often it is called."""
 
 
-class LeaderLostError(PenstockError):
-    """The node that led the job is not there any more."""
+@dataclass(frozen=True)
+class TakenLead:
+    """What a node knows that leads in place of another, which was lost."""
+
+    node: int
+    """The one that was lost."""
+    why: str
+    term: int
+    address: str
+    """Of the one that leads now."""
+    members: tuple[int, ...]
+    """The devices that had a process."""
+    expected: tuple[int, ...]
+    """Other nodes that were there."""
 
 
 class _StopAsked(Exception):
@@ -44,16 +57,20 @@ class FollowingNode(OtherNodes):
     are_done = True
     """It is for the leader to wait for all."""
 
-    def __init__(self, place: NodePlace, key: bytes, ranks: Sequence[int], facts: dict[str, Any], copies: Copies | None) -> None:
+    def __init__(
+        self, place: NodePlace, key: bytes, ranks: Sequence[int], facts: dict[str, Any], copies: Copies | None, timeout_s: float = CALL_S
+    ) -> None:  # fmt: skip
         """`ranks` are this node's."""
         self._place, self._key, self._ranks, self._copies = place, key, tuple(ranks), copies
-        sealed = _called(place, key)
+        sealed = _called(place, key, timeout_s)
         self.address = place.address or sealed.own_host
         self._server = None if copies is None else CopyServer(copies, key, self.address)
         self._mirror: CopyMirror | None = None
         self._channel = Channel(sealed)
         own = NodeAddress(self.address, 0) if self._server is None else self._server.address
-        self._channel.send(Hello(place.number, own, facts))
+        self._channel.send(Hello(place.number, own, facts, () if copies is None else held_here(copies)))
+        self.started: Start | None = None
+        """What was last begun."""
 
     def follow(self, pool: WorkerPool, request: TrainRequest, job: Callable[..., Any], watching: Any, threads: int) -> int:
         """Does what it is told until the run is over; the signal that ended it, 0: none."""
@@ -72,11 +89,12 @@ class FollowingNode(OtherNodes):
                         raise PenstockError(text)
                     return ended_by
                 case Gone(text):
-                    raise LeaderLostError(f"the run was ended here: {text}.")
+                    raise LeaderLostError(f"{text}.")
             told = self._channel.take()
 
     def _started(self, start: Start, pool: WorkerPool, request: TrainRequest, job: Callable[..., Any], watching: Any, threads: int) -> Any:
         """Starts the ranks of this node, and waits for their end, or for what the leader says before it; which is returned."""
+        self.started = start
         plan = plan_from_dict(start.plan, "the plan of the node that leads")
         going_on = None if start.step is None else GoingOn(start.step, start.from_copies)
         handover: Handover = (start.store, None if start.job is None else Job(**start.job, key=store_key()))
@@ -98,6 +116,13 @@ class FollowingNode(OtherNodes):
             self._channel.send(Failed(start.attempt, -1, f"copies to go on from cannot be had: {error}", True))
         return self._channel.take()
 
+    def taken_lead(self, led: LedBy, why: str) -> TakenLead:
+        """This node leads after `led`."""
+        assert self.started is not None
+        expected = tuple(node for node in self.started.nodes if node not in (led.node, self._place.number))
+        said = why.removeprefix(self._channel.who).strip(" .")
+        return TakenLead(led.node, f"it {said}", led.term + 1, self.address, self.started.members, expected)
+
     def ready(self, members: Sequence[int], port: int) -> None:
         """The leader has made the place where ranks meet."""
 
@@ -111,7 +136,7 @@ class FollowingNode(OtherNodes):
             case Stop():
                 raise _StopAsked
             case Gone(text):
-                raise LeaderLostError(f"the run was ended here: {text}.")
+                raise LeaderLostError(f"{text}.")
             case End(text, _):
                 raise PenstockError(text or "the run was ended by the node that leads it.")
         return None
@@ -136,9 +161,9 @@ class FollowingNode(OtherNodes):
 _RUN_S = 365 * 24 * 3600.0
 
 
-def _called(place: NodePlace, key: bytes) -> SealedSocket:
+def _called(place: NodePlace, key: bytes, timeout_s: float) -> SealedSocket:
     """A connection to the node that leads, which may come later than this one."""
-    end = time.monotonic() + _CALL_S
+    end = time.monotonic() + timeout_s
     while True:
         try:
             return SealedSocket.call(place.host, place.port, key, "the node that leads", source=place.address, timeout_s=_AGAIN_S * 10)

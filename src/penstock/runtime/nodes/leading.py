@@ -18,6 +18,7 @@ from penstock.runtime.nodes.channel import SILENT_S, Channel
 from penstock.runtime.nodes.copy_exchange import CopyMirror, CopyServer, bring_copies, next_node
 from penstock.runtime.nodes.messages import End, Failed, Gone, Hello, NodeAddress, NodeDone, Refused, SlotHeld, Start, Stop, Stopped
 from penstock.runtime.nodes.sealed_socket import SealedSocket, SealedSocketError
+from penstock.runtime.nodes.succession import LedBy
 from penstock.runtime.recovering.copies import Copies, whole_copies
 from penstock.runtime.workers import WorkerError
 from penstock.stores.listening import bound_socket
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
     from penstock.runtime.planner_processes import Handover
     from penstock.runtime.request import GoingOn, TrainRequest
 
-__all__ = ["LeadingNode", "held_here"]
+__all__ = ["MEET_AGAIN_S", "LeadingNode", "held_here"]
 
 _MEET_S = 600.0
 """How long nodes may take to come: clusters start them one after the other."""
+MEET_AGAIN_S = 10.0
+"""How long those that are left may take to find the one that leads after it."""
 _STOP_S = 30.0
 """How long a node that is there may take to end its ranks."""
 
@@ -57,9 +60,10 @@ class LeadingNode:
 
     def __init__(
         self, number: int, met_at: tuple[str, int], key: bytes, ranks: Sequence[Sequence[int]], facts: Mapping[str, Any],
-        copies: Copies | None,
+        copies: Copies | None, tell: Callable[[LedBy], None],
     ) -> None:  # fmt: skip
-        """`ranks` are those of each node, of which this one has number `number`; others come to an address of this machine."""
+        """`ranks` are those of each node, of which this one has number `number`; others come to an address of this machine, which all are
+        told."""
         self.number, self.ranks, self._key, self._facts, self._copies = number, ranks, key, facts, copies
         self._listener = bound_socket(*met_at)
         self.host, self.port = self._listener.getsockname()[:2]
@@ -74,6 +78,8 @@ class LeadingNode:
         self._slots: dict[int, NodeAddress] = {}
         self._server = None if copies is None else CopyServer(copies, key, self.host)
         self._mirror: CopyMirror | None = None
+        self._tell = tell
+        self._tell_led()
         self._thread = threading.Thread(target=self._accept, name="nodes", daemon=True)
         self._thread.start()
 
@@ -82,17 +88,34 @@ class LeadingNode:
         """Where this node's copies are."""
         return NodeAddress(self.host, 0) if self._server is None else self._server.address
 
-    def meet(self, expected: Sequence[int], timeout_s: float = _MEET_S) -> None:
-        """Returns when all these nodes have come."""
+    def _tell_led(self) -> None:
+        present = sorted({self.number, *self._nodes})
+        self._tell(LedBy(self.number, self.host, self.port, 0, tuple(present), len(self.ranks)))
+
+    def meet(self, expected: Sequence[int], timeout_s: float = _MEET_S, *, needs_all: bool = True) -> None:
+        """Returns when all these nodes have come; those that have not in this time are gone, unless all are needed."""
         with self._changed:
-            if not self._changed.wait_for(lambda: set(expected) <= set(self._arrived), timeout_s):
+            if not self._changed.wait_for(lambda: set(expected) <= set(self._arrived), timeout_s) and needs_all:
                 missing = [str(node) for node in expected if node not in self._arrived]
                 raise PenstockError(
                     f"node {', '.join(missing)} has not come in {timeout_s:g} s: start `penstock train … --node-rank {missing[0]} --master "
                     f"{self.host}:{self.port}` there, with the same key."
                 )
-            self._nodes |= self._arrived
-            self._arrived = {}
+        self.admit()
+        self.gone |= set(range(len(self.ranks))) - {self.number, *self._nodes}
+
+    def admit(self) -> list[int]:
+        """Nodes that have come since take part from the next order on; their ranks."""
+        with self._changed:
+            arrived, self._arrived = self._arrived, {}
+        self._nodes |= arrived
+        self.gone -= set(arrived)
+        return [rank for number in sorted(arrived) for rank in self.ranks[number]]
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a node wants to join."""
+        return bool(self._arrived)
 
     def gone_ranks(self) -> list[int]:
         """The ranks of nodes that were lost."""
@@ -101,6 +124,7 @@ class LeadingNode:
     def order(self, request: TrainRequest, handover: Handover, token: str, going_on: GoingOn | None) -> None:
         """What all nodes are told as soon as there is a place where their ranks meet. Copies that are lacking here are brought first."""
         self._attempt += 1
+        self._tell_led()
         address, job = handover
         told_job = None if job is None else {name: value for name, value in asdict(job).items() if name != "key"}
         nodes = {self.number: self.address, **{number: node.address for number, node in self._nodes.items()}}
@@ -236,12 +260,16 @@ class LeadingNode:
             _part(channel, Refused(wrong))
             return
         with self._changed:
-            self._arrived[hello.node] = _Node(channel, hello.address)
+            self._arrived[hello.node] = _Node(channel, hello.address, hello.held)
             self._changed.notify_all()
 
     def _refusal(self, hello: Hello) -> str:
         if not 0 <= hello.node < len(self.ranks) or hello.node == self.number:
             return f"--node-rank is {hello.node}, but the plan's other nodes are {[n for n in range(len(self.ranks)) if n != self.number]}."
+        if self._attempt and self._copies is None:
+            return "a node can join only a run that keeps copies to go on from: --on-death recover, and --copies above 0."
+        if hello.node < self.number:
+            return f"node {hello.node} cannot join a run that node {self.number} leads: the ranks of the one that leads come first."
         if (there := self._nodes.get(hello.node) or self._arrived.get(hello.node)) is not None:
             return f"--node-rank is {hello.node}, but there is such a node already, at {there.address.host}."
         different = list(differing_facts(self._facts, hello.facts, f"on node {self.number}"))

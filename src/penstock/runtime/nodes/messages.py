@@ -34,6 +34,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     node: int
     address: NodeAddress
     facts: dict[str, Any]
+    held: tuple[SlotHeld, ...] = ()
+    """Copies that it has, of a run that another led before."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -7,6 +7,7 @@ import hmac
 import json
 import os
 import re
+import sys
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ def node_place(number: int, master: str) -> NodePlace:
     found = re.fullmatch(r"\[?([A-Za-z0-9_.:%-]{1,255}?)\]?:([0-9]{1,5})", master)
     if found is None or not 0 < int(found[2]) < 1 << 16:
         raise InputError(f"--master is '{master}'; the address of node 0 and a port were expected, such as 10.0.0.1:29500.")
-    return NodePlace(number, found[1], int(found[2]), os.environ.get(ADDRESS_VARIABLE, ""))
+    return NodePlace(number, found[1], int(found[2]), os.environ.get(ADDRESS_VARIABLE, ""), tuple(sys.argv[1:]))
 
 
 def ranks_of_nodes(plan: Plan, cluster: Cluster, spares: int = 0) -> list[tuple[int, ...]]:

@@ -133,7 +133,7 @@ class SealedSocket:
             except OSError as error:
                 raise self._gone(error) from None
             if not part:
-                raise SealedSocketError(f"{self.who} has ended the connection.")
+                raise self._gone(ConnectionResetError())
             parts.append(part)
             left -= len(part)
         return b"".join(parts)
@@ -149,6 +149,8 @@ class SealedSocket:
     def _gone(self, error: OSError) -> SealedSocketError:
         if isinstance(error, TimeoutError):
             return SealedSocketError(f"{self.who} has been silent for {self._timeout_s:g} s.")
+        if isinstance(error, ConnectionResetError | BrokenPipeError):
+            return SealedSocketError(f"{self.who} has ended the connection.")
         return SealedSocketError(f"{self.who} is gone: {error.strerror or error}.")
 
 

@@ -73,10 +73,8 @@ class Update:
         self._num_ops = num_ops
         self._num_tensors = len(tensors)
         numbers = {name: number for number, name in enumerate(tensors)}
-        counted = {id(held.parameter) for held in self._counted}
-        named = [held for held in updated if tensors]
-        self._tensor_of = torch.tensor([numbers[held.stored_name] for held in named], dtype=torch.int64, device=world.device)
-        self._once = torch.tensor([[float(id(held.parameter) in counted)] for held in named], dtype=torch.float64, device=world.device)
+        named = [numbers[held.stored_name] for held in updated if tensors]
+        self._tensor_of = torch.tensor(named, dtype=torch.int64, device=world.device)
         self.exchanges: list[tuple[Moment, Moment]] = []
         """From when to when the last update gave to other ranks, and waited for what they gave."""
         self.keeps: list[torch.nn.Parameter] = []
@@ -139,9 +137,12 @@ class Update:
         return self.settings.optimizer.decays(held.stored_name, len(held.module.whole_shapes[held.name]))
 
     def _ratios(self, squares: torch.Tensor) -> torch.Tensor:
-        """LAMB's ratio of each weight updated here: the norm of the whole tensor by that of where it goes, whoever has parts of them."""
+        """LAMB's ratio of each weight updated here: the norm of the whole tensor by that of where it goes, whoever has parts of them.
+
+        Ranks that hold the same parts count them again, all parts of a tensor as often, and in both norms, so that the ratio is the same.
+        """
         parts = torch.zeros(self._num_tensors, 2, dtype=torch.float64, device=self.world.device)
-        parts.index_add_(0, self._tensor_of, squares.to(parts.device) * self._once.view(-1, 1))
+        parts.index_add_(0, self._tensor_of, squares.to(parts.device))
         weight, step = self.world.gather(parts).sum(0).sqrt().unbind(1)
         ratio = torch.where((weight > 0) & (step > 0), weight / step, 1.0)
         return ratio[self._tensor_of].float()

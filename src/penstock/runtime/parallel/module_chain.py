@@ -81,6 +81,14 @@ class CutModule:
                 f"the plan is of another module: it has '{first[0]}' where {self.made.name} has '{first[1]}'. Search for a plan again."
             )
 
+    def compile(self) -> None:
+        """Units run compiled, if nobody has to make their torch calls for them."""
+        packed = "packed" in self.model.layouts and not self.made.stays_inside
+        if self.drops or packed:
+            why = "it has dropout, which is drawn by sample" if self.drops else "its attention is kept inside samples from outside"
+            raise InputError(f"{self.made.name} cannot be compiled: {why}. Leave compile out.")
+        self.skipping.compile()
+
     def hold(self, ops: Mapping[int, TensorParallel], *, filled: bool = False) -> None:
         """Has the weights of these ops here, divided so, and no others. Those that come anew have their first values, unless they are
         `filled` afterwards."""
@@ -162,7 +170,8 @@ class ModuleChain(nn.Module):
             cut.module.train(batch.training)
         micro = seen(batch, cut.dtype)
         into = {site: (carry or {})[spec.name] for spec, site in cut.carried(self.first)}
-        through = Keeper(micro) if len(micro.bounds) > 1 or (cut.drops and batch.training) else None
+        lies_packed = len(micro.bounds) > 1 and not cut.made.stays_inside
+        through = Keeper(micro) if lies_packed or (cut.drops and batch.training) else None
         with kept(micro):
             out = cut.skipping.run(
                 lambda module: cut.made.loss(module, micro), self.first, self.last, into, {self.first + at for at in recompute},

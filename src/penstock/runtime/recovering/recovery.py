@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -106,6 +106,8 @@ class RunRecovery:
         plan = f"a plan of ranks {format_ranks(self.request.plan.ranks)} is in force"
         who, has, is_ = ("rank", "has another process", "is") if len(ranks) == 1 else ("ranks", "have other processes", "are")
         how = has if set(ranks) <= set(self.members) else f"{is_} left out, {plan}"
+        if event == "joined":
+            how = f"{is_} there, {plan}"
         text = f"{who} {format_ranks(ranks)} {how}. Training went on from step {step} after {pause_s:.2g} s; {again}"
         self._tell(event, told.step, ranks, text, pause_s)
         return text + "."
@@ -139,12 +141,29 @@ class RunRecovery:
             except PenstockError:  # there is none: on a machine that is there another process may still live
                 if gone:
                     return None
+        return self._from_newest(event, who, since_s)
+
+    def _from_newest(self, event: str, who: tuple[int, ...], since_s: float) -> GoingOn:
         found = self._newest()
         if self._copies is not None:
             self._copies.keep(found.step if found.from_copies else None)
         go_back(self.request.out, found.step, self.request.plan)
         self._lost = event, found.step, who, self.done, since_s
         return found
+
+    def join(self, ranks: Sequence[int]) -> GoingOn:
+        """Where processes begin, `members` of them, after those of more devices have come: under the plan that the run began with, if all
+        that it needs are there."""
+        since_s = time.monotonic()
+        self.members = tuple(sorted({*self.members, *ranks}))
+        if set(self._begun.plan.ranks) <= set(self.members):
+            self.request = replace(self.request, plan=self._begun.plan)
+        return self._from_newest("joined", tuple(ranks), since_s)
+
+    def take_over(self, told: Iterable[StepTold], plan: Plan) -> None:
+        """The launcher before this one, on another node, has heard of these steps; `plan` was in force."""
+        self._told = {one.step: one for one in told}
+        self.adopted(plan)
 
     def _newest(self) -> GoingOn:
         """The newest step that is whole, of those before the end: of all steps the run tells what they came to."""

@@ -1,4 +1,4 @@
-"""Which process runs each rank: a small file for each in the run's folder, so that others can find it, and no other in its place."""
+"""Which process runs each rank, or supervises each node: a small file in the run's folder, so that others find it and no other instead."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import msgspec
 from penstock.errors import InputError
 from penstock.files import readable_bytes, write_text
 
-__all__ = ["RankProcess", "forget_processes", "forget_this_process", "named_process", "read_process", "started_ticks"]
+__all__ = ["NODE", "RankProcess", "forget_processes", "forget_this_process", "named_process", "read_process", "started_ticks"]
 
-_FILES = "rank-*.process.json"
+_FILES = "*.process.json"
+RANK, NODE = "rank", "node"
 _NAMED: set[Path] = set()
 """Files that name this process."""
 
 
 class RankProcess(msgspec.Struct, frozen=True):
-    """The process of one rank."""
+    """The process of one rank, or the supervisor of a node."""
 
     pid: int
     started: int
@@ -51,10 +52,10 @@ def started_ticks(pid: int) -> int | None:
 
 
 @contextmanager
-def named_process(folder: str | Path, rank: int, device: str) -> Iterator[None]:
-    """Names this process in the folder of its run while entered."""
+def named_process(folder: str | Path, number: int, device: str, kind: str = RANK) -> Iterator[None]:
+    """Names this process in the folder of its run while entered: a rank's, or a node's supervisor."""
     pid = os.getpid()
-    path = _path(folder, rank)
+    path = _path(folder, number, kind)
     _NAMED.add(path)
     write_text(path, msgspec.json.encode(RankProcess(pid, started_ticks(pid) or 0, socket.gethostname(), device)).decode() + "\n")
     try:
@@ -76,9 +77,9 @@ def forget_processes(folder: str | Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def read_process(folder: str | Path, rank: int) -> RankProcess | None:
-    """The process of a rank; None if the run has none for it now."""
-    path = _path(folder, rank)
+def read_process(folder: str | Path, number: int, kind: str = RANK) -> RankProcess | None:
+    """The process of a rank, or of a node; None if the run has none for it now."""
+    path = _path(folder, number, kind)
     if not path.is_file():
         return None
     try:
@@ -87,5 +88,5 @@ def read_process(folder: str | Path, rank: int) -> RankProcess | None:
         raise InputError(f"process '{path}': {error}.") from None
 
 
-def _path(folder: str | Path, rank: int) -> Path:
-    return Path(folder) / f"rank-{rank:05d}.process.json"
+def _path(folder: str | Path, number: int, kind: str) -> Path:
+    return Path(folder) / f"{kind}-{number:05d}.process.json"

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from penstock.plans.plan import Plan
-from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES, unchunked
+from penstock.schedules.rules import SCHEDULES
 from penstock.search.assemble import assembled, best_order, first_fitting, stage_of
 from penstock.search.bounds.by_ops import subspace_bound
 from penstock.search.choice import Choice
@@ -36,9 +36,9 @@ LONG_CHAIN, BOUND_CUTS = 2000, 512
 def best_pipeline(family: PlanFamily, known_s: float) -> Choice | None:
     """The fastest plan of a family that fits, if it is faster than `known_s`."""
     best: Choice | None = None
-    schedules = unchunked({DEFAULT_SCHEDULE, *family.request.schedules})
+    schedules = family.request.unchunked
     for subspace in family.subspaces:
-        for schedule in schedules if subspace.max_stages > 1 else (DEFAULT_SCHEDULE,):
+        for schedule in schedules if subspace.max_stages > 1 else schedules[-1:]:
             for depth, fewer in pairwise(_depths(subspace, schedule)):
                 shallow, in_flight = replace(subspace, max_stages=depth), _in_flight(family, schedule, fewer)
                 if subspace_bound(family, shallow, known_s, schedule, in_flight).time_s >= known_s:
@@ -144,7 +144,7 @@ def equal_pipeline(family: PlanFamily, option: StageOption, known_s: float) -> C
         cuts=blocks.start, recompute="never",
     )  # fmt: skip
     found = best_partition(space, family.count, known_s)
-    choice = _estimated(family, DEFAULT_SCHEDULE, space, found.stages) if found.stages else None
+    choice = _estimated(family, family.request.unchunked[-1], space, found.stages) if found.stages else None
     return choice if choice is not None and choice.estimate.fits and choice.estimate.time_s < known_s else None
 
 

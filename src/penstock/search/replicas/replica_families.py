@@ -51,7 +51,7 @@ _COARSE = 2.0
 def replica_families(request: Request) -> Iterator[ReplicaFamily]:
     """All families but those of equal replicas with equal shares on all devices of one kind, which `families` has."""
     cluster, kinds, batch = request.cluster, tuple(kinds_of(request.cluster)), request.frame.global_batch
-    if cluster.num_devices > MAX_DEVICES:
+    if cluster.num_devices > MAX_DEVICES or request.asynchronous:
         return
     known: dict[tuple[int, int], PlanFamily] = {}  # families of one number of replicas share what they work out
     for chosen in node_choices(request):

@@ -59,6 +59,8 @@ def families(request: Request) -> Iterator[PlanFamily]:
     for replicas in range(1, largest + 1):
         if batch % replicas or (len(kinds) == 1 and largest % replicas):
             continue
+        if request.asynchronous and replicas > 1:  # ranks that update together share the samples of each micro-batch
+            return
         if len(kinds) > 1 and not any(len(kind.ranks) % replicas == 0 for kind in kinds):
             continue
         for samples in micro_batch_sizes(batch, replicas, request.micro_batches):
@@ -110,7 +112,7 @@ class PlanFamily:
                 for dp in sorted(sizes):
                     size = tp * dp
                     if self.samples % dp == 0 and size <= most and (size <= pool.per_node or size % pool.per_node == 0):
-                        found.append(StageOption(size, tp, dp, index))
+                        found.append(StageOption(size, tp, dp, index, zero=0 if self.request.asynchronous else 1))
         return tuple(found)
 
     @cached_property
@@ -119,7 +121,7 @@ class PlanFamily:
         options = [variant for option in self.options for variant in self.variants(option)]
         found = [*self._of_any_sizes(options), *self._of_equal_groups(options)]
         alone = [o for o in options if o.dp * self.replicas > 1 and (len(self.pools) > 1 or o.num_devices == self.num_devices)]
-        divided = tuple(replace(option, zero=level) for option in alone for level in (2, 3))
+        divided = () if self.request.asynchronous else tuple(replace(option, zero=level) for option in alone for level in (2, 3))
         return (*found, Subspace(divided, 1, True, divided=True)) if divided else tuple(found)
 
     @property

@@ -71,10 +71,15 @@ def levels_of(costs: OptionCosts, blocks: Blocks) -> Levels:
     return Levels(prices, head, tail, full, least, unit)
 
 
+_LEAST_SEGMENT = 0.13
+"""Of the largest block: what is smaller makes little difference."""
+
+
 def segment_ranges(costs: OptionCosts, blocks: Blocks, number: int) -> list[tuple[float, float]]:
     """Ranges of what the largest recomputed segment holds, up to all of the largest block."""
     whole = max((float(costs.kept[slice(*blocks.example(kind))].sum()) for kind in range(blocks.num_types)), default=0.0)
-    edges = [0.0, *(whole * 0.75 ** np.arange(number - 1, 0, -1)), np.inf]
+    ratio = max(0.75, _LEAST_SEGMENT ** (1 / (number - 1))) if number > 1 else 0.0
+    edges = [0.0, *(whole * ratio ** np.arange(number - 1, 0, -1)), np.inf]
     return list(pairwise(edges))
 
 

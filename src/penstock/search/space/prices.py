@@ -131,6 +131,8 @@ class FamilyPrices:
             once = {2: summed, 3: summed + 2 * gathered}[option.zero]
             # What is sent once an iteration is in `op_after_s`, so that only the other micro-batches' share counts here.
             both = both + (once - (summed + (gathered if option.zero == 3 else 0.0)) / self.count) * self._least_weights(option)
+        if self.request.asynchronous:  # every micro-batch ends with an update
+            both = both + self._update_s(option)
         return forward, both
 
     @_remembered
@@ -159,7 +161,13 @@ class FamilyPrices:
     @_remembered
     def op_after_s(self, option: StageOption) -> Floats:
         """[O] `after_s` of the distinct ops."""
-        step_s = step_s_per_weight(self.request, self._device(option)) / (self.replicas * option.dp)
+        if self.request.asynchronous:
+            return np.zeros(len(self.copies))
+        return self._update_s(option)
+
+    def _update_s(self, option: StageOption) -> Floats:
+        """[O] least time to sum the gradients of the distinct ops and to change their weights."""
+        step_s = step_s_per_weight(self.request, self._device(option)) / (self.replicas * option.dp if option.zero else 1)
         return np.asarray(self._least_weights(option) * (step_s + sum(self._sent_s(option))))
 
     def least_after_s(self, options: Sequence[StageOption]) -> float:
@@ -176,6 +184,8 @@ class FamilyPrices:
         lanes = [kind.ranks[i * option.tp] for i in range(holders) if i * option.tp < len(kind.ranks)]
         group = group_of(self.request.estimator.cluster, lanes, option.tp)
         weight, gradient, _, _ = self._per_weight
+        if not option.zero:
+            return group.time_s("all_reduce", BUCKET_BYTES) / BUCKET_BYTES * gradient, 0.0
         summed, gathered = (group.time_s(name, BUCKET_BYTES) / BUCKET_BYTES for name in ("reduce_scatter", "all_gather"))
         return summed * gradient, gathered * weight
 
@@ -203,12 +213,12 @@ class FamilyPrices:
     def state_bytes(self, option: StageOption) -> float:
         """Bytes that a weight, its gradient and what the optimizer keeps for it take on one device."""
         weight, gradient, master, moments = self._per_weight
-        holders = option.dp * self.replicas
+        holders = option.dp * self.replicas if option.zero else 1
         return weight / (holders if option.zero > 2 else 1) + gradient / (holders if option.zero > 1 else 1) + (master + moments) / holders
 
     def levels(self, option: StageOption) -> Levels:
         """What recomputation can save under one option; how its weights are divided does not matter."""
-        return self._levels(replace(option, zero=1))
+        return self._levels(replace(option, zero=min(option.zero, 1)))
 
     @_remembered
     def _levels(self, option: StageOption) -> Levels:
@@ -232,7 +242,10 @@ class FamilyPrices:
         parameters, entering = np.ascontiguousarray(table.parameters[ops, 0, 0]), entering.copy()
         if option.zero > 1:  # nothing enters the only stage, but the weights and gradients of two blocks at a time
             entering[0] += self._block_bytes(option, parameters)
-        parameters *= self.state_bytes(option)
+        state_bytes = self.state_bytes(option)
+        if self.request.asynchronous:  # each micro-batch under way keeps the weights that it used, the newest of them those of the state
+            kept, state_bytes = kept + parameters * self._per_weight[0], state_bytes - self._per_weight[0]
+        parameters *= state_bytes
         model = self.request.estimator.model_under(option.sequence)
         light = np.array([not rerun([model.ops[first]], [0]) for first in self.chain[1]])[self.chain[0]]
         return OptionCosts(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.plans.precision import chosen_gradients, chosen_lengths, chosen_precision
 from penstock.plans.references import cluster_reference, model_reference
 from penstock.plans.validity import require_valid
-from penstock.schedules.rules import SEARCHED_SCHEDULES
+from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES, SEARCHED_SCHEDULES, unchunked
 from penstock.search.space.blocks import Blocks, blocks_of
 from penstock.search.space.recovery import Recovery
 from penstock.timing.estimate import Estimator
@@ -41,7 +41,7 @@ class Request:
     micro_batches: tuple[int, ...]
     memory_limit_bytes: float
     schedules: tuple[str, ...] = SEARCHED_SCHEDULES
-    """Those that may be chosen; 1F1B always."""
+    """Those that may be chosen; 1F1B always, unless it is an asynchronous one alone."""
     narrows: bool = False
     """Whether gradients may be summed in the weights' own dtype where nothing fits in fp32."""
 
@@ -59,6 +59,10 @@ class Request:
         if not memory_limit_bytes > 0:
             raise InputError(f"the memory limit is {memory_limit_bytes} bytes; more than 0 was expected.")
         model, cluster, notes = resolved(model_ref, cluster_ref, precision)
+        if any(SCHEDULES[name].asynchronous for name in schedules):
+            if precision is None and model.dtype == "fp16":  # whose loss scale is one for all stages
+                model, cluster, notes = resolved(model_ref, cluster_ref, "fp32")
+            notes = (*notes, *_shared_weights(model))
         source = open_costs(costs, cluster) if isinstance(costs, str) else costs
         frame = frame_of(model_ref, cluster_ref, model, cluster, global_batch, seq_length, gradients, notes)
         shapes = {share_shape(frame, samples) for samples in micro_batch_sizes(global_batch, 1, micro_batches)}
@@ -67,6 +71,16 @@ class Request:
             model, cluster, frame, estimator, tuple(micro_batches), memory_limit_bytes, tuple(schedules),
             narrows=gradients is None and frame.precision != "fp32",
         )  # fmt: skip
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether stages are to update their weights after every micro-batch."""
+        return any(SCHEDULES[name].asynchronous for name in self.schedules)
+
+    @property
+    def unchunked(self) -> list[str]:
+        """The schedules with one stage per device group that plans may have, of which 1F1B is always one but for asynchronous searches."""
+        return unchunked(self.schedules if self.asynchronous else {DEFAULT_SCHEDULE, *self.schedules})
 
     @cached_property
     def recovery(self) -> tuple[Recovery, Recovery]:
@@ -90,6 +104,16 @@ class Request:
         shapes = {share_shape(self.frame, samples) for samples in micro_batch_sizes(self.frame.global_batch, 1, self.micro_batches)}
         estimator = Estimator(self.model, cluster, self.estimator.source, self.memory_limit_bytes, shapes)
         return replace(self, cluster=cluster, frame=replace(self.frame, cluster=cluster_to_dict(cluster)), estimator=estimator)
+
+
+def _shared_weights(model: Model) -> Iterator[str]:
+    """What a reader of an asynchronous plan should know of weights that ops of several stages may share."""
+    for place in model.ops:
+        if place.op.tied_to:
+            yield (
+                f"'{place.op.tied_to}' and '{place.name}' share a weight, which stages that update by themselves cannot: plans with both "
+                "on one stage train, others can be simulated and exported. Give a model file `tied: false` to train those."
+            )
 
 
 def resolved(model_ref: str, cluster_ref: str, precision: str | None = None) -> tuple[Model, Cluster, tuple[str, ...]]:

@@ -42,10 +42,10 @@ __all__ = ["AcesoAnswer", "AcesoProblem", "search_aceso"]
 MAX_STAGES = 16
 GOOD_GAP = 0.028
 """Bounds further away count the peak of recomputation as well, which takes longer,"""
-PEAKS = 8
-"""in so many ranges,"""
-MOST_PEAKS = 6e7
-"""where ops² × stages × options are no more than this."""
+PEAKS = (8, 48)
+"""in so many ranges, and where that is not enough in more of them,"""
+MOST_PEAKS = 4.8e8
+"""where ranges × ops² × stages × options are no more than this."""
 LONG_CHAIN = 1700
 """Chains of more ops than this are cut coarsely first."""
 
@@ -128,7 +128,7 @@ def search_aceso(
         best = chain.best(costs, {b: [_loose(problem, blocks, c) for c in own] for b, own in costs.items()})
         answer = _realised(problem, best.micro_batch, best.space, best.partition, best.bound)
         if answer is None:
-            raise InfeasibleError(_why_not(problem))
+            raise InfeasibleError(_why_not(problem, best.bound))
         return answer
 
     def solve(b: int, known: float, cuts: np.ndarray | None = None) -> tuple[StageSpace, Partition]:
@@ -161,10 +161,12 @@ def search_aceso(
             solved[b] = rough[b] if late() else solve(b, known)
             known = min(known, solved[b][1].time)
         size = len(problem.names) ** 2 * min(problem.machine().num_devices, MAX_STAGES)
-        loose = [b for b in costs if bounds[b] < known * (1 - GOOD_GAP) and size * len(costs[b]) <= MOST_PEAKS]
-        loose = [] if problem.family == "resnet" or late() else loose
-        for b, least in zip(loose, pool.map(lambda b: bound_of(b, known * (1 + 1e-9), peaks=PEAKS), loose), strict=True):
-            bounds[b] = max(bounds[b], least)
+        for peaks in PEAKS if problem.family != "resnet" else ():
+            loose = [b for b in costs if bounds[b] < known * (1 - GOOD_GAP) and peaks * size * len(costs[b]) <= MOST_PEAKS]
+            loose = [] if late() else loose
+            for b, least in zip(loose, pool.map(lambda b: bound_of(b, known * (1 + 1e-9), peaks=peaks), loose), strict=True):  # noqa: B023
+                bounds[b] = max(bounds[b], least)
+    least = 0.0 if late() else min(bounds.values())
     winner = min(solved, key=lambda b: solved[b][1].time)
     answer = _realised(problem, winner, *solved[winner], min(bounds.values()))
     left = sorted(rough.keys() - {winner}, key=lambda b: (solved.get(b, rough[b])[1].time, b)) if top > 1 else []
@@ -175,11 +177,12 @@ def search_aceso(
         if mixed is not None:
             uniform = [] if answer is None or top == 1 else [answer]
             return replace(_mixed_answer(problem, mixed, bound), others=tuple([*uniform, *others][: top - 1]))
+        least = min(least, bound)
         answer = replace(answer, bound_s=min(bound / 1e6, answer.bound_s)) if answer else None
     elif problem.family == "resnet" and answer is not None:
         answer = replace(answer, bound_s=0.0)  # of plans with degrees of each op nothing is known
     if answer is None:
-        raise InfeasibleError(_why_not(problem))
+        raise InfeasibleError(_why_not(problem, least))
     return replace(answer, others=tuple(others))
 
 
@@ -193,9 +196,16 @@ def _mixed_answer(problem: AcesoProblem, found: MixedAnswer, bound: float) -> Ac
     return AcesoAnswer(plan, found.time / 1e6, min(bound, found.time) / 1e6)
 
 
-def _why_not(problem: AcesoProblem) -> str:
+def _why_not(problem: AcesoProblem, bound_us: float) -> str:
+    """Why there is no answer: none can fit, or none was found though the bound, which counts memory less strictly, is finite."""
+    gpus = f"{problem.num_nodes * problem.per_node} GPUs of {problem.memory_mb:.0f} MB each"
+    known = (
+        f"fits {gpus}: that is proven, with everything recomputed that can be"
+        if np.isinf(bound_us)
+        else f"was found that fits {gpus}. That is no proof: one that takes {bound_us / 1e6:.4g} s or more is not excluded"
+    )
     return (
-        f"no plan of {problem.model.name} fits {problem.num_nodes * problem.per_node} GPUs of {problem.memory_mb:.0f} MB each. "
+        f"no plan of {problem.model.name} {known}. "
         f"Raise the memory limit, add GPUs, or allow smaller micro-batches than {min(problem.micro_batches)}."
     )
 

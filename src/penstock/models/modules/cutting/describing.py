@@ -91,7 +91,7 @@ def _laid_out(model: Model, made: Made) -> Model:
         return model
     if any(p.is_meta for p in made.module.parameters()):
         return replace(model, notes=(*model.notes, "samples are padded: a model so large is not made just to try them end to end."))
-    padded, packed = packs(made.module, made.loss, made.vocab)
+    padded, packed = packs(made.module, made.loss, made.vocab, made.stays_inside)
     if not padded and made.loss is not logits_loss:
         raise InputError("the loss of two samples together is not the sum of each alone: weigh by micro_batch.weights.")
     notes = () if packed else ("samples are padded: laid end to end, those of this module would see each other.",)

@@ -45,6 +45,8 @@ class Made:
     """The longest sample that it takes; 0: not known."""
     tp_plan: Mapping[str, str] | None = None
     """How tensor parallelism divides it, where not its own attribute of that name says so."""
+    stays_inside: bool = False
+    """Whether its attention stays inside samples by itself: it is ours."""
 
     def tiny(self) -> SeenMicroBatch:
         """A micro-batch to trace with."""

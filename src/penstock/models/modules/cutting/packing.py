@@ -7,7 +7,7 @@ called once for each sample. Whether that is all a module needs is tried out: tw
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -119,6 +119,7 @@ def attention_dropout(module: nn.Module) -> float:
     return max((float(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)), default=0.0)
 
 
+@torch.compiler.disable  # where samples lie is another thing in every micro-batch: it would be compiled anew for each
 def sample_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, scaling: float | None = None,
     dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
@@ -177,8 +178,11 @@ class _Calls(TorchFunctionMode):
 
 
 @torch.no_grad()
-def packs(module: nn.Module, loss: Loss, vocab: int) -> tuple[bool, bool]:
-    """Whether the loss of two samples is the sum of each one's: in padded rows, and end to end. The module needs its weights."""
+def packs(module: nn.Module, loss: Loss, vocab: int, stays_inside: bool = False) -> tuple[bool, bool]:
+    """Whether the loss of two samples is the sum of each one's: in padded rows, and end to end. The module needs its weights.
+
+    `stays_inside`: its attention is ours already, and nobody will call torch for it.
+    """
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randint(1, vocab, (2, length), generator=generator) for length in _LENGTHS]
     weights = [torch.rand(length, generator=generator) for length in _LENGTHS]
@@ -201,7 +205,7 @@ def packs(module: nn.Module, loss: Loss, vocab: int) -> tuple[bool, bool]:
         return SeenMicroBatch(ids, labels, parts, places, None if full else mask, tuple(bounds) if together else ())
 
     def of(one: SeenMicroBatch) -> float:
-        with kept(one), _Calls(Keeper(one)):
+        with kept(one), nullcontext() if stays_inside else _Calls(Keeper(one)):
             return loss(module, one).item()
 
     training = module.training

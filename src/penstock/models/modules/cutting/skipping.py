@@ -104,9 +104,17 @@ class Skipping:
         kinds: dict[Any, int] = {}
         self._kinds = {id(unit): kinds.setdefault(kind_of(unit), len(kinds)) for unit in self.units.values()}
         self._shapes = [UnitShapes() for _ in kinds]
+        self.in_place_of: dict[str, Callable[..., Any]] = {}
+        """What runs in place of units' own forward passes, by path: compiled ones, or such as are timed."""
         self._before = {path: unit.__dict__.get("forward") for path, unit in self.units.items()}
+        self.plain = {path: unit.forward for path, unit in self.units.items()}
         for unit in self.units.values():
             unit.forward = self._wrapped(unit, unit.forward)  # type: ignore[method-assign]
+
+    def compile(self) -> None:
+        """Units run compiled from now on, for any length, where that spares anything: a lookup is one kernel as it is."""
+        plain = ((path, unit) for path, unit in self.units.items() if not isinstance(unit, nn.Embedding))
+        self.in_place_of = {path: torch.compile(self.plain[path], dynamic=True) for path, _ in plain}
 
     def close(self) -> None:
         """Gives the module back as it was."""
@@ -411,7 +419,7 @@ class _Part(_Pass):
             if any(isinstance(x, Absent) for x in tree_iter((args, kwargs))):
                 raise InputError(f"'{path}' is given an activation that did not cross the cut before '{chain.calls[self.first]}'.")
             with self.unwatched():
-                out = self._computed(k, forward, args, kwargs)
+                out = self._computed(k, chain.in_place_of.get(path, forward), args, kwargs)
                 if self.sees_glue or self.through is not None:
                     _mark(out)
         self.begun, self.count = k + 1, 0

@@ -32,7 +32,8 @@ def made_by_transformers(folder: str, seed: int) -> Made:
             torch.manual_seed(seed)
             module = kind(config)
     form = _form(kind.__name__, config)
-    if form != "encoder-decoder":  # whose decoder looks at another sequence too
+    ours = _chooses_attention(module) and form != "encoder-decoder"  # whose decoder looks at another sequence too
+    if ours:
         use_our_attention(module)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocab = int(getattr(text, "vocab_size", 0) or 0)
@@ -41,6 +42,7 @@ def made_by_transformers(folder: str, seed: int) -> Made:
         _path(folder).resolve().name, module, logits_loss, lambda *sizes: _example(form, size, config, *sizes),
         FirstValues(module, seed, module._init_weights), form, 0 if form == "images" else vocab,
         0 if form == "images" else int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 0),
+        stays_inside=ours,
     )  # fmt: skip
 
 

@@ -1,0 +1,183 @@
+"""What a run on two nodes survives: four paced ranks, a supervisor on each node, started as launch files do.
+
+    python benchmarks/node_faults.py                 the whole story
+    python benchmarks/node_faults.py --loopback      without network namespaces
+
+A rank is killed, node 1 is lost and joins again, its link is cut and it joins once more, node 0 is lost and node 1 leads. The losses must
+be to the bit those of a run on one machine that goes through the same plans, from each to the next through a checkpoint. As root, nodes are
+network namespaces joined by a veth pair; else they are 127.0.0.1 and 127.0.0.2, and no link is cut.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock.adapting.events import RunEvent, read_events
+from penstock.data.bundled import bundled_files
+from penstock.data.text.prepare import TextRequest, prepare_text
+from penstock.plans.build import uniform_plan
+from penstock.plans.schema import read_plan, write_plan
+from penstock.runtime.request import TrainRequest
+from penstock.runtime.run_folder import last_step, plans_of_run
+from penstock.runtime.telemetry.steps import read_steps
+from penstock.runtime.trainer import PlanTrainer
+
+LIMIT_S = 240.0
+"""For each part of the story."""
+_CLI = [sys.executable, "-m", "penstock.cli.main"]
+_SPACES, _ENDS = (f"penstock-{os.getpid()}-0", f"penstock-{os.getpid()}-1"), ("pen-node-0", "pen-node-1")
+
+
+class Nodes:
+    """Two places to start processes in, with an address each."""
+
+    def __init__(self, spaces: bool) -> None:
+        self.spaces = spaces
+        self.hosts = ("10.231.79.1", "10.231.79.2") if spaces else ("127.0.0.1", "127.0.0.2")
+
+    def start(self, node: int, words: list[str], folder: Path) -> subprocess.Popen[bytes]:
+        """One command on a node."""
+        inside = ["ip", "netns", "exec", _SPACES[node]] if self.spaces else []
+        environment = os.environ | {"PENSTOCK_NODE_ADDRESS": self.hosts[node], "OMP_NUM_THREADS": "1"}
+        with (folder / f"node-{node}.log").open("ab") as log:
+            return subprocess.Popen([*inside, *_CLI, *words], env=environment, stdout=log, stderr=log, cwd=folder)
+
+    def link(self, state: str) -> None:
+        """Takes the link between both `up` or `down`."""
+        subprocess.run(["ip", "-n", _SPACES[1], "link", "set", _ENDS[1], state], check=True)
+
+
+@contextmanager
+def two_nodes(loopback: bool) -> Iterator[Nodes]:
+    """Namespaces where this user may make them."""
+    if loopback or os.geteuid() != 0 or shutil.which("ip") is None:
+        yield Nodes(spaces=False)
+        return
+    nodes = Nodes(spaces=True)
+    try:
+        for space in _SPACES:
+            subprocess.run(["ip", "netns", "add", space], check=True)
+        ends = ["link", "add", _ENDS[0], "netns", _SPACES[0], "type", "veth", "peer", "name", _ENDS[1], "netns", _SPACES[1]]
+        subprocess.run(["ip", *ends], check=True)
+        for space, end, host in zip(_SPACES, _ENDS, nodes.hosts, strict=True):
+            for words in (["address", "add", f"{host}/24", "dev", end], ["link", "set", end, "up"], ["link", "set", "lo", "up"]):
+                subprocess.run(["ip", "-n", space, *words], check=True)
+        yield nodes
+    finally:
+        for space in _SPACES:
+            subprocess.run(["ip", "netns", "delete", space], check=False)
+
+
+def await_(what: str, is_so: Callable[[], bool]) -> None:
+    """Returns when it is so."""
+    end = time.monotonic() + LIMIT_S
+    while not is_so():
+        if time.monotonic() > end:
+            raise SystemExit(f"waited in vain for {LIMIT_S:.0f} s: {what}")
+        time.sleep(0.05)
+
+
+def told(out: Path, event: str) -> list[RunEvent]:
+    """Events of a kind so far."""
+    return [one for one in read_events(out) if one.event == event]
+
+
+def story(nodes: Nodes, folder: Path, steps: int) -> Path:
+    """Goes through it; the folder of the run."""
+    out = folder / "run"
+    words = ["train", "plan.json", "--data", "data", "--steps", str(steps), "--out", str(out), "--device", "paced", "--adapt", "off",
+             "--on-death", "recover", "--copies", "5", "--checkpoint-every", "0", "--master", f"{nodes.hosts[0]}:29733"]  # fmt: skip
+    running = [nodes.start(node, [*words, "--node-rank", str(node)], folder) for node in (0, 1)]
+
+    def further(count: int = 7) -> None:
+        """Some steps are done."""
+        begun = last_step(out)
+        await_("steps", lambda: last_step(out) >= begun + count)
+
+    def disturb(*options: str) -> float:
+        subprocess.run([*_CLI, "disturb", str(out), *options], check=True, stdout=subprocess.DEVNULL)
+        return time.time()
+
+    def join(number: int) -> None:
+        running.append(nodes.start(1, ["join", str(out), "--node-rank", "1"], folder))
+        await_("a node that joins", lambda: len(told(out, "joined")) == number)
+        further()
+
+    try:
+        await_("the first steps", lambda: out.is_dir() and last_step(out) > 7)
+        disturb("--kill", "3@backward")
+        await_("a rank that is replaced", lambda: bool(told(out, "replaced")))
+        further()
+        disturb("--node", "1")
+        await_("a plan without node 1", lambda: len(told(out, "shrunk")) == 1)
+        join(1)
+        if nodes.spaces:
+            cut_s = time.time()
+            nodes.link("down")
+            await_("a plan without node 1", lambda: len(told(out, "shrunk")) == 2)
+            print(f"a link that was cut was noticed after {told(out, 'lost')[-1].time_s - cut_s:.2f} s")
+            nodes.link("up")
+            running[-1].wait()
+            join(2)
+        disturb("--node", "0")
+        await_("node 1 to lead", lambda: any("leads now" in one.text for one in told(out, "lost")))
+        further()
+        running[-1].terminate()  # SIGTERM: ends after the step that runs, with a checkpoint
+        running[-1].wait(LIMIT_S)
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    return out
+
+
+def differences(folder: Path, out: Path) -> list[int]:
+    """Steps whose loss or samples are others than those of a run on one machine that goes through the same plans."""
+    found, plans, calm = read_steps(out / "steps.jsonl"), plans_of_run(out), folder / "calm"
+    for (first, path), end in zip(plans.items(), [*plans, len(found)][1:], strict=True):
+        request = TrainRequest(read_plan(path), str(folder / "data"), end, str(calm), device="paced", checkpoint_every=0)
+        PlanTrainer(request if not first else TrainRequest(**{**vars(request), "resume": str(calm)})).train()
+    pairs = zip(found, read_steps(calm / "steps.jsonl"), strict=True)
+    return [one.step for one, other in pairs if (one.step, one.loss, one.samples) != (other.step, other.loss, other.samples)]
+
+
+def main() -> None:
+    """Tells the story, and what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loopback", action="store_true")
+    given = parser.parse_args()
+    os.environ["PENSTOCK_STORE_KEY"] = secrets.token_hex(32)
+    cores = os.sched_getaffinity(0)
+    with tempfile.TemporaryDirectory() as name, two_nodes(given.loopback) as nodes:
+        folder = Path(name)
+        (folder / "two.yaml").write_text("nodes: [{device: cpu, gpus: 2, count: 2, inter: {bandwidth_gb_per_s: 1}}]\n")
+        plan = uniform_plan("gpt-tiny", str(folder / "two.yaml"), global_batch=8, micro_batch=2, pp=2, dp=2, zero=1, layout="packed")
+        write_plan(folder / "plan.json", plan)
+        prepare_text(TextRequest(tuple(bundled_files()), folder / "data", train_tokenizer=384, workers=1))
+        os.sched_setaffinity(0, {min(cores)})  # one thread for each rank, whichever machine it counts the cores of
+        print("two network namespaces joined by a veth pair" if nodes.spaces else "two supervisors at 127.0.0.1 and 127.0.0.2: no root")
+        try:
+            out = story(nodes, folder, 100_000)
+        except SystemExit:
+            for path in sorted(folder.glob("node-*.log")):
+                print(path.name, path.read_text()[-3000:])
+            raise
+        for event in read_events(out):
+            print(f"step {event.step:5d}  {event.event:9s} {event.text}")
+        wrong = differences(folder, out)
+        print(f"{len(wrong)} of {last_step(out) + 1} steps differ from the same plans on one machine")
+    raise SystemExit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Batches cut and run in a way that is asked for instead of the best one: to see what each part of the planner is worth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from penstock.batching.baselines import usual_ways
+from penstock.batching.costs import LayoutCosts, PipelineCosts
+from penstock.batching.fitting import TooLong
+from penstock.batching.ordering import ORDERS
+from penstock.batching.plan import BatchPlan, ReplicaBatch, SampleLengths
+from penstock.batching.planner import plan_batch
+from penstock.batching.workloads import batch_workload
+from penstock.errors import InfeasibleError, InputError, near_misses
+from penstock.ordering.choose import MADE, order_of
+from penstock.schedules.rules import SCHEDULES
+from penstock.timing.execution import execute
+
+__all__ = ["SPLITS", "WAYS_SCHEDULES", "BatchWays", "one_mode"]
+
+SPLITS = ("dynamic", "budget", "uniform", "packed")
+"""Dynamic programming over an order; similar lengths up to a budget of tokens; equally many samples, padded to the longest; packed rows."""
+WAYS_SCHEDULES = (*(name for name, rules in SCHEDULES.items() if rules.plain), *MADE)
+"""Orders of whole passes, which is what micro-batches of a batch run in."""
+
+
+@dataclass(frozen=True)
+class BatchWays:
+    """What is decided beforehand; empty where the planner decides."""
+
+    order: str = ""
+    """Of samples before they are cut, one of `ORDERS`."""
+    split: str = ""
+    """One of `SPLITS`."""
+    schedule: str = ""
+    """One of `WAYS_SCHEDULES`."""
+    recompute: str = ""
+    """The one mode of recomputation, by its name among those of the costs."""
+    memory_limit_bytes: float = math.inf
+
+    def __post_init__(self) -> None:
+        known = {"order": (self.order, tuple(ORDERS)), "split": (self.split, SPLITS), "schedule": (self.schedule, WAYS_SCHEDULES)}
+        for name, (given, names) in known.items():
+            if given and given not in names:
+                raise InputError(f"--{name} is '{given}'. {near_misses(given, names)}")
+        if self.order and self.split not in ("", "dynamic"):
+            raise InputError(f"--order {self.order} is of dynamic splitting; --split {self.split} has its own. Drop one of them.")
+
+    @property
+    def cuts(self) -> bool:
+        """Whether they say how samples become micro-batches, so that no search should change it."""
+        return bool(self.order or self.split)
+
+    def limited(self, costs: PipelineCosts) -> PipelineCosts:
+        """The costs with less memory and one mode of recomputation, as asked for."""
+        if self.recompute and self.recompute not in costs.modes:
+            raise InputError(f"--recompute is '{self.recompute}'. {near_misses(self.recompute, costs.modes)}")
+        costs = replace(costs, limit_bytes=np.minimum(costs.limit_bytes, self.memory_limit_bytes))
+        return _with_others_away(costs, costs.modes.index(self.recompute)) if self.recompute else costs
+
+    def planned(
+        self, samples: Sequence[SampleLengths], costs: PipelineCosts, *, steps: int = 0, seed: int = 0, too_long: TooLong = "refuse"
+    ) -> BatchPlan:
+        """The batch in these ways, by costs that are `limited` already."""
+        found = self._cut(samples, costs, steps, seed, too_long)
+        return self._scheduled(found, costs) if self.schedule else found
+
+    def _cut(self, samples: Sequence[SampleLengths], costs: PipelineCosts, steps: int, seed: int, too_long: TooLong) -> BatchPlan:
+        if self.split in ("", "dynamic"):
+            order = self.order or ("hilbert" if self.split else "")
+            return plan_batch(samples, costs, steps=steps, seed=seed, too_long=too_long, bound=True, order=order)
+        if self.split != "packed" and "padded" not in costs.layouts:
+            raise InputError(f"--split {self.split} makes padded micro-batches; the plan's are packed. Give one whose layout is padded.")
+        ways = usual_ways(samples, costs, too_long)
+        chosen = ("packed", "across") if self.split == "packed" else (self.split,)
+        found = [ways[way] for way in chosen if way in ways]
+        if not found:
+            raise InfeasibleError(f"--split {self.split}: no size of such micro-batches fits these devices. Raise the memory limit.")
+        return min(found, key=lambda plan: plan.predicted_s)
+
+    def _scheduled(self, plan: BatchPlan, costs: PipelineCosts) -> BatchPlan:
+        replicas = tuple(self._reordered(replica, costs, index) for index, replica in enumerate(plan.replicas))
+        return replace(plan, replicas=replicas, predicted_s=max(replica.predicted_s for replica in replicas) + costs.fixed_s)
+
+    def _reordered(self, replica: ReplicaBatch, costs: PipelineCosts, index: int) -> ReplicaBatch:
+        if not replica.micro_batches:
+            return replica
+        workload = batch_workload(costs, replica.micro_batches, index)
+        run = execute(order_of(self.schedule, workload), workload)
+        if run.violation is not None:
+            raise InfeasibleError(f"--schedule {self.schedule}: device {run.violation.device} would hold more than it has. Use another.")
+        return replace(
+            replica, schedule=run.schedule, predicted_s=run.pipeline_s, peak_bytes=tuple(map(float, run.peak_bytes)), order=self.schedule
+        )
+
+
+def _with_others_away(costs: PipelineCosts, mode: int) -> PipelineCosts:
+    """The same modes, of which all but one fit nowhere: batches name modes by their numbers."""
+    grids = {}
+    for layout, grid in costs.layouts.items():
+        values = np.full_like(grid.values, np.inf)
+        values[..., mode, :] = grid.values[..., mode, :]
+        grids[layout] = LayoutCosts(grid.axes, values)
+    return replace(costs, layouts=grids)
+
+
+def one_mode(costs: PipelineCosts, mode: int) -> PipelineCosts:
+    """The same pipeline with one recomputation mode for all, as DynaPipe plans."""
+    grids = {layout: LayoutCosts(grid.axes, grid.values[..., mode : mode + 1, :].copy()) for layout, grid in costs.layouts.items()}
+    return replace(costs, layouts=grids, modes=costs.modes[mode : mode + 1])

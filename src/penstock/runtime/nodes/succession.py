@@ -1,0 +1,93 @@
+"""Who leads a job, agreed in the run's folder: the node that holds its lock. When it is lost, the first other to get the lock leads.
+
+    leader.json   {"node": 0, "host": "10.0.0.1", "port": 29500, "term": 0, …}      written by whoever leads, before others are met
+    lock          held by the supervisor that leads; the system lets go of it when that ends, however it ends
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from penstock.errors import InputError, PenstockError
+from penstock.files import readable_bytes, write_bytes
+from penstock.runtime.run_lock import run_lock
+
+__all__ = ["LeaderLostError", "LedBy", "forget_led", "read_led", "succeed", "write_led"]
+
+_FILE = "leader.json"
+_SUCCESSION_S, _LOOK_S = 30.0, 0.1
+_TURN_S = 0.5
+"""Nodes try one after the other, so that the first of them leads, whose ranks come first."""
+
+
+class LeaderLostError(PenstockError):
+    """The node that led the job is not there any more."""
+
+
+class LedBy(msgspec.Struct, frozen=True):
+    """Who leads, and how another node is started for it."""
+
+    node: int
+    host: str
+    port: int
+    term: int
+    """How often the lead has changed."""
+    nodes: tuple[int, ...] = ()
+    """Those that are there."""
+    num_nodes: int = 0
+    """Those of the plan."""
+    command: tuple[str, ...] = ()
+    """The words after `penstock` with which the first node was started."""
+    folder: str = ""
+    """Where it was."""
+
+
+def write_led(folder: str | Path, led: LedBy) -> None:
+    """Tells all who look who leads."""
+    write_bytes(Path(folder) / _FILE, msgspec.json.encode(led) + b"\n")
+
+
+def read_led(folder: str | Path) -> LedBy | None:
+    """Who leads a run; None: nobody, or it is on one machine."""
+    path = Path(folder) / _FILE
+    if not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(readable_bytes(path, "leader"), type=LedBy)
+    except msgspec.DecodeError as error:
+        raise InputError(f"leader '{path}': {error}.") from None
+
+
+def forget_led(folder: str | Path) -> None:
+    """The run has ended."""
+    (Path(folder) / _FILE).unlink(missing_ok=True)
+
+
+def succeed(folder: str | Path, own: int, term: int, why: str) -> LedBy | ExitStack:
+    """Who leads after the leader of `term` was lost: another node, or this one, which then holds the run's lock until it closes the stack.
+    A node that was merely cut off has to end: whoever led goes on without it, or has done so."""
+    end = time.monotonic() + _SUCCESSION_S
+    time.sleep(_TURN_S * own)
+    while time.monotonic() < end:
+        led = read_led(folder)
+        if led is not None and led.term > term:
+            return led
+        stack = ExitStack()
+        try:
+            stack.enter_context(run_lock(Path(folder)))
+        except InputError:
+            time.sleep(_LOOK_S)
+            continue
+        led = read_led(folder)  # again: it may have changed before the lock was free
+        if led is not None and led.term > term:
+            stack.close()
+            return led
+        if led is None or own not in led.nodes:
+            stack.close()
+            raise LeaderLostError(f"{why} The run has {'ended' if led is None else 'gone on without this node'}.")
+        return stack
+    raise LeaderLostError(f"{why} It still holds '{folder}', so that it goes on without this node, or is frozen there.")

@@ -1,0 +1,89 @@
+"""Exports as the systems themselves read them: torchtitan's configuration, DeepSpeed's, and Megatron-Core's layout of stages.
+
+Megatron-LM's parser of arguments is no package; `test_megatron.py` holds the other flags to its documentation.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.interop.deepspeed import deepspeed_config
+from penstock.interop.megatron import megatron_flags
+from penstock.interop.torchtitan import torchtitan_recipe
+from penstock.plans.build import uniform_plan
+from penstock.plans.plan import Plan, Stage
+
+PEERS = Path(sys.prefix) / "peers"
+pytestmark = pytest.mark.skipif(not (PEERS / ".installed").exists(), reason="needs the systems that read exports: `make peers`")
+
+LLAMAS = (
+    uniform_plan(
+        "llama-8b", "16xh100-80gb", pp=4, tp=2, replicas=2, global_batch=64, micro_batch=2, zero=1, recompute="full", sequence_parallel=True
+    ),
+    uniform_plan("llama-70b", "16xh100-80gb", tp=8, replicas=2, zero=3, global_batch=8, micro_batch=1),
+    uniform_plan("llama-1b", "2xh100-80gb", replicas=2, global_batch=8, micro_batch=2),
+)
+GPT = uniform_plan("gpt-tiny", "8xa100-40gb", pp=2, tp=2, replicas=2, global_batch=64, micro_batch=4, zero=1, recompute="full")
+
+
+def _uneven() -> Plan:
+    """Stages of one, two and one layers."""
+    plan = uniform_plan("gpt-tiny", "4xa100-40gb", pp=4, global_batch=16, micro_batch=2)
+    bounds = (0, 9, 25, plan.stages[-1].last)
+    stages = tuple(Stage(first, last, ((rank,),)) for rank, (first, last) in enumerate(pairwise(bounds)))
+    return replace(plan, stages=stages)
+
+
+@pytest.fixture(scope="module")
+def understood() -> dict[str, Any]:
+    flags = megatron_flags(_uneven())
+    layout = flags[flags.index("--pipeline-model-parallel-layout") + 1]
+    asked = {
+        "torchtitan": [torchtitan_recipe(plan) for plan in LLAMAS],
+        "deepspeed": [[deepspeed_config(replace(GPT, precision="bf16", gradients="fp32")), 2]],
+        "megatron": [[layout, 3]],
+    }
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(PEERS), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("consumers.py"))], input=json.dumps(asked), capture_output=True, text=True, env=env,
+        timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_torchtitan_takes_pipelines(understood: dict[str, Any]) -> None:
+    found = understood["torchtitan"][0]
+    own, training = found["parallelism"], found["training"]
+    assert (own["pipeline_parallel_degree"], own["tensor_parallel_degree"], own["data_parallel_shard_degree"]) == (4, 2, 2)
+    assert (training["local_batch_size"], own["pipeline_parallel_microbatch_size"], training["global_batch_size"]) == (32, 2, 64)
+    named = [name for part in own["module_fqns_per_model_part"] for name in part]
+    assert set(named) | {"layers", ""} == set(found["modules"]) and len(named) == len(set(named)) == 35
+    assert found["recomputed"] == "FullAC.Config" and training["seq_len"] == 4096
+
+
+def test_torchtitan_takes_shards_and_other_sizes(understood: dict[str, Any]) -> None:
+    _, large, small = understood["torchtitan"]
+    assert large["parallelism"]["fsdp_reshard_after_forward"] == "always" and large["parallelism"]["tensor_parallel_degree"] == 8
+    assert sum(name.startswith("layers.") for name in large["modules"]) == 80
+    assert sum(name.startswith("layers.") for name in small["modules"]) == 16
+    assert small["parallelism"]["data_parallel_replicate_degree"] == 2 and small["recomputed"] == "NoneType"
+
+
+def test_deepspeed_takes_its_configuration(understood: dict[str, Any]) -> None:
+    assert understood["deepspeed"] == [[64, 4, 8, 1, True, "fp32", "adamw"]]
+
+
+def test_megatron_cuts_where_the_plan_does(understood: dict[str, Any]) -> None:
+    assert understood["megatron"] == [[["embedding", "decoder"], ["decoder", "decoder"], ["decoder", "loss"]]]

@@ -1,0 +1,65 @@
+"""Units of somebody's module are measured in windows, each kind once, with marks between them."""
+
+from __future__ import annotations
+
+from itertools import count, pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from module_cases import described
+
+from penstock.clusters import resolve_cluster
+from penstock.costs.profiled import Profiled
+from penstock.models import Shape
+from penstock.profiling.grid import GridLimits, Lengths
+from penstock.profiling.module_parts import run_units, window_chain, windows
+from penstock.profiling.run import Profiler, random_model_batch
+from penstock.runtime.parallel.module_chain import cut_module
+
+MODEL = described("plain_gpt")
+
+
+class Count:
+    """Marks that number themselves."""
+
+    def __init__(self) -> None:
+        self.mark = count().__next__
+
+
+def test_each_kind_is_in_a_window() -> None:
+    names = [place.name for place in MODEL.ops]
+    assert [names[first:last] for first, last in windows(MODEL, 3)] == [names]
+    assert [names[first:last] for first, last in windows(MODEL, 2)] == [names[:-3], names[-2:]], "the third block is like the second"
+
+
+@pytest.mark.parametrize("window", [slice(0, 3), slice(2, None)])
+def test_every_unit_has_its_marks_in_the_order_in_which_it_runs(window: slice) -> None:
+    first, last, _ = window.indices(MODEL.num_ops)
+    cut = cut_module(MODEL, torch.device("cpu"), 0)
+    assert cut is not None
+    chain, batch = window_chain(cut, first, last), random_model_batch(MODEL, Lengths(2, 8), torch.device("cpu"))
+    assert sum(not p.is_meta for p in cut.module.parameters()) == len(list(chain.parameters()))
+
+    def carry() -> dict[str, torch.Tensor]:
+        return {spec.name: torch.randn(spec.shape(batch.shape), requires_grad=True) for spec in MODEL.carry_before(first)}
+
+    found = run_units(chain, carry(), batch, Count())  # type: ignore[arg-type]
+    intervals = found.intervals()
+    assert len(intervals) == last - first and all(begin < end for begin, end, _, _ in intervals)
+    assert all(one[1] == other[0] for one, other in pairwise(intervals)), "nothing between units is left out"
+    backward = [(begin, end) for _, _, begin, end in intervals]
+    assert all(other[1] == one[0] for other, one in pairwise(reversed(backward))), "the last first"
+    assert all(p.grad is not None for p in chain.parameters() if p.requires_grad)
+    assert len(run_units(chain, carry(), batch, Count(), whole=True).intervals()) == 1  # type: ignore[arg-type]
+
+
+def test_a_profile_has_all_that_a_plan_of_the_module_asks_for(tmp_path: Path) -> None:
+    profiler = Profiler.open(tmp_path / "profile.json", "cpu")
+    profiler.limits = GridLimits(64, 256, 2, 4, 1)
+    profiler.run(profiler.units([MODEL], [1, 2]), progress=lambda name: None)
+    costs = Profiled.open(tmp_path / "profile.json")
+    shapes = [Shape(tokens=100, squares=2000, samples=5, layout=layout) for layout in MODEL.layouts]
+    table = costs.table(MODEL, shapes, [1], resolve_cluster("1xcpu"))
+    assert costs.notes(MODEL) == () and (table.forward_s > 0).all()
+    assert costs.device("cpu").optimizer_s(1000, 2, "fp32") is not None

@@ -1,0 +1,47 @@
+"""Who leads when the leader is lost: the first to get the run's lock, and nobody while it is held."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.join import _others
+from penstock.cli.main import run as main
+from penstock.plans.build import uniform_plan
+from penstock.runtime.nodes import succession
+from penstock.runtime.nodes.succession import LeaderLostError, LedBy, read_led, succeed, write_led
+from penstock.runtime.run_folder import put_in_force
+from penstock.runtime.run_lock import run_lock
+
+
+def test_one_leads_and_the_others_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(succession, "_SUCCESSION_S", 0.3)
+    monkeypatch.setattr(succession, "_TURN_S", 0.01)
+    with pytest.raises(LeaderLostError, match="The run has ended"):
+        succeed(tmp_path, 1, 0, "gone.")
+    write_led(tmp_path, LedBy(0, "10.0.0.1", 29500, 0, (0, 2)))
+    with pytest.raises(LeaderLostError, match="The run has gone on without this node"):
+        succeed(tmp_path, 1, 0, "gone.")  # and is not begun once more by a node that was cut off
+    write_led(tmp_path, LedBy(0, "10.0.0.1", 29500, 0, (0, 1, 2)))
+    with run_lock(tmp_path), pytest.raises(LeaderLostError, match=r"gone\. It still holds"):
+        succeed(tmp_path, 1, 0, "gone.")
+    lead = succeed(tmp_path, 1, 0, "gone.")
+    assert isinstance(lead, ExitStack)
+    with lead:
+        write_led(tmp_path, LedBy(1, "10.0.0.2", 29501, 1))
+        assert succeed(tmp_path, 2, 0, "gone.") == read_led(tmp_path)
+        with pytest.raises(LeaderLostError):
+            succeed(tmp_path, 2, 1, "gone.")
+
+
+def test_joining_is_the_same_command_as_another_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "p.json", "--node-rank", "0", "--master=a:1", "--out", "run", "--node-rank=3", "--master", "b:2", "--json"]
+    assert list(_others(words)) == ["train", "p.json", "--out", "run", "--json"]
+    put_in_force(tmp_path, 0, uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2))
+    for led, told in ((None, "is not led by a node"), (LedBy(0, "a", 1, 0, (0, 1), 2), "was not started from a command line"),
+                      (LedBy(0, "a", 1, 0, (0, 1), 2, ("train",), "."), "has all of its 2 nodes")):  # fmt: skip
+        if led is not None:
+            write_led(tmp_path, led)
+        assert main(["join", str(tmp_path)]) == 2 and told in capsys.readouterr().err.replace("\n", " ")
