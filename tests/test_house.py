@@ -61,7 +61,12 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imported(name: str) -> Iterator[str]:
+@cache
+def imported(name: str) -> tuple[str, ...]:
+    return tuple(_imported(name))
+
+
+def _imported(name: str) -> Iterator[str]:
     """The modules of Penstock that a module imports: at its top, inside functions, and for type checkers alone."""
     for node in ast.walk(tree_of(MODULES[name])):
         if isinstance(node, ast.Import):

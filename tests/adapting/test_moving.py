@@ -7,14 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from adopting_jobs import Part
 from checkpoint_jobs import train_part
 from module_cases import module_case
 from moving_jobs import Failure, differences, drawn_chain, move_to_and_fro, placed, train_moving, train_on, train_overlapping
 from runtime_cases import MODELS, Case, Choice, make_case
 
+from penstock.adapting.moving import optimizer_kinds
 from penstock.plans.plan import Plan
 from penstock.plans.references import model_of
+from penstock.runtime.checkpoints.layout import TensorPiece
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.workers import WorkerPool
 
@@ -23,8 +26,8 @@ ADAMW = TrainingSettings(LearningRate(3e-3, warmup_steps=2), OptimizerSettings("
 SGD = TrainingSettings(LearningRate(0.02), OptimizerSettings("sgd", momentum=0.9))
 ONE: Choice = {"family": "gpt", "pp": 1, "tp": 1, "dp": 1, "replicas": 1, "schedule": "1f1b", "layout": "packed", "recompute": "none",
                "cuts": "uneven", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
-NUM_CHAINS = 2 * len(MODELS)
-"""Every model in two precisions, moved twice and once."""
+CHAINS = [number + len(MODELS) * (number % 2 == 0) for number in range(len(MODELS))]
+"""Every model, moved twice, in one of two precisions."""
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +52,9 @@ def check(parts: Sequence[Part], settings: TrainingSettings, pool: WorkerPool, f
     assert saved is not None and differences(folder / "moved", saved) == []
 
 
-@pytest.mark.parametrize("number", range(NUM_CHAINS))
+@pytest.mark.parametrize("number", CHAINS)
 def test_a_move_is_a_stop_and_a_restart(number: int, pool: WorkerPool, tmp_path: Path) -> None:
-    chain = drawn_chain(number, 3 if number < len(MODELS) else 2, 1, 1, NUM_PROCESSES)
+    chain = drawn_chain(number, 3, 1, 1, NUM_PROCESSES)
     print(chain.name)  # shown if it fails
     check(chain.parts, ADAMW, pool, tmp_path)
 
@@ -70,7 +73,7 @@ def test_a_module_moves_like_ops_of_our_own(pool: WorkerPool, tmp_path: Path) ->
     """Somebody's net, divided otherwise by each plan, in bf16 with fp32 masters."""
     choices: list[Choice] = [{"tp": 2, "pp": 2}, {"pp": 2, "cuts": "uneven"}, {"tp": 2, "dp": 2, "zero": 1}]
     places = ((0, 1, 2, 3), (3, 1), (2, 0, 1, 3))
-    made = [module_case("long_skips", precision="bf16", **choice) for choice in choices]
+    made = [module_case("long_skips", iterations=3, precision="bf16", **choice) for choice in choices]
     cases = [placed(case, on, "bf16") for case, on in zip(made, places, strict=True)]
     check([(case.plan, case.programs()[at : at + 1]) for at, case in enumerate(cases)], ADAMW, pool, tmp_path)
 
@@ -106,6 +109,17 @@ def test_a_move_before_the_first_step_takes_first_weights(pool: WorkerPool, tmp_
     wanted = pool.run(train_part, *new, ADAMW, None, tmp_path / "new")
     assert [found.losses for found, _ in moved] == [found.losses for found in wanted]
     assert differences(tmp_path / "moved", tmp_path / "new") == []
+
+
+@pytest.mark.parametrize("shapes", [((3,), ()), ((), (3,))])
+def test_a_moment_of_one_number_is_no_count_of_steps(shapes: Sequence[tuple[int, ...]]) -> None:
+    """Whichever weight comes last."""
+    kinds = [(kind, shape) for shape in shapes for kind in ("weights", "exp_avg")] + [("step", ()), ("step", ())]
+    pieces = [
+        TensorPiece(f"{kind}/0.{number}", shape, tuple((0, size) for size in shape), torch.zeros(shape))
+        for number, (kind, shape) in enumerate(kinds)
+    ]
+    assert optimizer_kinds(pieces) == {"exp_avg": False, "step": True}
 
 
 NOBODY = Failure(-1, 0)

@@ -10,29 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from searched_once import searched_once
 
-from penstock import search
 from penstock.cli.main import run
 from penstock.cli.pareto import _file_names
 from penstock.plans.schema import read_plan
-from penstock.search import Request
 
 POOL = ["--model", "gpt-350m", "--cluster", "1xp3.8xlarge+2xg5.12xlarge", "--global-batch", "16", "--micro-batches", "1,4"]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def searched_once() -> Iterator[None]:
+def searches() -> Iterator[None]:
     """All clusters of a pool are searched once for all tests that ask for the same."""
-    find, found = search.offers, {}
-
-    def offers(request: Request, steps: int, *others: Any) -> Any:
-        asked = request.model.name, request.cluster.name, repr(request.frame), request.micro_batches, request.schedules, steps
-        if asked not in found:
-            found[asked] = find(request, steps, *others)
-        return list(found[asked][0]), found[asked][1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "offers", offers)
+    with searched_once():
         yield
 
 

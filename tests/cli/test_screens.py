@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from pty_runs import cut_lines, on_terminal, screen_lines
+from searched_once import searched_once
 
 from penstock.cli.main import run
 
@@ -45,6 +47,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = ["--model", "gpt-tiny", "--cluster", "2xa10g", "--global-batch", "8", "--micro-batches", "1,2"]
     assert run(["search", *small, "--out", str(folder / "small.json")]) == 0
     return folder
+
+
+@pytest.fixture(autouse=True, scope="module")
+def searches() -> Iterator[None]:
+    """What is found is the same on a wider screen."""
+    with searched_once():
+        yield
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from searched_once import searched_once
 
 from penstock.cli.console import format_share, format_time
 from penstock.cli.main import run
@@ -55,6 +57,14 @@ def test_the_record_of_a_search_says_what_was_asked_and_why_plans_lost(tmp_path:
     assert points and bests == sorted(bests, reverse=True) and [p["after_s"] for p in points] == sorted(p["after_s"] for p in points)
 
 
+@pytest.fixture
+def searches() -> Iterator[None]:
+    """What is asked in other words is searched once."""
+    with searched_once():
+        yield
+
+
+@pytest.mark.usefixtures("searches")
 def test_a_simpler_plan_within_the_error_comes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

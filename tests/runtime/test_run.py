@@ -10,7 +10,6 @@ import torch
 
 from penstock.data import open_data
 from penstock.plans.build import uniform_plan
-from penstock.runtime.checkpoints.intervals import SaveInterval
 from penstock.runtime.rank import Evaluated
 from penstock.runtime.request import EvalRecord, TrainRequest
 from penstock.runtime.run import Run
@@ -54,8 +53,8 @@ def run_of_two(own: int, other: StepWord, sent: list[torch.Tensor], broadcast: b
     groups = SimpleNamespace(gather=gather, broadcast=lambda data, size: data or broadcast)
     run = Run.__new__(Run)
     run.step, run.members, run.is_first = 5, (0, 3), own == 0
-    run._lost, run._notes, run.watcher, run.checkpoints, run._meter = None, [], None, None, None
-    run._interval = SaveInterval()
+    run._lost, run._notes, run.watcher, run._meter = None, [], None, None
+    run.saves = SimpleNamespace(is_late=False, is_saving=False, copied=0.0)  # type: ignore[assignment]
     run.request = TrainRequest(uniform_plan("gpt-tiny", "4xcpu", global_batch=16, micro_batch=4), "", 9, "")
     run.worker = SimpleNamespace(asked_to_end=lambda: 0, groups=groups, copies=None)  # type: ignore[assignment]
     run.rank = SimpleNamespace(world=SimpleNamespace(ranks=(3,)))  # type: ignore[assignment]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from penstock.cli import train_options as option
 from penstock.cli.compare import comparison, show_comparison
 from penstock.cli.console import JsonFlag, err, format_count, format_time, print_json, progress, say
-from penstock.cli.options import BIG, MAX_PLANNERS, MAX_SEARCH_STEPS, SEED, folder_to_write, slower_ranks, within
+from penstock.cli.options import slower_ranks
 from penstock.errors import InputError
 from penstock.processes.fork_server import warm_up
 
@@ -30,127 +33,44 @@ __all__ = ["run_training", "train"]
 
 def train(
     context: typer.Context,
-    file: Annotated[
-        Path | None,
-        typer.Argument(metavar="PLAN|JOB", help="A plan file, as `penstock search --out` writes it, or a job file (.yaml)."),
-    ] = None,
-    model: Annotated[str, typer.Option(help="Model name, YAML file, hf:FOLDER or module:FILE.py:FUNCTION; it is planned for first.")] = "",
-    data: Annotated[
-        list[str] | None, typer.Option(help="JSONL, CSV, Parquet or text file, or folder of Hugging Face datasets; repeatable. Or a folder "
-                                         "that `penstock prepare-data` wrote.")
-    ] = None,
-    path: Annotated[
-        Path | None, typer.Option("--out", metavar="RUN", callback=folder_to_write, help="Folder for checkpoints, steps and spans.")
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(callback=within(1, BIG), help="Iterations in all, those before a checkpoint included; a job: one epoch."),
-    ] = None,
-    tokens_per_batch: Annotated[
-        int | None, typer.Option(callback=within(1, BIG), help="Tokens of a global batch of a job, on average; 65,536 if not given.")
-    ] = None,
-    cluster: Annotated[str, typer.Option(help="Devices of a job: `local`, a cluster file, or a shorthand such as 4xa100-40gb.")] = "local",
-    costs: Annotated[
-        str, typer.Option(help="Costs of a job: roofline, profile:FILE, measure (a minute, once); auto: measure on a GPU.")
-    ] = "auto",
-    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer of a job: a file or folder; the model's own if not given.")] = None,
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Change any field of a job, as in train.lr=1e-5; repeatable.")
-    ] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Print predicted against measured times and memory, and what differs most.")
-    ] = False,
-    device: Annotated[
-        str,
-        typer.Option(
-            help="cpu or cuda; what the plan's cluster has if not given. timed: rehearse it, ops being waits. paced: train on the "
-            "processor, at the pace of the plan's devices."
-        ),
-    ] = "",
-    slow: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RANK=FACTOR", help="With timed and paced devices: this rank takes so many times as long; repeatable."),
-    ] = None,
-    disturb: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="What slows timed and paced devices down, or strikes ranks, and at which steps (YAML)."),
-    ] = None,
-    adapt: Annotated[
-        str,
-        typer.Option(metavar="off|watch|move", help="watch: notice slow ranks, say what could be done (`penstock events`); move: do it."),
-    ] = "watch",
-    on_death: Annotated[
-        str,
-        typer.Option(metavar="end|recover", help="When a rank dies or freezes: end, or go on with another process in its place."),
-    ] = "end",
-    copies: Annotated[
-        int,
-        typer.Option(metavar="STEPS", callback=within(0, BIG), help="With recover: steps between copies to go on from; 0: none."),
-    ] = 10,
-    spares: Annotated[
-        int,
-        typer.Option(metavar="N", callback=within(0, BIG), help="With recover: devices that take the place of lost ones."),
-    ] = 0,
-    node_rank: Annotated[
-        int | None,
-        typer.Option(metavar="R", callback=within(0, BIG), help="On several nodes: which of them this is; it starts those of its ranks."),
-    ] = None,
-    master: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="With --node-rank: where node 0 is met, whose address this is.")
-    ] = "",
-    share_gpus: Annotated[
-        bool, typer.Option("--share-gpus", help="Let several ranks run on one GPU, each with its part under MPS.")
-    ] = False,
-    reserve_memory: Annotated[
-        float, typer.Option(metavar="SHARE", help="Share of each GPU's memory to take at the start, such as 0.9; 0: as it is needed.")
-    ] = 0.0,
-    lr: Annotated[float, typer.Option(callback=within(0, 1e30), help="Highest learning rate.")] = 3e-4,
-    warmup: Annotated[
-        int, typer.Option(callback=within(0, BIG), help="Steps in which the learning rate rises; it then falls as a cosine.")
-    ] = 0,
-    clip: Annotated[
-        float, typer.Option(callback=within(0, BIG), help="Largest norm of the gradients; 0: any, as asynchronous schedules need.")
-    ] = 1.0,
-    on_nan: Annotated[str, typer.Option(help="At a loss or gradients that are not finite: stop, or skip the update.")] = "stop",
-    eval_every: Annotated[
-        int, typer.Option(callback=within(0, BIG), help="Steps between evaluations on the held-out split; 0: never.")
-    ] = 0,
-    checkpoint_every: Annotated[
-        int,
-        typer.Option(
-            callback=within(0, BIG), help="Steps between checkpoints, of which there is one every ten minutes besides; 0: only at the end."
-        ),
-    ] = 500,
-    keep: Annotated[
-        int, typer.Option(callback=within(1, BIG), help="Checkpoints that stay, the newest ones; the best by evaluation stays besides.")
-    ] = 2,
-    resume: Annotated[str, typer.Option(metavar="CHECKPOINT", help="Go on from this checkpoint, or the latest of a folder.")] = "",
-    weights: Annotated[
-        str, typer.Option(metavar="SOURCE", help="Begin with the weights of hf:FOLDER (safetensors of Hugging Face) or of a checkpoint.")
-    ] = "",
-    planners: Annotated[
-        int,
-        typer.Option(
-            callback=within(0, MAX_PLANNERS), help="Planner processes on each node; 0: every rank plans for itself (for debugging)."
-        ),
-    ] = 1,
-    budget_steps: Annotated[
-        int,
-        typer.Option(
-            callback=within(0, MAX_SEARCH_STEPS), help="Steps of search for each batch of dynamic micro-batches; 0: plan at once."
-        ),
-    ] = 0,
-    store: Annotated[
-        str, typer.Option(help="Store between planners and ranks, such as file:store.json; PENSTOCK_STORE, or one of its own if not given.")
-    ] = "",
-    store_timeout: Annotated[
-        float, typer.Option(callback=within(0, BIG), help="Seconds that the store may be away before the run ends with a checkpoint.")
-    ] = 60.0,
-    torch_profile: Annotated[str, typer.Option(metavar="STEPS", help="Write torch.profiler traces of these steps, such as 3,4.")] = "",
-    seed: Annotated[int, typer.Option(callback=within(0, SEED), help="Of weights, dropout and the order of samples.")] = 0,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="On a GPU: the same losses to the bit in every run, at some cost in speed.")
-    ] = False,
+    file: option.PlanOrJob = None,
+    model: option.ModelSource = "",
+    data: option.DataPaths = None,
+    path: option.RunFolder = None,
+    steps: option.Steps = None,
+    tokens_per_batch: option.TokensPerBatch = None,
+    cluster: option.JobCluster = "local",
+    costs: option.JobCosts = "auto",
+    tokenizer: option.JobTokenizer = None,
+    changes: option.Changes = None,
+    compare: option.CompareFlag = False,
+    device: option.DeviceKind = "",
+    slow: option.SlowRanks = None,
+    disturb: option.DisturbFile = None,
+    adapt: option.Adapt = "watch",
+    on_death: option.OnDeath = "end",
+    copies: option.CopySteps = 10,
+    spares: option.Spares = 0,
+    node_rank: option.NodeRank = None,
+    master: option.Master = "",
+    share_gpus: option.ShareGpus = False,
+    reserve_memory: option.ReservedShare = 0.0,
+    lr: option.PeakRate = 3e-4,
+    warmup: option.WarmUp = 0,
+    clip: option.ClipNorm = 1.0,
+    on_nan: option.OnNan = "stop",
+    eval_every: option.EvalEvery = 0,
+    checkpoint_every: option.CheckpointEvery = 500,
+    keep: option.Keep = 2,
+    resume: option.ResumeFrom = "",
+    weights: option.FirstWeights = "",
+    planners: option.Planners = 1,
+    budget_steps: option.BudgetSteps = 0,
+    store: option.StoreAddress = "",
+    store_timeout: option.StoreTimeout = 60.0,
+    torch_profile: option.TorchProfile = "",
+    seed: option.Seed = 0,
+    deterministic: option.Deterministic = False,
     json: JsonFlag = False,
 ) -> None:
     """Train a model on your own data in one command, repeat or go on with a job file, or run a plan; on this machine's devices, or as one
@@ -164,41 +84,76 @@ def train(
 
     Example: penstock train plan.json --data data --steps 100 --out run --compare
     """
+    given = _Given.of(context)
     _check(reserve_memory, adapt)
-    under_torchrun = "WORLD_SIZE" in os.environ and "RANK" in os.environ
-    given = {name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"}
     if file is None or file.suffix in (".yaml", ".yml"):
-        from penstock.cli.train_job import run_job
+        _train_job(file, given, path, changes or [])
+    else:
+        _train_plan(file, given, data or [], steps, path, partial(_disturbance, slow or [], disturb))
 
-        _refuse(given & set(_PLAN_ONLY), "goes with a plan file, not with a job")
-        values = {name: str(path) if name == "path" else value for name, value in context.params.items()}
-        run_job(file, {field: values[name] for name, field in _FIELDS.items() if name in given}, changes or [], compare, json)
-        return
-    _refuse(given & set(_JOB_ONLY), "goes with a job, not with a plan file")
+
+@dataclass(frozen=True)
+class _Given:
+    """A command line as it was read."""
+
+    values: Mapping[str, Any]
+    """Of all options; those that are paths are still text."""
+    typed: frozenset[str]
+    """Options whose values somebody wrote; others have their defaults."""
+
+    @classmethod
+    def of(cls, context: typer.Context) -> _Given:
+        typed = (name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE")
+        return cls(context.params, frozenset(typed))
+
+    def fields(self, group: str) -> dict[str, Any]:
+        """The values of a group of a job's fields, by their names there."""
+        return {field.removeprefix(group): self.values[name] for name, field in _FIELDS.items() if field.startswith(group)}
+
+
+def _train_job(file: Path | None, given: _Given, path: Path | None, changes: list[str]) -> None:
+    """Trains the job of a file, or of what was typed alone."""
+    from penstock.cli.train_job import run_job
+
+    _refuse(given.typed & set(_PLAN_ONLY), "goes with a plan file, not with a job")
+    values = {**given.values, "path": str(path)}
+    options = {field: values[name] for name, field in _FIELDS.items() if name in given.typed}
+    run_job(file, options, changes, given.values["compare"], given.values["json"])
+
+
+def _train_plan(
+    file: Path, given: _Given, data: list[str], steps: int | None, path: Path | None, disturbance: Callable[[], Disturbance]
+) -> None:
+    """Trains as a plan file says, in processes of this machine or as one of those that torchrun started."""
     from penstock.plans.schema import read_plan
 
-    plan = read_plan(file)
+    _refuse(given.typed & set(_JOB_ONLY), "goes with a job, not with a plan file")
+    plan, values = read_plan(file), given.values
     for name, missing in (("--data", not data), ("--steps", steps is None), ("--out", path is None)):
         if missing:
             raise InputError(f"{name} is missing. A plan is trained with: penstock train {file} --data DIR --steps N --out RUN")
-    assert data is not None and steps is not None and path is not None
+    assert steps is not None
     if len(data) > 1:
         raise InputError(f"--data is given {len(data)} times; a plan takes one folder that `penstock prepare-data` wrote.")
-    if device == "timed":
-        _refuse_learning(given)
-    if not under_torchrun or (planners and os.environ.get("LOCAL_RANK", "0") == "0"):
+    if values["device"] == "timed":
+        _refuse_learning(given.typed)
+    if not _is_under_torchrun() or (values["planners"] and os.environ.get("LOCAL_RANK", "0") == "0"):
         warm_up()  # it imports torch while this process does
     from penstock.jobs.job_file import SaveGroup, TrainGroup
     from penstock.jobs.starting import trainer_of, training_request
 
     # Not validated again: options are checked where they are read, and refused by their names.
-    groups = {prefix: {field.removeprefix(prefix): context.params[name] for name, field in _FIELDS.items() if field.startswith(prefix)}
-              for prefix in ("train.", "save.")}  # fmt: skip
+    learning, saving = TrainGroup.model_construct(**given.fields("train.")), SaveGroup.model_construct(**given.fields("save."))
     request = training_request(
-        plan, data[0], steps, str(path), TrainGroup.model_construct(**groups["train."]), SaveGroup.model_construct(**groups["save."]),
-        resume=resume, weights=weights, disturbance=_disturbance(slow or [], disturb), node=_node(node_rank, master), spares=spares,
+        plan, data[0], steps, str(path), learning, saving, resume=values["resume"], weights=values["weights"], disturbance=disturbance(),
+        node=_node(values["node_rank"], values["master"]), spares=values["spares"],
     )  # fmt: skip
-    run_training(trainer_of(request, adapt), compare=compare, json=json, go_on=f"go on from there with --resume '{path}'")
+    go_on = f"go on from there with --resume '{path}'"
+    run_training(trainer_of(request, values["adapt"]), compare=values["compare"], json=values["json"], go_on=go_on)
+
+
+def _is_under_torchrun() -> bool:
+    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
 _FIELDS = {
@@ -215,7 +170,7 @@ _PLAN_ONLY = ("resume", "slow", "disturb", "node_rank", "master", "spares")
 _JOB_ONLY = ("model", "cluster", "costs", "tokens_per_batch", "tokenizer", "changes")
 
 
-def _refuse(given: set[str], why: str) -> None:
+def _refuse(given: Set[str], why: str) -> None:
     if given:
         names = ", ".join("--" + {"changes": "set"}.get(name, name).replace("_", "-") for name in sorted(given))
         hint = " The same command again goes on where a job was." if "resume" in given else ""
@@ -224,7 +179,7 @@ def _refuse(given: set[str], why: str) -> None:
 
 def run_training(trainer: PlanTrainer, *, compare: bool, json: bool, go_on: str, more: Mapping[str, Any] | None = None) -> None:
     """Trains, and tells of every step and of the end; `more` goes into the object that `--json` prints, and `go_on` says how to go on."""
-    request, under_torchrun = trainer.request, "WORLD_SIZE" in os.environ and "RANK" in os.environ
+    request, under_torchrun = trainer.request, _is_under_torchrun()
     unit = "tokens" if request.plan.seq_length else "images"
     first = os.environ["RANK"] == "0" if under_torchrun else request.node is None or request.node.number == 0
     for note in trainer.notes() if first else ():
@@ -282,7 +237,7 @@ _LEARNING = (
 """Options that ask for what only devices that compute can give."""
 
 
-def _refuse_learning(given: set[str]) -> None:
+def _refuse_learning(given: Set[str]) -> None:
     refused = ["--" + name.replace("_", "-") for name in _LEARNING if name in given]
     if refused:
         raise InputError(

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -23,11 +23,7 @@ from penstock.plans.references import cluster_of, model_of
 from penstock.plans.schema import plan_from_dict, plan_to_dict
 from penstock.programs.instructions import Program
 from penstock.runtime.checkpoints.first_weights import open_weights
-from penstock.runtime.checkpoints.folder import best_checkpoint
-from penstock.runtime.checkpoints.going_on import RUN, run_facts
-from penstock.runtime.checkpoints.intervals import SaveInterval
 from penstock.runtime.checkpoints.reader import Checkpoint
-from penstock.runtime.checkpoints.writer import BEST_LOSS, CheckpointWriter
 from penstock.runtime.determinism import always_the_same
 from penstock.runtime.devices.clock import ClockSettings
 from penstock.runtime.devices.loads import GpuLoad, RankLoads
@@ -35,9 +31,9 @@ from penstock.runtime.devices.paced import PacedRank
 from penstock.runtime.divergence import MAX_DROPPED, DivergedError, describe_divergence, is_diverged
 from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.rank import Rank
-from penstock.runtime.rank_state import load_rank, load_state, load_weights, rank_pieces, rank_state
-from penstock.runtime.recovering.copies import CopyPlace
-from penstock.runtime.recovering.faults import COPYING, MOVING, SAVING, RankFaults
+from penstock.runtime.rank_state import load_rank, load_state, load_weights
+from penstock.runtime.recovering.faults import MOVING, RankFaults
+from penstock.runtime.recovering.saving import RunSaves
 from penstock.runtime.request import PACED, WARM_UP, EvalRecord, GoingOn, PlanAdopted, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run_folder import CHECKPOINTS, STEPS, plans_of_run
 from penstock.runtime.run_inputs import held_out_programs, program_planner, run_inputs
@@ -158,10 +154,11 @@ class Run:
         """Why this rank gets no more programs."""
         self._dropped = 0
         """Updates in a row that were not kept."""
-        self._last_copy, self._safe_copy = -1, -1.0
-        """The steps of the last copies, and of the last that all ranks have, each at another node too."""
-        self._saved = -1 if going_on is not None and going_on.from_copies else self.first_step
-        """Steps that the last checkpoint of this run has behind it."""
+        from_copies = going_on is not None and going_on.from_copies
+        self.saves = RunSaves(
+            request, self.rank, self.loader.batches, copies=worker.copies, faults=self.faults, token=token,
+            saved=-1 if from_copies else self.first_step,
+        )  # fmt: skip
         if request.reserve_memory and self.world.device.type == "cuda":
             reserve(self.world.device, request.reserve_memory, len(self.world.ranks) if worker.shared_gpu else 1)
         self.log: LineLog | None = None
@@ -174,27 +171,17 @@ class Run:
         self._given_up: set[str] = set()
         """What was said once, and is not said again."""
         self.gpu = self._gpu_log(out)
-        best = best_checkpoint(out / CHECKPOINTS)
-        self._best_loss = math.inf if best is None else best[1]
-        self._interval = SaveInterval()
         self.evaluated: list[EvalRecord] = []
         self.watcher: StepWatcher | None = None
         self._moving: _Moving | None = None
-        self._token = token
         self._take_place(self._places(planner))
-        if going_on is not None and going_on.from_copies and self.has_work:
+        if going_on is not None and from_copies and self.has_work:
             assert worker.copies is not None
             load_state(worker.copies.state(going_on.step), self.rank)
         elif request.resume and self.has_work:
             load_rank(Checkpoint(request.resume), self.rank)
         elif request.weights and self.has_work:
             load_weights(open_weights(request.weights, self.model), self.rank)
-
-    @cached_property
-    def _facts(self) -> dict[str, Any]:
-        """What every plan of the run has in common."""
-        request = self.request
-        return run_facts(self.model, request.data, seed=request.settings.seed, global_batch=request.plan.global_batch)
 
     def _rank(self) -> Rank:
         request, groups = self.request, self.worker.groups
@@ -227,7 +214,7 @@ class Run:
 
     def _take_place(self, place: _Place) -> None:
         """All that belongs to the plan in force, which `rank` has adopted: who saves what, what is measured, predicted and evaluated."""
-        request, out, warm = self.request, Path(self.request.out), self.step + WARM_UP
+        request, warm = self.request, self.step + WARM_UP
         self._place = place
         self.loads.plan_changed()
         self.times = StageSpans(warm if request.steps > warm else 0, self.worker.groups.device)
@@ -239,11 +226,7 @@ class Run:
         self._usual_probe_s = 0.0
         """What a probe took when this process was left without work."""
         self._peaks = self._peak_times() if self._tells_steps else None
-        self.checkpoints: CheckpointWriter | None = None
-        if self.has_work:
-            self.checkpoints = CheckpointWriter(
-                out / CHECKPOINTS, rank=self.world.place, world_size=len(self.world.ranks), token=self._token, keep=request.keep
-            )  # fmt: skip
+        self.saves.take_place()
         self._meter: StepMeter | None = None
         """On devices that keep no clock of their own."""
         self._measure()
@@ -291,10 +274,7 @@ class Run:
             self._tell(told)
             if told.is_lost and self.step < self.request.steps:
                 raise self._ended(self._lost or StoreError("another rank gets no more programs from the store."))
-            self._save_if_due(told)
-            # Not before the last ones are at another node too, where there is one: their places are needed no sooner.
-            if self.request.copies and self.step % self.request.copies == 0 and self._safe_copy >= self._last_copy:
-                self._copy()
+            self.saves.after(self.step, told.evaluated, is_due=told.is_due)
             ended_by = told.ended_by
             if self._moving is not None:
                 self._finish_move(self._moving, ended=bool(ended_by))
@@ -305,10 +285,7 @@ class Run:
             self.loader.wait_s = self.loader.data_wait_s = 0.0
             start_s = time.perf_counter()
             self.times.paused(start_s - end_s)
-        if self.step > self._saved:
-            self._save(self.step)
-        if self.checkpoints is not None:
-            self.checkpoints.wait()
+        self.saves.finish(self.step)
         self.times.settle()
         steps_of_plan = self.step - self.plan_since
         usual = statistics.median(times[-steps_of_plan:][WARM_UP:] or times[-steps_of_plan:] or times)
@@ -404,8 +381,7 @@ class Run:
             if self.is_first:
                 self._notes.append(f"{what}. Its update was dropped.")
             return
-        if self.checkpoints is not None:
-            self.checkpoints.wait()
+        self.saves.wait()
         self.world.barrier()  # the first rank to fail ends the others, rank 0 included, which completes the checkpoint before
         advice = f"It was the {MAX_DROPPED}th in a row" if self._dropped > 1 else "--on-nan skip would drop such updates"
         raise DivergedError(f"{what}. Nothing of this step was saved. {advice}; look at the samples, or lower --lr.")
@@ -428,16 +404,15 @@ class Run:
     def _agreed(self, own: StepWord) -> _Agreed:
         """What all processes know after a step, and will do before the next."""
         step, groups, first = self.step - 1, self.worker.groups, self.members[0]
-        is_due = self.is_first and self.request.checkpoint_every > 0 and self._interval.is_over(time.monotonic())
         order = self._order() if self.is_first and self.step < self.request.steps else b""
         own = replace(
-            own, lost=self._lost is not None, asked_to_end=self.worker.asked_to_end(), is_due=is_due,
-            is_saving=self.checkpoints is not None and self.checkpoints.busy, order_bytes=len(order), copied=self._safely_copied(),
+            own, lost=self._lost is not None, asked_to_end=self.worker.asked_to_end(), is_due=self.is_first and self.saves.is_late,
+            is_saving=self.saves.is_saving, order_bytes=len(order), copied=self.saves.copied,
         )  # fmt: skip
         rows = groups.gather(torch.tensor(own.row(), dtype=torch.float64)).tolist()
         words = {member: StepWord.of_row(row) for member, row in zip(self.members, rows, strict=True)}
         size, told = words[first].order_bytes, words[self.world.ranks[0]]
-        self._safe_copy = min(word.copied for word in words.values())
+        self.saves.safe_copy = min(word.copied for word in words.values())
         wanted, exact = msgspec.json.decode(groups.broadcast(order, size)) if size else (None, False)
         plan = None if wanted is None else plan_from_dict(wanted, "the plan to move to")
         if self.watcher is not None:
@@ -459,8 +434,7 @@ class Run:
         """Puts another plan in force, with all that training has reached, or begins to; or stays as it was, if a process cannot."""
         assert self.watcher is not None
         start_s, request, places = time.perf_counter(), replace(self.request, plan=plan), list[_Place]()
-        if self.checkpoints is not None:
-            self.checkpoints.wait()
+        self.saves.wait()
 
         def prepare() -> None:
             self.faults.meet(MOVING)
@@ -478,8 +452,7 @@ class Run:
         if ended:
             self.watcher.cancel()
             return
-        if self.checkpoints is not None:
-            self.checkpoints.wait()
+        self.saves.wait()
         if self.watcher.finish(self.step):
             self._take_over(moving.request, moving.place, start_s)
 
@@ -490,7 +463,7 @@ class Run:
         self.loader.adopt(self.step, place.planner)
         self.worker.tell(PlanAdopted(self.step, request.plan))
         self._take_place(place)
-        self._copy()  # else a death would go back to steps of the plan before
+        self.saves.copy(self.step)  # else a death would go back to steps of the plan before
         self._compare_clocks(self.step)
         self.plan_number += 1
         self._notes += self.watcher.moved(self.step, request.plan, time.perf_counter() - start_s)
@@ -499,38 +472,9 @@ class Run:
         """Saves what was trained, on all ranks, before the run ends; the error, with how far it came."""
         if not self.step:
             return error
-        if self.step > self._saved:
-            self._save(self.step)
-        if self.checkpoints is not None:
-            self.checkpoints.wait()
+        self.saves.finish(self.step)
         self.world.barrier()  # the first rank to fail ends the others, rank 0 included, which completes the checkpoint
         return type(error)(f"{str(error).rstrip('.')}. The run ended after {self.step} steps.")
-
-    def _save(self, done: int, best_loss: float | None = None) -> None:
-        self._saved, start_s = done, time.monotonic()
-        if self.checkpoints is not None:
-            state = self._state(done)
-            pieces = self.faults.within(SAVING, rank_pieces(self.rank))
-            self.checkpoints.save(done, pieces, state if best_loss is None else {**state, BEST_LOSS: best_loss})
-        self._interval.saved(start_s, time.monotonic())
-
-    def _state(self, done: int) -> dict[str, Any]:
-        """What is no tensor of a checkpoint or a copy."""
-        return {**rank_state(self.rank), "data": self.loader.batches.state(done), RUN: self._facts if self._tells_steps else {}}
-
-    def _copy(self) -> None:
-        """Leaves a copy of what this rank has learned, if there is somebody who would take its place."""
-        copies, world = self.worker.copies, self.world
-        if copies is not None and self.has_work and self.step < self.request.steps:
-            whose = CopyPlace(self.worker.groups.generation.number, world.place, len(world.ranks))
-            pieces = self.faults.within(COPYING, rank_pieces(self.rank))
-            keep = int(self._safe_copy) if math.isfinite(self._safe_copy) else -1
-            copies.save(self.worker.rank, self.step, whose, pieces, self._state(self.step), keep=keep)
-        self._last_copy = self.step  # on all processes, since all have to agree when the next one is
-
-    def _safely_copied(self) -> float:
-        copies = self.worker.copies
-        return math.inf if copies is None or not self.has_work else float(copies.safe_step(self.worker.rank))
 
     def _tell(self, told: _Agreed) -> None:
         """The first process writes a step down, and says a word to the launcher; all keep what was evaluated."""
@@ -545,14 +489,6 @@ class Run:
                 record.step, loss, record.tokens_per_s or 0.0, record.gpu_utilisation, told.evaluated, tuple(self._notes)
             ))  # fmt: skip
             self._notes.clear()
-
-    def _save_if_due(self, told: _Agreed) -> None:
-        """A checkpoint, where there is to be one after this step."""
-        every, best_loss = self.request.checkpoint_every, None
-        if told.evaluated is not None and told.evaluated.loss < self._best_loss:
-            best_loss = self._best_loss = told.evaluated.loss
-        if best_loss is not None or (every and self.step % every == 0) or (told.is_due and self._saved < self.step):
-            self._save(self.step, best_loss)
 
     def _gone_silent(self) -> Iterator[str]:
         """A note for each kind of record that a full disk ended, once."""

@@ -23,18 +23,17 @@ def test_ten_minutes_or_a_hundred_times_what_the_last_one_cost() -> None:
     assert not interval.is_over(2311.0) and interval.is_over(2312.0)
 
 
-@pytest.mark.parametrize(("every", "is_first", "busy", "expected"), [(500, 1, 0, 1), (0, 1, 0, 0), (500, 0, 0, 0), (500, 1, 1, 0)])
-def test_the_first_process_asks_for_one_that_no_rank_still_writes(every: int, is_first: int, busy: int, expected: int) -> None:
+@pytest.mark.parametrize(("late", "is_first", "busy", "expected"), [(1, 1, 0, 1), (0, 1, 0, 0), (1, 0, 0, 0), (1, 1, 1, 0)])
+def test_the_first_process_asks_for_one_that_no_rank_still_writes(late: int, is_first: int, busy: int, expected: int) -> None:
     other = StepWord(is_saving=bool(busy), record=StepRecord(3))
 
     def gather(own: torch.Tensor) -> torch.Tensor:
         return torch.stack([own, torch.tensor(other.row(), dtype=torch.float64)])
 
     stub: Any = SimpleNamespace(
-        step=4, members=(0, 1), is_first=bool(is_first), request=SimpleNamespace(checkpoint_every=every, steps=9), watcher=None,
-        _interval=SaveInterval(_last_s=-1e9), _lost=None, checkpoints=SimpleNamespace(busy=False), world=SimpleNamespace(ranks=(1,)),
+        step=4, members=(0, 1), is_first=bool(is_first), request=SimpleNamespace(steps=9), watcher=None, _lost=None,
+        saves=SimpleNamespace(is_late=bool(late), is_saving=False, copied=0.0), world=SimpleNamespace(ranks=(1,)),
         worker=SimpleNamespace(asked_to_end=lambda: 15, groups=SimpleNamespace(gather=gather)), _order=lambda: b"",
-        _safely_copied=lambda: 0.0,
     )  # fmt: skip
     told = Run._agreed(stub, StepWord())
     assert (told.ended_by, told.is_due) == (15, bool(expected))

@@ -1,0 +1,83 @@
+"""After which steps a run saves what, its checkpoints and copies being lists here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.plans.build import uniform_plan
+from penstock.runtime.checkpoints.intervals import SaveInterval
+from penstock.runtime.checkpoints.writer import BEST_LOSS
+from penstock.runtime.recovering.saving import RunSaves
+from penstock.runtime.request import EvalRecord, TrainRequest
+
+
+class _Lists:
+    """Stands for a checkpoint writer and for copies: what was saved, with the loss by which it is the best, and what was copied."""
+
+    busy = False
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[int, float | None]] = []
+        self.copied: list[int] = []
+
+    def save(self, *given: Any, keep: int = -1) -> None:
+        state: Mapping[str, Any] = given[-1]
+        if len(given) == 3:
+            self.saved.append((given[0], state.get(BEST_LOSS)))
+        else:
+            self.copied.append(given[1])
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+def saves_of(lists: _Lists, out: Path, monkeypatch: pytest.MonkeyPatch, saved: int = 0, **options: int) -> RunSaves:
+    """Of a rank of which nothing but its place is known."""
+    plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=16, micro_batch=4)
+    request = TrainRequest(plan, "", 20, str(out), **options)  # type: ignore[arg-type]
+    groups = SimpleNamespace(generation=SimpleNamespace(number=0))
+    rank: Any = SimpleNamespace(world=SimpleNamespace(rank=1, place=1, ranks=(0, 1), groups=groups))
+    monkeypatch.setattr("penstock.runtime.recovering.saving.rank_pieces", lambda rank: ())
+    monkeypatch.setattr("penstock.runtime.recovering.saving.rank_state", lambda rank: {})
+    monkeypatch.setattr("penstock.runtime.recovering.saving.CheckpointWriter", lambda *_, **__: lists)
+    batches: Any = SimpleNamespace(state=lambda done: {"step": done})
+    faults: Any = SimpleNamespace(within=lambda phase, pieces: pieces)
+    found = RunSaves(request, rank, batches, copies=lists, faults=faults, token="a", saved=saved)  # type: ignore[arg-type]
+    found.take_place()
+    return found
+
+
+def test_checkpoints_by_steps_time_and_evaluation_and_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = _Lists()
+    saves = saves_of(lists, tmp_path, monkeypatch, checkpoint_every=4, copies=3)
+    evaluated = {2: 5.0, 6: 5.5, 8: 4.5}
+    for done in range(1, 10):
+        loss, saves.safe_copy = evaluated.get(done), -1.0 if done < 8 else 3.0  # until then, what is copied is here alone
+        saves.after(done, None if loss is None else EvalRecord(done, loss, 0.0), is_due=done in (4, 7))
+    assert lists.saved == [(2, 5.0), (4, None), (7, None), (8, 4.5)] and lists.copied == [3, 9]
+    saves.finish(9)
+    saves.finish(9)  # once is enough
+    assert lists.saved[4:] == [(9, None)]
+    saves.copy(20)  # nobody goes on after the last step
+    assert lists.copied == [3, 9]
+
+
+def test_a_run_from_copies_saves_even_if_it_does_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for saved, expected in ((5, []), (-1, [(5, None)])):
+        lists = _Lists()
+        saves_of(lists, tmp_path, monkeypatch, saved).finish(5)
+        assert lists.saved == expected
+
+
+@pytest.mark.parametrize("every", [0, 500])
+def test_time_alone_asks_for_none_where_none_are_wanted(every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves = saves_of(_Lists(), tmp_path, monkeypatch, checkpoint_every=every)
+    assert not saves.is_late and not saves.is_saving
+    saves._interval = SaveInterval(_last_s=time.monotonic() - 601.0)
+    assert saves.is_late == bool(every)
