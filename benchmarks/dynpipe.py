@@ -35,7 +35,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from dynpipe_paced import paced_runs, paced_speedups, write_steps
 
 from penstock.plans.plan import Plan
 from penstock.reproduce.interference import MODELS, POLICIES, PROFILE, REACH, Floats, Scene, cuts_of, speedups, told, vgg16
@@ -69,6 +68,8 @@ def _show(scene: Scene, rows: dict[str, dict[str, tuple[float, float]]], found: 
 
 def _train(scene: Scene, out: Path) -> list[str]:
     """The paced runs: what they show, and what of it falls short."""
+    from dynpipe_paced import paced_runs, paced_speedups, write_steps
+
     with tempfile.TemporaryDirectory() as folder:
         found = paced_runs(scene, Path(folder))
     write_steps(out / f"{PACED}.csv", found)

@@ -377,6 +377,8 @@ def all_cases(folder: Path) -> list[Case]:
     add("trace", "RUN", "@ --out t.json", FILES)
     add("trace", "--out", "good --out @", TO_WRITE)
     add("events", "RUN", "@", FILES)
+    add("join", "RUN", "@", FILES)
+    add("join", "--node-rank", "good --node-rank @", WHOLE)
     add("replan", "RUN", "@ --plan good/plan.json", FILES)
     add("replan", "--plan", "good --plan @", FILES)
     add("replan", "--at", "good --plan good/plan.json --at @", WHOLE)

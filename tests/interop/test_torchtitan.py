@@ -1,11 +1,8 @@
-"""Recipes for torchtitan: a snapshot, a run of the recipe against stand-ins, and everything that is refused."""
+"""Recipes for torchtitan: a snapshot, what they set, and everything that is refused."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -19,36 +16,22 @@ BASE = uniform_plan(
 )
 
 
-def configured(text: str, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What the recipe sets, with stand-ins for the modules of torchtitan that it imports."""
-
-    def base(seq_len: int) -> SimpleNamespace:
-        return SimpleNamespace(parallelism=SimpleNamespace(), training=SimpleNamespace(), seq_len=seq_len, model="usual")
-
-    def module(name: str, **content: Any) -> None:
-        found = ModuleType(name)
-        vars(found).update(content)
-        monkeypatch.setitem(sys.modules, name, found)
-
-    module("torchtitan_recipes.models.llama3", llama3_8b=base, llama3_70b=base)
-    module("torchtitan.distributed.activation_checkpoint", FullActivationRematConfig=lambda: "full")
-    module("torchtitan.models.llama3", build_model_config=lambda flavor, seq_len: (flavor, seq_len))
-    names: dict[str, Any] = {}
-    exec(compile(text, "recipe.py", "exec"), names)
-    found = names["penstock_plan"]()
-    assert isinstance(found, SimpleNamespace)
-    return found
+def settings(text: str) -> dict[str, str]:
+    """What the recipe sets, each by its name; whether torchtitan takes it `test_consumers.py` tells."""
+    return dict(line.strip().removeprefix("config.").split(" = ", 1) for line in text.splitlines() if line.startswith("    config."))
 
 
 def test_a_recipe_in_full() -> None:
     assert torchtitan_recipe(replace(BASE, gradients="fp32")) == '''\
-"""llama-8b on 16 GPUs, 4 stages. Written by Penstock for torchtitan's Python recipes (late 2026).
+"""llama-8b on 16 GPUs, 4 stages. Written by Penstock for torchtitan 0.3.
 
-NGPU=16 MODULE=<this file, as an importable module> CONFIG=penstock_plan ./run_train.sh
+PYTHONPATH=<folder of this file> NGPU=16 MODULE=<name of this file, without .py> CONFIG=penstock_plan ./run_train.sh
+
+torchtitan's FSDP sums gradients with every micro-batch, where the plan (ZeRO-1) does once a step: it communicates more.
 """
 
-from torchtitan.distributed.activation_checkpoint import FullActivationRematConfig
-from torchtitan_recipes.models.llama3 import llama3_8b
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.llama3.config_registry import llama3_8b
 
 MODULE_FQNS_PER_MODEL_PART = [
     ["tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "layers.4", "layers.5", "layers.6", "layers.7"],
@@ -60,23 +43,22 @@ MODULE_FQNS_PER_MODEL_PART = [
 
 def penstock_plan():
     """The plan; data, learning rate and number of steps are those of the recipe it starts from."""
-    config = llama3_8b(seq_len=4096)
+    config = llama3_8b()
     config.parallelism.data_parallel_replicate_degree = 1
     config.parallelism.data_parallel_shard_degree = 2
     config.parallelism.tensor_parallel_degree = 2
     config.parallelism.enable_sequence_parallel = True
     config.parallelism.pipeline_parallel_degree = 4
     config.parallelism.fsdp_reshard_after_forward = "never"
-    config.parallelism.fsdp_defer_gradient_reduction = True
     config.parallelism.pipeline_parallel_schedule = "1F1B"
-    config.parallelism.pipeline_parallel_module_fqns_per_model_part = MODULE_FQNS_PER_MODEL_PART
-    config.parallelism.num_pp_microbatches = 16
-    config.training.max_context_length = 4096
-    config.training.num_tokens_per_microbatch_per_dp_rank = 8192
-    config.training.num_tokens_per_train_step = 262144
+    config.parallelism.module_fqns_per_model_part = MODULE_FQNS_PER_MODEL_PART
+    config.parallelism.pipeline_parallel_microbatch_size = 2
+    config.training.local_batch_size = 32
+    config.training.global_batch_size = 64
+    config.training.seq_len = 4096
     config.training.mixed_precision_param = "bfloat16"
-    config.training.mixed_precision_reduce = "float32"
-    config.activation_checkpoint = FullActivationRematConfig()
+    config.training.disable_cuda_graphs = True
+    config.activation_checkpoint = FullAC.Config()
     return config
 '''
 
@@ -85,44 +67,40 @@ def test_a_plan_with_gradients_in_bf16_is_told_of_what_it_cannot_have() -> None:
     assert "torchtitan keeps and sums gradients in fp32, where the plan has bf16" in torchtitan_recipe(BASE)
 
 
-def test_the_recipe_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = configured(torchtitan_recipe(BASE), monkeypatch)
-    assert found.seq_len == 4096 and found.model == "usual" and found.activation_checkpoint == "full"
-    parts = found.parallelism.pipeline_parallel_module_fqns_per_model_part
-    layers = [name for part in parts for name in part]
-    assert layers == ["tok_embeddings", *(f"layers.{i}" for i in range(32)), "norm", "lm_head"]
-
-
-def test_one_stage_of_another_flavour(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = uniform_plan("llama-1b", "2xh100-80gb", replicas=2, global_batch=8, micro_batch=2)
-    text = torchtitan_recipe(plan)
-    assert "MODULE_FQNS" not in text and "FullActivationRematConfig" not in text
-    found = configured(text, monkeypatch)
-    assert found.model == ("1B", 4096) and found.activation_checkpoint is None
-    assert vars(found.parallelism) == {
-        "data_parallel_replicate_degree": 2,
-        "data_parallel_shard_degree": 1,
-        "tensor_parallel_degree": 1,
-        "enable_sequence_parallel": False,
-        "pipeline_parallel_degree": 1,
+def test_one_stage_of_another_flavour() -> None:
+    text = torchtitan_recipe(uniform_plan("llama-1b", "2xh100-80gb", replicas=2, global_batch=8, micro_batch=2))
+    assert "MODULE_FQNS" not in text and "FullAC" not in text
+    assert settings(text) == {
+        "model_spec": 'model_registry("1B")',
+        "parallelism.data_parallel_replicate_degree": "2",
+        "parallelism.data_parallel_shard_degree": "1",
+        "parallelism.tensor_parallel_degree": "1",
+        "parallelism.enable_sequence_parallel": "False",
+        "parallelism.pipeline_parallel_degree": "1",
+        "training.local_batch_size": "2",
+        "training.global_batch_size": "8",
+        "training.seq_len": "4096",
+        "training.mixed_precision_param": '"bfloat16"',
+        "activation_checkpoint": "None",
     }
 
 
-@pytest.mark.parametrize(("zero", "reshard", "deferred"), [(1, "never", True), (2, "never", False), (3, "always", False)])
-def test_sharding(zero: int, reshard: str, deferred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = uniform_plan("llama-70b", "16xh100-80gb", tp=8, replicas=2, zero=zero, global_batch=8, micro_batch=1)
-    found = configured(torchtitan_recipe(plan), monkeypatch).parallelism
-    assert (found.fsdp_reshard_after_forward, found.fsdp_defer_gradient_reduction) == (reshard, deferred)
-    assert (found.data_parallel_replicate_degree, found.data_parallel_shard_degree) == (1, 2)
+@pytest.mark.parametrize(("zero", "reshard"), [(1, '"never"'), (2, '"never"'), (3, '"always"')])
+def test_sharding(zero: int, reshard: str) -> None:
+    text = torchtitan_recipe(uniform_plan("llama-70b", "16xh100-80gb", tp=8, replicas=2, zero=zero, global_batch=8, micro_batch=1))
+    found = settings(text)
+    assert found["parallelism.fsdp_reshard_after_forward"] == reshard and found["parallelism.data_parallel_shard_degree"] == "2"
+    assert ("sums gradients with every micro-batch" in text) == (zero == 1)
 
 
-def test_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedules() -> None:
     looped = uniform_plan(
         "llama-8b", "4xh100-80gb", pp=4, chunks=2, schedule="interleaved", global_batch=8, micro_batch=1, precision="fp32"
     )
-    found = configured(torchtitan_recipe(looped), monkeypatch)
-    assert found.parallelism.pipeline_parallel_schedule == "Interleaved1F1B" and found.training.mixed_precision_param == "float32"
-    assert len(found.parallelism.pipeline_parallel_module_fqns_per_model_part) == 8
+    text = torchtitan_recipe(looped)
+    found = settings(text)
+    assert found["parallelism.pipeline_parallel_schedule"] == '"Interleaved1F1B"' and found["training.mixed_precision_param"] == '"float32"'
+    assert text.count('    ["') == 8 and found["training.local_batch_size"] == "8"
     assert '"GPipe"' in torchtitan_recipe(replace(BASE, schedule="gpipe"))
     with pytest.raises(InputError, match=r"torchtitan cannot express the schedule 'zero-bubble'\. It has 1f1b, gpipe, interleaved"):
         torchtitan_recipe(uniform_plan("llama-8b", "4xh100-80gb", pp=4, schedule="zero-bubble", global_batch=8, micro_batch=1))

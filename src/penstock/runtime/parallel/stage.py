@@ -174,7 +174,7 @@ class StageModule:
         return module
 
     def _recordings(self) -> Recordings | None:
-        if self.world.device.type != "cuda" or not can_be_recorded(self.world.plan, self.stage, self.model):
+        if torch.device(self.world.device).type != "cuda" or not can_be_recorded(self.world.plan, self.stage, self.model):
             return None
         (first,) = self.pieces
         assert isinstance(first.chain, Chain)
