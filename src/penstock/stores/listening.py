@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from ipaddress import ip_address
 
 from penstock.errors import InputError
 
-__all__ = ["LOOPBACK", "bound_socket", "means_loopback"]
+__all__ = ["LOOPBACK", "bound_socket", "connections", "means_loopback"]
 
 LOOPBACK = "127.0.0.1"
 _BACKLOG = 1024
@@ -37,3 +38,13 @@ def bound_socket(host: str, port: int = 0) -> socket.socket:
         listener.close()
         raise InputError(f"a store cannot listen on {host}:{port}: {error.strerror}. Free the port, or take another.") from None
     return listener
+
+
+def connections(listener: socket.socket) -> Iterator[tuple[socket.socket, str]]:
+    """Whoever comes, and from which address, until the listener is shut down."""
+    while True:
+        try:
+            connection, place = listener.accept()
+        except OSError:  # closed
+            return
+        yield connection, place[0]

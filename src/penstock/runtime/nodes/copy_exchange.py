@@ -18,7 +18,7 @@ import msgspec
 from penstock.runtime.nodes.messages import NodeAddress
 from penstock.runtime.nodes.sealed_socket import SealedSocket, SealedSocketError
 from penstock.runtime.recovering.copies import Copies, SlotHead
-from penstock.stores.listening import bound_socket
+from penstock.stores.listening import bound_socket, connections
 
 __all__ = ["CopyMirror", "CopyServer", "bring_copies", "next_node"]
 
@@ -49,12 +49,8 @@ class CopyServer:
             one.shut()
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, place = self._listener.accept()
-            except OSError:  # closed
-                return
-            threading.Thread(target=self._serve, args=(connection, f"the node at {place[0]}"), name="copies", daemon=True).start()
+        for connection, address in connections(self._listener):
+            threading.Thread(target=self._serve, args=(connection, f"the node at {address}"), name="copies", daemon=True).start()
 
     def _serve(self, connection: socket.socket, who: str) -> None:
         with closing(connection):

@@ -21,7 +21,7 @@ from penstock.runtime.nodes.sealed_socket import SealedSocket, SealedSocketError
 from penstock.runtime.nodes.succession import LedBy
 from penstock.runtime.recovering.copies import Copies, whole_copies
 from penstock.runtime.workers import WorkerError
-from penstock.stores.listening import bound_socket
+from penstock.stores.listening import bound_socket, connections
 
 if TYPE_CHECKING:
     from penstock.runtime.checkpoints.writer import CheckpointWriter
@@ -239,13 +239,9 @@ class LeadingNode:
         return WorkerError(f"{who} is lost, with rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}: it {why}.", ranks, is_lost=True)
 
     def _accept(self) -> None:
-        while True:
+        for connection, address in connections(self._listener):
             try:
-                connection, place = self._listener.accept()
-            except OSError:  # closed
-                return
-            try:
-                self._welcome(Channel(SealedSocket(connection, self._key, f"the node at {place[0]}", serves=True)))
+                self._welcome(Channel(SealedSocket(connection, self._key, f"the node at {address}", serves=True)))
             except SealedSocketError:
                 connection.close()  # a stranger, or somebody who left
 

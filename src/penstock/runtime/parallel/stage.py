@@ -225,9 +225,9 @@ class StageModule:
 
         `split` puts weight gradients aside in the backward pass. `watched`: somebody wants to know when each gradient is complete.
         """
-        recomputed = {self.stage.first + position for position in self.stage.recomputed(pattern)}
+        recomputed = [self.stage.first + position for position in sorted(self.stage.recomputed(pattern))]
         if self.recordings is not None and training and not split and not watched:
-            again = sorted(self.stage.recomputed(pattern))
+            again = [op - self.stage.first for op in recomputed]
             played = self.recordings.forward(micro.index, batches[self.pieces[0].dp], carry, again, alone=not self._running)
             if played is not None:
                 return played
