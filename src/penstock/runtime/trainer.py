@@ -249,9 +249,13 @@ def _require_clocked(request: TrainRequest) -> None:
             )
     for strike in request.disturbance.strikes:
         if request.device == TIMED:
-            raise InputError(f"rank {strike.rank} is to be struck, but {TIMED} devices learn nothing that could be lost. Leave it out.")
+            raise InputError(f"{strike.subject} is to be struck, but {TIMED} devices learn nothing that could be lost. Leave it out.")
         if strike.phase not in PHASES:
-            raise InputError(f"rank {strike.rank} is to be struck in phase '{strike.phase}'. {near_misses(strike.phase, PHASES)}")
+            raise InputError(f"{strike.subject} is to be struck in phase '{strike.phase}'. {near_misses(strike.phase, PHASES)}")
+        if strike.rank is None and not (request.node is not None and (strike.node or 0) < len(nodes_of(request))):
+            count = 1 if request.node is None else len(nodes_of(request))
+            raise InputError(f"{strike.subject} is to be struck, but this run has {count} node{'s' * (count > 1)}. Nodes, and the stores "
+                             "that one of them serves, are those of a run that is started with --node-rank and --master.")  # fmt: skip
     request.disturbance.require_ranks(request.plan.ranks)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from penstock.runtime.nodes.place import members_of, node_facts, node_key, nodes
 from penstock.runtime.nodes.succession import LeaderLostError, LedBy, forget_led, succeed, write_led
 from penstock.runtime.planner_processes import Planners, planners_here
 from penstock.runtime.recovering.copies import Copies
-from penstock.runtime.recovering.faults import Fault, ask_fault, forget_faults
+from penstock.runtime.recovering.faults import FIRST_RANK, Fault, ask_fault, forget_faults
 from penstock.runtime.recovering.frozen import FrozenRanks
 from penstock.runtime.recovering.recovery import DeathWitness, RunRecovery
 from penstock.runtime.request import PACED, RECOVER, TIMED, GoingOn, NodePlace, PlanAdopted, StepTold, TrainRequest, TrainResult
@@ -41,6 +41,7 @@ from penstock.runtime.telemetry.process_files import NODE, forget_processes, nam
 from penstock.runtime.telemetry.status import StatusBoard
 from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.workers import PoolSite, WorkerError, WorkerPool
+from penstock.timing.disturbance import DisturbanceStrike
 
 __all__ = ["Supervisor", "hearing", "with_safe_step"]
 
@@ -102,7 +103,7 @@ class Supervisor:
                     forget_faults(request.out)  # asked of a run before, not of this one
                     forget_loads(request.out)
                     for strike in request.disturbance.strikes:
-                        ask_fault(request.out, Fault(strike.kind, strike.rank, strike.phase, strike.first))
+                        ask_fault(request.out, _fault(strike, nodes_of(request)))
                 if planners.pool is not None and self._witness is not None:
                     planners.pool.on_replaced = partial(self._witness.tell, "replaced")
                 hear = hearing(self.request, planners, progress, recovery)
@@ -268,6 +269,12 @@ def hearing(
 def with_safe_step(error: PenstockError, request: TrainRequest, first_step: int) -> PenstockError:
     """The failure of a run, with what of it is not lost."""
     return type(error)(f"{str(error).rstrip()}\n{safe_step(request, first_step)}")
+
+
+def _fault(strike: DisturbanceStrike, nodes: Sequence[Sequence[int]]) -> Fault:
+    """What is asked of a rank so that a strike happens: it strikes the supervisor of its node too."""
+    rank = strike.rank if strike.rank is not None else FIRST_RANK if strike.node is None else nodes[strike.node][0]
+    return Fault(strike.kind, rank, strike.phase, strike.first, strike.rank is None)
 
 
 @contextmanager
