@@ -39,7 +39,7 @@ from penstock.processes.burners import Burners
 from penstock.profiling.grid import GridLimits, Lengths, attention_grid, mixed_lengths, refine, sweep_lengths, sweep_size
 from penstock.profiling.local import device_facts
 from penstock.profiling.marks import times_for
-from penstock.profiling.measure import OpMeasure, Run, hold_gradients, measure_ops, shortened
+from penstock.profiling.measure import OpMeasure, Run, hold_gradients, measure_ops
 from penstock.profiling.module_parts import run_units, window_chain, windows
 from penstock.profiling.stamp import stamp
 from penstock.runtime.optimizing.optimizer import make_adamw, squared_norms
@@ -217,7 +217,7 @@ class Profiler:
 
     def _sweep_sizes(self, unit: Unit) -> None:
         """The whole (shortened) chain over a range of sizes."""
-        model = shortened(unit.model, COPIES)
+        model = unit.model.shortened(COPIES)
         chain = self._chain(model, 0, model.num_ops, unit)
         images = not model.seq_length
         low, high = (self.limits.min_samples, self.limits.max_samples) if images else (self._min_tokens(unit), self.limits.max_tokens)
@@ -234,7 +234,7 @@ class Profiler:
 
     def _sweep_lengths(self, unit: Unit) -> None:
         """Each distinct attention op between its neighbours, over sizes and lengths."""
-        model = shortened(unit.model, 1)
+        model = unit.model.shortened(1)
         longest = 8192 if self.device.type == "cuda" else 512
         if "max_positions" in model.ops[0].op.config and model.ops[0].op.config["max_positions"]:
             longest = min(longest, model.seq_length)
@@ -357,7 +357,7 @@ class Profiler:
 
     def _beside(self, unit: Unit) -> None:
         """Each class of ops in a pass of usual size, alone and beside processes that keep the device busy."""
-        model = shortened(unit.model, COPIES)
+        model = unit.model.shortened(COPIES)
         chain = self._chain(model, 0, model.num_ops, unit)
         size = self.limits.max_samples if not model.seq_length else min(self.limits.max_tokens, BESIDE_TOKENS)
         batch = random_model_batch(model, sweep_lengths(model, size), self.device)
@@ -382,7 +382,7 @@ class Profiler:
 
     def _compare_whole(self, unit: Unit) -> None:
         """How the chain as a whole compares with the sum of its parts: small work for the host, lasting work for the device."""
-        model = unit.model if self._fits(unit.model) else shortened(unit.model, COPIES)
+        model = unit.model if self._fits(unit.model) else unit.model.shortened(COPIES)
         chain = self._chain(model, 0, model.num_ops, unit)
         hold_gradients(chain.parameters())
         costs = DeviceCosts(replace(self.here, whole={}))
