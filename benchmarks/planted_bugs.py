@@ -462,7 +462,7 @@ _TRAINING = (
          "min(self.longest_s, self._stood_s / self.share)", "one after each step", "runtime/checkpoints/test_intervals.py"),
     _bug("a GPU's passes are held against the wrong step", "runtime/telemetry/figures.py", "(self._before if self.lateness else now)",
          "now", "ragged batches raise alarms", "runtime/telemetry/test_figures.py"),
-    _bug("planners stay with the old plan", "runtime/trainer.py", "replace(self.request, plan=told.plan)", "self.request",
+    _bug("planners stay with the old plan", "runtime/nodes/supervisor.py", "replace(request, plan=told.plan)", "request",
          "programs of a plan that is gone", "runtime/test_trainer.py", pick="planners_follow"),
     _bug("a signal must reach all ranks", "runtime/run.py", "max(word.asked_to_end for", "min(word.asked_to_end for",
          "one rank alone is asked to end", "runtime/checkpoints/test_intervals.py"),

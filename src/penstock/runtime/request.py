@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from penstock.runtime.telemetry.parts import RankTimes
 
 __all__ = [
-    "PACED", "TIMED", "WARM_UP", "EvalRecord", "GoingOn", "NodePlace", "PlanAdopted", "PlanningSettings", "StepTold", "TrainRequest",
-    "TrainResult",
+    "END", "PACED", "RECOVER", "TIMED", "WARM_UP", "EvalRecord", "GoingOn", "NodePlace", "PlanAdopted", "PlanningSettings", "StepTold",
+    "TrainRequest", "TrainResult",
 ]  # fmt: skip
 
 TIMED, PACED = "timed", "paced"
 """Devices that take as long as the costs say: on those of a rehearsal ops are waits, the others compute, and wait for what is left."""
+END, RECOVER = "end", "recover"
+"""What becomes of a run one of whose processes dies."""
 WARM_UP = 2
 """Iterations that measured times leave out."""
 

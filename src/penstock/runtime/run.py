@@ -32,7 +32,7 @@ from penstock.runtime.divergence import MAX_DROPPED, DivergedError, describe_div
 from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import load_rank, load_state, load_weights
-from penstock.runtime.recovering.faults import MOVING, RankFaults
+from penstock.runtime.recovering.faults import RankFaults
 from penstock.runtime.recovering.saving import RunSaves
 from penstock.runtime.request import PACED, WARM_UP, EvalRecord, GoingOn, PlanAdopted, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run_folder import CHECKPOINTS, STEPS, plans_of_run
@@ -42,6 +42,7 @@ from penstock.runtime.telemetry.figures import RankFigures, StepMeter
 from penstock.runtime.telemetry.flops import PeakTimes
 from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
 from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages, times_of_ranks
+from penstock.runtime.telemetry.phases import MOVING, RECOVERING
 from penstock.runtime.telemetry.predicting import ProgramTimes
 from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.telemetry.profiled_steps import ProfiledSteps
@@ -140,9 +141,10 @@ class Run:
         self.is_first = own == self.members[0]
         self.spans = SpanRecorder(out / f"rank-{own:05d}.spans", own)
         self.profiled = ProfiledSteps(request.profile_steps, out, own)
-        self.faults = RankFaults(out, own)
+        self.faults = RankFaults(out, own, is_first=self.is_first)
         self.loads = RankLoads(out, own, partial(GpuLoad, worker.groups.device))
         self.rank = self._rank()
+        self.rank.phase = self.faults.meet
         self.rank.adopt(request.plan)
         address, self._job = handover
         batches, planner = run_inputs(request)
@@ -175,6 +177,9 @@ class Run:
         self.watcher: StepWatcher | None = None
         self._moving: _Moving | None = None
         self._take_place(self._places(planner))
+        if self.goes_on:
+            self.faults.look(self.first_step)
+            self.faults.meet(RECOVERING)
         if going_on is not None and from_copies and self.has_work:
             assert worker.copies is not None
             load_state(worker.copies.state(going_on.step), self.rank)

@@ -148,6 +148,9 @@ class RunRecovery:
         if self._copies is not None:
             self._copies.keep(found.step if found.from_copies else None)
         go_back(self.request.out, found.step, self.request.plan)
+        if self._lost is not None:  # one died while others took the place of another: both are told of when it is over
+            who = tuple(sorted({*who, *self._lost[2]})) if self._lost[0] == event else who
+            since_s = self._lost[4]
         self._lost = event, found.step, who, self.done, since_s
         return found
 

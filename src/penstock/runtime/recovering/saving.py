@@ -22,9 +22,10 @@ from penstock.runtime.checkpoints.writer import BEST_LOSS, CheckpointWriter
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import rank_pieces, rank_state
 from penstock.runtime.recovering.copies import Copies, CopyPlace
-from penstock.runtime.recovering.faults import COPYING, SAVING, RankFaults
+from penstock.runtime.recovering.faults import RankFaults
 from penstock.runtime.request import EvalRecord, TrainRequest
 from penstock.runtime.run_folder import CHECKPOINTS
+from penstock.runtime.telemetry.phases import COPYING, SAVING
 
 __all__ = ["RunSaves"]
 
