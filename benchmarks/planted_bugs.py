@@ -172,6 +172,13 @@ _ORDERING = (
          "if run.makespan_s < best_s:", "memory is not looked at", "ordering/test_choose.py"),
 )  # fmt: skip
 _BATCHING = (
+    _bug("what is away holds nothing", "batching/bounds/column_kernels.py", " + min(own[2], own[3]) * away) / room", ") / room",
+         "a bound that knows nothing of micro-batches in flight", "batching/bounds"),
+    _bug("a line of lengths pays for its longest", "batching/bounds/column_kernels.py",
+         "row, row_dec = float(lines[0, i]), float(lines_dec[0, j])", "row, row_dec = float(lines[1, i]), float(lines_dec[1, j])",
+         "a bound above what a plan takes", "batching/bounds"),
+    _bug("prices prove what they ask for", "batching/bounds/columns.py", "worth=tried.worth / most", "worth=tried.worth",
+         "columns worth more than their price are forgotten", "batching/bounds"),
     _bug("a mode is named by its place among those left", "batching/ways.py", "values[..., mode, :] = grid.values[..., mode, :]",
          "values[..., 0, :] = grid.values[..., mode, :]", "another simulation recomputes nothing", "batching/test_ways.py", pick="says"),
     _bug("an order that is asked for is not taken", "batching/planner.py",
