@@ -56,7 +56,7 @@ def test_figures_are_written_with_what_was_found(data: Path, tmp_path: Path, cap
 
 @pytest.mark.parametrize(
     ("asked", "said"),
-    [(["aceso"], "Aceso's artifact"), (["fasop", "--figure", "pareto"], "settings.json"), (["acseo"], "aceso"),
+    [(["aceso", "--figure", "8"], "Aceso's artifact"), (["fasop", "--figure", "pareto"], "settings.json"), (["acseo"], "aceso"),
      (["dynpipe", "--figure", "99"], "no figure '99'"), (["all", "--figure", "9"], "one system")],
     ids=["no data", "no setting", "unknown system", "unknown figure", "figure of all"],
 )  # fmt: skip

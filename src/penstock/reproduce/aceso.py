@@ -12,6 +12,7 @@ from penstock.files import read_text, write_json
 from penstock.reproduce.aceso_cases import searched_cases
 from penstock.reproduce.aceso_plans import CASE_STUDIES, PLANS
 from penstock.reproduce.figures import Claim, Drawing, Evidence, FigureSpec, Plotted, Reproduction, at_least, at_most
+from penstock.reproduce.trained import TRAINED
 
 __all__ = ["ACESO_FIGURES"]
 
@@ -139,6 +140,6 @@ ACESO_FIGURES = Reproduction("aceso", (
     FigureSpec("8", "figure 8: time of the search", _search_time, ("ref-results", "eurosys")),
     FigureSpec("9", "figure 9: chains of 8 to 1,024 layers", _long_chains, ("ref-results",)),
     _accuracy("time", "seconds per iteration", "predict"), _accuracy("mem", "MB on a GPU", "predict (norm)"),
-    PLANS, CASE_STUDIES,
+    PLANS, CASE_STUDIES, TRAINED,
 ), "Aceso's artifact (microsoft/SuperScaler on GitHub, MIT) has them: its profiled-time-eurosys as eurosys/, its "
    "profiled-time-miniset as miniset/, its result CSVs as ref-results/.")  # fmt: skip
