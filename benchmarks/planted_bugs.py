@@ -754,6 +754,8 @@ _REPRODUCE = (
          "searches that nobody waits for take the cores", "reproduce/test_peers.py", pick="children"),
     _bug("plans of Aceso that do not fit count", "reproduce/peers/aceso.py", "<= case.memory_mb:", "<= 1e9:",
          "Aceso looks faster than it is", "reproduce/test_peers.py", pick="acesos"),
+    _bug("AMP sees the fastest kind alone", "systems/fasop/baselines.py", "share @ np.array(known), [0", "np.array(known)[0], [0",
+         "its ranking is better than AMP's", "systems/fasop/test_baselines.py"),
     _bug("torch's gradients pile up", "reproduce/peers/torch_pipelining.py", "        optimizer.zero_grad()\n", "",
          "what is compared with trains something else", "reproduce/test_trained.py", pick="torchs"),
     _bug("nodes of a row in another order", "systems/fasop/scoring.py", "        seen[kind] += 1\n", "",
