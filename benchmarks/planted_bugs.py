@@ -755,6 +755,18 @@ _REPRODUCE = (
          "what was expected exactly is said not to hold", "reproduce/test_reproduce.py"),
     _bug("published values pass for this run's", "reproduce/figures.py", '"published": curve.published', '"published": False',
          "nobody can tell what was measured here", "reproduce/test_reproduce.py"),
+    _bug("a peer works in the user's home", "reproduce/peers/checkout.py", '"HOME": here', '"HOME": os.environ["HOME"]',
+         "FASOP empties a folder of the user", "reproduce/test_peers.py", pick="own_home"),
+    _bug("children of a peer live on", "reproduce/peers/checkout.py", "os.killpg(process.pid, signal.SIGKILL)", "return",
+         "searches that nobody waits for take the cores", "reproduce/test_peers.py", pick="children"),
+    _bug("plans of Aceso that do not fit count", "reproduce/peers/aceso.py", "<= case.memory_mb:", "<= 1e9:",
+         "Aceso looks faster than it is", "reproduce/test_peers.py", pick="acesos"),
+    _bug("AMP sees the fastest kind alone", "systems/fasop/baselines.py", "share @ np.array(known), [0", "np.array(known)[0], [0",
+         "its ranking is better than AMP's", "systems/fasop/test_baselines.py"),
+    _bug("torch's gradients pile up", "reproduce/peers/torch_pipelining.py", "        optimizer.zero_grad()\n", "",
+         "what is compared with trains something else", "reproduce/test_trained.py", pick="torchs"),
+    _bug("nodes of a row in another order", "systems/fasop/scoring.py", "        seen[kind] += 1\n", "",
+         "all stages of a kind share one node's links", "systems/fasop/test_scoring.py"),
 )  # fmt: skip
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
