@@ -551,6 +551,9 @@ _CLI = (
 _CUTTING = (
     _bug("attention of an encoder-decoder drops", "models/modules/cutting/packing.py", "        if self._is_attention(x, keys):",
          "        if False:", "another cut trains another model", "models/modules/cutting/test_packing.py", pick="encoder_decoders"),
+    _bug("every start waits for torch's compiler", "models/modules/cutting/packing.py", "def sample_attention(",
+         "@torch.compiler.disable\ndef sample_attention(", "a second before the first step, in every process",
+         "runtime/optimizing/test_update_rules.py", pick="compiler"),
     _bug("one's own attention drops", "models/modules/cutting/packing.py", "            args, kwargs = _without_dropout(args, kwargs, 4)",
          "            pass", "another cut trains another model", "models/modules/cutting/test_packing.py", pick="any_cut"),
     _bug("a size that stayed the same is a constant", "models/modules/cutting/shapes.py",
