@@ -172,6 +172,13 @@ _ORDERING = (
          "if run.makespan_s < best_s:", "memory is not looked at", "ordering/test_choose.py"),
 )  # fmt: skip
 _BATCHING = (
+    _bug("what is away holds nothing", "batching/bounds/column_kernels.py", " + min(own[2], own[3]) * away) / room", ") / room",
+         "a bound that knows nothing of micro-batches in flight", "batching/bounds"),
+    _bug("a line of lengths pays for its longest", "batching/bounds/column_kernels.py",
+         "row, row_dec = float(lines[0, i]), float(lines_dec[0, j])", "row, row_dec = float(lines[1, i]), float(lines_dec[1, j])",
+         "a bound above what a plan takes", "batching/bounds"),
+    _bug("prices prove what they ask for", "batching/bounds/columns.py", "worth=tried.worth / most", "worth=tried.worth",
+         "columns worth more than their price are forgotten", "batching/bounds"),
     _bug("a mode is named by its place among those left", "batching/ways.py", "values[..., mode, :] = grid.values[..., mode, :]",
          "values[..., 0, :] = grid.values[..., mode, :]", "another simulation recomputes nothing", "batching/test_ways.py", pick="says"),
     _bug("an order that is asked for is not taken", "batching/planner.py",
@@ -544,6 +551,9 @@ _CLI = (
 _CUTTING = (
     _bug("attention of an encoder-decoder drops", "models/modules/cutting/packing.py", "        if self._is_attention(x, keys):",
          "        if False:", "another cut trains another model", "models/modules/cutting/test_packing.py", pick="encoder_decoders"),
+    _bug("every start waits for torch's compiler", "models/modules/cutting/packing.py", "def sample_attention(",
+         "@torch.compiler.disable\ndef sample_attention(", "a second before the first step, in every process",
+         "runtime/optimizing/test_update_rules.py", pick="compiler"),
     _bug("one's own attention drops", "models/modules/cutting/packing.py", "            args, kwargs = _without_dropout(args, kwargs, 4)",
          "            pass", "another cut trains another model", "models/modules/cutting/test_packing.py", pick="any_cut"),
     _bug("a size that stayed the same is a constant", "models/modules/cutting/shapes.py",
@@ -756,6 +766,18 @@ _REPRODUCE = (
          "what was expected exactly is said not to hold", "reproduce/test_reproduce.py"),
     _bug("published values pass for this run's", "reproduce/figures.py", '"published": curve.published', '"published": False',
          "nobody can tell what was measured here", "reproduce/test_reproduce.py"),
+    _bug("a peer works in the user's home", "reproduce/peers/checkout.py", '"HOME": here', '"HOME": os.environ["HOME"]',
+         "FASOP empties a folder of the user", "reproduce/test_peers.py", pick="own_home"),
+    _bug("children of a peer live on", "reproduce/peers/checkout.py", "os.killpg(process.pid, signal.SIGKILL)", "return",
+         "searches that nobody waits for take the cores", "reproduce/test_peers.py", pick="children"),
+    _bug("plans of Aceso that do not fit count", "reproduce/peers/aceso.py", "<= case.memory_mb:", "<= 1e9:",
+         "Aceso looks faster than it is", "reproduce/test_peers.py", pick="acesos"),
+    _bug("AMP sees the fastest kind alone", "systems/fasop/baselines.py", "share @ np.array(known), [0", "np.array(known)[0], [0",
+         "its ranking is better than AMP's", "systems/fasop/test_baselines.py"),
+    _bug("torch's gradients pile up", "reproduce/peers/torch_pipelining.py", "        optimizer.zero_grad()\n", "",
+         "what is compared with trains something else", "reproduce/test_trained.py", pick="torchs"),
+    _bug("nodes of a row in another order", "systems/fasop/scoring.py", "        seen[kind] += 1\n", "",
+         "all stages of a kind share one node's links", "systems/fasop/test_scoring.py"),
 )  # fmt: skip
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,

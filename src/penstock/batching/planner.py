@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from penstock.batching.bound import lower_bound_s
+from penstock.batching.bounds.lower_bound import lower_bound_s
 from penstock.batching.costs import PipelineCosts
 from penstock.batching.fitting import TooLong, fit_samples, positions
 from penstock.batching.ordering import ORDERS
@@ -20,7 +20,7 @@ from penstock.errors import InputError
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
 
-__all__ = ["costs_for", "costs_of_batch", "plan_batch", "plan_with_orders"]
+__all__ = ["batch_bound_s", "costs_for", "costs_of_batch", "plan_batch", "plan_with_orders"]
 
 
 def plan_batch(
@@ -57,8 +57,12 @@ def plan_batch(
     found = start(costs, enc, dec, splits)
     if steps:
         found = improve(costs, enc, dec, found, steps, seed)
-    bound_s = lower_bound_s(costs, enc, dec, exact=True) if bound else 0.0
-    return finish(costs, fitted, found, bound_s, steps)
+    return finish(costs, fitted, found, batch_bound_s(fitted.samples, costs) if bound else 0.0, steps)
+
+
+def batch_bound_s(samples: Sequence[SampleLengths], costs: PipelineCosts) -> float:
+    """What no plan of samples that fit takes less than."""
+    return lower_bound_s(costs, *positions(samples, costs), exact=True)
 
 
 def costs_for(plan: Plan, longest: int, longest_dec: int = 0, costs: str = "", memory_limit_bytes: float = math.inf) -> PipelineCosts:

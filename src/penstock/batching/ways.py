@@ -63,16 +63,19 @@ class BatchWays:
         return _with_others_away(costs, costs.modes.index(self.recompute)) if self.recompute else costs
 
     def planned(
-        self, samples: Sequence[SampleLengths], costs: PipelineCosts, *, steps: int = 0, seed: int = 0, too_long: TooLong = "refuse"
-    ) -> BatchPlan:
+        self, samples: Sequence[SampleLengths], costs: PipelineCosts, *, steps: int = 0, seed: int = 0, too_long: TooLong = "refuse",
+        bound: bool = False,
+    ) -> BatchPlan:  # fmt: skip
         """The batch in these ways, by costs that are `limited` already."""
-        found = self._cut(samples, costs, steps, seed, too_long)
+        found = self._cut(samples, costs, steps, seed, too_long, bound)
         return self._scheduled(found, costs) if self.schedule else found
 
-    def _cut(self, samples: Sequence[SampleLengths], costs: PipelineCosts, steps: int, seed: int, too_long: TooLong) -> BatchPlan:
+    def _cut(
+        self, samples: Sequence[SampleLengths], costs: PipelineCosts, steps: int, seed: int, too_long: TooLong, bound: bool
+    ) -> BatchPlan:  # fmt: skip
         if self.split in ("", "dynamic"):
             order = self.order or ("hilbert" if self.split else "")
-            return plan_batch(samples, costs, steps=steps, seed=seed, too_long=too_long, bound=True, order=order)
+            return plan_batch(samples, costs, steps=steps, seed=seed, too_long=too_long, bound=bound, order=order)
         if self.split != "packed" and "padded" not in costs.layouts:
             raise InputError(f"--split {self.split} makes padded micro-batches; the plan's are packed. Give one whose layout is padded.")
         ways = usual_ways(samples, costs, too_long)
