@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -84,7 +84,8 @@ def beating(lock: RunLock) -> Iterator[None]:
 
     def beat() -> None:
         while not ended.wait(_BEAT_S):
-            lock.beat()
+            with suppress(OSError):  # a file system that is away for a moment: others wait for longer
+                lock.beat()
 
     thread = threading.Thread(target=beat, name="lock beats", daemon=True)
     thread.start()
