@@ -147,7 +147,7 @@ class Supervisor:
         self._asked = -number if leaves else number
         if self._board is not None:
             self._board.ask_to_end(self._asked)
-        return "this node leaves the run as soon as another has what its ranks have learned" if leaves else ""
+        return "this node leaves the run once others have what its ranks have learned, or ends it if there are none" if leaves else ""
 
     @property
     def _may_leave(self) -> bool:
