@@ -642,6 +642,8 @@ _RECOVERING = (
          "now - self._last_s", "Ctrl-Z kills a run", "runtime/recovering/test_frozen.py"),
     _bug("a fault happens again and again", "runtime/recovering/faults.py", "                path.unlink(missing_ok=True)\n",
          "                pass\n", "no run ever goes on", "adapting/test_deaths.py", pick="replaced"),
+    _bug("strikes of the store are met by nobody", "runtime/recovering/faults.py", "[FIRST_RANK] if is_first else []", "[]",
+         "a story does not go on", "runtime/recovering/test_faults.py", pick="met_once"),
     _bug("a node that was cut off leads too", "runtime/nodes/succession.py",
          "            lock = stack.enter_context(run_lock(Path(folder)))\n", "            lock = None\n",
          "two nodes train into one folder", "runtime/nodes/test_succession.py"),
