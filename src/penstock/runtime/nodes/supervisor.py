@@ -273,7 +273,7 @@ class Supervisor:
                         recovery.save_copies()
                     raise with_safe_step(error, self.request, self._first_step) from None
             request, members = recovery.request, recovery.members
-            planners.adopt(going_on.step, program_planner(request))
+            planners.begin_anew(going_on.step, program_planner(request))
 
     def _require_lead(self, nodes: LeadingNode | None, lock: RunLock) -> None:
         """Ends a node that stood still for so long that another leads in its place: nothing in the folder is its own any more."""
