@@ -238,18 +238,16 @@ def soak(folder: Path, count: int, seed: int) -> None:
 
 
 def _held() -> str:
-    """Descriptors, threads and memory of this process and its children (the fork server), and how many processes there are in all."""
-    parts = []
+    """Descriptors, threads and memory of this process and of the fork server, and how many processes that has started."""
     children = [int(one) for one in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()]
-    for name, pid in (("launcher", os.getpid()), *(("fork server", one) for one in children)):
-        try:
-            status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-            held = len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]), int(status["VmRSS"].split()[0]) // 1024
-        except (OSError, KeyError):  # it has just ended
-            continue
-        if "server" in status["Name"] or pid == os.getpid():
-            parts.append("{}: {} descriptors, {} threads, {} MB".format(name, *held))
-    return "; ".join(parts)
+    server = max(children, key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))
+    parts = []
+    for name, pid in (("launcher", os.getpid()), ("fork server", server)):
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        held = len(os.listdir(f"/proc/{pid}/fd")), status["Threads"].strip(), int(status["VmRSS"].split()[0]) // 1024
+        parts.append("{} {} descriptors, {} threads, {} MB".format(name, *held))
+    forked = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    return f"{', '.join(parts)}; {len(forked)} processes"
 
 
 def main() -> None:

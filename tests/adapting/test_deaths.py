@@ -106,9 +106,10 @@ def test_a_spare_takes_the_place_of_a_device_that_is_broken(data: str, tmp_path:
 @pytest.mark.parametrize(
     ("options", "words"),
     [({"spares": 3, "on_death": "recover"}, "cluster has 4 devices, of which 2 come after rank 1"),
-     ({"spares": 1}, "Add --on-death recover")],
+     ({"spares": 1}, "Add --on-death recover"),
+     ({"disturbance": Disturbance(strikes=(DisturbanceStrike("kill", None, "update"),))}, "the store is to be struck, but this run has 1")],
 )  # fmt: skip
-def test_spares_without_devices_or_use_are_refused(data: str, tmp_path: Path, options: dict[str, Any], words: str) -> None:
+def test_spares_without_use_and_strikes_without_nodes_are_refused(data: str, tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         PlanTrainer(request(plan_of(pp=2), data, tmp_path / "run", 6, **options))
 

@@ -34,7 +34,7 @@ from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import load_rank, load_state, load_weights
 from penstock.runtime.recovering.faults import RankFaults
 from penstock.runtime.recovering.saving import RunSaves
-from penstock.runtime.request import PACED, WARM_UP, EvalRecord, GoingOn, PlanAdopted, StepTold, TrainRequest, TrainResult
+from penstock.runtime.request import PACED, WARM_UP, EvalRecord, GoingOn, MayLeave, PlanAdopted, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run_folder import CHECKPOINTS, STEPS, plans_of_run
 from penstock.runtime.run_inputs import held_out_programs, program_planner, run_inputs
 from penstock.runtime.step_words import StepWatcher, StepWord, samples_digest, whole_digest
@@ -102,6 +102,8 @@ class _Agreed:
     """Digest of all that were trained."""
     ended_by: int
     """The signal that asks any of them to end, so that they do so after the same step."""
+    leaves: bool
+    """Whether a node is to leave, and others stay."""
     is_due: bool
     """Whether it is time for a checkpoint, which none is still writing."""
     is_lost: bool
@@ -279,7 +281,9 @@ class Run:
             self._tell(told)
             if told.is_lost and self.step < self.request.steps:
                 raise self._ended(self._lost or StoreError("another rank gets no more programs from the store."))
-            self.saves.after(self.step, told.evaluated, is_due=told.is_due)
+            self.saves.after(self.step, told.evaluated, is_due=told.is_due, leaves=told.leaves)
+            if told.leaves and self.saves.may_leave and self.worker.asked_to_end() < 0:
+                self.worker.tell(MayLeave())
             ended_by = told.ended_by
             if self._moving is not None:
                 self._finish_move(self._moving, ended=bool(ended_by))
@@ -426,7 +430,7 @@ class Run:
         assert told.record is not None
         is_saving = any(word.is_saving for word in words.values())
         return _Agreed(
-            told.record, told.evaluated, whole_digest(words.values()), max(word.asked_to_end for word in words.values()),
+            told.record, told.evaluated, whole_digest(words.values()), *_asked([word.asked_to_end for word in words.values()]),
             words[first].is_due and not is_saving, any(word.lost for word in words.values()), plan, exact,
         )  # fmt: skip
 
@@ -541,6 +545,16 @@ class Run:
         place = self._place
         found = [self.rank.evaluate(program, place.held_out) for program in place.evaluations]
         return EvalRecord(done, statistics.fmean(one.loss for one in found), statistics.fmean(one.accuracy for one in found))
+
+
+def _asked(signals: Sequence[int]) -> tuple[int, bool]:
+    """The signal that ends the run, and whether some nodes are to leave it. Where all are, it ends.
+
+    >>> _asked([0, 15]), _asked([0, -15]), _asked([-15, -15]), _asked([-15, 2])
+    ((15, False), (0, True), (15, False), (2, False))
+    """
+    ended_by = abs(max(signals))
+    return ended_by, not ended_by and min(signals) < 0
 
 
 def train_rank(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -19,23 +20,34 @@ from typing import Any
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.plans.texts import format_ranks
 from penstock.runtime.devices.loads import forget_loads
 from penstock.runtime.devices.rehearsing import rehearse
 from penstock.runtime.interrupts import Interrupts
-from penstock.runtime.nodes.following import CALL_S, FollowingNode, TakenLead
-from penstock.runtime.nodes.leading import MEET_AGAIN_S, LeadingNode
-from penstock.runtime.nodes.messages import End
+from penstock.runtime.nodes.following import CALL_S, FollowingNode, NodeLeaves, TakenLead
+from penstock.runtime.nodes.leading import MEET_AGAIN_S, LeadingNode, lost_words
+from penstock.runtime.nodes.messages import End, Leaving
 from penstock.runtime.nodes.place import members_of, node_facts, node_key, nodes_of, ranks_here, store_key, threads_here
-from penstock.runtime.nodes.succession import LeaderLostError, LedBy, forget_led, succeed, write_led
+from penstock.runtime.nodes.succession import LeaderLostError, LedBy, beating, forget_led, succeed, write_led
 from penstock.runtime.planner_processes import Planners, planners_here
 from penstock.runtime.recovering.copies import Copies
 from penstock.runtime.recovering.faults import FIRST_RANK, Fault, ask_fault, forget_faults
 from penstock.runtime.recovering.frozen import FrozenRanks
 from penstock.runtime.recovering.recovery import DeathWitness, RunRecovery
-from penstock.runtime.request import PACED, RECOVER, TIMED, GoingOn, NodePlace, PlanAdopted, StepTold, TrainRequest, TrainResult
+from penstock.runtime.request import (
+    PACED,
+    RECOVER,
+    TIMED,
+    GoingOn,
+    MayLeave,
+    NodePlace,
+    PlanAdopted,
+    StepTold,
+    TrainRequest,
+    TrainResult,
+)  # fmt: skip
 from penstock.runtime.run_folder import STEPS, own_folder, plan_of_run, put_in_force, safe_step
 from penstock.runtime.run_inputs import program_planner, run_inputs
+from penstock.runtime.run_lock import RunLock
 from penstock.runtime.run_predictions import keep_inputs
 from penstock.runtime.telemetry.process_files import NODE, forget_processes, named_process
 from penstock.runtime.telemetry.status import StatusBoard
@@ -76,14 +88,18 @@ class Supervisor:
         recovers = request.on_death == RECOVER
         copies = Copies(members_of(request)[-1] + 1, mirrored=node is not None) if recovers and request.copies else None
         with closing(copies) if copies is not None else nullcontext():
-            return self._lead(copies, progress) if node is None or not node.number else self._follow(node, copies, progress)
+            try:
+                return self._lead(copies, progress) if node is None or not node.number else self._follow(node, copies, progress)
+            except NodeLeaves:
+                return TrainResult(self._first_step, 0, (), (), 0.0, 0.0, {}, None, abs(self._asked), has_left=True)
 
     def _lead(
-        self, copies: Copies | None, progress: Progress | None, taken: TakenLead | None = None
+        self, copies: Copies | None, progress: Progress | None, taken: TakenLead | None = None, lock: RunLock | None = None
     ) -> TrainResult:  # fmt: skip
-        """Trains as the only node, or the one that leads; `taken`: in place of another, which was lost."""
+        """Trains as the only node, or the one that leads; `taken`: in place of another, which was lost, and whose lock this one has."""
         request, rehearses, going_on = self.request, self.request.device == TIMED, None
-        with own_folder(request, self._first_step) if taken is None else nullcontext(), self._leading(copies, taken) as nodes:
+        held = own_folder(request, self._first_step) if lock is None else nullcontext(lock)
+        with held as lock, self._leading(copies, taken, lock) as nodes:
             members = members_of(request) if taken is None else taken.members
             recovers = request.on_death == RECOVER
             recovery = RunRecovery(request, self._first_step, nodes or copies, members, self._witness) if recovers else None
@@ -93,7 +109,7 @@ class Supervisor:
             begin = self._first_step if going_on is None else going_on.step
             with (
                 planners_here(request.planning, *run_inputs(request), begin, *self._store_place(nodes)) as planners,
-                _forgotten_processes(request.out),
+                _forgotten_processes(request.out, lock),
                 nullcontext() if nodes is None else named_process(request.out, nodes.number, request.device, NODE),
                 self._pool(copies, None if nodes is None else PoolSite(tuple(nodes.ranks[nodes.number]), nodes.host, nodes)) as pool,
                 nullcontext() if rehearses else Interrupts(self._ask_to_end),
@@ -110,7 +126,7 @@ class Supervisor:
                 if rehearses:
                     rehearsed = pool.run(rehearse, request, planners.handover, timeout_s=_RUN_S, listen=lambda _, told: hear(told))
                     return rehearsed[request.plan.ranks[0]]
-                found = self._run(pool, planners, hear, recovery, nodes, going_on)
+                found = self._run(pool, planners, hear, recovery, nodes, going_on, lock)
         return found if recovery is None else recovery.whole(found)
 
     def _pool(self, copies: Copies | None, site: PoolSite | None) -> WorkerPool:
@@ -124,14 +140,23 @@ class Supervisor:
             pool.board.ask_to_end(self._asked)
         return pool
 
-    def _ask_to_end(self, number: int) -> None:
-        """A signal asks for an end: of the ranks that run, or of those that will when it goes on."""
-        self._asked = number
+    def _ask_to_end(self, number: int) -> str:
+        """A signal asks for an end: of the ranks that run, or of those that will when it goes on. Where there are other nodes, SIGTERM says
+        that this machine will be gone soon, and asks for an end of this node alone (a number below 0). What to tell."""
+        leaves = number == signal.SIGTERM and self._may_leave
+        self._asked = -number if leaves else number
         if self._board is not None:
-            self._board.ask_to_end(number)
+            self._board.ask_to_end(self._asked)
+        return "this node leaves the run as soon as another has what its ranks have learned" if leaves else ""
+
+    @property
+    def _may_leave(self) -> bool:
+        """Whether other nodes could go on without this one."""
+        request = self.request
+        return request.node is not None and request.on_death == RECOVER and request.copies > 0 and len(nodes_of(request)) > 1
 
     @contextmanager
-    def _leading(self, copies: Copies | None, taken: TakenLead | None) -> Iterator[LeadingNode | None]:
+    def _leading(self, copies: Copies | None, taken: TakenLead | None, lock: RunLock) -> Iterator[LeadingNode | None]:
         """The other nodes of the job, once all are there that should be; None: there are none."""
         request = self.request
         if request.node is None:
@@ -144,29 +169,33 @@ class Supervisor:
             write_led(request.out, msgspec.structs.replace(led, term=term, command=node.command, folder=os.getcwd()))
 
         nodes = LeadingNode(number, met_at, node_key(), ranks, node_facts(request), copies, tell)
-        end = End("the node that leads has ended.")
+        end: End | Leaving = End("the node that leads has ended.")
         try:
-            if taken is None:
-                nodes.meet(range(1, len(ranks)))
-            else:
-                nodes.meet(taken.expected, MEET_AGAIN_S, needs_all=False)
-            yield nodes
+            with beating(lock):
+                if taken is None:
+                    nodes.meet(range(1, len(ranks)))
+                else:
+                    nodes.meet(taken.expected, MEET_AGAIN_S, needs_all=False)
+                yield nodes
             end = End(ended_by=self._ended_by)
+        except NodeLeaves:
+            end = Leaving()
+            raise
         except PenstockError as error:
             end = End(str(error))
             raise
         finally:
             nodes.close(end)
-            forget_led(request.out)
+            if lock.is_held and not isinstance(end, Leaving):
+                forget_led(request.out)
 
     def _taken_over(self, recovery: RunRecovery, nodes: LeadingNode, taken: TakenLead) -> GoingOn:
         """Where a run goes on from whose leader was lost: what that knew of it is in the run's folder."""
         out, lost = Path(self.request.out), nodes.ranks[taken.node]
         done = read_steps(out / STEPS) if (out / STEPS).is_file() else []
         recovery.take_over((StepTold(one.step, one.loss, one.tokens_per_s or 0.0) for one in done), plan_of_run(out))
-        who = f"node {taken.node} is lost, with rank{'s' * (len(lost) > 1)} {format_ranks(lost)}"
-        text = f"{who}: {taken.why}. Node {nodes.number} leads now"
-        going_on = recovery.go_on(lost, text, nodes.gone_ranks())
+        text = f"{lost_words(f'node {taken.node}', lost, taken.why, has_left=taken.has_left)}. Node {nodes.number} leads now"
+        going_on = recovery.go_on(lost, text, nodes.gone_ranks(), has_left=taken.has_left)
         if going_on is None:
             recovery.save_copies()
             raise with_safe_step(WorkerError(f"{text}."), self.request, self._first_step)
@@ -196,14 +225,15 @@ class Supervisor:
                     if isinstance(found, LedBy):
                         led, wait_s = found, MEET_AGAIN_S
                         continue
-                    with found:
-                        return self._lead(copies, progress, node.taken_lead(led, str(error)))
+                    stack, lock = found
+                    with stack:
+                        return self._lead(copies, progress, node.taken_lead(led, str(error), has_left=error.has_left), lock)
 
     def _run(
         self, pool: WorkerPool, planners: Planners, hear: _Hear, recovery: RunRecovery | None, nodes: LeadingNode | None,
-        going_on: GoingOn | None,
+        going_on: GoingOn | None, lock: RunLock,
     ) -> TrainResult:  # fmt: skip
-        """Runs the job to its end: with new processes in place of those that die, as often as `recovery` says."""
+        """Runs the job to its end: with new processes in place of those that die, as often as `recovery` says, while nobody else leads."""
         request, members = (self.request, members_of(self.request)) if recovery is None else (recovery.request, recovery.members)
         while True:
             try:
@@ -214,8 +244,11 @@ class Supervisor:
                 if going_on is not None or nodes is not None:
                     pool.revive(members, threads_here(self.request, request.plan))
 
-                def listen(rank: int, told: StepTold | PlanAdopted) -> None:
+                def listen(rank: int, told: StepTold | PlanAdopted | MayLeave) -> None:
                     if rank == pool.members[0]:
+                        self._require_lead(nodes, lock)
+                        if isinstance(told, MayLeave):
+                            raise NodeLeaves
                         hear(told)
                         self._let_join(told, nodes)
 
@@ -228,16 +261,24 @@ class Supervisor:
                 nodes.stop()
                 going_on = recovery.join(nodes.admit())
             except WorkerError as error:
+                self._require_lead(nodes, lock)
                 if nodes is not None:
                     nodes.stop()
                 gone = () if nodes is None else nodes.gone_ranks()
-                going_on = recovery.go_on(error.ranks, str(error), gone) if recovery is not None and error.is_lost else None
+                going_on = None
+                if recovery is not None and error.is_lost:
+                    going_on = recovery.go_on(error.ranks, str(error), gone, has_left=error.has_left)
                 if recovery is None or going_on is None:
                     if recovery is not None:
                         recovery.save_copies()
                     raise with_safe_step(error, self.request, self._first_step) from None
             request, members = recovery.request, recovery.members
             planners.adopt(going_on.step, program_planner(request))
+
+    def _require_lead(self, nodes: LeadingNode | None, lock: RunLock) -> None:
+        """Ends a node that stood still for so long that another leads in its place: nothing in the folder is its own any more."""
+        if nodes is not None and not lock.is_held:
+            raise LeaderLostError(f"this node stood still, and another leads the run in '{self.request.out}' now.")
 
     def _let_join(self, told: StepTold | PlanAdopted, nodes: LeadingNode | None) -> None:
         """Where a node waits to join: all begin anew with it, one step after all ranks have copied what they had learned."""
@@ -278,9 +319,14 @@ def _fault(strike: DisturbanceStrike, nodes: Sequence[Sequence[int]]) -> Fault:
 
 
 @contextmanager
-def _forgotten_processes(out: str) -> Iterator[None]:
+def _forgotten_processes(out: str, lock: RunLock) -> Iterator[None]:
     """Nobody names the processes of a run that has ended: those that were killed could not see to it themselves."""
+    leaves = False
     try:
         yield
+    except NodeLeaves:
+        leaves = True  # others go on
+        raise
     finally:
-        forget_processes(out)
+        if lock.is_held and not leaves:
+            forget_processes(out)
