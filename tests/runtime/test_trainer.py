@@ -16,6 +16,7 @@ from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import write_plan
+from penstock.runtime.nodes.supervisor import hearing
 from penstock.runtime.request import PlanAdopted, StepTold, TrainRequest
 from penstock.runtime.run_folder import plan_of_run, plans_of_run
 from penstock.runtime.settings import LearningRate, TrainingSettings
@@ -112,7 +113,7 @@ def test_devices_without_work_stay_idle(data: str, tmp_path: Path) -> None:
 def test_planners_follow_a_run_to_another_plan(data: str, tmp_path: Path) -> None:
     adopted, told = [], []
     planners = SimpleNamespace(adopt=lambda step, planner: adopted.append((step, planner.plan)))
-    hear = PlanTrainer(TrainRequest(plan_of(pp=2), data, 3, str(tmp_path / "run")))._hearing(planners, told.append)  # type: ignore[arg-type]
+    hear = hearing(TrainRequest(plan_of(pp=2), data, 3, str(tmp_path / "run")), planners, told.append)  # type: ignore[arg-type]
     hear(StepTold(4, 5.0, 1.0))
     hear(PlanAdopted(5, plan_of(tp=2)))
     assert plan_of_run(tmp_path / "run") == plan_of(tp=2) and list(plans_of_run(tmp_path / "run")) == [5]

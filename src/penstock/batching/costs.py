@@ -107,6 +107,8 @@ class PipelineCosts:
     """Most token positions of a micro-batch, padding included."""
     max_length: int = 2**31
     """Most token positions of a sample that the model takes."""
+    recorded_up_to: tuple[int, int] | None = None
+    """Row lengths of both sides up to which rows are padded on, to one of few lengths, where passes are played from recordings."""
     chunks: ChunkCosts | None = None
     """What the chunks of the groups cost one by one, where there are several on each."""
 

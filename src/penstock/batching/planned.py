@@ -121,7 +121,14 @@ class _Source:
             round_to=8, has_decoder=bool(self.model.dec_length), fixed_s=estimate.time_s - estimate.pipeline_s,
             max_length=min((op.config["max_positions"] for op in self.model.distinct_ops if op.config.get("max_positions")), default=2**31),
             max_samples=_cap(plan, plan.micro_batching.samples, 2**31), max_tokens=_cap(plan, plan.micro_batching.max_tokens, 2**40),
+            recorded_up_to=(plan.seq_length, plan.dec_length) if self._is_recorded() else None,
         )  # fmt: skip
+
+    def _is_recorded(self) -> bool:
+        """Whether passes of all stages are played from recordings, which GPUs have."""
+        plan = self.plan
+        on_gpus = "cpu" not in {self.cluster.device(rank).name for rank in plan.ranks}
+        return on_gpus and all(is_recorded(plan, stage, self.model, ragged=bool(self.model.seq_length)) for stage in plan.stages)
 
     def _key(self, stage: Stage, replica: int) -> object:
         """What the costs of a stage depend on: its ops, degrees, patterns, and the kinds and links of its devices."""

@@ -21,6 +21,7 @@ from penstock.batching.split import best_splits
 from penstock.errors import InputError
 
 if TYPE_CHECKING:
+    from penstock.models.shapes import Layout
     from penstock.plans.plan import Plan
 
 __all__ = ["batch_bound_s", "costs_for", "costs_of_batch", "plan_batch", "plan_with_orders"]
@@ -75,11 +76,13 @@ def batch_bound_s(samples: Sequence[SampleLengths], costs: PipelineCosts) -> flo
     return lower_bound_s(costs, *positions(samples, costs), exact=True)
 
 
-def costs_for(plan: Plan, longest: int, longest_dec: int = 0, costs: str = "", memory_limit_bytes: float = math.inf) -> PipelineCosts:
+def costs_for(
+    plan: Plan, longest: int, longest_dec: int = 0, costs: str = "", memory_limit_bytes: float = math.inf, layouts: Sequence[Layout] = ()
+) -> PipelineCosts:
     """What micro-batches of samples up to these lengths cost under a plan; worth keeping, since many batches can be planned from it.
 
     `costs` names the source, the plan's own if empty. Ranks and links are as slow as the plan says
-    (`micro_batching.slower`, `slower_links`).
+    (`micro_batching.slower`, `slower_links`). `layouts` are those that a batch of the plan may have unless given.
     """
     from penstock.batching.planned import planned_costs
     from penstock.costs.sources import open_costs
@@ -90,7 +93,7 @@ def costs_for(plan: Plan, longest: int, longest_dec: int = 0, costs: str = "", m
     model, cluster = model_of(plan), cluster_of(plan)
     require_valid(plan, model, cluster)
     source = at_plan_speeds(open_costs(costs or plan.costs, cluster), plan)
-    return planned_costs(plan, model, cluster, source, longest, longest_dec, memory_limit_bytes=memory_limit_bytes)
+    return planned_costs(plan, model, cluster, source, longest, longest_dec, layouts=layouts, memory_limit_bytes=memory_limit_bytes)
 
 
 def costs_of_batch(plan: Plan, samples: Sequence[SampleLengths], costs: str = "", memory_limit_bytes: float = math.inf) -> PipelineCosts:

@@ -174,7 +174,8 @@ def _costs(plan: Plan, known: PipelineCosts | None) -> PipelineCosts:
     if plan.micro_batching.made_for_slow:  # what it is compared with is to show how slow ranks and links are now
         plan = replace(plan, micro_batching=replace(plan.micro_batching, slower=(), slower_links=()))
         known = None
-    return known or costs_for(plan, plan.seq_length, plan.dec_length)
+    layouts = (plan.micro_batching.layout,) if plan.micro_batching.policy == "fixed" else ()
+    return known or costs_for(plan, plan.seq_length, plan.dec_length, layouts=layouts)
 
 
 def _of_batches(source: BatchSource, planner: ProgramPlanner, costs: PipelineCosts, steps: Iterable[int]) -> Iterator[list[Execution]]:

@@ -119,7 +119,6 @@ def attention_dropout(module: nn.Module) -> float:
     return max((float(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)), default=0.0)
 
 
-@torch.compiler.disable  # where samples lie is another thing in every micro-batch: it would be compiled anew for each
 def sample_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, scaling: float | None = None,
     dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
