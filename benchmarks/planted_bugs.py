@@ -172,6 +172,12 @@ _ORDERING = (
          "if run.makespan_s < best_s:", "memory is not looked at", "ordering/test_choose.py"),
 )  # fmt: skip
 _BATCHING = (
+    _bug("a system is asked for its models after the search", "cli/search.py", "    for system in systems:\n        check_model",
+         "    for system in systems[1:]:\n        check_model", "minutes of search for nothing", "cli/test_search.py", pick="none_like"),
+    _bug("chunks keep only their own", "batching/chunks.py", "total[..., 2] + own[..., peak])", "own[..., peak])",
+         "earlier chunks hold what they keep while later ones peak", "batching/test_chunks.py"),
+    _bug("an interleaved batch that does not fit is taken", "batching/chunks.py", "if run.violation is None and (best", "if (best",
+         "out of memory in training", "batching/test_chunks.py"),
     _bug("what is away holds nothing", "batching/bounds/column_kernels.py", " + min(own[2], own[3]) * away) / room", ") / room",
          "a bound that knows nothing of micro-batches in flight", "batching/bounds"),
     _bug("a line of lengths pays for its longest", "batching/bounds/column_kernels.py",

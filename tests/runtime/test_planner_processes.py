@@ -24,8 +24,6 @@ from torchrun_ranks import run_ranks
 
 from penstock.cli import main
 from penstock.data import open_data
-from penstock.data.bundled import bundled_files
-from penstock.data.text.prepare import TextRequest, prepare_text
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
@@ -65,12 +63,11 @@ def test_what_was_planned_for_ranks_that_have_ended_is_deleted_before_others_beg
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(data: str, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("case")
-    prepare_text(TextRequest(tuple(bundled_files()), folder / "data", train_tokenizer=384, workers=1))
     plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=BATCH, micro_batch=4, layout="packed", pp=2)
     plan = replace(plan, micro_batching=MicroBatching("packed", "dynamic"))
-    request = TrainRequest(plan, str(folder / "data"), STEPS, str(folder / "run"), SETTINGS, planning=PlanningSettings(planners=0))
+    request = TrainRequest(plan, data, STEPS, str(folder / "run"), SETTINGS, planning=PlanningSettings(planners=0))
     return Case(request, list(PlanTrainer(request).train().losses))
 
 

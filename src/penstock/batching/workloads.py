@@ -18,13 +18,14 @@ __all__ = ["batch_durations_s", "batch_workload", "is_priced", "require_priced"]
 
 def batch_workload(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: int) -> Workload:
     """What one replica runs; sends of a device take turns, as the planner of batches assumes."""
-    chosen = _chosen(costs, micro_batches, replica)  # [stages, micro-batches, quantities]
+    chosen = _chosen(costs, micro_batches, replica)  # [stages or chunks, micro-batches, quantities]
     forward_s, backward_s, stored, peak, other_peak, backward_peak = np.moveaxis(chosen, 2, 0)
     tokens = np.array([[1.0, batch.shape().tokens, batch.shape().dec_tokens] for batch in micro_batches]).reshape(-1, 3)
     backward = np.maximum(0.0, backward_peak - stored)
     return workload_of(
         np.stack([forward_s, backward_s]),
-        costs.hops[replica] @ tokens.T,
+        costs.parts.hops[replica] @ tokens.T,
+        devices=[stage % costs.num_stages for stage in range(len(chosen))],
         contention="device",
         after_s=costs.fixed_s,
         stored_bytes=stored,
@@ -63,7 +64,7 @@ def batch_durations_s(costs: PipelineCosts, micro_batches: Sequence[MicroBatch],
 
 def _chosen(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: int) -> Floats:
     """Costs of each micro-batch on each stage in the mode it runs in there; those of one layout are looked up together."""
-    classes = costs.stage_class[replica]
+    classes = costs.parts.stage_class[replica]
     found = np.zeros((len(classes), len(micro_batches), len(QUANTITIES)))
     for layout in dict.fromkeys(batch.layout for batch in micro_batches):
         own = [number for number, batch in enumerate(micro_batches) if batch.layout == layout]

@@ -22,7 +22,7 @@ from penstock.errors import InfeasibleError, InputError
 from penstock.models.shapes import Layout
 from penstock.plans.plan import MicroBatching, Plan, Predicted
 from penstock.plans.precision import chosen_lengths
-from penstock.schedules.rules import DEFAULT_SCHEDULE
+from penstock.schedules.rules import CHUNKED_SCHEDULE, DEFAULT_SCHEDULE
 from penstock.search.engine import search
 from penstock.search.progress import Watch
 from penstock.search.simplicity import simplest
@@ -150,12 +150,13 @@ def _pipelines(request: Request, plans: Sequence[Plan], samples: Sequence[Sample
     layout: Layout = "packed" if "packed" in request.model.layouts else "padded"
     for plan in plans:
         stages = tuple(replace(stage, recompute=()) for stage in plan.stages)
-        if plan.num_groups != plan.num_stages or stages in seen:
-            continue  # batches need one stage a device group
+        if stages in seen:
+            continue
         seen.add(stages)
+        schedule = CHUNKED_SCHEDULE if plan.num_chunks > 1 else DEFAULT_SCHEDULE
         yield with_recompute_choices(
             replace(plan, stages=stages, global_batch=request.frame.global_batch, seq_length=longest, dec_length=longest_dec,
-                    micro_batching=MicroBatching(layout, "dynamic"), schedule=DEFAULT_SCHEDULE, predicted=None, notes=notes),
+                    micro_batching=MicroBatching(layout, "dynamic"), schedule=schedule, predicted=None, notes=notes),
             request.model,
         )  # fmt: skip
 
