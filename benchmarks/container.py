@@ -69,12 +69,14 @@ class Image:
         subprocess.run(["sh", "-c", self._inside(command)], cwd=self.where, env=self.environment, check=True)
 
     def _copy(self, *names: str) -> None:
+        target = self.where / names[-1]
+        target.mkdir(parents=True, exist_ok=True)
         for name in names[:-1]:
             source = self.clone / name
             if source.is_dir():
-                shutil.copytree(source, self.where, dirs_exist_ok=True, symlinks=True)
+                shutil.copytree(source, target, dirs_exist_ok=True, symlinks=True)
             else:
-                shutil.copy(source, self.where)
+                shutil.copy(source, target)
 
     def _system(self, rest: str) -> None:
         packages = re.findall(r"--no-install-recommends ([a-z0-9+ -]+)", rest)[0].split()
