@@ -196,6 +196,15 @@ _BATCHING = (
          "a sign", "batching/test_baselines.py"),
 )  # fmt: skip
 _SEARCH = (
+    _bug("a bound that shares each node's network among more", "search/partition/by_neighbours.py",
+         "return min(size, node) * (node // own if node % own == 0 else 1)", "return node",
+         "a stage's own ranks send at once, not all of its node", "search/partition/test_by_neighbours.py"),
+    _bug("messages inside a node for neighbours of other kinds", "search/partition/programme.py",
+         "space.costs[a.option].option.pool != space.costs[b.option].option.pool or departs or arrives", "departs or arrives",
+         "kinds are in different nodes wherever a stage lies", "search/partition/test_after_limits.py"),
+    _bug("the ends of a shared table are free", "search/partition/after_limits.py",
+         "return self.prices.ends_s(option) if is_first != is_last else 0.0", "return 0.0",
+         "the shortest pipeline has one of them on a slow network", "search/partition/test_after_limits.py"),
     _bug("updates of asynchronous stages are free", "search/space/prices.py", "both = both + self._update_s(option)", "pass",
          "the search prefers stages of many weights", "search/test_asynchronous.py", pick="trying_all"),
     _bug("asynchronous stages keep one version of their weights", "search/space/prices.py",
