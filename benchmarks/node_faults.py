@@ -210,6 +210,11 @@ def _strike_case(nodes: Nodes, folder: Path, out: Path, case: FaultCase, plan: P
         await_("steps under it", lambda: last_step(out) > since + 4)
         if case.kind == "cut":
             nodes.link("up")
+        elif case.kind == "freeze":  # it goes on, and finds that it is not needed any more
+            running[case.victim.nodes[0]].send_signal(signal.SIGCONT)
+            await_("the end of one that stood still", lambda: running[case.victim.nodes[0]].poll() is not None)
+            begun = last_step(out)
+            await_("steps beside it", lambda: last_step(out) > begun + 4)
         left = running[1 - case.victim.nodes[0]]
         left.terminate()
         left.wait(LIMIT_S)

@@ -36,7 +36,7 @@ from penstock.models.modules import TORCH_DTYPES, Batch, Chain, TensorParallel, 
 from penstock.models.ops import ITEM_BYTES, Model, PlacedOp, TensorSpec
 from penstock.models.shapes import Shape
 from penstock.processes.burners import Burners
-from penstock.profiling.grid import GridLimits, Lengths, attention_grid, mixed_lengths, refine, sweep_lengths, sweep_size
+from penstock.profiling.grid import GridLimits, Lengths, attention_grid, mixed_lengths, refine, spread_lengths, sweep_lengths, sweep_size
 from penstock.profiling.local import device_facts
 from penstock.profiling.marks import times_for
 from penstock.profiling.measure import OpMeasure, Run, hold_gradients, measure_ops
@@ -276,7 +276,7 @@ class Profiler:
             yield from (Lengths(2**k) for k in range(1, 12) if self.limits.min_samples <= 2**k <= self.limits.max_samples)
             return
         for size, length in attention_grid(self.limits, longest, fine=False):
-            yield mixed_lengths(size, length, longest) if layout == "packed" else Lengths(size // length, length)
+            yield spread_lengths(size, length, longest) if layout == "packed" else Lengths(size // length, length)
 
     def _min_tokens(self, unit: Unit) -> int:
         """Shards of small micro-batches are nobody's choice: their grid begins later."""
