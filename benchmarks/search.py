@@ -31,7 +31,7 @@ from penstock.files import write_json
 from penstock.kernels import compile_all
 from penstock.plans.schema import write_plan
 from penstock.plans.texts import format_counts
-from penstock.reproduce.aceso import KNOWN_CASES, AcesoCase, searched
+from penstock.reproduce.aceso_cases import KNOWN_CASES, AcesoCase, searched
 from penstock.search import Request, search, search_plans
 from penstock.search.partition.pipelines import best_pipeline
 from penstock.search.space.families import families
@@ -42,7 +42,8 @@ from penstock.systems.fasop.tables import FasopTables
 
 def run(case: AcesoCase, folder: Path, out: Path, judge: Any) -> dict[str, Any]:
     """Searches one case, writes its plan and scores it."""
-    answer, took, _ = searched(case, folder)
+    found = searched(case, folder)
+    answer, took = found.answer, found.took_s
     gpus = case.num_gpus
     size = case.size + (f"_{case.layers}layers" if case.layers else "")
     path = out / f"{case.folder}_{case.model}_{size}_{gpus}gpus.json"

@@ -281,6 +281,7 @@ def all_cases(folder: Path) -> list[Case]:
     add("pareto", "--costs", f"{pool} --costs profile:@", FILES)
     add("reproduce", "NAME", "@", NAMES)
     add("reproduce", "--figure", "aceso --figure @", NAMES)
+    add("reproduce", "--peer", "aceso --peer @", NAMES)
     add("reproduce", "--data", "dynpipe --figure 10 --data @", FOLDERS)
     for verb in ("explain", "simulate", "check"):
         add(verb, "PLAN", "@", FILES)

@@ -20,6 +20,7 @@ KERNEL_MODULES: tuple[str, ...] = (
     "penstock.search.partition.partition_kernels",
     "penstock.search.space.recompute_kernels",
     "penstock.batching.kernels",
+    "penstock.batching.bounds.column_kernels",
     "penstock.timing.clock",
     "penstock.timing.special_clocks",
     "penstock.ordering.annealing_kernels",

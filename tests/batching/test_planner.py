@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles import batching as plain
 
-from penstock.batching.bound import lower_bound_s
+from penstock.batching.bounds.lower_bound import lower_bound_s
 from penstock.batching.costs import PipelineCosts
 from penstock.batching.example import small_costs
 from penstock.batching.fitting import fit_samples, positions

@@ -214,7 +214,8 @@ def test_more_plans_and_less_time(aceso: Path, tmp_path: Path, capsys: pytest.Ca
 def test_simpler_spaces_by_fasops_tables(setting: str, small_tables: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["search", "--costs", f"fasop:{small_tables / 'fasop'}", "--model", setting, "--baselines", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    grid_s, suited_s = (told["baselines"][name] for name in ("Megatron-LM's grid", "FASOP's space"))
+    grid_s, amp_s, suited_s = (told["baselines"][name] for name in ("Megatron-LM's grid", "AMP's choice", "FASOP's space"))
+    assert told["time_s"] <= amp_s * (1 + 1e-9) < 20 * told["time_s"]
     assert told["lower_bound_s"] <= told["time_s"] * (1 + 1e-9) <= suited_s * (1 + 2e-9) <= grid_s * (1 + 3e-9) < 20 * told["time_s"]
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.batching.bound import lower_bound_s
+from penstock.batching.bounds.lower_bound import lower_bound_s
+from penstock.batching.chunks import run_interleaved
 from penstock.batching.costs import PipelineCosts
-from penstock.batching.fitting import TooLong, fit_samples, positions
+from penstock.batching.fitting import Fitted, TooLong, fit_samples, positions
 from penstock.batching.ordering import ORDERS
 from penstock.batching.packing import packed_splits
 from penstock.batching.plan import BatchPlan, SampleLengths
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.models.shapes import Layout
     from penstock.plans.plan import Plan
 
-__all__ = ["costs_for", "costs_of_batch", "plan_batch", "plan_with_orders"]
+__all__ = ["batch_bound_s", "costs_for", "costs_of_batch", "plan_batch", "plan_with_orders"]
 
 
 def plan_batch(
@@ -48,9 +51,16 @@ def plan_batch(
     fitted = fit_samples(samples, costs, too_long)
     if not fitted.samples:
         raise InputError(f"none of the {len(samples)} samples fits; nothing is left of the batch.")
-    enc, dec = positions(fitted.samples, costs)
     if order and "padded" not in costs.layouts:
         raise InputError(f"the order '{order}' is one of padded micro-batches, which costs '{costs.name}' do not hold.")
+    cuts = [partial(_planned, fitted, steps=count, seed=seed, order=order) for count in sorted({0, steps})]
+    plan = cuts[-1](costs) if costs.chunks is None else replace(run_interleaved(cuts, costs), steps=steps)
+    return replace(plan, bound_s=batch_bound_s(fitted.samples, costs)) if bound else plan
+
+
+def _planned(fitted: Fitted, costs: PipelineCosts, steps: int, seed: int, order: str) -> BatchPlan:
+    """Samples that fit, cut, dealt and ordered for one stage on each device group."""
+    enc, dec = positions(fitted.samples, costs)
     orders = ORDERS[order](enc, dec, costs.round_to) if order else ()
     splits = best_splits(costs, enc, dec, orders=orders) if "padded" in costs.layouts else []
     if "packed" in costs.layouts and not order:
@@ -58,8 +68,12 @@ def plan_batch(
     found = start(costs, enc, dec, splits)
     if steps:
         found = improve(costs, enc, dec, found, steps, seed)
-    bound_s = lower_bound_s(costs, enc, dec, exact=True) if bound else 0.0
-    return finish(costs, fitted, found, bound_s, steps)
+    return finish(costs, fitted, found, 0.0, steps)
+
+
+def batch_bound_s(samples: Sequence[SampleLengths], costs: PipelineCosts) -> float:
+    """What no plan of samples that fit takes less than."""
+    return lower_bound_s(costs, *positions(samples, costs), exact=True)
 
 
 def costs_for(

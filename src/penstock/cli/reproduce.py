@@ -19,6 +19,9 @@ def reproduce(
     figure: Annotated[list[str], typer.Option(help="Only this figure, by its number or name; may be given several times.")] = [],  # noqa: B006
     data: Annotated[Path, typer.Option(help="Folder of published data, with a folder of each system in it.", metavar="DIR")] = Path("data"),
     out_: Annotated[Path, typer.Option("--out", help="Folder for figures and the page.", callback=folder_to_write)] = Path("reproduced"),
+    peer: Annotated[
+        list[str], typer.Option(help="Run the planner of aceso, fasop or dynapipe beside ours.", metavar="NAME=CHECKOUT")
+    ] = [],  # noqa: B006
     quick: Annotated[bool, typer.Option("--quick", help="Fewer points, in minutes.")] = False,
     json: JsonFlag = False,
 ) -> None:
@@ -27,15 +30,20 @@ def reproduce(
     Example: penstock reproduce aceso --figure 8 --data shared/data --out figures
     """
     from penstock.reproduce import REPRODUCTIONS, Evidence, reproduced, write_figure, write_page
+    from penstock.reproduce.peers import peers_of
 
     if name != "all" and name not in REPRODUCTIONS:
         raise InputError(f"there are no figures of '{name}'. {near_misses(name, [*REPRODUCTIONS, 'all'])}")
     if name == "all" and figure:
         raise InputError("--figure names a figure of one system; give the system instead of 'all'.")
+    peers = peers_of(peer)
+    unused = [one for one in peers if name not in ("all", one)]
+    if unused:
+        raise InputError(f"--peer {unused[0]} has no part in the figures of {name}. Drop it, or reproduce all.")
     results: list[dict[str, Any]] = []
     missing: list[str] = []
     for one in REPRODUCTIONS.values() if name == "all" else (REPRODUCTIONS[name],):
-        for spec, made in reproduced(one, figure, Evidence(data / one.name, quick)):
+        for spec, made in reproduced(one, figure, Evidence(data / one.name, quick, peers.get(one.name))):
             if isinstance(made, str):
                 missing.append(made)
                 continue

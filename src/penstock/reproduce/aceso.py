@@ -5,63 +5,18 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import InputError
 from penstock.files import read_text, write_json
+from penstock.reproduce.aceso_cases import searched_cases
+from penstock.reproduce.aceso_plans import CASE_STUDIES, PLANS
 from penstock.reproduce.figures import Claim, Drawing, Evidence, FigureSpec, Plotted, Reproduction, at_least, at_most
-from penstock.systems.aceso.search import AcesoAnswer, AcesoProblem, search_aceso
-from penstock.systems.aceso.tables import AcesoTables
+from penstock.reproduce.trained import TRAINED
 
-__all__ = ["ACESO_FIGURES", "KNOWN_CASES", "AcesoCase", "searched"]
+__all__ = ["ACESO_FIGURES"]
 
-_GPT, _WRN = (1, 2, 4, 8), (16, 32, 48, 64)
 _LAYERS = (8, 16, 32, 64, 128, 256, 512, 1024)
-
-
-@dataclass(frozen=True)
-class AcesoCase:
-    """One search problem over Aceso's tables; `aceso_s` is what Aceso's own search found, where known."""
-
-    folder: str
-    model: str
-    size: str
-    nodes: int
-    gpus_per_node: int
-    global_batch: int
-    micro_batches: tuple[int, ...]
-    memory_mb: float
-    aceso_s: float | None = None
-    layers: int = 0
-    """Another number of layers than the size has."""
-
-    @property
-    def num_gpus(self) -> int:
-        """Of all nodes."""
-        return self.nodes * self.gpus_per_node
-
-
-KNOWN_CASES = (
-    AcesoCase("miniset", "gpt", "1_3B", 1, 4, 512, _GPT, 12000, 58.76), AcesoCase("miniset", "t5", "770M", 1, 4, 512, _GPT, 12000, 33.66),
-    AcesoCase("miniset", "resnet", "1B", 1, 4, 768, (8, *_WRN), 12000, 17.67),
-    AcesoCase("eurosys", "gpt", "1_3B", 1, 4, 1024, _GPT, 28000, 101.2), AcesoCase("eurosys", "gpt", "6_7B", 2, 8, 1024, _GPT, 28000, 87.3),
-    AcesoCase("eurosys", "t5", "6B", 1, 8, 1024, _GPT, 28000, 168.7), AcesoCase("eurosys", "resnet", "2B", 1, 4, 1536, _WRN, 28000, 49.3),
-    AcesoCase("eurosys", "resnet", "6_8B", 2, 8, 1536, _WRN, 28000, 45.7),
-)  # fmt: skip
-"""Cases of the small experiment and of the paper whose tables are published."""
-
-
-def searched(case: AcesoCase, folder: Path) -> tuple[AcesoAnswer, float, float]:
-    """(answer, seconds, CPU seconds) of one search over the tables in a folder."""
-    tables = AcesoTables.open(folder)
-    problem = AcesoProblem(
-        tables, tables.model(case.model, case.size, case.layers), case.nodes, case.gpus_per_node, case.global_batch, case.micro_batches,
-        case.memory_mb,
-    )  # fmt: skip
-    start, cpu = time.perf_counter(), time.process_time()
-    answer = search_aceso(problem)
-    return answer, time.perf_counter() - start, time.process_time() - cpu
 
 
 def _table(evidence: Evidence, name: str) -> tuple[list[str], dict[str, list[float]]]:
@@ -75,14 +30,9 @@ def _table(evidence: Evidence, name: str) -> tuple[list[str], dict[str, list[flo
 
 
 def _found(evidence: Evidence) -> dict[tuple[str, str], tuple[float, float]]:
-    """(time_s, CPU seconds) by family and size, of the paper's cases that have tables; the short form leaves two nodes out."""
-
-    def work() -> dict[tuple[str, str], tuple[float, float]]:
-        cases = [case for case in KNOWN_CASES if case.folder == "eurosys" and (case.nodes == 1 or not evidence.quick)]
-        runs = {(case.model, case.size): searched(case, evidence.folder / case.folder) for case in cases}
-        return {key: (answer.time_s, cpu) for key, (answer, _, cpu) in runs.items()}
-
-    return evidence.once("aceso searches", work)
+    """(time_s, CPU seconds) by family and size, of the paper's cases that have tables."""
+    cases = {case: one for case, one in searched_cases(evidence).items() if case.folder == "eurosys"}
+    return {(case.model, case.size): (one.answer.time_s, one.cpu_s) for case, one in cases.items()}
 
 
 def _predicted(evidence: Evidence) -> dict[tuple[str, str], float]:
@@ -190,5 +140,6 @@ ACESO_FIGURES = Reproduction("aceso", (
     FigureSpec("8", "figure 8: time of the search", _search_time, ("ref-results", "eurosys")),
     FigureSpec("9", "figure 9: chains of 8 to 1,024 layers", _long_chains, ("ref-results",)),
     _accuracy("time", "seconds per iteration", "predict"), _accuracy("mem", "MB on a GPU", "predict (norm)"),
-), "Aceso's artifact (microsoft/SuperScaler on GitHub, MIT) has them: its profiled-time-eurosys as eurosys/, its result CSVs as "
-   "ref-results/.")  # fmt: skip
+    PLANS, CASE_STUDIES, TRAINED,
+), "Aceso's artifact (microsoft/SuperScaler on GitHub, MIT) has them: its profiled-time-eurosys as eurosys/, its "
+   "profiled-time-miniset as miniset/, its result CSVs as ref-results/.")  # fmt: skip

@@ -6,16 +6,20 @@ their own sake. Published numbers are drawn as they are and named so; nothing is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from penstock.errors import InputError, near_misses
+from penstock.reproduce.peers.checkout import Peer, PeerError
 
-__all__ = ["Claim", "Drawing", "Evidence", "FigureSpec", "Plotted", "Reproduction", "at_least", "at_most", "reproduced", "rows_of"]
+__all__ = [
+    "Claim", "Drawing", "Evidence", "FigureSpec", "Plotted", "Reproduction", "at_least", "at_most", "compared", "reproduced", "rows_of",
+]  # fmt: skip
 
 Result = TypeVar("Result")
+Key = TypeVar("Key")
 Place = float | str
 """Where a point stands on the horizontal axis: a number, or a name of a bar."""
 
@@ -68,10 +72,11 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The data of one system, and whether a short form is enough."""
+    """The data of one system, whether a short form is enough, and a checkout of the system to run beside ours."""
 
     folder: Path
     quick: bool = False
+    peer: Peer | None = None
     kept: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
     """What one figure computed and another needs as well."""
 
@@ -80,6 +85,33 @@ class Evidence:
         if key not in self.kept:
             self.kept[key] = work()
         return self.kept[key]  # type: ignore[return-value]
+
+    def beside(self, title: str, keys: Iterable[Key], work: Callable[[Peer, Key], Result]) -> tuple[dict[Key, Result], str]:
+        """What the system itself finds for each key, once for all figures, and why some have no answer."""
+        if self.peer is None:
+            return {}, f"{title}'s own answers are of earlier runs; --peer NAME=CHECKOUT runs it beside ours."
+        peer = self.peer
+
+        def attempt() -> tuple[dict[Key, Result], str]:
+            found: dict[Key, Result] = {}
+            failures = []
+            for key in keys:
+                try:
+                    found[key] = work(peer, key)
+                except PeerError as error:
+                    failures.append(str(error))
+            return found, f"{title} gave no answer {len(failures)} times, and earlier ones stand there: {failures[0]}" if failures else ""
+
+        return self.once(f"beside {title}", attempt)
+
+
+def compared(label: str, places: Sequence[str], found: Mapping[str, float], known: Mapping[str, float]) -> list[Plotted]:
+    """A peer's values: those found in this run, and published ones for places that have none."""
+    curves = [
+        Plotted(label, places, [found.get(place) for place in places]),
+        Plotted(label, places, [None if place in found else known.get(place) for place in places], published=True),
+    ]
+    return [curve for curve in curves if any(y is not None for y in curve.y)]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 data parallel     one stage, no tensor parallelism, ZeRO 0 to 3
 Megatron grid     equal stages, one tp degree inside a node, recompute all or nothing
-AMP               the same with nothing recomputed
+AMP               equal stages, nothing recomputed; chosen by AMP's own cost model, which takes the average speed of all devices and knows
+                  no memory: the first of its ranking that fits
 FASOP             equal degrees, stages of any numbers of layers, nothing recomputed; here for one kind of devices
 Aceso             stages of any ops on parts of nodes, recomputation of any ops, one pipeline (no replicas), 1F1B
 """
@@ -23,8 +24,9 @@ from penstock.search.partition.pipelines import best_pipeline, equal_pipeline
 from penstock.search.space.families import MAX_DEPTH, families
 from penstock.search.space.request import Request, micro_batch_sizes
 from penstock.search.uniform import plans_of_grid
+from penstock.timing.estimate import Estimate
 
-__all__ = ["BASELINES", "Baseline", "best_of"]
+__all__ = ["BASELINES", "Baseline", "amp_s", "best_of"]
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,18 @@ def _megatron(request: Request) -> Choice | None:
 
 
 def _amp(request: Request) -> Choice | None:
-    plans = (plan for plan in plans_of_grid(request) if plan.stages[0].zero <= 1)
-    return _best_uniform(request, (plan for plan in plans if not any(stage.recompute for stage in plan.stages)))
+    plans = (plan for plan in plans_of_grid(request) if plan.stages[0].zero <= 1 and not any(stage.recompute for stage in plan.stages))
+    ranked = sorted((estimated(request, plan, "grid") for plan in plans), key=lambda choice: amp_s(choice.estimate))
+    return next((choice for choice in ranked if choice.estimate.fits), None)
+
+
+def amp_s(estimate: Estimate) -> float:
+    """What AMP would say of a plan: fill and steady state at the average speed, messages in full, and the longest gradient sum."""
+    seen = [stage.work.forward_pass_s + stage.work.backward_pass_s for stage in estimate.stages]
+    if len({stage.device for stage in estimate.stages}) > 1:
+        seen = [sum(seen) / len(seen)] * len(seen)
+    messages_s = sum(stage.work.transfer_in_s + stage.work.transfer_out_s for stage in estimate.stages)
+    return (estimate.num_micro_batches - 1) * max(seen) + sum(seen) + messages_s + max(stage.sync_s for stage in estimate.stages)
 
 
 def _fasop(request: Request) -> Choice | None:
@@ -103,7 +115,7 @@ def _aceso(request: Request) -> Choice | None:
 BASELINES = (
     Baseline("data parallel", "one stage, ZeRO 0 to 3", _data_parallel),
     Baseline("Megatron grid", "equal stages, one tp inside a node, recompute all or none, sequence parallelism, ZeRO-1", _megatron),
-    Baseline("AMP", "equal stages, one tp, nothing recomputed", _amp),
+    Baseline("AMP", "equal stages, nothing recomputed, by average speeds and without memory: the first that fits", _amp),
     Baseline("FASOP", "equal degrees, any numbers of layers, nothing recomputed", _fasop),
     Baseline("Aceso", "one pipeline of stages of any ops, any ops recomputed", _aceso),
 )

@@ -1,7 +1,7 @@
 """What the plan's costs say of the steps that a run did, with the micro-batches that it really had: to compare with what was measured.
 
 A plan is predicted for samples of its full length; real ones are shorter, and so are rows that are padded to the longest of each
-micro-batch. Pipelines that micro-batches are not priced for (images, interleaved, split backward passes) are predicted as the plan is.
+micro-batch. Pipelines that micro-batches are not priced for (images, split backward passes) are predicted as the plan is.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _pipeline(plan: Plan, model: Model) -> PlannedPipeline:
 
 def _is_priced(plan: Plan, model: Model) -> bool:
     """Whether there are costs of single micro-batches."""
-    return bool(model.seq_length) and plan.num_groups == plan.num_stages and SCHEDULES[plan.schedule].plain
+    return bool(model.seq_length) and SCHEDULES[plan.schedule].whole_passes
 
 
 def _costs(plan: Plan, known: PipelineCosts | None) -> PipelineCosts:

@@ -177,7 +177,7 @@ class LazyStages:
 
     def reach(self, known: float) -> tuple[tuple[SolvedStage, ...], float]:
         """The best plan of stages that are solved or were met on the way; no stages where none is faster than `known`."""
-        return self._solve(replace(self.space, times=self.reached), known)
+        return self._solve(replace(self.space, times=self.reached), known) if self.costs else ((), np.inf)
 
     def solve(self, known: float) -> tuple[tuple[SolvedStage, ...], float]:
         """The best plan; no stages where nothing is faster than `known`."""

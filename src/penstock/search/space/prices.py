@@ -5,6 +5,7 @@ N are the ops of the chain, O the distinct ones. What is named `least_…` is a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
-from penstock.costs.collectives import BUCKET_BYTES, group_of, point_to_point_s
+from penstock.costs.collectives import BUCKET_BYTES, group_of, point_to_point_s, sync_gradients_s
 from penstock.costs.memory import bytes_per_parameter
 from penstock.costs.table import CostTable, Floats
 from penstock.models.segments import pieces
@@ -71,6 +72,11 @@ class FamilyPrices:
     def _known(self) -> dict[tuple[Any, ...], Any]:
         return {}
 
+    @cached_property
+    def bounded(self) -> dict[tuple[StageOption, ...], object]:
+        """What bounds have put together for sets of options."""
+        return {}
+
     @property
     def count(self) -> int:
         """Micro-batches of a replica."""
@@ -93,6 +99,7 @@ class FamilyPrices:
         """[O] how often each distinct op occurs."""
         return np.bincount(self.chain[0], minlength=len(self.request.model.distinct_ops))
 
+    @_remembered
     def leanest(self, option: StageOption) -> StageOption:
         """The option with sequence parallelism if it can have that."""
         return replace(option, sequence=option.tp > 1 and self.request.estimator.divides_tokens)
@@ -142,11 +149,13 @@ class FamilyPrices:
         relief = max(SCHEDULES[name].fill_relief for name in (DEFAULT_SCHEDULE, *self.request.schedules))
         return np.maximum(time - relief * self._op_passes(option).weight_s, 0.0) if relief else time
 
+    @_remembered
     def least_times(self, option: StageOption) -> Floats:
         """[O] forward + backward time of the distinct ops, the better of with and without sequence parallelism."""
         rows = self.leanest(option)
         return np.asarray(np.minimum(self.op_times(rows)[1], self.op_times(replace(rows, sequence=False))[1]))
 
+    @_remembered
     def least_filling(self, option: StageOption) -> Floats:
         """[O] `op_filling`, the better of with and without sequence parallelism."""
         rows = self.leanest(option)
@@ -170,6 +179,31 @@ class FamilyPrices:
         step_s = step_s_per_weight(self.request, self._device(option)) / (self.replicas * option.dp if option.zero else 1)
         return np.asarray(self._least_weights(option) * (step_s + sum(self._sent_s(option))))
 
+    @_remembered
+    def side_by_side_s(self, option: StageOption) -> Floats:
+        """[N] gradient sync and optimizer step where a replica's stages lie side by side: those of a node share its network."""
+        kind, own = self.kinds[option.pool], self.pools[option.pool].num_devices
+        lanes = [kind.ranks[replica * own + i * option.tp] for replica in range(self.replicas) for i in range(option.dp)]
+        step_s = step_s_per_weight(self.request, self._device(option)) / len(lanes)
+        if len(lanes) > 1:
+            sharing = option.tp * max(1, min(own, kind.per_node) // option.num_devices)
+            step_s += sum(self._group_s(lanes, sharing))
+        return np.asarray(self._least_weights(option) * step_s)[self.chain[0]]
+
+    @_remembered
+    def ends_s(self, option: StageOption) -> float:
+        """Time to add up the gradients of a weight that the first op shares with a later one, if a stage of this option has one of both
+        and another such stage in another node the other."""
+        model, kind, cluster = self.request.model, self.kinds[option.pool], self.request.estimator.cluster
+        user = next((place.op for place in model.ops if place.op.tied_to == model.ops[0].name), None)
+        apart = next((rank for rank in kind.ranks if cluster.node_index(rank) != cluster.node_index(kind.ranks[0])), None)
+        if user is None or apart is None:
+            return 0.0
+        own = self.pools[option.pool].num_devices
+        sharing = min(option.num_devices * max(1, kind.per_node // own), kind.per_node)
+        count = user.parameters.at(Shape(1)) - float(user.config.get("untied_parameters", 0))  # whole, unless both ends divide it
+        return sync_gradients_s(count * self._per_weight[1], cluster, (kind.ranks[0], apart), sharing=sharing)
+
     def least_after_s(self, options: Sequence[StageOption]) -> float:
         """What follows the last micro-batch of a plan of these options at least: the average over devices, every op under its best one."""
         each = np.stack([option.num_devices / self.num_devices * self.op_after_s(option) for option in options])
@@ -182,10 +216,15 @@ class FamilyPrices:
         if holders == 1:
             return 0.0, 0.0
         lanes = [kind.ranks[i * option.tp] for i in range(holders) if i * option.tp < len(kind.ranks)]
-        group = group_of(self.request.estimator.cluster, lanes, option.tp)
-        weight, gradient, _, _ = self._per_weight
         if not option.zero:
-            return group.time_s("all_reduce", BUCKET_BYTES) / BUCKET_BYTES * gradient, 0.0
+            group = group_of(self.request.estimator.cluster, lanes, option.tp)
+            return group.time_s("all_reduce", BUCKET_BYTES) / BUCKET_BYTES * self._per_weight[1], 0.0
+        return self._group_s(lanes, option.tp)
+
+    def _group_s(self, lanes: Sequence[int], sharing: int) -> tuple[float, float]:
+        """Time per weight to sum gradients among some ranks, each keeping a part, and to gather the weight, with so many groups at once."""
+        group = group_of(self.request.estimator.cluster, lanes, sharing)
+        weight, gradient, _, _ = self._per_weight
         summed, gathered = (group.time_s(name, BUCKET_BYTES) / BUCKET_BYTES for name in ("reduce_scatter", "all_gather"))
         return summed * gradient, gathered * weight
 
@@ -280,7 +319,9 @@ class FamilyPrices:
         first = kind.ranks[0]
         home = cluster.node_index(first)
         inside = next((rank for rank in kind.ranks[1:] if cluster.node_index(rank) == home), None)
-        others = (*kind.ranks, *(rank for other in self.kinds for rank in other.ranks[:1]))
+        # A replica that has no more than a node of this kind sends to other kinds where it sends to other nodes.
+        own = () if len(self.kinds) > 1 and self.pools[option.pool].num_devices <= kind.per_node else kind.ranks
+        others = (*own, *(rank for other in self.kinds for rank in other.ranks[:1]))
         across = next((rank for rank in others if cluster.node_index(rank) != home), None)
         distinct, where = np.unique(sizes, return_inverse=True)
         rows = []
@@ -288,6 +329,27 @@ class FamilyPrices:
             times = [0.0 if rank is None else point_to_point_s(float(size), cluster, first, rank, sharing) for size in distinct]
             rows.append(np.array(times)[where])
         return np.stack(rows)
+
+    def messages_between(self, before: StageOption, after: StageOption, across: bool) -> tuple[Floats, Floats]:
+        """[N + 1] times of the message there and of the one back, at each op, between stages of two options that lie side by side."""
+        cluster, (table, shape), (later, later_shape) = self.request.estimator.cluster, self.table(before), self.table(after)
+        there, back = np.zeros(len(table.chain) + 1), np.zeros(len(table.chain) + 1)
+        wider = after.num_devices / before.num_devices
+        there[1:-1] = later.input_bytes[later.chain[1:], later.shape_index(later_shape), 0, 0] * max(1.0, wider)
+        back[1:-1] = table.output_bytes[table.chain[:-1], table.shape_index(shape), 0, 0] * max(1.0, 1 / wider)
+        sender, receiver = self.kinds[before.pool].ranks[0], self.kinds[after.pool].ranks[-1]
+        if not across:
+            link = cluster.node_of(sender).intra
+            return link.latency_s + there / link.bandwidth_bytes_per_s, link.latency_s + back / link.bandwidth_bytes_per_s
+        pairs = max(before.num_devices, after.num_devices)
+        sharing = max(self._flows(option, pairs) for option in (before, after))
+        latency_s, bandwidth = cluster.link(sender, receiver).latency_s, cluster.flow_bandwidth_bytes_per_s(sender, receiver, sharing)
+        return latency_s + there / bandwidth, latency_s + back / bandwidth
+
+    def _flows(self, option: StageOption, pairs: int) -> int:
+        """Messages over the network of a node of a stage, if so many leave the stage at once in every replica."""
+        kind, own = self.kinds[option.pool], self.pools[option.pool].num_devices
+        return math.ceil(pairs * min(1.0, kind.per_node / option.num_devices)) * max(1, kind.per_node // own)
 
     def least_sent_bytes(self, option: StageOption) -> Floats:
         """[2] of the smallest message that a stage may get, and of the smallest that it may send; infinite in a chain of one op."""

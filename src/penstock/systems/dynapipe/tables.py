@@ -68,14 +68,14 @@ class DynaPipeTables:
         return cls(f"dynapipe:{path}", folder, table, MODELS[table], links)
 
     @cached_property
-    def _measured(self) -> tuple[CostPoints, LayerSizes]:
-        """From the CSV files, or from DynaPipe's own pickle where there are none."""
+    def measured(self) -> tuple[CostPoints, LayerSizes]:
+        """Every profiled point and layer size: from the CSV files, or from DynaPipe's own pickle where there are none."""
         path = self.folder / f"{self.table_name}_cost_model.csv"
         return _read_csv(path) if path.is_file() else read_cost_pickle(path.with_suffix(".pkl"))
 
     @cached_property
     def _grids(self) -> dict[tuple[int, str, str], CostGrid]:
-        return {key: CostGrid.of([at for at, _ in found], [value for _, value in found]) for key, found in self._measured[0].items()}
+        return {key: CostGrid.of([at for at, _ in found], [value for _, value in found]) for key, found in self.measured[0].items()}
 
     def interpolate(
         self, component: str, tp: int, recompute: str, mbs: ArrayLike, seqlen: ArrayLike, dec_seqlen: ArrayLike = 0
@@ -106,9 +106,9 @@ class DynaPipeTables:
         return self._weights_mb(component, tp, recompute) * _MB * (1 / shards[0] + 1 / shards[1] + 6 / shards[2])
 
     def _weights_mb(self, component: str, tp: int, recompute: str) -> float:
-        weights = self._measured[1].get((tp, recompute, component))
+        weights = self.measured[1].get((tp, recompute, component))
         if weights is None:
-            raise self._missing(f"the weights of {component} with tp {tp} and recompute '{recompute}'", list(self._measured[1]))
+            raise self._missing(f"the weights of {component} with tp {tp} and recompute '{recompute}'", list(self.measured[1]))
         return weights
 
     def _missing(self, what: str, held: Sequence[tuple[int, str, str]]) -> ProfileMissingError:
