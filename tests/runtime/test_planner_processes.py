@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from penstock.data import open_data
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
+from penstock.runtime.planner_processes import Planners
 from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
 from penstock.runtime.settings import LearningRate, TrainingSettings
 from penstock.runtime.trainer import PlanTrainer
@@ -47,6 +50,16 @@ class Case:
         """`penstock train` of the same run."""
         given = ["--data", self.request.data, "--steps", str(STEPS), "--out", str(out), "--lr", "2e-3", "--json", *options]
         return ["train", f"{self.request.out}/plan.json", *given]
+
+
+def test_what_was_planned_for_ranks_that_have_ended_is_deleted_before_others_begin() -> None:
+    """Else a run holds more after each death."""
+    done = list[Any]()
+    pool: Any = SimpleNamespace(stop=lambda: done.append("stop"), adopt=lambda step, planner: done.append(step) or f"job of {step}")
+    planners = Planners(("store", None), pool, SimpleNamespace(purge=lambda: done.append("purge")))  # type: ignore[arg-type]
+    planners.adopt(3, None)  # type: ignore[arg-type]
+    planners.begin_anew(5, None)  # type: ignore[arg-type]
+    assert done == [3, "stop", "purge", 5] and planners.handover == ("store", "job of 5")
 
 
 @pytest.fixture(scope="module")

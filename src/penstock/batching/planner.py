@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from penstock.batching.bounds.columns import KNOTS
 from penstock.batching.bounds.lower_bound import lower_bound_s
 from penstock.batching.chunks import run_interleaved
 from penstock.batching.costs import PipelineCosts
@@ -71,9 +72,9 @@ def _planned(fitted: Fitted, costs: PipelineCosts, steps: int, seed: int, order:
     return finish(costs, fitted, found, 0.0, steps)
 
 
-def batch_bound_s(samples: Sequence[SampleLengths], costs: PipelineCosts) -> float:
-    """What no plan of samples that fit takes less than."""
-    return lower_bound_s(costs, *positions(samples, costs), exact=True)
+def batch_bound_s(samples: Sequence[SampleLengths], costs: PipelineCosts, knots: Sequence[int] = KNOTS) -> float:
+    """What no plan of samples that fit takes less than; with `FEW_KNOTS` sooner, where many batches are bounded."""
+    return lower_bound_s(costs, *positions(samples, costs), exact=True, knots=knots)
 
 
 def costs_for(

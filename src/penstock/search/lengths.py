@@ -81,7 +81,7 @@ class LengthsChoice:
 
     @cached_property
     def bound_s(self) -> float:
-        """No micro-batching of the same batches on the same pipeline is faster on average; takes a second a batch where samples have two
+        """No micro-batching of the same batches on the same pipeline is faster on average; takes a while where samples have two
         lengths, and only for those who ask."""
         return fmean(self.bounds_s())
 
@@ -163,6 +163,7 @@ def _pipelines(request: Request, plans: Sequence[Plan], samples: Sequence[Sample
 
 def _judged(plan: Plan, batches: Sequence[Sequence[SampleLengths]], request: Request, ways: BatchWays) -> LengthsChoice:
     """What batches of a pipeline take; a sample that fits nowhere is an error."""
+    from penstock.batching.bounds.columns import FEW_KNOTS
     from penstock.batching.planned import planned_costs
     from penstock.batching.planner import batch_bound_s
 
@@ -172,7 +173,7 @@ def _judged(plan: Plan, batches: Sequence[Sequence[SampleLengths]], request: Req
     )  # fmt: skip
     costs = ways.limited(costs)
     planned = tuple(ways.planned(batch, costs) for batch in batches)
-    choice = LengthsChoice(plan, planned, lambda: [batch_bound_s(batch, costs) for batch in batches])
+    choice = LengthsChoice(plan, planned, lambda: [batch_bound_s(batch, costs, FEW_KNOTS) for batch in batches])
     price_per_h = request.cluster.price_usd_per_h
     price = None if price_per_h is None else price_per_h * choice.time_s / 3600
     predicted = Predicted(choice.time_s, source.name, choice.tokens_per_s, price, price_per_h)

@@ -10,11 +10,12 @@ programme over all micro-batches (`columns`) replaces them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from penstock.batching.bounds.columns import Prices, column_bound_s
+from penstock.batching.bounds.columns import KNOTS, Prices, column_bound_s
 from penstock.batching.bounds.shares import extended, lowered, shares, ways_s
 from penstock.batching.costs import ChunkCosts, PipelineCosts
 from penstock.batching.ordering import Ints, by_length
@@ -27,8 +28,9 @@ _EXACT = 8192
 """Most samples for the programmes; above, shares are as good."""
 
 
-def lower_bound_s(costs: PipelineCosts, enc: Ints, dec: Ints, exact: bool = False) -> float:
-    """Seconds; `exact` spends a whole programme per kind of stage, or one for all of them, where the batch allows it."""
+def lower_bound_s(costs: PipelineCosts, enc: Ints, dec: Ints, exact: bool = False, knots: Sequence[int] = KNOTS) -> float:
+    """Seconds; `exact` spends a whole programme per kind of stage, or one for all of them, where the batch allows it; `knots` as
+    `columns` has them."""
     pairs, same = np.unique(np.stack([enc, dec]), axis=1, return_inverse=True)
     most: dict[Layout, float] = {"padded": float(len(enc)), "packed": float(enc.sum())}
     whole = replace(costs, layouts={layout: extended(grid, most[layout]) for layout, grid in costs.layouts.items()})
@@ -47,7 +49,7 @@ def lower_bound_s(costs: PipelineCosts, enc: Ints, dec: Ints, exact: bool = Fals
     best_s, slowest = max((busy[kind] + float(reach[s]), s) for s, kind in enumerate(kinds))
     if exact and dec.any() and costs.chunks is None:
         known = Prices(np.eye(costs.num_stages)[slowest], np.zeros(costs.num_stages), share[kinds[slowest]])
-        best_s = max(best_s, column_bound_s(whole, enc, dec, reach, known))
+        best_s = max(best_s, column_bound_s(whole, enc, dec, reach, known, knots))
     return max(best_s, float(ways.sum(axis=1).max())) + costs.fixed_s
 
 

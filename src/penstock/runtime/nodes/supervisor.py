@@ -147,7 +147,7 @@ class Supervisor:
         self._asked = -number if leaves else number
         if self._board is not None:
             self._board.ask_to_end(self._asked)
-        return "this node leaves the run as soon as another has what its ranks have learned" if leaves else ""
+        return "this node leaves the run once others have what its ranks have learned, or ends it if there are none" if leaves else ""
 
     @property
     def _may_leave(self) -> bool:
@@ -273,7 +273,7 @@ class Supervisor:
                         recovery.save_copies()
                     raise with_safe_step(error, self.request, self._first_step) from None
             request, members = recovery.request, recovery.members
-            planners.adopt(going_on.step, program_planner(request))
+            planners.begin_anew(going_on.step, program_planner(request))
 
     def _require_lead(self, nodes: LeadingNode | None, lock: RunLock) -> None:
         """Ends a node that stood still for so long that another leads in its place: nothing in the folder is its own any more."""
