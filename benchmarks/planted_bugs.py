@@ -519,7 +519,7 @@ _PROFILING = (
          "what the first of many pays alone is charged to all", "profiling/test_module_parts.py", pick="window"),
     _bug("a transfer there and back is one", "profiling/links.py", '/ (2 if kind == "transfer" else 1)', "/ 1",
          "links seem half as fast", "profiling/test_links.py", pick="message"),
-    _bug("a shortened model is whole", "profiling/measure.py", "(block, min(count, copies)) for", "(block, max(count, copies)) for",
+    _bug("a shortened model is whole", "models/ops.py", "(block, min(count, copies)) for", "(block, max(count, copies)) for",
          "profiles take for ever", "profiling/test_measure.py", pick="shortened"),
 )  # fmt: skip
 _REPORTS = (
