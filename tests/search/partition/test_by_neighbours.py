@@ -17,7 +17,7 @@ from penstock.plans.validity import check_plan
 from penstock.search import Request
 from penstock.search.assemble import assembled, stage_of
 from penstock.search.bounds.by_ops import subspace_bound
-from penstock.search.partition.by_neighbours import NeighbourStages, StagePrices, neighbours_bound_s
+from penstock.search.partition.by_neighbours import NeighbourStages, StagePrices, _Links, neighbours_bound_s
 from penstock.search.partition.neighbour_kernels import cheapest_stages
 from penstock.search.partition.pipelines import best_pipeline
 from penstock.search.space.families import PlanFamily, families
@@ -173,3 +173,17 @@ def test_the_kernel_equals_trying_everything(seed: int, num_ops: int, longest: f
     for ends in list(product((0, 1), repeat=2)) if tied else [(-1, -1)]:
         value, _ = cheapest_stages(stages, prices, longest, np.array(ends), *tables)
         assert value == pytest.approx(cheapest_by_trying(stages, prices, longest, ends))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_messages_between_kinds_are_those_of_the_estimate(size: int) -> None:
+    """Two stages of so many devices in nodes of four, whose other devices are idle."""
+    request = request_of_nodes({"a100-40gb": (1, 4), "v100-32gb": (1, 4)}, [10.0, 10.0], "gpt-350m")
+    family = next(family for family in families(request) if (family.replicas, family.samples) == (1, 4))
+    options = [next(o for o in family.options if (o.pool, o.num_devices, o.tp) == (pool, size, 1)) for pool in (0, 1)]
+    middle, (table, shape) = request.model.num_ops // 2, family.prices.table(options[1])
+    pairs = zip(options, ((0, middle), (middle, request.model.num_ops)), strict=True)
+    plan = assembled(request.frame, [stage_of(*ops, option, family.ranks(option, 0, together=False)) for option, ops in pairs], 4)
+    sent = table.input_bytes[table.chain[middle], table.shape_index(shape), 0, 0]
+    bound_s = _Links(family.prices, options[1], side_by_side=True, grain=1).messages_s(np.array([sent]))[1, 0]
+    assert request.estimator.estimate(plan).stages[1].work.transfer_in_s == pytest.approx(bound_s)
