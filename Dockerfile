@@ -21,7 +21,8 @@ WORKDIR /opt/penstock
 
 # First what changes seldom, so that a change of the code installs nothing again.
 COPY pyproject.toml constraints.txt Makefile README.md LICENSE ./
-RUN mkdir -p src/penstock && touch src/penstock/__init__.py && make .venv/.installed && rm -r src
+COPY src/penstock/__init__.py src/penstock/
+RUN make .venv/.installed && rm -r src
 
 COPY . .
 RUN make setup

@@ -5,7 +5,7 @@
 DIR holds aceso/eurosys and aceso/miniset. A problem is a model of the tables, 1 to 32 GPUs, a limit of 6 to 80 GB, a global batch and some
 micro-batch sizes. `--edge` lowers each limit to just above what the model needs at all, where recomputation of single ops decides
 which pipelines there are. Prints a line for each problem that is above 3 %, and a table: how many have a plan, shares of gaps above 3 %
-and 10 %, the worst, and CPU seconds. Status 1 if more than 5 % of the gaps of a family are above 3 %.
+and 10 %, the worst, and CPU seconds. Status 1 if more than 5 % of all gaps are above 3 %.
 """
 
 from __future__ import annotations
@@ -97,19 +97,18 @@ def main() -> int:
         if one.gap is not None and one.gap > GOOD:
             print(f"{one.gap:7.2%} {one.cpu_s:5.1f} s  {one.case}", flush=True)
     print(f"{'family':8} {'problems':>8} {'no plan':>8} {'proven':>7} {'median':>7} {'> 3 %':>7} {'> 10 %':>7} {'worst':>7} {'CPU s':>7}")
-    worst = 0.0
+    above = 0.0
     for family in ("gpt", "t5", "resnet", "all"):
         own = [one for one in found if family in (one.case.model, "all")]
         gaps = [one.gap for one in own if one.gap is not None]
         if not gaps:
             continue
         above = sum(gap > GOOD for gap in gaps) / len(gaps)
-        worst = max(worst, above)
         counts = f"{len(own):8} {len(own) - len(gaps):8} {sum(one.proven for one in own):7}"
         large = sum(gap > 0.1 for gap in gaps) / len(gaps)
         cpu_s = sum(one.cpu_s for one in own)
         print(f"{family:8} {counts} {statistics.median(gaps):7.2%} {above:7.1%} {large:7.1%} {max(gaps):7.1%} {cpu_s:7.0f}")
-    return int(worst > 0.05)
+    return int(above > 0.05)
 
 
 if __name__ == "__main__":

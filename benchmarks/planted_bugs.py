@@ -196,6 +196,15 @@ _BATCHING = (
          "a sign", "batching/test_baselines.py"),
 )  # fmt: skip
 _SEARCH = (
+    _bug("a bound that shares each node's network among more", "search/partition/by_neighbours.py",
+         "return min(size, node) * (node // own if node % own == 0 else 1)", "return node",
+         "a stage's own ranks send at once, not all of its node", "search/partition/test_by_neighbours.py"),
+    _bug("messages inside a node for neighbours of other kinds", "search/partition/programme.py",
+         "space.costs[a.option].option.pool != space.costs[b.option].option.pool or departs or arrives", "departs or arrives",
+         "kinds are in different nodes wherever a stage lies", "search/partition/test_after_limits.py"),
+    _bug("the ends of a shared table are free", "search/partition/after_limits.py",
+         "return self.prices.ends_s(option) if is_first != is_last else 0.0", "return 0.0",
+         "the shortest pipeline has one of them on a slow network", "search/partition/test_after_limits.py"),
     _bug("updates of asynchronous stages are free", "search/space/prices.py", "both = both + self._update_s(option)", "pass",
          "the search prefers stages of many weights", "search/test_asynchronous.py", pick="trying_all"),
     _bug("asynchronous stages keep one version of their weights", "search/space/prices.py",
@@ -510,7 +519,7 @@ _PROFILING = (
          "what the first of many pays alone is charged to all", "profiling/test_module_parts.py", pick="window"),
     _bug("a transfer there and back is one", "profiling/links.py", '/ (2 if kind == "transfer" else 1)', "/ 1",
          "links seem half as fast", "profiling/test_links.py", pick="message"),
-    _bug("a shortened model is whole", "profiling/measure.py", "(block, min(count, copies)) for", "(block, max(count, copies)) for",
+    _bug("a shortened model is whole", "models/ops.py", "(block, min(count, copies)) for", "(block, max(count, copies)) for",
          "profiles take for ever", "profiling/test_measure.py", pick="shortened"),
 )  # fmt: skip
 _REPORTS = (

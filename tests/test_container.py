@@ -21,6 +21,13 @@ def test_what_is_copied_is_there() -> None:
     assert {".git", ".venv"} <= set(left_out) and not set(copied) & set(left_out)
 
 
+def test_what_is_installed_first_has_its_version() -> None:
+    """Packages are installed before the rest of the code is copied, and the version is read from a file of it."""
+    source = re.search(r'\[tool\.hatch\.version\]\npath = "([^"]+)"', (ROOT / "pyproject.toml").read_text())
+    first = next(number for number, line in enumerate(LINES) if line.startswith("RUN") and "make" in line and "apt-get" not in line)
+    assert source is not None and any(line.startswith("COPY") and source[1] in line.split() for line in LINES[:first])
+
+
 TARGETS = [word for line in LINES if line.startswith("RUN") for word in re.findall(r"\bmake (?!redis|-)(\S+)", line)]
 
 

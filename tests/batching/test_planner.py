@@ -90,7 +90,7 @@ def test_every_plan_holds_what_it_promises(seed: int, steps: int) -> None:
     plan = plan_batch(samples, costs, steps=steps, seed=seed % 7, bound=True)
     recheck(plan, costs, samples)
     assert plan.bound_s <= plan.predicted_s * (1 + 1e-9)
-    assert plan == plan_batch(samples, costs, steps=steps, seed=seed % 7, bound=True)
+    assert dataclasses.replace(plan, bound_s=0.0) == plan_batch(samples, costs, steps=steps, seed=seed % 7)
     if steps:
         assert plan.predicted_s <= plan_batch(samples, costs).predicted_s * (1 + 1e-9)
 

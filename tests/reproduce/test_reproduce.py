@@ -42,7 +42,9 @@ def test_figures_are_written_with_what_was_found(data: Path, tmp_path: Path, cap
     assert run(["reproduce", "dynpipe", "--data", str(data), "--out", str(out), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {result["figure"]: result["verdict"] for result in told["results"]} == {"9": "does not hold", "10": "shown", "12": "shown"}
-    (claim,) = json.loads((out / "dynpipe" / "9" / "result.json").read_text())["claims"]
+    result = json.loads((out / "dynpipe" / "9" / "result.json").read_text())
+    (claim,) = result["claims"]
+    assert result["took_s"] > 0 and result["cpu_s"] >= 0
     assert claim["found"] == 1.0 and claim["expected"] == "≥ 1.3" and not claim["holds"]  # both reach ResNet's accuracy at the same time
     rows = list(csv.DictReader((out / "dynpipe" / "12" / "figure.csv").open()))
     points = [(row["series"], row["x"], round(float(row["y"]), 3)) for row in rows]

@@ -49,7 +49,7 @@ def reproduce(
                 continue
             results.append(write_figure(out_ / one.name / spec.name, one.name, spec, made))
             if not json:
-                say(f"{one.name}, {spec.title}: {results[-1]['verdict']}")
+                say(f"{one.name}, {spec.title}: {results[-1]['verdict']} ({made.took_s:.0f} s, {made.cpu_s:.0f} CPU s)")
     if not results:
         raise InputError(missing[0])
     write_page(out_ / "index.html", results, missing)
@@ -61,4 +61,7 @@ def reproduce(
     out().print(table("", ["system", "figure", "what", "expected", "found", ""], rows))
     for text in missing:
         say(f"left out: {text}")
+    for system in dict.fromkeys(result["system"] for result in results):
+        took_s, cpu_s = (sum(result[key] for result in results if result["system"] == system) for key in ("took_s", "cpu_s"))
+        say(f"{system}: {took_s:.0f} s in all, {cpu_s:.0f} s of processors")
     say(f"all of it: {out_ / 'index.html'}")

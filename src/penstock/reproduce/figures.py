@@ -6,8 +6,10 @@ their own sake. Published numbers are drawn as they are and named so; nothing is
 
 from __future__ import annotations
 
+import resource
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -68,6 +70,10 @@ class Drawing:
     log_y: bool = False
     note: str = ""
     """What of it is not from this run, and what it leaves out."""
+    took_s: float = 0.0
+    """Wall seconds of making it; what figures share counts for the first of them."""
+    cpu_s: float = 0.0
+    """Processor seconds, those of processes that it started and that ended included."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +161,17 @@ class Reproduction:
 def reproduced(one: Reproduction, names: Sequence[str], evidence: Evidence) -> Iterator[tuple[FigureSpec, Drawing | str]]:
     """Each figure with its drawing, or with what is missing for it."""
     for figure in one.chosen(names):
-        yield figure, one.why_not(figure, evidence.folder) if one.missing(figure, evidence.folder) else figure.make(evidence)
+        if one.missing(figure, evidence.folder):
+            yield figure, one.why_not(figure, evidence.folder)
+            continue
+        start, cpu = time.perf_counter(), _cpu_s()
+        drawing = figure.make(evidence)
+        yield figure, replace(drawing, took_s=time.perf_counter() - start, cpu_s=_cpu_s() - cpu)
+
+
+def _cpu_s() -> float:
+    """Of this process and of those it started and has seen the end of."""
+    return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
 
 
 def rows_of(curves: Sequence[Plotted]) -> list[Mapping[str, object]]:

@@ -30,7 +30,7 @@ def write_figure(folder: Path, system: str, figure: FigureSpec, drawing: Drawing
     verdict = "shown" if not claims else "holds" if all(c.holds for c in drawing.claims) else "does not hold"
     result = {
         "system": system, "figure": figure.name, "title": figure.title, "verdict": verdict, "claims": claims, "note": drawing.note,
-        "published": sorted({curve.label for curve in drawing.curves if curve.published}),
+        "published": sorted({curve.label for curve in drawing.curves if curve.published}), "took_s": drawing.took_s, "cpu_s": drawing.cpu_s,
     }  # fmt: skip
     write_json(folder / "result.json", result)
     return result

@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.search.op_degrees.lazy_stages import ChainArrays
-from penstock.search.op_degrees.mixed_kernels import best_chain, bound_table, reached_table
+from penstock.search.op_degrees.mixed_kernels import best_chain, bound_table, peak_bounds, reached_table
 from penstock.search.partition.stage_space import MemoryRule
 
 STATE, FLOOR = 4.0, 0.7
+
+
+PRICES = np.array([0.0, 0.1, 0.5, 2.0, 10.0])
 
 
 class Costs:
@@ -110,8 +113,20 @@ def test_bound_is_below_the_fastest(seed: int, ops: int, behind: int, limit: flo
     width = np.arange(ops, 0, -1)
     offset = np.cumsum(width) - width
     low = np.zeros((behind + 1, int(width.sum())))
-    bound_table(np.array([0.0, 0.1, 0.5, 2.0, 10.0]), MemoryRule(limit, STATE, FLOOR), costs.arrays, offset, width, low)
+    bound_table(PRICES, MemoryRule(limit, STATE, FLOOR), costs.arrays, offset, width, low)
+    peak_bounds(0, behind + 1.0, PRICES, np.array([0.0, 0.3, 0.8, 1.5]), MemoryRule(limit, STATE, FLOOR), costs.arrays, low[behind, :ops])
     assert low[behind, ops - 1] <= costs.best_by_trying(behind + 1.0, limit) + 1e-9
+
+
+def test_bounds_that_know_the_peak_are_higher() -> None:
+    """With one micro-batch, what is recomputed first saves no more than it takes when it is brought back."""
+    higher = 0
+    for seed in range(40):
+        costs, rule, low = Costs(seed, 2, 6), MemoryRule(4.0, STATE, FLOOR), np.zeros((2, 6))
+        bound_table(PRICES, rule, costs.arrays, np.array([0] * 6), np.array([6, 0, 0, 0, 0, 0]), low[:1])
+        peak_bounds(0, 1.0, PRICES, np.array([0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0]), rule, costs.arrays, low[1])
+        higher += low[1, 5] > low[0, 5] * 1.001
+    assert higher >= 20
 
 
 def test_chains_that_are_reached_fit_and_are_not_too_fast() -> None:

@@ -26,6 +26,12 @@ ROUNDS, FEW_ROUNDS = 40, 10
 is known and none was met on the way: there may be none."""
 
 
+TIGHTENED = 24
+"""How often stages of the programme's answer are bounded more tightly at most,"""
+PEAKS = 32
+"""in so many ranges of the largest segment that is recomputed at once, each 15 % wide."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpChoice:
     """Degrees and split of one op."""
@@ -116,6 +122,12 @@ def _slowest(costs: MixedCosts) -> float:
     return float((costs.compute + costs.forward + moving).max(axis=0).sum() + costs.enter.max() + costs.leave.max())
 
 
+def _largest_segment(costs: MixedCosts) -> float:
+    """What a recomputed segment holds at most, in whatever configurations."""
+    ends = np.append(np.flatnonzero(costs.edge.all(axis=(0, 1))), costs.kept.shape[1])
+    return float(max(part.sum() for part in np.split(costs.kept.max(axis=0), ends[:-1])))
+
+
 class LazyStages:
     """The programme for one micro-batch size, with the stages solved so far."""
 
@@ -160,10 +172,43 @@ class LazyStages:
         for c, at, wide in zip(self.costs, self.space.offset, width, strict=True):
             bound_table(self._prices, self.machine.memory(c.pool), c.arrays(), at, wide, self.times)
         self.times[self.times > self._slowest] = np.inf  # only the price of memory that is not there makes a stage as slow
+        self._low = self.times.copy()
         found = best_partition(self.space, self.count, self._known)
         for key, (time, _) in self.solved.items():
             self._put(key, time)
         return min(found.bound, found.time)
+
+    def proven(self, known: float, good: float, rounds: int = TIGHTENED) -> float:
+        """A better bound on plans faster than `known`, where `bound` was asked for before; `good` is enough.
+
+        Stages that begin as those of the programme's answer are bounded again, with the peaks of their recomputation, until its
+        answer is made of such stages or so many times.
+        """
+        from penstock.search.op_degrees.mixed_kernels import peak_bounds
+
+        if not self.costs:
+            return np.inf
+        space, done = replace(self.space, times=self._low), set[tuple[int, int, int]]()
+        prices = np.sort(np.concatenate([self._prices, np.sqrt(self._prices[1:-2] * self._prices[2:-1])]))
+        peaks = [np.append(0.0, _largest_segment(c) / 1.15 ** np.arange(PEAKS)[::-1]) for c in self.costs]
+
+        def tighten(row: tuple[int, int, int]) -> None:
+            option, first, behind = row
+            c, at = self.costs[option], int(self.space.offset[option, first])
+            low = self._low[behind, at : at + int(self.space.width[option, first])]
+            peak_bounds(first, behind + 1.0, prices, peaks[option], self.machine.memory(c.pool), c.arrays(), low)
+            low[low > self._slowest] = np.inf
+
+        with ThreadPoolExecutor() as pool:
+            for _ in range(rounds):
+                found = best_partition(space, self.count, known)
+                least = min(found.bound, found.time)
+                rows = {(stage.option, stage.first, stage.behind) for stage in found.stages} - done
+                if least >= good or not rows:
+                    break
+                list(pool.map(tighten, sorted(rows)))
+                done |= rows
+        return least
 
     def promise(self, everywhere: bool = False) -> float:
         """About what the best plan takes with cuts where recomputed segments end, or everywhere; infinite where no such plan was met."""

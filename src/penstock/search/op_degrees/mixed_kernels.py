@@ -16,7 +16,7 @@ from numba import njit
 from penstock.search.op_degrees.lazy_stages import ChainArrays
 from penstock.search.partition.stage_space import MemoryRule
 
-__all__ = ["best_chain", "bound_table", "mixing_gain", "reached_table", "warm"]
+__all__ = ["best_chain", "bound_table", "mixing_gain", "peak_bounds", "reached_table", "warm"]
 
 
 @njit(cache=True, nogil=True)
@@ -235,6 +235,89 @@ def best_chain(first, last, most, held, memory, buckets, costs, chosen):  # type
 
 
 @njit(cache=True, nogil=True)
+def peak_bounds(first, held, prices, peaks, memory, costs, low):  # type: ignore[no-untyped-def]
+    """low[j] is raised to a time that ops first..first + j cannot be below if they fit with so many micro-batches held.
+
+    As `bound_table`, with the segments that are brought back at once. Either nothing is recomputed, or the largest segment is in one of
+    the ranges between `peaks` (0 the first of them): then there is room for all but the least of the range, and no segment is above it.
+    """
+    limit, num_ops = memory[0], len(low)
+    found, value = np.full(num_ops, np.inf), np.empty(num_ops)
+    for r in range(-1, len(peaks)):
+        spare, most = peaks[max(r, 0)], peaks[r + 1] if r + 1 < len(peaks) else np.inf
+        if spare > limit:
+            break
+        value[:] = 0.0
+        for by_ops in range(2):
+            for level in range(len(prices)):
+                _peak_bound_from(first, prices[level] / held, held, spare, -1.0 if r < 0 else most, memory, by_ops, costs, value)
+        found = np.minimum(found, value)
+    for j in range(num_ops):
+        low[j] = max(low[j], found[j])
+
+
+_RUN = 12
+"""Ops of a recomputed segment that are counted at most; longer ones count as so many."""
+
+
+@njit(cache=True, nogil=True)
+def _peak_bound_from(first, price, held, spare, most, memory, by_ops, costs, low):  # type: ignore[no-untyped-def]
+    """`peak_bounds` at one price, for segments of at most `most`; none at all if that is negative."""
+    (compute, forward, ending, kept, forward_reserve, backward_reserve, weights, entering, enter, leave, reshard, moved, edge,
+     allowed) = costs  # fmt: skip
+    limit, state, floor = memory
+    per_weight = state if by_ops else state + floor
+    num, own_forward, own_backward = compute.shape[0], 0.0, 0.0
+    plain, again = np.full(num, np.inf), np.full((num, _RUN + 1), np.inf)  # the cheapest chains by how many ops their last segment has
+    new_plain, new_again = plain.copy(), again.copy()
+    least_kept = np.zeros(len(low) + 1)  # before each op, of the cheapest configurations
+    for q in range(num):
+        if allowed[q, first]:
+            mine = per_weight * weights[q, first] + held * (entering[q, first] + kept[q, first])
+            plain[q] = compute[q, first] + enter[q, first] + price * mine
+            if most >= 0:
+                again[q, 0] = plain[q] + ending[q, first]
+    for step in range(len(low)):
+        last, best = first + step, np.inf
+        smallest = np.inf
+        for q in range(num):
+            best = min(best, min(plain[q], again[q].min()) + leave[q, last])
+            if allowed[q, last]:
+                smallest = min(smallest, kept[q, last])
+        least_kept[step + 1] = least_kept[step] + smallest
+        low[step] = max(low[step], best - price * (limit - spare - by_ops * (own_forward + own_backward)))
+        if step + 1 == len(low):
+            break
+        if by_ops:
+            own_forward = max(own_forward, forward_reserve[:, last].min())
+            own_backward = max(own_backward, backward_reserve[:, last].min())
+        op = last + 1
+        new_plain[:], new_again[:] = np.inf, np.inf
+        for q in range(num):
+            if not allowed[q, op]:
+                continue
+            own = compute[q, op] + price * (per_weight * weights[q, op] + held * kept[q, op])
+            for p in range(num):
+                move = own + reshard[p, q, op] + price * held * moved[p, q, op]
+                new_plain[q] = min(new_plain[q], plain[p] + move, again[p].min() + move)
+                if most < 0:
+                    continue
+                move += ending[q, op]
+                new_again[q, 0] = min(new_again[q, 0], plain[p] + move)
+                saved = forward[p, last] - ending[p, last] - price * held * kept[p, last]
+                for run in range(_RUN + 1):
+                    if least_kept[step + 1] - least_kept[max(step - run, 0)] > most:
+                        break
+                    if edge[p, q, op]:
+                        new_again[q, 0] = min(new_again[q, 0], again[p, run] + move)
+                    else:
+                        longer = min(run + 1, _RUN)
+                        new_again[q, longer] = min(new_again[q, longer], again[p, run] + move + saved)
+        plain, new_plain = new_plain, plain
+        again, new_again = new_again, again
+
+
+@njit(cache=True, nogil=True)
 def _time_left(first, last, compute, leave, reshard, allowed):  # type: ignore[no-untyped-def]
     """[ops, Q] the least time of all that comes after an op in a configuration, whatever memory it takes."""
     num, n = compute.shape[0], last - first
@@ -316,5 +399,6 @@ def warm() -> None:
     offset, width = np.array([0, 3, 5]), np.array([3, 2, 1])
     bound_table(np.array([0.0, 1.0]), memory, costs, offset, width, np.zeros((1, 6)))
     reached_table(np.array([0.0, 1.0]), memory, costs, np.ones(4, np.bool_), offset, width, np.zeros((1, 6)))
+    peak_bounds(0, 1.0, np.array([0.0, 1.0]), np.array([0.0, 1.0]), memory, costs, np.zeros(3))
     best_chain(0, 3, 99.0, 1.0, memory, 8, costs, np.zeros(3, np.int64))
     mixing_gain(ones, reshard, np.ones(1, np.bool_), np.array([0, 1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.costs.sources import open_costs
 from penstock.errors import InputError
@@ -87,6 +87,11 @@ class Request:
     def recovery(self) -> tuple[Recovery, Recovery]:
         """What the model's distinct ops keep, and what would bring it back; without and with sequence parallelism."""
         return Recovery.of(self.model), Recovery.of(self.estimator.model_under(self.estimator.divides_tokens))
+
+    @cached_property
+    def common(self) -> dict[tuple[Any, ...], Any]:
+        """What families of plans have in common, such as the passes of ops at one shape: each is worked out once."""
+        return {}
 
     @cached_property
     def carried(self) -> tuple[Quantity, ...]:

@@ -177,8 +177,8 @@ def search_aceso(
         if mixed is not None:
             uniform = [] if answer is None or top == 1 else [answer]
             return replace(_mixed_answer(problem, mixed, bound), others=tuple([*uniform, *others][: top - 1]))
-        least = min(least, bound)
-        answer = replace(answer, bound_s=min(bound / 1e6, answer.bound_s)) if answer else None
+        least = bound  # plans of one degree for each stage are among those with degrees of each op
+        answer = replace(answer, bound_s=min(bound / 1e6, answer.time_s)) if answer else None
     elif problem.family == "resnet" and answer is not None:
         answer = replace(answer, bound_s=0.0)  # of plans with degrees of each op nothing is known
     if answer is None:

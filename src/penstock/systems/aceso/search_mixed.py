@@ -17,6 +17,8 @@ __all__ = ["MixedAnswer", "best_mixed"]
 
 PRICES = 10
 """Prices of memory at which stages are bounded."""
+GOOD_GAP = 0.02
+"""Sizes whose bound is further below the plan found are bounded stage by stage."""
 BUCKETS = 2000
 """Steps of memory of which the fastest chain is kept."""
 
@@ -57,6 +59,10 @@ def best_mixed(problem: AcesoProblem, known: float) -> tuple[MixedAnswer | None,
             stages, time = lazies[micro_batch].solve(known)
             if stages and time < known:
                 best, known = MixedAnswer(micro_batch, stages, time), time
+    with ThreadPoolExecutor(2) as pool:
+        loose = [b for b in sizes if bounds[b] < known * (1 - GOOD_GAP)]
+        for b, least in zip(loose, pool.map(lambda b: lazies[b].proven(known, known * (1 - GOOD_GAP)), loose), strict=True):
+            bounds[b] = max(bounds[b], least)
     return best, min(bounds.values())
 
 
