@@ -367,13 +367,17 @@ def watching() -> list[Row]:
 
 
 def pausing() -> list[Row]:
-    """How long live moves stop a job of two processes, over one step and 1.5 times what their bytes take."""
+    """How long live moves stop a job of two processes: over one step and 1.5 times what their bytes take, or over one step alone where
+    state travels beside it."""
     from live_moves import pauses
 
-    found = list(pauses())
-    for pause_s, best_s in found:
-        print(f"  a move stopped training for {pause_s:.2f} s, {best_s:.2f} s to reach", file=sys.stderr)
-    return [Row("pause of a blocking move over 1 step + 1.5x bytes/link, median", float(np.median([a / b for a, b in found])), 1.0)]
+    rows = []
+    for overlapped, title in ((False, "blocking move over 1 step + 1.5x bytes/link"), (True, "move beside a step over 1 step")):
+        found = list(pauses(overlapped=overlapped))
+        for pause_s, most_s in found:
+            print(f"  a move stopped training for {pause_s:.2f} s, {most_s:.2f} s to reach", file=sys.stderr)
+        rows.append(Row(f"pause of a {title}, median", float(np.median([a / b for a, b in found])), 1.0))
+    return rows
 
 
 PARTS: dict[str, Callable[[], list[Row]]] = {

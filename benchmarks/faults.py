@@ -1,11 +1,13 @@
-"""What a run on one machine survives, and what it costs: faults of every kind in every phase of a step, one after the other in runs of four
-ranks (two stages, each of two data-parallel ranks under ZeRO-1), whose losses must stay to the bit those of a run without any.
+"""What a run survives, and what it costs: the matrix of `fault_cases.py`, struck one after the other in runs whose losses must stay to the
+bit those of a run without any fault; those of nodes in a run each (`node_faults.py`).
 
     python benchmarks/faults.py                      the whole matrix
-    python benchmarks/faults.py --kinds kill --phases backward update
-    python benchmarks/faults.py --soak 3600          faults drawn at random for an hour; memory and descriptors must stay flat
+    python benchmarks/faults.py --pairs              a covering set: every kind, phase and victim with every other
+    python benchmarks/faults.py --kinds kill --phases backward update --victims "rank 0"
+    python benchmarks/faults.py --soak --faults 1000 drawn at random over a long paced training; memory and descriptors must stay flat
 
-Prints faults survived of all, seconds from a death to the next step beside those of a cold `--resume`, and the cost of copies.
+Prints faults survived of all, those that make no sense and why, seconds from a death to the next step beside those of a cold `--resume`,
+and the cost of copies.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import itertools
 import os
 import random
+import secrets
 import signal
 import statistics
 import subprocess
@@ -21,10 +24,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from fault_cases import NODES, PIPELINE, TENSOR, VICTIMS, FaultCase, cases, covering
+from node_faults import may_make_spaces, strike_nodes
 
 from penstock.adapting.asking import ask_for
 from penstock.adapting.deaths import RunWitness
@@ -36,42 +42,31 @@ from penstock.errors import PenstockError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.schema import write_plan
-from penstock.runtime.recovering.faults import MOVING, PHASES, Fault, ask_fault
+from penstock.runtime.recovering.faults import KINDS, PHASES, Fault, ask_fault, forget_faults
 from penstock.runtime.request import WARM_UP, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run import Run, train_rank
+from penstock.runtime.run_folder import plan_of_run
+from penstock.runtime.telemetry.phases import COMMITTING, MOVING, RECOVERING
 from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import PlanTrainer
 from penstock.runtime.workers import Worker
 
-KINDS = ("kill", "fail", "freeze")
-ROLES: dict[str, tuple[int, ...]] = {
-    "rank 0": (0,), "its ZeRO peer": (1,), "last stage": (3,), "two neighbours": (1, 2), "all": (0, 1, 2, 3),
-}  # fmt: skip
-PLANNER = "planner"
 _EVERY, _COPIES = 4, 2
 """Steps between checkpoints and between copies of a run with faults, so that every phase comes soon."""
 _LEAD = 2
 """Steps after the one that was told: the first that no rank has begun."""
+_MOST_STEPS = 40
+"""After which a fault that was asked for must have been met."""
 
 
-@dataclass(frozen=True)
-class FaultCase:
-    """One entry of the matrix."""
-
-    kind: str
-    phase: str
-    role: str
-
-    @property
-    def name(self) -> str:
-        """In words."""
-        return f"{self.kind} in {self.phase}, {self.role}"
-
-
-def cases(kinds: Sequence[str], phases: Sequence[str], roles: Sequence[str]) -> list[FaultCase]:
-    """All that are asked for; planners have no phases."""
-    found = [FaultCase(*one) for one in itertools.product(kinds, phases, [role for role in roles if role != PLANNER])]
-    return found + ([FaultCase(kind, "planning", PLANNER) for kind in kinds if kind != "fail"] if PLANNER in roles else [])
+def scene_plans(scene: str) -> tuple[Plan, Plan]:
+    """One that is trained, and one with another cut, to which moves are exact."""
+    shape = {"pp": 3, "dp": 2, "zero": 1} if scene == PIPELINE else {"pp": 2, "tp": 2}
+    plan = uniform_plan("gpt-tiny", "6xcpu" if scene == PIPELINE else "4xcpu", global_batch=8, micro_batch=2, layout="packed", **shape)
+    first, second, *others = plan.stages
+    cut = first.last - 4
+    shorter = replace(first, last=cut, recompute=()), replace(second, first=cut, recompute=()), *others
+    return plan, replace(plan, stages=shorter, predicted=None)
 
 
 class Striker:
@@ -81,15 +76,16 @@ class Striker:
         self.out, self.plans, self.left = out, plans, left
         self.now: FaultCase | None = None
         self.done: list[FaultCase] = []
-        self.pauses_s: list[float] = []
-        self._after = 3
-        self._moved = 0
+        self.wrong: list[str] = []
+        self._after, self._until = 3, 0
 
     def hear(self, told: StepTold) -> None:
         """A new step was done: the last fault is over if a few followed it."""
         if told.step < self._after:
             return
         if self.now is not None:
+            if not self._is_over(told.step):
+                return
             self.done.append(self.now)
         self.now = next(self.left, None)
         if self.now is None:
@@ -97,16 +93,35 @@ class Striker:
             self._after = 1 << 60
             return
         first = told.step + _LEAD
-        if self.now.role == PLANNER:
+        self._strike(self.now, first)
+        if self.now.phase in (MOVING, COMMITTING):
+            ask_for(self.out, next(plan for plan in self.plans if plan != plan_of_run(self.out)), first + 1)
+        self._after, self._until = first + _EVERY + 3, first + _MOST_STEPS
+
+    def _is_over(self, step: int) -> bool:
+        """Whether all that was asked for has happened: whoever meets a fault removes its file."""
+        assert self.now is not None
+        if not list((self.out / "faults").glob("*.json")):
+            return True
+        if step < self._until:
+            return False
+        self.wrong.append(f"{self.now.name}: was never met")
+        forget_faults(self.out)
+        return True
+
+    def _strike(self, case: FaultCase, first: int) -> None:
+        if not case.victim.ranks:
             for pid in planners():
-                os.kill(pid, signal.SIGKILL if self.now.kind == "kill" else signal.SIGSTOP)
-        else:
-            for rank in ROLES[self.now.role]:
-                ask_fault(self.out, Fault(self.now.kind, rank, self.now.phase, first))  # type: ignore[arg-type]
-        if self.now.phase == MOVING:
-            self._moved += 1
-            ask_for(self.out, self.plans[self._moved % 2], first + 1)
-        self._after = first + _EVERY + 3
+                os.kill(pid, signal.SIGKILL if case.kind == "kill" else signal.SIGSTOP)
+        for number, rank in enumerate(case.victim.ranks):
+            phase, step = case.phase, first
+            if phase == RECOVERING and number + 1 < len(case.victim.ranks):
+                phase = "backward"  # the first of two dies, the other while somebody takes its place
+            elif phase == RECOVERING:
+                step = 0
+                if number == 0:
+                    ask_fault(self.out, Fault("kill", self.plans[0].ranks[rank - 1], "backward", first))
+            ask_fault(self.out, Fault(case.kind, rank, phase, step))  # type: ignore[arg-type]
 
 
 def planners() -> list[int]:
@@ -114,60 +129,51 @@ def planners() -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/comm"):
         try:
-            if path.read_text().startswith(PLANNER) and os.getpgid(int(path.parent.name)) == os.getpgid(0):
+            if path.read_text().startswith("planner") and os.getpgid(int(path.parent.name)) == os.getpgid(0):
                 found.append(int(path.parent.name))
         except (OSError, ValueError):
             continue
     return found
 
 
-def two_plans() -> tuple[Plan, Plan]:
-    """One that is trained, and one with another cut, to which moves are exact."""
-    plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=8, micro_batch=2, pp=2, dp=2, zero=1, layout="packed")
-    first, last = plan.stages
-    cut = first.last - 4
-    shorter = replace(first, last=cut, recompute=()), replace(last, first=cut, recompute=())
-    return plan, replace(plan, stages=shorter, predicted=None)
-
-
-def matrix(folder: Path, wanted: list[FaultCase]) -> tuple[int, list[float], list[str]]:
-    """How many were survived, the pauses, and what went wrong."""
-    plans, left, survived, pauses, wrong = two_plans(), iter(wanted), 0, list[float](), list[str]()
-    calm = _request(folder, plans[0], folder / "calm", 60 * max(1, len(wanted) // 6))
+def matrix(folder: Path, scene: str, wanted: Sequence[FaultCase]) -> tuple[int, list[float], list[str]]:
+    """How many of a scene were survived, the pauses, and what went wrong."""
+    plans, left, survived, pauses, wrong = scene_plans(scene), iter(wanted), 0, list[float](), list[str]()
     for number in itertools.count():
-        out = folder / f"run-{number}"
+        out = folder / f"{scene[:5].strip()}-{number}"
         striker = Striker(out, plans, left)
-        request = replace(calm, out=str(out), on_death="recover", copies=_COPIES, checkpoint_every=_EVERY, steps=1 << 20)
+        request = replace(_request(folder, plans[0], out), on_death="recover", copies=_COPIES, checkpoint_every=_EVERY)
         try:
             PlanTrainer(request, obey_run, RunWitness(out)).train(striker.hear)
         except PenstockError as error:
             wrong.append(f"{striker.now.name if striker.now else 'nothing'}: {str(error).partition(chr(10))[0]}")
-        survived += len(striker.done)
+        shrunk = [f"shrunk: {event.text}" for event in read_events(out) if event.event == "shrunk"]
+        found = [*striker.wrong, *shrunk, *_differences(request)]
+        wrong += found
+        survived += len(striker.done) - len(found)
         pauses += [event.pause_s for event in read_events(out) if event.event == "replaced" and event.pause_s]
-        wrong += [f"shrunk: {event.text}" for event in read_events(out) if event.event == "shrunk"]
-        wrong += _differences(calm, out)
+        print(f"  {scene}: {len(striker.done)} struck, {len(found)} wrong", flush=True)
         if striker.now is None or not striker.done:
             return survived, pauses, wrong
 
 
-def _differences(calm: TrainRequest, out: Path) -> list[str]:
+def _differences(run: TrainRequest) -> list[str]:
     """What differs from a run without faults, which is trained as far as this one came."""
-    found = read_steps(out / "steps.jsonl")
-    request = replace(calm, out=f"{out}-calm", steps=len(found))
-    PlanTrainer(request).train()
-    pairs = zip(found, read_steps(Path(request.out) / "steps.jsonl"), strict=True)
+    found, calm = read_steps(Path(run.out) / "steps.jsonl"), replace(run, out=f"{run.out}-calm", on_death="end", checkpoint_every=0)
+    PlanTrainer(replace(calm, steps=len(found))).train()
+    pairs = zip(found, read_steps(Path(calm.out) / "steps.jsonl"), strict=True)
     wrong = [one.step for one, other in pairs if (one.step, one.loss, one.samples) != (other.step, other.loss, other.samples)]
-    return [f"{out.name}: {len(wrong)} of {len(found)} steps differ, the first is {wrong[0]}"] if wrong else []
+    return [f"{run.out}: {len(wrong)} of {len(found)} steps differ, the first is {wrong[0]}"] if wrong else []
 
 
-def _request(folder: Path, plan: Plan, out: Path, steps: int) -> TrainRequest:
+def _request(folder: Path, plan: Plan, out: Path, steps: int = 1 << 20) -> TrainRequest:
     return TrainRequest(plan, str(folder / "data"), steps, str(out), checkpoint_every=0)
 
 
 def cold_s(folder: Path) -> float:
     """Seconds from the death of a run to the first step of one that a person starts again at once."""
     out, plan = folder / f"cold-{time.time_ns()}", folder / "plan.json"
-    write_plan(plan, two_plans()[0])
+    write_plan(plan, scene_plans(PIPELINE)[0])
     command = [sys.executable, "-m", "penstock.cli.main", "train", str(plan), "--data", str(folder / "data"), "--out", str(out), "--json"]
     subprocess.run([*command, "--steps", "4"], check=True, stdout=subprocess.DEVNULL)
     lines, begun = (out / "steps.jsonl").read_bytes().count(b"\n"), time.perf_counter()
@@ -179,7 +185,7 @@ def cold_s(folder: Path) -> float:
 
 def copy_cost(folder: Path, steps: int) -> float:
     """Share of its main thread's processor time that copies every ten steps take of a rank: the worst of them."""
-    request = replace(_request(folder, two_plans()[0], folder / "cost", steps), on_death="recover", copies=10)
+    request = replace(_request(folder, scene_plans(PIPELINE)[0], folder / "cost", steps), on_death="recover", copies=10)
     with mock.patch("penstock.runtime.trainer.train_rank", train_counting):
         PlanTrainer(request).train()
     return max(float(path.read_text()) for path in Path(request.out).glob("copying-*"))
@@ -206,28 +212,42 @@ def train_counting(worker: Worker, request: TrainRequest, *given: Any) -> TrainR
     return found
 
 
-def soak(folder: Path, seconds: float, seed: int) -> None:
-    """Random faults for so long; what this process holds must not grow."""
-    drawn, everything, end = random.Random(seed), cases(KINDS, PHASES, [*ROLES]), time.monotonic() + seconds
+def soak(folder: Path, count: int, seed: int) -> None:
+    """Random faults over one long paced training; what this process and the server that it forks from hold must not grow."""
+    drawn, everything = random.Random(seed), [one for one in cases()[0] if one.victim.scene == PIPELINE]
+    striker = Striker(folder / "soak", scene_plans(PIPELINE), (drawn.choice(everything) for _ in range(count)))
+    request = replace(
+        _request(folder, striker.plans[0], striker.out), device="paced", on_death="recover", copies=_COPIES, checkpoint_every=_EVERY
+    )
+    begun_s, told_of = time.monotonic(), -1
 
-    def endless() -> Iterator[FaultCase]:
-        while time.monotonic() < end:
-            yield drawn.choice(everything)
+    def hear(told: StepTold) -> None:
+        nonlocal told_of
+        striker.hear(told)
+        if len(striker.done) % max(1, count // 20) == 0 and len(striker.done) != told_of:
+            told_of = len(striker.done)
+            print(f"{told_of:5d} faults, step {told.step:6d}, {time.monotonic() - begun_s:6.0f} s: {_held()}", flush=True)
 
-    striker = Striker(folder / "soak", two_plans(), endless())
-    request = replace(_request(folder, two_plans()[0], striker.out, 1 << 20), on_death="recover", copies=_COPIES, checkpoint_every=_EVERY)
-    before = _held()
     try:
-        PlanTrainer(request, obey_run, RunWitness(striker.out)).train(striker.hear)
+        PlanTrainer(request, obey_run, RunWitness(striker.out)).train(hear)
     finally:
-        print(f"{len(striker.done)} faults survived in {seconds:.0f} s; held before {before}, after {_held()}")
+        events = [event.event for event in read_events(striker.out)]
+        print(f"{len(striker.done)} of {count} faults survived, {events.count('lost')} deaths, {events.count('shrunk')} shrunk; {_held()}")
+    for line in [*striker.wrong, *_differences(request)]:
+        print(line)
 
 
-def _held() -> dict[str, int]:
-    """Descriptors, threads and memory of this process."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    own = len(os.listdir("/proc/self/fd")), int(status["Threads"]), int(status["VmRSS"].split()[0]) // 1024
-    return dict(zip(("descriptors", "threads", "MB"), own, strict=True))
+def _held() -> str:
+    """Descriptors, threads and memory of this process and of the fork server, and how many processes that has started."""
+    children = [int(one) for one in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()]
+    server = max(children, key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))
+    parts = []
+    for name, pid in (("launcher", os.getpid()), ("fork server", server)):
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        held = len(os.listdir(f"/proc/{pid}/fd")), status["Threads"].strip(), int(status["VmRSS"].split()[0]) // 1024
+        parts.append("{} {} descriptors, {} threads, {} MB".format(name, *held))
+    forked = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    return f"{', '.join(parts)}; {len(forked)} processes"
 
 
 def main() -> None:
@@ -235,19 +255,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--phases", nargs="+", default=PHASES, choices=PHASES)
-    parser.add_argument("--roles", nargs="+", default=[*ROLES, PLANNER], choices=[*ROLES, PLANNER])
-    parser.add_argument("--soak", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--victims", nargs="+", default=[one.name for one in VICTIMS], choices=[one.name for one in VICTIMS])
+    parser.add_argument("--pairs", action="store_true", help="a covering set of all that is asked for")
+    parser.add_argument("--loopback", action="store_true", help="no network namespaces: nodes are 127.0.0.1 and 127.0.0.2")
+    parser.add_argument("--soak", action="store_true")
+    parser.add_argument("--faults", type=int, default=1000, metavar="N", help="of a soak")
     parser.add_argument("--no-cost", action="store_true", help="leave cold starts and the cost of copies out")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    os.environ.setdefault("PENSTOCK_STORE_KEY", secrets.token_hex(32))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare_text(TextRequest(tuple(bundled_files()), folder / "data", train_tokenizer=384, workers=1))
         if given.soak:
-            soak(folder, given.soak, given.seed)
+            soak(folder, given.faults, given.seed)
             return
-        wanted = cases(given.kinds, given.phases, given.roles)
-        survived, pauses, wrong = matrix(folder, wanted)
+        spaces = may_make_spaces() and not given.loopback
+        wanted, refused = cases(given.kinds, given.phases, given.victims, cuts_links=spaces)
+        for why, some in refused.items():
+            who = sorted({one.victim.name for one in some})
+            print(f"{len(some)} make no sense ({', '.join(sorted({one.kind for one in some}))}; {', '.join(who)}): {why}")
+        wanted = covering(wanted) if given.pairs else wanted
+        survived, pauses, wrong = 0, list[float](), list[str]()
+        for scene in (PIPELINE, TENSOR, NODES):
+            own = [one for one in wanted if one.victim.scene == scene]
+            if not own:
+                continue
+            found = strike_nodes(folder, own, loopback=not spaces) if scene == NODES else matrix(folder, scene, own)
+            survived, pauses, wrong = survived + found[0], pauses + found[1], wrong + found[2]
         for line in wrong:
             print(line)
         print(f"survived {survived} of {len(wanted)}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,13 +23,16 @@ from penstock.adapting.asking import ask_for
 from penstock.adapting.events import read_events
 from penstock.adapting.ladder import PAUSE_LINK, PAUSE_STEPS
 from penstock.adapting.moves import moves
+from penstock.adapting.overlapping import OverlappedMove
 from penstock.adapting.watching import Watch, obey_run
 from penstock.data.bundled import bundled_files
 from penstock.data.text.prepare import TextRequest, prepare_text
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.plans.references import model_of
+from penstock.runtime.rank import Rank
 from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
+from penstock.runtime.run import Run, StepWatcher
 from penstock.runtime.run_inputs import run_inputs
 from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.telemetry.predicting import ProgramTimes, passes_s
@@ -70,8 +73,22 @@ def _data(folder: Path) -> str:
     return str(folder / "data")
 
 
-def pauses() -> Iterator[tuple[float, float]]:
-    """(seconds that a move stopped training, the same at best) of each move but the first, which warms up."""
+def _beside_steps(run: Run) -> StepWatcher:
+    """Obeys, and lets all that can travel beside a step do so, whatever would be shorter here."""
+    watcher = obey_run(run)
+
+    def begin(rank: Rank, plan: Plan, step: int, prepare: Callable[[], object]) -> bool:
+        begun = OverlappedMove(rank, plan, step + 1, prepare)
+        watcher._begun = begun if begun.begin(always=True) else None
+        return watcher._begun is not None
+
+    watcher.begin = begin
+    return watcher
+
+
+def pauses(*, overlapped: bool = False) -> Iterator[tuple[float, float]]:
+    """(seconds that a move stopped training, the most that it should) of each move but the first, which warms up: one step, and where a
+    move blocks 1.5 times what its bytes take."""
     here, there = _plans()
     steps = EVERY * (NUM_MOVES + 1)
     with tempfile.TemporaryDirectory() as name:
@@ -81,10 +98,10 @@ def pauses() -> Iterator[tuple[float, float]]:
 
         def told(step: StepTold) -> None:
             at, number = step.step + 3, (step.step + 3) // EVERY
-            if at % EVERY == 0 and at < steps:
-                ask_for(request.out, there if number % 2 else here, at)
+            if at % EVERY == 0 and at < steps:  # a move to a step that was named blocks
+                ask_for(request.out, there if number % 2 else here, 0 if overlapped else at)
 
-        PlanTrainer(request, obey_run).train(told)
+        PlanTrainer(request, _beside_steps if overlapped else obey_run).train(told)
         times = [one.time_s or 0.0 for one in read_steps(folder / "run" / "steps.jsonl")]
         moved = [event for event in read_events(request.out) if event.event == "moved"]
     with WorkerPool(2, device="cpu", threads=1) as pool:
@@ -93,7 +110,7 @@ def pauses() -> Iterator[tuple[float, float]]:
     for (before, event), number in zip(pairwise(moved), range(1, len(moved)), strict=True):
         step_s = statistics.median(times[before.step + 1 : event.step])
         busiest = max(made[number % 2, 1 - number % 2].link_bytes.values())
-        yield event.pause_s or 0.0, PAUSE_STEPS * step_s + PAUSE_LINK * busiest / rate
+        yield event.pause_s or 0.0, PAUSE_STEPS * step_s + (0.0 if overlapped else PAUSE_LINK * busiest / rate)
 
 
 def watching_s(plan: Plan, num_steps: int = 2000) -> tuple[float, float]:

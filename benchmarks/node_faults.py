@@ -3,9 +3,10 @@
     python benchmarks/node_faults.py                 the whole story
     python benchmarks/node_faults.py --loopback      without network namespaces
 
-A rank is killed, node 1 is lost and joins again, its link is cut and it joins once more, node 0 is lost and node 1 leads. The losses must
-be to the bit those of a run on one machine that goes through the same plans, from each to the next through a checkpoint. As root, nodes are
-network namespaces joined by a veth pair; else they are 127.0.0.1 and 127.0.0.2, and no link is cut.
+By the story in examples/faults/nodes.yaml a rank is killed, then node 1, which joins again; its link is cut, and it joins once more; it is
+asked to leave (SIGTERM), and comes back; by the story the store is lost with node 0, and node 1 leads. The losses must be to the bit those
+of a run on one machine that goes through the same plans, from each to the next through a checkpoint. As root, nodes are network namespaces
+joined by a veth pair; else they are 127.0.0.1 and 127.0.0.2, and no link is cut.
 """
 
 from __future__ import annotations
@@ -14,26 +15,38 @@ import argparse
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+from fault_cases import FaultCase
+
+from penstock.adapting.asking import ask_for
 from penstock.adapting.events import RunEvent, read_events
 from penstock.data.bundled import bundled_files
 from penstock.data.text.prepare import TextRequest, prepare_text
 from penstock.plans.build import uniform_plan
+from penstock.plans.plan import Plan
 from penstock.plans.schema import read_plan, write_plan
+from penstock.processes.states import is_stopped
+from penstock.runtime.recovering.faults import Fault, ask_fault
 from penstock.runtime.request import TrainRequest
 from penstock.runtime.run_folder import last_step, plans_of_run
+from penstock.runtime.telemetry.phases import COMMITTING, MOVING, RECOVERING
+from penstock.runtime.telemetry.process_files import read_process
 from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import PlanTrainer
+from penstock.timing.disturbance_file import read_disturbance
 
-LIMIT_S = 240.0
+LIMIT_S = 480.0
 """For each part of the story."""
+_STORY = Path(__file__).parents[1] / "examples" / "faults" / "nodes.yaml"
 _CLI = [sys.executable, "-m", "penstock.cli.main"]
 _SPACES, _ENDS = (f"penstock-{os.getpid()}-0", f"penstock-{os.getpid()}-1"), ("pen-node-0", "pen-node-1")
 
@@ -57,10 +70,15 @@ class Nodes:
         subprocess.run(["ip", "-n", _SPACES[1], "link", "set", _ENDS[1], state], check=True)
 
 
+def may_make_spaces() -> bool:
+    """Whether this user may make network namespaces."""
+    return os.geteuid() == 0 and shutil.which("ip") is not None
+
+
 @contextmanager
 def two_nodes(loopback: bool) -> Iterator[Nodes]:
     """Namespaces where this user may make them."""
-    if loopback or os.geteuid() != 0 or shutil.which("ip") is None:
+    if loopback or not may_make_spaces():
         yield Nodes(spaces=False)
         return
     nodes = Nodes(spaces=True)
@@ -96,7 +114,9 @@ def story(nodes: Nodes, folder: Path, steps: int) -> Path:
     """Goes through it; the folder of the run."""
     out = folder / "run"
     words = ["train", "plan.json", "--data", "data", "--steps", str(steps), "--out", str(out), "--device", "paced", "--adapt", "off",
-             "--on-death", "recover", "--copies", "5", "--checkpoint-every", "0", "--master", f"{nodes.hosts[0]}:29733"]  # fmt: skip
+             "--on-death", "recover", "--copies", "5", "--checkpoint-every", "0", "--disturb", str(_STORY),
+             "--master", f"{nodes.hosts[0]}:29733"]  # fmt: skip
+    store_at = max(strike.first for strike in read_disturbance(_STORY).strikes)
     running = [nodes.start(node, [*words, "--node-rank", str(node)], folder) for node in (0, 1)]
 
     def further(count: int = 7) -> None:
@@ -104,23 +124,22 @@ def story(nodes: Nodes, folder: Path, steps: int) -> Path:
         begun = last_step(out)
         await_("steps", lambda: last_step(out) >= begun + count)
 
-    def disturb(*options: str) -> float:
-        subprocess.run([*_CLI, "disturb", str(out), *options], check=True, stdout=subprocess.DEVNULL)
-        return time.time()
+    def without(number: int) -> None:
+        await_("a plan without node 1", lambda: len(told(out, "shrunk")) == number)
+        running[-1].wait(LIMIT_S)
 
-    def join(number: int) -> None:
+    def join() -> None:
+        number = len(told(out, "shrunk"))
         running.append(nodes.start(1, ["join", str(out), "--node-rank", "1"], folder))
         await_("a node that joins", lambda: len(told(out, "joined")) == number)
         further()
+        if last_step(out) > store_at - 20:
+            raise SystemExit(f"node 1 has joined at step {last_step(out)}: too late for a story that goes on at {store_at}")
 
     try:
         await_("the first steps", lambda: out.is_dir() and last_step(out) > 7)
-        disturb("--kill", "3@backward")
-        await_("a rank that is replaced", lambda: bool(told(out, "replaced")))
-        further()
-        disturb("--node", "1")
-        await_("a plan without node 1", lambda: len(told(out, "shrunk")) == 1)
-        join(1)
+        without(1)
+        join()
         if nodes.spaces:
             cut_s = time.time()
             nodes.link("down")
@@ -128,11 +147,13 @@ def story(nodes: Nodes, folder: Path, steps: int) -> Path:
             print(f"a link that was cut was noticed after {told(out, 'lost')[-1].time_s - cut_s:.2f} s")
             nodes.link("up")
             running[-1].wait()
-            join(2)
-        disturb("--node", "0")
+            join()
+        running[-1].terminate()  # SIGTERM to one of several: it leaves
+        without(len(told(out, "joined")) + 1)
+        join()
         await_("node 1 to lead", lambda: any("leads now" in one.text for one in told(out, "lost")))
         further()
-        running[-1].terminate()  # SIGTERM: ends after the step that runs, with a checkpoint
+        running[-1].terminate()  # SIGTERM to the last: ends after the step that runs, with a checkpoint
         running[-1].wait(LIMIT_S)
     finally:
         for process in running:
@@ -141,11 +162,101 @@ def story(nodes: Nodes, folder: Path, steps: int) -> Path:
     return out
 
 
+def strike_nodes(folder: Path, wanted: Sequence[FaultCase], *, loopback: bool) -> tuple[int, list[float], list[str]]:
+    """Cases of nodes, each in a run of its own: how many were survived, the pauses, and what went wrong."""
+    cores, survived, pauses, wrong = os.sched_getaffinity(0), 0, list[float](), list[str]()
+    os.sched_setaffinity(0, {min(cores)})
+    (folder / "two.yaml").write_text("nodes: [{device: cpu, gpus: 1, count: 2, inter: {bandwidth_gb_per_s: 1}}]\n")
+    plan = uniform_plan("gpt-tiny", str(folder / "two.yaml"), global_batch=4, micro_batch=2, pp=2, layout="packed")
+    write_plan(folder / "plan.json", plan)
+    try:
+        with two_nodes(loopback) as nodes:
+            for number, case in enumerate(wanted):
+                out = folder / f"nodes-{number}"
+                try:
+                    _strike_case(nodes, folder, out, case, plan)
+                    found = [f"{case.name}: step {step} differs" for step in differences(folder, out)[:1]]
+                except SystemExit as error:
+                    found = [f"{case.name}: {error}", *(f"  {event.event} {event.text}" for event in read_events(out))]
+                    found += [path.read_text()[-800:] for path in sorted(folder.glob("node-*.log"))]
+                for path in folder.glob("node-*.log"):
+                    path.unlink()
+                print(f"  two nodes: {case.name}: {'; '.join(found) or 'survived'}", flush=True)
+                survived += not found
+                wrong += found
+                pauses += [event.pause_s for event in read_events(out) if event.pause_s]
+    finally:
+        os.sched_setaffinity(0, cores)
+    return survived, pauses, wrong
+
+
+def _strike_case(nodes: Nodes, folder: Path, out: Path, case: FaultCase, plan: Plan) -> None:
+    """One run on two nodes, each with one rank of its own number, that goes on after the fault."""
+    words = ["train", "plan.json", "--data", "data", "--steps", "100000", "--out", str(out), "--device", "paced", "--adapt", "off",
+             "--on-death", "recover", "--copies", "3", "--checkpoint-every", "4", "--master", f"{nodes.hosts[0]}:29733"]  # fmt: skip
+    running = [nodes.start(node, [*words, "--node-rank", str(node)], folder) for node in (0, 1)]
+    try:
+        await_("the first steps", lambda: out.is_dir() and last_step(out) > 4)
+        first = last_step(out) + 2
+        _ask(out, case, first)
+        if case.phase in (MOVING, COMMITTING):
+            one, other = plan.stages
+            stages = replace(one, last=one.last - 4, recompute=()), replace(other, first=one.last - 4, recompute=())
+            ask_for(out, replace(plan, stages=stages, predicted=None), first + 1)
+        if case.kind == "cut":
+            _cut_when_stopped(nodes, out, case.victim.nodes[0])
+        await_("a plan for what is left", lambda: bool(told(out, "shrunk")))
+        since = last_step(out)
+        await_("steps under it", lambda: last_step(out) > since + 4)
+        if case.kind == "cut":
+            nodes.link("up")
+        elif case.kind == "freeze":  # it goes on, and finds that it is not needed any more
+            running[case.victim.nodes[0]].send_signal(signal.SIGCONT)
+            await_("the end of one that stood still", lambda: running[case.victim.nodes[0]].poll() is not None)
+            begun = last_step(out)
+            await_("steps beside it", lambda: last_step(out) > begun + 4)
+        left = running[1 - case.victim.nodes[0]]
+        left.terminate()
+        left.wait(LIMIT_S)
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def _ask(out: Path, case: FaultCase, first: int) -> None:
+    """Leaves the faults of a case; a rank of the node itself stops where a link is to be cut."""
+    node, phase = case.victim.nodes[0], case.phase
+    for rank in case.victim.ranks or ((1 - node,) if phase == RECOVERING else ()):
+        kind = case.kind if case.victim.ranks else "kill"
+        ask_fault(out, Fault(kind, rank, "backward" if phase == RECOVERING else phase, first))  # type: ignore[arg-type]
+    step = 0 if phase == RECOVERING else first
+    if case.kind == "cut":
+        ask_fault(out, Fault("freeze", node, phase, step))
+    else:
+        ask_fault(out, Fault(case.kind, node, phase, step, of_node=True))  # type: ignore[arg-type]
+
+
+def _cut_when_stopped(nodes: Nodes, out: Path, rank: int) -> None:
+    """Takes the link down while a rank stands still, and lets it go on before anybody minds."""
+    found = []
+
+    def is_there() -> bool:
+        process = read_process(out, rank)
+        if process is not None and is_stopped(process.pid):
+            nodes.link("down")
+            os.kill(process.pid, signal.SIGCONT)
+            found.append(process)
+        return bool(found)
+
+    await_("a rank that stands still", is_there)
+
+
 def differences(folder: Path, out: Path) -> list[int]:
     """Steps whose loss or samples are others than those of a run on one machine that goes through the same plans."""
-    found, plans, calm = read_steps(out / "steps.jsonl"), plans_of_run(out), folder / "calm"
+    found, plans, calm = read_steps(out / "steps.jsonl"), plans_of_run(out), folder / f"{out.name}-calm"
     for (first, path), end in zip(plans.items(), [*plans, len(found)][1:], strict=True):
-        request = TrainRequest(read_plan(path), str(folder / "data"), end, str(calm), device="paced", checkpoint_every=0)
+        request = TrainRequest(read_plan(path), str(folder / "data"), end, str(calm), checkpoint_every=0)
         PlanTrainer(request if not first else TrainRequest(**{**vars(request), "resume": str(calm)})).train()
     pairs = zip(found, read_steps(calm / "steps.jsonl"), strict=True)
     return [one.step for one, other in pairs if (one.step, one.loss, one.samples) != (other.step, other.loss, other.samples)]

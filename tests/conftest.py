@@ -27,11 +27,43 @@ settings.load_profile("build" if os.environ.get("CI") else "here")
 PRELOADED.append("warm_server")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 
+LONG = (
+    "adapting/test_story.py", "adapting/test_moving.py", "runtime/test_transparency.py", "adapting/test_nodes.py", "cli/test_demo.py",
+    "runtime/parallel/test_module_chain.py", "cli/test_train_signals.py", "cli/test_train_job.py", "adapting/test_deaths.py",
+    "test_docs.py", "adapting/test_link_probes.py", "jobs/test_scripts.py", "runtime/test_planner_processes.py", "runtime/test_trainer.py",
+    "interop/test_consumers.py", "adapting/test_watching.py", "cli/test_trace.py", "systems/aceso/test_search.py",
+    "runtime/test_workers.py", "runtime/test_adopting.py", "runtime/checkpoints/test_checkpoints.py", "cli/test_train_timed.py",
+    "data/test_loader.py", "models/modules/test_fused.py",
+)  # fmt: skip
+"""Files with tests that take many seconds, most of them because processes wait for each other; those that take longest first."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each process that runs tests begins with its share of the long ones: if it came to one last, the others would wait for it.
+
+    pytest-xdist gives each an equal part of the list, and to one that has nothing left to do half of what another would do last.
+    """
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    of_file: dict[str, list[pytest.Item]] = {f"tests/{name}": [] for name in LONG}
+    others: list[pytest.Item] = []
+    for item in items:
+        of_file.get(item.nodeid.partition("::")[0], others).append(item)
+    long = list(of_file.values())
+    size = -(-len(items) // count)
+    items.clear()
+    for first in range(count):
+        share = [item for file in long[first::count] for item in file]
+        num_others = max(0, size - len(share))
+        items += share + others[:num_others]
+        del others[:num_others]
+    items += others
+
 
 def pytest_collection_finish() -> None:
     """What has been imported stays for good; no later collection of garbage looks through it again, which took a tenth of all time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)  # what tests leave is little, and looking for it every 700 objects takes a twentieth of their time
     gc.enable()
 
 

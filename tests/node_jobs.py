@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 
 from penstock.adapting.deaths import RunWitness
 from penstock.errors import InputError
-from penstock.processes.fork_server import start_process
+from penstock.processes.fork_server import SIGNALS, start_process
 from penstock.runtime.request import NodePlace, TrainRequest
 from penstock.runtime.trainer import PlanTrainer
 
@@ -42,6 +43,7 @@ def one_core() -> Iterator[None]:
 
 def run_node(request: TrainRequest) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # else it could start no ranks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # it is a launcher, which hears them
     with one_core():
         trainer = PlanTrainer(request, None, RunWitness(request.out))
         while True:

@@ -34,9 +34,9 @@ TORCH_FREE_ROOMS = (
     "processes",
 )
 
-IMPORT_ROOM = """
+IMPORT_ROOMS = """
 import importlib, pkgutil, sys
-room, skipped = sys.argv[1], sys.argv[2].split(",")
+rooms, skipped = sys.argv[1].split(","), sys.argv[2].split(",")
 def visit(name):
     if name in skipped:
         return
@@ -45,7 +45,8 @@ def visit(name):
         assert heavy not in sys.modules, f"{name} imports {heavy} at the top: import it in the function that needs it"
     for found in pkgutil.iter_modules(getattr(module, "__path__", []), name + "."):
         visit(found.name)
-visit(room)
+for room in rooms:
+    visit(room)
 """
 
 IMPORT_PENSTOCK = """
@@ -65,9 +66,9 @@ def existing_rooms() -> list[str]:
     return [room for room in TORCH_FREE_ROOMS if (PACKAGE / room).is_dir() or (PACKAGE / f"{room}.py").is_file()]
 
 
-@pytest.mark.parametrize("room", existing_rooms())
-def test_room_imports_neither_torch_nor_numba(room: str) -> None:
-    run_python(IMPORT_ROOM, f"penstock.{room}", ",".join(("penstock.models.modules", *KERNEL_MODULES)))
+def test_rooms_import_neither_torch_nor_numba() -> None:
+    rooms = ",".join(f"penstock.{room}" for room in existing_rooms())
+    run_python(IMPORT_ROOMS, rooms, ",".join(("penstock.models.modules", *KERNEL_MODULES)))
 
 
 def test_import_penstock_is_light() -> None:

@@ -47,13 +47,13 @@ def steps_of(run: TrainRequest) -> list[tuple[int, float | None, str | None]]:
 
 
 def test_ranks_that_die_fail_and_freeze_are_replaced(data: str, tmp_path: Path) -> None:
-    """In phases of a step, while copies are made and while a checkpoint is written: losses, samples, and the result of the run are to
-    the bit those of one that nothing happens to."""
+    """Killed, failed, out of memory, stopped, cut off: in phases of a step, while copies are made, while a checkpoint is written, and while
+    others take the place of one that died. Losses, samples and results are to the bit those of a run that nothing happens to."""
     calm = request(plan_of(dp=2, zero=1), data, tmp_path / "calm", 20)
     wanted = PlanTrainer(calm).train()
     story = (
-        ("kill", 1, "backward", 2), ("fail", 0, "reduction", 5), ("freeze", 1, "update", 8), ("kill", 0, "copying", 11),
-        ("kill", 1, "saving", 14),
+        ("kill", 1, "backward", 2), ("fail", 0, "recovering", 0), ("oom", 0, "gathered", 5), ("freeze", 1, "sharing", 8),
+        ("kill", 0, "copying", 11), ("cut", 1, "saving", 14),
     )  # fmt: skip
     strikes = tuple(DisturbanceStrike(*one) for one in story)  # type: ignore[arg-type]
     run = replace(
@@ -63,11 +63,14 @@ def test_ranks_that_die_fail_and_freeze_are_replaced(data: str, tmp_path: Path) 
     assert steps_of(run) == steps_of(calm)
     assert (found.losses, found.first_step, found.num_steps) == (wanted.losses, 0, 20)
     events = list(read_events(run.out))
-    assert [(one.event, one.ranks) for one in events] == [(event, (rank,)) for rank in (1, 0, 1, 0, 1) for event in ("lost", "replaced")]
     said = [one.text for one in events if one.event == "lost"]
+    assert [one.ranks for one in events[:3]] == [(1,), (0,), (0, 1)]
+    assert [one.event for one in events] == ["lost", "lost", "replaced", *["lost", "replaced"] * 4]
+    assert [one.ranks for one in events[3:9]] == [(rank,) for rank in (0, 0, 1, 1, 0, 0)]
     assert said[0].startswith("rank 1 was killed by signal 9 (SIGKILL) at Backward of stage 0, micro-batch 0 (iteration ")
-    assert "reduce" in said[1] and said[1].endswith("FaultAsked: as was asked of rank 0")
-    assert said[2].startswith("rank 1 was stopped by a signal at Step (iteration ") and said[2].endswith(", and was ended")
+    assert said[1] == "rank 0 failed: FaultAsked: as was asked of rank 0"
+    assert "at step (instruction " in said[2] and "allocate memory" in said[2]
+    assert said[3].startswith("rank 1 was stopped by a signal at Step (iteration ") and said[3].endswith(", and was ended")
     assert all(one.pause_s and "Training went on from step " in one.text for one in events if one.event == "replaced")
     left = {path.name for path in Path(run.out).iterdir()}
     assert not {"faults", "rank-00000.process.json", "rank-00001.process.json"} & left
@@ -103,9 +106,10 @@ def test_a_spare_takes_the_place_of_a_device_that_is_broken(data: str, tmp_path:
 @pytest.mark.parametrize(
     ("options", "words"),
     [({"spares": 3, "on_death": "recover"}, "cluster has 4 devices, of which 2 come after rank 1"),
-     ({"spares": 1}, "Add --on-death recover")],
+     ({"spares": 1}, "Add --on-death recover"),
+     ({"disturbance": Disturbance(strikes=(DisturbanceStrike("kill", None, "update"),))}, "the store is to be struck, but this run has 1")],
 )  # fmt: skip
-def test_spares_without_devices_or_use_are_refused(data: str, tmp_path: Path, options: dict[str, Any], words: str) -> None:
+def test_spares_without_use_and_strikes_without_nodes_are_refused(data: str, tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         PlanTrainer(request(plan_of(pp=2), data, tmp_path / "run", 6, **options))
 

@@ -116,9 +116,9 @@ def _leave() -> None:
 
 
 def test_a_real_link_that_is_slowed_in_mid_run_is_named(data: str, tmp_path: Path) -> None:
-    # What is timed are messages of 200 kB, 2 ms of such a link: soon over also when it is slowed, which keeps each of them for 0.4 s, and a
-    # step for far longer than a busy machine does.
-    (tmp_path / "two.yaml").write_text("nodes: [{device: cpu, gpus: 1, count: 2, inter: {bandwidth_gb_per_s: 0.1}}]\n")
+    # What is timed are messages of 64 kB, the least: soon over also when the link is slowed, which keeps each of them for 0.1 s, and a step
+    # for far longer than a busy machine does.
+    (tmp_path / "two.yaml").write_text("nodes: [{device: cpu, gpus: 1, count: 2, inter: {bandwidth_gb_per_s: 0.03}}]\n")
     plan = uniform_plan("gpt-tiny", str(tmp_path / "two.yaml"), global_batch=4, micro_batch=2, pp=2, precision="fp32")
     write_plan(tmp_path / "plan.json", plan)
     out = tmp_path / "run"
@@ -135,7 +135,7 @@ def test_a_real_link_that_is_slowed_in_mid_run_is_named(data: str, tmp_path: Pat
                 assert all(run.poll() is None for run in runs)
                 time.sleep(0.1)
             for name, end in zip(NAMES, ENDS, strict=True):
-                slow = ["tc", "qdisc", "add", "dev", end, "root", "tbf", "rate", "4mbit", "burst", "32kb", "latency", "4s"]
+                slow = ["tc", "qdisc", "add", "dev", end, "root", "tbf", "rate", "5mbit", "burst", "32kb", "latency", "4s"]
                 subprocess.run(["ip", "netns", "exec", name, *slow], check=True, capture_output=True, timeout=20)
             slowed = last_step(out)
             while not (named := [event for event in read_events(out) if event.cause == "link" and (event.factor or 0) > 5]):

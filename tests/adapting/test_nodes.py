@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,7 +21,7 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.schema import read_plan
 from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
-from penstock.runtime.run_folder import last_step, plan_of_run, plans_of_run
+from penstock.runtime.run_folder import last_step, plans_of_run
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import PlanTrainer
@@ -56,53 +55,62 @@ def oracle(run: TrainRequest, steps: int) -> list[tuple[int, float | None, str |
     return steps_of(calm)
 
 
-def test_ranks_die_on_both_nodes_one_falls_silent_and_another_joins_in_its_place(data: str, tmp_path: Path) -> None:
-    """To the bit it is the same switches through checkpoints. What the lost node had learned is in copies that the other keeps."""
+def test_ranks_die_on_both_nodes_one_falls_silent_another_joins_in_its_place_and_the_first_leaves(data: str, tmp_path: Path) -> None:
+    """To the bit it is the same switches through checkpoints. What the lost node had learned is in copies that the other keeps. SIGTERM has
+    a node leave, after which nothing is done again but what followed its parting copies; the last one ends the run."""
     story = Disturbance(strikes=(DisturbanceStrike("kill", 1, "backward", 4), DisturbanceStrike("kill", 0, "update", 7)))
     plan, port = plan_of(tmp_path), free_port()
     run = TrainRequest(plan, data, 2000, str(tmp_path / "run"), checkpoint_every=0, on_death="recover", copies=3, disturbance=story)
     with ExitStack() as stack:
-        other = stack.enter_context(other_node(placed(run, 1, port)))
+        others = [stack.enter_context(other_node(placed(run, 1, port)))]
 
         def told(step: StepTold) -> None:
             if step.step == 11:
-                os.kill(other.pid, signal.SIGSTOP)
-                stack.enter_context(other_node(placed(run, 1, port)))
+                os.kill(others[0].pid, signal.SIGSTOP)
+                others.append(stack.enter_context(other_node(placed(run, 1, port))))
             if any("is there" in note for note in step.notes):
                 os.kill(os.getpid(), signal.SIGTERM)
 
         found = PlanTrainer(placed(run, 0, port), None, RunWitness(run.out)).train(told)
+        assert (found.has_left, found.ended_by, found.losses) == (True, signal.SIGTERM, ())
+        while [one.event for one in read_events(run.out)][-1] != "shrunk":
+            time.sleep(0.05)
+        others[1].terminate()
+        others[1].join()
     events = list(read_events(run.out))
     assert [(one.event, one.ranks) for one in events] == [
-        ("lost", (1,)), ("replaced", (1,)), ("lost", (0,)), ("replaced", (0,)), ("lost", (1,)), ("shrunk", (1,)), ("joined", (1,))
+        ("lost", (1,)), ("replaced", (1,)), ("lost", (0,)), ("replaced", (0,)), ("lost", (1,)), ("shrunk", (1,)), ("joined", (1,)),
+        ("left", (0,)), ("shrunk", (0,)),
     ]  # fmt: skip
+    assert events[7].text == "node 0 leaves, with rank 0, as it was asked to (SIGTERM). Node 1 leads now"
     assert events[4].text == "node 1 (127.0.0.2) is lost, with rank 1: it has been silent for 2.5 s"
     assert events[6].text.startswith("rank 1 is there, a plan of ranks 0-1 is in force. Training went on from step ")
-    assert events[5].step >= 6 and found.ended_by == signal.SIGTERM and plan_of_run(run.out) == plan
+    plans = list(map(read_plan, plans_of_run(run.out).values()))
+    assert events[5].step >= 6 and plans[0] == plans[-2] == plan and plans[-1].ranks == (1,)
     assert not (Path(run.out) / "leader.json").exists()
-    assert steps_of(run) == oracle(run, found.num_steps)
+    assert steps_of(run) == oracle(run, last_step(run.out) + 1)
 
 
-def test_another_node_leads_when_the_first_is_lost(data: str, tmp_path: Path) -> None:
-    """The first one's store, planners and supervisor are gone with it; where the run is, is in its folder."""
+def test_another_node_leads_when_the_first_stands_still(data: str, tmp_path: Path) -> None:
+    """The first one's store, planners and supervisor are lost with it; where the run is, is in its folder, whose lock is taken from it."""
     port = free_port()
-    run = TrainRequest(plan_of(tmp_path), data, 12, str(tmp_path / "run"), checkpoint_every=0, on_death="recover", copies=2)
+    story = Disturbance(strikes=(DisturbanceStrike("freeze", None, "backward", 5),))
+    run = TrainRequest(
+        plan_of(tmp_path), data, 12, str(tmp_path / "run"), checkpoint_every=0, on_death="recover", copies=2, disturbance=story
+    )
+    heard = list[StepTold]()
     with other_node(placed(run, 0, port)):
 
-        def strike() -> None:
-            while last_step(run.out) < 5:
-                time.sleep(0.02)
-            assert main(["disturb", run.out, "--node", "7"]) == 2
-            assert main(["disturb", run.out, "--node", "0"]) == 0
+        def told(step: StepTold) -> None:
+            if not heard:
+                assert main(["disturb", run.out, "--node", "7"]) == 2
+                assert main(["disturb", run.out, "--node", "0"]) == 0  # it is still there
+            heard.append(step)
 
-        thread = threading.Thread(target=strike)
-        thread.start()
-        heard = list[StepTold]()
-        found = PlanTrainer(placed(run, 1, port), None, RunWitness(run.out)).train(heard.append)
-        thread.join()
+        found = PlanTrainer(placed(run, 1, port), None, RunWitness(run.out)).train(told)
     events = list(read_events(run.out))
-    assert [(one.event, one.ranks) for one in events] == [("disturbed", ()), ("lost", (0,)), ("shrunk", (0,))]
-    assert events[1].text == "node 0 is lost, with rank 0: it has ended the connection. Node 1 leads now"
+    assert [(one.event, one.ranks) for one in events] == [("lost", (0,)), ("shrunk", (0,)), ("disturbed", ())]
+    assert events[0].text == "node 0 is lost, with rank 0: it has been silent for 2.5 s. Node 1 leads now"
     assert found.num_steps == len(found.losses) == 12 and heard[-1].step == 11
     assert steps_of(run) == oracle(run, 12) and len(plans_of_run(run.out)) == 2
 

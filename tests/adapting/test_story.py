@@ -41,7 +41,8 @@ def test_a_slow_device_is_moved_away_from_and_back_to(data: str, tmp_path: Path)
     """Losses and samples are to the bit those of a run on fewer devices that nothing slows and that never moves."""
     plan, (pulse,) = read_plan(EXAMPLE / "plan.json"), read_disturbance(EXAMPLE / "story.yaml").changes
     story = Disturbance((replace(pulse, steps=12),))  # half as long as the example's
-    calm = TrainRequest(plan_of(pp=2), data, 45, str(tmp_path / "calm"), device="cpu", checkpoint_every=0, planning=PlanningSettings(0))
+    fewer, out = plan_of(pp=2, global_batch=8), str(tmp_path / "calm")
+    calm = TrainRequest(fewer, data, 45, out, device="cpu", checkpoint_every=0, planning=PlanningSettings(0))
     run = replace(calm, plan=plan, out=str(tmp_path / "run"), device="paced", disturbance=story, planning=PlanningSettings(1))
     wanted, found = trained(calm), trained(run, move_run)
     assert [(one.step, one.loss, one.samples) for one in found] == [(one.step, one.loss, one.samples) for one in wanted]
@@ -131,7 +132,8 @@ def asked_to(request: TrainRequest, plans: Mapping[int, Plan]) -> tuple[TrainRes
 
 def plan_of(*devices: int, **choice: int) -> Plan:
     """A plan of one device for each stage on these; or the usual one."""
-    given = uniform_plan("gpt-tiny", "4xcpu", global_batch=8, micro_batch=1, layout="packed", precision="fp32", **choice)
+    sizes = {"global_batch": 4, "micro_batch": 1} | choice
+    given = uniform_plan("gpt-tiny", "4xcpu", layout="packed", precision="fp32", **sizes)  # type: ignore[arg-type]
     if not devices:
         return given
     return replace(given, stages=tuple(replace(stage, devices=((own,),)) for stage, own in zip(given.stages, devices, strict=True)))
@@ -144,7 +146,7 @@ def test_a_job_moves_where_it_is_asked_to(data: str, tmp_path: Path) -> None:
     run = replace(calm, plan=plan_of(pp=4), out=str(tmp_path / "run"), planning=PlanningSettings(1), checkpoint_every=7)
     run = replace(run, eval_every=11, eval_batches=1)
     wanted = trained(calm)
-    plans = {5: plan_of(3, 2, pp=2), 10: plan_of(pp=2, tp=2), 15: replace(plan_of(pp=2), global_batch=4), 20: plan_of(pp=2, replicas=2)}
+    plans = {5: plan_of(3, 2, pp=2), 10: plan_of(pp=2, tp=2), 15: plan_of(pp=2, global_batch=8), 20: plan_of(pp=2, replicas=2)}
     result, found, events = asked_to(run, plans)
     assert [one.samples for one in found] == [one.samples for one in wanted]
     assert [one.loss for one in found] == pytest.approx([one.loss for one in wanted], rel=1e-5)
@@ -154,7 +156,7 @@ def test_a_job_moves_where_it_is_asked_to(data: str, tmp_path: Path) -> None:
     (asked, *_) = (event for event in events if event.event == "asked")
     assert first == asked.step + 1  # the state travelled while step `asked.step` ran
     refused = next(event for event in events if event.event == "aborted")
-    assert refused.status == 2 and "global_batch is 4 in the new plan, but 8 in the old one" in refused.text
+    assert refused.status == 2 and "global_batch is 8 in the new plan, but 4 in the old one" in refused.text
     assert (result.plan, result.plan_since, result.num_steps) == (plans[20], 20, 22)
     assert [one.step for one in result.evaluated] == [11, 22] and len(result.losses) == 22
     assert list(plans_of_run(run.out)) == [0, first, 10, 20] and set(result.ranks) == {0, 1, 2, 3}

@@ -45,7 +45,7 @@ def trained(plan: Plan, data: str, out: Path, steps: int, *changes: DisturbanceC
         notes.extend(note for note in step.notes if "paced devices" not in note)
 
     request = TrainRequest(
-        plan, data, steps, str(out), device="paced", checkpoint_every=0, disturbance=Disturbance(changes), planning=PlanningSettings(0)
+        plan, data, steps, str(out), device="paced", checkpoint_every=0, disturbance=Disturbance(changes), planning=PlanningSettings(1)
     )
     PlanTrainer(request, watch_run).train(told)
     return list(read_events(out)), notes

@@ -12,13 +12,16 @@ from penstock.batching.costs import PipelineCosts
 from penstock.batching.plan import SampleLengths
 from penstock.batching.planned import planned_costs, with_recompute_choices
 from penstock.batching.planner import costs_for, costs_of_batch, plan_batch, plan_with_orders
+from penstock.batching.workloads import batch_durations_s
 from penstock.clusters import resolve_cluster
 from penstock.costs.sources import open_costs
 from penstock.errors import InputError
 from penstock.models import resolve_model
+from penstock.models.micro_batch import MicroBatch
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.timing.estimate import Estimator
+from penstock.timing.recorded import recorded_length
 
 
 def prepared(model: str, cluster: str, source: str, layout: str = "padded", **degrees: int) -> tuple[Plan, PipelineCosts]:
@@ -105,9 +108,19 @@ def test_a_plan_file_is_enough() -> None:
     assert batch.costs == "roofline"
 
 
-def test_what_has_no_lengths_or_one_stage_per_group_is_refused() -> None:
+def test_what_has_no_lengths_is_refused() -> None:
     with pytest.raises(InputError, match="images"):
         costs_for(uniform_plan("resnet-50", "1xa100-40gb", global_batch=8, micro_batch=8), 8)
-    interleaved = uniform_plan("gpt-1.3b", "2xa100-40gb", global_batch=8, micro_batch=1, pp=2, chunks=2, schedule="interleaved")
-    with pytest.raises(InputError, match="interleaved"):
-        costs_for(interleaved, 64)
+
+
+def test_rows_take_as_long_as_those_of_the_recording_that_they_are_padded_on_for() -> None:
+    plan = dataclasses.replace(uniform_plan("gpt-1.3b", "1xh200", global_batch=16, micro_batch=4), seq_length=136)
+
+    def times_s(plan: Plan, row_length: int) -> list[float]:
+        micro = MicroBatch(0, (0, 1, 2, 3), "padded", (9,) * 4, (), row_length)
+        return (batch_durations_s(costs_for(plan, 136), [micro], 0) or [[[]]])[0][0]
+
+    assert recorded_length(120, has_decoder=False) == 120 and recorded_length(130, has_decoder=False) == 144
+    assert times_s(plan, 120) < times_s(plan, 130) == times_s(plan, 136)  # never longer than the plan's own
+    dynamic = dataclasses.replace(plan, micro_batching=MicroBatching("padded", "dynamic"))
+    assert times_s(dynamic, 130) < times_s(dynamic, 136)  # played by none

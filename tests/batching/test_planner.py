@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from oracles import batching as plain
 
-from penstock.batching.bound import lower_bound_s
+from penstock.batching.bounds.lower_bound import lower_bound_s
 from penstock.batching.costs import PipelineCosts
 from penstock.batching.example import small_costs
 from penstock.batching.fitting import fit_samples, positions
@@ -90,7 +90,7 @@ def test_every_plan_holds_what_it_promises(seed: int, steps: int) -> None:
     plan = plan_batch(samples, costs, steps=steps, seed=seed % 7, bound=True)
     recheck(plan, costs, samples)
     assert plan.bound_s <= plan.predicted_s * (1 + 1e-9)
-    assert plan == plan_batch(samples, costs, steps=steps, seed=seed % 7, bound=True)
+    assert dataclasses.replace(plan, bound_s=0.0) == plan_batch(samples, costs, steps=steps, seed=seed % 7)
     if steps:
         assert plan.predicted_s <= plan_batch(samples, costs).predicted_s * (1 + 1e-9)
 

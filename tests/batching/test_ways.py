@@ -70,7 +70,7 @@ def test_each_way_is_what_it_says(small_tables: Path) -> None:
 @pytest.mark.parametrize(
     ("ways", "message"),
     [({"order": "sort"}, "--order is 'sort'. Did you mean 'sorted'"), ({"split": "fixed"}, "--split is 'fixed'"),
-     ({"schedule": "interleaved"}, "--schedule is 'interleaved'"), ({"order": "tour", "split": "uniform"}, "has its own")],
+     ({"schedule": "zero-bubble"}, "--schedule is 'zero-bubble'"), ({"order": "tour", "split": "uniform"}, "has its own")],
 )  # fmt: skip
 def test_what_is_refused(ways: dict[str, str], message: str) -> None:
     with pytest.raises(InputError, match=message):

@@ -21,6 +21,8 @@ from penstock.timing.estimate import estimate
 
 REQUEST = ("search", "--model", "gpt-350m", "--cluster", "4xa100-40gb", "--global-batch", "32", "--micro-batches", "1,2,4")
 
+RELU = "a GPT with another activation"
+
 
 def test_the_printed_time_is_that_of_the_written_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new" / "plan.json"
@@ -267,7 +269,21 @@ def test_a_plan_for_a_system_is_exported_and_says_what_it_costs(tmp_path: Path, 
     assert run([*asked, "--for", "fasop", "--precision", "fp16"]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "fasop cannot express the fastest plan found" in told and "slower" in told
-    assert run([*asked, "--for", "aceso", "--precision", "fp16"]) == 3
-    assert "sizes of none of Aceso's gpt models" in " ".join(capsys.readouterr().err.split())
     assert run([*asked, "--for", "acseo"]) == 2
     assert "aceso" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "system", "reason"),
+    [("gpt-small", "aceso", "sizes of none of Aceso's gpt models"), ("vgg16", "megatron", "Megatron-LM has no model like 'vgg16'"),
+     ("gpt-small", "torchtitan", "torchtitan has no model like 'gpt-small'"), (RELU, "megatron", "cannot express the activation 'relu'")],
+)  # fmt: skip
+def test_a_model_that_a_system_has_none_like_is_refused_before_the_search(
+    model: str, system: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.search.search", lambda *args, **options: pytest.fail("it was searched"))
+    if model == RELU:
+        model = str(tmp_path / "relu.yaml")
+        Path(model).write_text(json.dumps({"family": "gpt", "layers": 2, "hidden": 64, "heads": 2, "activation": "relu"}))
+    assert run(["search", "--model", model, "--cluster", "2xa100-40gb", "--global-batch", "8", "--for", system]) == 2
+    assert reason in " ".join(capsys.readouterr().err.split())

@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from penstock.data.bundled import bundled_files
-from penstock.data.text.prepare import TextRequest, prepare_text
 from penstock.plans.build import uniform_plan
 from penstock.plans.schema import write_plan
 from penstock.runtime.checkpoints.folder import find_checkpoint
@@ -29,9 +27,9 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("signals")
-    prepare_text(TextRequest(tuple(bundled_files()), folder / "data", train_tokenizer=384, workers=1))
+    (folder / "data").symlink_to(data)
     write_plan(folder / "plan.json", uniform_plan("gpt-tiny", "4xcpu", global_batch=16, micro_batch=4, pp=2, layout="packed"))
     return folder
 

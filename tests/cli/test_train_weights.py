@@ -13,10 +13,8 @@ import torch
 from torch.nn import functional as F
 
 from penstock.cli.main import run
-from penstock.data.bundled import bundled_files
 from penstock.data.planning import sample_ids
 from penstock.data.samples import Samples
-from penstock.data.text.prepare import TextRequest, prepare_text
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.schema import write_plan
@@ -35,13 +33,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2ForCausalLM", "Qwen2Config", {**LLAMA, "tie_word_embeddings": True}),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("prepared") / "data"
-    prepare_text(TextRequest(tuple(bundled_files()), folder, train_tokenizer=VOCAB, workers=1))
-    return str(folder)
 
 
 def saved(name: str, folder: Path) -> Any:

@@ -264,7 +264,7 @@ def test_supervisors_in_place_of_torchrun(name: str, tmp_path: Path, python: Pat
     text = slurm_script(plan, cluster, COMMAND, supervised=True)
     check_syntax(text, tmp_path)
     assert "\n#SBATCH --no-kill\n" in text and "--kill-on-bad-exit=0" in text and "torch.distributed" not in text
-    assert "export PENSTOCK_STORE_KEY=" in text
+    assert "export PENSTOCK_STORE_KEY=" in text and "\n#SBATCH --signal=B:TERM@120\n" in text
     written = kubernetes_text(plan, cluster, "{}", COMMAND, supervised=True)
     _, _, *jobs = yaml.safe_load_all(written)
     made = []
@@ -272,6 +272,7 @@ def test_supervisors_in_place_of_torchrun(name: str, tmp_path: Path, python: Pat
         (container,) = job["spec"]["template"]["spec"]["containers"]
         assert container["env"][0]["valueFrom"]["secretKeyRef"]["name"] in written.partition("\napiVersion")[0]
         assert job["spec"]["backoffLimitPerIndex"] == 0 and "backoffLimit" not in job["spec"]
+        assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 120
         for index in range(job["spec"]["completions"]):
             made += run_script([*container["command"], "--steps", "3"], tmp_path, python, JOB_COMPLETION_INDEX=str(index))
     assert [call[1:-1] for call in made] == expected

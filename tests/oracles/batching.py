@@ -123,3 +123,27 @@ def makespan(ahead: Sequence[int], forward: np.ndarray, backward: np.ndarray, ho
                     arrived[kind, peer, m] = channel[s]
     assert position == [len(order) for order in lists], "deadlock"
     return max(free)
+
+
+def column_price(
+    costs: PipelineCosts, lengths: Sequence[tuple[int, int]], time_price: Sequence[float], room_price: Sequence[float]
+) -> float:
+    """What a padded micro-batch costs at prices of seconds and of held room on each stage, on the replica and in the modes that suit it
+    best: its peaks while it runs, and what it keeps while later stages run it both ways."""
+    cost, best = price(costs, lengths), np.inf
+    positions = [len(lengths) * -(-max(pair[side] for pair in lengths) // costs.round_to) * costs.round_to for side in (0, 1)]
+    for r in range(costs.num_replicas):
+        rooms = costs.limit_bytes[r] - costs.state_bytes[r]
+        stages = []
+        for s, room in enumerate(rooms):
+            stages.append([one for one in cost[costs.stage_class[r, s]] if np.isfinite(one).all() and max(one[3], one[4]) <= room])
+        if not all(stages):
+            continue
+        hops = [sum(hop @ [1.0, *positions] for hop in costs.hops[r, :, s]) for s in range(costs.num_stages - 1)]
+        away = [sum(min(f + b for f, b, *_ in stages[t]) + hops[t - 1] for t in range(s + 1, len(stages))) for s in range(len(stages))]
+        total = 0.0
+        for s, modes in enumerate(stages):
+            held = [(up * f + down * b + min(kept, up) * away[s]) / rooms[s] for f, b, kept, up, down in modes]
+            total += min(time_price[s] * (f + b) + room_price[s] * h for (f, b, *_), h in zip(modes, held, strict=True))
+        best = min(best, total)
+    return best

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.models import resolve_model
 from penstock.models.catalog import model_from_mapping
-from penstock.profiling.grid import GridLimits, attention_grid, mixed_lengths, refine, sweep_lengths, sweep_size
+from penstock.profiling.grid import GridLimits, attention_grid, mixed_lengths, refine, spread_lengths, sweep_lengths, sweep_size
 
 
 def test_times_that_follow_a_power_of_the_size_need_no_more_points() -> None:
@@ -103,3 +103,11 @@ def test_a_mixed_batch_has_the_size_and_about_the_length_asked_for(size: int, le
     own = list(lengths.mixed) or [lengths.length] * lengths.rows
     assert len(own) == lengths.rows and lengths.layout == "packed" and size - length < sum(own) <= size
     assert sum(n * n for n in own) / sum(own) == pytest.approx(length, rel=0.2)
+
+
+@given(st.integers(1, 20_000), st.integers(1, 4096), st.integers(1, 4096))
+def test_spread_lengths_fill_a_batch_of_any_size(size: int, length: int, longest: int) -> None:
+    found = spread_lengths(size, length, longest)
+    assert sum(found.mixed) == size and len(found.mixed) == found.rows and 1 <= min(found.mixed) <= max(found.mixed) <= longest
+    if size >= 16 * length >= 16 * 32 and 2 * length <= longest:  # as spread out as text
+        assert sum(n * n for n in found.mixed) / size == pytest.approx(length, rel=0.25) and found.rows > 1.5 * size / length - 8

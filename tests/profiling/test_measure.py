@@ -14,7 +14,7 @@ from penstock.models.modules.batch import Batch
 from penstock.models.ops import Model
 from penstock.profiling.grid import Lengths, sweep_lengths
 from penstock.profiling.marks import CpuTimes
-from penstock.profiling.measure import OpMeasure, _host_of_whole, _run, _without_marks, measure_ops, random_carry, shortened
+from penstock.profiling.measure import OpMeasure, _host_of_whole, _run, _without_marks, measure_ops, random_carry
 from penstock.profiling.run import random_model_batch
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def measure(chain: Chain, model: Model, batch: Batch, repeats: int = 1) -> dict[
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_distinct_op_is_measured(name: str) -> None:
-    model = shortened(resolve_model(name), 3)
+    model = resolve_model(name).shortened(3)
     found = measure(build_chain(model), model, small_batch(model))
     assert set(found) == {op.signature for op in resolve_model(name).distinct_ops}
     for m in found.values():
@@ -93,7 +93,7 @@ def make_slow(op: OpModule, at: str) -> None:
 @pytest.mark.parametrize("at", ["output", "input"])
 def test_time_belongs_to_the_op_that_takes_it(name: str, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.profiling.measure.times_for", lambda device: _Virtual())
-    model = shortened(resolve_model(name), 1)
+    model = resolve_model(name).shortened(1)
     batch = small_batch(model)
     chain = build_chain(model)
     signatures = [place.op.signature for place in model.ops]
@@ -114,7 +114,7 @@ def test_time_belongs_to_the_op_that_takes_it(name: str, at: str, monkeypatch: p
 
 
 def test_a_slice_of_the_chain_starts_from_a_random_carry() -> None:
-    model = shortened(resolve_model("gpt-tiny"), 1)
+    model = resolve_model("gpt-tiny").shortened(1)
     attention = next(place for place in model.ops if place.op.kind == "attention")
     start, stop = attention.index - 1, attention.index + 2
     batch = random_model_batch(model, Lengths(4, 32, layout="packed"), CPU)
@@ -126,7 +126,7 @@ def test_a_slice_of_the_chain_starts_from_a_random_carry() -> None:
 
 
 def test_gradients_are_in_place_before_anything_is_timed() -> None:
-    model = shortened(resolve_model("gpt-tiny"), 1)
+    model = resolve_model("gpt-tiny").shortened(1)
     chain = build_chain(model, dtype=torch.bfloat16)
     measure(chain, model, small_batch(model))
     assert all(parameter.grad is not None and parameter.grad.dtype == torch.float32 for parameter in chain.parameters())
@@ -140,7 +140,7 @@ class _Issued(_Virtual):
 
 
 def test_a_pass_without_marks_says_what_its_host_takes() -> None:
-    model = shortened(resolve_model("gpt-tiny"), 1)
+    model = resolve_model("gpt-tiny").shortened(1)
     chain, batch = build_chain(model), small_batch(model)
     make_slow(chain.ops[2], "output")
     found = _host_of_whole(lambda marks: _run(list(chain.ops), {}, batch, marks, whole=True), _Issued(), 2)
@@ -160,5 +160,5 @@ def test_host_times_of_ops_add_up_to_those_of_the_whole() -> None:
 def test_a_shortened_model_has_the_same_distinct_ops() -> None:
     for name in FAMILIES:
         model = resolve_model(name)
-        assert shortened(model, 1).distinct_ops == model.distinct_ops
-        assert max(copies for _, copies in shortened(model, 2).runs) <= 2
+        assert model.shortened(1).distinct_ops == model.distinct_ops
+        assert max(copies for _, copies in model.shortened(2).runs) <= 2

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +24,10 @@ from torchrun_ranks import run_ranks
 
 from penstock.cli import main
 from penstock.data import open_data
-from penstock.data.bundled import bundled_files
-from penstock.data.text.prepare import TextRequest, prepare_text
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
+from penstock.runtime.planner_processes import Planners
 from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
 from penstock.runtime.settings import LearningRate, TrainingSettings
 from penstock.runtime.trainer import PlanTrainer
@@ -51,13 +52,22 @@ class Case:
         return ["train", f"{self.request.out}/plan.json", *given]
 
 
+def test_what_was_planned_for_ranks_that_have_ended_is_deleted_before_others_begin() -> None:
+    """Else a run holds more after each death."""
+    done = list[Any]()
+    pool: Any = SimpleNamespace(stop=lambda: done.append("stop"), adopt=lambda step, planner: done.append(step) or f"job of {step}")
+    planners = Planners(("store", None), pool, SimpleNamespace(purge=lambda: done.append("purge")))  # type: ignore[arg-type]
+    planners.adopt(3, None)  # type: ignore[arg-type]
+    planners.begin_anew(5, None)  # type: ignore[arg-type]
+    assert done == [3, "stop", "purge", 5] and planners.handover == ("store", "job of 5")
+
+
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(data: str, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("case")
-    prepare_text(TextRequest(tuple(bundled_files()), folder / "data", train_tokenizer=384, workers=1))
     plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=BATCH, micro_batch=4, layout="packed", pp=2)
     plan = replace(plan, micro_batching=MicroBatching("packed", "dynamic"))
-    request = TrainRequest(plan, str(folder / "data"), STEPS, str(folder / "run"), SETTINGS, planning=PlanningSettings(planners=0))
+    request = TrainRequest(plan, data, STEPS, str(folder / "run"), SETTINGS, planning=PlanningSettings(planners=0))
     return Case(request, list(PlanTrainer(request).train().losses))
 
 

@@ -16,6 +16,7 @@ from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import write_plan
+from penstock.runtime.nodes.supervisor import hearing
 from penstock.runtime.request import PlanAdopted, StepTold, TrainRequest
 from penstock.runtime.run_folder import plan_of_run, plans_of_run
 from penstock.runtime.settings import LearningRate, TrainingSettings
@@ -112,7 +113,7 @@ def test_devices_without_work_stay_idle(data: str, tmp_path: Path) -> None:
 def test_planners_follow_a_run_to_another_plan(data: str, tmp_path: Path) -> None:
     adopted, told = [], []
     planners = SimpleNamespace(adopt=lambda step, planner: adopted.append((step, planner.plan)))
-    hear = PlanTrainer(TrainRequest(plan_of(pp=2), data, 3, str(tmp_path / "run")))._hearing(planners, told.append)  # type: ignore[arg-type]
+    hear = hearing(TrainRequest(plan_of(pp=2), data, 3, str(tmp_path / "run")), planners, told.append)  # type: ignore[arg-type]
     hear(StepTold(4, 5.0, 1.0))
     hear(PlanAdopted(5, plan_of(tp=2)))
     assert plan_of_run(tmp_path / "run") == plan_of(tp=2) and list(plans_of_run(tmp_path / "run")) == [5]
@@ -134,10 +135,12 @@ def test_processes_of_torchrun_do_the_same_training(data: str, tmp_path: Path) -
 
 
 def test_dynamic_micro_batches(data: str, tmp_path: Path) -> None:
-    plan = replace(plan_of(pp=2), micro_batching=MicroBatching("packed", "dynamic"))
-    dynamic = PlanTrainer(TrainRequest(plan, data, 3, str(tmp_path / "a"), SETTINGS)).train()
-    fixed = PlanTrainer(TrainRequest(plan_of(pp=2), data, 3, str(tmp_path / "b"), SETTINGS)).train()
-    assert dynamic.losses == pytest.approx(fixed.losses, rel=1e-4)  # the loss is that of the global batch, however it is cut
+    """The loss is that of the global batch, however it is cut and interleaved: that of one process."""
+    alone = PlanTrainer(TrainRequest(plan_of(), data, 3, str(tmp_path / "alone"), SETTINGS)).train()
+    for number, more in enumerate(({}, {"chunks": 2, "schedule": "interleaved"})):
+        plan = replace(plan_of(pp=2, **more), micro_batching=MicroBatching("packed", "dynamic"))  # type: ignore[arg-type]
+        dynamic = PlanTrainer(TrainRequest(plan, data, 3, str(tmp_path / str(number)), SETTINGS)).train()
+        assert dynamic.losses == pytest.approx(alone.losses, rel=1e-4)
 
 
 def test_a_failure_is_told_in_one_message(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

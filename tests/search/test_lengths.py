@@ -10,12 +10,13 @@ import pytest
 
 from penstock.batching.plan import SampleLengths
 from penstock.batching.planner import costs_for, plan_batch
+from penstock.batching.ways import BatchWays
 from penstock.errors import InfeasibleError, InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
 from penstock.plans.validity import check_plan
 from penstock.search import Request
-from penstock.search.lengths import LengthsChoice, _attended, _drawn, _of_one_length, search_for_lengths
+from penstock.search.lengths import LengthsChoice, _attended, _drawn, _judged, _of_one_length, _pipelines, search_for_lengths
 
 
 def lengths(count: int, longest: int, median: int = 60, decoder: bool = False) -> list[SampleLengths]:
@@ -42,6 +43,15 @@ def test_plans_are_valid_and_dynamic_and_say_what_to_expect(found: list[LengthsC
         assert 0 < choice.bound_s <= choice.time_s * (1 + 1e-9)
     layouts = [(choice.plan.num_replicas, tuple(replace(stage, recompute=()) for stage in choice.plan.stages)) for choice in found]
     assert len(set(layouts)) == len(layouts)
+
+
+def test_interleaved_pipelines_are_judged_too() -> None:
+    asked, samples = request(global_batch=32), lengths(32, 256)
+    found = uniform_plan("gpt-small", "4xa100-40gb", global_batch=32, micro_batch=2, pp=4, chunks=2, schedule="interleaved")
+    (plan,) = _pipelines(asked, [found], samples)
+    choice = _judged(plan, [samples], asked, BatchWays())
+    assert check_plan(choice.plan) == [] and choice.plan.schedule == "interleaved" and choice.plan.num_chunks == 2
+    assert 0 < choice.bound_s <= choice.time_s
 
 
 def test_the_same_question_has_the_same_answer(found: list[LengthsChoice]) -> None:

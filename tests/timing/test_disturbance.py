@@ -18,6 +18,8 @@ STORY = """
 - {data: true, factor: 2, from: 4}
 - {kill: 1@backward, from: 7}
 - {freeze: 3}
+- {kill: node 1@update, from: 9}
+- {kill: store, from: 11}
 """
 
 
@@ -30,7 +32,10 @@ def test_a_story(tmp_path: Path) -> None:
     assert [found.link(0, 2, step) for step in steps] == [found.link(2, 0, step) for step in steps] == [1, 2, 3, 4, 4, 4]
     assert [found.data(step) for step in steps] == [None] * 4 + [2, 2]
     assert {found.compute(0, step) * found.link(0, 1, step) for step in steps} == {1.0}
-    assert found.strikes == (DisturbanceStrike("kill", 1, "backward", 7), DisturbanceStrike("freeze", 3, "forward"))
+    *ranks, node, store = found.strikes
+    assert ranks == [DisturbanceStrike("kill", 1, "backward", 7), DisturbanceStrike("freeze", 3, "forward")]
+    assert (node, node.subject) == (DisturbanceStrike("kill", None, "update", 9, 1), "node 1")
+    assert (store, store.subject) == (DisturbanceStrike("kill", None, "forward", 11), "the store")
     found.require_ranks(range(4))
     with pytest.raises(InputError, match="rank 3 is to be struck, but the plan has ranks 0 to 2"):
         Disturbance(strikes=found.strikes).require_ranks(range(3))

@@ -36,7 +36,7 @@ class RunEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """One event; which fields it has follows from its kind."""
 
     event: str
-    """`noticed`, `decided`, `disturbed`, `asked`, `moved`, `aborted`, `lost`, `replaced`, `shrunk` or `joined`."""
+    """`noticed`, `decided`, `disturbed`, `asked`, `moved`, `aborted`, `lost`, `left`, `replaced`, `shrunk` or `joined`."""
     step: int
     """After which it was."""
     time_s: Annotated[float, msgspec.Meta(ge=0, le=1e11)]

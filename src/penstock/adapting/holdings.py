@@ -126,8 +126,9 @@ def holdings(plan: Plan, layouts: Layouts) -> Holdings:
     for rank, seats in seats_of(plan).items():
         for seat in seats:
             stage = plan.stages[seat.stage]
-            lane = lanes.setdefault((seat.stage, seat.index), _Lane(stage, seat.index, layouts))
-            for group, name, shape, region in lane.held_by(rank):
+            if (seat.stage, seat.index) not in lanes:  # replicas share them, and to make one takes longer than to ask it
+                lanes[seat.stage, seat.index] = _Lane(stage, seat.index, layouts)
+            for group, name, shape, region in lanes[seat.stage, seat.index].held_by(rank):
                 if region:  # small weights have fewer elements than ranks that divide them
                     held = found.setdefault((group, name), HeldTensor(group, name, shape))
                     held.regions[rank] = union(held.regions.get(rank, ()), region)

@@ -36,6 +36,7 @@ from penstock.runtime.checkpoints.reader import PiecesInMemory
 from penstock.runtime.optimizing.optimizer import MASTER
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import TrainedState, adopt_state, held_pieces
+from penstock.runtime.telemetry.phases import COMMITTING
 
 __all__ = ["MoveAbortedError", "MoveNote", "Mover", "all_kinds", "move", "move_rounds", "optimizer_kinds", "require_movable", "state_moves"]
 
@@ -125,6 +126,7 @@ class Mover:
 
     def _adopt(self, notes: Sequence[MoveNote]) -> None:
         """Puts the new plan in force with what this process holds and what came."""
+        self.rank.phase(COMMITTING)
         kinds = all_kinds(notes)
         # Exact ones first: a weight that a rank has, or gets, in half precision is its master rounded.
         pieces = sorted((*self.own, *self.arrived), key=lambda piece: piece.tensor.dtype != torch.float32)

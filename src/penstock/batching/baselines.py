@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 from msgspec.structs import replace
 
+from penstock.batching.chunks import usual_order
 from penstock.batching.costs import PipelineCosts
 from penstock.batching.fitting import TooLong, fit_samples, positions
 from penstock.batching.ordering import by_length
@@ -19,7 +20,6 @@ from penstock.batching.plan import BatchPlan, ReplicaBatch, SampleLengths
 from penstock.batching.workloads import batch_workload, is_priced
 from penstock.errors import InfeasibleError, InputError
 from penstock.models.micro_batch import MicroBatch
-from penstock.schedules.orders import with_depths
 from penstock.timing.execution import execute
 
 __all__ = ["Attention", "baseline_rows", "best_fixed", "fixed_batches", "packed_rows", "run_baseline", "token_budget", "usual_ways"]
@@ -157,11 +157,11 @@ def run_baseline(batches: Sequence[MicroBatch], costs: PipelineCosts, method: st
 
 def _run(batches: Sequence[MicroBatch], costs: PipelineCosts, mode: int, method: str) -> BatchPlan | None:
     """All micro-batches in one mode, dealt in turn; None if they do not fit."""
-    done, stages = [], costs.num_stages
+    done, parts = [], costs.num_stages * costs.num_chunks
     for replica in range(costs.num_replicas):
         dealt = enumerate(batches[replica :: costs.num_replicas])
-        own = tuple(replace(batch, index=index, recompute=(mode,) * stages) for index, batch in dealt)
-        schedule = with_depths(range(stages, 0, -1), len(own))
+        own = tuple(replace(batch, index=index, recompute=(mode,) * parts) for index, batch in dealt)
+        schedule = usual_order(costs, len(own))
         if not own:
             done.append(ReplicaBatch((), schedule, 0.0, tuple(costs.state_bytes[replica].tolist())))
             continue

@@ -19,7 +19,7 @@ from penstock.models.shapes import Layout
 if TYPE_CHECKING:
     from penstock.batching.kernels import Tables
 
-__all__ = ["QUANTITIES", "Floats", "LayoutCosts", "PipelineCosts"]
+__all__ = ["QUANTITIES", "ChunkCosts", "Floats", "LayoutCosts", "PipelineCosts"]
 
 Floats = NDArray[np.float64]
 
@@ -63,8 +63,22 @@ def _cells(axis: Floats, point: Floats) -> tuple[NDArray[np.int64], Floats]:
 
 
 @dataclass(frozen=True)
+class ChunkCosts:
+    """Of an interleaved pipeline, what each chunk costs by itself; stage s is on device group s % groups."""
+
+    layouts: dict[Layout, LayoutCosts]
+    stage_class: NDArray[np.int64]
+    """[R, chunks of all groups]"""
+    hops: Floats
+    """[R, 2, chunks of all groups - 1, 3]"""
+
+
+@dataclass(frozen=True)
 class PipelineCosts:
-    """R replicas of S stages; stages with equal costs form one of C classes; each can run a micro-batch in M modes."""
+    """R replicas of S stages; stages with equal costs form one of C classes; each can run a micro-batch in M modes.
+
+    Of an interleaved pipeline the stages are its device groups, each with all its chunks.
+    """
 
     name: str
     layouts: dict[Layout, LayoutCosts]
@@ -93,6 +107,10 @@ class PipelineCosts:
     """Most token positions of a micro-batch, padding included."""
     max_length: int = 2**31
     """Most token positions of a sample that the model takes."""
+    recorded_up_to: tuple[int, int] | None = None
+    """Row lengths of both sides up to which rows are padded on, to one of few lengths, where passes are played from recordings."""
+    chunks: ChunkCosts | None = None
+    """What the chunks of the groups cost one by one, where there are several on each."""
 
     @property
     def num_replicas(self) -> int:
@@ -104,12 +122,22 @@ class PipelineCosts:
         """S"""
         return int(self.stage_class.shape[1])
 
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of the model on each device group."""
+        return 1 if self.chunks is None else int(self.chunks.stage_class.shape[1]) // self.num_stages
+
+    @property
+    def parts(self) -> PipelineCosts | ChunkCosts:
+        """What runs passes of its own: stages, or chunks where groups have several."""
+        return self.chunks or self
+
     def of_layout(self, layout: Layout) -> LayoutCosts:
-        """What micro-batches of a layout cost, or a clear word that it is not known."""
+        """What micro-batches of a layout cost on each part, or a clear word that it is not known."""
         if layout not in self.layouts:
             held = " and ".join(self.layouts)
             raise InputError(f"a {layout} micro-batch has no price: costs '{self.name}' are of {held} ones. Use one of those.")
-        return self.layouts[layout]
+        return self.parts.layouts[layout]
 
     @cached_property
     def tables(self) -> Tables:

@@ -30,7 +30,8 @@ _LENGTHS = (1.0, 0.25, 0.5, 0.125)
 def misplanned(plan: Plan, model: Model, cluster: Cluster, source: CostSource, believed: CostSource) -> float:
     """How many times as long as it could a batch takes by `source`, with micro-batches chosen for the links of `believed`."""
     costs = planned_costs(plan, model, cluster, source, plan.seq_length, plan.dec_length)
-    wrong = replace(costs, hops=planned_hops(plan, model, cluster, believed))
+    hops = planned_hops(plan, model, cluster, believed)
+    wrong = replace(costs, hops=hops) if costs.chunks is None else replace(costs, chunks=replace(costs.chunks, hops=hops))
     samples = _usual_samples(plan)
     knowing, not_knowing = (batch_s(plan_batch(samples, own, steps=_STEPS, too_long="drop"), costs) for own in (costs, wrong))
     return max(1.0, not_knowing / knowing)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.batching.chunks import grouped
 from penstock.batching.costs import QUANTITIES, Floats, LayoutCosts, PipelineCosts
 from penstock.costs.memory import SLACK, activation_timeline, stage_memory
 from penstock.costs.table import CostTable
@@ -46,18 +47,17 @@ def planned_costs(
     """Costs of micro-batches with samples up to these lengths; `layouts` are those of the plan unless given."""
     if not model.seq_length:
         raise InputError(f"model '{model.name}' takes images, which have no lengths to plan by.")
-    if plan.num_groups != plan.num_stages:
-        raise InputError(f"the plan is interleaved ({plan.num_stages} stages on {plan.num_groups} groups); batches need one stage a group.")
     wanted = tuple(layouts) or (("packed", "padded") if plan.micro_batching.layout == "packed" else ("padded",))
     chosen: list[Layout] = [layout for layout in wanted if layout in model.layouts]
     if not chosen:
         raise InputError(f"model '{model.name}' takes {', '.join(model.layouts)} batches, not {' or '.join(wanted)}.")
     asked = _Source(plan, model, source.links_of(cluster), source)
-    return asked.costs(chosen, longest, longest_dec, memory_limit_bytes)
+    costs = asked.costs(chosen, longest, longest_dec, memory_limit_bytes)
+    return grouped(costs, plan.num_groups, asked.group_state_bytes()) if plan.num_chunks > 1 else costs
 
 
 def planned_hops(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> Floats:
-    """What messages take, as `PipelineCosts.hops` has it."""
+    """What messages take from stage to stage, as `PipelineCosts.hops` has it, or `ChunkCosts.hops` where the plan is interleaved."""
     return _Source(plan, model, source.links_of(cluster), source).hops()
 
 
@@ -113,7 +113,7 @@ class _Source:
                 known.append(key)
             stage_class[r, s] = known.index(key)
         grids = {layout: self._grid(layout, [(stage, r) for _, stage, r in classes], modes, longest, longest_dec) for layout in layouts}
-        state = np.array([[self._state_bytes(stage, r) for stage in plan.stages] for r in range(plan.num_replicas)])
+        state = np.array([[self._state_bytes([stage], r) for stage in plan.stages] for r in range(plan.num_replicas)])
         limits = np.array([[self._limit_bytes(stage, r, limit) for stage in plan.stages] for r in range(plan.num_replicas)])
         estimate = self._estimator.estimate(plan)
         return PipelineCosts(
@@ -121,7 +121,14 @@ class _Source:
             round_to=8, has_decoder=bool(self.model.dec_length), fixed_s=estimate.time_s - estimate.pipeline_s,
             max_length=min((op.config["max_positions"] for op in self.model.distinct_ops if op.config.get("max_positions")), default=2**31),
             max_samples=_cap(plan, plan.micro_batching.samples, 2**31), max_tokens=_cap(plan, plan.micro_batching.max_tokens, 2**40),
+            recorded_up_to=(plan.seq_length, plan.dec_length) if self._is_recorded() else None,
         )  # fmt: skip
+
+    def _is_recorded(self) -> bool:
+        """Whether passes of all stages are played from recordings, which GPUs have."""
+        plan = self.plan
+        on_gpus = "cpu" not in {self.cluster.device(rank).name for rank in plan.ranks}
+        return on_gpus and all(is_recorded(plan, stage, self.model, ragged=bool(self.model.seq_length)) for stage in plan.stages)
 
     def _key(self, stage: Stage, replica: int) -> object:
         """What the costs of a stage depend on: its ops, degrees, patterns, and the kinds and links of its devices."""
@@ -229,14 +236,20 @@ class _Source:
         messages = sum(2 * model.boundary_bytes(cut).at(shape, part.tp) for cut in cuts)
         return np.array([timeline.held_bytes, timeline.forward_peak_bytes + messages, timeline.backward_peak_bytes + messages])
 
-    def _state_bytes(self, stage: Stage, replica: int) -> float:
-        """Weights, optimizer state and all else that is there before any micro-batch."""
+    def group_state_bytes(self) -> Floats:
+        """[R, groups] of all chunks of a device group together."""
+        plan = self.plan
+        chunks = [plan.stages[group :: plan.num_groups] for group in range(plan.num_groups)]
+        return np.array([[self._state_bytes(own, r) for own in chunks] for r in range(plan.num_replicas)])
+
+    def _state_bytes(self, stages: Sequence[Stage], replica: int) -> float:
+        """Weights, optimizer state and all else that is there before any micro-batch, of stages on one device group."""
         totals = []
-        for device in self._kinds(stage.devices[replica]):
+        for device in self._kinds(stages[0].devices[replica]):
             total = context = 0.0
-            for part in parts_of(stage):
+            for zero, part in ((stage.zero, part) for stage in stages for part in parts_of(stage)):
                 memory = stage_memory(
-                    self.model, part.first, part.last, Shape(1), tp=part.tp, dp=part.dp * self.plan.num_replicas, zero=stage.zero,
+                    self.model, part.first, part.last, Shape(1), tp=part.tp, dp=part.dp * self.plan.num_replicas, zero=zero,
                     precision=self.plan.precision, gradients=self.plan.gradients, optimizer=self.plan.optimizer, device=device.name,
                 )  # fmt: skip
                 total += memory.state_bytes + memory.buffers_bytes

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from penstock.batching.bound import lower_bound_s
+from penstock.batching.bounds.columns import KNOTS
+from penstock.batching.bounds.lower_bound import lower_bound_s
+from penstock.batching.chunks import run_interleaved
 from penstock.batching.costs import PipelineCosts
-from penstock.batching.fitting import TooLong, fit_samples, positions
+from penstock.batching.fitting import Fitted, TooLong, fit_samples, positions
 from penstock.batching.ordering import ORDERS
 from penstock.batching.packing import packed_splits
 from penstock.batching.plan import BatchPlan, SampleLengths
@@ -18,9 +22,10 @@ from penstock.batching.split import best_splits
 from penstock.errors import InputError
 
 if TYPE_CHECKING:
+    from penstock.models.shapes import Layout
     from penstock.plans.plan import Plan
 
-__all__ = ["costs_for", "costs_of_batch", "plan_batch", "plan_with_orders"]
+__all__ = ["batch_bound_s", "costs_for", "costs_of_batch", "plan_batch", "plan_with_orders"]
 
 
 def plan_batch(
@@ -47,9 +52,16 @@ def plan_batch(
     fitted = fit_samples(samples, costs, too_long)
     if not fitted.samples:
         raise InputError(f"none of the {len(samples)} samples fits; nothing is left of the batch.")
-    enc, dec = positions(fitted.samples, costs)
     if order and "padded" not in costs.layouts:
         raise InputError(f"the order '{order}' is one of padded micro-batches, which costs '{costs.name}' do not hold.")
+    cuts = [partial(_planned, fitted, steps=count, seed=seed, order=order) for count in sorted({0, steps})]
+    plan = cuts[-1](costs) if costs.chunks is None else replace(run_interleaved(cuts, costs), steps=steps)
+    return replace(plan, bound_s=batch_bound_s(fitted.samples, costs)) if bound else plan
+
+
+def _planned(fitted: Fitted, costs: PipelineCosts, steps: int, seed: int, order: str) -> BatchPlan:
+    """Samples that fit, cut, dealt and ordered for one stage on each device group."""
+    enc, dec = positions(fitted.samples, costs)
     orders = ORDERS[order](enc, dec, costs.round_to) if order else ()
     splits = best_splits(costs, enc, dec, orders=orders) if "padded" in costs.layouts else []
     if "packed" in costs.layouts and not order:
@@ -57,15 +69,21 @@ def plan_batch(
     found = start(costs, enc, dec, splits)
     if steps:
         found = improve(costs, enc, dec, found, steps, seed)
-    bound_s = lower_bound_s(costs, enc, dec, exact=True) if bound else 0.0
-    return finish(costs, fitted, found, bound_s, steps)
+    return finish(costs, fitted, found, 0.0, steps)
 
 
-def costs_for(plan: Plan, longest: int, longest_dec: int = 0, costs: str = "", memory_limit_bytes: float = math.inf) -> PipelineCosts:
+def batch_bound_s(samples: Sequence[SampleLengths], costs: PipelineCosts, knots: Sequence[int] = KNOTS) -> float:
+    """What no plan of samples that fit takes less than; with `FEW_KNOTS` sooner, where many batches are bounded."""
+    return lower_bound_s(costs, *positions(samples, costs), exact=True, knots=knots)
+
+
+def costs_for(
+    plan: Plan, longest: int, longest_dec: int = 0, costs: str = "", memory_limit_bytes: float = math.inf, layouts: Sequence[Layout] = ()
+) -> PipelineCosts:
     """What micro-batches of samples up to these lengths cost under a plan; worth keeping, since many batches can be planned from it.
 
     `costs` names the source, the plan's own if empty. Ranks and links are as slow as the plan says
-    (`micro_batching.slower`, `slower_links`).
+    (`micro_batching.slower`, `slower_links`). `layouts` are those that a batch of the plan may have unless given.
     """
     from penstock.batching.planned import planned_costs
     from penstock.costs.sources import open_costs
@@ -76,7 +94,7 @@ def costs_for(plan: Plan, longest: int, longest_dec: int = 0, costs: str = "", m
     model, cluster = model_of(plan), cluster_of(plan)
     require_valid(plan, model, cluster)
     source = at_plan_speeds(open_costs(costs or plan.costs, cluster), plan)
-    return planned_costs(plan, model, cluster, source, longest, longest_dec, memory_limit_bytes=memory_limit_bytes)
+    return planned_costs(plan, model, cluster, source, longest, longest_dec, layouts=layouts, memory_limit_bytes=memory_limit_bytes)
 
 
 def costs_of_batch(plan: Plan, samples: Sequence[SampleLengths], costs: str = "", memory_limit_bytes: float = math.inf) -> PipelineCosts:

@@ -41,7 +41,7 @@ def _better(own: ReplicaBatch, costs: PipelineCosts, replica: int, steps: int, s
     found = better_order(batch_workload(costs, own.micro_batches, replica), own.schedule, steps, seed)
     if found is None or found.makespan_s >= own.predicted_s:
         return None
-    entering = [action.micro_batch for action in found.schedule[0] if action.kind == FORWARD]
+    entering = [action.micro_batch for action in found.schedule[0] if action.kind == FORWARD and action.stage == 0]
     micro_batches = tuple(msgspec.structs.replace(own.micro_batches[m], index=index) for index, m in enumerate(entering))
     schedule = _renumbered(found.schedule, entering)
     peaks = execute(schedule, batch_workload(costs, micro_batches, replica)).peak_bytes

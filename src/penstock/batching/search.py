@@ -127,7 +127,7 @@ def _weights(costs: PipelineCosts, two_sided: bool) -> Floats:
     elif "packed" in costs.layouts:
         weights = [30, 15, 3, 6, 15, 15, 8, 8, 0]
     elif two_sided:
-        weights = [40, 10, 3, 25, 5, 5, 6, 8, 4]
+        weights = [12, 10, 3, 25, 5, 5, 6, 8, 4]
     else:
         weights = [35, 15, 3, 32, 0, 0, 7, 8, 0]
     return np.array(weights, dtype=np.float64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +24,7 @@ __all__ = ["SPLITS", "WAYS_SCHEDULES", "BatchWays", "one_mode"]
 
 SPLITS = ("dynamic", "budget", "uniform", "packed")
 """Dynamic programming over an order; similar lengths up to a budget of tokens; equally many samples, padded to the longest; packed rows."""
-WAYS_SCHEDULES = (*(name for name, rules in SCHEDULES.items() if rules.plain), *MADE)
+WAYS_SCHEDULES = (*(name for name, rules in SCHEDULES.items() if rules.whole_passes), *MADE)
 """Orders of whole passes, which is what micro-batches of a batch run in."""
 
 
@@ -63,16 +63,19 @@ class BatchWays:
         return _with_others_away(costs, costs.modes.index(self.recompute)) if self.recompute else costs
 
     def planned(
-        self, samples: Sequence[SampleLengths], costs: PipelineCosts, *, steps: int = 0, seed: int = 0, too_long: TooLong = "refuse"
-    ) -> BatchPlan:
+        self, samples: Sequence[SampleLengths], costs: PipelineCosts, *, steps: int = 0, seed: int = 0, too_long: TooLong = "refuse",
+        bound: bool = False,
+    ) -> BatchPlan:  # fmt: skip
         """The batch in these ways, by costs that are `limited` already."""
-        found = self._cut(samples, costs, steps, seed, too_long)
+        found = self._cut(samples, costs, steps, seed, too_long, bound)
         return self._scheduled(found, costs) if self.schedule else found
 
-    def _cut(self, samples: Sequence[SampleLengths], costs: PipelineCosts, steps: int, seed: int, too_long: TooLong) -> BatchPlan:
+    def _cut(
+        self, samples: Sequence[SampleLengths], costs: PipelineCosts, steps: int, seed: int, too_long: TooLong, bound: bool
+    ) -> BatchPlan:  # fmt: skip
         if self.split in ("", "dynamic"):
             order = self.order or ("hilbert" if self.split else "")
-            return plan_batch(samples, costs, steps=steps, seed=seed, too_long=too_long, bound=True, order=order)
+            return plan_batch(samples, costs, steps=steps, seed=seed, too_long=too_long, bound=bound, order=order)
         if self.split != "packed" and "padded" not in costs.layouts:
             raise InputError(f"--split {self.split} makes padded micro-batches; the plan's are packed. Give one whose layout is padded.")
         ways = usual_ways(samples, costs, too_long)
@@ -100,15 +103,22 @@ class BatchWays:
 
 def _with_others_away(costs: PipelineCosts, mode: int) -> PipelineCosts:
     """The same modes, of which all but one fit nowhere: batches name modes by their numbers."""
-    grids = {}
-    for layout, grid in costs.layouts.items():
+
+    def alone(grid: LayoutCosts) -> LayoutCosts:
         values = np.full_like(grid.values, np.inf)
         values[..., mode, :] = grid.values[..., mode, :]
-        grids[layout] = LayoutCosts(grid.axes, values)
-    return replace(costs, layouts=grids)
+        return LayoutCosts(grid.axes, values)
+
+    return _changed(costs, alone)
 
 
 def one_mode(costs: PipelineCosts, mode: int) -> PipelineCosts:
     """The same pipeline with one recomputation mode for all, as DynaPipe plans."""
-    grids = {layout: LayoutCosts(grid.axes, grid.values[..., mode : mode + 1, :].copy()) for layout, grid in costs.layouts.items()}
-    return replace(costs, layouts=grids, modes=costs.modes[mode : mode + 1])
+    one = _changed(costs, lambda grid: LayoutCosts(grid.axes, grid.values[..., mode : mode + 1, :].copy()))
+    return replace(one, modes=costs.modes[mode : mode + 1])
+
+
+def _changed(costs: PipelineCosts, change: Callable[[LayoutCosts], LayoutCosts]) -> PipelineCosts:
+    """The costs with every grid changed, those of chunks too."""
+    chunks = costs.chunks and replace(costs.chunks, layouts={layout: change(grid) for layout, grid in costs.chunks.layouts.items()})
+    return replace(costs, layouts={layout: change(grid) for layout, grid in costs.layouts.items()}, chunks=chunks)

@@ -10,6 +10,7 @@ from penstock.batching.costs import QUANTITIES, PipelineCosts
 from penstock.batching.plan import BatchPlan
 from penstock.errors import InputError
 from penstock.models.micro_batch import MicroBatch
+from penstock.timing.recorded import recorded_rows
 from penstock.timing.workload import Floats, Workload, workload_of
 
 __all__ = ["batch_durations_s", "batch_workload", "is_priced", "require_priced"]
@@ -17,13 +18,14 @@ __all__ = ["batch_durations_s", "batch_workload", "is_priced", "require_priced"]
 
 def batch_workload(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: int) -> Workload:
     """What one replica runs; sends of a device take turns, as the planner of batches assumes."""
-    chosen = _chosen(costs, micro_batches, replica)  # [stages, micro-batches, quantities]
+    chosen = _chosen(costs, micro_batches, replica)  # [stages or chunks, micro-batches, quantities]
     forward_s, backward_s, stored, peak, other_peak, backward_peak = np.moveaxis(chosen, 2, 0)
     tokens = np.array([[1.0, batch.shape().tokens, batch.shape().dec_tokens] for batch in micro_batches]).reshape(-1, 3)
     backward = np.maximum(0.0, backward_peak - stored)
     return workload_of(
         np.stack([forward_s, backward_s]),
-        costs.hops[replica] @ tokens.T,
+        costs.parts.hops[replica] @ tokens.T,
+        devices=[stage % costs.num_stages for stage in range(len(chosen))],
         contention="device",
         after_s=costs.fixed_s,
         stored_bytes=stored,
@@ -62,20 +64,21 @@ def batch_durations_s(costs: PipelineCosts, micro_batches: Sequence[MicroBatch],
 
 def _chosen(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: int) -> Floats:
     """Costs of each micro-batch on each stage in the mode it runs in there; those of one layout are looked up together."""
-    classes = costs.stage_class[replica]
+    classes = costs.parts.stage_class[replica]
     found = np.zeros((len(classes), len(micro_batches), len(QUANTITIES)))
     for layout in dict.fromkeys(batch.layout for batch in micro_batches):
         own = [number for number, batch in enumerate(micro_batches) if batch.layout == layout]
-        points = np.array([_point(micro_batches[number]) for number in own], dtype=np.float64)
+        points = np.array([_point(micro_batches[number], costs.recorded_up_to) for number in own], dtype=np.float64)
         modes = np.array([micro_batches[number].recompute or (0,) * len(classes) for number in own])
         values = costs.of_layout(layout).at(*points.T)  # [micro-batches, C, M, quantities]
         found[:, own] = np.moveaxis(values[np.arange(len(own))[:, None], classes, modes], 1, 0)
     return found
 
 
-def _point(batch: MicroBatch) -> tuple[float, float, float]:
+def _point(batch: MicroBatch, recorded_up_to: tuple[int, int] | None) -> tuple[float, float, float]:
     """Where a micro-batch is on the grid of its layout."""
     if batch.layout == "padded":
-        return batch.num_rows, batch.row_length, batch.dec_row_length
+        rows = batch.row_length, batch.dec_row_length
+        return batch.num_rows, *(rows if recorded_up_to is None or batch.row_sizes else recorded_rows(*rows, recorded_up_to))
     shape = batch.shape()
     return shape.tokens, shape.squares / max(shape.tokens, 1), 0

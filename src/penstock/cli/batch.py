@@ -114,14 +114,14 @@ def _planned(
         if plan is not None:
             raise InputError(f"--plan does not go with --costs {costs}, whose configuration is the plan. Drop one of them.")
         prepared = ways.limited(configured_costs(costs, samples, free_layers))
-        return ways.planned(samples, prepared, steps=steps(prepared), seed=seed, too_long=too_long), prepared
+        return ways.planned(samples, prepared, steps=steps(prepared), seed=seed, too_long=too_long, bound=True), prepared
     if free_layers:
         raise InputError("--free-layers belongs to --costs dynapipe:DIR/NAME; a plan's stages stay as they are. Drop it.")
     if plan is None:
         raise InputError("--plan is missing. Give a plan file, as in `--plan plan.json`, or --costs dynapipe:DIR/NAME.")
     prepared = ways.limited(costs_of_batch(read_plan(plan), samples, costs))
     if ways.cuts or ways.schedule:
-        return ways.planned(samples, prepared, steps=steps(prepared), seed=seed, too_long=too_long), prepared
+        return ways.planned(samples, prepared, steps=steps(prepared), seed=seed, too_long=too_long, bound=True), prepared
     return plan_with_orders(samples, prepared, steps=budget_steps, seed=seed, too_long=too_long), prepared
 
 

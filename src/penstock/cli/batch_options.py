@@ -23,7 +23,12 @@ Split = Annotated[
         help="How they are cut: by dynamic programming, up to a budget of tokens, equally many padded to the longest, packed rows.",
     ),
 ]
-Schedule = Annotated[str, typer.Option(help="Run them in the order of 1f1b or gpipe, or one made for them: adaptive, greedy, search.")]
+Schedule = Annotated[
+    str,
+    typer.Option(
+        help="Run them in the order of 1f1b or gpipe (interleaved if the plan is), or made for them: adaptive, greedy, search."
+    ),
+]
 Recompute = Annotated[str, typer.Option(help="The one mode of recomputation, such as none, selective or full with dynapipe:DIR/NAME.")]
 MemoryLimit = Annotated[
     float | None, typer.Option(callback=within(0, BIG, above=True), help="Use at most this many GB (10⁹ bytes) of each device.")

@@ -103,7 +103,7 @@ def _moved(folder: Path, quiet: bool) -> list[str]:
     story = Disturbance((DisturbanceChange((_SLOW_RANK,), _SLOWER, first=_SLOW_FROM),))
     request = TrainRequest(
         plan, str(_prepared(folder / "data")), _MOVING_STEPS, str(run), device=PACED, checkpoint_every=0, disturbance=story,
-        planning=PlanningSettings(0),
+        planning=PlanningSettings(1),
     )  # fmt: skip
     with progress("training gpt-tiny at the pace of four A100s, one of which becomes slow", _MOVING_STEPS, quiet=quiet) as bar:
         PlanTrainer(request, move_run).train(lambda step: bar.advance())

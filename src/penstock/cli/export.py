@@ -85,16 +85,23 @@ def parse_target(text: str, option: str = "--to") -> Target:
     return Target(system, Path(path))
 
 
-def check_model(target: Target, model: Model) -> None:
+def check_model(system: str, model: Model) -> None:
     """Refuses a model that a system has none like, before a plan of it is searched for."""
-    if target.system == "megatron":
+    if system == "megatron":
         from penstock.interop.megatron import require_model
 
         require_model(model)
-    elif target.system == "torchtitan":
+    elif system == "torchtitan":
         from penstock.interop.torchtitan import require_flavor
 
         require_flavor(model)
+    elif system == "runtime":
+        from penstock.plans.capabilities import untrainable
+
+        for problem in untrainable(model):
+            raise InputError(problem)
+    elif system in _PLAN_FILES:
+        _PLAN_FILES[system].require_model(model)
 
 
 _EXAMPLES = {

@@ -96,8 +96,7 @@ def search(
         model, *_required(cluster, global_batch), costs, seq_length, parse_sizes(micro_batches), limit_bytes(memory_limit),
         parse_schedules(schedules), precision, gradients,
     )  # fmt: skip
-    if target:
-        _check_export(target, request)
+    _check_model(request, for_, target.system if target else "")
     if lengths is not None or data is not None:
         from penstock.cli.search_lengths import lengths_of, search_lengths
 
@@ -231,10 +230,12 @@ def _target(text: str) -> Target | None:
     return target
 
 
-def _check_export(target: Target, request: Request) -> None:
+def _check_model(request: Request, *systems: str) -> None:
+    """Says before the search that a system takes no plan of the model."""
     from penstock.cli.export import check_model
 
-    check_model(target, request.model)
+    for system in systems:
+        check_model(system, request.model)
 
 
 def _export(plan: Plan, target: Target, path: Path | None) -> None:

@@ -220,10 +220,10 @@ def _configured(costs: str, path: Path, is_planned: bool, ways: BatchWays) -> _S
 def _fitting(batch: BatchPlan, path: Path, plan: Plan) -> BatchPlan:
     """The batch, if it was planned for as many replicas and stages as the plan has."""
     replicas, stages = len(batch.replicas), {len(replica.schedule) for replica in batch.replicas}
-    if replicas != plan.num_replicas or stages != {plan.num_stages}:
+    if replicas != plan.num_replicas or stages != {plan.num_groups}:
         raise InputError(
             f"batch '{path}' is for {replicas} replicas of {', '.join(map(str, sorted(stages)))} stages, the plan has "
-            f"{plan.num_replicas} of {plan.num_stages}. Give the plan it was made with."
+            f"{plan.num_replicas} of {plan.num_groups}. Give the plan it was made with."
         )
     patterns = [len(stage.recompute) or 1 for stage in plan.stages]
     for micro in (micro for replica in batch.replicas for micro in replica.micro_batches):
@@ -256,8 +256,8 @@ def _made_order(name: str, own: _Subject) -> _Subject:
 
     if name not in ORDERS:
         raise InputError(f"--schedule is '{name}'. {near_misses(name, ORDERS)}")
-    if name in SCHEDULES and not SCHEDULES[name].plain:
-        plain = ", ".join(known for known, rules in SCHEDULES.items() if rules.plain)
+    if name in SCHEDULES and not SCHEDULES[name].whole_passes:
+        plain = ", ".join(known for known, rules in SCHEDULES.items() if rules.whole_passes)
         raise InputError(f"--schedule {name}: micro-batches of a batch run in whole passes. Use {plain} or {', '.join(MADE)}.")
     return replace(own, order=name, what=f"{own.what}, order {name}", schedule=order_of(name, own.workload))
 

@@ -199,6 +199,9 @@ def run_training(trainer: PlanTrainer, *, compare: bool, json: bool, go_on: str,
                 err().print(f"step {found.step}: held-out loss {found.loss:.4f}, accuracy {found.accuracy:.1%}", markup=False)
 
         result = trainer.join(told) if under_torchrun else trainer.train(told)
+    if result.has_left:
+        say("this node has left the run, which goes on without it", to=err())
+        raise typer.Exit(128 + result.ended_by)
     if not first and (under_torchrun or not result.losses):  # the first tells, or who leads in its place
         raise typer.Exit(128 + result.ended_by if result.ended_by else 0)
     predicted = trainer.predicted(result) if compare else None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.clusters.instances import INSTANCES
 from penstock.errors import InputError
-from penstock.interop.torchrun import MAKE_KEY, LaunchNode, agent_words, comment, launch_nodes, node_groups, plan_title, safe_name
+from penstock.interop.torchrun import MAKE_KEY, NOTICE_S, LaunchNode, agent_words, comment, launch_nodes, node_groups, plan_title, safe_name
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -139,6 +139,7 @@ def _supervised(job: dict[str, Any], name: str) -> dict[str, Any]:
     spec |= {"backoffLimitPerIndex": 0, "maxFailedIndexes": spec["completions"]}
     key = {"name": "PENSTOCK_STORE_KEY", "valueFrom": {"secretKeyRef": {"name": _secret(name), "key": "key"}}}
     spec["template"]["spec"]["containers"][0]["env"] = [key]
+    spec["template"]["spec"]["terminationGracePeriodSeconds"] = NOTICE_S
     return job
 
 

@@ -46,9 +46,19 @@ def megatron_text(plan: Plan, model: Model | None = None, cluster: Cluster | Non
 
 
 def require_model(model: Model) -> None:
-    """Refuses a model that Megatron-LM has none like."""
-    if model.family not in _SIZES or "source" in model.config:
+    """Refuses a model that Megatron-LM has none like, or that has what no flag of its own says."""
+    c = model.config
+    if model.family not in _SIZES or "source" in c:
         raise InputError(f"{TARGET} has no model like '{model.name}' ({model.family}). It has {', '.join(_SIZES)}.")
+    if model.family in ("gpt", "bert") and c["activation"] not in ("gelu", "gelu_tanh"):
+        raise InputError(f"{TARGET} cannot express the activation '{c['activation']}'. It has gelu for this model.")
+    if model.family == "llama" and (c["out_bias"] or c["window"]):
+        what = "a bias on the attention output alone" if c["out_bias"] else f"attention over a window of {c['window']} tokens"
+        raise InputError(f"{TARGET} cannot express {what}, which model '{model.name}' has.")
+    if model.family == "llama":
+        _rope_scaling(c["rope_scaling"])
+    if model.family == "t5" and c["gated"]:
+        raise InputError(f"{TARGET} cannot express the gated MLP of a T5 1.1.")
 
 
 def _flags(plan: Plan, model: Model, cluster: Cluster) -> tuple[Grid, Flags]:
@@ -137,25 +147,15 @@ def _lengths(plan: Plan, most: int) -> Flags:
     return [("--seq-length", str(plan.seq_length)), ("--max-position-embeddings", str(most))]
 
 
-def _gelu_only(c: Mapping[str, Any]) -> None:
-    if c["activation"] not in ("gelu", "gelu_tanh"):
-        raise InputError(f"{TARGET} cannot express the activation '{c['activation']}'. It has gelu for this model.")
-
-
 def _gpt(plan: Plan, c: Mapping[str, Any]) -> Flags:
-    _gelu_only(c)
     return [*_common(plan, c), *_lengths(plan, c["seq_length"]), ("--position-embedding-type", "learned_absolute")]
 
 
 def _bert(plan: Plan, c: Mapping[str, Any]) -> Flags:
-    _gelu_only(c)
     return [*_common(plan, c), *_lengths(plan, c["seq_length"]), *([] if c["next_sentence"] else [("--bert-no-binary-head",)])]
 
 
 def _llama(plan: Plan, c: Mapping[str, Any]) -> Flags:
-    if c["out_bias"] or c["window"]:
-        what = "a bias on the attention output alone" if c["out_bias"] else f"attention over a window of {c['window']} tokens"
-        raise InputError(f"{TARGET} cannot express {what}, which model '{plan.model}' has.")
     switches = (("--add-qkv-bias", c["qkv_bias"]), ("--qk-layernorm", c["qk_norm"]))
     return [
         *_common(plan, c), *_lengths(plan, max(plan.seq_length, c["seq_length"])), ("--normalization", "RMSNorm"), ("--swiglu",),
@@ -176,8 +176,6 @@ def _rope_scaling(scaling: Mapping[str, Any] | None) -> Flags:
 
 
 def _t5(plan: Plan, c: Mapping[str, Any]) -> Flags:
-    if c["gated"]:
-        raise InputError(f"{TARGET} cannot express the gated MLP of a T5 1.1.")
     return [
         *_common(plan, c, "--encoder-num-layers"), ("--decoder-num-layers", str(c["dec_layers"] or c["layers"])),
         ("--kv-channels", str(c["head_width"])), ("--encoder-seq-length", str(plan.seq_length)),

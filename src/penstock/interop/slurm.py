@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from penstock.interop.torchrun import (
     MAKE_KEY,
+    NOTICE_S,
     LaunchNode,
     agent_words,
     bash_list,
@@ -39,7 +40,7 @@ def slurm_script(plan: Plan, cluster: Cluster, command: Sequence[str], *, superv
         processes=bash_list([str(node.num_processes) for node in nodes]),
         command=bash_list(command),
         het_group=f" --het-group=0-{len(groups) - 1}" if mixed else "",
-        no_kill="\n#SBATCH --no-kill" if supervised else "",
+        no_kill=f"\n#SBATCH --no-kill\n#SBATCH --signal=B:TERM@{NOTICE_S}" if supervised else "",
         on_failure="--kill-on-bad-exit=0 --no-kill" if supervised else "--kill-on-bad-exit=1",
         key=_KEY if supervised else "",
         agent=agent_words('"${@:3}"', len(nodes), '"$SLURM_PROCID"', '"${processes[SLURM_PROCID]}"', '"$1"', '"$2"', supervised=supervised),

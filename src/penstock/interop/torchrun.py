@@ -104,6 +104,8 @@ def train_command(plan_path: str) -> tuple[str, ...]:
     return ("-m", "penstock.cli.main", "train", plan_path)
 
 
+NOTICE_S = 120
+"""Seconds between SIGTERM and the end of a machine: nodes leave, or a run ends with a checkpoint."""
 MAKE_KEY = "head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n'"
 """Prints a key for a job, in hexadecimal."""
 

@@ -47,12 +47,12 @@ class FoundPlan:
     limit_bytes: float
     """Memory of a device."""
     bound_s: float
-    """No way to cut the same batches is faster on the same devices and stages."""
+    """No way to cut the same batches is faster on the same devices and stages; 0 for all but the best, of which alone it is shown."""
 
     @property
     def gap(self) -> float:
         """How far it is above that, at most, as a share."""
-        return max(0.0, self.time_s / self.bound_s - 1)
+        return max(0.0, self.time_s / self.bound_s - 1) if self.bound_s else math.inf
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _searched(question: PlanQuestion, samples: Sequence[SampleLengths], progress
         precision=question.precision,
     )  # fmt: skip
     budget_s = question.time_budget_s or math.inf
-    found = tuple(_usable(_for_lengths(request, samples, budget_s, progress) if has_tokens else _for_images(request, budget_s)))
+    found = tuple(_for_lengths(request, samples, budget_s, progress) if has_tokens else _for_images(request, budget_s))
     if not found:
         raise InfeasibleError(
             f"no plan was found that has work for all {os.environ['WORLD_SIZE']} processes that were started. Start fewer, or raise the "
@@ -166,17 +166,17 @@ def _for_lengths(
         request, samples, top=_TRIED, time_budget_s=budget_s, watch=lambda text, best_s, bound_s: progress(f"pipelines: {text}"),
         judging=lambda done, all_: progress(f"planning batches for pipeline {done + 1} of {all_}"), strict=False,
     )  # fmt: skip
-    for choice in found:
+    for number, choice in enumerate(choice for choice in found if _is_usable(choice.plan)):
         limit = min(limit for batch in choice.batches for replica in batch.limit_bytes for limit in replica)
         yield FoundPlan(
             choice.plan, choice.time_s, choice.num_tokens, choice.num_micro_batches, choice.padding_share, choice.peak_bytes, limit,
-            choice.bound_s,
+            choice.bound_s if number == 0 else 0.0,
         )  # fmt: skip
 
 
 def _for_images(request: Request, budget_s: float) -> Iterator[FoundPlan]:
     outcome = search(request, top=_TRIED, time_budget_s=budget_s)
-    for choice in outcome.simple_first:
+    for choice in (choice for choice in outcome.simple_first if _is_usable(choice.plan)):
         limit = min(device.memory_bytes for device, _ in request.cluster.kinds)
         yield FoundPlan(
             choice.plan, choice.estimate.time_s, float(request.frame.global_batch), float(choice.estimate.num_micro_batches), 0.0,
@@ -184,10 +184,10 @@ def _for_images(request: Request, budget_s: float) -> Iterator[FoundPlan]:
         )  # fmt: skip
 
 
-def _usable(found: Iterator[FoundPlan]) -> Iterator[FoundPlan]:
+def _is_usable(plan: Plan) -> bool:
     """Under torchrun every process needs work: those that are there cannot be sent away."""
     started = os.environ.get("WORLD_SIZE")
-    return (one for one in found if started is None or len(one.plan.ranks) == int(started))
+    return started is None or len(plan.ranks) == int(started)
 
 
 def require_plan_of(plan: Plan, model: Model) -> None:

@@ -12,7 +12,7 @@ save is held once; a tensor that an op only hands on, or puts aside as `residual
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from penstock.models.ops import Model, Op, Split, TensorSpec
 from penstock.models.segments import segments
@@ -91,12 +91,11 @@ def kept_per_op(model: Model, algos: Sequence[int] | None = None) -> tuple[Quant
 
 def shortened(model: Model) -> tuple[Model, list[float]]:
     """The model with at most four copies of a block, and for how many each op stands: all copies but the outer ones are alike."""
-    runs = tuple((block, min(copies, 4)) for block, copies in model.runs)
     weights: list[float] = []
     for block, copies in model.runs:
         for copy in range(min(copies, 4)):
             weights += [copies - 3.0 if copies > 4 and copy == 2 else 1.0] * len(block.ops)
-    return replace(model, runs=runs), weights
+    return model.shortened(4), weights
 
 
 def walk(

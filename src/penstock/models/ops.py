@@ -189,6 +189,10 @@ class Model:
                     yield PlacedOp(index, op.name if prefix == op.name else f"{prefix}.{op.name}", block.name, op, number)
                     index += 1
 
+    def shortened(self, copies: int) -> Model:
+        """The model with each run of equal blocks cut to at most `copies`; its ops are named by their blocks."""
+        return replace(self, runs=tuple((block, min(count, copies)) for block, count in self.runs), names=())
+
     @cached_property
     def distinct_ops(self) -> tuple[Op, ...]:
         """One op for each signature, in order of first appearance."""

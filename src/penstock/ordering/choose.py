@@ -46,7 +46,11 @@ def order_of(name: str, workload: Workload) -> Schedule:
         return MADE[name](workload)
     if name not in SCHEDULES:
         raise InputError(f"there is no order '{name}'. {near_misses(name, ORDERS)}")
-    return schedule_of(name, workload.num_stages, workload.num_micro_batches, workload.num_stages // workload.num_devices)
+    chunks = workload.num_stages // workload.num_devices
+    if SCHEDULES[name].chunked != (chunks > 1):
+        has, wants = ("one stage", "several") if chunks == 1 else (f"{chunks} stages", "one")
+        raise InputError(f"order '{name}' is of pipelines with {wants} on each device group, this one has {has}. Use another.")
+    return schedule_of(name, workload.num_stages, workload.num_micro_batches, chunks)
 
 
 def better_order(workload: Workload, own: Schedule, num_steps: int, seed: int = 0) -> Candidate | None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
-__all__ = ["MAX_PATTERNS", "MAX_ZERO_IN_PIPELINE", "unsupported"]
+__all__ = ["MAX_PATTERNS", "MAX_ZERO_IN_PIPELINE", "unsupported", "untrainable"]
 
 
 MAX_ZERO_IN_PIPELINE = 1
@@ -32,10 +32,11 @@ MAX_ZERO_IN_PIPELINE = 1
 
 def unsupported(plan: Plan, model: Model) -> list[str]:
     """What the runtime cannot run of a valid plan, each with the next step; nothing if it can run all of it."""
-    return [*_model_problems(model), *_tied_problems(plan, model), *_asynchronous_problems(plan, model)]
+    return [*untrainable(model), *_tied_problems(plan, model), *_asynchronous_problems(plan, model)]
 
 
-def _model_problems(model: Model) -> Iterator[str]:
+def untrainable(model: Model) -> Iterator[str]:
+    """Why the runtime can train the model under no plan."""
     from penstock.models.catalog import FAMILIES
 
     if model.family not in FAMILIES and "origin" not in model.config:

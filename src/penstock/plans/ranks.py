@@ -101,7 +101,8 @@ def device_of_ranks(plan: Plan) -> dict[int, tuple[int, int]]:
 
 def holders(stage: Stage, run: DegreeRun, index: int = 0) -> tuple[int, ...]:
     """The ranks of all replicas that hold the same weights of a run's ops as the rank at `index`, and so sum their gradients."""
-    return tuple(rank for ranks in stage.devices for rank in run.degrees.with_same_weights(index, ranks))
+    places = run.degrees.with_same_weights(index, range(len(stage.devices[0])))  # the same in every replica
+    return tuple(ranks[place] for ranks in stage.devices for place in places)
 
 
 def state_owners(sizes: Mapping[int, int], ranks: Sequence[int]) -> dict[int, int]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 from penstock.models.ops import Model
 from penstock.models.shapes import Layout
 
-__all__ = ["GridLimits", "Lengths", "attention_grid", "mixed_lengths", "refine", "sweep_lengths", "sweep_size"]
+__all__ = ["GridLimits", "Lengths", "attention_grid", "mixed_lengths", "refine", "spread_lengths", "sweep_lengths", "sweep_size"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,17 @@ def mixed_lengths(size: int, length: int, longest: int) -> Lengths:
         return Lengths(size // length, length, layout="packed")
     lengths = pattern * (size // sum(pattern))
     parts = iter(pattern)
+    while (left := size - sum(lengths)) > 0:
+        lengths.append(min(next(parts), left))
+    return Lengths(len(lengths), length, layout="packed", mixed=tuple(lengths))
+
+
+def spread_lengths(size: int, length: int, longest: int) -> Lengths:
+    """A packed batch of `size` tokens of lengths as spread out as those of real text, none above `longest`: a token sees about `length`
+    keys, fewer where that cuts lengths off. There are as many sequences as in real batches: on a processor each has a price of its own."""
+    pattern = [max(1, min(round(length * share), longest)) for share in reversed(SPREAD)]
+    lengths: list[int] = []
+    parts = cycle(pattern)
     while (left := size - sum(lengths)) > 0:
         lengths.append(min(next(parts), left))
     return Lengths(len(lengths), length, layout="packed", mixed=tuple(lengths))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from penstock.models.modules import Batch, Carry, OpModule
-from penstock.models.ops import Model, PlacedOp, TensorSpec
+from penstock.models.ops import PlacedOp, TensorSpec
 from penstock.models.shapes import Shape
 from penstock.profiling.marks import CudaBytes, Marks, times_for
 
-__all__ = ["OpMeasure", "Passed", "Run", "hold_gradients", "measure_ops", "random_carry", "shortened"]
+__all__ = ["OpMeasure", "Passed", "Run", "hold_gradients", "measure_ops", "random_carry"]
 
 
 OpTimes = tuple[float, float, float, float]
@@ -45,11 +45,6 @@ class OpMeasure:
     growth_bytes: float = 0.0
     forward_peak_bytes: float = 0.0
     backward_peak_bytes: float = 0.0
-
-
-def shortened(model: Model, copies: int) -> Model:
-    """The model with each run of equal blocks cut to at most `copies`."""
-    return replace(model, runs=tuple((block, min(count, copies)) for block, count in model.runs))
 
 
 def hold_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -36,10 +36,10 @@ from penstock.models.modules import TORCH_DTYPES, Batch, Chain, TensorParallel, 
 from penstock.models.ops import ITEM_BYTES, Model, PlacedOp, TensorSpec
 from penstock.models.shapes import Shape
 from penstock.processes.burners import Burners
-from penstock.profiling.grid import GridLimits, Lengths, attention_grid, mixed_lengths, refine, sweep_lengths, sweep_size
+from penstock.profiling.grid import GridLimits, Lengths, attention_grid, mixed_lengths, refine, spread_lengths, sweep_lengths, sweep_size
 from penstock.profiling.local import device_facts
 from penstock.profiling.marks import times_for
-from penstock.profiling.measure import OpMeasure, Run, hold_gradients, measure_ops, shortened
+from penstock.profiling.measure import OpMeasure, Run, hold_gradients, measure_ops
 from penstock.profiling.module_parts import run_units, window_chain, windows
 from penstock.profiling.stamp import stamp
 from penstock.runtime.optimizing.optimizer import make_adamw, squared_norms
@@ -59,7 +59,9 @@ NOISY = 0.25
 BESIDE_TOKENS = 4096
 """Of a pass that is measured beside a load: enough that ops, not their launches, are slowed."""
 LASTING_S = 2.0
-"""How long a chain runs without a pause to see what lasting load does to it."""
+"""How long a chain runs to see what lasting load does to it, and its host from moment to moment."""
+TURNS = 9
+"""How often at least."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ class Profiler:
 
     def _sweep_sizes(self, unit: Unit) -> None:
         """The whole (shortened) chain over a range of sizes."""
-        model = shortened(unit.model, COPIES)
+        model = unit.model.shortened(COPIES)
         chain = self._chain(model, 0, model.num_ops, unit)
         images = not model.seq_length
         low, high = (self.limits.min_samples, self.limits.max_samples) if images else (self._min_tokens(unit), self.limits.max_tokens)
@@ -234,7 +236,7 @@ class Profiler:
 
     def _sweep_lengths(self, unit: Unit) -> None:
         """Each distinct attention op between its neighbours, over sizes and lengths."""
-        model = shortened(unit.model, 1)
+        model = unit.model.shortened(1)
         longest = 8192 if self.device.type == "cuda" else 512
         if "max_positions" in model.ops[0].op.config and model.ops[0].op.config["max_positions"]:
             longest = min(longest, model.seq_length)
@@ -274,7 +276,7 @@ class Profiler:
             yield from (Lengths(2**k) for k in range(1, 12) if self.limits.min_samples <= 2**k <= self.limits.max_samples)
             return
         for size, length in attention_grid(self.limits, longest, fine=False):
-            yield mixed_lengths(size, length, longest) if layout == "packed" else Lengths(size // length, length)
+            yield spread_lengths(size, length, longest) if layout == "packed" else Lengths(size // length, length)
 
     def _min_tokens(self, unit: Unit) -> int:
         """Shards of small micro-batches are nobody's choice: their grid begins later."""
@@ -357,7 +359,7 @@ class Profiler:
 
     def _beside(self, unit: Unit) -> None:
         """Each class of ops in a pass of usual size, alone and beside processes that keep the device busy."""
-        model = shortened(unit.model, COPIES)
+        model = unit.model.shortened(COPIES)
         chain = self._chain(model, 0, model.num_ops, unit)
         size = self.limits.max_samples if not model.seq_length else min(self.limits.max_tokens, BESIDE_TOKENS)
         batch = random_model_batch(model, sweep_lengths(model, size), self.device)
@@ -382,15 +384,15 @@ class Profiler:
 
     def _compare_whole(self, unit: Unit) -> None:
         """How the chain as a whole compares with the sum of its parts: small work for the host, lasting work for the device."""
-        model = unit.model if self._fits(unit.model) else shortened(unit.model, COPIES)
+        model = unit.model if self._fits(unit.model) else unit.model.shortened(COPIES)
         chain = self._chain(model, 0, model.num_ops, unit)
         hold_gradients(chain.parameters())
         costs = DeviceCosts(replace(self.here, whole={}))
         smallest, usual = (self.limits.min_samples, 32) if not model.seq_length else (self.limits.min_tokens, 16384)
         small, large = (random_model_batch(model, sweep_lengths(model, size), self.device) for size in (smallest, usual))
         flags = [index for index in range(len(chain.places)) if 0 < index < len(chain.places) - 3]
-        plain_s, again_s = (self._pass_s(chain, small, recompute) for recompute in ((), flags))
-        lasting_s = self._pass_s(chain, large, (), seconds=LASTING_S)
+        plain_s, again_s = self._in_turns_s(chain, small, ((), flags))
+        lasting_s = self._lasting_s(chain, large)
         host_s = self._sum_of_parts(costs, model, small.shape, HOST_COLUMNS)
         parts_s = self._sum_of_parts(costs, model, large.shape, ("forward_s", "backward_s"))
         recompute_host_s = max(again_s - plain_s, 0.0) / len(rerun_positions(model.ops, flags))
@@ -405,17 +407,33 @@ class Profiler:
         """Whether the whole model leaves room for its activations."""
         return model.num_parameters * 2 * ITEM_BYTES[model.dtype] < 0.1 * self.here.about["memory_bytes"]
 
-    def _pass_s(self, chain: Chain, batch: Batch, recompute: Sequence[int], seconds: float = 0.0) -> float:
-        """Time of one forward and backward pass: alone, or on average over the second half of a run of `seconds`."""
+    def _in_turns_s(self, chain: Chain, batch: Batch, ways: Sequence[Sequence[int]]) -> list[float]:
+        """Times of a forward and a backward pass that recompute this and that, as micro-batches follow each other, taken in turns.
+
+        The pace of a host changes from second to second: what is compared sees the same moments, and many of them.
+        """
+        times: list[list[float]] = [[] for _ in ways]
+        began = time.perf_counter()
+        while len(times[0]) < TURNS or time.perf_counter() - began < LASTING_S:
+            for found, recompute in zip(times, ways, strict=True):
+                found.append(self._passes_s(chain, batch, recompute))
+        return [statistics.median(found[2:]) for found in times]  # the first ones find kernels and memory
+
+    def _lasting_s(self, chain: Chain, batch: Batch) -> float:
+        """Time of one forward and backward pass under lasting load: of the second half of some seconds."""
         times: list[float] = []
         began = time.perf_counter()
-        while len(times) < 9 or time.perf_counter() - began < seconds:
-            start = time.perf_counter()
-            for _ in range(4 if seconds else 1):
-                chain(batch, recompute=recompute)["loss"].backward()
-            self._wait()
-            times.append((time.perf_counter() - start) / (4 if seconds else 1))
+        while len(times) < TURNS or time.perf_counter() - began < LASTING_S:
+            times.append(self._passes_s(chain, batch, ()))
         return statistics.median(times[len(times) // 2 :])
+
+    def _passes_s(self, chain: Chain, batch: Batch, recompute: Sequence[int]) -> float:
+        """Mean time of four forward and backward passes, one after the other."""
+        start = time.perf_counter()
+        for _ in range(4):
+            chain(batch, recompute=recompute)["loss"].backward()
+        self._wait()
+        return (time.perf_counter() - start) / 4
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -55,7 +55,7 @@ def _gain(request: TrainRequest) -> float:
     """How many times faster the first step would be with micro-batches made for its lengths, on the same stages; 1 where that is not
     known: schedules whose micro-batches have no prices of their own, or nothing that fits."""
     plan = request.plan
-    if not SCHEDULES[plan.schedule].plain or plan.num_groups != plan.num_stages:
+    if not SCHEDULES[plan.schedule].whole_passes:
         return 1.0
     layout = "packed" if "packed" in model_of(plan).layouts else "padded"
     dynamic = replace(request, plan=replace(plan, micro_batching=MicroBatching(layout, "dynamic")))

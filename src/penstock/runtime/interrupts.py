@@ -31,10 +31,11 @@ class Interrupted(PenstockError):
 class Interrupts:
     """Hears SIGINT and SIGTERM while it is entered; only a process' main thread can, elsewhere it hears nothing.
 
-    `asked(number)` is called at the first, in the midst of whatever runs; `quiet` says nothing on stderr.
+    `asked(number)` is called at the first, in the midst of whatever runs, and says what will come of it where that is not the end of the
+    run; `quiet` says nothing on stderr.
     """
 
-    def __init__(self, asked: Callable[[int], None] = lambda number: None, *, quiet: bool = False) -> None:
+    def __init__(self, asked: Callable[[int], str | None] = lambda number: None, *, quiet: bool = False) -> None:
         self.number = 0
         """The first signal; 0: none came."""
         self._asked, self._quiet = asked, quiet
@@ -54,8 +55,8 @@ class Interrupts:
         name = signal.Signals(number).name
         if not self.number:
             self.number, self._first_s = number, time.monotonic()
-            self._asked(number)
-            self._tell(f"{name}: the run ends after this step, with a checkpoint; a second one ends it at once.")
+            what = self._asked(number) or "the run ends after this step, with a checkpoint"
+            self._tell(f"{name}: {what}; a second one ends it at once.")
         elif time.monotonic() - self._first_s > _SAME_S:
             self._tell(f"{name}: the run ends at once; checkpoints that were whole before stay.")
             raise SystemExit(128 + number)  # no `Exception`, which an executor would take for an instruction's failure

@@ -18,7 +18,7 @@ from penstock.data.planners import BatchSource, PlannerPool
 from penstock.data.planning import ProgramPlanner
 from penstock.errors import InputError
 from penstock.runtime.request import PlanningSettings
-from penstock.stores import Job, StoreError, open_store
+from penstock.stores import Job, Store, StoreError, open_store
 from penstock.stores.listening import LOOPBACK, means_loopback
 from penstock.stores.tcp_server import TcpServer
 
@@ -35,11 +35,21 @@ class Planners:
     handover: Handover
     """For ranks that begin now."""
     pool: PlannerPool | None = None
+    store: Store | None = None
+    """The launcher's own connection to it."""
 
     def adopt(self, step: int, planner: ProgramPlanner) -> None:
         """They plan for another plan from iteration `step` on, as ranks do that adopt it."""
         if self.pool is not None:
             self.handover = self.handover[0], self.pool.adopt(step, planner)
+
+    def begin_anew(self, step: int, planner: ProgramPlanner) -> None:
+        """The same for new ranks, after all others have ended: nobody will read what was planned for those."""
+        if self.pool is not None and self.store is not None:
+            self.pool.stop()
+            with suppress(StoreError):  # one that is away is told of by those who need it
+                self.store.purge()
+        self.adopt(step, planner)
 
 
 _EVERYWHERE = "0.0.0.0"
@@ -58,8 +68,8 @@ def planners_here(
     job = Job(f"train-{secrets.token_hex(_ID_BYTES)}", key, len(planner.plan.ranks), first=first_step, away_s=settings.away_s)
     with ExitStack() as stack:
         address = settings.address or f"tcp://{host}:{stack.enter_context(TcpServer(key, host)).port}"
-        stack.enter_context(_left_clean(address, job))
-        yield Planners((address, job), stack.enter_context(_pool(settings, source, planner, address, job)))
+        store = stack.enter_context(_left_clean(address, job))
+        yield Planners((address, job), stack.enter_context(_pool(settings, source, planner, address, job)), store)
 
 
 @contextmanager
@@ -109,11 +119,11 @@ def _pool(
 
 
 @contextmanager
-def _left_clean(address: str, job: Job) -> Iterator[None]:
+def _left_clean(address: str, job: Job) -> Iterator[Store]:
     """Connects, so that a wrong address is told before anything starts, and deletes the job's keys at the end."""
     with closing(open_store(address, replace(job, away_s=0.0))) as store:
         try:
-            yield
+            yield store
         finally:
             with suppress(StoreError):  # a store that is gone keeps nothing
                 store.purge()

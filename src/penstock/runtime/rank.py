@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +70,8 @@ class Rank:
         self.settings = settings or TrainingSettings()
         self.cut = cut or cut_module(model, groups.device, self.settings.seed)
         self.executor = self._executor(observer)
+        self.phase: Callable[[str], None] = lambda phase: None
+        """Told where in an update, or a move, this process is: a fault may have been asked for there."""
         self.result: StepResult | None = None
         """Of the last step."""
         self.losses: list[tuple[int, int, torch.Tensor]] = []
@@ -119,7 +121,9 @@ class Rank:
             )  # fmt: skip
         self.gradients = {number: gradients_of(stage, self.world) for number, stage in self.stages.items()}
         tensors = [key.removeprefix(f"{WEIGHTS}/") for key in stored_shapes(self.model)] if self.settings.optimizer.kind == "lamb" else []
-        self.update = Update(list(self.gradients.values()), self.world, self.settings, self.model.num_ops, plan.precision, tensors)
+        self.update = Update(
+            list(self.gradients.values()), self.world, self.settings, self.model.num_ops, plan.precision, tensors, self.phase
+        )  # fmt: skip
         self.stashes = {
             number: WeightStash([held.parameter for held in stage.held if held.parameter.requires_grad])
             for number, stage in self.stages.items()

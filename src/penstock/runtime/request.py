@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from penstock.runtime.telemetry.parts import RankTimes
 
 __all__ = [
-    "PACED", "TIMED", "WARM_UP", "EvalRecord", "GoingOn", "NodePlace", "PlanAdopted", "PlanningSettings", "StepTold", "TrainRequest",
-    "TrainResult",
+    "END", "PACED", "RECOVER", "TIMED", "WARM_UP", "EvalRecord", "GoingOn", "MayLeave", "NodePlace", "PlanAdopted", "PlanningSettings",
+    "StepTold", "TrainRequest", "TrainResult",
 ]  # fmt: skip
 
 TIMED, PACED = "timed", "paced"
 """Devices that take as long as the costs say: on those of a rehearsal ops are waits, the others compute, and wait for what is left."""
+END, RECOVER = "end", "recover"
+"""What becomes of a run one of whose processes dies."""
 WARM_UP = 2
 """Iterations that measured times leave out."""
 
@@ -165,6 +167,11 @@ class PlanAdopted:
 
 
 @dataclass(frozen=True)
+class MayLeave:
+    """What a rank tells whose node is asked to leave: other nodes have what its ranks have learned."""
+
+
+@dataclass(frozen=True)
 class TrainResult(Shown):
     """What a run achieved."""
 
@@ -190,3 +197,5 @@ class TrainResult(Shown):
     """In force at the end, if the run moved to it; times are those of its steps."""
     plan_since: int = 0
     """Its first step."""
+    has_left: bool = False
+    """Whether this node was asked to leave a run that goes on without it."""

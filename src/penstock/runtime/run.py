@@ -32,9 +32,9 @@ from penstock.runtime.divergence import MAX_DROPPED, DivergedError, describe_div
 from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import load_rank, load_state, load_weights
-from penstock.runtime.recovering.faults import MOVING, RankFaults
+from penstock.runtime.recovering.faults import RankFaults
 from penstock.runtime.recovering.saving import RunSaves
-from penstock.runtime.request import PACED, WARM_UP, EvalRecord, GoingOn, PlanAdopted, StepTold, TrainRequest, TrainResult
+from penstock.runtime.request import PACED, WARM_UP, EvalRecord, GoingOn, MayLeave, PlanAdopted, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run_folder import CHECKPOINTS, STEPS, plans_of_run
 from penstock.runtime.run_inputs import held_out_programs, program_planner, run_inputs
 from penstock.runtime.step_words import StepWatcher, StepWord, samples_digest, whole_digest
@@ -42,6 +42,7 @@ from penstock.runtime.telemetry.figures import RankFigures, StepMeter
 from penstock.runtime.telemetry.flops import PeakTimes
 from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
 from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages, times_of_ranks
+from penstock.runtime.telemetry.phases import MOVING, RECOVERING
 from penstock.runtime.telemetry.predicting import ProgramTimes
 from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.telemetry.profiled_steps import ProfiledSteps
@@ -101,6 +102,8 @@ class _Agreed:
     """Digest of all that were trained."""
     ended_by: int
     """The signal that asks any of them to end, so that they do so after the same step."""
+    leaves: bool
+    """Whether a node is to leave, and others stay."""
     is_due: bool
     """Whether it is time for a checkpoint, which none is still writing."""
     is_lost: bool
@@ -140,9 +143,10 @@ class Run:
         self.is_first = own == self.members[0]
         self.spans = SpanRecorder(out / f"rank-{own:05d}.spans", own)
         self.profiled = ProfiledSteps(request.profile_steps, out, own)
-        self.faults = RankFaults(out, own)
+        self.faults = RankFaults(out, own, is_first=self.is_first)
         self.loads = RankLoads(out, own, partial(GpuLoad, worker.groups.device))
         self.rank = self._rank()
+        self.rank.phase = self.faults.meet
         self.rank.adopt(request.plan)
         address, self._job = handover
         batches, planner = run_inputs(request)
@@ -175,6 +179,9 @@ class Run:
         self.watcher: StepWatcher | None = None
         self._moving: _Moving | None = None
         self._take_place(self._places(planner))
+        if self.goes_on:
+            self.faults.look(self.first_step)
+            self.faults.meet(RECOVERING)
         if going_on is not None and from_copies and self.has_work:
             assert worker.copies is not None
             load_state(worker.copies.state(going_on.step), self.rank)
@@ -274,7 +281,9 @@ class Run:
             self._tell(told)
             if told.is_lost and self.step < self.request.steps:
                 raise self._ended(self._lost or StoreError("another rank gets no more programs from the store."))
-            self.saves.after(self.step, told.evaluated, is_due=told.is_due)
+            self.saves.after(self.step, told.evaluated, is_due=told.is_due, leaves=told.leaves)
+            if told.leaves and self.saves.may_leave and self.worker.asked_to_end() < 0:
+                self.worker.tell(MayLeave())
             ended_by = told.ended_by
             if self._moving is not None:
                 self._finish_move(self._moving, ended=bool(ended_by))
@@ -421,7 +430,7 @@ class Run:
         assert told.record is not None
         is_saving = any(word.is_saving for word in words.values())
         return _Agreed(
-            told.record, told.evaluated, whole_digest(words.values()), max(word.asked_to_end for word in words.values()),
+            told.record, told.evaluated, whole_digest(words.values()), *_asked([word.asked_to_end for word in words.values()]),
             words[first].is_due and not is_saving, any(word.lost for word in words.values()), plan, exact,
         )  # fmt: skip
 
@@ -536,6 +545,16 @@ class Run:
         place = self._place
         found = [self.rank.evaluate(program, place.held_out) for program in place.evaluations]
         return EvalRecord(done, statistics.fmean(one.loss for one in found), statistics.fmean(one.accuracy for one in found))
+
+
+def _asked(signals: Sequence[int]) -> tuple[int, bool]:
+    """The signal that ends the run, and whether some nodes are to leave it. Where all are, it ends.
+
+    >>> _asked([0, 15]), _asked([0, -15]), _asked([-15, -15]), _asked([-15, 2])
+    ((15, False), (0, True), (15, False), (2, False))
+    """
+    ended_by = abs(max(signals))
+    return ended_by, not ended_by and min(signals) < 0
 
 
 def train_rank(

@@ -14,7 +14,7 @@ from penstock.files import read_json, write_json
 from penstock.plans.plan import Plan
 from penstock.plans.schema import read_plan, write_plan
 from penstock.runtime.request import PlanningSettings, TrainRequest
-from penstock.runtime.run_lock import run_lock
+from penstock.runtime.run_lock import RunLock, run_lock
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.telemetry.steps import StepRecord
 from penstock.timing.asked import ASKED
@@ -57,7 +57,7 @@ def last_step(folder: str | Path) -> int:
 
 
 @contextmanager
-def own_folder(request: TrainRequest, first_step: int = 0) -> Iterator[None]:
+def own_folder(request: TrainRequest, first_step: int = 0) -> Iterator[RunLock]:
     """Makes the folder of a run, keeps others out of it while entered, and writes down what is run. A folder that holds another run is
     refused: its steps would be overwritten, and its checkpoints make room for new ones. `first_step` is where the run begins."""
     out = Path(request.out)
@@ -65,7 +65,7 @@ def own_folder(request: TrainRequest, first_step: int = 0) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"'{out}' cannot hold a run: {error.strerror}.") from None
-    with run_lock(out):
+    with run_lock(out) as lock:
         refuse_other_run(out, request.resume)
         (out / ASKED).unlink(missing_ok=True)  # what was asked of the run before, not of this one
         _forget_plans(out, first_step)
@@ -73,7 +73,7 @@ def own_folder(request: TrainRequest, first_step: int = 0) -> Iterator[None]:
         data = str(Path(request.data).resolve())
         facts = _Facts(data, request.steps, request.settings.seed, request.prompt_loss, request.planning.search_steps)
         write_json(out / _FACTS, {"format": _FORMAT, "version": _VERSION, **asdict(facts)})
-        yield
+        yield lock
 
 
 def refuse_other_run(out: Path, resume: str) -> None:

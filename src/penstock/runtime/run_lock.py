@@ -1,4 +1,5 @@
-"""One run in a folder at a time: a lock that the system lets go when its process ends, however it ends."""
+"""One run in a folder at a time: a lock that the system lets go when its process ends, however it ends. A process that stands still keeps
+it; whoever sees that it shows no life any more may take the folder away from it."""
 
 from __future__ import annotations
 
@@ -12,14 +13,56 @@ from pathlib import Path
 
 from penstock.errors import InputError
 
-__all__ = ["LOCK", "is_held", "run_lock"]
+__all__ = ["LOCK", "RunLock", "is_held", "lock_word", "run_lock", "take_away"]
 
 LOCK = "lock"
 """The file that is locked; it stays, and says who had the folder last."""
+_TAKEN, _TAKING = "lock.taken", "lock.taking"
+
+
+class RunLock:
+    """A folder that this process holds."""
+
+    def __init__(self, handle: int, path: Path) -> None:
+        self._handle, self._path, self._beats, self._end = handle, path, 0, os.fstat(handle).st_size
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it still does: a process that stood still may have lost it."""
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return False
+        own = os.fstat(self._handle)
+        return (found.st_ino, found.st_dev) == (own.st_ino, own.st_dev)
+
+    def beat(self) -> None:
+        """Shows whoever looks at `lock_word` that this process goes on."""
+        self._beats += 1
+        os.pwrite(self._handle, f"beat {self._beats}\n".encode(), self._end)
+
+
+def lock_word(folder: Path) -> bytes:
+    """What the holder of a folder last said; the same for long: it stands still."""
+    try:
+        return (folder / LOCK).read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def take_away(folder: Path, word: bytes) -> None:
+    """Takes the lock of a folder away from a holder that has said nothing since `word`; it may then be taken as any that is free."""
+    handle = os.open(folder / _TAKING, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # several may want to
+        if lock_word(folder) == word:
+            os.replace(folder / LOCK, folder / _TAKEN)
+    finally:
+        os.close(handle)
 
 
 @contextmanager
-def run_lock(folder: Path) -> Iterator[None]:
+def run_lock(folder: Path) -> Iterator[RunLock]:
     """Holds a folder that exists; refused, with the holder's name, while another process does."""
     path = folder / LOCK
     try:
@@ -28,7 +71,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         raise InputError(f"'{folder}' cannot hold a run: '{path}': {error.strerror}.") from None
     try:
         _take(handle, folder)
-        yield
+        yield RunLock(handle, path)
     finally:
         os.close(handle)  # which lets go of the lock: children are started with `exec` and never get the handle
 

@@ -33,7 +33,7 @@ class StepWord:
     lost: bool = False
     """It gets no more programs."""
     asked_to_end: int = 0
-    """The signal that asks for it."""
+    """The signal that asks for it; below 0: for the process' own node alone."""
     is_due: bool = False
     """It is time for a checkpoint, which the first process says."""
     is_saving: bool = False

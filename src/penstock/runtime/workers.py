@@ -48,8 +48,10 @@ _LONGEST_WAIT_S = 3600.0
 class WorkerError(PenstockError):
     """A worker failed; the message names rank, stage, instruction and micro-batch."""
 
-    def __init__(self, message: str, ranks: Sequence[int] = (), *, is_lost: bool = False) -> None:
+    def __init__(self, message: str, ranks: Sequence[int] = (), *, is_lost: bool = False, has_left: bool = False) -> None:
         super().__init__(message)
+        self.has_left = has_left
+        """Whether their node was asked to leave, and has: no fault of theirs."""
         self.ranks, self.is_lost = tuple(ranks), is_lost
         """Who, all of a node where that is lost; and whether they died, or failed in a way that they need not meet again: others in their
         place may go on."""
@@ -95,7 +97,7 @@ class Worker:
     tell: Callable[[Any], None] = lambda word: None
     """Says something to the launcher while the job runs."""
     asked_to_end: Callable[[], int] = lambda: 0
-    """The signal that asks for an end of the job when it next can; 0: none came."""
+    """The signal that asks for an end of the job when it next can; 0: none came; below 0: one that asks this node alone to leave it."""
     copies: Copies | None = None
     """Where to leave what it has learned, for others to go on from."""
 

@@ -57,7 +57,12 @@ class ScheduleRules:
     @property
     def plain(self) -> bool:
         """Whole forward and backward passes of one stage per group, one update for all: orders that fit any lengths can replace it."""
-        return not (self.chunked or self.splits_backward or self.asynchronous)
+        return self.whole_passes and not self.chunked
+
+    @property
+    def whole_passes(self) -> bool:
+        """Whole forward and backward passes, one update for all: micro-batches of any lengths can run in it."""
+        return not (self.splits_backward or self.asynchronous)
 
     def pipeline_s(
         self, times_s: Sequence[float], num_micro_batches: int, num_chunks: int = 1, weight_s: Sequence[float] = ()

@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import fmean
 from typing import get_args
 
@@ -21,7 +22,7 @@ from penstock.errors import InfeasibleError, InputError
 from penstock.models.shapes import Layout
 from penstock.plans.plan import MicroBatching, Plan, Predicted
 from penstock.plans.precision import chosen_lengths
-from penstock.schedules.rules import DEFAULT_SCHEDULE
+from penstock.schedules.rules import CHUNKED_SCHEDULE, DEFAULT_SCHEDULE
 from penstock.search.engine import search
 from penstock.search.progress import Watch
 from penstock.search.simplicity import simplest
@@ -45,6 +46,8 @@ class LengthsChoice:
 
     plan: Plan
     batches: tuple[BatchPlan, ...]
+    bounds_s: Callable[[], list[float]]
+    """What no micro-batching of each of the batches takes less than."""
 
     @property
     def time_s(self) -> float:
@@ -76,10 +79,11 @@ class LengthsChoice:
         """Of the fullest device, in the worst of the batches."""
         return max(batch.peak_bytes for batch in self.batches)
 
-    @property
+    @cached_property
     def bound_s(self) -> float:
-        """No micro-batching of the same batches on the same pipeline is faster on average."""
-        return fmean(batch.bound_s for batch in self.batches)
+        """No micro-batching of the same batches on the same pipeline is faster on average; takes a while where samples have two
+        lengths, and only for those who ask."""
+        return fmean(self.bounds_s())
 
 
 def search_for_lengths(
@@ -146,26 +150,30 @@ def _pipelines(request: Request, plans: Sequence[Plan], samples: Sequence[Sample
     layout: Layout = "packed" if "packed" in request.model.layouts else "padded"
     for plan in plans:
         stages = tuple(replace(stage, recompute=()) for stage in plan.stages)
-        if plan.num_groups != plan.num_stages or stages in seen:
-            continue  # batches need one stage a device group
+        if stages in seen:
+            continue
         seen.add(stages)
+        schedule = CHUNKED_SCHEDULE if plan.num_chunks > 1 else DEFAULT_SCHEDULE
         yield with_recompute_choices(
             replace(plan, stages=stages, global_batch=request.frame.global_batch, seq_length=longest, dec_length=longest_dec,
-                    micro_batching=MicroBatching(layout, "dynamic"), schedule=DEFAULT_SCHEDULE, predicted=None, notes=notes),
+                    micro_batching=MicroBatching(layout, "dynamic"), schedule=schedule, predicted=None, notes=notes),
             request.model,
         )  # fmt: skip
 
 
 def _judged(plan: Plan, batches: Sequence[Sequence[SampleLengths]], request: Request, ways: BatchWays) -> LengthsChoice:
     """What batches of a pipeline take; a sample that fits nowhere is an error."""
+    from penstock.batching.bounds.columns import FEW_KNOTS
     from penstock.batching.planned import planned_costs
+    from penstock.batching.planner import batch_bound_s
 
     source, limit_bytes = request.estimator.source, request.memory_limit_bytes
     costs = planned_costs(
         plan, request.model, request.cluster, source, plan.seq_length, plan.dec_length, memory_limit_bytes=limit_bytes
     )  # fmt: skip
     costs = ways.limited(costs)
-    choice = LengthsChoice(plan, tuple(ways.planned(batch, costs) for batch in batches))
+    planned = tuple(ways.planned(batch, costs) for batch in batches)
+    choice = LengthsChoice(plan, planned, lambda: [batch_bound_s(batch, costs, FEW_KNOTS) for batch in batches])
     price_per_h = request.cluster.price_usd_per_h
     price = None if price_per_h is None else price_per_h * choice.time_s / 3600
     predicted = Predicted(choice.time_s, source.name, choice.tokens_per_s, price, price_per_h)

@@ -29,14 +29,14 @@ def bound_socket(host: str, port: int = 0) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise InputError(f"a store cannot listen on {host}:{port}: {error.strerror}. Name an address of this machine.") from None
+        raise InputError(f"this machine cannot listen on {host}:{port}: {error.strerror}. Name an address of this machine.") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise InputError(f"a store cannot listen on {host}:{port}: {error.strerror}. Free the port, or take another.") from None
+        raise InputError(f"this machine cannot listen on {host}:{port}: {error.strerror}. Free the port, or take another.") from None
     return listener
 
 

@@ -52,6 +52,8 @@ class PlanFiles:
     lack: str
     """The beginning of "… not name it", told where one of them is missing."""
     writes_folder: bool = False
+    require_model: Callable[[Model], object] = lambda model: None
+    """Refuses a model that no plan of the system can be of."""
 
 
 @dataclass(frozen=True)

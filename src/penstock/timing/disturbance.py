@@ -72,14 +72,23 @@ class DisturbanceChange:
 
 @dataclass(frozen=True)
 class DisturbanceStrike:
-    """A rank whose process is killed or frozen, or fails."""
+    """A rank whose process is killed or frozen, or fails; or a node's supervisor; or that of whichever node serves the stores by then."""
 
     kind: Literal["kill", "freeze", "fail"]
-    rank: int
+    rank: int | None
     phase: str
     """Of the step: `backward`, `saving` …"""
     first: int = 0
     """At the first chance from this step on."""
+    node: int | None = None
+    """In place of a rank; neither: who serves the stores."""
+
+    @property
+    def subject(self) -> str:
+        """What is struck, in words."""
+        if self.rank is not None:
+            return f"rank {self.rank}"
+        return "the store" if self.node is None else f"node {self.node}"
 
 
 @dataclass(frozen=True)
@@ -117,5 +126,5 @@ class Disturbance:
             if not set(change.ranks) <= set(ranks):
                 raise InputError(f"{change.subject} is to be slower, but the plan has ranks {min(ranks)} to {max(ranks)}.")
         for strike in self.strikes:
-            if strike.rank not in ranks:
+            if strike.rank is not None and strike.rank not in ranks:
                 raise InputError(f"rank {strike.rank} is to be struck, but the plan has ranks {min(ranks)} to {max(ranks)}.")

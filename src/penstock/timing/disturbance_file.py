@@ -14,12 +14,12 @@ from penstock.timing.disturbance import Disturbance, DisturbanceChange, Disturba
 __all__ = ["parse_disturbance", "read_disturbance"]
 
 Count = Annotated[int, Field(ge=0, le=10**9)]
-Struck = Count | Annotated[str, Field(pattern=r"^[0-9]{1,9}@[a-z]+$")]
-"""A rank, or one in a phase of the step: `1@backward`."""
+Struck = Count | Annotated[str, Field(pattern=r"^(([0-9]{1,9}|node [0-9]{1,9}|store)@[a-z]+|node [0-9]{1,9}|store)$")]
+"""A rank, `node 1`, or `store`, each also in a phase of the step: `1@backward`."""
 
 
 class _ChangeSpec(BaseModel):
-    """One of `rank`, `link` and `data`, and what happens to it; or a rank to `kill` or `freeze`."""
+    """One of `rank`, `link` and `data`, and what happens to it; or who is to `kill` or `freeze`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -49,9 +49,11 @@ class _ChangeSpec(BaseModel):
     def _strike(self) -> DisturbanceStrike:
         given = sorted(self.model_fields_set - {"first"})
         if len(given) > 1:
-            raise InputError(f"{' and '.join(given)} do not go together; a rank that is struck has a step (`from`), and nothing else.")
-        rank, _, phase = str(self.kill if self.freeze is None else self.freeze).partition("@")
-        return DisturbanceStrike("kill" if self.freeze is None else "freeze", int(rank), phase or "forward", self.first)
+            raise InputError(f"{' and '.join(given)} do not go together; who is struck has a step (`from`), and nothing else.")
+        who, _, phase = str(self.kill if self.freeze is None else self.freeze).partition("@")
+        rank = int(who) if who.isdecimal() else None
+        node = int(who.removeprefix("node ")) if who.startswith("node") else None
+        return DisturbanceStrike("kill" if self.freeze is None else "freeze", rank, phase or "forward", self.first, node)
 
 
 _FIELDS = {"": ("rank", "link", "data", "kill", "freeze", "factor", "shape", "from", "steps")}

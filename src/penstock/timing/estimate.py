@@ -230,18 +230,26 @@ class Estimator:
         """How fast each replica of a plan is, whatever the number of its micro-batches."""
         samples, _ = micro_batches(plan)
         cuts = [cut_times_s(self.described, self.cluster, plan, samples, cut) for cut in range(plan.num_stages - 1)]
+        known: dict[tuple[object, ...], Pace] = {}  # most replicas are alike
         paces = []
         for replica in range(plan.num_replicas):
             work = [self._stage_passes(plan, stage, samples, replica) for stage in plan.stages]
-            if SCHEDULES[plan.schedule].asynchronous:
-                steps_s = list(map(sum, self._updates_s(plan)))
-                work = [dataclasses.replace(own, backward_s=own.backward_s + step_s) for own, step_s in zip(work, steps_s, strict=True)]
-            for cut, times in enumerate(cuts):
-                there, back = times[replica]
-                work[cut + 1] = dataclasses.replace(work[cut + 1], transfer_in_s=there)
-                work[cut] = dataclasses.replace(work[cut], transfer_out_s=back)
-            paces.append(Pace.of(work, plan.num_groups))
+            key = (*work, *(times[replica] for times in cuts))
+            if key not in known:
+                known[key] = self._pace(plan, work, [times[replica] for times in cuts])
+            paces.append(known[key])
         return paces
+
+    def _pace(self, plan: Plan, work: list[StagePasses], messages: list[tuple[float, float]]) -> Pace:
+        """Of a replica whose stages take so long without messages; of each cut, the one there and the one back."""
+        work = list(work)
+        if SCHEDULES[plan.schedule].asynchronous:
+            steps_s = list(map(sum, self._updates_s(plan)))
+            work = [dataclasses.replace(own, backward_s=own.backward_s + step_s) for own, step_s in zip(work, steps_s, strict=True)]
+        for cut, (there, back) in enumerate(messages):
+            work[cut + 1] = dataclasses.replace(work[cut + 1], transfer_in_s=there)
+            work[cut] = dataclasses.replace(work[cut], transfer_out_s=back)
+        return Pace.of(work, plan.num_groups)
 
     def _stage_passes(self, plan: Plan, stage: Stage, samples: int, replica: int) -> StagePasses:
         """Time of a stage's ops on the slowest of its devices, and of moving the carry where degrees change inside the stage."""
@@ -251,6 +259,8 @@ class Estimator:
             shape = self._share(plan, stage, part, samples, device, replica)
             return self._part_passes(stage, part, shape, device, self._tp_group(ranks, part.tp), recorded)
 
+        if len(parts) == 1:
+            return max((passes(parts[0], device) for device in self._kinds(ranks)), key=lambda passes: passes.total_s)
         kinds = [sum((passes(part, device) for part in parts), StagePasses()) for device in self._kinds(ranks)]
         moves = [reshard_s(self.model, self.cluster, plan, samples, ranks, a, b) for a, b in pairwise(parts)]
         moved = StagePasses(forward_tp_s=sum(there for there, _ in moves), backward_tp_s=sum(back for _, back in moves))

@@ -118,7 +118,8 @@ def gradient_sharing(cluster: Cluster, plan: Plan) -> list[int]:
         for place in range(part.tp):
             nodes = {cluster.node_index(rank) for rank in holders(stage, part, place)}
             crossing.update(nodes if len(nodes) > 1 else ())
-    return [max(1, *(crossing[cluster.node_index(rank)] for ranks in stage.devices for rank in ranks)) for stage in plan.stages]
+    touched = [{cluster.node_index(rank) for ranks in stage.devices for rank in ranks} for stage in plan.stages]
+    return [max(1, *(crossing[node] for node in nodes)) for nodes in touched]
 
 
 def sync_s(cluster: Cluster, plan: Plan, stage: Stage, part: DegreeRun, num_parameters: float, sharing: int) -> float:

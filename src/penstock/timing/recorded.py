@@ -10,7 +10,7 @@ from penstock.models.ops import Model
 from penstock.plans.plan import Plan, Stage
 from penstock.schedules.rules import SCHEDULES
 
-__all__ = ["can_be_recorded", "is_recorded", "recorded_length"]
+__all__ = ["can_be_recorded", "is_recorded", "recorded_length", "recorded_rows"]
 
 _SHAPES_BITS = 3
 """Rows have 2³ lengths between a power of two and the next, or so many pairs of lengths where there is a decoder."""
@@ -43,3 +43,12 @@ def recorded_length(length: int, *, has_decoder: bool) -> int:
     bits = _SHAPES_BITS - has_decoder
     step = max(_LEAST_STEP, 1 << max(0, length.bit_length() - 1 - bits))
     return -(-length // step) * step
+
+
+def recorded_rows(rows: int, dec_rows: int, most: tuple[int, int]) -> tuple[int, int]:
+    """How far rows of both sides are padded for a recording: never beyond the plan's own lengths, where all of them are alike."""
+
+    def padded(length: int, usual: int) -> int:
+        return max(length, min(recorded_length(length, has_decoder=bool(dec_rows)), usual)) if length else 0
+
+    return padded(rows, most[0]), padded(dec_rows, most[1])

@@ -13,6 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from penstock.clusters import resolve_cluster
+from penstock.costs.roofline import Roofline
 from penstock.errors import InputError
 from penstock.files import write_json
 from penstock.models.catalog import resolve_model
@@ -132,6 +134,8 @@ def test_a_list_of_blocks(layers: int) -> None:
     assert model.num_parameters == sum(p.numel() for p in module.parameters())
     # The positions 0..39 are no feature of a micro-batch; the description takes them for one per token.
     assert kept <= kept_bytes(model, 0, model.num_ops, shape) <= kept + 8 * shape.tokens
+    assert len(Roofline().table(model, [shape], [1], resolve_cluster("1xh100")).chain) == layers + 4  # of any number of blocks
+    assert max(copies for _, copies in model.shortened(2).runs) == 2 and len(model.shortened(2).ops) == 6
 
 
 def test_a_causal_mask_halves_attention() -> None:

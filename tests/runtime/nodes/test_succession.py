@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,9 @@ from penstock.cli.join import _others
 from penstock.cli.main import run as main
 from penstock.plans.build import uniform_plan
 from penstock.runtime.nodes import succession
-from penstock.runtime.nodes.succession import LeaderLostError, LedBy, read_led, succeed, write_led
+from penstock.runtime.nodes.succession import LeaderLostError, LedBy, beating, read_led, succeed, write_led
 from penstock.runtime.run_folder import put_in_force
-from penstock.runtime.run_lock import run_lock
+from penstock.runtime.run_lock import is_held, run_lock, take_away
 
 
 def test_one_leads_and_the_others_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,12 +27,29 @@ def test_one_leads_and_the_others_find_it(tmp_path: Path, monkeypatch: pytest.Mo
     with run_lock(tmp_path), pytest.raises(LeaderLostError, match=r"gone\. It still holds"):
         succeed(tmp_path, 1, 0, "gone.")
     lead = succeed(tmp_path, 1, 0, "gone.")
-    assert isinstance(lead, ExitStack)
-    with lead:
+    assert isinstance(lead, tuple)
+    with lead[0]:
         write_led(tmp_path, LedBy(1, "10.0.0.2", 29501, 1))
         assert succeed(tmp_path, 2, 0, "gone.") == read_led(tmp_path)
         with pytest.raises(LeaderLostError):
             succeed(tmp_path, 2, 1, "gone.")
+
+
+def test_a_leader_that_stands_still_loses_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And knows it when it goes on. One that beats keeps it."""
+    for name, value in (("_SUCCESSION_S", 1.0), ("_TURN_S", 0.0), ("_LOOK_S", 0.01), ("_STILL_S", 0.3), ("_BEAT_S", 0.02)):
+        monkeypatch.setattr(succession, name, value)
+    write_led(tmp_path, LedBy(0, "10.0.0.1", 29500, 0, (0, 1)))
+    with run_lock(tmp_path) as lock:
+        with beating(lock), pytest.raises(LeaderLostError, match="still holds"):
+            succeed(tmp_path, 1, 0, "silent.")
+        assert lock.is_held
+        found = succeed(tmp_path, 1, 0, "silent.")
+        assert isinstance(found, tuple) and found[1].is_held and not lock.is_held
+        with found[0]:
+            lock.beat()  # to nobody
+            take_away(tmp_path, b"what the old one said")  # another node that was as late
+            assert found[1].is_held and is_held(tmp_path)
 
 
 def test_joining_is_the_same_command_as_another_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,9 +48,9 @@ def test_weights_and_state_are_torchs(settings: OptimizerSettings) -> None:
     assert not torch.equal(mine[0], weights()[0])
 
 
-def test_no_step_imports_the_compiler() -> None:
+def test_neither_the_start_of_a_run_nor_a_step_imports_the_compiler() -> None:
     code = (
-        "import sys, torch\n"
+        "import sys, torch, penstock.runtime.trainer\n"
         "from penstock.runtime.optimizing.optimizer import make_optimizer\n"
         "from penstock.runtime.settings import OptimizerSettings\n"
         "for kind in ('adamw', 'sgd'):\n"

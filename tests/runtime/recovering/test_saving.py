@@ -68,6 +68,17 @@ def test_checkpoints_by_steps_time_and_evaluation_and_copies(tmp_path: Path, mon
     assert lists.copied == [3, 9]
 
 
+def test_a_node_leaves_once_its_parting_copies_are_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = _Lists()
+    saves = saves_of(lists, tmp_path, monkeypatch, checkpoint_every=0, copies=5)
+    left = []
+    for done in range(4, 10):
+        saves.safe_copy = {4: 0.0, 5: 0.0, 6: 0.0, 7: 5.0, 8: 5.0, 9: 7.0}[done]
+        saves.after(done, None, is_due=False, leaves=done >= 6)  # at 6 those of step 5 are not elsewhere yet
+        left.append(saves.may_leave)
+    assert lists.copied == [5, 7] and left == [False] * 5 + [True]
+
+
 def test_a_run_from_copies_saves_even_if_it_does_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for saved, expected in ((5, []), (-1, [(5, None)])):
         lists = _Lists()

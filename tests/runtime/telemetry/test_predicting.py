@@ -32,13 +32,14 @@ def estimate(plan: Plan) -> float:
     return Estimator(model_of(plan), cluster, open_costs(plan.costs, cluster)).estimate(plan).time_s
 
 
-def test_dynamic_micro_batches_are_predicted_as_their_planner_does(data: str) -> None:
-    plan = replace(plan_of(pp=2, replicas=2), micro_batching=MicroBatching("packed", "dynamic"))
+@pytest.mark.parametrize("more", [{}, {"chunks": 2, "schedule": "interleaved"}], ids=["1f1b", "interleaved"])
+def test_dynamic_micro_batches_are_predicted_as_their_planner_does(data: str, more: dict[str, Any]) -> None:
+    plan = replace(plan_of(pp=2, replicas=2, **more), micro_batching=MicroBatching("packed", "dynamic"))
     source, planner = run_inputs(TrainRequest(plan, data, 5, "run"))
     found = predict_steps(source, planner, STEPS)
     opened, batches = source.open()
     times = [planner.batch_plan(opened, batches[step]).predicted_s for step in STEPS]
-    assert found.time_s == pytest.approx(np.median(times)) and len(found.forward_s) == len(found.backward_s) == 2
+    assert found.time_s == pytest.approx(np.median(times)) and len(found.forward_s) == len(found.backward_s) == plan.num_stages
     assert all(0 < forward < backward for forward, backward in zip(found.forward_s, found.backward_s, strict=True))
 
 

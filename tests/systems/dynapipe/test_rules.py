@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Callable
 from functools import cache
@@ -64,7 +65,7 @@ def test_known_batches_of_published_tables(published: Path, judge: Callable[[str
             assert score.iteration_ms == pytest.approx(plan.predicted_s * 1e3, rel=1e-9)
             assert score.peak_mb == pytest.approx(plan.peak_bytes / 1e6, abs=2)  # the modes' model states differ by noise
             assert score.iteration_ms <= limit_ms
-            assert plan.bound_s <= plan.predicted_s
+            assert plan.bound_s <= plan.predicted_s <= (1.15 * plan.bound_s if plan.bound_s else math.inf)
     samples = read_lengths(tables / "inputs" / "t5_n128_max2048.csv")  # decoder stages take layers from the encoder's
     table, even = open_configuration(tables / "t5C")
     config = best_layers(table, even, samples)

@@ -217,7 +217,7 @@ class TracedPass(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # two of three calls, by torch's own machinery: no work of the module
-            return func(*args)
+            return args[0].fake_device
         kwargs = kwargs or {}
         out = _result(func, args, kwargs)
         index = self._segment()

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from penstock.data.loader import ProgramLoader
 from penstock.runtime.devices.clock import ClockSettings
 from penstock.runtime.devices.timed import TimedRank
-from penstock.runtime.request import WARM_UP, StepTold, TrainRequest, TrainResult
+from penstock.runtime.request import TIMED, WARM_UP, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run_folder import STEPS
 from penstock.runtime.run_inputs import run_inputs
 from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages, times_of_ranks
 from penstock.runtime.telemetry.predicting import ProgramTimes
+from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
 from penstock.runtime.telemetry.steps import LineLog, StepRecord, padding_share
 from penstock.runtime.transport.world import World
@@ -24,7 +25,16 @@ if TYPE_CHECKING:
     from penstock.runtime.planner_processes import Handover
     from penstock.runtime.workers import Worker
 
-__all__ = ["rehearse_rank"]
+__all__ = ["rehearse", "rehearse_rank"]
+
+
+def rehearse(worker: Worker, request: TrainRequest, handover: Handover) -> TrainResult:
+    """A job for workers: a rehearsal, or nothing where the plan has no work for the process, which is then in none of its groups."""
+    if worker.rank in request.plan.ranks:
+        with named_process(request.out, worker.rank, TIMED):
+            return rehearse_rank(worker, request, handover)
+    World(request.plan, worker.groups)  # all processes make groups together
+    return TrainResult(0, 0, (), (), 0.0, 0.0, {}, None)
 
 
 def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> TrainResult:

@@ -11,12 +11,12 @@ from penstock.errors import InputError, PenstockError
 from penstock.plans.schema import plan_from_dict
 from penstock.runtime.nodes.channel import Channel
 from penstock.runtime.nodes.copy_exchange import CopyMirror, CopyServer, bring_copies, next_node
-from penstock.runtime.nodes.leading import held_here
-from penstock.runtime.nodes.messages import End, Failed, Gone, Hello, NodeAddress, NodeDone, Refused, Start, Stop, Stopped
+from penstock.runtime.nodes.leading import held_here, part
+from penstock.runtime.nodes.messages import End, Failed, Gone, Hello, Leaving, NodeAddress, NodeDone, Refused, Start, Stop, Stopped
 from penstock.runtime.nodes.place import store_key
 from penstock.runtime.nodes.sealed_socket import SealedSocket, SealedSocketError
 from penstock.runtime.nodes.succession import LeaderLostError, LedBy
-from penstock.runtime.request import GoingOn, NodePlace
+from penstock.runtime.request import GoingOn, MayLeave, NodePlace
 from penstock.runtime.workers import OtherNodes, WorkerError, WorkerPool
 from penstock.stores import Job
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.runtime.recovering.copies import Copies
     from penstock.runtime.request import TrainRequest
 
-__all__ = ["CALL_S", "FollowingNode", "TakenLead"]
+__all__ = ["CALL_S", "FollowingNode", "NodeLeaves", "TakenLead"]
 
 CALL_S, _AGAIN_S = 600.0, 0.3
 """How long node 0 may take to come, and how often it is called."""
@@ -45,10 +45,16 @@ class TakenLead:
     """The devices that had a process."""
     expected: tuple[int, ...]
     """Other nodes that were there."""
+    has_left: bool = False
+    """Whether the one that was lost said so before."""
 
 
 class _StopAsked(Exception):
     """All ranks are to be ended."""
+
+
+class NodeLeaves(Exception):
+    """This node was asked to leave, and has nothing any more that others lack."""
 
 
 class FollowingNode(OtherNodes):
@@ -90,6 +96,8 @@ class FollowingNode(OtherNodes):
                     return ended_by
                 case Gone(text):
                     raise LeaderLostError(f"{text}.")
+                case Leaving():
+                    raise LeaderLostError(_LEADER_LEAVES, has_left=True)
             told = self._channel.take()
 
     def _started(self, start: Start, pool: WorkerPool, request: TrainRequest, job: Callable[..., Any], watching: Any, threads: int) -> Any:
@@ -106,8 +114,12 @@ class FollowingNode(OtherNodes):
                     self._copies.keep(None)
                 self._mirror = CopyMirror(self._copies, self._ranks, self._key, next_node(self._place.number, start.nodes))
             pool.revive(start.members, threads, (start.host, start.port))
-            pool.run(job, replace(request, plan=plan, resume=start.resume), handover, start.token, watching, going_on, timeout_s=_RUN_S)
+            given = replace(request, plan=plan, resume=start.resume), handover, start.token, watching, going_on
+            pool.run(job, *given, timeout_s=_RUN_S, listen=_leave_if_told)
             self._channel.send(NodeDone(start.attempt))
+        except NodeLeaves:
+            part(self._channel, Leaving())
+            raise
         except _StopAsked:
             self._stopped(start.attempt)
         except WorkerError as error:
@@ -116,12 +128,12 @@ class FollowingNode(OtherNodes):
             self._channel.send(Failed(start.attempt, -1, f"copies to go on from cannot be had: {error}", True))
         return self._channel.take()
 
-    def taken_lead(self, led: LedBy, why: str) -> TakenLead:
+    def taken_lead(self, led: LedBy, why: str, *, has_left: bool = False) -> TakenLead:
         """This node leads after `led`."""
         assert self.started is not None
         expected = tuple(node for node in self.started.nodes if node not in (led.node, self._place.number))
         said = why.removeprefix(self._channel.who).strip(" .")
-        return TakenLead(led.node, f"it {said}", led.term + 1, self.address, self.started.members, expected)
+        return TakenLead(led.node, f"it {said}", led.term + 1, self.address, self.started.members, expected, has_left)
 
     def ready(self, members: Sequence[int], port: int) -> None:
         """The leader has made the place where ranks meet."""
@@ -137,6 +149,8 @@ class FollowingNode(OtherNodes):
                 raise _StopAsked
             case Gone(text):
                 raise LeaderLostError(f"{text}.")
+            case Leaving():
+                raise LeaderLostError(_LEADER_LEAVES, has_left=True)
             case End(text, _):
                 raise PenstockError(text or "the run was ended by the node that leads it.")
         return None
@@ -159,6 +173,12 @@ class FollowingNode(OtherNodes):
 
 
 _RUN_S = 365 * 24 * 3600.0
+_LEADER_LEAVES = "the node that leads leaves."
+
+
+def _leave_if_told(rank: int, told: object) -> None:
+    if isinstance(told, MayLeave):
+        raise NodeLeaves
 
 
 def _called(place: NodePlace, key: bytes, timeout_s: float) -> SealedSocket:

@@ -16,7 +16,20 @@ from penstock.plans.texts import format_ranks
 from penstock.runtime.checkpoints.going_on import differing_facts
 from penstock.runtime.nodes.channel import SILENT_S, Channel
 from penstock.runtime.nodes.copy_exchange import CopyMirror, CopyServer, bring_copies, next_node
-from penstock.runtime.nodes.messages import End, Failed, Gone, Hello, NodeAddress, NodeDone, Refused, SlotHeld, Start, Stop, Stopped
+from penstock.runtime.nodes.messages import (
+    End,
+    Failed,
+    Gone,
+    Hello,
+    Leaving,
+    NodeAddress,
+    NodeDone,
+    Refused,
+    SlotHeld,
+    Start,
+    Stop,
+    Stopped,
+)  # fmt: skip
 from penstock.runtime.nodes.sealed_socket import SealedSocket, SealedSocketError
 from penstock.runtime.nodes.succession import LedBy
 from penstock.runtime.recovering.copies import Copies, whole_copies
@@ -28,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.runtime.planner_processes import Handover
     from penstock.runtime.request import GoingOn, TrainRequest
 
-__all__ = ["MEET_AGAIN_S", "LeadingNode", "held_here"]
+__all__ = ["MEET_AGAIN_S", "LeadingNode", "held_here", "lost_words", "part"]
 
 _MEET_S = 600.0
 """How long nodes may take to come: clusters start them one after the other."""
@@ -163,6 +176,8 @@ class LeadingNode:
         match handle.take():
             case Gone(text):
                 return self._lost(number, text)
+            case Leaving():
+                return self._lost(number, "", has_left=True)
             case Failed(attempt, rank, text, is_lost) if attempt == self._attempt:
                 return WorkerError(text, [rank] if rank >= 0 else self.ranks[number], is_lost=is_lost)
             case NodeDone(attempt) if attempt == self._attempt:
@@ -208,15 +223,15 @@ class LeadingNode:
         bring_copies(self._copies, self._key, step, self._slots)
         self._copies.write_checkpoint(step, writer)
 
-    def close(self, end: End | None = None) -> None:
-        """The run is over, for all."""
+    def close(self, end: End | Leaving | None = None) -> None:
+        """The run is over, for all, or for this node."""
         if self._mirror is not None:
             self._mirror.close()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
         for node in [*self._nodes.values(), *self._arrived.values()]:
-            _part(node.channel, end or End())
+            part(node.channel, end or End())
         if self._server is not None:
             self._server.close()
 
@@ -229,14 +244,14 @@ class LeadingNode:
     def _holder(self, slot: int, step: int | None) -> NodeAddress:
         return next(node.address for node in self._nodes.values() for one in node.held if (one.slot, one.step) == (slot, step))
 
-    def _lost(self, number: int, text: str) -> WorkerError:
+    def _lost(self, number: int, text: str, *, has_left: bool = False) -> WorkerError:
         """A node is not there any more."""
         node = self._nodes.pop(number)
         node.channel.close()
         self.gone.add(number)
-        ranks, who = self.ranks[number], f"node {number} ({node.address.host})"
-        why = text.removeprefix(node.channel.who).strip()
-        return WorkerError(f"{who} is lost, with rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}: it {why}.", ranks, is_lost=True)
+        ranks, why = self.ranks[number], f"it {text.removeprefix(node.channel.who).strip()}"
+        words = lost_words(f"node {number} ({node.address.host})", ranks, why, has_left=has_left)
+        return WorkerError(f"{words}.", ranks, is_lost=True, has_left=has_left)
 
     def _accept(self) -> None:
         for connection, address in connections(self._listener):
@@ -253,7 +268,7 @@ class LeadingNode:
             return
         wrong = self._refusal(hello)
         if wrong:
-            _part(channel, Refused(wrong))
+            part(channel, Refused(wrong))
             return
         with self._changed:
             self._arrived[hello.node] = _Node(channel, hello.address, hello.held)
@@ -272,7 +287,13 @@ class LeadingNode:
         return f"node {hello.node} was started for something else than node {self.number}:\n" + "\n".join(different) if different else ""
 
 
-def _part(channel: Channel, word: End | Refused) -> None:
+def lost_words(who: str, ranks: Sequence[int], why: str, *, has_left: bool) -> str:
+    """What is told of a node that is not there any more."""
+    whose = f"with rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}"
+    return f"{who} leaves, {whose}, as it was asked to (SIGTERM)" if has_left else f"{who} is lost, {whose}: {why}"
+
+
+def part(channel: Channel, word: End | Refused | Leaving) -> None:
     """Says the last word, and waits until it was heard: what an end that has closed still receives would take it back."""
     channel.send(word)
     while not isinstance(channel.take(SILENT_S), Gone | None):

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 __all__ = [
-    "End", "Failed", "Gone", "Hello", "Message", "NodeAddress", "NodeDone", "Refused", "SlotHeld", "Start", "Stop", "Stopped", "decode",
+    "End", "Failed", "Gone", "Hello", "Leaving", "Message", "NodeAddress", "NodeDone", "Refused", "SlotHeld", "Start", "Stop", "Stopped",
+    "decode",
 ]  # fmt: skip
 
 
@@ -102,13 +103,17 @@ class End(msgspec.Struct, frozen=True, tag=True):
     ended_by: int = 0
 
 
+class Leaving(msgspec.Struct, frozen=True, tag=True):
+    """This node's machine will be gone soon: it leaves, and others have what its ranks have learned."""
+
+
 class Gone(msgspec.Struct, frozen=True, tag=True):
     """The other end is not there any more; never sent, but the last that one hears."""
 
     text: str
 
 
-Message = Hello | Refused | Start | Stop | Stopped | Failed | NodeDone | End | Gone
+Message = Hello | Refused | Start | Stop | Stopped | Failed | NodeDone | End | Leaving | Gone
 _DECODER = msgspec.msgpack.Decoder(Message)
 
 

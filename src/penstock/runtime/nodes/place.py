@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.runtime.request import TrainRequest
 
-__all__ = ["ADDRESS_VARIABLE", "node_facts", "node_key", "node_place", "ranks_of_nodes", "store_key"]
+__all__ = [
+    "ADDRESS_VARIABLE", "members_of", "node_facts", "node_key", "node_place", "nodes_of", "processes_of", "ranks_here", "ranks_of_nodes",
+    "store_key", "threads_here",
+]  # fmt: skip
 
 ADDRESS_VARIABLE = "PENSTOCK_NODE_ADDRESS"
 _LEAST_KEY_BYTES = 16
@@ -42,6 +45,39 @@ def ranks_of_nodes(plan: Plan, cluster: Cluster, spares: int = 0) -> list[tuple[
     nodes = {cluster.node_index(rank) for rank in (*plan.ranks, *range(end, end + spares))}
     own = [rank for rank in range(end + spares) if cluster.node_index(rank) in nodes]
     return [tuple(ranks) for _, ranks in groupby(own, key=cluster.node_index)]
+
+
+def processes_of(plan: Plan, spares: int = 0) -> tuple[int, ...]:
+    """The devices that have a process: all up to the last one with work and the spares after it, unless torchrun started processes for
+    those with work alone."""
+    if os.environ.get("WORLD_SIZE") == str(len(plan.ranks)):
+        return plan.ranks
+    return tuple(range(plan.ranks[-1] + 1 + spares))
+
+
+def nodes_of(request: TrainRequest) -> list[tuple[int, ...]]:
+    """The devices of each node that have a process."""
+    from penstock.plans.references import cluster_of
+
+    if request.node is None:
+        return [processes_of(request.plan, request.spares)]
+    return ranks_of_nodes(request.plan, cluster_of(request.plan), request.spares)
+
+
+def members_of(request: TrainRequest) -> tuple[int, ...]:
+    """The devices that have a process here or on other nodes; nodes without work, or a spare, have none."""
+    return tuple(rank for node in nodes_of(request) for rank in node)
+
+
+def ranks_here(request: TrainRequest) -> tuple[int, ...]:
+    """The devices of this machine that have a process."""
+    return nodes_of(request)[0 if request.node is None else request.node.number]
+
+
+def threads_here(request: TrainRequest, plan: Plan) -> int:
+    """Of each process under a plan, so that those with work share the cores of this machine."""
+    num_here = len(set(plan.ranks) & set(ranks_here(request)))
+    return max(1, len(os.sched_getaffinity(0)) // max(1, num_here))
 
 
 def _secret() -> bytes:

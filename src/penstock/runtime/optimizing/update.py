@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from penstock.runtime.parallel.gradients import Gradients
 from penstock.runtime.parallel.held import Held
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.telemetry.moments import Moment, moment
+from penstock.runtime.telemetry.phases import GATHERED, SHARING
 from penstock.runtime.transport.world import World
 
 __all__ = ["LossScale", "StepResult", "Update"]
@@ -59,9 +60,11 @@ class Update:
 
     def __init__(
         self, gradients: Sequence[Gradients], world: World, settings: TrainingSettings, num_ops: int, precision: str,
-        tensors: Sequence[str] = (),
+        tensors: Sequence[str] = (), phase: Callable[[str], None] = lambda phase: None,
     ) -> None:  # fmt: skip
-        """`tensors`: the names of all weights of the model, in the same order on every rank; needed for LAMB alone."""
+        """`tensors`: the names of all weights of the model, in the same order on every rank; needed for LAMB alone. `phase` is told where
+        in an update this rank is."""
+        self._phase = phase
         self.gradients, self.world, self.settings = gradients, world, settings
         updated = [held for own in gradients for held in own.updated_here() if held.parameter.requires_grad]
         op_of = {id(held.parameter): held.place.index for held in updated}
@@ -102,6 +105,7 @@ class Update:
         # Added rank by rank, then op by op: the sum depends on nothing but the plan.
         start, gathered = moment(self.world.device), self.world.gather(shares)
         self.exchanges = [(start, moment(self.world.device))]
+        self._phase(GATHERED)
         total = gathered.sum(0)
         rate = self.settings.rate.at(iteration)
         if not updates:
@@ -120,6 +124,7 @@ class Update:
         else:
             self.optimizer.step(factor)
         start = moment(self.world.device)
+        self._phase(SHARING)
         for own in self.gradients:
             own.share_updates()
         self.exchanges.append((start, moment(self.world.device)))

@@ -43,7 +43,7 @@ from penstock.runtime.parallel.sequence import SequenceChain
 from penstock.runtime.parallel.sharding import ShardedWeights
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.world import World
-from penstock.timing.recorded import can_be_recorded, is_recorded, recorded_length
+from penstock.timing.recorded import can_be_recorded, is_recorded, recorded_rows
 
 __all__ = ["ModuleKey", "StageModule", "StageRun", "module_key"]
 
@@ -192,11 +192,7 @@ class StageModule:
             return micro
         if self.recordings.is_busy(micro.shape(dp, self.share(dp))):
             return micro
-        has_decoder = bool(micro.dec_lengths)
-        rows, dec_rows = (
-            max(length, min(recorded_length(length, has_decoder=has_decoder), usual)) if length else 0
-            for length, usual in ((micro.row_length, plan.seq_length), (micro.dec_row_length, plan.dec_length))
-        )
+        rows, dec_rows = recorded_rows(micro.row_length, micro.dec_row_length, (plan.seq_length, plan.dec_length))
         return msgspec.structs.replace(micro, row_length=rows, dec_row_length=dec_rows)
 
     @property

@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing import parent_process
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import msgspec
 
@@ -21,19 +23,25 @@ from penstock.files import write_bytes
 from penstock.programs import instructions as i
 from penstock.programs.instructions import Program
 from penstock.runtime.telemetry.observing import Observer, Observers
+from penstock.runtime.telemetry.phases import COMMITTING, COPYING, GATHERED, MOVING, RECOVERING, SAVING, SHARING
 
-__all__ = ["COPYING", "MOVING", "PHASES", "SAVING", "Fault", "FaultAsked", "RankFaults", "ask_fault", "forget_faults"]
+__all__ = ["FIRST_RANK", "KINDS", "PHASES", "Fault", "FaultAsked", "FaultKind", "RankFaults", "ask_fault", "forget_faults"]
 
-SAVING, COPYING, MOVING = "saving", "copying", "moving"
+FaultKind = Literal["kill", "fail", "oom", "freeze", "cut"]
+KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+"""SIGKILL, an exception, more memory than there is, SIGSTOP, and connections to all others that are cut."""
 _INSTRUCTIONS: dict[str, tuple[type[i.Instruction], ...]] = {
     "forward": (i.Forward,),
     "backward": (i.Backward, i.BackwardInput, i.BackwardWeight),
     "reduction": (i.ReduceStart, i.ReduceWait),
     "update": (i.Step, i.StepStage),
 }
-PHASES = (*_INSTRUCTIONS, SAVING, COPYING, MOVING)
-"""A checkpoint that is begun, copies that are half made, and a move that is prepared, besides parts of a program."""
+PHASES = (*_INSTRUCTIONS, GATHERED, SHARING, SAVING, COPYING, MOVING, COMMITTING, RECOVERING)
+"""Parts of a program, and what is around them."""
+FIRST_RANK = -1
+"""In place of a rank: the first of the job, which is on the node that leads."""
 _FOLDER = "faults"
+_TOO_MANY_BYTES = 1 << 60
 _Item = TypeVar("_Item")
 
 
@@ -44,18 +52,41 @@ class FaultAsked(Exception):
 class Fault(msgspec.Struct, frozen=True):
     """What happens to a rank, and when."""
 
-    kind: Literal["kill", "freeze", "fail"]
+    kind: FaultKind
     rank: int
+    """Who meets it."""
     phase: str
     """One of `PHASES`."""
     step: int = 0
     """At the first chance from this step on."""
+    of_node: bool = False
+    """Whether its launcher is struck in its place: the supervisor of its node."""
 
     def happen(self) -> None:
-        """To this process, now."""
-        if self.kind == "fail":
-            raise FaultAsked(f"as was asked of rank {self.rank}")
-        os.kill(os.getpid(), signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
+        """To this process, or its launcher, now."""
+        match self.kind:
+            case "fail":
+                raise FaultAsked(f"as was asked of rank {self.rank}")
+            case "oom":
+                import torch
+
+                torch.empty(_TOO_MANY_BYTES, dtype=torch.uint8)
+            case "cut":
+                _cut_connections()
+            case _:
+                launcher = parent_process() if self.of_node else None
+                struck = os.getpid() if launcher is None else launcher.pid
+                assert struck is not None
+                os.kill(struck, signal.SIGKILL if self.kind == "kill" else signal.SIGSTOP)
+
+
+def _cut_connections() -> None:
+    """Shuts all connections of this process to others, as a cable that is pulled does; whoever waits at either end is told."""
+    for name in os.listdir("/proc/self/fd"):
+        # No socket, or one without anybody at its other end, is let be.
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername():
+                one.shutdown(socket.SHUT_RDWR)
 
 
 def ask_fault(folder: str | Path, fault: Fault) -> None:
@@ -75,15 +106,15 @@ def forget_faults(folder: str | Path) -> None:
 class RankFaults:
     """One rank's view of them."""
 
-    def __init__(self, folder: str | Path, rank: int) -> None:
-        self._folder, self._rank = Path(folder) / _FOLDER, rank
+    def __init__(self, folder: str | Path, rank: int, *, is_first: bool = False) -> None:
+        self._folder, self._names = Path(folder) / _FOLDER, [f"{who}-*.json" for who in (rank, *([FIRST_RANK] if is_first else []))]
         self._due: dict[Path, Fault] = {}
 
     def look(self, step: int) -> None:
         """Looks for what is to happen in a step; one call of the system where nothing ever is."""
         self._due = {}
         if self._folder.is_dir():
-            for path in self._folder.glob(f"{self._rank}-*.json"):
+            for path in (path for name in self._names for path in self._folder.glob(name)):
                 fault = msgspec.json.decode(path.read_bytes(), type=Fault)
                 if fault.step <= step:
                     self._due[path] = fault

@@ -42,7 +42,7 @@ class DeathWitness(Protocol):
     """Is told of deaths, and knows plans for fewer devices: `adapting` has one, since this room does not search."""
 
     def tell(self, event: str, step: int, text: str, *, ranks: Sequence[int] = (), pause_s: float | None = None) -> None:
-        """Ranks were `lost`, or `replaced`, or the plan has `shrunk`, after a step; without ranks: a planner."""
+        """Ranks were `lost`, have `left`, or were `replaced`, or the plan has `shrunk`, after a step; without ranks: a planner."""
 
     def smaller_plan(self, plan: Plan, lost: Sequence[int], devices: Sequence[int]) -> Plan:
         """The best plan for what is left of the devices; raises where there is none."""
@@ -120,12 +120,13 @@ class RunRecovery:
         """The run has moved to another plan."""
         self.request = replace(self.request, plan=plan)
 
-    def go_on(self, ranks: Sequence[int], text: str, gone: Sequence[int] = ()) -> GoingOn | None:
-        """Where new processes begin, `members` of them, after ranks have died; nothing where the run has to end. The machines of the ranks
-        that are `gone` are lost: they cannot have others."""
+    def go_on(self, ranks: Sequence[int], text: str, gone: Sequence[int] = (), *, has_left: bool = False) -> GoingOn | None:
+        """Where new processes begin, `members` of them, after ranks have died, or have left with their node; nothing where the run has to
+        end. The machines of the ranks that are `gone` are lost: they cannot have others."""
         since_s = time.monotonic()
-        self._dead.append(tuple(ranks))
-        self._tell("lost", self.done, ranks, text.partition("\n")[0].rstrip("."))
+        if not has_left:
+            self._dead.append(tuple(ranks))
+        self._tell("left" if has_left else "lost", self.done, ranks, text.partition("\n")[0].rstrip("."))
         if len(self._dead) >= MOST_DEATHS:
             return None
         is_broken = self._dead.count(tuple(ranks)) >= _BROKEN_DEATHS
@@ -148,6 +149,9 @@ class RunRecovery:
         if self._copies is not None:
             self._copies.keep(found.step if found.from_copies else None)
         go_back(self.request.out, found.step, self.request.plan)
+        if self._lost is not None:  # one died while others took the place of another: both are told of when it is over
+            who = tuple(sorted({*who, *self._lost[2]})) if self._lost[0] == event else who
+            since_s = self._lost[4]
         self._lost = event, found.step, who, self.done, since_s
         return found
 

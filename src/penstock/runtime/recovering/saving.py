@@ -22,9 +22,10 @@ from penstock.runtime.checkpoints.writer import BEST_LOSS, CheckpointWriter
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import rank_pieces, rank_state
 from penstock.runtime.recovering.copies import Copies, CopyPlace
-from penstock.runtime.recovering.faults import COPYING, SAVING, RankFaults
+from penstock.runtime.recovering.faults import RankFaults
 from penstock.runtime.request import EvalRecord, TrainRequest
 from penstock.runtime.run_folder import CHECKPOINTS
+from penstock.runtime.telemetry.phases import COPYING, SAVING
 
 __all__ = ["RunSaves"]
 
@@ -45,7 +46,7 @@ class RunSaves:
         best = best_checkpoint(self._folder)
         self._best_loss = math.inf if best is None else best[1]
         self._interval = SaveInterval()
-        self._last_copy = -1
+        self._last_copy = self._parting = -1
         self.safe_copy = -1.0
         """The steps of the last copies that all ranks have, each at another node too, as all of them have agreed."""
         self._writer: CheckpointWriter | None = None
@@ -69,16 +70,23 @@ class RunSaves:
         """Whether this process is still writing its part of one."""
         return self._writer is not None and self._writer.busy
 
-    def after(self, done: int, evaluated: EvalRecord | None, *, is_due: bool) -> None:
-        """What is to be saved after a step; `is_due`: all have agreed that it is time for a checkpoint."""
+    def after(self, done: int, evaluated: EvalRecord | None, *, is_due: bool, leaves: bool = False) -> None:
+        """What is to be saved after a step; all have agreed whether it is time for a checkpoint, and whether a node is to leave."""
         every, copied, best_loss = self._request.checkpoint_every, self._request.copies, None
         if evaluated is not None and evaluated.loss < self._best_loss:
             best_loss = self._best_loss = evaluated.loss
         if best_loss is not None or (every and done % every == 0) or (is_due and self._saved < done):
             self._save(done, best_loss)
         # Not before the last ones are at another node too, where there is one: their places are needed no sooner.
-        if copied and done % copied == 0 and self.safe_copy >= self._last_copy:
+        parts = leaves and self._parting < 0
+        if copied and (done % copied == 0 or parts) and self.safe_copy >= self._last_copy:
             self.copy(done)
+            self._parting = done if parts else self._parting
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether all that was learned before a node was asked to leave is in copies of other nodes too."""
+        return 0 <= self._parting <= self.safe_copy
 
     @property
     def copied(self) -> float:

@@ -1,7 +1,7 @@
 """What the plan's costs say of the steps that a run did, with the micro-batches that it really had: to compare with what was measured.
 
 A plan is predicted for samples of its full length; real ones are shorter, and so are rows that are padded to the longest of each
-micro-batch. Pipelines that micro-batches are not priced for (images, interleaved, split backward passes) are predicted as the plan is.
+micro-batch. Pipelines that micro-batches are not priced for (images, split backward passes) are predicted as the plan is.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _pipeline(plan: Plan, model: Model) -> PlannedPipeline:
 
 def _is_priced(plan: Plan, model: Model) -> bool:
     """Whether there are costs of single micro-batches."""
-    return bool(model.seq_length) and plan.num_groups == plan.num_stages and SCHEDULES[plan.schedule].plain
+    return bool(model.seq_length) and SCHEDULES[plan.schedule].whole_passes
 
 
 def _costs(plan: Plan, known: PipelineCosts | None) -> PipelineCosts:
@@ -174,7 +174,8 @@ def _costs(plan: Plan, known: PipelineCosts | None) -> PipelineCosts:
     if plan.micro_batching.made_for_slow:  # what it is compared with is to show how slow ranks and links are now
         plan = replace(plan, micro_batching=replace(plan.micro_batching, slower=(), slower_links=()))
         known = None
-    return known or costs_for(plan, plan.seq_length, plan.dec_length)
+    layouts = (plan.micro_batching.layout,) if plan.micro_batching.policy == "fixed" else ()
+    return known or costs_for(plan, plan.seq_length, plan.dec_length, layouts=layouts)
 
 
 def _of_batches(source: BatchSource, planner: ProgramPlanner, costs: PipelineCosts, steps: Iterable[int]) -> Iterator[list[Execution]]:

@@ -26,8 +26,9 @@ less price · all devices, with memory counted in what one device has. A family 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 
@@ -90,30 +91,26 @@ def _bound(
     """(m - filled) · slowest stage + filled · sum of stages, at least."""
     from penstock.search.bounds.path_kernels import cheapest_path
 
-    messages = np.stack([family.prices.least_messages_s(option) for option in subspace.options])
+    known = _arrays(family, subspace.options)
     # A change of option is a cut between two stages: half of its messages count there, so that neither half counts twice.
     half = 0.5 if len(subspace.options) > 1 else 1.0
-    left = 1 - half * messages.sum(axis=1) * family.count / known_s
-    options = [option for option, share in zip(subspace.options, left, strict=True) if share > 0]
-    if not options:
+    left = 1 - half * known.messages.sum(axis=1) * family.count / known_s
+    able = left > 0
+    if not able.any():
         return Bound(np.inf)
-    messages, left = messages[left > 0], left[left > 0]
-    prices = family.prices
-    time, filling, after = (
-        np.stack([price(option) for option in options]) for price in (prices.least_times, prices.least_filling, prices.op_after_s)
-    )
+    options = [option for option, is_able in zip(subspace.options, able, strict=True) if is_able]
+    if not able.all():
+        known = _arrays(family, tuple(options))
+    messages, left, time, filling, after = known.messages, left[able], known.time, known.filling, known.after
     filling = time if schedule and not SCHEDULES[schedule].fill_relief else filling
     filling = filled * (filling + time * (1 / left[:, None] - 1))
-    time, chain = time / left[:, None], prices.chain[0]
-    taken = np.array([option.num_devices for option in options], float)
-    devices = np.zeros((len(options), len(family.pools) + 1))
-    devices[np.arange(len(options)), [option.pool for option in options]] = taken
-    devices[:, -1] = 1
+    time, chain = time / left[:, None], family.prices.chain[0]
+    taken, devices = known.taken, known.devices
     sizes = np.array([*(pool.num_devices for pool in family.pools), subspace.max_stages], float)
     besides = np.zeros_like(sizes) if extra is None else extra
     fixed = filling + taken[:, None] / family.num_devices * after
     counts = np.zeros(time.shape, np.int64)
-    memory = _Memory.of(family, options, 1 / left, in_flight)
+    memory = known.memory.under(1 / left, in_flight)
     if schedule and not SCHEDULES[schedule].recomputes:
         memory = replace(memory, again_s=np.full_like(memory.again_s, np.inf))
 
@@ -165,6 +162,41 @@ def _made_again_s(kept: Floats, again_s: Floats, missing: float) -> float:
 
 
 @dataclass(frozen=True)
+class _OptionArrays:
+    """What the distinct ops cost under each of some options."""
+
+    time: Floats
+    filling: Floats
+    after: Floats
+    """[C, O]"""
+    messages: Floats
+    """[C, 2]"""
+    taken: Floats
+    """[C] devices"""
+    devices: Floats
+    """[C, P + 1] of each pool, and stages."""
+    memory: _Memory
+
+
+def _arrays(family: PlanFamily, options: tuple[StageOption, ...]) -> _OptionArrays:
+    """Of the options of a family, put together once: a search bounds it many times."""
+    prices = family.prices
+    if options in prices.bounded:
+        return cast(_OptionArrays, prices.bounded[options])
+    each = (prices.least_times, prices.least_filling, prices.op_after_s, prices.least_messages_s)
+    time, filling, after, messages = (np.stack([price(option) for option in options]) for price in each)
+    taken = np.array([option.num_devices for option in options], float)
+    devices = np.zeros((len(options), len(family.pools) + 1))
+    devices[np.arange(len(options)), [option.pool for option in options]] = taken
+    devices[:, -1] = 1
+    held = [prices.op_memory(prices.leanest(option)) for option in options]
+    state, kept, again_s = (np.stack(column) for column in zip(*held, strict=True))
+    memory = _Memory(taken[:, None] * state, taken[:, None, None] * kept, again_s)
+    found = prices.bounded[options] = _OptionArrays(time, filling, after, messages, taken, devices, memory)
+    return found
+
+
+@dataclass(frozen=True)
 class _Memory:
     """What ops hold under each option, over all devices of a stage, in what one device has."""
 
@@ -175,14 +207,9 @@ class _Memory:
     again_s: Floats
     """[C, O, parts]"""
 
-    @classmethod
-    def of(cls, family: PlanFamily, options: Sequence[StageOption], slower: Floats, in_flight: int) -> _Memory:
-        """Of the options, whose work counts so many times slower, with so many micro-batches held."""
-        prices = family.prices
-        held = [prices.op_memory(prices.leanest(option)) for option in options]
-        state, kept, again_s = (np.stack(column) for column in zip(*held, strict=True))
-        taken = np.array([option.num_devices for option in options], float)
-        return cls(taken[:, None] * state, in_flight * taken[:, None, None] * kept, again_s * slower[:, None, None])
+    def under(self, slower: Floats, in_flight: int) -> _Memory:
+        """Where the work of each option counts so many times slower, and so many micro-batches are held."""
+        return _Memory(self.state, in_flight * self.kept, self.again_s * slower[:, None, None])
 
     def costs(self, price: float, factor: Floats) -> Floats:
         """[C, O] what ops cost at a price of memory, where time costs `factor` [C]."""

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from penstock.costs.collectives import group_of
 from penstock.costs.table import Floats
-from penstock.models.shapes import Quantity
 from penstock.plans.capabilities import unsupported
 from penstock.plans.plan import OpRun, Plan
 from penstock.plans.validity import check_plan
@@ -169,25 +168,26 @@ def _changes(
     reshard, moved = np.zeros(shape), np.zeros(shape)
     begins = [(before.block, before.copy) != (place.block, place.copy) for before, place in pairwise(model.ops)]
     edge = np.array(np.broadcast_to(np.array([True, *begins]), shape), order="C")  # writable, as kernels are compiled for
+    gathers_s: dict[tuple[int, int, int], Floats] = {}  # splits of an op move alike
     for a, have in enumerate(choices):
         for b, want in enumerate(choices):
             if have.dp != want.dp:
                 coarse, fine = (have, want) if have.dp < want.dp else (want, have)
-                reshard[a, b, 1:], moved[a, b, 1:] = _gathers_s(family, pool, coarse, fine.tp), rows[b].entering[1:]
+                if (key := (coarse.tp, coarse.dp, fine.tp)) not in gathers_s:
+                    gathers_s[key] = _gathers_s(family, pool, *key)
+                reshard[a, b, 1:], moved[a, b, 1:] = gathers_s[key], rows[b].entering[1:]
                 edge[a, b] = True
     return reshard, moved, edge
 
 
-def _gathers_s(family: PlanFamily, pool: int, coarse: OpChoice, fine_tp: int) -> Floats:
+def _gathers_s(family: PlanFamily, pool: int, tp: int, dp: int, fine_tp: int) -> Floats:
     """[N - 1] time to gather what enters each op but the first among the ranks of its tensor-parallel group, as `costs` has it."""
     request, numbers = family.request, family.prices.chain[0]
-    shape = share_shape(request.frame, family.samples, coarse.dp)
-    group = group_of(request.estimator.cluster, family.kinds[pool].ranks[: coarse.tp : fine_tp])
-    found = np.zeros(int(numbers.max()) + 1)
-    for number, op in enumerate(request.model.distinct_ops):  # what enters an op is what the op before it returns
-        size = sum((spec.size_bytes(request.model.dtype) for spec in op.carry), Quantity()).at(shape)
-        found[number] = group.time_s("all_gather", size)
-    return np.asarray(found[numbers[:-1]])
+    shape = share_shape(request.frame, family.samples, dp)
+    group = group_of(request.estimator.cluster, family.kinds[pool].ranks[:tp:fine_tp])
+    # What enters an op is what the op before it returns.
+    sizes = np.array([carried.at(shape) for carried in request.carried])
+    return np.asarray(group.times_s("all_gather", sizes)[numbers[:-1]])
 
 
 def _prices(costs: Sequence[MixedCosts]) -> Floats:

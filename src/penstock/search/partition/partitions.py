@@ -7,16 +7,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.schedules.rules import unchunked
-from penstock.search.bounds.by_ops import family_bound, promise_s
-from penstock.search.bounds.crossing import crossing_bound_s
+from penstock.search.bounds.by_ops import family_bound, promise_s, subspace_bound
+from penstock.search.partition.by_neighbours import STEPS, neighbours_bound_s
 from penstock.search.partition.pipelines import best_pipeline, bound_of_subspace
 from penstock.search.progress import Progress, ProofLine, weakest
-from penstock.search.space.families import PlanFamily
+from penstock.search.space.families import PlanFamily, Subspace
 
 __all__ = ["Partitions"]
 
 _CAPS = (1.3, 3.0, math.inf)
 """Search below 1.3×, 3×, ∞ times the best promise in turn; a tight cap keeps the stage tables small."""
+
+
+_NEAR = 0.1
+"""Over several kinds, whose stages are bounded with their neighbours already, devices are paid for only where that bound is so near."""
+_FEW = 4
+"""Rounds of the first look at all subspaces of several kinds."""
 
 
 class Partitions:
@@ -60,13 +66,18 @@ class Partitions:
         best_s = progress.best_s
         weak = sorted((
             (bound_s, family, subspace) for early_s, family in self._ranked if early_s < best_s
-            for subspace in family.subspaces if (bound_s := crossing_bound_s(family, subspace, best_s)) < best_s
+            for subspace in family.subspaces if (bound_s := subspace_bound(family, subspace, best_s).time_s) < best_s
         ), key=lambda entry: entry[0])  # fmt: skip
 
         self._lines = [ProofLine(family.replicas, family.samples, subspace, bound_s, None) for bound_s, family, subspace in weak]
-        enough_s = progress.enough_s
-        for index, (bound_s, family, subspace) in enumerate(weak):
-            if bound_s < enough_s and not progress.out_of_time():
+        self._prove_several_kinds(progress, [(family, subspace) for _, family, subspace in weak])
+        # Over several kinds neighbours say more than devices that are paid for, unless both are near.
+        lines = zip(weak, self._lines, strict=True)
+        tried = [len(family.pools) == 1 or line.bound_s > best_s / (1 + _NEAR) for (_, family, _), line in lines]
+        enough_s = min([progress.enough_s, *(line.bound_s for line, is_tried in zip(self._lines, tried, strict=True) if not is_tried)])
+        for index, (_, family, subspace) in enumerate(weak):
+            bound_s = self._lines[index].bound_s
+            if bound_s < enough_s and tried[index] and not progress.out_of_time():
                 progress.tell(f"bound: {family}")
                 schedules = unchunked(family.request.schedules)
                 found = [bound_of_subspace(family, subspace, name, best_s, bound_s, enough_s) for name in schedules]
@@ -75,3 +86,24 @@ class Partitions:
             enough_s = min(enough_s, self._lines[index].bound_s)  # no line needs to be better than the worst
             progress.bound_s = max(progress.bound_s, min(enough_s, weakest(self._lines)))
         progress.lines += self._lines
+
+    def _prove_several_kinds(self, progress: Progress, spaces: Sequence[tuple[PlanFamily, Subspace]]) -> None:
+        """Bounds subspaces of several kinds with their neighbours: all of them roughly, then the weakest of all as well as can be."""
+        lines, best_s, good_s = self._lines or [], progress.best_s, progress.enough_s
+
+        def sharpen(index: int, steps: int) -> None:
+            progress.tell(f"bound: {spaces[index][0]}")
+            proven_s = neighbours_bound_s(*spaces[index], best_s, good_s, steps)
+            lines[index] = replace(lines[index], by_stages_s=max(proven_s, lines[index].bound_s))
+
+        several = [index for index, (family, _) in enumerate(spaces) if len(family.pools) > 1]
+        for index in several:
+            if lines[index].bound_s < good_s and not progress.out_of_time():
+                sharpen(index, _FEW)
+        done: set[int] = set()
+        while several and not progress.out_of_time():
+            index = min(several, key=lambda index: lines[index].bound_s)
+            if index in done or lines[index].bound_s >= good_s:
+                return
+            done.add(index)
+            sharpen(index, STEPS)

@@ -18,9 +18,10 @@ from penstock.schedules.rules import SCHEDULES
 from penstock.search.assemble import assembled, best_order, first_fitting, stage_of
 from penstock.search.bounds.by_ops import subspace_bound
 from penstock.search.choice import Choice
+from penstock.search.partition.after_limits import StageAfter
 from penstock.search.partition.flags import recompute_flags
 from penstock.search.partition.priced import Priced
-from penstock.search.partition.programme import best_cuts, best_partition
+from penstock.search.partition.programme import Messages, best_cuts, best_partition, crossing
 from penstock.search.partition.stage_space import Machine, StageChoice, StageSpace, build_space
 from penstock.search.space.families import PlanFamily, Subspace
 from penstock.search.space.stage_costs import Ints, OptionCosts, StageOption
@@ -31,6 +32,10 @@ COARSE_CUTS, COARSE_TOLERANCE = 128, 1e-3
 """Cuts that the first look at a long chain has, and how near to the best of them it comes."""
 LONG_CHAIN, BOUND_CUTS = 2000, 512
 """Chains of more ops than this are bounded with at most so many cuts."""
+_ROUNDS, _LESS = 5, 0.8
+"""How often the programme looks for stages that do less after the last micro-batch, and how much less at least."""
+_NEARLY = 1.05
+"""A plan is estimated where what it does after the last micro-batch, roughly, makes it no more than so much slower than the best."""
 
 
 def best_pipeline(family: PlanFamily, known_s: float) -> Choice | None:
@@ -70,23 +75,49 @@ def _best_of_subspace(family: PlanFamily, subspace: Subspace, schedule: str, kno
     left_s = known_s - family.prices.least_after_s(subspace.options)
 
     def solve(share: float) -> Choice | None:
+        if len(family.pools) > 1 and subspace.max_stages > 1:
+            return _best_within(family, subspace, schedule, share, known_s)
         found = _stages(family, subspace, schedule, share, left_s)
         return None if found is None or _least_s(family, *found) >= known_s else _estimated(family, schedule, *found)
 
     return first_fitting(solve)
 
 
+def _best_within(family: PlanFamily, subspace: Subspace, schedule: str, share: float, known_s: float) -> Choice | None:
+    """The best of several plans over several kinds of devices, each with less to do after the last micro-batch than the one before."""
+    after, best, limit_s = StageAfter(family.prices), None, np.inf
+    for _ in range(_ROUNDS):
+        found = _stages(family, subspace, schedule, share, known_s - family.prices.least_after_s(subspace.options), limit_s)
+        if found is None:
+            break
+        pipeline_s, after_s = _pipeline_s(family, found[1]), after.longest(*found)
+        if pipeline_s + after_s < known_s * _NEARLY and _least_s(family, *found) < known_s:
+            choice = _estimated(family, schedule, *found)
+            if best is None or (not choice.estimate.fits, choice.estimate.time_s) < (not best.estimate.fits, best.estimate.time_s):
+                best = choice
+            if choice.estimate.fits:
+                known_s = min(known_s, choice.estimate.time_s)
+        # No pipeline is shorter than this one, so that the others have to do less after it.
+        limit_s = min(known_s - pipeline_s, _LESS * after_s) if pipeline_s < known_s else _LESS * after_s
+    return best
+
+
+def _pipeline_s(family: PlanFamily, chosen: Sequence[StageChoice]) -> float:
+    """The pipeline of these stages by formula."""
+    return (family.count - 1) * max(stage.time for stage in chosen) + sum(stage.time - stage.hidden_fill_s for stage in chosen)
+
+
 def _least_s(family: PlanFamily, space: StageSpace, chosen: Sequence[StageChoice]) -> float:
     """What a plan of these stages takes at least, with what follows its last micro-batch."""
-    pipeline_s = (family.count - 1) * max(stage.time for stage in chosen) + sum(stage.time - stage.hidden_fill_s for stage in chosen)
     after = [family.prices.after_s(space.costs[stage.option].option)[stage.first : stage.last] for stage in chosen]
-    return pipeline_s + max(float(times.sum()) for times in after)
+    return _pipeline_s(family, chosen) + max(float(times.sum()) for times in after)
 
 
 def _stages(
-    family: PlanFamily, subspace: Subspace, schedule: str, share: float, known_s: float
+    family: PlanFamily, subspace: Subspace, schedule: str, share: float, known_s: float, after_limit_s: float = np.inf
 ) -> tuple[StageSpace, tuple[StageChoice, ...]] | None:
-    """The programme's best stages with this share of the memory; None where nothing can be faster than `known_s`."""
+    """The programme's best stages with this share of the memory, of those that take at most so long after the last micro-batch; None where
+    nothing can be faster than `known_s`."""
     blocks, count = family.request.blocks, family.count
     pools = tuple(replace(pool, memory_limit=share * pool.memory_limit) for pool in family.pools)
     machine = Machine(pools, 1.0, 0.0, idle=len(pools) > 1)
@@ -94,9 +125,11 @@ def _stages(
     def space_of(costs: Sequence[OptionCosts], cuts: Ints | None) -> StageSpace:
         depth = subspace.max_stages
         if not SCHEDULES[schedule].recomputes:
-            return _plain_space(family, costs, machine, depth, known_s, cuts, min(depth, count))
-        levels = [family.prices.levels(c.option) for c in costs]
-        return build_space(costs, blocks, machine, max_stages=depth, longest=known_s / count, cuts=cuts, levels=levels)
+            found = _plain_space(family, costs, machine, depth, known_s, cuts, min(depth, count))
+        else:
+            levels = [family.prices.levels(c.option) for c in costs]
+            found = build_space(costs, blocks, machine, max_stages=depth, longest=known_s / count, cuts=cuts, levels=levels)
+        return found if after_limit_s == np.inf else StageAfter(family.prices).limited(found, after_limit_s)
 
     costs, stride = _costs(family, subspace, schedule, family.prices.costs), blocks.stride(COARSE_CUTS)
     space = space_of(costs, blocks.ends if subspace.max_stages == 1 else None if subspace.fine else blocks.every(stride))
@@ -110,10 +143,20 @@ def _stages(
         used, near = sorted({stage.option for stage in stages}), [stage.first for stage in stages[1:]]
         cuts = blocks.starts_near(near, stride) if between_blocks else blocks.ops_near(near)
         space = space_of([space.costs[option] for option in used], cuts)
-        found = best_cuts(space, [replace(stage, option=used.index(stage.option)) for stage in stages], count)
+        given = [replace(stage, option=used.index(stage.option)) for stage in stages]
+        found = best_cuts(space, given, count, _messages(family, space, given) if len(family.pools) > 1 else None)
         if not (stages := found.stages):
             return None
     return (space, stages) if stages and found.time < known_s else None
+
+
+def _messages(family: PlanFamily, space: StageSpace, given: Sequence[StageChoice]) -> list[Messages]:
+    """What each stage waits for at each cut. Between kinds of devices, and stages of unequal size, that depends on both neighbours."""
+    options, nothing = [space.costs[stage.option].option for stage in given], np.zeros(len(space.cuts))
+    neighbours = zip(options, options[1:], crossing(space, given), strict=False)
+    cuts = [family.prices.messages_between(before, after, across) for before, after, across in neighbours]
+    there, back = ([times[space.cuts] for times in column] for column in zip(*cuts, strict=True)) if cuts else ([], [])
+    return list(zip([nothing, *there], [*back, nothing], strict=True))
 
 
 def _plain_space(

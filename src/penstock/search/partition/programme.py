@@ -10,17 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from penstock.costs.table import Floats
-from penstock.search.partition.stage_space import StageChoice, StageSpace
+from penstock.search.partition.stage_space import StageChoice, StageSpace, StageTable
 from penstock.search.space.stage_costs import Ints, sums_before
 
-__all__ = ["TOLERANCE", "Partition", "PoolArrays", "best_cuts", "best_partition", "rough_bound"]
+__all__ = ["TOLERANCE", "Messages", "Partition", "PoolArrays", "best_cuts", "best_partition", "crossing", "rough_bound"]
 
 TOLERANCE = 1e-4
+
+Messages = tuple[Floats, Floats]
+"""[cuts] what a stage waits for if it begins at a cut, and if it ends there."""
 
 
 @dataclass(frozen=True)
@@ -107,35 +111,59 @@ class _FreeStages:
 class _FreeCuts:
     """The programme where each stage's option and devices are given, and only the cuts are free."""
 
-    def __init__(self, space: StageSpace, given: Sequence[StageChoice]) -> None:
+    def __init__(self, space: StageSpace, given: Sequence[StageChoice], messages: Sequence[Messages]) -> None:
         self.space, self._given = space, given
-        backwards = list(reversed(given))
-        options = [space.costs[stage.option].option for stage in backwards]
-        nodes = [space.machine.pools[option.pool].per_node for option in options]
-        ends = [stage.start + option.num_devices for stage, option in zip(backwards, options, strict=True)]
-        arrives = [stage.start % node == 0 for stage, node in zip(backwards, nodes, strict=True)]
-        self._options = np.array([stage.option for stage in backwards])
-        self._arrives: Ints = np.array([*arrives[:-1], False], np.int64)
-        self._departs: Ints = np.array([end % node == 0 for end, node in zip(ends, nodes, strict=True)], np.int64)
+        own = np.array([stage.option for stage in reversed(given)])
+        # The kernel takes every stage for an option of its own.
+        enter, leave = (np.ascontiguousarray(np.repeat(np.stack(side)[::-1, None], 2, axis=1)) for side in zip(*messages, strict=True))
+        hidden = np.ascontiguousarray(space.hidden_fill_s[own])
+        self._table = StageTable(space.offset[own], space.width[own], space.times, enter, leave, hidden)
         shape = (len(given) + 1, len(space.cuts))
         self._best, self._cut = np.zeros(shape), np.zeros(shape, np.int32)
 
     def solve(self, tau: float, most: float = np.inf, minimax: bool = False) -> Floats:
         from penstock.search.partition.partition_kernels import sequence
 
-        sequence(tau, minimax, self._options, self._arrives, self._departs, self.space.table, self._best, self._cut)
+        stages, inside = np.arange(len(self._given)), np.zeros(len(self._given), np.int64)
+        sequence(tau, minimax, stages, inside, inside, self._table, self._best, self._cut)
         return np.append(np.full(len(self._given), np.inf), self._best[-1, 0])
 
     def stages(self, depth: int) -> tuple[StageChoice, ...]:
         s, a, found = self.space, 0, []
         for behind in range(depth - 1, -1, -1):
-            c, b = int(self._options[behind]), int(self._cut[behind + 1, a])
-            messages = s.enter[c, self._arrives[behind], a] + s.leave[c, self._departs[behind], b]
+            given, b = self._given[depth - 1 - behind], int(self._cut[behind + 1, a])
+            c, messages = given.option, self._table.enter[behind, 0, a] + self._table.leave[behind, 0, b]
             time = s.times[behind, s.offset[c, a] + b - a - 1] + messages
-            start, hidden_fill_s = self._given[depth - 1 - behind].start, float(s.hidden_fill_s[c, b] - s.hidden_fill_s[c, a])
-            found.append(StageChoice(c, int(s.cuts[a]), int(s.cuts[b]), behind, float(time), start, hidden_fill_s))
+            hidden_fill_s = float(s.hidden_fill_s[c, b] - s.hidden_fill_s[c, a])
+            found.append(StageChoice(c, int(s.cuts[a]), int(s.cuts[b]), behind, float(time), given.start, hidden_fill_s))
             a = b
         return tuple(found)
+
+
+def crossing(space: StageSpace, given: Sequence[StageChoice]) -> list[bool]:
+    """Whether the message between each two neighbours goes across nodes: kinds of devices are in different ones."""
+    return [
+        space.costs[a.option].option.pool != space.costs[b.option].option.pool or departs or arrives
+        for (a, (_, departs)), (b, (arrives, _)) in pairwise(zip(given, _edges(space, given), strict=True))
+    ]
+
+
+def _edges(space: StageSpace, given: Sequence[StageChoice]) -> list[tuple[bool, bool]]:
+    """Of each stage, whether it begins and ends where a node does."""
+    options = [space.costs[stage.option].option for stage in given]
+    nodes = [space.machine.pools[option.pool].per_node for option in options]
+    return [
+        (stage.start % node == 0, (stage.start + option.num_devices) % node == 0)
+        for stage, option, node in zip(given, options, nodes, strict=True)
+    ]
+
+
+def _own_messages(space: StageSpace, given: Sequence[StageChoice]) -> list[Messages]:
+    """Messages as `partition` has them, which knows where a stage lies but not its neighbours."""
+    return [
+        (space.enter[stage.option, int(begins and index > 0)], space.leave[stage.option, int(ends)])
+        for index, (stage, (begins, ends)) in enumerate(zip(given, _edges(space, given), strict=True))
+    ]
 
 
 def best_partition(space: StageSpace, num_micro_batches: int, known: float = np.inf, tolerance: float = TOLERANCE) -> Partition:
@@ -143,9 +171,11 @@ def best_partition(space: StageSpace, num_micro_batches: int, known: float = np.
     return _sweep(_FreeStages(space), num_micro_batches, known, tolerance)
 
 
-def best_cuts(space: StageSpace, given: Sequence[StageChoice], num_micro_batches: int) -> Partition:
-    """The best cuts for stages whose options and devices stay as given."""
-    return _sweep(_FreeCuts(space, given), num_micro_batches, np.inf, TOLERANCE)
+def best_cuts(
+    space: StageSpace, given: Sequence[StageChoice], num_micro_batches: int, messages: Sequence[Messages] | None = None
+) -> Partition:
+    """The best cuts for stages whose options and devices stay as given; with `messages`, those of each stage at each cut."""
+    return _sweep(_FreeCuts(space, given, messages or _own_messages(space, given)), num_micro_batches, np.inf, TOLERANCE)
 
 
 def _sweep(programme: _Programme, num_micro_batches: int, known: float, tolerance: float) -> Partition:

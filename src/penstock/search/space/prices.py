@@ -5,14 +5,16 @@ N are the ops of the chain, O the distinct ones. What is named `least_…` is a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.costs.collectives import BUCKET_BYTES, group_of, point_to_point_s
+from penstock.costs.collectives import BUCKET_BYTES, group_of, sync_gradients_s
 from penstock.costs.memory import bytes_per_parameter
 from penstock.costs.table import CostTable, Floats
 from penstock.models.segments import pieces
@@ -71,6 +73,19 @@ class FamilyPrices:
     def _known(self) -> dict[tuple[Any, ...], Any]:
         return {}
 
+    def _common(self, name: str, key: tuple[Any, ...], make: Callable[[], Answer]) -> Answer:
+        """What other families of the request have as well."""
+        known = self.request.common
+        if (name, *key) not in known:
+            known[name, *key] = make()
+        found: Answer = known[name, *key]
+        return found
+
+    @cached_property
+    def bounded(self) -> dict[tuple[StageOption, ...], object]:
+        """What bounds have put together for sets of options."""
+        return {}
+
     @property
     def count(self) -> int:
         """Micro-batches of a replica."""
@@ -84,15 +99,20 @@ class FamilyPrices:
     @cached_property
     def chain(self) -> tuple[Ints, Ints]:
         """[N] number of each op among the distinct ones, and the first op of each number."""
-        index = {op.signature: number for number, op in enumerate(self.request.model.distinct_ops)}
-        numbers = np.array([index[place.op.signature] for place in self.request.model.ops])
-        return numbers, np.unique(numbers, return_index=True)[1]
+
+        def numbered() -> tuple[Ints, Ints]:
+            index = {op.signature: number for number, op in enumerate(self.request.model.distinct_ops)}
+            numbers = np.array([index[place.op.signature] for place in self.request.model.ops])
+            return numbers, np.unique(numbers, return_index=True)[1]
+
+        return self._common("chain", (), numbered)
 
     @cached_property
     def copies(self) -> Ints:
         """[O] how often each distinct op occurs."""
         return np.bincount(self.chain[0], minlength=len(self.request.model.distinct_ops))
 
+    @_remembered
     def leanest(self, option: StageOption) -> StageOption:
         """The option with sequence parallelism if it can have that."""
         return replace(option, sequence=option.tp > 1 and self.request.estimator.divides_tokens)
@@ -110,7 +130,8 @@ class FamilyPrices:
 
     def table(self, option: StageOption) -> tuple[CostTable, Shape]:
         """The op costs of an option, and the shape of its ranks' share of a micro-batch."""
-        shape = share_shape(self.request.frame, self.samples, option.dp)
+        frame = self.request.frame
+        shape = self._common("shape", (self.samples, option.dp), lambda: share_shape(frame, self.samples, option.dp))
         return self.request.estimator.table(shape, option.tp, option.sequence), shape
 
     def _device(self, option: StageOption) -> str:
@@ -118,8 +139,11 @@ class FamilyPrices:
 
     def _op_passes(self, option: StageOption, algo: int = 0) -> OpPasses:
         """[O] passes of the distinct ops under one of their splits, ZeRO apart."""
-        table, shape = self.table(option)
-        return op_passes(self.request.model, table, shape, device=self._device(option), tp=option.tp, algos=algo)
+        (table, shape), device = self.table(option), self._device(option)
+        return self._common(
+            "passes", (shape, option.tp, option.sequence, device, algo),
+            lambda: op_passes(self.request.model, table, shape, device=device, tp=option.tp, algos=algo),
+        )  # fmt: skip
 
     @_remembered
     def op_times(self, option: StageOption, algo: int = 0) -> tuple[Floats, Floats]:
@@ -140,13 +164,16 @@ class FamilyPrices:
         """[O] `filling` of the distinct ops."""
         time = self.op_times(option)[1]
         relief = max(SCHEDULES[name].fill_relief for name in (DEFAULT_SCHEDULE, *self.request.schedules))
+        relief = min(relief, self.count)  # with one micro-batch only the drain can be filled
         return np.maximum(time - relief * self._op_passes(option).weight_s, 0.0) if relief else time
 
+    @_remembered
     def least_times(self, option: StageOption) -> Floats:
         """[O] forward + backward time of the distinct ops, the better of with and without sequence parallelism."""
         rows = self.leanest(option)
         return np.asarray(np.minimum(self.op_times(rows)[1], self.op_times(replace(rows, sequence=False))[1]))
 
+    @_remembered
     def least_filling(self, option: StageOption) -> Floats:
         """[O] `op_filling`, the better of with and without sequence parallelism."""
         rows = self.leanest(option)
@@ -170,6 +197,31 @@ class FamilyPrices:
         step_s = step_s_per_weight(self.request, self._device(option)) / (self.replicas * option.dp if option.zero else 1)
         return np.asarray(self._least_weights(option) * (step_s + sum(self._sent_s(option))))
 
+    @_remembered
+    def side_by_side_s(self, option: StageOption) -> Floats:
+        """[N] gradient sync and optimizer step where a replica's stages lie side by side: those of a node share its network."""
+        kind, own = self.kinds[option.pool], self.pools[option.pool].num_devices
+        lanes = [kind.ranks[replica * own + i * option.tp] for replica in range(self.replicas) for i in range(option.dp)]
+        step_s = step_s_per_weight(self.request, self._device(option)) / len(lanes)
+        if len(lanes) > 1:
+            sharing = option.tp * max(1, min(own, kind.per_node) // option.num_devices)
+            step_s += sum(self._group_s(lanes, sharing))
+        return np.asarray(self._least_weights(option) * step_s)[self.chain[0]]
+
+    @_remembered
+    def ends_s(self, option: StageOption) -> float:
+        """Time to add up the gradients of a weight that the first op shares with a later one, if a stage of this option has one of both
+        and another such stage in another node the other."""
+        model, kind, cluster = self.request.model, self.kinds[option.pool], self.request.estimator.cluster
+        user = next((place.op for place in model.ops if place.op.tied_to == model.ops[0].name), None)
+        apart = next((rank for rank in kind.ranks if cluster.node_index(rank) != cluster.node_index(kind.ranks[0])), None)
+        if user is None or apart is None:
+            return 0.0
+        own = self.pools[option.pool].num_devices
+        sharing = min(option.num_devices * max(1, kind.per_node // own), kind.per_node)
+        count = user.parameters.at(Shape(1)) - float(user.config.get("untied_parameters", 0))  # whole, unless both ends divide it
+        return sync_gradients_s(count * self._per_weight[1], cluster, (kind.ranks[0], apart), sharing=sharing)
+
     def least_after_s(self, options: Sequence[StageOption]) -> float:
         """What follows the last micro-batch of a plan of these options at least: the average over devices, every op under its best one."""
         each = np.stack([option.num_devices / self.num_devices * self.op_after_s(option) for option in options])
@@ -181,11 +233,20 @@ class FamilyPrices:
         kind, holders = self.kinds[option.pool], self.replicas * option.dp
         if holders == 1:
             return 0.0, 0.0
-        lanes = [kind.ranks[i * option.tp] for i in range(holders) if i * option.tp < len(kind.ranks)]
-        group = group_of(self.request.estimator.cluster, lanes, option.tp)
+
+        def sent_s() -> tuple[float, float]:
+            lanes = [kind.ranks[i * option.tp] for i in range(holders) if i * option.tp < len(kind.ranks)]
+            if not option.zero:
+                group = group_of(self.request.estimator.cluster, lanes, option.tp)
+                return group.time_s("all_reduce", BUCKET_BYTES) / BUCKET_BYTES * self._per_weight[1], 0.0
+            return self._group_s(lanes, option.tp)
+
+        return self._common("sent", (kind.device.name, holders, option.tp, option.zero > 0), sent_s)
+
+    def _group_s(self, lanes: Sequence[int], sharing: int) -> tuple[float, float]:
+        """Time per weight to sum gradients among some ranks, each keeping a part, and to gather the weight, with so many groups at once."""
+        group = group_of(self.request.estimator.cluster, lanes, sharing)
         weight, gradient, _, _ = self._per_weight
-        if not option.zero:
-            return group.time_s("all_reduce", BUCKET_BYTES) / BUCKET_BYTES * gradient, 0.0
         summed, gathered = (group.time_s(name, BUCKET_BYTES) / BUCKET_BYTES for name in ("reduce_scatter", "all_gather"))
         return summed * gradient, gathered * weight
 
@@ -194,6 +255,15 @@ class FamilyPrices:
         """Bytes of a weight, its gradient, its master copy and its moments."""
         frame = self.request.frame
         return bytes_per_parameter(frame.precision, frame.optimizer, frame.gradients)
+
+    @property
+    def sent_bytes(self) -> tuple[int, int]:
+        """Bytes of a weight and of its gradient."""
+        return self._per_weight[0], self._per_weight[1]
+
+    def op_weights(self, option: StageOption) -> Floats:
+        """[O] trained weights of the distinct ops on one rank at least."""
+        return self._least_weights(option)
 
     def _least_weights(self, option: StageOption) -> Floats:
         """[O] weights on one rank; those that a distinct op shares with another count there alone, as if one stage held both."""
@@ -222,7 +292,8 @@ class FamilyPrices:
 
     @_remembered
     def _levels(self, option: StageOption) -> Levels:
-        return levels_of(self.costs(option), self.request.blocks)
+        key = (self.table(option)[1], option.tp, option.sequence, self._device(option), self.count if self.request.asynchronous else 0)
+        return self._common("levels", key, lambda: levels_of(self.costs(option), self.request.blocks))
 
     # All of it, op by op, as the programmes read it
 
@@ -237,8 +308,7 @@ class FamilyPrices:
         enter[:, 1:-1], leave[:, 1:-1] = self._messages(option, entering[1:]), self._messages(option, leaving[:-1])
         columns = (table.workspace_bytes, table.backward_workspace_bytes)
         workspace, backward_workspace = (np.ascontiguousarray(x[ops, s, 0, 0]) for x in columns)
-        recovery = self.request.recovery[option.sequence]
-        kept, passed = (np.array([size.at(shape, option.tp) for size in sizes])[ops] for sizes in (recovery.made, recovery.passed))
+        kept, passed = self._common("kept", (shape, option.tp, option.sequence), lambda: self._kept(option))
         parameters, entering = np.ascontiguousarray(table.parameters[ops, 0, 0]), entering.copy()
         if option.zero > 1:  # nothing enters the only stage, but the weights and gradients of two blocks at a time
             entering[0] += self._block_bytes(option, parameters)
@@ -246,11 +316,21 @@ class FamilyPrices:
         if self.request.asynchronous:  # each micro-batch under way keeps the weights that it used, the newest of them those of the state
             kept, state_bytes = kept + parameters * self._per_weight[0], state_bytes - self._per_weight[0]
         parameters *= state_bytes
-        model = self.request.estimator.model_under(option.sequence)
-        light = np.array([not rerun([model.ops[first]], [0]) for first in self.chain[1]])[self.chain[0]]
+        light = self._common("light", (option.sequence,), lambda: self._light(option.sequence))
         return OptionCosts(
             option, forward, compute, kept, parameters, workspace, backward_workspace, entering, enter, leave, passed=passed, light=light
         )
+
+    def _kept(self, option: StageOption) -> tuple[Floats, Floats]:
+        """[N] bytes that ops keep of a micro-batch, and what of it the next stage keeps instead."""
+        recovery, shape = self.request.recovery[option.sequence], self.table(option)[1]
+        made, passed = (np.array([size.at(shape, option.tp) for size in sizes]) for sizes in (recovery.made, recovery.passed))
+        return made[self.chain[0]], passed[self.chain[0]]
+
+    def _light(self, sequence: bool) -> NDArray[np.bool_]:
+        """[N] ops that need not run again at the end of a recomputed run."""
+        model = self.request.estimator.model_under(sequence)
+        return np.array([not rerun([model.ops[first]], [0]) for first in self.chain[1]])[self.chain[0]]
 
     def hiding(self, costs: OptionCosts) -> OptionCosts:
         """The costs under a zero-bubble schedule, which hides weight gradients in the fill and drain of the pipeline."""
@@ -276,18 +356,46 @@ class FamilyPrices:
 
     def _messages(self, option: StageOption, sizes: Floats) -> Floats:
         """[2, sizes] times of messages inside a node and across nodes, where all lanes of the stage send at once."""
-        cluster, kind = self.request.estimator.cluster, self.kinds[option.pool]
+        lines = self._lines(option.pool, min(option.num_devices, self.kinds[option.pool].per_node))
+        return np.stack([latency_s + sizes / bandwidth for latency_s, bandwidth in lines])
+
+    @_remembered
+    def _lines(self, pool: int, lanes: int) -> list[tuple[float, float]]:
+        """Latency and bandwidth of a message inside a node, and of one of so many across nodes; no time where there is none."""
+        cluster, kind = self.request.estimator.cluster, self.kinds[pool]
         first = kind.ranks[0]
         home = cluster.node_index(first)
         inside = next((rank for rank in kind.ranks[1:] if cluster.node_index(rank) == home), None)
-        others = (*kind.ranks, *(rank for other in self.kinds for rank in other.ranks[:1]))
+        # A replica that has no more than a node of this kind sends to other kinds where it sends to other nodes.
+        own = () if len(self.kinds) > 1 and self.pools[pool].num_devices <= kind.per_node else kind.ranks
+        others = (*own, *(rank for other in self.kinds for rank in other.ranks[:1]))
         across = next((rank for rank in others if cluster.node_index(rank) != home), None)
-        distinct, where = np.unique(sizes, return_inverse=True)
-        rows = []
-        for rank, sharing in ((inside, 1), (across, min(option.num_devices, kind.per_node))):
-            times = [0.0 if rank is None else point_to_point_s(float(size), cluster, first, rank, sharing) for size in distinct]
-            rows.append(np.array(times)[where])
-        return np.stack(rows)
+        ends, none = ((inside, 1), (across, lanes)), (0.0, np.inf)
+        return [
+            (cluster.link(first, rank).latency_s, cluster.flow_bandwidth_bytes_per_s(first, rank, sharing)) if rank is not None else none
+            for rank, sharing in ends
+        ]
+
+    def messages_between(self, before: StageOption, after: StageOption, across: bool) -> tuple[Floats, Floats]:
+        """[N + 1] times of the message there and of the one back, at each op, between stages of two options that lie side by side."""
+        cluster, (table, shape), (later, later_shape) = self.request.estimator.cluster, self.table(before), self.table(after)
+        there, back = np.zeros(len(table.chain) + 1), np.zeros(len(table.chain) + 1)
+        wider = after.num_devices / before.num_devices
+        there[1:-1] = later.input_bytes[later.chain[1:], later.shape_index(later_shape), 0, 0] * max(1.0, wider)
+        back[1:-1] = table.output_bytes[table.chain[:-1], table.shape_index(shape), 0, 0] * max(1.0, 1 / wider)
+        sender, receiver = self.kinds[before.pool].ranks[0], self.kinds[after.pool].ranks[-1]
+        if not across:
+            link = cluster.node_of(sender).intra
+            return link.latency_s + there / link.bandwidth_bytes_per_s, link.latency_s + back / link.bandwidth_bytes_per_s
+        pairs = max(before.num_devices, after.num_devices)
+        sharing = max(self._flows(option, pairs) for option in (before, after))
+        latency_s, bandwidth = cluster.link(sender, receiver).latency_s, cluster.flow_bandwidth_bytes_per_s(sender, receiver, sharing)
+        return latency_s + there / bandwidth, latency_s + back / bandwidth
+
+    def _flows(self, option: StageOption, pairs: int) -> int:
+        """Messages over the network of a node of a stage, if so many leave the stage at once in every replica."""
+        kind, own = self.kinds[option.pool], self.pools[option.pool].num_devices
+        return math.ceil(pairs * min(1.0, kind.per_node / option.num_devices)) * max(1, kind.per_node // own)
 
     def least_sent_bytes(self, option: StageOption) -> Floats:
         """[2] of the smallest message that a stage may get, and of the smallest that it may send; infinite in a chain of one op."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.costs.sources import open_costs
 from penstock.errors import InputError
+from penstock.models.shapes import Quantity
 from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.plans.precision import chosen_gradients, chosen_lengths, chosen_precision
 from penstock.plans.references import cluster_reference, model_reference
@@ -86,6 +87,17 @@ class Request:
     def recovery(self) -> tuple[Recovery, Recovery]:
         """What the model's distinct ops keep, and what would bring it back; without and with sequence parallelism."""
         return Recovery.of(self.model), Recovery.of(self.estimator.model_under(self.estimator.divides_tokens))
+
+    @cached_property
+    def common(self) -> dict[tuple[Any, ...], Any]:
+        """What families of plans have in common, such as the passes of ops at one shape: each is worked out once."""
+        return {}
+
+    @cached_property
+    def carried(self) -> tuple[Quantity, ...]:
+        """Bytes that each of the model's distinct ops returns."""
+        dtype = self.model.dtype
+        return tuple(sum((spec.size_bytes(dtype) for spec in op.carry), Quantity()) for op in self.model.distinct_ops)
 
     @cached_property
     def blocks(self) -> Blocks:

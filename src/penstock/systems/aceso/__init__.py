@@ -32,6 +32,12 @@ def _read(file: PlanFile, model: Model, cluster: Cluster) -> tuple[Plan, list[st
     return plan, []
 
 
+def _require_model(model: Model) -> None:
+    from penstock.systems.aceso.plans import size_of
+
+    size_of(model)
+
+
 def _write(plan: Plan, model: Model, path: Path) -> None:
     from penstock.systems.aceso.plans import from_plan, write_aceso_plan
 
@@ -138,6 +144,7 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 ACESO = System(
-    "aceso", PlanFiles(_read, _write, "gpt_1_3B.json", "plan.json", ("model", "cluster"), ("model", "cluster"), "Aceso's plan does"),
+    "aceso", PlanFiles(_read, _write, "gpt_1_3B.json", "plan.json", ("model", "cluster"), ("model", "cluster"), "Aceso's plan does",
+                       require_model=_require_model),
     search=_search, score=_score, chain=_chain,
 )  # fmt: skip

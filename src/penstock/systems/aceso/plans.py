@@ -164,7 +164,7 @@ def searched_text(found: Mapping[str, Any], model: Model) -> str:
     whole = {**found, "resharding_stages": differ}
     if str(model.config["size"]) not in SIZES[model.family]:
         return json.dumps(whole, indent=4)
-    _, layers, fields = _size_of(model)
+    _, layers, fields = size_of(model)
     whole |= {"num_layers": layers, **dict(zip(FAMILY_FIELDS[model.family], fields, strict=True))}
     return aceso_text(validated(AcesoPlan, whole, "the plan found"))
 
@@ -253,7 +253,7 @@ def groups(model: Model) -> list[OpGroup]:
     return found
 
 
-def _size_of(model: Model) -> tuple[str, int | tuple[int, ...], tuple[int, ...]]:
+def size_of(model: Model) -> tuple[str, int | tuple[int, ...], tuple[int, ...]]:
     """The name Aceso has for a model of this size, its layers and the fields of its family."""
     config = model.config
     if _is_table_chain(model):
@@ -322,7 +322,7 @@ def to_plan(
 
 def _require_same_sizes(aceso: AcesoPlan, model: Model) -> None:
     """Refuses a plan that was made for another model, or for one of the same name with other sizes."""
-    size, layers, fields = _size_of(model)
+    size, layers, fields = size_of(model)
     if (aceso.model_name, aceso.model_size, aceso.num_layers) != (model.family, size, layers):
         given = f"{aceso.model_name} {aceso.model_size} of {aceso.num_layers} layers"
         raise InputError(f"the Aceso plan is for {given}; model '{model.name}' is {model.family} {size} of {layers} layers.")
@@ -357,7 +357,7 @@ def from_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None = 
     """The plan as Aceso's runtime takes it; replicas become a larger dp, and what it does not know is refused."""
     model, cluster = model or model_of(plan), cluster or cluster_of(plan)
     require_valid(plan, model, cluster)
-    size, layers, fields = _size_of(model)
+    size, layers, fields = size_of(model)
     replicas, samples = plan.num_replicas, plan.micro_batching.samples or 0
     _require_known_to_aceso(plan, model, cluster)
     settings: list[list[tuple[int, int, int, int]]] = [[] for _ in plan.stages]

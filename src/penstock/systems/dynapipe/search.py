@@ -37,7 +37,8 @@ def best_configuration(
 
     The best is then planned with search; its bound is what no micro-batching under any of the configurations is below.
     """
-    from penstock.batching.planner import plan_batch
+    from penstock.batching.bounds.columns import FEW_KNOTS
+    from penstock.batching.planner import batch_bound_s, plan_batch
     from penstock.batching.search import usual_steps
 
     found: dict[str, tuple[FoundConfiguration, PipelineCosts]] = {}
@@ -46,7 +47,8 @@ def best_configuration(
         progress(name)
         try:
             costs = dynapipe_costs(tables, config)
-            found[name] = FoundConfiguration(config, plan_batch(samples, costs, bound=True)), costs
+            plan = replace(plan_batch(samples, costs), bound_s=batch_bound_s(samples, costs, FEW_KNOTS))
+            found[name] = FoundConfiguration(config, plan), costs
         except (InfeasibleError, ProfileMissingError):
             continue
     if not found:

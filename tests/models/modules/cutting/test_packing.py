@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from penstock.models.modules.batch import Batch, Sequences
-from penstock.models.modules.cutting.packing import Keeper, _Calls, attention_dropout, has_dropout, kept, packs
+from penstock.models.modules.cutting.packing import Keeper, _Calls, attention_dropout, has_dropout, kept, packs, sample_attention
 from penstock.models.modules.cutting.seen import logits_loss, seen
 from penstock.models.modules.cutting.skipping import Skipping
 from penstock.models.modules.cutting.transformers_models import use_our_attention
@@ -25,6 +26,34 @@ def test_our_attention_is_theirs_and_packs(name: str) -> None:
     use_our_attention(module)
     assert (module(**kwargs).logits - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     assert packs(module, logits_loss, VOCAB) == (True, True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 5), (False, None)])
+def test_samples_end_to_end_are_attended_to_at_once_on_a_gpu(causal: bool, window: int | None) -> None:
+    batch = _packed_batch((7, 12, 1, 30), "cuda")
+    query, key, value = (torch.randn(1, heads, 50, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    found = []
+    for micro_batch in (seen(batch), replace(seen(batch), edges=None)):
+        own = [x.clone().requires_grad_() for x in (query, key, value)]
+        with kept(micro_batch):
+            out = sample_attention(nn.Identity(), *own, None, sliding_window=window, is_causal=causal)[0]
+        out.square().sum().backward()
+        found.append([out, *(x.grad for x in own)])
+    for one, other in zip(*found, strict=True):
+        assert (one.float() - other.float()).norm() < 2e-2 * other.float().norm()
+
+
+def test_where_samples_lie_is_known_on_both_sides() -> None:
+    micro_batch = seen(_packed_batch((7, 12, 1, 30), "cpu"))
+    assert micro_batch.bounds == ((0, 7), (7, 19), (19, 20), (20, 50)) and micro_batch.longest == 30
+    assert micro_batch.edges is not None and micro_batch.edges.tolist() == [0, 7, 19, 20, 50] and micro_batch.edges.dtype == torch.int32
+
+
+def _packed_batch(lengths: tuple[int, ...], device: str) -> Batch:
+    ids = torch.ones(sum(lengths), dtype=torch.long, device=device)
+    own = Sequences(ids, lengths, "packed", max(lengths), torch.arange(len(lengths), device=device))
+    return Batch(labels=ids, weights=torch.ones(len(ids), device=device), own=own)
 
 
 def test_attention_of_torch_is_kept_inside_samples() -> None:

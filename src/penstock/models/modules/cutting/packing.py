@@ -6,6 +6,8 @@ called once for each sample. Whether that is all a module needs is tried out: tw
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -29,6 +31,8 @@ _LENGTHS = 9, 14
 """Of the two samples that are tried."""
 _ATTENTION_DROPOUT = "attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout"
 """What configs of transformers call it."""
+_WIDEST = 256
+"""Head that flash attention takes."""
 _DROPOUT_OF_HEADS = 10
 """Its place among the arguments of torch's `multi_head_attention_forward`."""
 
@@ -119,7 +123,6 @@ def attention_dropout(module: nn.Module) -> float:
     return max((float(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)), default=0.0)
 
 
-@torch.compiler.disable  # where samples lie is another thing in every micro-batch: it would be compiled anew for each
 def sample_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, scaling: float | None = None,
     dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
@@ -132,12 +135,43 @@ def sample_attention(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    is_plain = softcap is None and s_aux is None and (causal or not window)
+    if is_plain and micro_batch is not None and micro_batch.edges is not None and _is_for_kernel(query):
+        return _at_once(query, key, value, micro_batch.edges, micro_batch.longest, scaling, causal, window), None
     bounds = micro_batch.bounds if micro_batch is not None and micro_batch.bounds else ((0, query.shape[2]),)
     padding = None if micro_batch is None or causal or micro_batch.mask is None else micro_batch.mask.bool()
     parts = [
         _attended(*(x[:, :, a:b] for x in (query, key, value)), scaling, causal, window, softcap, s_aux, padding) for a, b in bounds
     ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).transpose(1, 2).contiguous(), None
+
+
+def _is_for_kernel(query: torch.Tensor) -> bool:
+    """Whether torch's kernel for samples end to end takes this, and gives the same bits every time where that is asked for."""
+    is_half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    if not is_half or query.shape[-1] % 8 or query.shape[-1] > _WIDEST or torch.are_deterministic_algorithms_enabled():
+        return False
+    return _has_windows()
+
+
+@functools.cache
+def _has_windows() -> bool:
+    """Whether this release of torch has the kernel with a scale and a window of one's own."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"scale", "window_size"} <= inspect.signature(varlen_attn).parameters.keys()
+
+
+def _at_once(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, edges: torch.Tensor, longest: int, scaling: float | None, causal: bool,
+    window: int | None,
+) -> torch.Tensor:  # fmt: skip
+    """All samples of one row in one call, which a GPU's host issues as fast as it would one sample: (rows, length, heads, width)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    tokens = (x[0].transpose(0, 1) for x in (query, key, value))
+    seen = (window - 1 if window else -1, 0 if causal else -1)
+    return varlen_attn(*tokens, edges, edges, longest, longest, scale=scaling, window_size=seen)[None]
 
 
 def _attended(

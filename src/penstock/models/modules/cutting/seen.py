@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -37,6 +37,10 @@ class SeenMicroBatch:
     """(rows, length) one where a padded row has a token; None where there is no padding."""
     bounds: tuple[tuple[int, int], ...] = ()
     """[first, last) of the samples that lie end to end; none where each has a row of its own."""
+    edges: torch.Tensor | None = None
+    """(samples + 1,) int32 the same on the device; None where each has a row of its own."""
+    longest: int = 0
+    """Tokens of the longest of them."""
     decoder_ids: torch.Tensor | None = None
     """(rows, decoder's length)"""
     decoder_mask: torch.Tensor | None = None
@@ -84,11 +88,12 @@ def seen(batch: Batch, dtype: torch.dtype = torch.float32) -> SeenMicroBatch:
     def rows(x: torch.Tensor, side: Sequences) -> torch.Tensor:
         return x.view(1 if side.layout == "packed" else side.num_rows, -1)
 
-    edges = own.bounds.tolist() if own.layout == "packed" else []
     found = SeenMicroBatch(
         rows(own.ids, own), rows(batch.labels, loss_side), rows(batch.weights, loss_side), rows(own.positions, own), _mask(own),
-        tuple(pairwise(edges)), keys=own.row_keys(), key=batch.seed * 1_000_003 + batch.step,
+        keys=own.row_keys(), key=batch.seed * 1_000_003 + batch.step,
     )  # fmt: skip
+    if own.layout == "packed":
+        found.bounds, found.edges, found.longest = tuple(pairwise(accumulate(own.lengths, initial=0))), own.bounds, own.longest
     if batch.decoder is not None:
         # Always with masks: what a module makes of none may have another shape, and each stage must get that of every micro-batch.
         found.mask, found.decoder_mask = own.key_padding().long(), batch.decoder.key_padding().long()

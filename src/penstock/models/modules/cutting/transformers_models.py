@@ -56,7 +56,9 @@ def use_our_attention(module: Any) -> None:
 
     if not _chooses_attention(module):
         return
-    AttentionInterface.register(_ATTENTION, sample_attention)
+    # Where samples lie is another thing in every micro-batch: it would be compiled anew for each. Said here, where a model is made, because
+    # it imports torch's compiler, for which every start of a run would wait.
+    AttentionInterface.register(_ATTENTION, torch.compiler.disable(sample_attention))
     AttentionMaskInterface.register(_ATTENTION, lambda *args, **kwargs: None)
     for config in {id(part.config): part.config for part in module.modules() if hasattr(part, "config")}.values():
         config._attn_implementation = _ATTENTION

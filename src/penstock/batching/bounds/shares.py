@@ -1,53 +1,19 @@
-"""What no plan of a batch can beat: busy time of the slowest stage over all replicas, plus the cheapest way to reach it and back.
+"""The least that each sample adds to a stage and takes on its way, whoever its partners are.
 
-    T ≥ Σ cheapest share of each sample on stage s / replicas + least fill before s + least drain after it        for every stage s
-    T ≥ the way of each sample through all stages and back
-
-The cheapest share of a sample is the least, over all sizes of a micro-batch, of its time per row if all rows were as long as this
-sample; times are first lowered until they grow with length, which can only lower the bound. With one length per sample the exact
-programme over sorted samples replaces the shares, since sorted neighbours are then the best partners.
+The cheapest share of a sample is the least, over all sizes of a micro-batch, of its time per row if all rows were as long as this sample.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from penstock.batching.costs import Floats, LayoutCosts, PipelineCosts
-from penstock.batching.ordering import Ints, by_length
-from penstock.batching.split import Windows
+from penstock.batching.ordering import Ints
 
-__all__ = ["lower_bound_s"]
-
-_EXACT = 8192
-"""Most samples for the exact programme; above, shares are as good."""
+__all__ = ["extended", "lowered", "shares", "ways_s"]
 
 
-def lower_bound_s(costs: PipelineCosts, enc: Ints, dec: Ints, exact: bool = False) -> float:
-    """Seconds; `exact` spends a whole programme per kind of stage where the batch allows it."""
-    pairs, copies = np.unique(np.stack([enc, dec]), axis=1, return_counts=True)
-    own, own_dec = pairs[0], pairs[1]
-    most = {"padded": float(len(enc)), "packed": float(enc.sum())}
-    easy = replace(costs, layouts={layout: _lowered(_extended(grid, most[layout]), (0, 1)) for layout, grid in costs.layouts.items()})
-    room = (costs.limit_bytes - costs.state_bytes).max(axis=0)
-    exact = exact and set(costs.layouts) == {"padded"} and not dec.any() and len(enc) <= _EXACT
-    ways = _way_s(easy, own, own_dec)
-    best = float(ways.sum(axis=1).max())
-    reach = ways.min(axis=0)
-    known: dict[tuple[tuple[int, ...], float], float] = {}
-    for s in range(costs.num_stages):
-        key = tuple(sorted(set(costs.stage_class[:, s].tolist()))), float(room[s])
-        if key not in known:
-            known[key] = float(_shares(easy, *key, own, own_dec) @ copies)
-            if exact and len(key[0]) == 1:
-                stage = _one_stage(easy, key[0][0], key[1])
-                known[key] = Windows(stage, enc, dec, by_length(enc, dec), len(enc)).split(np.inf)[0]
-        best = max(best, known[key] / costs.num_replicas + float(reach[:s].sum()))
-    return best + costs.fixed_s
-
-
-def _extended(grid: LayoutCosts, most: float) -> LayoutCosts:
+def extended(grid: LayoutCosts, most: float) -> LayoutCosts:
     """The same grid with a last knot of rows or tokens at `most`: shares are looked for at knots, and micro-batches may be larger."""
     sizes, lengths, dec_lengths = grid.axes
     if most <= sizes[-1]:
@@ -56,7 +22,7 @@ def _extended(grid: LayoutCosts, most: float) -> LayoutCosts:
     return LayoutCosts((np.append(sizes, most), lengths, dec_lengths), np.concatenate([grid.values, last[:, :, None]], axis=2))
 
 
-def _lowered(grid: LayoutCosts, axes: tuple[int, ...]) -> LayoutCosts:
+def lowered(grid: LayoutCosts, axes: tuple[int, ...]) -> LayoutCosts:
     """The same grid, lowered so that no quantity falls along these axes."""
     values = grid.values
     for axis in axes:
@@ -64,14 +30,7 @@ def _lowered(grid: LayoutCosts, axes: tuple[int, ...]) -> LayoutCosts:
     return LayoutCosts(grid.axes, values)
 
 
-def _one_stage(costs: PipelineCosts, stage_class: int, room: float) -> PipelineCosts:
-    """A pipeline of this stage alone."""
-    one = np.ones((1, 1))
-    alone = np.full((1, 1), stage_class, dtype=np.int64)
-    return replace(costs, stage_class=alone, state_bytes=0 * one, limit_bytes=room * one, hops=np.zeros((1, 2, 0, 3)))
-
-
-def _shares(costs: PipelineCosts, classes: tuple[int, ...], room: float, enc: Ints, dec: Ints) -> Floats:
+def shares(costs: PipelineCosts, classes: tuple[int, ...], room: float, enc: Ints, dec: Ints) -> Floats:
     """Cheapest share of a sample of each pair of lengths in a stage of any of these classes."""
     found = np.full(len(enc), np.inf)
     if "padded" in costs.layouts:
@@ -113,13 +72,13 @@ def _packed_shares(costs: PipelineCosts, classes: tuple[int, ...], enc: Ints) ->
     return np.asarray(enc * per_token.min(axis=(1, 2, 3)))
 
 
-def _way_s(costs: PipelineCosts, enc: Ints, dec: Ints) -> Floats:
+def ways_s(costs: PipelineCosts, enc: Ints, dec: Ints) -> Floats:
     """[samples, stages] least time of both passes of each stage for a micro-batch that holds the sample, with the hops after it."""
     unit, least = costs.round_to, np.full((len(enc), costs.num_stages), np.inf)
     for layout, grid in costs.layouts.items():
         rows = np.ones(len(enc)) if layout == "padded" else enc
         row, row_dec = (-(-enc // unit) * unit, -(-dec // unit) * unit) if layout == "padded" else (enc, 0 * enc)
-        passes = _lowered(grid, (2,)).at(rows, row, row_dec)[..., :2].min(axis=-2).sum(axis=-1)  # [samples, C]
+        passes = lowered(grid, (2,)).at(rows, row, row_dec)[..., :2].min(axis=-2).sum(axis=-1)  # [samples, C]
         for classes in costs.stage_class:
             least = np.minimum(least, passes[:, classes])
     hops = costs.hops.sum(axis=1).min(axis=0)  # [S - 1, 3]

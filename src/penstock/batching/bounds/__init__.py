@@ -1,0 +1,1 @@
+"""Lower bounds of batches: what no way to cut one can be faster than."""
