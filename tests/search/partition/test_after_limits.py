@@ -10,7 +10,8 @@ from penstock.search.assemble import assembled, stage_of
 from penstock.search.partition.after_limits import StageAfter
 from penstock.search.partition.flags import recompute_flags
 from penstock.search.partition.pipelines import _stages, best_pipeline
-from penstock.search.partition.stage_space import StageChoice, StageSpace
+from penstock.search.partition.programme import crossing
+from penstock.search.partition.stage_space import Machine, StageChoice, StageSpace, build_space
 from penstock.search.space.families import PlanFamily, families
 from penstock.search.space.request import Request
 
@@ -68,3 +69,22 @@ def test_the_ends_that_share_a_table_go_to_the_fast_network() -> None:
     kinds = [stage.device for stage in found.estimate.stages]
     assert not (fast[0] and fast[-1]) and (kinds[0], kinds[-1]) == ("a100-40gb", "a100-40gb")
     assert found.estimate.time_s < REQUEST.estimator.estimate(plan_of(FAMILY, space, shortest)).time_s
+
+
+def test_the_other_end_of_a_shared_table_counts() -> None:
+    """For a stage that has one end of it, but not for one that has both."""
+    after, num_ops = StageAfter(FAMILY.prices), REQUEST.model.num_ops
+    option = next(option for option in FAMILY.subspaces[0].options if (option.pool, option.num_devices) == (1, 4))
+    alone = FAMILY.prices.side_by_side_s(option)
+    shared_s = after.of(option, 0, 5) - float(alone[:5].sum())
+    assert shared_s > 0.01 and after.of(option, 5, num_ops) - float(alone[5:].sum()) == pytest.approx(shared_s)
+    assert after.of(option, 0, num_ops) == pytest.approx(float(alone.sum()))
+
+
+def test_messages_between_kinds_cross_nodes_wherever_stages_lie() -> None:
+    options = [next(o for o in FAMILY.subspaces[0].options if (o.pool, o.num_devices) == (pool, 2)) for pool in (0, 1)]
+    costs, machine = [FAMILY.prices.costs(option) for option in options], Machine(FAMILY.pools, 1.0, 0.0)
+    space = build_space(costs, REQUEST.blocks, machine, max_stages=1, cuts=REQUEST.blocks.ends, recompute="never")
+    places = [(0, 0), (0, 2), (1, 2), (1, 4), (1, 6)]
+    given = [StageChoice(option, at, at + 1, 0, 0.0, start) for at, (option, start) in enumerate(places)]
+    assert crossing(space, given) == [False, True, True, False]
