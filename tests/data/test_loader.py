@@ -339,7 +339,7 @@ def test_a_planner_that_hangs_is_replaced(folder: Path, server: TcpServer, tmp_p
     planner = make_planner(folder)
     faulty = FaultyPlanner(planner.plan, planner.model, planner.costs, planner.form, step=3, way="hang", once=str(tmp_path / "failed"))
     expected = inline(folder, planner)  # first, so that no planner is taken for hanging while it compiles
-    found, replaced = run_ranks(make_source(folder), faulty, server, hang_s=8.0)
+    found, replaced = run_ranks(make_source(folder), faulty, server, hang_s=4.0)
     assert found == expected and replaced >= 1 and (tmp_path / "failed").exists()
 
 

@@ -52,6 +52,8 @@ class WorkerError(PenstockError):
         super().__init__(message)
         self.has_left = has_left
         """Whether their node was asked to leave, and has: no fault of theirs."""
+        self.lost_peer = _lost_peer(message)
+        """Whether all that is known is that another went away."""
         self.ranks, self.is_lost = tuple(ranks), is_lost
         """Who, all of a node where that is lost; and whether they died, or failed in a way that they need not meet again: others in their
         place may go on."""

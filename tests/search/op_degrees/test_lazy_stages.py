@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.search.op_degrees.lazy_stages import ChainArrays
+from penstock.search.op_degrees.lazy_stages import ChainArrays, LazyStages
 from penstock.search.op_degrees.mixed_kernels import best_chain, bound_table, peak_bounds, reached_table
-from penstock.search.partition.stage_space import MemoryRule
+from penstock.search.partition.stage_space import Machine, MemoryRule
+from penstock.search.space.stage_costs import DevicePool
 
 STATE, FLOOR = 4.0, 0.7
-
-
 PRICES = np.array([0.0, 0.1, 0.5, 2.0, 10.0])
 
 
@@ -120,12 +119,13 @@ def test_bound_is_below_the_fastest(seed: int, ops: int, behind: int, limit: flo
 
 def test_bounds_that_know_the_peak_are_higher() -> None:
     """With one micro-batch, what is recomputed first saves no more than it takes when it is brought back."""
-    higher = 0
-    for seed in range(40):
-        costs, rule, low = Costs(seed, 2, 6), MemoryRule(4.0, STATE, FLOOR), np.zeros((2, 6))
-        bound_table(PRICES, rule, costs.arrays, np.array([0] * 6), np.array([6, 0, 0, 0, 0, 0]), low[:1])
-        peak_bounds(0, 1.0, PRICES, np.array([0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0]), rule, costs.arrays, low[1])
-        higher += low[1, 5] > low[0, 5] * 1.001
+    higher, prices, peaks = 0, np.append(0.0, np.geomspace(0.05, 20, 30)), np.arange(0.0, 3.0, 0.1)
+    for seed, (held, limit) in itertools.product(range(40), ((1, 6.0), (2, 10.0))):
+        costs, rule, low = Costs(seed, 2, 4), MemoryRule(limit, STATE, FLOOR), np.zeros((3, 4))
+        bound_table(prices, rule, costs.arrays, np.array([0] * 4), np.array([4, 0, 0, 0]), low[:held])
+        peak_bounds(0, float(held), prices, peaks, rule, costs.arrays, low[2])
+        assert low[2, 3] <= costs.best_by_trying(float(held), limit) + 1e-9
+        higher += low[2, 3] > low[held - 1, 3] * 1.001
     assert higher >= 20
 
 
@@ -142,3 +142,9 @@ def test_chains_that_are_reached_fit_and_are_not_too_fast() -> None:
         assert np.isinf(high[:, offset[1] : offset[2]]).all() or is_cut[1]
         found += np.isfinite(high[behind, ops - 1])
     assert found > 80
+
+
+def test_a_size_without_tables_has_no_plan() -> None:
+    lazy = LazyStages([], Machine((DevicePool(2, 2, 8.0),), STATE), 4, np.inf, 2, PRICES, 16)
+    assert lazy.promise() == lazy.bound(np.inf) == lazy.proven(np.inf, 1.0) == np.inf
+    assert lazy.reach(np.inf) == lazy.solve(np.inf) == ((), np.inf)

@@ -267,7 +267,7 @@ class Supervisor:
                 gone = () if nodes is None else nodes.gone_ranks()
                 going_on = None
                 if recovery is not None and error.is_lost:
-                    going_on = recovery.go_on(error.ranks, str(error), gone, has_left=error.has_left)
+                    going_on = recovery.go_on(error.ranks, str(error), gone, has_left=error.has_left, lost_peer=error.lost_peer)
                 if recovery is None or going_on is None:
                     if recovery is not None:
                         recovery.save_copies()

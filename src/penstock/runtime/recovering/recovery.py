@@ -75,8 +75,9 @@ class RunRecovery:
         self._told: dict[int, StepTold] = {}
         self._notes: list[str] = []
         """To be told with the next step that is new."""
-        self._dead: list[tuple[int, ...]] = []
-        """Ranks that have died since a step was done for the first time, those that did together."""
+        self._dead: list[tuple[tuple[int, ...], bool]] = []
+        """Ranks that have died since a step was done for the first time, those that did together; and whether all that they told is that
+        others went away."""
         self._lost: tuple[str, int, tuple[int, ...], int, float] | None = None
         """Event, step, ranks, steps behind it, and when: of a death that no step has followed yet."""
 
@@ -120,16 +121,19 @@ class RunRecovery:
         """The run has moved to another plan."""
         self.request = replace(self.request, plan=plan)
 
-    def go_on(self, ranks: Sequence[int], text: str, gone: Sequence[int] = (), *, has_left: bool = False) -> GoingOn | None:
+    def go_on(
+        self, ranks: Sequence[int], text: str, gone: Sequence[int] = (), *, has_left: bool = False, lost_peer: bool = False
+    ) -> GoingOn | None:  # fmt: skip
         """Where new processes begin, `members` of them, after ranks have died, or have left with their node; nothing where the run has to
-        end. The machines of the ranks that are `gone` are lost: they cannot have others."""
+        end. The machines of the ranks that are `gone` are lost: they cannot have others. Of ranks that only lost a peer nobody knows
+        whether it was their end that failed: a device is not taken to be broken by that and a death of its own together."""
         since_s = time.monotonic()
         if not has_left:
-            self._dead.append(tuple(ranks))
+            self._dead.append((tuple(ranks), lost_peer))
         self._tell("left" if has_left else "lost", self.done, ranks, text.partition("\n")[0].rstrip("."))
         if len(self._dead) >= MOST_DEATHS:
             return None
-        is_broken = self._dead.count(tuple(ranks)) >= _BROKEN_DEATHS
+        is_broken = self._dead.count((tuple(ranks), lost_peer)) >= _BROKEN_DEATHS
         left_out = sorted({rank for rank in self.members if rank in gone or (is_broken and rank in ranks)})
         event, who, before = "replaced", tuple(ranks), self.request.plan
         if left_out and self._witness is not None:

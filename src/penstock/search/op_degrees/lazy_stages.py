@@ -226,6 +226,8 @@ class LazyStages:
 
     def solve(self, known: float) -> tuple[tuple[SolvedStage, ...], float]:
         """The best plan; no stages where nothing is faster than `known`."""
+        if not self.costs:
+            return (), np.inf
         if not self._is_bounded:
             self.bound(known)
         stages, time = self._solve(self.space, known, ROUNDS if known < np.inf else FEW_ROUNDS)
