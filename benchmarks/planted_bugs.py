@@ -329,6 +329,8 @@ _SYSTEMS = (
          "top += stored + layers * cost[2] + cost[3]", "off by one", "systems/dynapipe"),
 )  # fmt: skip
 _RUNTIME = (
+    _bug("freed memory goes back", "runtime/transport/allocator.py", "            mallopt(option, size)", "            pass",
+         "every pass asks for its pages anew", "runtime/transport/test_allocator.py"),
     _bug("who waits is the cause", "runtime/telemetry/parts.py", " - differences[rank][_EFFECT]", "",
          "a slow rank shows as waiting on the others", "runtime/telemetry/test_parts.py"),
     _bug("an update has what it waits for", "runtime/telemetry/observing.py", '            self._sums["update_s"] -= time_s\n', "",

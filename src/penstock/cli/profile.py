@@ -52,7 +52,9 @@ def profile(
     from penstock.costs.profile import read_profile
     from penstock.profiling.links import join_ranks, measure_links
     from penstock.profiling.run import Profiler
+    from penstock.runtime.transport.allocator import keep_freed_memory
 
+    keep_freed_memory()  # as ranks do
     rank = join_ranks(device)
     profiler = Profiler.open(path, device)
     profiler.repeats, profiler.warm_up_s = repeats, warm_up

@@ -335,10 +335,11 @@ def joined(device: str, members: Sequence[int]) -> Iterator[Worker]:
     """This process as a worker among those that torchrun (or Slurm with the same variables) started, which are these devices in turn."""
     import torch
 
-    from penstock.runtime.transport.allocator import use_expandable_segments
+    from penstock.runtime.transport.allocator import keep_freed_memory, use_expandable_segments
     from penstock.runtime.transport.rendezvous import job_store
     from penstock.runtime.transport.world import ProcessGroups
 
+    keep_freed_memory()
     if device == "cuda":
         local = int(os.environ.get("LOCAL_RANK", "0"))
         if local >= torch.cuda.device_count():
@@ -436,11 +437,12 @@ def _open(start: _Start, tell: Callable[[Any], None]) -> Worker:
     os.environ.update(start.environment)
     import torch
 
-    from penstock.runtime.transport.allocator import use_expandable_segments
+    from penstock.runtime.transport.allocator import keep_freed_memory, use_expandable_segments
     from penstock.runtime.transport.rendezvous import find_rendezvous, talk_from
     from penstock.runtime.transport.world import ProcessGroups
 
     torch.set_num_threads(start.threads)
+    keep_freed_memory()
     talk_from(start.address)
     host, port = start.meets_at
     store = find_rendezvous(port, host)
