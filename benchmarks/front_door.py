@@ -51,7 +51,10 @@ PLANS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 DIVIDED: dict[str, dict[str, Any]] = {"tp 2": {"tp": 2}, "tp 2 × pp 2": {"tp": 2, "pp": 2}}
 """Of models with a `tp_plan`."""
-MODELS = ("llama", "qwen3", "qwen3_moe", "gemma2", "gemma3", "phi", "gpt2", "bert", "t5", "mixtral", "long_skips", "plain_gpt", "vit")
+MODELS = (
+    "llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3", "phi", "gpt2", "bert", "t5", "mixtral", "long_skips",
+    "plain_gpt", "vit",
+)  # fmt: skip
 ADAMW = TrainingSettings(LearningRate(3e-3, warmup_steps=2), OptimizerSettings("adamw", eps=1e-3), clip_norm=0.5)
 
 

@@ -104,6 +104,14 @@ def llama() -> tuple[nn.Module, None]:
     return make("llama"), None
 
 
+def qwen2() -> tuple[nn.Module, None]:
+    return make("qwen2"), None
+
+
+def mistral() -> tuple[nn.Module, None]:
+    return make("mistral"), None
+
+
 def qwen3() -> tuple[nn.Module, None]:
     return make("qwen3"), None
 

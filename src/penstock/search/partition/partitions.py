@@ -19,6 +19,8 @@ _CAPS = (1.3, 3.0, math.inf)
 """Search below 1.3×, 3×, ∞ times the best promise in turn; a tight cap keeps the stage tables small."""
 
 
+_FORMULA_OFF = 0.1
+"""Over several kinds, by how much more the formula may say than of the best plan: the clock hides messages behind compute, and decides."""
 _NEAR = 0.1
 """Over several kinds, whose stages are bounded with their neighbours already, devices are paid for only where that bound is so near."""
 _FEW = 4
@@ -54,9 +56,10 @@ class Partitions:
             for _, bound_s, family in promising:
                 if progress.out_of_time():
                     return
-                if bound_s < limit_s:
+                enough_s = limit_s * (1.0 if len(family.pools) == 1 else 1 + _FORMULA_OFF)
+                if bound_s < enough_s:
                     progress.tell(str(family))
-                    progress.add(best_pipeline(family, limit_s))
+                    progress.add(best_pipeline(family, enough_s))
                     limit_s = min(limit_s, progress.best_s)
             if progress.best_s <= cap * least_s:
                 return
