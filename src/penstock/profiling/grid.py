@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, pairwise
 
@@ -50,17 +50,18 @@ def mixed_lengths(size: int, length: int, longest: int) -> Lengths:
     pattern = [max(1, round(length * share)) for share in SPREAD]
     if pattern[-1] > longest or size < 2 * sum(pattern):
         return Lengths(size // length, length, layout="packed")
-    lengths = pattern * (size // sum(pattern))
-    parts = iter(pattern)
-    while (left := size - sum(lengths)) > 0:
-        lengths.append(min(next(parts), left))
-    return Lengths(len(lengths), length, layout="packed", mixed=tuple(lengths))
+    return _mixture(size, length, pattern)
 
 
 def spread_lengths(size: int, length: int, longest: int) -> Lengths:
     """A packed batch of `size` tokens of lengths as spread out as those of real text, none above `longest`: a token sees about `length`
     keys, fewer where that cuts lengths off. There are as many sequences as in real batches: on a processor each has a price of its own."""
     pattern = [max(1, min(round(length * share), longest)) for share in reversed(SPREAD)]
+    return _mixture(size, length, pattern)
+
+
+def _mixture(size: int, length: int, pattern: Sequence[int]) -> Lengths:
+    """Sequences of these lengths in turn, the last one cut to fill `size`."""
     lengths: list[int] = []
     parts = cycle(pattern)
     while (left := size - sum(lengths)) > 0:

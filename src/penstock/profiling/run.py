@@ -392,7 +392,7 @@ class Profiler:
         small, large = (random_model_batch(model, sweep_lengths(model, size), self.device) for size in (smallest, usual))
         flags = [index for index in range(len(chain.places)) if 0 < index < len(chain.places) - 3]
         plain_s, again_s = self._in_turns_s(chain, small, ((), flags))
-        lasting_s = self._lasting_s(chain, large)
+        (lasting_s,) = self._in_turns_s(chain, large, ((),))
         host_s = self._sum_of_parts(costs, model, small.shape, HOST_COLUMNS)
         parts_s = self._sum_of_parts(costs, model, large.shape, ("forward_s", "backward_s"))
         recompute_host_s = max(again_s - plain_s, 0.0) / len(rerun_positions(model.ops, flags))
@@ -408,24 +408,17 @@ class Profiler:
         return model.num_parameters * 2 * ITEM_BYTES[model.dtype] < 0.1 * self.here.about["memory_bytes"]
 
     def _in_turns_s(self, chain: Chain, batch: Batch, ways: Sequence[Sequence[int]]) -> list[float]:
-        """Times of a forward and a backward pass that recompute this and that, as micro-batches follow each other, taken in turns.
+        """Times of a forward and a backward pass that recompute this and that, under lasting load, taken in turns.
 
-        The pace of a host changes from second to second: what is compared sees the same moments, and many of them.
+        The pace of a host changes from second to second: what is compared sees the same moments, and many of them. The second half counts:
+        the first passes find kernels and memory, and clocks fall under load.
         """
         times: list[list[float]] = [[] for _ in ways]
         began = time.perf_counter()
         while len(times[0]) < TURNS or time.perf_counter() - began < LASTING_S:
             for found, recompute in zip(times, ways, strict=True):
                 found.append(self._passes_s(chain, batch, recompute))
-        return [statistics.median(found[2:]) for found in times]  # the first ones find kernels and memory
-
-    def _lasting_s(self, chain: Chain, batch: Batch) -> float:
-        """Time of one forward and backward pass under lasting load: of the second half of some seconds."""
-        times: list[float] = []
-        began = time.perf_counter()
-        while len(times) < TURNS or time.perf_counter() - began < LASTING_S:
-            times.append(self._passes_s(chain, batch, ()))
-        return statistics.median(times[len(times) // 2 :])
+        return [statistics.median(found[len(found) // 2 :]) for found in times]
 
     def _passes_s(self, chain: Chain, batch: Batch, recompute: Sequence[int]) -> float:
         """Mean time of four forward and backward passes, one after the other."""

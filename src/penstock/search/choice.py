@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.timing.estimate import Estimate
 
-__all__ = ["Choice"]
+__all__ = ["FORMULA_OFF", "Choice"]
+
+FORMULA_OFF = 0.1
+"""A plan that is slower than the best by no more than this share by formula is worth the clock, which may find it as fast."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from penstock.errors import InfeasibleError, InputError
 from penstock.plans.plan import Plan
 from penstock.plans.validity import require_valid
 from penstock.schedules.rules import SEARCHED_SCHEDULES
-from penstock.search.choice import Choice
+from penstock.search.choice import FORMULA_OFF, Choice
 from penstock.search.improvers import other_schedules, rebalanced_shares, refined_by_simulator
 from penstock.search.interleaved.interleaved_plans import InterleavedPlans
 from penstock.search.op_degrees.per_op_degrees import PerOpDegrees
@@ -43,8 +43,6 @@ _MOST_PER_SAMPLE = 64
 """Devices that can share the work on one sample with any use: eight in a tensor-parallel group, eight such stages."""
 _CLOCKED = 24
 """Plans, the best by formula, that are timed by the clock; formulas are a few percent off, most of all with few micro-batches."""
-_FORMULA_OFF = 0.1
-"""Simpler plans are timed by the clock, too, if by formula they are slower by at most this much more than the error of the costs."""
 _CLOCKED_ACTIONS = 1_000_000
 """Passes of all of them together, beyond which only as many are timed as are shown: long pipelines of thousands of micro-batches."""
 
@@ -162,7 +160,7 @@ def _outcome(request: Request, progress: Progress, bound_s: float, top: int) -> 
 
 def _is_near(choice: Choice, formula_s: float, error: float) -> bool:
     """Whether the clock might find a plan as fast as the best by formula, as far as costs can tell."""
-    return error > 0 and choice.estimate.formula_s <= formula_s * (1 + error) * (1 + _FORMULA_OFF)
+    return error > 0 and choice.estimate.formula_s <= formula_s * (1 + error) * (1 + FORMULA_OFF)
 
 
 def _timed(choices: Sequence[Choice], top: int) -> Iterator[Choice]:

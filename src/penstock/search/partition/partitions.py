@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from penstock.schedules.rules import unchunked
 from penstock.search.bounds.by_ops import family_bound, promise_s, subspace_bound
+from penstock.search.choice import FORMULA_OFF
 from penstock.search.partition.by_neighbours import STEPS, neighbours_bound_s
 from penstock.search.partition.pipelines import best_pipeline, bound_of_subspace
 from penstock.search.progress import Progress, ProofLine, weakest
@@ -19,8 +20,6 @@ _CAPS = (1.3, 3.0, math.inf)
 """Search below 1.3×, 3×, ∞ times the best promise in turn; a tight cap keeps the stage tables small."""
 
 
-_FORMULA_OFF = 0.1
-"""Over several kinds, by how much more the formula may say than of the best plan: the clock hides messages behind compute, and decides."""
 _NEAR = 0.1
 """Over several kinds, whose stages are bounded with their neighbours already, devices are paid for only where that bound is so near."""
 _FEW = 4
@@ -56,7 +55,8 @@ class Partitions:
             for _, bound_s, family in promising:
                 if progress.out_of_time():
                     return
-                enough_s = limit_s * (1.0 if len(family.pools) == 1 else 1 + _FORMULA_OFF)
+                # The clock, which hides messages behind compute, may prefer a plan that is slower by formula.
+                enough_s = limit_s * (1.0 if len(family.pools) == 1 else 1 + FORMULA_OFF)
                 if bound_s < enough_s:
                     progress.tell(str(family))
                     progress.add(best_pipeline(family, enough_s))
