@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,15 +55,15 @@ def launched(arguments: Sequence[str], folder: Path, name: str = "launched", **e
     """`penstock ARGUMENTS`, with some variables beside those of this process; nothing of its session is left behind."""
     warm_up()
     out, err = folder / f"{name}.out", folder / f"{name}.err"
-    out.touch()
-    err.touch()
     process = FORKED.Process(target=_launch, args=({**os.environ, **environment}, list(arguments), out, err))
     process.start()
     try:
+        while not err.exists() and process.exitcode is None:  # until it has a session of its own
+            time.sleep(0.01)
         yield Launched(process, out, err)
     finally:
         if process.exitcode is None:
-            os.killpg(os.getpgid(process.pid), signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
         process.join()
 
 
@@ -71,7 +72,7 @@ def _launch(environment: Mapping[str, str], arguments: list[str], out: Path, err
     os.environ.clear()
     os.environ.update(environment)
     for stream, path in ((sys.stdout, out), (sys.stderr, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), stream.fileno())
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream.fileno())
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     server._forkserver_pid = server._forkserver_address = server._forkserver_alive_fd = None
     util.spawnv_passfds = _forked  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Real signals to `penstock train` and its processes: the step that runs ends, a checkpoint is written, and the curve goes on from there."""
+"""Real signals to `penstock train` and its processes: the step that runs ends, a checkpoint is written, the curve goes on from there."""
 
 from __future__ import annotations
 
