@@ -93,7 +93,6 @@ class Rank:
         self._source: Source | None = None
         self._loss = torch.zeros((), dtype=torch.float64, device=groups.device)
         self._correct = torch.zeros(2, dtype=torch.float64, device=groups.device)
-        _wake_autograd(groups.device)
 
     def adopt(self, plan: Plan, *, keep: bool = False) -> None:
         """Runs `plan` from the next program on; every process of the job calls it, between the same two programs.
@@ -385,8 +384,3 @@ class Rank:
 def _useful_tokens(program: i.Program) -> int:
     """Tokens of a replica's micro-batches, padding left out; images count as one each."""
     return sum(sum(micro.lengths) + sum(micro.dec_lengths) or len(micro.samples) for micro in program.micro_batches)
-
-
-def _wake_autograd(device: torch.device) -> None:
-    """Runs a small backward pass: the thread that runs backward passes then has a CUDA context before its first product asks for one."""
-    torch.zeros((), device=device, requires_grad=True).mul(2.0).backward()
