@@ -194,6 +194,8 @@ _BATCHING = (
     _bug("cheap samples are dealt first", "batching/packing.py", 'np.argsort(-weights, kind="stable")',
          'np.argsort(weights, kind="stable")',
          "a sign", "batching/test_baselines.py"),
+    _bug("separators between packed samples take no room", "batching/baselines.py", "_first_fit(enc + between[0], dec",
+         "_first_fit(enc, dec", "a baseline better than its system", "batching/test_baselines.py", pick="separator"),
 )  # fmt: skip
 _SEARCH = (
     _bug("a bound that shares each node's network among more", "search/partition/by_neighbours.py",

@@ -76,8 +76,20 @@ def test_pairs_are_packed_within_both_lengths() -> None:
     batches = packed_rows(samples, costs, 2, attention="across")
     assert [batch.row_sizes for batch in batches] == [(1, 2), (2, 2)]
     assert {(batch.row_length, batch.dec_row_length) for batch in batches} == {(20, 8)}
+    longer = packed_rows(samples, costs, 8, 40, "across")
+    assert {(batch.row_length, batch.dec_row_length) for batch in longer} == {(40, 40)}
+    assert [batch.row_sizes for batch in longer] == [(3, 4)]
     with pytest.raises(InputError, match="packed layout"):
         packed_rows(samples, costs, 2)
+
+
+@pytest.mark.parametrize(("offset", "separator", "rows"), [(0, 0, (3,)), (0, 1, (2, 1)), (-1, 0, (3, 1)), (-1, 1, (2, 1))])
+def test_a_separator_makes_one_text_of_a_row(offset: int, separator: int, rows: tuple[int, ...]) -> None:
+    """Rows of 15 positions: three samples of 5 tokens fill one; with a token between them they have 17, of which the last is no input."""
+    costs = dataclasses.replace(COSTS, length_offset=offset)
+    samples = [SampleLengths(i, 5) for i in range(sum(rows))]
+    assert [batch.row_sizes for batch in packed_rows(samples, costs, 8, 15, "across", separator)] == [rows]
+    assert [batch.row_sizes for batch in packed_rows(samples[:3], costs, 8, 16, "across", 1)] == [(3,) if offset else (2, 1)]
 
 
 def test_micro_batches_of_a_layout_without_a_price_are_refused() -> None:
