@@ -212,7 +212,7 @@ _SEARCH = (
     _bug("asynchronous stages keep one version of their weights", "search/space/prices.py",
          "kept, state_bytes = kept + parameters * self._per_weight[0], state_bytes - self._per_weight[0]", "pass",
          "plans do not fit that are said to", "search/test_asynchronous.py", pick="older_weights"),
-    _bug("segments that are brought back are told apart coarsely", "systems/aceso/search.py", "PEAKS = (8, 48)", "PEAKS = (8,)",
+    _bug("segments that are brought back are told apart coarsely", "systems/aceso/search_uniform.py", "PEAKS = (8, 48)", "PEAKS = (8,)",
          "bounds are weak where memory barely suffices", "systems/aceso/test_search.py", pick="never_worse"),
     _bug("what does not fit counts as bounded out", "search/money.py", '"out of memory" if " fits on " in str(error) else "no plan"',
          '"bounded out"', "the wrong reason is told", "cli/test_pareto.py", pick="plan_or_a_reason"),
