@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.batching.baselines import Attention, baseline_rows, fixed_batches, packed_rows, run_baseline, token_budget
+from penstock.batching.costs import LayoutCosts
 from penstock.batching.example import small_costs
-from penstock.batching.packing import equal_groups
+from penstock.batching.packing import equal_groups, packed_splits
 from penstock.batching.plan import SampleLengths
 from penstock.batching.planner import plan_batch
+from penstock.batching.split import FILL
 from penstock.batching.workloads import batch_workload
 from penstock.errors import InfeasibleError, InputError
 from penstock.models.micro_batch import MicroBatch
@@ -123,6 +125,22 @@ def test_groups_are_of_equal_weight(weights: list[int], count: int, small: int) 
     assert len(sums) <= count
     if not small:
         assert sums.max() <= sum(weights) / count + max(weights)
+
+
+def test_groups_of_every_number_are_priced_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planners share cores with ranks that compute on processors: a look-up for each number took longer than all else they do."""
+    looked_up: list[int] = []
+    plain = LayoutCosts.at
+    monkeypatch.setattr(LayoutCosts, "at", lambda grid, x, y, z: looked_up.append(np.size(x)) or plain(grid, x, y, z))
+    enc = np.random.default_rng(0).integers(1, 60, 80)
+    splits = packed_splits(COSTS, enc)
+    assert len(looked_up) == 2, "the samples, and the groups of all splits"
+    monkeypatch.undo()
+    assert len(splits) == 8 and [one.objective_s for one in splits] == sorted(one.objective_s for one in splits)
+    for one in splits:
+        groups = [enc[own] for own in np.split(one.order, one.cuts[1:-1])]
+        times_s = [COSTS.layouts["packed"].at(own.sum(), (own**2).sum() / own.sum(), 0)[..., :2].sum(-1).min(-1).max() for own in groups]
+        assert one.objective_s == pytest.approx(FILL * (COSTS.num_stages - 1) * max(times_s) + sum(times_s) / COSTS.num_replicas)
 
 
 def test_the_heaviest_samples_are_dealt_first() -> None:
