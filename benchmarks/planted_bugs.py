@@ -194,6 +194,8 @@ _BATCHING = (
     _bug("cheap samples are dealt first", "batching/packing.py", 'np.argsort(-weights, kind="stable")',
          'np.argsort(weights, kind="stable")',
          "a sign", "batching/test_baselines.py"),
+    _bug("separators between packed samples take no room", "batching/baselines.py", "_first_fit(enc + between[0], dec",
+         "_first_fit(enc, dec", "a baseline better than its system", "batching/test_baselines.py", pick="separator"),
 )  # fmt: skip
 _SEARCH = (
     _bug("a bound that shares each node's network among more", "search/partition/by_neighbours.py",
@@ -210,7 +212,7 @@ _SEARCH = (
     _bug("asynchronous stages keep one version of their weights", "search/space/prices.py",
          "kept, state_bytes = kept + parameters * self._per_weight[0], state_bytes - self._per_weight[0]", "pass",
          "plans do not fit that are said to", "search/test_asynchronous.py", pick="older_weights"),
-    _bug("segments that are brought back are told apart coarsely", "systems/aceso/search.py", "PEAKS = (8, 48)", "PEAKS = (8,)",
+    _bug("segments that are brought back are told apart coarsely", "systems/aceso/search_uniform.py", "PEAKS = (8, 48)", "PEAKS = (8,)",
          "bounds are weak where memory barely suffices", "systems/aceso/test_search.py", pick="never_worse"),
     _bug("what does not fit counts as bounded out", "search/money.py", '"out of memory" if " fits on " in str(error) else "no plan"',
          '"bounded out"', "the wrong reason is told", "cli/test_pareto.py", pick="plan_or_a_reason"),

@@ -87,11 +87,12 @@ def _policies(evidence: Evidence) -> Drawing:
     rows = speedups(scene, told(scene))
     phases = [name for name, _ in scene.phases if not name.startswith("idle")]
     curves = [Plotted(policy, phases, [own[phase][1] for phase in phases]) for policy, own in rows.items()]
-    share = min(rows["ours"][phase][1] / rows["best cuts"][phase][1] for phase in phases)
+    share, free = (min(rows["ours"][phase][1] / rows[oracle][phase][1] for phase in phases) for oracle in ("clairvoyant", "best cuts"))
     least = 0.97 if scene.phases == PHASES else 0.9  # short phases pay more for the time to notice
-    claims = [at_least("full adaptation, as a share of the best cuts for every load", share, least)]
+    claims = [at_least("full adaptation, as a share of a policy that knows every load beforehand", share, least)]
     return Drawing(curves, "load", "times as fast as never re-planned", claims, note=(
-        "Simulated devices with the times of DynPipe's profile of VGG-16; DynPipe's forest is taken to be always right."
+        "Simulated devices with the times of DynPipe's profile of VGG-16; DynPipe's forest is taken to be always right. Who is clairvoyant "
+        f"pays for moves as we do; of the best cuts of every load, if moving were free, full adaptation reaches {free:.3f}."
     ))  # fmt: skip
 
 
