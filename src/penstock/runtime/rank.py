@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -94,8 +94,9 @@ class Rank:
         self._loss = torch.zeros((), dtype=torch.float64, device=groups.device)
         self._correct = torch.zeros(2, dtype=torch.float64, device=groups.device)
 
-    def adopt(self, plan: Plan, *, keep: bool = False) -> None:
-        """Runs `plan` from the next program on; every process of the job calls it, between the same two programs.
+    def adopt(self, plan: Plan, *, keep: bool = False, members: Sequence[int] | None = None) -> None:
+        """Runs `plan` from the next program on; every process of the job calls it, between the same two programs, or every one of those
+        that go on (`members`).
 
         All that belonged to the plan before is let go, a program that failed half-way included, and the process groups are made anew.
         Weights are initial ones. With `keep`, ops that stay here, divided alike, keep their modules: they and their weights are not made
@@ -105,7 +106,7 @@ class Rank:
         kept = self._kept_modules() if keep else {}
         self.stages, self.gradients, self.stashes = {}, {}, {}
         if self._has_plan:
-            self.groups.renew()
+            self.groups.renew(members)
         self._has_plan = True
         self.plan, self.world = plan, World(plan, self.groups)
         self.asynchronous = SCHEDULES[plan.schedule].asynchronous
