@@ -148,6 +148,11 @@ class RunRecovery:
                     return None
         return self._from_newest(event, who, since_s)
 
+    def part_with(self, ranks: Sequence[int], text: str) -> None:
+        """Ranks have left with their node, and the others go on as they are: their plan has no work for those."""
+        self.members = tuple(one for one in self.members if one not in ranks)
+        self._tell("left", self.done, ranks, text.rstrip("."))
+
     def _from_newest(self, event: str, who: tuple[int, ...], since_s: float) -> GoingOn:
         found = self._newest()
         if self._copies is not None:
