@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.processes.fork_server import warm_up
 
-__all__ = ["offer_server", "take_server"]
+__all__ = ["offer_server", "stay_with_server", "take_server"]
 
 _VARIABLE = "PENSTOCK_TESTS_SERVER"
 _SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
@@ -25,4 +25,9 @@ def take_server() -> None:
     process, _, address = os.environ.pop(_VARIABLE, "").partition(" ")
     if process:
         _SERVER._forkserver_pid, _SERVER._forkserver_address, _SERVER._forkserver_alive_fd = int(process), address, os.pipe()[1]
-        forkserver.ensure_running = _SERVER.ensure_running = resource_tracker.ensure_running
+        stay_with_server()
+
+
+def stay_with_server() -> None:
+    """What this process starts is forked by the server that it knows, the one that forked it, not by one more that imports all again."""
+    forkserver.ensure_running = _SERVER.ensure_running = resource_tracker.ensure_running

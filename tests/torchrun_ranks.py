@@ -9,8 +9,9 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+
+from shared_server import stay_with_server
 
 from penstock.processes.fork_server import FORKED, warm_up
 
@@ -55,8 +56,7 @@ def run_ranks(arguments: Sequence[str], ranks: Sequence[Mapping[str, str]], fold
 def _run(environment: Mapping[str, str], arguments: list[str], out: Path, err: Path) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    # What this process starts is forked by the server that forked it, not by one more that imports everything again.
-    forkserver.ensure_running = forkserver._forkserver.ensure_running = resource_tracker.ensure_running
+    stay_with_server()
     for stream, path in ((sys.stdout, out), (sys.stderr, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream.fileno())
     status = 1

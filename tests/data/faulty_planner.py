@@ -10,6 +10,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from shared_server import stay_with_server
+
 from penstock.data.batches import GlobalBatch
 from penstock.data.dataset import DataSet
 from penstock.data.planners import BatchSource, PlannerPool
@@ -43,6 +45,7 @@ class FaultyPlanner(ProgramPlanner):
 
 def start_and_die(source: BatchSource, planner: ProgramPlanner, address: str, job: Job, sender: Connection) -> None:
     """Starts a planner, waits until it works, tells its process id, and is killed."""
+    stay_with_server()
     pool = PlannerPool(source, planner, address, job)
     while pool._watches[0][0] < 0:
         time.sleep(0.1)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +42,7 @@ from penstock.models.modules.batch import Batch
 from penstock.models.ops import Model
 from penstock.models.shapes import Layout
 from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
+from penstock.processes.fork_server import FORKED, warm_up
 from penstock.programs.binary import encode
 from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
@@ -420,9 +420,9 @@ def test_a_fault_of_the_planner_reaches_every_rank(folder: Path) -> None:
 def test_planners_end_with_the_process_that_started_them(folder: Path, server: TcpServer, tmp_path: Path) -> None:
     """Also with one that is killed: a process starts a planner, tells its id, and kills itself."""
     job, address = Job("job", KEY, 2), f"tcp://127.0.0.1:{server.port}"
-    context = get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    starter = context.Process(target=start_and_die, args=(make_source(folder, None), make_planner(folder), address, job, sender))
+    warm_up()
+    receiver, sender = FORKED.Pipe(duplex=False)
+    starter = FORKED.Process(target=start_and_die, args=(make_source(folder, None), make_planner(folder), address, job, sender))
     starter.start()
     assert receiver.poll(250)
     pid = receiver.recv()
