@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from shared_server import stay_with_server
+
 from penstock.adapting.deaths import RunWitness
 from penstock.errors import InputError
 from penstock.processes.fork_server import SIGNALS, start_process
@@ -43,6 +45,7 @@ def one_core() -> Iterator[None]:
 
 
 def run_node(request: TrainRequest, watching: Watching | None) -> None:
+    stay_with_server()
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # else it could start no ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # it is a launcher, which hears them
     with one_core():
