@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -65,11 +66,8 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)  # what tests leave is little, and looking for it every 700 objects takes a twentieth of their time
     gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    """Else libraries that look for leaks at the end would find what is kept."""
-    gc.unfreeze()
+    # Libraries that look for leaks at the end would find what is kept. Not before that: pytest collects ten times when tests are over.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -94,10 +94,10 @@ class Rank:
         self._loss = torch.zeros(1, dtype=torch.float64, device=groups.device)
         """Of each iteration of a program, this rank's share."""
         self._correct = torch.zeros(2, dtype=torch.float64, device=groups.device)
-        _wake_autograd(groups.device)
 
-    def adopt(self, plan: Plan, *, keep: bool = False) -> None:
-        """Runs `plan` from the next program on; every process of the job calls it, between the same two programs.
+    def adopt(self, plan: Plan, *, keep: bool = False, members: Sequence[int] | None = None) -> None:
+        """Runs `plan` from the next program on; every process of the job calls it, between the same two programs, or every one of those
+        that go on (`members`).
 
         All that belonged to the plan before is let go, a program that failed half-way included, and the process groups are made anew.
         Weights are initial ones. With `keep`, ops that stay here, divided alike, keep their modules: they and their weights are not made
@@ -107,7 +107,7 @@ class Rank:
         kept = self._kept_modules() if keep else {}
         self.stages, self.gradients, self.stashes = {}, {}, {}
         if self._has_plan:
-            self.groups.renew()
+            self.groups.renew(members)
         self._has_plan = True
         self.plan, self.world = plan, World(plan, self.groups)
         self.asynchronous = SCHEDULES[plan.schedule].asynchronous
@@ -391,8 +391,3 @@ class Rank:
 def _useful_tokens(micro_batches: Sequence[i.MicroBatch]) -> int:
     """Tokens of a replica's micro-batches, padding left out; images count as one each."""
     return sum(sum(micro.lengths) + sum(micro.dec_lengths) or len(micro.samples) for micro in micro_batches)
-
-
-def _wake_autograd(device: torch.device) -> None:
-    """Runs a small backward pass: the thread that runs backward passes then has a CUDA context before its first product asks for one."""
-    torch.zeros((), device=device, requires_grad=True).mul(2.0).backward()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -103,8 +102,8 @@ class _Agreed:
     """Digest of all that were trained."""
     ended_by: int
     """The signal that asks any of them to end, so that they do so after the same step."""
-    leaves: bool
-    """Whether a node is to leave, and others stay."""
+    leaving: tuple[int, ...]
+    """Whose nodes are to leave, while others stay."""
     is_due: bool
     """Whether it is time for a checkpoint, which none is still writing."""
     is_lost: bool
@@ -178,7 +177,10 @@ class Run:
         self.gpu = self._gpu_log(out)
         self.evaluated: list[EvalRecord] = []
         self.watcher: StepWatcher | None = None
+        self._watching: Watching | None = None
         self._moving: _Moving | None = None
+        self._stayed_with: tuple[int, ...] = ()
+        """Ranks whose work could not be moved away: they leave their copies to others."""
         self._take_place(self._places(planner))
         if self.goes_on:
             self.faults.look(self.first_step)
@@ -253,6 +255,8 @@ class Run:
         self.spans.close()
         if self.gpu is not None:
             self.gpu.close()
+        if self.watcher is not None:
+            self.watcher.close()
         if self.log is not None:
             self.log.close()
 
@@ -261,9 +265,9 @@ class Run:
         """Whether passes take as long as the cores of this machine need, and not as long as a clock of devices says."""
         return self.world.device.type == "cpu" and not isinstance(self.rank, PacedRank)
 
-    def watch(self, watcher: StepWatcher) -> None:
-        """Tells `watcher` of every step, and has it measured if it wants that."""
-        self.watcher = watcher
+    def watch(self, watching: Watching) -> None:
+        """Tells a watcher of every step, and has it measured if it wants that."""
+        self._watching, self.watcher = watching, watching(self)
         self._measure()
 
     def _measure(self) -> None:
@@ -287,14 +291,19 @@ class Run:
                 self._tell(told.record, told.samples, told.evaluated)
             if told.is_lost and self.step < self.request.steps:
                 raise self._ended(self._lost or StoreError("another rank gets no more programs from the store."))
-            self.saves.after(self.step, told.evaluated, is_due=told.is_due, leaves=told.leaves)
-            if told.leaves and self.saves.may_leave and self.worker.asked_to_end() < 0:
+            moves_away = self._may_move_away(told.leaving)
+            self.saves.after(self.step, told.evaluated, is_due=told.is_due, leaves=bool(told.leaving) and not moves_away)
+            if told.leaving and self.saves.may_leave and self.worker.asked_to_end() < 0:
                 self.worker.tell(MayLeave())
             ended_by = told.ended_by
             if self._moving is not None:
                 self._finish_move(self._moving, ended=bool(ended_by))
             elif told.plan is not None and not ended_by:
                 self._move(told.plan, exact=told.exact)
+            elif moves_away and self._move_away(told.leaving):
+                if self.worker.rank in told.leaving:
+                    self.worker.tell(MayLeave(has_moved=True))
+                    return TrainResult(self.first_step, 0, (), (), 0.0, 0.0, {}, None, has_left=True)
             elif self.step // _SYNC_STEPS > (self.step - len(words)) // _SYNC_STEPS:
                 self._compare_clocks(self.step)
             self.loader.wait_s = self.loader.data_wait_s = 0.0
@@ -446,7 +455,7 @@ class Run:
         self.saves.safe_copy = min(word.copied for word in words.values())
         wanted, exact = msgspec.json.decode(groups.broadcast(order, size)) if size else (None, False)
         plan = None if wanted is None else plan_from_dict(wanted, "the plan to move to")
-        asked = _asked([word.asked_to_end for word in words.values()])
+        asked = _asked({one: word.asked_to_end for one, word in words.items()})
         is_due = words[first].is_due and not any(word.is_saving for word in words.values())
         agreed, lost = [], any(word.lost for word in words.values())
         for step, own_words in enumerate(steps, self.step - len(steps)):
@@ -477,6 +486,44 @@ class Run:
             self._moving = _Moving(request, places[-1], time.perf_counter() - start_s)
         elif self.watcher.move(self.rank, plan, self.step, prepare):
             self._take_over(request, places[-1], start_s)
+
+    def _may_move_away(self, leaving: tuple[int, ...]) -> bool:
+        """Whether work can be moved away from ranks whose nodes leave. The node that leads has the first of all, and what others need."""
+        is_possible = self.watcher is not None and self.members[0] not in leaving and self.step < self.request.steps
+        return is_possible and leaving not in ((), self._stayed_with)
+
+    def _move_away(self, leaving: tuple[int, ...]) -> bool:
+        """Moves to the best plan without these ranks, and goes on in the processes of the others; False: all is as it was."""
+        assert self.watcher is not None
+        start_s, groups, places = time.perf_counter(), self.worker.groups, list[_Place]()
+        found = self.watcher.without(leaving) if self.is_first else None
+        order = b"" if found is None else msgspec.json.encode(plan_to_dict(found))
+        self._stayed_with = leaving
+        size = int(groups.gather(torch.tensor([len(order)]))[0])
+        if not size:
+            return False
+        request = replace(self.request, plan=plan_from_dict(msgspec.json.decode(groups.broadcast(order, size)), "the plan to move to"))
+        rest = tuple(one for one in self.members if one not in leaving)
+        self.saves.wait()
+
+        def prepare() -> None:
+            self.faults.meet(MOVING)
+            places.append(self._places(program_planner(request)))
+
+        if not self.watcher.move(self.rank, request.plan, self.step, prepare, rest):
+            return False
+        if self.worker.rank in rest:
+            self.members = rest
+            self._take_over(request, places[-1], start_s)
+            self._watch_anew()
+        return True
+
+    def _watch_anew(self) -> None:
+        """The processes of the job are others than before: whoever watches it begins again, as after a death."""
+        assert self.watcher is not None and self._watching is not None
+        self.watcher.close()
+        self.is_new, self.goes_on = False, True
+        self.watch(self._watching)
 
     def _finish_move(self, moving: _Moving, *, ended: bool) -> None:
         """Puts a plan in force whose state has travelled beside the step that has just ended, unless the run ends too."""
@@ -571,14 +618,14 @@ class Run:
         return EvalRecord(done, statistics.fmean(one.loss for one in found), statistics.fmean(one.accuracy for one in found))
 
 
-def _asked(signals: Sequence[int]) -> tuple[int, bool]:
-    """The signal that ends the run, and whether some nodes are to leave it. Where all are, it ends.
+def _asked(signals: Mapping[int, int]) -> tuple[int, tuple[int, ...]]:
+    """The signal that ends the run, and the ranks whose nodes are to leave it. Where all are, it ends.
 
-    >>> _asked([0, 15]), _asked([0, -15]), _asked([-15, -15]), _asked([-15, 2])
-    ((15, False), (0, True), (15, False), (2, False))
+    >>> _asked({0: 0, 1: 15}), _asked({0: 0, 1: -15}), _asked({0: -15, 1: -15}), _asked({0: -15, 1: 2})
+    ((15, ()), (0, (1,)), (15, ()), (2, ()))
     """
-    ended_by = abs(max(signals))
-    return ended_by, not ended_by and min(signals) < 0
+    ended_by = abs(max(signals.values()))
+    return ended_by, () if ended_by else tuple(rank for rank, number in signals.items() if number < 0)
 
 
 def train_rank(
@@ -588,8 +635,6 @@ def train_rank(
     """One rank's whole run: a job for workers, and what a process under torchrun calls. `watching` makes who follows its steps."""
     device = PACED if request.device == PACED else str(worker.groups.device)
     with named_process(request.out, worker.rank, device), Run(worker, request, handover, token, going_on) as run:
-        if watching is None:
-            return run.train()
-        with closing(watching(run)) as watcher:
-            run.watch(watcher)
-            return run.train()
+        if watching is not None:
+            run.watch(watching)
+        return run.train()

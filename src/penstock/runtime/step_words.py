@@ -85,9 +85,12 @@ class StepWatcher(Protocol):
     def order(self, step: int) -> Plan | None:
         """The plan that is to be in force from `step` on, which comes next; asked of the first process."""
 
-    def move(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object]) -> bool:
-        """Moves to `plan` before `step`, in all processes; `prepare` does what else has to succeed before anything changes. False: the old
-        plan is in force as before."""
+    def without(self, ranks: Sequence[int]) -> Plan | None:
+        """The plan to move to when these ranks leave the job; None: there is none. Asked of the first process."""
+
+    def move(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object], members: Sequence[int] | None = None) -> bool:
+        """Moves to `plan` before `step`, in all processes, of which `members` go on; `prepare` does what else has to succeed before
+        anything changes. False: the old plan is in force as before."""
 
     def begin(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object]) -> bool:
         """Begins a move to `plan` that travels while `step` runs under the old one, in all processes; False: `move` is as good."""

@@ -136,7 +136,7 @@ def _score(folder: str, path: Path) -> TableScore:
 
 def _nodes(text: str) -> tuple[int, int]:
     """Nodes and GPUs of each: `2x8`."""
-    from penstock.systems.aceso.search import MAX_STAGES
+    from penstock.systems.aceso.search_uniform import MAX_STAGES
 
     nodes, per_node = parse_nodes(text, "Aceso's tables hold the one kind of GPUs that they were measured on, with its links.")
     if nodes * per_node > MAX_STAGES * 8:
