@@ -15,7 +15,7 @@ from penstock.cli.options import Gradients, Precision, SeqLength, options_said
 from penstock.cli.plan_words import choice_row, choices_table
 from penstock.cli.search_answer import SearchAnswer, why_first
 from penstock.cli.search_options import MAX_HOPS, SCHEDULE_NAMES, TOP, limit_bytes, parse_schedules, parse_sizes
-from penstock.cli.search_record import Trail, record_path, write_record
+from penstock.cli.search_record import Trail, write_record
 from penstock.cli.search_tables import TABLES, search_tables
 from penstock.errors import InputError, near_misses
 from penstock.systems import TableSearch
@@ -110,20 +110,19 @@ def search(
     # Under a limit of money or hours a slower plan may be one too many.
     strict = strict or not goal.is_time
     choices = outcome.choices if strict else outcome.simple_first
+    note = limits if goal.is_time else f"of {cluster}, {request.cluster.name} is best for {objective}{limits and '; '}{limits}"
+    asked = {"model": model, "cluster": cluster, "costs": costs, "objective": objective}
     with written_together():
         paths = write_plans(path, [choice.plan for choice in choices])
+        answer = SearchAnswer(request, outcome, choices, asked | {"out": path}, paths, count, strict, baselines, proof, note)
         if path is not None:
-            asked_for = {
-                "model": model, "cluster": cluster, "global_batch": global_batch, "costs": costs, "objective": objective, "steps": count,
-                "seq_length": choices[0].plan.seq_length, "precision": choices[0].plan.precision, "micro_batches": micro_batches,
-                "schedules": schedules, "memory_limit_gb": memory_limit, "strict": strict,
-            }  # fmt: skip
-            write_record(record_path(path), asked_for, request, outcome, choices, paths, count, baselines, trail)
+            best = choices[0].plan
+            write_record(path, asked | {
+                "global_batch": global_batch, "steps": count, "seq_length": best.seq_length, "precision": best.precision,
+                "micro_batches": micro_batches, "schedules": schedules, "memory_limit_gb": memory_limit, "strict": strict,
+            }, answer, trail)  # fmt: skip
     if target:
         _export(choices[0].plan, target, path)
-    note = limits if goal.is_time else f"of {cluster}, {request.cluster.name} is best for {objective}{limits and '; '}{limits}"
-    asked = {"model": model, "cluster": cluster, "costs": costs, "objective": objective, "out": path}
-    answer = SearchAnswer(request, outcome, choices, asked, paths, count, strict, baselines, proof, note)
     if json:
         answer.tell_json()
     else:
