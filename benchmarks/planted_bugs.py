@@ -131,6 +131,8 @@ _COSTS = (
          "what does not fill a bucket is not priced", "costs/test_collectives.py"),
 )  # fmt: skip
 _TIMING = (
+    _bug("a window of batches is shown as one", "timing/planned.py", "estimate.with_times(found.makespan_s / window, ",
+         "estimate.with_times(found.makespan_s, ", "plans look ten times as slow", "cli/test_simulate.py", pick="asynchronous"),
     _bug("a ramp begins at its end", "timing/disturbance.py", "(since + 1) / self.steps)", "1.0)", "a ramp is a step",
          "timing/test_disturbance.py"),
     _bug("kernels are compiled for every mixture of arrays", "timing/workload.py", "array.flags.writeable = False",
@@ -272,8 +274,11 @@ _STORES = (
          "stores/test_sealing.py", "stores/test_server.py"),
 )  # fmt: skip
 _DATA = (
-    _bug("the last, smaller micro-batch is lost", "data/planning.py", "cuts = [*range(first, last, size), last]",
-         "cuts = [*range(first, last + 1, size)]",
+    _bug("a program ends so many batches after it began", "data/windows.py",
+         "since = max(one for one in needed if one <= step)", "since = step",
+         "who goes on later drains elsewhere, and learns otherwise", "data/test_windows.py", pick="begin"),
+    _bug("the last, smaller micro-batch is lost", "data/planning.py", "pairwise([*range(first, last, size), last])",
+         "pairwise([*range(first, last + 1, size)])",
          "a global batch that does not divide", "data/test_loader.py"),
     _bug("the last epoch's rest is lost", "data/batches.py", "return step * self.samples_per_batch, (step + 1) * self.samples_per_batch",
          "step += step * self.samples_per_batch // self.mixture.epoch_size\n"
@@ -414,10 +419,15 @@ _GENERATIONS = (
     _bug("paced devices are late", "runtime/devices/paced.py", "forgiven_s=math.inf, ", "", "times depend on the machine",
          "runtime/devices/test_paced.py", pick="simulated"),
     _bug("slow links are not", "runtime/devices/clock.py",
-         "        time_s *= self.link_factor(step.peer)\n", "",
+         "        time_s *= self._disturbance.now.link(self.world.rank, step.peer, self._program.iteration_of(step.micro_batch))\n", "",
          "a disturbance without effect", "runtime/devices/test_paced.py", pick="disturbed"),
 )  # fmt: skip
 _TRAINING = (
+    _bug("all batches of a window learn at the rate of the first", "runtime/rank.py",
+         "self.update.step_alone(self._program.iteration_of(step.micro_batch))", "self.update.step_alone(self._program.iteration)",
+         "a program once was an iteration", "runtime/parallel/test_stashing.py", pick="drained"),
+    _bug("the loss of a batch is a part of its window's", "runtime/rank.py", "micro.loss_tokens() / self._counted[number]",
+         "micro.loss_tokens() / program.loss_tokens", "the same", "runtime/parallel/test_stashing.py", pick="drained"),
     _bug("labels weigh a little less", "runtime/source.py", "width, np.float32).div_(loss_tokens)",
          "width, np.float32).div_(loss_tokens + 1)",
          "off by one: the loss of a batch is no mean", "runtime/test_source.py"),
@@ -425,9 +435,9 @@ _TRAINING = (
          "1.0 / len(samples))\n        return", "a mean of means, times their number", "runtime/test_source.py"),
     _bug("labels weigh as those of their micro-batch", "runtime/source.py", "if alone else (program.loss_tokens, program.num_samples)",
          "if alone or True else (program.loss_tokens, program.num_samples)", "micro-batches of unequal size", "runtime/test_source.py"),
-    _bug("evaluation drops out", "runtime/source.py", "program.iteration, seed, program.training", "program.iteration, seed, True",
+    _bug("evaluation drops out", "runtime/source.py", "iteration, seed, program.training", "iteration, seed, True",
          "the mode of training stays on", "runtime/test_rank.py"),
-    _bug("the same is dropped out in every step", "runtime/source.py", "batch.training = program.iteration, seed,",
+    _bug("the same is dropped out in every step", "runtime/source.py", "batch.training = iteration, seed,",
          "batch.training = 0, seed,", "a network within the network is trained", "runtime/test_source.py"),
     _bug("evaluation keeps graphs", "runtime/parallel/stage.py", "with torch.set_grad_enabled(training),",
          "with torch.set_grad_enabled(True),", "no_grad is missing: memory as in training", "runtime/parallel/test_stage.py"),
@@ -667,8 +677,8 @@ _RECOVERING = (
     _bug("programs of ranks that died stay", "runtime/planner_processes.py", "                self.store.purge()\n        self.adopt",
          "                pass\n        self.adopt", "a run holds more after each death", "runtime/test_planner_processes.py",
          pick="ended_is_deleted"),
-    _bug("whoever loses a peer is broken", "runtime/recovering/recovery.py", "self._dead.count((tuple(ranks), lost_peer))",
-         "[one for one, _ in self._dead].count(tuple(ranks))", "a device is left out for another's fault",
+    _bug("whoever loses a peer is broken", "runtime/recovering/recovery.py", "not lost_peer and self._dead.count(tuple(ranks))",
+         "self._dead.count(() if lost_peer else tuple(ranks))", "a device is left out for another's fault",
          "runtime/recovering/test_recovery.py"),
     _bug("strikes of the store are met by nobody", "runtime/recovering/faults.py", "[FIRST_RANK] if is_first else []", "[]",
          "a story does not go on", "runtime/recovering/test_faults.py", pick="met_once"),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.programs.instructions import Program
+from penstock.models.micro_batch import MicroBatch
 from penstock.runtime.request import EvalRecord
 from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.telemetry.steps import StepRecord
@@ -116,9 +116,9 @@ def _value(value: float, kind: str) -> float:
     return bool(value) if kind == "bool" else int(value) if kind.startswith("int") else value
 
 
-def samples_digest(program: Program) -> int:
+def samples_digest(micro_batches: Iterable[MicroBatch]) -> int:
     """A digest of the samples of a replica in a step, whatever micro-batches they are in."""
-    ids = [sample for micro in program.micro_batches for sample in micro.samples]
+    ids = [sample for micro in micro_batches for sample in micro.samples]
     return sum(int.from_bytes(hashlib.blake2b(str(one).encode(), digest_size=8).digest()) for one in ids) % 2**_DIGEST_BITS
 
 

@@ -88,8 +88,18 @@ class FamilyPrices:
 
     @property
     def count(self) -> int:
-        """Micro-batches of a replica."""
+        """Micro-batches of a replica, up to where its pipeline is drained: of all global batches of a `window`."""
+        return self.window * self._of_batch
+
+    @property
+    def _of_batch(self) -> int:
         return self.request.frame.global_batch // self.replicas // self.samples
+
+    @cached_property
+    def window(self) -> int:
+        """Global batches that asynchronous plans run without a break. Times are then shares of each, so that those of all micro-batches
+        make the time of one global batch."""
+        return max((SCHEDULES[name].window(self.num_devices, self._of_batch) for name in self.request.schedules), default=1)
 
     @property
     def num_devices(self) -> int:
@@ -157,7 +167,7 @@ class FamilyPrices:
             both = both + (once - (summed + (gathered if option.zero == 3 else 0.0)) / self.count) * self._least_weights(option)
         if self.request.asynchronous:  # every micro-batch ends with an update
             both = both + self._update_s(option)
-        return forward, both
+        return forward / self.window, both / self.window
 
     @_remembered
     def op_filling(self, option: StageOption) -> Floats:
@@ -357,7 +367,7 @@ class FamilyPrices:
     def _messages(self, option: StageOption, sizes: Floats) -> Floats:
         """[2, sizes] times of messages inside a node and across nodes, where all lanes of the stage send at once."""
         lines = self._lines(option.pool, min(option.num_devices, self.kinds[option.pool].per_node))
-        return np.stack([latency_s + sizes / bandwidth for latency_s, bandwidth in lines])
+        return np.stack([latency_s + sizes / bandwidth for latency_s, bandwidth in lines]) / self.window
 
     @_remembered
     def _lines(self, pool: int, lanes: int) -> list[tuple[float, float]]:
@@ -386,11 +396,12 @@ class FamilyPrices:
         sender, receiver = self.kinds[before.pool].ranks[0], self.kinds[after.pool].ranks[-1]
         if not across:
             link = cluster.node_of(sender).intra
-            return link.latency_s + there / link.bandwidth_bytes_per_s, link.latency_s + back / link.bandwidth_bytes_per_s
-        pairs = max(before.num_devices, after.num_devices)
-        sharing = max(self._flows(option, pairs) for option in (before, after))
-        latency_s, bandwidth = cluster.link(sender, receiver).latency_s, cluster.flow_bandwidth_bytes_per_s(sender, receiver, sharing)
-        return latency_s + there / bandwidth, latency_s + back / bandwidth
+            latency_s, bandwidth = link.latency_s, link.bandwidth_bytes_per_s
+        else:
+            pairs = max(before.num_devices, after.num_devices)
+            sharing = max(self._flows(option, pairs) for option in (before, after))
+            latency_s, bandwidth = cluster.link(sender, receiver).latency_s, cluster.flow_bandwidth_bytes_per_s(sender, receiver, sharing)
+        return (latency_s + there / bandwidth) / self.window, (latency_s + back / bandwidth) / self.window
 
     def _flows(self, option: StageOption, pairs: int) -> int:
         """Messages over the network of a node of a stage, if so many leave the stage at once in every replica."""
