@@ -518,6 +518,10 @@ _TRAINING = (
 _PROCESSES = (
     _bug("processes have the server's environment", "processes/fork_server.py", "os.environ.update(environment)", "os.environ.update({})",
          "what was set after the server began is not seen", "processes/test_fork_server.py"),
+    _bug("waiting threads spin as libgomp has them", "processes/fork_server.py", "os.environ.setdefault(_SPINS, _FEW_SPINS)", "pass",
+         "steps crawl beside other processes", "processes/test_fork_server.py", pick="leave_their_core"),
+    _bug("what the user says of threads that wait is overruled", "processes/fork_server.py", 'if "OMP_WAIT_POLICY" not in os.environ:',
+         "if True:", "a choice is taken from the user", "processes/test_fork_server.py", pick="leave_their_core"),
     _bug("a script without a guard trains", "processes/main_guard.py", 'if "__name__" not in text:', 'if "__name__" in text:',
          "every rank begins a training of its own", "processes/test_main_guard.py"),
 )  # fmt: skip
