@@ -193,7 +193,8 @@ def test_time_has_an_update_for_every_micro_batch() -> None:
         found[schedule] = estimated(uniform_plan("llama-tiny", "2xa100-40gb", schedule=schedule, pp=2, global_batch=32, micro_batch=2))
     update = max(stage.optimizer_s for stage in found["1f1b"].stages)
     assert update > 0 and all(stage.optimizer_s == 0 for stage in found["pipedream"].stages)
-    assert found["pipedream"].time_s > found["1f1b"].time_s + 14 * min(stage.optimizer_s for stage in found["1f1b"].stages)
+    steady_s = 16 / 17 * found["1f1b"].pipeline_s  # the pipeline is not filled anew for each batch
+    assert found["pipedream"].time_s > steady_s + 14 * min(stage.optimizer_s for stage in found["1f1b"].stages)
 
 
 def test_time_has_a_sum_of_gradients_for_every_micro_batch() -> None:
@@ -203,7 +204,7 @@ def test_time_has_a_sum_of_gradients_for_every_micro_batch() -> None:
         found[schedule] = estimated(plan)
     least = min(stage.sync_s + stage.optimizer_s for stage in found["1f1b"].stages)
     assert least > 0 and all(stage.sync_s == stage.optimizer_s == 0 for stage in found["pipedream"].stages)
-    assert found["pipedream"].time_s > found["1f1b"].time_s + 14 * least
+    assert found["pipedream"].time_s > 16 / 17 * found["1f1b"].pipeline_s + 14 * least
 
 
 def broken(program: i.Program, change: Any) -> i.Program:
