@@ -196,6 +196,10 @@ _BATCHING = (
     _bug("cheap samples are dealt first", "batching/packing.py", 'np.argsort(-weights, kind="stable")',
          'np.argsort(weights, kind="stable")',
          "a sign", "batching/test_baselines.py"),
+    _bug("groups are counted by their edges", "batching/packing.py", "[len(cuts) - 1 for", "[len(cuts) for",
+         "every split is judged by some groups of the next", "batching/test_baselines.py", pick="priced_together"),
+    _bug("an option counts as given if it is as usual", "cli/options.py", "if values[name] != default", "if values[name] == default",
+         "what has no use is not refused, what was not said is", "cli/test_search_tables.py", pick="refused"),
     _bug("separators between packed samples take no room", "batching/baselines.py", "_first_fit(enc + between[0], dec",
          "_first_fit(enc, dec", "a baseline better than its system", "batching/test_baselines.py", pick="separator"),
 )  # fmt: skip
@@ -514,6 +518,10 @@ _TRAINING = (
 _PROCESSES = (
     _bug("processes have the server's environment", "processes/fork_server.py", "os.environ.update(environment)", "os.environ.update({})",
          "what was set after the server began is not seen", "processes/test_fork_server.py"),
+    _bug("waiting threads spin as libgomp has them", "processes/fork_server.py", "os.environ.setdefault(_SPINS, _FEW_SPINS)", "pass",
+         "steps crawl beside other processes", "processes/test_fork_server.py", pick="leave_their_core"),
+    _bug("what the user says of threads that wait is overruled", "processes/fork_server.py", 'if "OMP_WAIT_POLICY" not in os.environ:',
+         "if True:", "a choice is taken from the user", "processes/test_fork_server.py", pick="leave_their_core"),
     _bug("a script without a guard trains", "processes/main_guard.py", 'if "__name__" not in text:', 'if "__name__" in text:',
          "every rank begins a training of its own", "processes/test_main_guard.py"),
 )  # fmt: skip
