@@ -96,7 +96,8 @@ class Striker:
         first = told.step + _LEAD
         self._strike(self.now, first)
         if self.now.phase in (MOVING, COMMITTING):
-            ask_for(self.out, next(plan for plan in self.plans if plan != plan_of_run(self.out)), first + 1)
+            other = next(plan for plan in self.plans if plan != plan_of_run(self.out))
+            ask_for(self.out, other, first + _LEAD + 1)  # when all have seen the fault
         self._after, self._until = first + _LEAD, first + _MOST_STEPS
 
     def _is_over(self, step: int) -> bool:

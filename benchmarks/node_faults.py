@@ -215,7 +215,7 @@ def _strike_case(nodes: Nodes, folder: Path, out: Path, case: FaultCase, plan: P
         if case.phase in (MOVING, COMMITTING):
             one, other = plan.stages
             stages = replace(one, last=one.last - 4, recompute=()), replace(other, first=one.last - 4, recompute=())
-            ask_for(out, replace(plan, stages=stages, predicted=None), first + 1)
+            ask_for(out, replace(plan, stages=stages, predicted=None), first + 3)  # all have seen the fault by then
         if case.kind == "cut":
             _cut_when_stopped(nodes, out, case.victim.nodes[0])
         await_("a plan for what is left", lambda: bool(told(out, "shrunk")))

@@ -196,6 +196,10 @@ _BATCHING = (
     _bug("cheap samples are dealt first", "batching/packing.py", 'np.argsort(-weights, kind="stable")',
          'np.argsort(weights, kind="stable")',
          "a sign", "batching/test_baselines.py"),
+    _bug("groups are counted by their edges", "batching/packing.py", "[len(cuts) - 1 for", "[len(cuts) for",
+         "every split is judged by some groups of the next", "batching/test_baselines.py", pick="priced_together"),
+    _bug("an option counts as given if it is as usual", "cli/options.py", "if values[name] != default", "if values[name] == default",
+         "what has no use is not refused, what was not said is", "cli/test_search_tables.py", pick="refused"),
     _bug("separators between packed samples take no room", "batching/baselines.py", "_first_fit(enc + between[0], dec",
          "_first_fit(enc, dec", "a baseline better than its system", "batching/test_baselines.py", pick="separator"),
 )  # fmt: skip

@@ -33,9 +33,10 @@ def _read(file: PlanFile, model: Model, cluster: Cluster) -> tuple[Plan, list[st
 
 
 def _require_model(model: Model) -> None:
-    from penstock.systems.aceso.plans import size_of
+    from penstock.systems.aceso.plans import require_precision, size_of
 
     size_of(model)
+    require_precision(model, model.dtype)
 
 
 def _write(plan: Plan, model: Model, path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -55,9 +56,9 @@ class SeenMicroBatch:
     num_classes: int = 0
     """After `loss`: among how many its labels choose."""
 
-    @property
+    @cached_property
     def longest(self) -> int:
-        """Tokens of the longest sample of those that lie end to end."""
+        """Tokens of the longest sample of those that lie end to end; every attention asks."""
         return max((last - first for first, last in self.bounds), default=0)
 
     def loss(self, logits: torch.Tensor) -> torch.Tensor:
