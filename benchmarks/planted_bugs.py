@@ -707,6 +707,8 @@ _RECOVERING = (
     _bug("ranks that have left are started again", "runtime/recovering/recovery.py",
          "        self.members = tuple(one for one in self.members if one not in ranks)\n        self._tell(\"left\"",
          "        self._tell(\"left\"", "nobody goes on after a node has left", "adapting/test_nodes.py", pick="moves_its_work"),
+    _bug("steps that were copied are not told", "runtime/telemetry/steps.py", "        written.wait(_FLUSH_S)\n", "",
+         "a rank that is killed takes the record of a step along", "runtime/telemetry/test_steps.py", pick="flushed"),
     _bug("supervisors take a message twice", "runtime/nodes/sealed_socket.py", "number.to_bytes(_NUMBER_BYTES, \"big\") + payload",
          "payload", "what was overheard ends or starts ranks again", "runtime/nodes/test_sealed_socket.py", pick="overheard"),
     _bug("both directions have one key", "runtime/nodes/sealed_socket.py", "keys if serves else reversed(keys)", "keys[0], keys[0]",

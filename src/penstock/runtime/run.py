@@ -170,6 +170,7 @@ class Run:
             self.plan_number = len(plans_of_run(out)) - 1
             sink = tensorboard_sink(out / "tensorboard")
             self.log = LineLog(out / STEPS, *([] if sink is None else [sink]), anew=self.is_new)
+            self.saves.before_copy = self.log.flush
         self._notes: list[str] = []
         """Notes for the launcher that were not sent yet."""
         self._given_up: set[str] = set()

@@ -174,3 +174,13 @@ def test_a_driver_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest
     log.close()
     assert not left
     gate.set()
+
+
+def test_what_was_written_is_in_the_file_once_it_is_flushed(tmp_path: Path) -> None:
+    """Whoever goes on from a copy does not tell of the steps before it again."""
+    log = LineLog(tmp_path / "s.jsonl")
+    for step in range(500):
+        log.write(StepRecord(step, 1.0))
+    log.flush()
+    assert len((tmp_path / "s.jsonl").read_bytes().splitlines()) == 500
+    log.close()

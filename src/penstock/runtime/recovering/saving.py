@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ class RunSaves:
         self.safe_copy = -1.0
         """The steps of the last copies that all ranks have, each at another node too, as all of them have agreed."""
         self._writer: CheckpointWriter | None = None
+        self.before_copy: Callable[[], None] = lambda: None
+        """What has to be on disk before training can go on from a copy: steps that it has behind it are not done, and told, again."""
 
     def take_place(self) -> None:
         """Saves this rank's share under the plan that it has adopted from now on; nothing if it has no work there."""
@@ -98,6 +101,7 @@ class RunSaves:
         """Leaves a copy of what this rank has learned, if there is somebody who would take its place."""
         world = self._rank.world
         if self._copies is not None and world.rank >= 0 and done < self._request.steps:
+            self.before_copy()
             whose = CopyPlace(world.groups.generation.number, world.place, len(world.ranks))
             pieces = self._faults.within(COPYING, rank_pieces(self._rank))
             keep = int(self.safe_copy) if math.isfinite(self.safe_copy) else -1

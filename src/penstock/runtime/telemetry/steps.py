@@ -58,6 +58,9 @@ def padding_share(micro_batches: Iterable[MicroBatch]) -> float | None:
     return 1.0 - sum(one.num_tokens for one in own) / positions if positions else None
 
 
+_FLUSH_S = 5.0
+
+
 class LineLog:
     """Appends records to a file as JSON lines. `write` only queues: it never waits, and never fails."""
 
@@ -73,7 +76,7 @@ class LineLog:
         except OSError as error:
             raise InputError(f"'{path}' cannot be written: {error.strerror}.") from None
         self._more = more
-        self._queue: queue.SimpleQueue[msgspec.Struct | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[msgspec.Struct | threading.Event | None] = queue.SimpleQueue()
         self.error: Exception | None = None
         """Why records are no longer written, if so."""
         self._thread = threading.Thread(target=self._run, daemon=True, name="log")
@@ -83,6 +86,12 @@ class LineLog:
         """One more record."""
         self._queue.put(record)
 
+    def flush(self) -> None:
+        """Returns when all records so far are in the file, or a disk takes too long for it."""
+        written = threading.Event()
+        self._queue.put(written)
+        written.wait(_FLUSH_S)
+
     def close(self) -> None:
         """Writes what is left."""
         self._queue.put(None)
@@ -91,7 +100,9 @@ class LineLog:
 
     def _run(self) -> None:
         while (record := self._queue.get()) is not None:
-            if self.error is None:
+            if isinstance(record, threading.Event):
+                record.set()
+            elif self.error is None:
                 try:
                     line = msgspec.json.encode(_finite(record)) + b"\n"
                     while line:
