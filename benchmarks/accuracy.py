@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accuracy_runs import measure_runs, run_errors
 from lines import Lines
@@ -31,9 +32,13 @@ from penstock.costs.sources import open_costs
 from penstock.models import Model, Shape, resolve_model
 from penstock.timing.pass_times import OpSlice, stage_passes
 
+if TYPE_CHECKING:
+    from penstock.models.modules import Batch
+
 POINTS, SMALL_POINTS, DEVICE = 32, 11, "h200-141gb"
-SMALL, MICRO_BATCHES = (80, 1950, 256), 4
-"""Smallest and largest number of tokens and longest sequence of small points, and how many micro-batches their steps have."""
+SMALL, MICRO_BATCHES, ROUNDS = (80, 1950, 256), 4, 4
+"""Smallest and largest number of tokens and longest sequence of small points, how many micro-batches their steps have, and how often each
+is measured."""
 LARGE = 12_000
 """Tokens of a step from which on a GPU does not wait for its host."""
 SMALL_NAME, LARGE_NAME = "below 2,000 tokens", "12,000 tokens and more"
@@ -128,60 +133,100 @@ def recomputed(model: Model, pattern: str) -> frozenset[int]:
 
 
 def measure(points: list[Point], found: Lines, deadline: float, device_kind: str = "cuda") -> None:
-    """Runs the points that are not there yet."""
-    import torch
+    """Runs the points that are not there yet: large ones model by model, small ones of all models in rounds, whose mean counts, since they
+    depend on the pace of the host at the moment."""
+    large = [point for point in points if point.micro_batches == 1]
+    for name in dict.fromkeys(point.model for point in large):
+        todo = [point for point in large if point.model == name and point.key not in found]
+        if todo and time.monotonic() < deadline:
+            trained = Trained(name, device_kind)
+            for point in todo:
+                if time.monotonic() > deadline:
+                    break
+                trained.keep(point, [trained.measure(point)], found)
+            del trained
+    small = [point for point in points if point.micro_batches > 1 and point.key not in found]
+    if small and time.monotonic() < deadline:
+        models: dict[str, Trained] = {}
+        visits: dict[Point, list[tuple[float, int]]] = {point: [] for point in small}
+        for number in range(ROUNDS):
+            for point, times in visits.items():
+                if not number and point.model not in models:  # beside those before it, whose memory is known
+                    models[point.model] = Trained(point.model, device_kind)
+                if time.monotonic() < deadline:
+                    times.append(models[point.model].measure(point))
+        for point, times in visits.items():
+            models[point.model].keep(point, times, found)
 
-    from penstock.models.modules import Batch, build_chain, random_batch
-    from penstock.profiling.measure import hold_gradients
-    from penstock.runtime.optimizing.optimizer import make_adamw, squared_norms
 
-    device = torch.device(device_kind)
-    wait, gpu = (torch.cuda.synchronize, torch.cuda) if device_kind == "cuda" else (lambda: None, None)
+class Trained:
+    """A model on the device, whose steps are measured."""
 
-    def batch_of(model: Model, point: Point) -> Batch:
-        if not model.seq_length:
-            count, size = len(point.lengths), model.config["image_size"]
-            images = torch.randn(count, 3, size, size, device=device)
-            targets = torch.randint(0, model.config["num_classes"], (count,), device=device)
-            return Batch(images=images, targets=targets, weights=torch.full((count,), 1 / count, device=device))
+    def __init__(self, name: str, device_kind: str) -> None:
+        import torch
+
+        from penstock.models.modules import build_chain
+        from penstock.profiling.measure import hold_gradients
+        from penstock.runtime.optimizing.optimizer import make_adamw
+
+        self.model, self.device = resolve_model(name), torch.device(device_kind)
+        self.on_gpu = device_kind == "cuda"
+        if self.on_gpu:
+            torch.cuda.empty_cache()
+        self.others_bytes = torch.cuda.memory_allocated() if self.on_gpu else 0
+        self.chain = build_chain(self.model, device=self.device)
+        self.optimizer = make_adamw(self.chain.parameters())
+        hold_gradients(self.optimizer.parameters)
+
+    def batch(self, point: Point) -> Batch:
+        """Random inputs."""
+        import torch
+
+        from penstock.models.modules import Batch, random_batch
+
+        config = self.model.config
+        if not self.model.seq_length:
+            count, size = len(point.lengths), config["image_size"]
+            images = torch.randn(count, 3, size, size, device=self.device)
+            targets = torch.randint(0, config["num_classes"], (count,), device=self.device)
+            return Batch(images=images, targets=targets, weights=torch.full((count,), 1 / count, device=self.device))
         return random_batch(
-            point.lengths, model.config["vocab"], dec_lengths=point.dec_lengths, layout=point.layout, row_length=point.row_length,
-            dec_row_length=point.dec_row_length, types=model.config.get("types", 0),
-            next_sentence=bool(model.config.get("next_sentence")), device=device,
+            point.lengths, config["vocab"], dec_lengths=point.dec_lengths, layout=point.layout, row_length=point.row_length,
+            dec_row_length=point.dec_row_length, types=config.get("types", 0), next_sentence=bool(config.get("next_sentence")),
+            device=self.device,
         )  # fmt: skip
 
-    for name in dict.fromkeys(p.model for p in points):
-        todo = [p for p in points if p.model == name and p.key not in found]
-        if not todo or time.monotonic() > deadline:
-            continue
-        model = resolve_model(name)
-        chain = build_chain(model, device=device)
-        optimizer = make_adamw(chain.parameters())
-        hold_gradients(optimizer.parameters)
-        for point in todo:
-            if time.monotonic() > deadline:
-                break
-            batch, flags = batch_of(model, point), recomputed(model, point.recompute)
-            times: list[float] = []
-            for step in range(5 if point.micro_batches == 1 else 8):
-                if step == 2 and gpu:
-                    gpu.reset_peak_memory_stats()
-                wait()
-                start = time.perf_counter()
-                for _ in range(point.micro_batches):
-                    chain(batch, recompute=flags)["loss"].backward()
-                optimizer.step(squared_norms([p.grad for p in optimizer.parameters]).sum().sqrt().float().clamp(max=1.0))
-                optimizer.zero_grad()
-                wait()
-                times.append(time.perf_counter() - start)
-            time_s, memory_bytes = statistics.median(times[2:]), gpu.max_memory_allocated() if gpu else 0
-            found.add(point.key, time_s=time_s, memory_bytes=memory_bytes)
-            print(f"{name} {point.layout} {point.recompute} {point.shape.tokens or point.shape.samples}: {time_s * 1e3:.1f} ms, "
-                  f"{memory_bytes / 1e9:.2f} GB", flush=True)  # fmt: skip
-        del chain, optimizer, batch
-        if gpu:
-            gpu.empty_cache()
-            gpu.reset_peak_memory_stats()
+    def measure(self, point: Point) -> tuple[float, int]:
+        """(seconds, peak bytes) of a step, the median of three or four after two others."""
+        import torch
+
+        from penstock.models.modules import run_backward
+        from penstock.runtime.optimizing.optimizer import squared_norms
+
+        batch, flags = self.batch(point), recomputed(self.model, point.recompute)
+        wait = torch.cuda.synchronize if self.on_gpu else lambda: None
+        times: list[float] = []
+        for step in range(5 if point.micro_batches == 1 else 6):
+            if step == 2 and self.on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            wait()
+            start = time.perf_counter()
+            for _ in range(point.micro_batches):
+                run_backward([self.chain(batch, recompute=flags)["loss"]])
+            self.optimizer.step(squared_norms([p.grad for p in self.optimizer.parameters]).sum().sqrt().float().clamp(max=1.0))
+            self.optimizer.zero_grad()
+            wait()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[2:]), torch.cuda.max_memory_allocated() if self.on_gpu else 0
+
+    def keep(self, point: Point, measured: Sequence[tuple[float, int]], found: Lines) -> None:
+        """Writes a point down, if it was measured."""
+        if not measured:
+            return
+        time_s, memory_bytes = statistics.mean(one for one, _ in measured), measured[0][1] - self.others_bytes
+        found.add(point.key, time_s=time_s, memory_bytes=memory_bytes, times_s=[one for one, _ in measured])
+        print(f"{point.model} {point.layout} {point.recompute} {point.shape.tokens or point.shape.samples}: {time_s * 1e3:.1f} ms, "
+              f"{memory_bytes / 1e9:.2f} GB", flush=True)  # fmt: skip
 
 
 def predict(points: list[Point], source: CostSource) -> list[tuple[float, float]]:

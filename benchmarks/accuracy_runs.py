@@ -84,7 +84,7 @@ def measure_runs(out: Path, costs: str, cluster: str, deadline: float, runs: tup
             continue
         finally:
             shutil.rmtree(folder, ignore_errors=True)  # its checkpoint is many gigabytes
-        kept = {name: told[name] for name in ("time_s", "tokens_per_s", "stages")}
+        kept = {name: told[name] for name in ("time_s", "tokens_per_s", "stages", "ranks")}
         predicted_s = _predicted_s(plan, Path(data), costs)
         lines.add(run.key, predicted_s=predicted_s, **kept)
         print(run.key, f"predicted {predicted_s * 1e3:.0f} ms, measured {told['time_s'] * 1e3:.0f} ms", flush=True)

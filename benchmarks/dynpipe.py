@@ -20,6 +20,7 @@ where the log has 0.215 s, so the light phases flatter whoever moves. No calibra
                     of 1.5 or 1/1.5, and 70 more minibatches; 7.5 s (6.8 to 8.3 s). What its forest predicts is taken to be true, and
                     nothing that it trained on in between to be lost
     ours            `penstock.Adapter` on times with 5 % noise; a pause is what the ladder says of it
+    clairvoyant     knows every load when it comes, and how long it will last; pays for moves
     best cuts       for every load, at no cost; ours may be faster where it changes the order of devices too, or leaves one out
 
 A figure is the mean of a whole phase, pauses and the time to notice included. Status 1 if one of VGG16's is not reached.

@@ -1,7 +1,8 @@
 """VGG16 that really trains at the pace of DynPipe's layer profile, on two paced devices, while loads come and go: static beside ours.
 
 The model has all layers of VGG16, a thirty-second of their channels, and images of 32 × 32, so that two cores keep up; each op takes what
-DynPipe's profile says of its block, times `PACE`, and messages take as long as theirs. Asynchronous 1F1B, drained after every step.
+DynPipe's profile says of its block, times `PACE`, and messages take as long as theirs. Asynchronous 1F1B, drained for a checkpoint
+after every step, so that each has a time of its own.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _run(plan: Plan, data: str, scene: Scene, out: Path, watching: Watching) -> 
             changes.append(DisturbanceChange((rank,), factor, "pulse", first, length))
         first += length
     request = TrainRequest(
-        plan, data, first, str(out), TrainingSettings(clip_norm=None), device="paced", checkpoint_every=0, planning=PlanningSettings(0),
+        plan, data, first, str(out), TrainingSettings(clip_norm=None), device="paced", checkpoint_every=1, planning=PlanningSettings(0),
         disturbance=Disturbance(tuple(changes)),
     )  # fmt: skip
     PlanTrainer(request, watching).train()

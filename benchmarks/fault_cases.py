@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from penstock.runtime.recovering.faults import KINDS, PHASES
 
-__all__ = ["NODES", "PIPELINE", "TENSOR", "VICTIMS", "FaultCase", "Victim", "cases", "covering", "senseless"]
+__all__ = ["NODES", "PIPELINE", "TENSOR", "VICTIMS", "FaultCase", "Victim", "cases", "covering", "part_of", "senseless"]
 
 PIPELINE, TENSOR, NODES = "three stages of two ranks, ZeRO-1", "two stages of two tensor-parallel ranks", "two nodes"
 """Scenes: plans, and where they run."""
@@ -105,3 +105,9 @@ def covering(all_cases: Sequence[FaultCase]) -> list[FaultCase]:
         found.append(best)
         left.difference_update(_pairs(best))
     return found
+
+
+def part_of(all_cases: Sequence[FaultCase], number: int, parts: int) -> list[FaultCase]:
+    """The `number`th of so many parts, from 1 on, each with as many cases of every scene as the others: they take about as long."""
+    by_scene = sorted(all_cases, key=lambda case: case.victim.scene)
+    return by_scene[number - 1 :: parts]

@@ -4,6 +4,7 @@ bit those of a run without any fault; those of nodes in a run each (`node_faults
     python benchmarks/faults.py                      the whole matrix
     python benchmarks/faults.py --pairs              a covering set: every kind, phase and victim with every other
     python benchmarks/faults.py --kinds kill --phases backward update --victims "rank 0"
+    python benchmarks/faults.py --part 2/7           one part of several, which may run at the same time
     python benchmarks/faults.py --soak --faults 1000 drawn at random over a long paced training; memory and descriptors must stay flat
 
 Prints faults survived of all, those that make no sense and why, seconds from a death to the next step beside those of a cold `--resume`,
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fault_cases import NODES, PIPELINE, TENSOR, VICTIMS, FaultCase, cases, covering
+from fault_cases import NODES, PIPELINE, TENSOR, VICTIMS, FaultCase, cases, covering, part_of
 from node_faults import may_make_spaces, strike_nodes
 
 from penstock.adapting.asking import ask_for
@@ -95,8 +96,9 @@ class Striker:
         first = told.step + _LEAD
         self._strike(self.now, first)
         if self.now.phase in (MOVING, COMMITTING):
-            ask_for(self.out, next(plan for plan in self.plans if plan != plan_of_run(self.out)), first + 1)
-        self._after, self._until = first + _EVERY + 3, first + _MOST_STEPS
+            other = next(plan for plan in self.plans if plan != plan_of_run(self.out))
+            ask_for(self.out, other, first + _LEAD + 1)  # when all have seen the fault
+        self._after, self._until = first + _LEAD, first + _MOST_STEPS
 
     def _is_over(self, step: int) -> bool:
         """Whether all that was asked for has happened: whoever meets a fault removes its file."""
@@ -136,12 +138,22 @@ def planners() -> list[int]:
     return found
 
 
-def matrix(folder: Path, scene: str, wanted: Sequence[FaultCase]) -> tuple[int, list[float], list[str]]:
+def _in_time(wanted: Sequence[FaultCase], end_s: float, struck: list[FaultCase]) -> Iterator[FaultCase]:
+    """One after the other while there is time; `struck` has those that were taken. Tells how long each took."""
+    for case in wanted:
+        if (begun_s := time.monotonic()) > end_s:
+            return
+        struck.append(case)
+        yield case
+        print(f"  {case.name}: {time.monotonic() - begun_s:.1f} s", flush=True)
+
+
+def matrix(folder: Path, scene: str, wanted: Iterator[FaultCase]) -> tuple[int, list[float], list[str]]:
     """How many of a scene were survived, the pauses, and what went wrong."""
-    plans, left, survived, pauses, wrong = scene_plans(scene), iter(wanted), 0, list[float](), list[str]()
+    plans, survived, pauses, wrong = scene_plans(scene), 0, list[float](), list[str]()
     for number in itertools.count():
         out = folder / f"{scene[:5].strip()}-{number}"
-        striker = Striker(out, plans, left)
+        striker, begun_s = Striker(out, plans, wanted), time.monotonic()
         request = replace(_request(folder, plans[0], out), on_death="recover", copies=_COPIES, checkpoint_every=_EVERY)
         try:
             PlanTrainer(request, obey_run, RunWitness(out)).train(striker.hear)
@@ -152,15 +164,16 @@ def matrix(folder: Path, scene: str, wanted: Sequence[FaultCase]) -> tuple[int, 
         wrong += found
         survived += len(striker.done) - len(found)
         pauses += [event.pause_s for event in read_events(out) if event.event == "replaced" and event.pause_s]
-        print(f"  {scene}: {len(striker.done)} struck, {len(found)} wrong", flush=True)
-        if striker.now is None or not striker.done:
+        print(f"  {scene}: {len(striker.done)} struck in {time.monotonic() - begun_s:.0f} s, {len(found)} wrong", flush=True)
+        if striker.now is None:
             return survived, pauses, wrong
 
 
 def _differences(run: TrainRequest) -> list[str]:
     """What differs from a run without faults, which is trained as far as this one came."""
-    found, calm = read_steps(Path(run.out) / "steps.jsonl"), replace(run, out=f"{run.out}-calm", on_death="end", checkpoint_every=0)
-    PlanTrainer(replace(calm, steps=len(found))).train()
+    found = read_steps(Path(run.out) / "steps.jsonl")
+    calm = replace(run, out=f"{run.out}-calm", on_death="end", checkpoint_every=0, device="cpu", steps=len(found))
+    PlanTrainer(calm).train()
     pairs = zip(found, read_steps(Path(calm.out) / "steps.jsonl"), strict=True)
     wrong = [one.step for one, other in pairs if (one.step, one.loss, one.samples) != (other.step, other.loss, other.samples)]
     return [f"{run.out}: {len(wrong)} of {len(found)} steps differ, the first is {wrong[0]}"] if wrong else []
@@ -250,6 +263,13 @@ def _held() -> str:
     return f"{', '.join(parts)}; {len(forked)} processes"
 
 
+def _part(text: str) -> tuple[int, int]:
+    number, _, parts = text.partition("/")
+    if not 1 <= int(number) <= int(parts):
+        raise argparse.ArgumentTypeError(f"'{text}' is no part: 1/4 to 4/4 are those of four")
+    return int(number), int(parts)
+
+
 def main() -> None:
     """Runs what is asked for, and prints it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -257,13 +277,16 @@ def main() -> None:
     parser.add_argument("--phases", nargs="+", default=PHASES, choices=PHASES)
     parser.add_argument("--victims", nargs="+", default=[one.name for one in VICTIMS], choices=[one.name for one in VICTIMS])
     parser.add_argument("--pairs", action="store_true", help="a covering set of all that is asked for")
-    parser.add_argument("--loopback", action="store_true", help="no network namespaces: nodes are 127.0.0.1 and 127.0.0.2")
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="K/N", help="of all that is asked for")
+    parser.add_argument("--time-budget", type=float, default=float("inf"), metavar="S", help="begin no case after so many seconds")
+    parser.add_argument("--loopback", action="store_true", help="no network namespaces: nodes are addresses of the loopback device")
     parser.add_argument("--soak", action="store_true")
     parser.add_argument("--faults", type=int, default=1000, metavar="N", help="of a soak")
     parser.add_argument("--no-cost", action="store_true", help="leave cold starts and the cost of copies out")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     os.environ.setdefault("PENSTOCK_STORE_KEY", secrets.token_hex(32))
+    end_s = time.monotonic() + given.time_budget
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare_text(TextRequest(tuple(bundled_files()), folder / "data", train_tokenizer=384, workers=1))
@@ -275,17 +298,19 @@ def main() -> None:
         for why, some in refused.items():
             who = sorted({one.victim.name for one in some})
             print(f"{len(some)} make no sense ({', '.join(sorted({one.kind for one in some}))}; {', '.join(who)}): {why}")
-        wanted = covering(wanted) if given.pairs else wanted
-        survived, pauses, wrong = 0, list[float](), list[str]()
+        wanted = part_of(covering(wanted) if given.pairs else wanted, *given.part)
+        survived, pauses, wrong, struck = 0, list[float](), list[str](), list[FaultCase]()
         for scene in (PIPELINE, TENSOR, NODES):
-            own = [one for one in wanted if one.victim.scene == scene]
-            if not own:
+            of_scene = [one for one in wanted if one.victim.scene == scene]
+            if not of_scene or time.monotonic() > end_s:
                 continue
+            own = _in_time(of_scene, end_s, struck)
             found = strike_nodes(folder, own, loopback=not spaces) if scene == NODES else matrix(folder, scene, own)
             survived, pauses, wrong = survived + found[0], pauses + found[1], wrong + found[2]
         for line in wrong:
             print(line)
-        print(f"survived {survived} of {len(wanted)}")
+        left = len(wanted) - len(struck)
+        print(f"survived {survived} of {len(struck)}{f', {left} were not struck for lack of time' if left else ''}")
         usual = statistics.median(pauses) if pauses else 0.0
         print(f"from a death to the next step: median {usual:.2f} s, longest {max(pauses, default=0.0):.2f} s, {len(pauses)} times")
         if not given.no_cost:

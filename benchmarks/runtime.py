@@ -2,12 +2,14 @@
 
   python benchmarks/runtime.py [--peer SCRIPT] [--split 4,4|search] [--peer-split 4,4] [--lengths] [--steps 6] [--rounds 2]
   python benchmarks/runtime.py --timed 16
+  python benchmarks/runtime.py --windows
 
 Both sides run a GPT of 8 layers, hidden 256, 8 micro-batches of 2 rows of 256 tokens, 1F1B, plain SGD, one thread per process, one after
 the other, `--rounds` times; the best step of each is compared, since other load can only slow a step down, and processor time, which
 depends on other load least. `--peer` is a script that trains the same model with torch.distributed.pipelining and prints JSON. With
 `--lengths` our side trains on packed samples of log-normal lengths (median 40, σ 1, at most 256); useful tokens are compared with those of
-the other side's rows, each padded to 256. `--timed N` instead compares iterations of N timed devices with the simulator's.
+the other side's rows, each padded to 256. `--timed N` instead compares iterations of N timed devices with the simulator's, `--windows`
+asynchronous 1F1B on four of them that is drained after every global batch with windows of ten batches.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.programs.instructions import INSTRUCTIONS, Free, Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
-from penstock.schedules.rules import schedule_of
+from penstock.schedules.rules import SCHEDULES, schedule_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # for `training_jobs`
 
@@ -218,6 +220,35 @@ def timed(ranks: int, micro_batches: int = 32, unit_s: float = 0.02) -> None:
                 print(f"{schedule:12} {name:>10} {simulated:9.3f}s {min(off):+12.2%} {max(off):+13.2%}")
 
 
+def windows(ranks: int = 4, of_batch: int = 8, unit_s: float = 0.02) -> None:
+    """A global batch of asynchronous pipelines of timed devices, as a multiple of what each of them computes for it."""
+    import numpy as np
+    from training_jobs import run_timed
+
+    from penstock.plans.build import uniform_plan
+    from penstock.plans.references import model_of
+    from penstock.runtime.devices.clock import ClockSettings
+    from penstock.runtime.workers import WorkerPool
+    from penstock.timing.execution import execute
+    from penstock.timing.workload import workload_of
+
+    plan = uniform_plan("llama-8b", f"{ranks}xa100-80gb", global_batch=of_batch, micro_batch=1, pp=ranks, schedule="pipedream")
+    print(f"{ranks} stages, {of_batch} micro-batches a batch: time of a batch over what a device computes for it")
+    print(f"{'drained after':>14} {'simulated':>10} {'measured, best':>15}")
+    with WorkerPool(ranks) as pool:
+        for batches in (1, SCHEDULES[plan.schedule].window(ranks, of_batch)):
+            count, length = batches * of_batch, plan.seq_length
+            order = schedule_of(plan.schedule, ranks, count)
+            work = workload_of(np.array([1.0, 2.0])[:, None, None] * np.full((2, ranks, count), unit_s), 0.02 * unit_s, contention="pair")
+            micros = tuple(MicroBatch(m, (m,), "padded", (length,), row_length=length) for m in range(count))
+            ends = tuple(range(of_batch, count + 1, of_batch)) if batches > 1 else ()
+            own = (ReplicaWork(micros, order, ends=ends),)
+            programs = [lower(plan, model_of(plan), own, number * batches) for number in range(3)]
+            computes_s = 3 * unit_s * count
+            measured = min(one for one, _ in pool.run(run_timed, plan, programs, [work], ClockSettings())[0])
+            print(f"{batches:14} {execute(order, work).makespan_s / computes_s:10.3f} {measured / computes_s:15.3f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", help="script of the other side")
@@ -227,7 +258,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--timed", type=int, metavar="RANKS", help="timed devices against the simulator, nothing else")
+    parser.add_argument("--windows", action="store_true", help="asynchronous batches on timed devices, drained or not, nothing else")
     given = parser.parse_args()
+    if given.windows:
+        windows()
+        return
     if given.timed:
         timed(given.timed)
         return

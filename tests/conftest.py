@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 from hypothesis import settings
+from shared_server import offer_server, take_server
 
 from penstock.processes.fork_server import PRELOADED
 
@@ -26,6 +28,15 @@ settings.load_profile("build" if os.environ.get("CI") else "here")
 # environment says, like any new process.
 PRELOADED.append("warm_server")
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that has others run tests starts the server for them."""
+    if hasattr(config, "workerinput"):
+        take_server()
+    elif config.getoption("numprocesses", None):
+        offer_server()
+
 
 LONG = (
     "adapting/test_story.py", "adapting/test_moving.py", "runtime/test_transparency.py", "adapting/test_nodes.py", "cli/test_demo.py",
@@ -65,11 +76,8 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)  # what tests leave is little, and looking for it every 700 objects takes a twentieth of their time
     gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    """Else libraries that look for leaks at the end would find what is kept."""
-    gc.unfreeze()
+    # Libraries that look for leaks at the end would find what is kept. Not before that: pytest collects ten times when tests are over.
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -45,8 +45,8 @@ def module_case(name: str, seed: int = 3, iterations: int = 2, precision: str = 
     lengths = {"seq_length": model.seq_length, "dec_length": model.dec_length}
     fields = {"family": "traced", "description": model_to_description(model), **lengths}
     with mock.patch.dict(runtime_cases.MODELS, {name: fields}):
-        case = make_case(PLAIN | choice | {"family": name}, seed, iterations)
-    return replace(case, plan=replace(case.plan, precision=precision), model=model)
+        case = make_case(PLAIN | choice | {"family": name}, seed, iterations, precision)
+    return replace(case, model=model)
 
 
 def plain_training(name: str, case: Case, settings: TrainingSettings) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -15,6 +15,7 @@ from penstock.adapting.deaths import RunWitness
 from penstock.errors import InputError
 from penstock.processes.fork_server import SIGNALS, start_process
 from penstock.runtime.request import NodePlace, TrainRequest
+from penstock.runtime.run import Watching
 from penstock.runtime.trainer import PlanTrainer
 
 
@@ -41,11 +42,11 @@ def one_core() -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def run_node(request: TrainRequest) -> None:
+def run_node(request: TrainRequest, watching: Watching | None) -> None:
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # else it could start no ranks
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # it is a launcher, which hears them
     with one_core():
-        trainer = PlanTrainer(request, None, RunWitness(request.out))
+        trainer = PlanTrainer(request, watching, RunWitness(request.out))
         while True:
             try:
                 trainer.train()
@@ -56,9 +57,9 @@ def run_node(request: TrainRequest) -> None:
 
 
 @contextmanager
-def other_node(request: TrainRequest) -> Iterator[Any]:
+def other_node(request: TrainRequest, watching: Watching | None = None) -> Iterator[Any]:
     """The process that supervises a node."""
-    process = start_process("node", run_node, request)
+    process = start_process("node", run_node, request, watching)
     try:
         yield process
     finally:

@@ -124,12 +124,12 @@ class Case:
         return tuple(lower(self.plan, self.model, work, iteration) for iteration, work in enumerate(self.works))
 
 
-def make_case(choice: Choice, seed: int, iterations: int = 2, **changes: Any) -> Case:
+def make_case(choice: Choice, seed: int, iterations: int = 2, precision: str = "fp32", **changes: Any) -> Case:
     """A plan as chosen, all that is left open drawn from `seed`. The second iteration begins with weights that the first has changed."""
     generator = random.Random(seed)
     fields = MODELS[choice["family"]] | changes
     plan = Plan(fields, "64xcpu", 8, (), MicroBatching(choice["layout"], "dynamic"), choice["replicas"], choice["schedule"],
-                seq_length=fields.get("seq_length", 0), dec_length=fields.get("dec_length", 0), precision="fp32")  # fmt: skip
+                seq_length=fields.get("seq_length", 0), dec_length=fields.get("dec_length", 0), precision=precision)  # fmt: skip
     model = model_of(plan)
     plan = replace(plan, stages=tuple(_stages(model, choice, generator)))
     works = tuple(make_works(plan, model, generator) for _ in range(iterations))

@@ -33,7 +33,8 @@ class SmallOp(NamedTuple):
 
 
 def roofline_s(flops: float, moved_bytes: float, device: Device) -> float:
-    """The longer of half the peak of arithmetic and of memory, and a launch."""
+    """The longer of half the peak of arithmetic and of memory, and a launch: not `costs.roofline`, whose calibration would change tables
+    that tests compare with."""
     assert device.fp16_flops_per_s is not None
     return _LAUNCH_S + max(flops / (0.5 * device.fp16_flops_per_s), moved_bytes / device.memory_bandwidth_bytes_per_s)
 

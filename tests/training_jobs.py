@@ -138,9 +138,9 @@ def train_programs(worker: Worker, plan: Plan, programs: Sequence[Sequence[Progr
     for iteration in programs:
         own = iteration[place]
         if own.training:
-            result = rank.train(own)
-            losses.append(result.loss.item())
-            norms.append(float("nan") if result.norm is None else result.norm.item())
+            rank.train(own)
+            losses += [result.loss.item() for result in rank.results]
+            norms += [float("nan") if result.norm is None else result.norm.item() for result in rank.results]
         else:
             evaluated.append(rank.evaluate(own))
     return TrainedPrograms(tuple(losses), tuple(norms), tuple(evaluated), *collected(rank))

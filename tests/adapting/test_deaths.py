@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.adapting.deaths import RunWitness
 from penstock.adapting.events import read_events
@@ -18,6 +23,8 @@ from penstock.plans.plan import Plan
 from penstock.runtime.checkpoints.folder import find_checkpoint
 from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run_folder import plan_of_run
+from penstock.runtime.settings import TrainingSettings
+from penstock.runtime.telemetry.process_files import read_process
 from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import PlanTrainer
 from penstock.runtime.workers import WorkerError
@@ -150,3 +157,47 @@ def test_a_failure_that_another_would_meet_too_ends_the_run(data: str, tmp_path:
 def test_no_plan_without_the_only_device() -> None:
     with pytest.raises(InfeasibleError, match="nothing is left for training without rank 0"):
         RunWitness(os.devnull).smaller_plan(plan_of(), [0], [])
+
+
+@pytest.fixture(params=["time slices", "MPS"])
+def shared_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Processes take turns on the GPU, or run on it together."""
+    control = "nvidia-cuda-mps-control"
+    if request.param != "MPS":
+        yield
+        return
+    if shutil.which(control) is None:
+        pytest.skip(f"needs {control}")
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    monkeypatch.setenv("CUDA_MPS_LOG_DIRECTORY", str(tmp_path))
+    subprocess.run([control, "-d"], check=True, timeout=60)
+    try:
+        yield
+    finally:
+        subprocess.run([control], input=b"quit -t 5\n", check=True, timeout=60)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.usefixtures("shared_gpu")
+def test_ranks_that_share_a_gpu_all_end_with_one_and_go_on_from_copies_in_host_memory(data: str, tmp_path: Path) -> None:
+    """A death may take the GPU's context, and with it what all of them have learned, away; to the bit it is as if nothing had happened."""
+    plan = uniform_plan("gpt-tiny", "2xh200", global_batch=4, micro_batch=2, layout="packed", precision="fp32", pp=2)
+    settings = TrainingSettings(deterministic=True)
+    calm = request(plan, data, tmp_path / "calm", 12, device="cuda", share_gpus=True, settings=settings)
+    wanted = PlanTrainer(calm).train()
+    story = ("kill", 1, "backward", 4), ("freeze", 0, "update", 7), ("oom", 1, "forward", 10)
+    strikes = tuple(DisturbanceStrike(*one) for one in story)  # type: ignore[arg-type]
+    run = replace(calm, out=str(tmp_path / "run"), on_death="recover", copies=3, disturbance=Disturbance(strikes=strikes))
+    processes = defaultdict[int, set[int]](set)
+
+    def told(step: StepTold) -> None:
+        for rank in plan.ranks:
+            if (process := read_process(run.out, rank)) is not None:  # it has not ended after the last step
+                processes[rank].add(process.pid)
+
+    found = PlanTrainer(run, None, RunWitness(run.out)).train(told)
+    assert found.losses == wanted.losses and steps_of(run) == steps_of(calm)
+    events = list(read_events(run.out))
+    assert [one.event for one in events] == ["lost", "replaced"] * 3
+    assert [one.step for one in events if one.event == "replaced"] == [3, 6, 9]  # without a checkpoint before them
+    assert {rank: len(own) for rank, own in processes.items()} == {0: 4, 1: 4}

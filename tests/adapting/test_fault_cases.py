@@ -20,3 +20,13 @@ def test_a_covering_set_has_all_that_can_meet() -> None:
         pairs, covered = ({tuple(getattr(one, name) for name in names) for one in cases} for cases in (found, few))
         assert pairs == covered
     assert len(few) < len(found) / 3
+
+
+def test_parts_have_every_case_once_and_as_many_of_each_scene() -> None:
+    matrix = load_benchmark("fault_cases")
+    found, _ = matrix.cases()
+    parts = [matrix.part_of(found, number, 7) for number in range(1, 8)]
+    assert sorted(case.name for part in parts for case in part) == sorted(case.name for case in found)
+    for scene in (matrix.PIPELINE, matrix.TENSOR, matrix.NODES):
+        counts = [sum(case.victim.scene == scene for case in part) for part in parts]
+        assert max(counts) - min(counts) <= 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,13 @@ from node_jobs import free_port, one_core, other_node, placed
 
 from penstock.adapting.deaths import RunWitness
 from penstock.adapting.events import read_events
+from penstock.adapting.watching import obey_run
 from penstock.cli.main import run as main
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.schema import read_plan
+from penstock.runtime.recovering.faults import Fault, ask_fault
 from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
 from penstock.runtime.run_folder import last_step, plans_of_run
 from penstock.runtime.settings import TrainingSettings
@@ -89,6 +93,34 @@ def test_ranks_die_on_both_nodes_one_falls_silent_another_joins_in_its_place_and
     assert events[5].step >= 6 and plans[0] == plans[-2] == plan and plans[-1].ranks == (1,)
     assert not (Path(run.out) / "leader.json").exists()
     assert steps_of(run) == oracle(run, last_step(run.out) + 1)
+
+
+def test_a_node_that_leaves_moves_its_work_away_and_no_step_is_done_again(data: str, tmp_path: Path) -> None:
+    """SIGTERM to a node that does not lead: the others go on in their processes, to the bit as through a checkpoint, and copy what they
+    learn without it: a death long after that goes back to a step under their plan."""
+    plan, port = plan_of(tmp_path), free_port()
+    run = TrainRequest(plan, data, 2000, str(tmp_path / "run"), checkpoint_every=0, on_death="recover", copies=3)
+    with other_node(placed(run, 1, port), obey_run) as other:
+
+        def told(step: StepTold) -> None:
+            if step.step == 4:
+                other.terminate()
+            if any("another plan" in note for note in step.notes):
+                ask_fault(run.out, Fault("kill", 0, "backward", step.step + 40))
+            if any("another process" in note for note in step.notes):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        found = PlanTrainer(placed(run, 0, port), obey_run, RunWitness(run.out)).train(told)
+        other.join()
+    moved, left, lost, replaced = read_events(run.out)
+    assert [one.event for one in (moved, left, lost, replaced)] == ["moved", "left", "lost", "replaced"]
+    assert moved.text.startswith(f"another plan (without rank 1) is in force from step {moved.step} on: ")
+    assert left.text == "node 1 (127.0.0.2) leaves, with rank 1, as it was asked to (SIGTERM)"
+    assert found.ended_by == signal.SIGTERM and found.plan is not None and found.plan.ranks == (0,)
+    numbers = [json.loads(line)["step"] for line in (Path(run.out) / "steps.jsonl").read_text().splitlines()]
+    again = next(later for before, later in pairwise(numbers) if later <= before)
+    assert again == replaced.step > moved.step + run.copies  # nothing before the death, and only what followed the newest copy
+    assert list(plans_of_run(run.out)) == [0, moved.step] and steps_of(run) == oracle(run, last_step(run.out) + 1)
 
 
 def test_another_node_leads_when_the_first_stands_still(data: str, tmp_path: Path) -> None:

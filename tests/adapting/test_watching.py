@@ -86,7 +86,7 @@ def test_ranks_that_share_cores_are_not_watched(plan: Plan, tmp_path: Path, core
     request = TrainRequest(plan, "", 1, str(tmp_path / "run"))
     rank = SimpleNamespace(plan=plan)
     run = SimpleNamespace(
-        computes_on_cores=cores, members=range(ranks), request=request, first_step=0, is_first=True, is_new=True, goes_on=False, rank=rank
+        computes_on_cores=cores, members=range(ranks), request=request, step=0, is_first=True, is_new=True, goes_on=False, rank=rank
     )
     with closing(watch_run(run)) as watcher:  # type: ignore[arg-type]
         assert watcher.measures == is_watched == (tmp_path / "run" / EVENTS).exists()
@@ -153,7 +153,7 @@ class Job:
         self._left: dict[int, float] = {}
         monkeypatch.setattr("penstock.adapting.watching.move", self._move)
 
-    def _move(self, rank: object, plan: Plan, step: int, prepare: Callable[[], object]) -> Moves:
+    def _move(self, rank: object, plan: Plan, step: int, prepare: Callable[[], object], members: object) -> Moves:
         if self.failure:
             raise MoveAbortedError(self.failure)
         return moves(self.plan, plan)
@@ -266,5 +266,5 @@ def test_what_was_asked_for_before_a_death_is_not_done(plan: Plan, tmp_path: Pat
     watch.forget_request(4, goes_on=goes_on)
     assert watch.order(9) is None
     watch.close()
-    wanted = [("aborted", 4, 1, asked, "the plan stays as it is: a process died before the move. Ask for it again.")]
+    wanted = [("aborted", 4, 1, asked, "the plan stays as it is: processes were lost, or left, before the move. Ask for it again.")]
     assert [(one.event, one.step, one.status, one.request, one.text) for one in read_events(tmp_path)] == (wanted if goes_on else [])

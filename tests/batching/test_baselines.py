@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.batching.baselines import Attention, baseline_rows, fixed_batches, packed_rows, run_baseline, token_budget
+from penstock.batching.costs import LayoutCosts
 from penstock.batching.example import small_costs
-from penstock.batching.packing import equal_groups
+from penstock.batching.packing import equal_groups, packed_splits
 from penstock.batching.plan import SampleLengths
 from penstock.batching.planner import plan_batch
+from penstock.batching.split import FILL
 from penstock.batching.workloads import batch_workload
 from penstock.errors import InfeasibleError, InputError
 from penstock.models.micro_batch import MicroBatch
@@ -76,8 +78,20 @@ def test_pairs_are_packed_within_both_lengths() -> None:
     batches = packed_rows(samples, costs, 2, attention="across")
     assert [batch.row_sizes for batch in batches] == [(1, 2), (2, 2)]
     assert {(batch.row_length, batch.dec_row_length) for batch in batches} == {(20, 8)}
+    longer = packed_rows(samples, costs, 8, 40, "across")
+    assert {(batch.row_length, batch.dec_row_length) for batch in longer} == {(40, 40)}
+    assert [batch.row_sizes for batch in longer] == [(3, 4)]
     with pytest.raises(InputError, match="packed layout"):
         packed_rows(samples, costs, 2)
+
+
+@pytest.mark.parametrize(("offset", "separator", "rows"), [(0, 0, (3,)), (0, 1, (2, 1)), (-1, 0, (3, 1)), (-1, 1, (2, 1))])
+def test_a_separator_makes_one_text_of_a_row(offset: int, separator: int, rows: tuple[int, ...]) -> None:
+    """Rows of 15 positions: three samples of 5 tokens fill one; with a token between them they have 17, of which the last is no input."""
+    costs = dataclasses.replace(COSTS, length_offset=offset)
+    samples = [SampleLengths(i, 5) for i in range(sum(rows))]
+    assert [batch.row_sizes for batch in packed_rows(samples, costs, 8, 15, "across", separator)] == [rows]
+    assert [batch.row_sizes for batch in packed_rows(samples[:3], costs, 8, 16, "across", 1)] == [(3,) if offset else (2, 1)]
 
 
 def test_micro_batches_of_a_layout_without_a_price_are_refused() -> None:
@@ -111,6 +125,22 @@ def test_groups_are_of_equal_weight(weights: list[int], count: int, small: int) 
     assert len(sums) <= count
     if not small:
         assert sums.max() <= sum(weights) / count + max(weights)
+
+
+def test_groups_of_every_number_are_priced_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planners share cores with ranks that compute on processors: a look-up for each number took longer than all else they do."""
+    looked_up: list[int] = []
+    plain = LayoutCosts.at
+    monkeypatch.setattr(LayoutCosts, "at", lambda grid, x, y, z: looked_up.append(np.size(x)) or plain(grid, x, y, z))
+    enc = np.random.default_rng(0).integers(1, 60, 80)
+    splits = packed_splits(COSTS, enc)
+    assert len(looked_up) == 2, "the samples, and the groups of all splits"
+    monkeypatch.undo()
+    assert len(splits) == 8 and [one.objective_s for one in splits] == sorted(one.objective_s for one in splits)
+    for one in splits:
+        groups = [enc[own] for own in np.split(one.order, one.cuts[1:-1])]
+        times_s = [COSTS.layouts["packed"].at(own.sum(), (own**2).sum() / own.sum(), 0)[..., :2].sum(-1).min(-1).max() for own in groups]
+        assert one.objective_s == pytest.approx(FILL * (COSTS.num_stages - 1) * max(times_s) + sum(times_s) / COSTS.num_replicas)
 
 
 def test_the_heaviest_samples_are_dealt_first() -> None:

@@ -276,14 +276,17 @@ def test_a_plan_for_a_system_is_exported_and_says_what_it_costs(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("model", "system", "reason"),
     [("gpt-small", "aceso", "sizes of none of Aceso's gpt models"), ("vgg16", "megatron", "Megatron-LM has no model like 'vgg16'"),
-     ("gpt-small", "torchtitan", "torchtitan has no model like 'gpt-small'"), (RELU, "megatron", "cannot express the activation 'relu'")],
+     ("gpt-small", "torchtitan", "torchtitan has no model like 'gpt-small'"), (RELU, "megatron", "cannot express the activation 'relu'"),
+     ("llama-8b --precision fp16", "torchtitan", "torchtitan cannot express precision fp16. It has bf16 and fp32. Search with --precision"),
+     ("gpt-1.3b --precision bf16", "aceso", "Aceso cannot express precision bf16; it trains gpt in fp16. Search with --precision fp16"),
+     ("vgg16 --precision bf16", "dynpipe", "DynPipe cannot express precision bf16: it trains in fp32. Search with --precision fp32")],
 )  # fmt: skip
-def test_a_model_that_a_system_has_none_like_is_refused_before_the_search(
+def test_a_model_or_a_precision_that_a_system_has_none_like_is_refused_before_the_search(
     model: str, system: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.search.search", lambda *args, **options: pytest.fail("it was searched"))
     if model == RELU:
         model = str(tmp_path / "relu.yaml")
         Path(model).write_text(json.dumps({"family": "gpt", "layers": 2, "hidden": 64, "heads": 2, "activation": "relu"}))
-    assert run(["search", "--model", model, "--cluster", "2xa100-40gb", "--global-batch", "8", "--for", system]) == 2
+    assert run(["search", "--model", *model.split(), "--cluster", "2xa100-40gb", "--global-batch", "8", "--for", system]) == 2
     assert reason in " ".join(capsys.readouterr().err.split())

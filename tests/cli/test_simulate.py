@@ -153,6 +153,24 @@ def test_orders_that_do_not_suit_the_plan_are_refused(tmp_path: Path, capsys: py
     assert "the order says when weights are updated" in capsys.readouterr().err
 
 
+def test_asynchronous_batches_have_no_break_between_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is told is the time of one, which is hardly more than the busiest device computes."""
+    plan = tmp_path / "plan.json"
+    write_plan(plan, uniform_plan("llama-tiny", "4xa100-80gb", global_batch=16, micro_batch=2, pp=4, schedule="pipedream"))
+    assert run(["simulate", str(plan), "--schedule", "1f1b", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["order"] for row in found["orders"]] == ["pipedream", "1f1b"] and found["num_batches"] == 1
+    assert found["orders"][0]["bubble_share"] < 0.15 * found["orders"][1]["bubble_share"]
+    assert run(["simulate", str(plan), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_batches"], found["num_micro_batches"]) == (10, 80)
+    assert found["time_s"] == pytest.approx(max(row["busy_s"] + row["bubble_s"] for row in found["devices"]), rel=1e-3)
+    assert run(["simulate", str(plan)]) == 0
+    assert "80 micro-batches of 10 global batches without a break: " in " ".join(capsys.readouterr().out.split())
+    assert run(["explain", str(plan), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["estimate"]["time_s"] == pytest.approx(found["time_s"], rel=1e-9)
+
+
 def test_a_batch_by_dynapipes_tables(small_tables: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Planned, simulated and scored by the same configuration, without a plan file; other configurations are refused."""
     lengths, planned, costs = tmp_path / "lengths.csv", tmp_path / "batch.json", f"dynapipe:{small_tables / 'dynapipe'}/gptA"

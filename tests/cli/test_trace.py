@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_launchers import launched
 
 from penstock.cli.main import run
 from penstock.plans.build import uniform_plan
@@ -165,17 +164,13 @@ def test_ranks_of_an_earlier_run_are_left_out(a_run: Path, tmp_path: Path) -> No
 def test_a_run_that_was_killed(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     write_plan(tmp_path / "plan.json", plan_of(pp=2))
-    command = [sys.executable, "-m", "penstock.cli.main", "train", str(tmp_path / "plan.json"), "--data", data, "--steps", "100000"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    child = subprocess.Popen([*command, "--out", str(folder)], env=environment, **quiet)  # type: ignore[call-overload]
-    try:
+    command = ["train", str(tmp_path / "plan.json"), "--data", data, "--steps", "100000", "--out", str(folder)]
+    with launched(command, tmp_path) as launcher:
         while not ((folder / "steps.jsonl").is_file() and len(read_steps(folder / "steps.jsonl")) > 4):
-            assert child.poll() is None
+            assert launcher.status is None, launcher.ended()
             time.sleep(0.1)
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+        os.kill(launcher.pid, signal.SIGKILL)
+        launcher.ended()
     with open(folder / "rank-00001.spans", "ab") as file:
         file.write(b"\x02\x00\x01")  # as if killed within a record
     assert run(["trace", str(folder), "--out", str(tmp_path / "t.json"), "--json"]) == 0

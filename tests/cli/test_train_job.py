@@ -6,14 +6,13 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pty_runs import cut_lines, on_terminal, screen_lines
+from warm_launchers import launched
 
 from penstock.cli.main import run
 from penstock.jobs.job_file import job_from, read_job
@@ -84,24 +83,17 @@ def test_a_killed_run_goes_on_by_the_same_command(model: str, texts: Path, tmp_p
     """From its beginning, or from its checkpoint, here under another plan: the next step has the loss that it had before."""
     out, is_net = tmp_path / "run", model != "gpt-tiny"
     given = command(texts, out, "--model", model, "--cluster", "1xcpu", "--checkpoint-every", "3" if is_net else "400")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli.main", *given, "--steps", "400"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        text=True, start_new_session=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
     losses: dict[int, float | None] = {}
-    try:
-        while process.poll() is None:
-            os.killpg(process.pid, signal.SIGSTOP)  # what is looked at stays as it is until it is killed
+    with launched([*given, "--steps", "400"], tmp_path) as launcher:
+        while launcher.status is None:
+            os.killpg(launcher.pid, signal.SIGSTOP)  # what is looked at stays as it is until it is killed
             saved = latest_checkpoint(out / "checkpoints")
             losses = {step.step: step.loss for step in read_steps(out / "steps.jsonl")} if (out / "steps.jsonl").is_file() else {}
             if (saved is not None or not is_net) and (0 if saved is None else step_of(saved)) in losses:
                 break
-            os.killpg(process.pid, signal.SIGCONT)
+            os.killpg(launcher.pid, signal.SIGCONT)
             time.sleep(0.1)
-        assert process.poll() is None, process.communicate()[1]
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        assert launcher.status is None, launcher.ended()
     begin = 0 if saved is None else step_of(saved)
     assert (begin > 0) is is_net and len(read_plan(out / "plan.json").ranks) == 1
     found = trained(capsys, *given, "--steps", str(begin + 1), *(("--cluster", "2xcpu") if is_net else ()))

@@ -472,7 +472,7 @@ def test_waits_for_programs_and_for_samples_are_told_apart(folder: Path, monkeyp
     """By a clock of the test's own: planning takes 2 s, reading samples 3 s. Samples are read last, so a short wait is for them."""
     now = [0.0]
     planner = make_planner(folder)
-    programs, load = planner.programs, Samples.load
+    load = Samples.load
 
     def later(time_s: float, found: Any) -> Any:
         now[0] += time_s
@@ -480,12 +480,12 @@ def test_waits_for_programs_and_for_samples_are_told_apart(folder: Path, monkeyp
 
     monkeypatch.setattr("penstock.data.loader.time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(Samples, "load", lambda *given: later(3.0, load(*given)))
-    slow: Any = SimpleNamespace(plan=planner.plan, form=planner.form, programs=lambda *given: later(2.0, programs(*given)))
+    slow: Any = SimpleNamespace(plan=planner.plan, form=planner.form, window=lambda *given: later(2.0, planner.window(*given)))
     loader = ProgramLoader(make_source(folder), slow, 0, planners=0)
     loader.next_planned_here()
     assert (loader.wait_s, loader.data_wait_s) == (5.0, 3.0)
     waits = iter([4.0, 1.0])
-    found = SimpleNamespace(program=SimpleNamespace(iteration=9))
+    found = SimpleNamespace(program=SimpleNamespace(iteration=9, num_batches=1))
     loader._feed = SimpleNamespace(next=lambda: later(next(waits), (found, 3.0)), end=lambda: None)  # type: ignore[assignment]
     loader._fetched()
     assert (loader.wait_s, loader.data_wait_s) == (5.0 + 4.0, 3.0 + 3.0)
@@ -498,7 +498,7 @@ def test_a_rank_plans_for_itself_until_planners_have_followed(folder: Path) -> N
     planner = make_planner(folder)
     loader = ProgramLoader(make_source(folder), planner, 0, planners=0, first_step=3)
     loader.adopt(3, planner)
-    handed = [SimpleNamespace(program=SimpleNamespace(iteration=step)) for step in (3, 4, 5, 6)]
+    handed = [SimpleNamespace(program=SimpleNamespace(iteration=step, num_batches=1)) for step in (3, 4, 5, 6)]
     ready: list[Any] = []
 
     class Feed:

@@ -21,7 +21,8 @@ def tell(pipe: Any) -> None:
         os.kill(os.getpid(), number)
     name = Path("/proc/self/comm")
     called = name.read_text().strip() if name.exists() else "rank 7"
-    pipe.send((loaded, sys.modules["torch"].cuda.is_initialized(), os.environ.get("OF_THE_MOMENT"), os.getppid(), called))
+    moment, spins = os.environ.get("OF_THE_MOMENT"), os.environ.get("GOMP_SPINCOUNT")
+    pipe.send((loaded, sys.modules["torch"].cuda.is_initialized(), moment, os.getppid(), called, spins))
 
 
 def told() -> Any:
@@ -38,6 +39,23 @@ def test_a_process_begins_warm_with_the_environment_of_the_moment(monkeypatch: p
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     for moment in ("first", "second"):
         monkeypatch.setenv("OF_THE_MOMENT", moment)
-        assert told() == (["torch", "penstock.runtime.run", "penstock.data.planners"], False, moment, server, "rank 7")
+        assert told()[:-1] == (["torch", "penstock.runtime.run", "penstock.data.planners"], False, moment, server, "rank 7")
     monkeypatch.delenv("OF_THE_MOMENT")
     assert told()[2] is None
+
+
+@pytest.mark.parametrize(("given", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)])
+def test_waiting_threads_leave_their_core_soon_unless_somebody_says_how(
+    given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has it before it imports torch, and so has what it forks."""
+    found: list[str | None] = []
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # which has what comes of it undone
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with monkeypatch.context() as patch:
+        patch.setattr(forkserver, "ensure_running", lambda: found.append(os.environ.get("GOMP_SPINCOUNT")))
+        warm_up()
+    assert [*found, told()[-1]] == [spins, spins]

@@ -12,20 +12,21 @@ import pytest
 import torch
 
 from penstock.cli.main import run
-from penstock.costs.profile import read_profile, series_key
+from penstock.costs.profile import DeviceProfile, Profile, read_profile, series_key
 from penstock.costs.profiled import Profiled
 from penstock.errors import InputError
 from penstock.models import Shape, resolve_model
 from penstock.profiling import run as profiling
 from penstock.profiling.grid import GridLimits
 from penstock.profiling.measure import OpMeasure
-from penstock.profiling.run import Profiler
+from penstock.profiling.run import ROUNDS, Profiler, Unit
+from penstock.timing.pass_times import rerun_positions
 
 GPT = resolve_model("gpt-tiny")
 TINY = GridLimits(64, 256, 2, 4, 1)
 
 
-def quick(monkeypatch: pytest.MonkeyPatch, max_tokens: float = float("inf")) -> list[Shape]:
+def quick(monkeypatch: pytest.MonkeyPatch, max_tokens: float = float("inf"), host_s: float = 0.0) -> list[Shape]:
     """Puts made-up times in place of measurements; shapes that were asked for are listed, those too large run out of memory."""
     asked: list[Shape] = []
 
@@ -37,7 +38,8 @@ def quick(monkeypatch: pytest.MonkeyPatch, max_tokens: float = float("inf")) -> 
             for parameter in op.parameters():
                 parameter.grad = torch.zeros_like(parameter)
         distinct = dict.fromkeys(place.op.signature for place in places)
-        return [OpMeasure(signature, 1e-6 * batch.shape.tokens, 2e-6 * batch.shape.tokens, 0.01) for signature in distinct]
+        times = 1e-6 * batch.shape.tokens, 2e-6 * batch.shape.tokens, 0.01, host_s, host_s
+        return [OpMeasure(signature, *times) for signature in distinct]
 
     monkeypatch.setattr(profiling, "measure_ops", measure_ops)
     return asked
@@ -323,3 +325,31 @@ def test_repeats_and_warm_up_are_as_asked(tmp_path: Path, monkeypatch: pytest.Mo
     asked = ["profile", "--model", "gpt-tiny", "--tp", "1", "--out", str(tmp_path / "p.json"), "--json"]
     assert run([*asked, "--repeats", "7", "--warm-up", "0.5"]) == 0
     assert set(given) == {(7, 3, 0.5)}
+
+
+def test_models_are_compared_with_their_parts_in_turns(tmp_path: Path) -> None:
+    nothing = Profile({"gpu": DeviceProfile({})})
+    profiler = Profiler(tmp_path / "profile.json", torch.device("cuda"), "gpu", GridLimits.for_device("cuda"), nothing)
+    units = profiler.units([GPT, resolve_model("bert-tiny")], [1])
+    rounds = [unit for unit in units if unit.round]
+    assert units[-len(rounds) :] == rounds
+    names = [(unit.model.name, unit.round) for unit in rounds]
+    assert names == [(name, number) for number in range(1, ROUNDS + 1) for name in ("gpt-tiny", "bert-tiny")]
+
+
+def test_what_is_compared_several_times_counts_by_its_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick(monkeypatch, host_s=1e-5)
+    host_s = sum(2e-5 for _ in GPT.ops)
+    found = iter([[host_s, 3 * host_s], [1.0], [1.5 * host_s, 1.5 * host_s], [2.0], [2 * host_s, 6 * host_s], [3.0]])
+    monkeypatch.setattr(Profiler, "_in_turns_s", lambda *_: next(found))
+    profiler = Profiler.open(tmp_path / "profile.json", "cpu")
+    profiler.limits, profiler.here.about["memory_bytes"] = TINY, 2**40
+    rounds = [Unit(GPT, f"whole {number}", 1) for number in (1, 2, 3)]
+    profiler.run([*profiler.units([GPT], [1]), *rounds], progress=lambda name: None)
+    factors = {op.signature: profiler.here.whole[op.signature] for op in GPT.distinct_ops}
+    assert {round(one.host, 6) for one in factors.values()} == {1.5}
+    (device,) = {round(one.device, 6) for one in factors.values()}
+    assert profiler.here.whole == factors
+    rerun = len(rerun_positions(GPT.ops, range(1, GPT.num_ops - 3)))
+    assert {round(one.recompute_host_s / host_s * rerun, 6) for one in factors.values()} == {2.0}
+    assert device > 0

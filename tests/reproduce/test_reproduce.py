@@ -14,7 +14,7 @@ from penstock.cli.main import run
 from penstock.reproduce import REPRODUCTIONS, Claim, Drawing, Plotted, aceso_cases
 from penstock.reproduce.drawing import drawn
 from penstock.reproduce.dynapipe import seeded_lengths
-from penstock.reproduce.figures import at_least, at_most
+from penstock.reproduce.figures import at_least, at_most, within
 
 THROUGHPUT = "dataset,model,system,value,unit\na,BERT,gpipe,10.5,seqs/s\na,BERT,dynpipe,20,seqs/s\n"
 LOG = "system,epoch,iter,global_iter,iteration_s,loss,prec1,running_s\n" + "".join(
@@ -39,7 +39,8 @@ def data(tmp_path: Path) -> Path:
 
 def test_figures_are_written_with_what_was_found(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert run(["reproduce", "dynpipe", "--data", str(data), "--out", str(out), "--json"]) == 0
+    asked = [word for name in ("9", "10", "11", "12", "policies") for word in ("--figure", name)]
+    assert run(["reproduce", "dynpipe", *asked, "--data", str(data), "--out", str(out), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {result["figure"]: result["verdict"] for result in told["results"]} == {"9": "does not hold", "10": "shown", "12": "shown"}
     result = json.loads((out / "dynpipe" / "9" / "result.json").read_text())
@@ -76,6 +77,8 @@ def test_a_drawing_is_the_same_each_time() -> None:
 def test_limits_belong_to_what_holds() -> None:
     assert at_least("a", 1.0, 1.0) == Claim("a", "≥ 1", 1.0, True) and not at_least("a", 0.99, 1.0).holds
     assert at_most("a", 1.0, 1.0).holds and not at_most("a", 1.01, 1.0).holds
+    assert within("a", 2849.9, 2850, 0.001) == Claim("a", "2850 ± 0.1%", 2849.9, True)
+    assert not within("a", 2846.0, 2850, 0.001).holds and not within("a", 2854.0, 2850, 0.001).holds
 
 
 def test_figures_have_names_of_their_own_and_lengths_a_seed() -> None:

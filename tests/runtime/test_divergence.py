@@ -28,6 +28,8 @@ from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.divergence import MAX_DROPPED, DivergedError, describe_divergence, is_diverged
 from penstock.runtime.run import Run
 from penstock.runtime.settings import TrainingSettings
+from penstock.runtime.step_words import StepWord
+from penstock.runtime.telemetry.steps import StepRecord
 from penstock.runtime.transport.world import ProcessGroups
 from penstock.schedules.orders import gpipe
 
@@ -99,11 +101,12 @@ def test_a_skipped_update_leaves_no_trace() -> None:
 
 def test_the_fifth_in_a_row_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.runtime.run.describe_divergence", lambda *_: "the loss of step 7 is nan")
-    done: list[str] = []
+    done, record = list[Any](), StepRecord(6)
     stub: Any = SimpleNamespace(
         _dropped=0, _notes=[], is_first=True, rank=SimpleNamespace(update=SimpleNamespace(scale=None)),
         request=SimpleNamespace(settings=TrainingSettings(on_nan="skip")),
         saves=SimpleNamespace(wait=lambda: done.append("whole")), world=SimpleNamespace(barrier=lambda: done.append("met")),
+        _tell=lambda record, *_: done.append(record),
     )  # fmt: skip
     check: Any = Run._check_finite
     for loss in [math.nan] * (MAX_DROPPED - 1) + [1.0] + [math.inf] * (MAX_DROPPED - 1):
@@ -112,6 +115,10 @@ def test_the_fifth_in_a_row_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(DivergedError, match="It was the 5th in a row"):
         check(stub, None, None, 1.0, math.nan)
     assert done == ["whole", "met"]
+    stub._dropped = MAX_DROPPED - 1
+    with pytest.raises(DivergedError):
+        check(stub, None, None, math.nan, None, [StepWord(record=record)])
+    assert done[2:] == [record, "whole", "met"]  # a step before it in the same program is told
     stub._dropped, stub.rank.update.scale = 0, object()
     check(stub, None, None, 1.0, math.inf)  # fp16: the loss scale sees to it
     assert stub._dropped == 0

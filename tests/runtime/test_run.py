@@ -47,7 +47,7 @@ def run_of_two(own: int, other: StepWord, sent: list[torch.Tensor], broadcast: b
 
     def gather(values: torch.Tensor) -> torch.Tensor:
         sent.append(values)
-        rows = [values, torch.tensor(other.row(), dtype=torch.float64)]
+        rows = [values, torch.tensor([other.row()] * len(values), dtype=torch.float64)]
         return torch.stack(rows if own == 0 else rows[::-1])
 
     groups = SimpleNamespace(gather=gather, broadcast=lambda data, size: data or broadcast)
@@ -63,7 +63,8 @@ def run_of_two(own: int, other: StepWord, sent: list[torch.Tensor], broadcast: b
 
 @pytest.mark.parametrize("lateness", [0, 1])
 def test_figures_ride_on_the_one_message_after_each_step(lateness: int) -> None:
-    """Watching costs no message; all are told the same, on a GPU of the step before; a signal to one ends all."""
+    """Watching costs no message, nor do several steps in one program; all are told the same, on a GPU of the step before; a signal to one
+    ends all."""
     own, sent, heard = RankFigures(3.0, 2.0, 0.5, 0.25, 7.0), [], []
     evaluated = EvalRecord(5, 2.5, 0.125)
     other = StepWord(asked_to_end=15, samples=7, figures=RankFigures(9.0, 8.0, 7.0, 6.0, 5.0), record=RECORD, evaluated=evaluated)
@@ -71,9 +72,11 @@ def test_figures_ride_on_the_one_message_after_each_step(lateness: int) -> None:
     run._meter = SimpleNamespace(lateness=lateness)  # type: ignore[assignment]
     given = SimpleNamespace(after=lambda *figures: heard.append(figures) or ["slow."], order=lambda step: None)
     run.watcher = given  # type: ignore[assignment]
-    told = run._agreed(StepWord(samples=4, figures=own))
+    before, told = run._agreed([StepWord(samples=3), StepWord(samples=4, figures=own)])
+    assert before.samples == "0000000000a"
     assert (told.record, told.evaluated, told.samples, told.ended_by, told.plan) == (RECORD, evaluated, "0000000000b", 15, None)
-    assert heard == [(4 - lateness, {0: own, 3: other.figures})] and run._notes == ["slow."] and len(sent) == 1
+    assert heard == [(3 - lateness, {0: RankFigures(), 3: other.figures}), (4 - lateness, {0: own, 3: other.figures})]
+    assert run._notes == ["slow."] * 2 and len(sent) == 1
 
 
 def test_a_plan_that_the_first_process_orders_goes_to_all() -> None:
@@ -81,13 +84,13 @@ def test_a_plan_that_the_first_process_orders_goes_to_all() -> None:
     run, asked = run_of_two(0, StepWord(record=RECORD), []), []
     given: Any = SimpleNamespace(after=lambda *_: (), order=lambda step: asked.append(step) or wanted, exact=True)
     run.watcher = given
-    told = run._agreed(StepWord())
+    (told,) = run._agreed([StepWord()])
     assert told.plan == wanted and told.exact and asked == [5]
     data = run._order()
-    told = run_of_two(3, StepWord(order_bytes=len(data)), [], data)._agreed(StepWord(record=RECORD))
+    (told,) = run_of_two(3, StepWord(order_bytes=len(data)), [], data)._agreed([StepWord(record=RECORD)])
     assert told.plan == wanted and told.exact
 
 
 def test_who_loses_the_store_tells_all() -> None:
-    assert run_of_two(0, StepWord(lost=True, record=RECORD), [])._agreed(StepWord()).is_lost
-    assert not run_of_two(0, StepWord(record=RECORD), [])._agreed(StepWord()).is_lost
+    assert run_of_two(0, StepWord(lost=True, record=RECORD), [])._agreed([StepWord()])[0].is_lost
+    assert not run_of_two(0, StepWord(record=RECORD), [])._agreed([StepWord()])[0].is_lost

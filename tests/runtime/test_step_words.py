@@ -36,7 +36,7 @@ def program(*micro_batches: tuple[int, ...]) -> Any:
 
 def test_a_digest_knows_samples_but_not_how_they_are_cut() -> None:
     def digest(*replicas: Any) -> str:
-        return whole_digest(StepWord(samples=samples_digest(one)) for one in replicas)
+        return whole_digest(StepWord(samples=samples_digest(one.micro_batches)) for one in replicas)
 
     whole = digest(program((1, 2), (3, 4)))
     assert whole == digest(program((4,), (3, 1, 2))) == digest(program((1, 4)), program((2, 3)))

@@ -41,6 +41,8 @@ def test_the_order_has_the_passes_that_the_record_says(name: str) -> None:
         ("interleaved", [2.0, 2.0], 4, 2, [], 9.0),  # 1f1b: 10, of which 2 are bubble
         ("zero-bubble", [3.0, 3.0], 4, 1, [1.0, 1.0], 13.0),  # F = B = W = 1: the bubble falls from 3 to 1
         ("zero-bubble", [3.0, 1.0], 4, 1, [1.0, 0.6], 12.0),  # and never below nothing
+        ("pipedream", [1.0, 2.0, 1.0], 4, 1, [], 8.2),  # filled and drained once in ten batches
+        ("pipedream", [1.0, 2.0, 1.0], 100, 1, [], 201.0),  # in two
     ],
 )
 def test_pipeline_by_hand(schedule: str, times_s: list[float], count: int, chunks: int, weight_s: list[float], expected: float) -> None:
@@ -52,12 +54,14 @@ def test_the_closed_formula_is_what_the_clock_says_of_equal_stages(name: str) ->
     """Without messages; a schedule with a bubble of its own shows here that the formula lacks a term."""
     rules, groups = SCHEDULES[name], 4
     chunks = 2 if rules.chunked else 1
-    for count in (4, 8, 16) if rules.chunked else (1, 2, 3, 4, 7, 16):
+    for of_batch in (4, 8, 16) if rules.chunked else (1, 2, 3, 4, 7, 16, 150):
+        window = rules.window(groups, of_batch)
+        count = window * of_batch
         forward, weight = np.ones((groups * chunks, count)), np.ones((groups * chunks, count))
         passes = np.stack([forward, 2 * forward, forward, weight]) if rules.splits_backward else np.stack([forward, 2 * forward])
         order = schedule_of(name, groups * chunks, count, chunks)
-        clock_s = simulate(order, passes, np.zeros((2, groups * chunks - 1, count))).makespan_s
-        assert rules.pipeline_s([3.0 * chunks] * groups, count, chunks, [1.0 * chunks] * groups) == pytest.approx(clock_s, rel=1e-9)
+        clock_s = simulate(order, passes, np.zeros((2, groups * chunks - 1, count))).makespan_s / window
+        assert rules.pipeline_s([3.0 * chunks] * groups, of_batch, chunks, [1.0 * chunks] * groups) == pytest.approx(clock_s, rel=1e-9)
 
 
 def test_names() -> None:

@@ -43,9 +43,9 @@ def test_the_best_plan_is_that_of_trying_all() -> None:
     assert outcome.bound_s <= outcome.formula_s <= 1.03 * outcome.bound_s
     for choice in outcome.choices:
         assert choice.plan.schedule == "pipedream" and choice.plan.precision == "fp32" and not unsupported(choice.plan, request.model)
-    # An update of all weights with every micro-batch is what makes it slower than the same stages under 1F1B.
-    plain = replace(outcome.choices[0].plan, schedule="1f1b")
-    assert request.estimator.estimate(plain).formula_s < outcome.choices[0].estimate.formula_s
+    # An update of all weights with every micro-batch is what makes its stages slower than the same under 1F1B.
+    plain = request.estimator.estimate(replace(outcome.choices[0].plan, schedule="1f1b"))
+    assert all(one.work.total_s < own.work.total_s for one, own in zip(plain.stages, outcome.choices[0].estimate.stages, strict=True))
 
 
 def test_older_weights_need_memory() -> None:
@@ -72,7 +72,7 @@ def test_asynchronous_schedules_are_searched_alone() -> None:
 
 def test_dynpipe_gets_a_plan_cut_where_its_blocks_end() -> None:
     """A BERT layer ends after its norm for us and before it for DynPipe: cuts move to where both can have them, at hardly any cost."""
-    request = Request.of("bert-large", "4xp3.2xlarge", 64, "roofline", None, (8,), float("inf"), ("pipedream",))
+    request = Request.of("bert-large", "4xp3.2xlarge", 64, "roofline", None, (4,), float("inf"), ("pipedream",))
     fastest = search(request, prove=False).choices
     kept = expressible(request, fastest, lambda plan: refusal_of(plan, "dynpipe"), 1)
     assert "inside a block" in kept.reason and kept.choices[0].plan.num_stages == 4

@@ -3,7 +3,8 @@
     prepare       every process works out the same moves, whether there is room for them, and tells the others
     transfer      boxes go from rank to rank in rounds of bounded size; before each round all say that they are ready for it
     acknowledge   all have what they need under the new plan; until here nothing of the old plan was touched
-    commit        all make the next generation of process groups and adopt the new plan with what they hold and what came
+    commit        all make the next generation of process groups and adopt the new plan with what they hold and what came;
+                  processes that leave the job have no part in it
 
 A process that fails in one of the first three says so in place of going on, so that nobody waits for it: all then raise
 `MoveAbortedError`, and training goes on under the old plan. To the bit a move is what stopping, saving a checkpoint and resuming under the
@@ -59,15 +60,18 @@ class MoveNote:
     """The last update: its rate, what gradients were multiplied by, if anything, and whether it was dropped; None: it has made none."""
 
 
-def move(rank: Rank, plan: Plan, step: int, prepare: Callable[[], object] = lambda: None) -> Moves:
+def move(
+    rank: Rank, plan: Plan, step: int, prepare: Callable[[], object] = lambda: None, members: Sequence[int] | None = None
+) -> Moves:  # fmt: skip
     """Puts `plan` in force before step `step`, with all that training has reached; what travelled. `prepare` does what else every process
-    needs for the new plan: where it fails on one, nobody moves.
+    needs for the new plan: where it fails on one, nobody moves. The job goes on with all of its processes, or with `members` of them: the
+    others have sent what they had, and may end.
 
     Every process of the job calls it between the same two steps, also one to which either plan gives nothing. Raises `InputError` for a
     plan of other training, `InfeasibleError` where a device has no room to move, `MoveAbortedError` where a process failed: on all
     processes, and with the old plan in force as before.
     """
-    return Mover(rank, plan, step, prepare).run()
+    return Mover(rank, plan, step, prepare, members).run()
 
 
 def require_movable(old: Plan, new: Plan, processes: Sequence[int]) -> Moves:
@@ -96,8 +100,10 @@ def state_moves(old: Plan, new: Plan) -> bool:
 class Mover:
     """This process' part in one move."""
 
-    def __init__(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object]) -> None:
-        self.rank, self.plan, self.step, self.prepare = rank, plan, step, prepare
+    def __init__(
+        self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object], members: Sequence[int] | None = None
+    ) -> None:  # fmt: skip
+        self.rank, self.plan, self.step, self.prepare, self.members = rank, plan, step, prepare, members
         self.generation = rank.groups.generation
         self.through = torch.device("cpu") if rank.groups.staged else rank.groups.device
         """Where the process groups can reach a tensor: processes that share a GPU have theirs on the host."""
@@ -108,7 +114,7 @@ class Mover:
     def run(self) -> Moves:
         """All of a move that blocks training."""
         notes = self._told(self._prepare)
-        if not state_moves(self.rank.plan, self.plan):
+        if self.members is None and not state_moves(self.rank.plan, self.plan):
             self.rank.share_out(self.plan)
             return self.made
         # Before the first step there are no moments to send.
@@ -127,12 +133,15 @@ class Mover:
     def _adopt(self, notes: Sequence[MoveNote]) -> None:
         """Puts the new plan in force with what this process holds and what came."""
         self.rank.phase(COMMITTING)
+        if self.members is not None and self.generation.own not in self.members:
+            self.generation.leave(self.members)
+            return
         kinds = all_kinds(notes)
         # Exact ones first: a weight that a rank has, or gets, in half precision is its master rounded.
         pieces = sorted((*self.own, *self.arrived), key=lambda piece: piece.tensor.dtype != torch.float32)
         numbers = frozenset(kind for kind, is_number in kinds.items() if is_number)
         scale = next((note.loss_scale for note in notes if note.loss_scale is not None), None)
-        adopt_state(self.rank, self.plan, TrainedState(PiecesInMemory(pieces), tuple(kinds), numbers, scale))
+        adopt_state(self.rank, self.plan, TrainedState(PiecesInMemory(pieces), tuple(kinds), numbers, scale), self.members)
 
     def _prepare(self) -> MoveNote:
         rank = self.rank

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.adapting.asking import MoveRequest, asked_for, withdraw
+from penstock.adapting.deaths import RunWitness
 from penstock.adapting.detecting import REMEDIED, WARM_UP, Cause, Change, Detector, StepFigures, Subject
 from penstock.adapting.events import EVENTS, RunEvent, aborted, asked, decided, moved, noticed
 from penstock.adapting.link_probes import LinkProbes
@@ -28,6 +29,7 @@ from penstock.errors import InfeasibleError, InputError, PenstockError
 from penstock.plans.capabilities import unsupported
 from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of, model_of
+from penstock.plans.texts import format_ranks
 from penstock.plans.validity import require_valid
 from penstock.programs.memory import require_memory
 from penstock.runtime.step_words import StepWatcher
@@ -59,7 +61,7 @@ def watch_run(run: Run, *, moves: bool = False, notices: bool = True) -> StepWat
     found = Watch(
         run.request.plan, run.request.out, members=run.members, anew=run.is_new, moves=moves, notices=notices, probes=probes
     )  # fmt: skip
-    found.forget_request(run.first_step, goes_on=run.goes_on)
+    found.forget_request(run.step, goes_on=run.goes_on)
     return found
 
 
@@ -111,9 +113,12 @@ class _Follower:
             self._begun.cancel()
         self._begun = None
 
-    def move(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object]) -> bool:
+    def without(self, ranks: Sequence[int]) -> Plan | None:
+        return None
+
+    def move(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object], members: Sequence[int] | None = None) -> bool:
         """Whether all processes have moved."""
-        return self._carried_out(step, lambda: move(rank, plan, step, prepare))
+        return self._carried_out(step, lambda: move(rank, plan, step, prepare, members))
 
     def _carried_out(self, step: int, act: Callable[[], Moves]) -> bool:
         try:
@@ -155,6 +160,8 @@ class Watch(_Follower):
         """What is to be carried out, if nothing else is asked for."""
         self._request: MoveRequest | None = None
         """What somebody has asked for, and can have."""
+        self._leaving: Sequence[int] = ()
+        """Ranks that the next plan is to be without, since they leave the job."""
         self._left: dict[int, float] = {}
         """Ranks that the plan in force leaves without work: how slow each was when it was left."""
         self._steps_until_due = max(WARM_UP) + 1 if plan.micro_batching.made_for_slow else 0
@@ -168,13 +175,13 @@ class Watch(_Follower):
         self._events: LineLog | None = LineLog(self._out / EVENTS) if notices else None
 
     def forget_request(self, step: int, *, goes_on: bool) -> None:
-        """What was asked for before is not done: of a run that has ended, or (`goes_on`) of this one before a process died of it."""
+        """What was asked for before is not done: of a run that has ended, or (`goes_on`) of this one before it lost processes."""
         try:
             found = asked_for(self._out) if goes_on else None
         except PenstockError:  # it was none
             found = None
         if found is not None:
-            self._stayed(step, MoveAbortedError("a process died before the move. Ask for it again."), found)
+            self._stayed(step, MoveAbortedError("processes were lost, or left, before the move. Ask for it again."), found)
         withdraw(self._out)
 
     def _log(self, event: RunEvent) -> None:
@@ -245,6 +252,16 @@ class Watch(_Follower):
             return self._request.wanted() if self._request.at <= step else None
         return None if self._decision is None else self._decision.chosen.plan
 
+    def without(self, ranks: Sequence[int]) -> Plan | None:
+        """The best plan for the others, to which the job can move."""
+        others = [one for one in self._members if one not in ranks]
+        try:
+            plan = RunWitness(self._out).smaller_plan(self._plan, ranks, others) if set(ranks) & set(self._plan.ranks) else self._plan
+        except PenstockError:  # which whoever goes on after they have left finds too, and tells
+            return None
+        self._leaving = ranks
+        return plan
+
     def _hear(self, step: int) -> None:
         """Looks for a request; one that cannot be met is answered at once."""
         found = None
@@ -272,6 +289,16 @@ class Watch(_Follower):
     def moved(self, step: int, plan: Plan, pause_s: float) -> Sequence[str]:
         """Writes down that it was carried out."""
         assert self._made is not None
+        if self._leaving:  # what was asked for before is answered by whoever watches the others from now on
+            request, remedy = None, f"without rank{'s' * (len(self._leaving) > 1)} {format_ranks(self._leaving)}"
+        else:
+            request, remedy = self._adopted(plan)
+        event = moved(step, time.time(), self._made.num_bytes, pause_s, remedy, request and request.id)
+        self._log(event)
+        return [event.text + "."]
+
+    def _adopted(self, plan: Plan) -> tuple[MoveRequest | None, str]:
+        """The plan that was asked for, or decided, is in force: what it was of these, and why."""
         kept, factors = set(plan.ranks), self._detector.factors(Cause.COMPUTE)
         left = {rank: factors[rank,] for rank in self._members if rank not in kept and rank not in self._left}
         self._left = {rank: factor for rank, factor in {**left, **self._left}.items() if rank not in kept}
@@ -283,10 +310,7 @@ class Watch(_Follower):
             self._adapter = None
         elif decision is not None and self._adapter is not None:
             self._adapter.adopted(decision)
-        remedy = "as asked" if request or decision is None else decision.chosen.rung.value
-        event = moved(step, time.time(), self._made.num_bytes, pause_s, remedy, request and request.id)
-        self._log(event)
-        return [event.text + "."]
+        return request, "as asked" if request or decision is None else decision.chosen.rung.value
 
     def _stayed(self, step: int, error: PenstockError, request: MoveRequest | None = None) -> None:
         request = request or self._request
@@ -294,6 +318,7 @@ class Watch(_Follower):
         if request is None and self._decision is not None and self._adapter is not None:
             self._adapter.decider.refuse(self._decision, str(error))
         self._request = self._decision = None
+        self._leaving = ()
         withdraw(self._out)
 
     def close(self) -> None:

@@ -55,15 +55,23 @@ def token_budget(samples: Sequence[SampleLengths], costs: PipelineCosts, max_tok
 
 
 def packed_rows(
-    samples: Sequence[SampleLengths], costs: PipelineCosts, rows: int, row_length: int = 0, attention: Attention = "inside"
+    samples: Sequence[SampleLengths],
+    costs: PipelineCosts,
+    rows: int,
+    row_length: int = 0,
+    attention: Attention = "inside",
+    separator: int = 0,
 ) -> list[MicroBatch]:
-    """Samples packed into rows of one length (the longest sample's, unless given), longest first into the first row that has room;
-    `rows` rows make a micro-batch. Attention `across` the samples of a row pays for the whole row, `inside` for each sample."""
+    """Samples packed into rows of one length (the longest sample's; `row_length` on both sides if that is more), longest first into the
+    first row that has room, with `separator` tokens between neighbours; `rows` rows make a micro-batch. Attention `across` the samples of
+    a row pays for the whole row, `inside` for each sample."""
     enc, dec = positions(samples, costs)
-    room = max(row_length, _padded(int(enc.max()), costs)), _padded(int(dec.max()), costs)
+    room = max(row_length, _padded(int(enc.max()), costs)), max(row_length * costs.has_decoder, _padded(int(dec.max()), costs))
     if attention == "inside" and "packed" not in costs.layouts:
         raise InputError("attention inside samples needs the packed layout, which these costs do not hold. Use attention across samples.")
-    packed = _first_fit(enc, dec, room)
+    # Neighbours with a separator are one text: of a row, not of each sample, the last token has no next one to predict.
+    between = (separator - costs.length_offset, separator * costs.has_decoder) if separator else (0, 0)
+    packed = _first_fit(enc + between[0], dec + between[1], (room[0] + between[0], room[1] + between[1]))
     batches = []
     for at in range(0, len(packed), rows):
         group = packed[at : at + rows]

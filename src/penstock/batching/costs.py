@@ -43,7 +43,7 @@ class LayoutCosts:
         points = np.broadcast_arrays(*(np.asarray(value, dtype=np.float64) for value in (x, y, z)))
         cells = [_cells(axis, point) for axis, point in zip(self.axes, points, strict=True)]
         total = np.zeros((*points[0].shape, *self.values.shape[3:]))
-        for corner in product((0, 1), repeat=3):
+        for corner in product(*((0, 1) if len(axis) > 1 else (0,) for axis in self.axes)):
             weight = np.ones(points[0].shape)
             for up, (_, upper) in zip(corner, cells, strict=True):
                 weight = weight * (upper if up else 1.0 - upper)

@@ -6,6 +6,7 @@ A sample pays for its tokens and for the squares that attention takes. One that 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -28,11 +29,9 @@ def packed_splits(costs: PipelineCosts, enc: Ints) -> list[BatchSplit]:
     weights, total, pipelined = sample_costs(costs, enc), int(enc.sum()), 2 * (costs.num_stages - 1) * costs.num_replicas
     fewest = max(1, min(len(enc), total // _MOST_TOKENS))
     counts = {round(count) for count in np.geomspace(fewest, len(enc), _TRIED)}
-    found = []
-    for count in sorted(counts):
-        order, cuts = equal_groups(weights, count, min(pipelined, count // 2))
-        found.append(BatchSplit(_objective_s(costs, enc, order, cuts), order, cuts))
-    return sorted(found, key=lambda split: split.objective_s)[:_KEPT]
+    found = [equal_groups(weights, count, min(pipelined, count // 2)) for count in sorted(counts)]
+    splits = (BatchSplit(time_s, *groups) for time_s, groups in zip(_objectives_s(costs, enc, found), found, strict=True))
+    return sorted(splits, key=lambda split: split.objective_s)[:_KEPT]
 
 
 def sample_costs(costs: PipelineCosts, enc: Ints) -> Floats:
@@ -60,11 +59,12 @@ def equal_groups(weights: Floats, count: int, small: int = 0) -> tuple[Ints, Int
     return order, np.cumsum([0, *map(len, filled)]).astype(np.int64)
 
 
-def _objective_s(costs: PipelineCosts, enc: Ints, order: Ints, cuts: Ints) -> float:
-    """Fill of the largest group and the sum of all, as for padded splits."""
-    grid = costs.layouts["packed"]
-    tokens = np.add.reduceat(enc[order], cuts[:-1]).astype(np.float64)
-    squares = np.add.reduceat((enc * enc)[order], cuts[:-1])
-    times = grid.at(tokens, squares / tokens, 0.0)[..., :2].sum(axis=-1).min(axis=-1)
+def _objectives_s(costs: PipelineCosts, enc: Ints, splits: Sequence[tuple[Ints, Ints]]) -> list[float]:
+    """Of each split, (order, cuts), the fill of its largest group and the sum of all, as for padded splits; all are looked up at once."""
+    tokens, squares = (
+        np.concatenate([np.add.reduceat(values[order], cuts[:-1]) for order, cuts in splits]) for values in (enc.astype(float), enc * enc)
+    )
+    times = costs.layouts["packed"].at(tokens, squares / tokens, 0.0)[..., :2].sum(axis=-1).min(axis=-1)
     slowest = times[:, np.unique(costs.stage_class)].max(axis=1)
-    return float(FILL * (costs.num_stages - 1) * slowest.max() + slowest.sum() / costs.num_replicas)
+    parts = np.split(slowest, np.cumsum([len(cuts) - 1 for _, cuts in splits])[:-1])
+    return [float(FILL * (costs.num_stages - 1) * part.max() + part.sum() / costs.num_replicas) for part in parts]

@@ -86,15 +86,16 @@ def parse_target(text: str, option: str = "--to") -> Target:
 
 
 def check_model(system: str, model: Model) -> None:
-    """Refuses a model that a system has none like, before a plan of it is searched for."""
+    """Refuses a model that a system has none like, or does not train in its dtype, before a plan of it is searched for."""
     if system == "megatron":
         from penstock.interop.megatron import require_model
 
         require_model(model)
     elif system == "torchtitan":
-        from penstock.interop.torchtitan import require_flavor
+        from penstock.interop.torchtitan import require_flavor, require_precision
 
         require_flavor(model)
+        require_precision(model.dtype)
     elif system == "runtime":
         from penstock.plans.capabilities import untrainable
 

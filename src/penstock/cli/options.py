@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from penstock.files import check_folder, check_new_folder, check_writable
 
 __all__ = [
     "BATCH", "BIG", "MAX_PLANNERS", "MAX_SEARCH_STEPS", "SEED", "Gradients", "Precision", "SeqLength", "file_to_write", "folder_to_write",
-    "new_folder_to_write", "slower_ranks", "within",
+    "new_folder_to_write", "options_said", "slower_ranks", "within",
 ]  # fmt: skip
 
 SEED = 2**63 - 1
@@ -30,6 +31,12 @@ MAX_PLANNERS = 64
 """Processes on one machine, each of which holds a copy of the planner."""
 
 Callback = Callable[..., Any]
+
+
+def options_said(verb: Callable[..., None], values: Mapping[str, Any]) -> list[str]:
+    """Which options of a verb have other values than their defaults, by the names of its arguments as a command line has them."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(verb).parameters.items()}
+    return [name.strip("_").replace("_", "-") for name, default in defaults.items() if values[name] != default]
 
 
 def within(low: float, high: float, *, above: bool = False) -> Callback:

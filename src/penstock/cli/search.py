@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from penstock.cli import search_options as given
 from penstock.cli.batch_options import Order, Recompute, Split, ways_of
 from penstock.cli.console import JsonFlag, VerboseFlag, format_share, format_time, progress
-from penstock.cli.options import Gradients, Precision, SeqLength
+from penstock.cli.options import Gradients, Precision, SeqLength, options_said
 from penstock.cli.plan_words import choice_row, choices_table
 from penstock.cli.search_answer import SearchAnswer, why_first
 from penstock.cli.search_options import MAX_HOPS, SCHEDULE_NAMES, TOP, limit_bytes, parse_schedules, parse_sizes
-from penstock.cli.search_record import Trail, record_path, write_record
+from penstock.cli.search_record import Trail, write_record
 from penstock.cli.search_tables import TABLES, search_tables
 from penstock.errors import InputError, near_misses
 from penstock.systems import TableSearch
@@ -71,20 +71,13 @@ def search(
     from penstock.files import written_together
     from penstock.search import Objective, Request, num_steps
 
+    said = options_said(search, locals())
     target = _target(export)
     _check_for(for_)
     if costs.partition(":")[0] in TABLES:
-        by_length = costs.startswith("dynapipe:")
-        search_tables(
-            TableSearch(costs, model, cluster, global_batch, parse_sizes(micro_batches), memory_limit, baselines, top,
-                        time_budget, lengths),
-            path, steps, json,
-            {"objective": objective != "time", "seq_length": seq_length, "precision": precision, "gradients": gradients,
-             "lengths": lengths and not by_length, "data": data, "order": order, "split": split, "recompute": recompute,
-             "schedules": schedules != SCHEDULE_NAMES, "tokens": tokens,
-             "max_hops": max_hops != MAX_HOPS, "proof": proof, "for": for_,
-             "export": export},
-        )  # fmt: skip
+        sizes = parse_sizes(micro_batches)
+        tables = TableSearch(costs, model, cluster, global_batch, sizes, memory_limit, baselines, top, time_budget, lengths)
+        search_tables(tables, path, steps, json, said)
         return
     goal = Objective.parse(objective)
     ways = ways_of(order, split, "", recompute, None)
@@ -100,10 +93,7 @@ def search(
     if lengths is not None or data is not None:
         from penstock.cli.search_lengths import lengths_of, search_lengths
 
-        _check_lengths(
-            seq_length=lengths and seq_length, micro_batches=micro_batches, objective=not goal.is_time, proof=proof,
-            **{"for": for_},
-        )  # fmt: skip
+        _check_lengths(said, lengths)
         samples = lengths_of(request, lengths, data)
         plans = search_lengths(
             request, lengths or data or Path(), samples, top, time_budget, steps, tokens, json, path, strict, ways, baselines, verbose
@@ -120,20 +110,19 @@ def search(
     # Under a limit of money or hours a slower plan may be one too many.
     strict = strict or not goal.is_time
     choices = outcome.choices if strict else outcome.simple_first
+    note = limits if goal.is_time else f"of {cluster}, {request.cluster.name} is best for {objective}{limits and '; '}{limits}"
+    asked = {"model": model, "cluster": cluster, "costs": costs, "objective": objective}
     with written_together():
         paths = write_plans(path, [choice.plan for choice in choices])
+        answer = SearchAnswer(request, outcome, choices, asked | {"out": path}, paths, count, strict, baselines, proof, note)
         if path is not None:
-            asked_for = {
-                "model": model, "cluster": cluster, "global_batch": global_batch, "costs": costs, "objective": objective, "steps": count,
-                "seq_length": choices[0].plan.seq_length, "precision": choices[0].plan.precision, "micro_batches": micro_batches,
-                "schedules": schedules, "memory_limit_gb": memory_limit, "strict": strict,
-            }  # fmt: skip
-            write_record(record_path(path), asked_for, request, outcome, choices, paths, count, baselines, trail)
+            best = choices[0].plan
+            write_record(path, asked | {
+                "global_batch": global_batch, "steps": count, "seq_length": best.seq_length, "precision": best.precision,
+                "micro_batches": micro_batches, "schedules": schedules, "memory_limit_gb": memory_limit, "strict": strict,
+            }, answer, trail)  # fmt: skip
     if target:
         _export(choices[0].plan, target, path)
-    note = limits if goal.is_time else f"of {cluster}, {request.cluster.name} is best for {objective}{limits and '; '}{limits}"
-    asked = {"model": model, "cluster": cluster, "costs": costs, "objective": objective, "out": path}
-    answer = SearchAnswer(request, outcome, choices, asked, paths, count, strict, baselines, proof, note)
     if json:
         answer.tell_json()
     else:
@@ -211,12 +200,12 @@ _CHANGES: Mapping[str, Callable[[Plan], Plan]] = {"aceso": _undivided, "fasop": 
 """What a plan becomes for systems that have less, before it is asked whether they take it."""
 
 
-def _check_lengths(**given: object) -> None:
-    for name, value in given.items():
-        if value:
+def _check_lengths(said: Collection[str], lengths: Path | None) -> None:
+    """Refuses options that say nothing of batches planned one by one; how long samples are, files of lengths say, and data does not."""
+    for name in (*(["seq-length"] if lengths else []), "micro-batches", "objective", "proof", "for"):
+        if name in said:
             raise InputError(
-                f"--{name.replace('_', '-')} does not go with --lengths or --data, whose batches are planned one by one, for time. "
-                "Drop one of them."
+                f"--{name} does not go with --lengths or --data, whose batches are planned one by one, for time. Drop one of them."
             )
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.search import Choice, Outcome, Request
+    from penstock.cli.search_answer import SearchAnswer
+    from penstock.search import Choice
 
-__all__ = ["Trail", "record_path", "write_record"]
+__all__ = ["Trail", "write_record"]
 
 FORMAT, VERSION = "penstock-search", 1
 
@@ -32,30 +33,23 @@ class Trail:
         self.points.append(point)
 
 
-def record_path(path: Path) -> Path:
-    """`plan.search.json` beside `plan.json`."""
-    return path.with_name(f"{path.stem}.search.json")
-
-
-def write_record(
-    path: Path, asked: Mapping[str, Any], request: Request, outcome: Outcome, choices: Sequence[Choice], paths: Sequence[Path], count: int,
-    baselines: bool, trail: Trail,
-) -> None:  # fmt: skip
-    """Writes the record of a search whose plans are in `paths`."""
+def write_record(path: Path, asked: Mapping[str, Any], answer: SearchAnswer, trail: Trail) -> None:
+    """Writes the record of a search (`plan.search.json`) beside its best plan, which is in `path`."""
     from penstock.cli.plan_words import choice_row
     from penstock.cli.search_answer import baseline_rows, proof_rows
     from penstock.files import write_json
 
-    best = choices[0]
+    outcome, best = answer.outcome, answer.choices[0]
     candidates = [
-        {**choice_row(choice, count), "file": file.name, "slower": choice.estimate.time_s / best.estimate.time_s - 1,
+        {**choice_row(choice, answer.count), "file": file.name, "slower": choice.estimate.time_s / best.estimate.time_s - 1,
          "because": _because(choice, best)}
-        for choice, file in zip(choices, paths, strict=True)
+        for choice, file in zip(answer.choices, answer.files, strict=True)
     ]  # fmt: skip
-    write_json(path, {
+    write_json(path.with_name(f"{path.stem}.search.json"), {
         "format": FORMAT, "version": VERSION, "request": dict(asked), "bound_s": outcome.bound_s, "formula_s": outcome.formula_s,
         "gap": outcome.gap, "error": outcome.error, "stopped": outcome.stopped, "candidates": candidates,
-        "baselines": baseline_rows(request, outcome) if baselines else [], "families": [_finite(row) for row in proof_rows(outcome)],
+        "baselines": baseline_rows(answer.request, outcome) if answer.baselines else [],
+        "families": [_finite(row) for row in proof_rows(outcome)],
         "progress": trail.points,
     })  # fmt: skip
 

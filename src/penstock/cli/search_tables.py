@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ TABLES = tuple(name for name, system in SYSTEMS.items() if system.search is not 
 """Systems whose own tables are searched."""
 _REFUSED = {
     "objective": "the tables are searched for time",
-    "seq_length": "they hold samples of one length",
+    "seq-length": "they hold samples of one length",
     "lengths": "they hold samples of one length",
     "data": "they hold samples of one length",
     "order": "batches are planned as they suit; `penstock batch` has it",
@@ -28,7 +28,7 @@ _REFUSED = {
     "gradients": "they were measured in one precision",
     "schedules": "their rules know 1F1B alone",
     "tokens": "give --steps for hours",
-    "max_hops": "this search is not refined under the simulator",
+    "max-hops": "this search is not refined under the simulator",
     "proof": "its bound comes as one figure",
     "for": "--out writes the plan as the tables' own system has it",
     "export": "--out writes the plan as the tables' own system has it",
@@ -36,10 +36,10 @@ _REFUSED = {
 """Options of `penstock search` that say nothing here, and why."""
 
 
-def search_tables(asked: TableSearch, path: Path | None, steps: int | None, json: bool, others: Mapping[str, object]) -> None:
-    """Searches, shows and writes to `path`; `others` tells which of the options that say nothing here were given."""
-    _require_unused(asked.costs, (name for name, given in others.items() if given))
+def search_tables(asked: TableSearch, path: Path | None, steps: int | None, json: bool, said: Collection[str]) -> None:
+    """Searches, shows and writes to `path`; `said` are the options that were given, some of which say nothing here."""
     kind = asked.costs.partition(":")[0]
+    _require_unused(asked.costs, said if kind != "dynapipe" else [name for name in said if name != "lengths"])
     if kind != "aceso" and (asked.top not in (1, TOP) or asked.budget_s is not None):
         ends = "this search counts its work and ends by itself"
         name, why = ("--time-budget", ends) if asked.budget_s is not None else ("--top", "it finds one plan")
@@ -66,10 +66,10 @@ def _places(path: Path, answer: TableAnswer) -> list[Path]:
     return [path, *(path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(2, 2 + len(answer.others)))]
 
 
-def _require_unused(costs: str, options: Iterable[str]) -> None:
+def _require_unused(costs: str, said: Collection[str]) -> None:
     """Refuses the options that were given and that the tables leave nothing to do for."""
-    for name in options:
-        raise InputError(f"--{name.replace('_', '-')} does not go with --costs {costs}: {_REFUSED[name]}. Drop it.")
+    for name in (name for name in _REFUSED if name in said):
+        raise InputError(f"--{name} does not go with --costs {costs}: {_REFUSED[name]}. Drop it.")
 
 
 def _tell_json(asked: TableSearch, answer: TableAnswer, path: Path | None, steps: int | None) -> None:

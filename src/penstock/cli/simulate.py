@@ -65,6 +65,8 @@ class _Subject:
     predicted_s: float
     source: str
     notes: tuple[str, ...] = ()
+    num_batches: int = 1
+    """Global batches without a break between them, under an asynchronous schedule; times are told of one."""
 
 
 def simulate(
@@ -128,7 +130,8 @@ def simulate(
         if trace is not None:
             write_trace(trace, run, [f"device {device}: ranks {ranks}" for device, ranks in enumerate(subject.words.ranks)])
         if figure is not None:
-            write_figure(figure, run, f"{plan.name if plan else costs}: {subject.what}, {format_time(run.makespan_s)}")
+            time_s = run.makespan_s / subject.num_batches
+            write_figure(figure, run, f"{plan.name if plan else costs}: {subject.what}, {format_time(time_s)}")
     if json:
         told = {"plan": plan, "lengths": lengths, "batch": batch, **_as_dict(subject, run)}
         print_json({**told, "orders": orders, "trace": trace, "figure": figure})
@@ -161,7 +164,7 @@ def _planned(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> 
     what = f"schedule {plan.schedule}" if plan.num_groups > 1 else "one stage"
     return _Subject(
         _words(plan, replica), plan.schedule, replica, what, found.workload, found.schedule, where, found.estimate.time_s,
-        found.estimate.source, found.estimate.notes,
+        found.estimate.source, found.estimate.notes, found.num_batches,
     )  # fmt: skip
 
 
@@ -267,7 +270,7 @@ def _order_row(subject: _Subject, run: Execution) -> dict[str, Any]:
     busiest_s = float(max(run.device_busy_s()))
     return {
         "order": subject.order,
-        "time_s": run.makespan_s,
+        "time_s": run.makespan_s / subject.num_batches,
         "bubble_share": 1 - busiest_s / run.pipeline_s if run.pipeline_s else 0.0,
         "peak_bytes": float(max(run.peak_bytes)),
         "fits": run.violation is None,
@@ -287,9 +290,10 @@ def _devices(subject: _Subject, run: Execution) -> list[dict[str, Any]]:
     """What is told of each device."""
     from penstock.timing.order_memory import in_flight
 
-    held, pipeline_s = in_flight(run.schedule), run.pipeline_s
+    held, number = in_flight(run.schedule), subject.num_batches
+    pipeline_s, both = run.pipeline_s / number, (run.device_busy_s() / number, run.sending_s() / number)
     rows = []
-    for device, (ranks, busy_s, sending_s) in enumerate(zip(subject.words.ranks, run.device_busy_s(), run.sending_s(), strict=True)):
+    for device, (ranks, busy_s, sending_s) in enumerate(zip(subject.words.ranks, *both, strict=True)):
         rows.append({
             "device": device,
             "ranks": ranks,
@@ -325,9 +329,12 @@ def _sentences(subject: _Subject, run: Execution) -> list[str]:
     rows = _devices(subject, run)
     fullest = max(rows, key=lambda row: row["peak_bytes"] / row["limit_bytes"])
     idle = sum(row["bubble_share"] for row in rows) / len(rows)
+    number = subject.num_batches
+    several = "" if number == 1 else f" of {number} global batches without a break"
     sentences = [
-        f"{subject.words.title}, {subject.workload.num_micro_batches} micro-batches: {format_time(run.makespan_s)} simulated, devices "
-        f"idle {format_share(idle)} of the pipeline, {format_part(fullest['peak_bytes'], fullest['limit_bytes'])}; "
+        f"{subject.words.title}, {subject.workload.num_micro_batches} micro-batches{several}: {format_time(run.makespan_s / number)} "
+        f"{'' if number == 1 else 'each '}simulated, devices idle {format_share(idle)} of the pipeline, "
+        f"{format_part(fullest['peak_bytes'], fullest['limit_bytes'])}; "
         f"{subject.words.training}{format_time(subject.predicted_s)} {subject.predicted} ({subject.source})."
     ]
     if run.violation is not None:
@@ -358,7 +365,8 @@ def _as_dict(subject: _Subject, run: Execution) -> dict[str, Any]:
         "order": subject.order,
         "replica": subject.replica,
         "num_micro_batches": subject.workload.num_micro_batches,
-        "time_s": run.makespan_s,
+        "num_batches": subject.num_batches,
+        "time_s": run.makespan_s / subject.num_batches,
         "predicted_s": subject.predicted_s,
         "costs": subject.source,
         "devices": _devices(subject, run),

@@ -8,7 +8,7 @@ import math
 import os
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,11 @@ class WholeFactors:
     """Below 1, since setting marks takes the host time too."""
     recompute_host_s: float = 0.0
     """What recomputing one op costs the host, its second forward pass included."""
+
+    def joined(self, another: WholeFactors, count: int) -> WholeFactors:
+        """The mean of `count` comparisons, which this is, and another one."""
+        pairs = zip(astuple(self), astuple(another), strict=True)
+        return WholeFactors(*((count * mean + new) / (count + 1) for mean, new in pairs))
 
 
 @dataclass

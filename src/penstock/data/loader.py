@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 from penstock.data.planners import BatchSource, PlannerPool, open_entry
 from penstock.data.planning import ProgramPlanner
 from penstock.data.samples import LoadedProgram, Samples
+from penstock.data.windows import Drains
 from penstock.errors import InputError
 from penstock.plans.references import cluster_of
 from penstock.stores import Job, Store, StoreError, open_store
@@ -32,7 +32,7 @@ _SOON_S = 0.01
 
 
 class ProgramLoader:
-    """Iterating yields one iteration after the other, for one rank: a `LoadedProgram`.
+    """Iterating yields one iteration after the other, or of asynchronous plans several at once, for one rank: a `LoadedProgram`.
 
     Planners are processes that work ahead: of `planners` in all on each of `num_nodes` nodes, the loader of the node's first rank
     (`starts_planners`) starts those of node `node`. They hand programs over through the store at `address`, under `job`; without
@@ -125,12 +125,12 @@ class ProgramLoader:
     def next_planned_here(self) -> LoadedProgram:
         """The next iteration, planned by this rank: the same as planners give, for when the store is gone while others have theirs."""
         start = time.perf_counter()
-        programs = self.planner.programs(self.data, self.batches[self.step])
+        _, programs = self.planner.window(self.data, self.batches, self.step)
         planned = time.perf_counter()
         found = self._samples.load(next(program for program in programs if program.rank == self.rank), self.planner.plan)
         self.wait_s += time.perf_counter() - start
         self.data_wait_s += time.perf_counter() - planned
-        self.step += 1
+        self.step += found.program.num_batches
         return found
 
     def _fetched(self) -> LoadedProgram:
@@ -139,8 +139,10 @@ class ProgramLoader:
             assert self._job is not None
             store = partial(_open_store, self._address, self._job, self._timeout_s)
             load = partial(self._samples.load, plan=self.planner.plan)
-            steps = range(self.step, self.source.num_steps or sys.maxsize)
-            self._feed = _Feed(store, load, self.rank, self.planner.plan.ranks.index(self.rank), steps, self._ahead)
+            place = self.planner.plan.ranks.index(self.rank)
+            drains = self.planner.drains
+            ahead = self._ahead if drains == Drains() else 1  # of several batches one program is far enough, and takes memory enough
+            self._feed = _Feed(store, load, self.rank, place, self._first_steps(self.step, drains), ahead)
         start = time.perf_counter()
         found, loading_s = None, 0.0
         while found is None or found.program.iteration < self.step:  # an earlier one was planned here, before its planner had it
@@ -151,8 +153,14 @@ class ProgramLoader:
         waited_s = time.perf_counter() - start
         self.wait_s += waited_s
         self.data_wait_s += min(waited_s, loading_s)  # samples are read last, right before they are handed over
-        self.step += 1
+        self.step += found.program.num_batches
         return found
+
+    def _first_steps(self, step: int, drains: Drains) -> Iterator[int]:
+        """Those of the programs from this one on."""
+        while self.source.num_steps is None or step < self.source.num_steps:
+            yield step
+            step = drains.after(step)
 
     def _end_feed(self) -> None:
         if self._feed is not None:
@@ -214,7 +222,7 @@ class _Feed:
                     program = open_entry(entry, f"the program of rank {self._rank} in iteration {step}")
                     start = time.perf_counter()
                     found, loading_s = self._load(program), time.perf_counter() - start
-                    store.acknowledge(step, self._place)
+                    store.acknowledge(step + program.num_batches - 1, self._place)
                     self._ready.put((found, loading_s))
         except BaseException as error:
             if not self._ended.is_set():

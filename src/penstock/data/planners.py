@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -83,11 +83,11 @@ class BatchSource:
 
 
 def entries_of(planner: ProgramPlanner, data: DataSet, batches: GlobalBatches, step: int) -> tuple[dict[int, bytes], BatchPlan | str]:
-    """The entries of one iteration for the store, each rank's program, with the plan behind them; or for all of them why there is none."""
+    """The entries of one program for the store, each rank's, with the plan behind them; or for all of them why there is none."""
     from penstock.programs.binary import encode
 
     try:
-        planned, programs = planner.planned(data, batches[step])
+        planned, programs = planner.window(data, batches, step)
     except PlanningError as error:
         return failure_entries(planner, str(error)), str(error)
     except Exception as error:  # a fault of ours: planning again would not help, and the ranks must not wait for ever
@@ -133,8 +133,7 @@ def _plan_all(source: BatchSource, planner: ProgramPlanner, address: str, job: J
     log = _logger(index)
     data, batches = source.open()
     store = open_store(address, job)
-    step = _first_step(store.done() + 1, index, count)
-    while source.num_steps is None or step < source.num_steps:
+    for step in _own_steps(source, planner, store.done() + 1, index, count):
         watch[_STEP], watch[_BUSY] = step, time.monotonic()
         start_s, cpu_s = time.perf_counter(), time.process_time()
         entries, planned = entries_of(planner, data, batches, step)
@@ -144,7 +143,6 @@ def _plan_all(source: BatchSource, planner: ProgramPlanner, address: str, job: J
         log.debug("iteration %d planned in %.3f s (%.3f s of processor time), %d bytes", step, *times_s, size)
         _dump(planner, entries, planned, batches, step, times_s)
         store.publish(step, _by_place(entries))
-        step += count
     store.drain()
     store.close()
 
@@ -157,9 +155,12 @@ def _beat(watch: Any) -> None:
     os._exit(1)
 
 
-def _first_step(done: int, index: int, count: int) -> int:
-    """The first iteration from `done` on that this planner has."""
-    return done + (index - done) % count
+def _own_steps(source: BatchSource, planner: ProgramPlanner, step: int, index: int, count: int) -> Iterator[int]:
+    """The first iterations of this planner's programs, from `step` on, which is one of somebody's."""
+    while source.num_steps is None or step < source.num_steps:
+        if step % count == index:
+            yield step
+        step = planner.drains.after(step)
 
 
 def _logger(index: int) -> logging.Logger:
@@ -325,7 +326,7 @@ class PlannerPool:
         try:
             data, batches = self._source.open()
             store: Store = open_store(self._address, self._job)
-            failed = step if step >= 0 else _first_step(store.done() + 1, index, self._count)
+            failed = step if step >= 0 else next(_own_steps(self._source, self._planner, store.done() + 1, index, self._count))
             samples = describe_samples(batches[failed], len(data))
             message = f"iteration {failed} cannot be planned: its planner {what}, {_MOST_DEATHS} times. {samples}"
             store.publish(failed, _by_place(failure_entries(self._planner, message)))

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
-from penstock.data.batches import GlobalBatch
+from penstock.data.batches import GlobalBatch, GlobalBatches
 from penstock.data.dataset import DataSet
 from penstock.data.forms import Ints, SampleForm
 from penstock.data.manifest import SPANS
 from penstock.data.mixture import apportion
+from penstock.data.windows import Drains
 from penstock.errors import InputError, PenstockError
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ class ProgramPlanner:
     """Steps of search after the plan found at once."""
     too_long: TooLong = "refuse"
     seed: int = 0
+    drains: Drains = field(default_factory=Drains)
+    """Where programs end: after each batch, unless the plan is asynchronous."""
 
     def __post_init__(self) -> None:
         if self.costs is None and self.plan.micro_batching.policy != "fixed":
@@ -59,7 +63,7 @@ class ProgramPlanner:
     def batch_plan(self, data: DataSet, batch: GlobalBatch) -> BatchPlan:
         """Which samples run together, where and in which order: as the plan fixes it, or as suits the batch."""
         if self.plan.micro_batching.policy == "fixed":
-            return self._fixed(data, batch)
+            return self._fixed([self._shares(data, batch)])
         from penstock.batching.plan import SampleLengths
         from penstock.batching.planner import plan_batch
 
@@ -72,45 +76,60 @@ class ProgramPlanner:
         ]
         return plan_batch(samples, self.costs, steps=self.search_steps, seed=self.seed + batch.step, too_long=self.too_long)
 
-    def _fixed(self, data: DataSet, batch: GlobalBatch) -> BatchPlan:
-        """The replicas' shares of the batch, cut into micro-batches of the plan's size, in the order in which samples come."""
+    def _fixed(self, batches: Sequence[Sequence[Sequence[MicroBatch]]]) -> BatchPlan:
+        """The micro-batches of some batches, of each replica, in the order of the plan's schedule."""
         from penstock.batching.plan import BatchPlan, ReplicaBatch
         from penstock.schedules.rules import schedule_of
 
-        ids, size = sample_ids(batch, len(data)), self.plan.micro_batching.samples or 1
-        own, dec = self.form.positions(batch.lengths)
-        ends = np.cumsum([0, *apportion(len(ids), self.plan.micro_batching.per_replica or [1.0] * self.plan.num_replicas)])
         replicas = []
-        for first, last in pairwise(ends.tolist()):
-            cuts = [*range(first, last, size), last]
-            ranges = enumerate(pairwise(cuts))
-            micro_batches = tuple(self._fixed_micro_batch(index, ids[a:b], own[a:b], dec[a:b]) for index, (a, b) in ranges)
+        for shares in zip(*batches, strict=True):
+            micro_batches = tuple(msgspec.structs.replace(one, index=index) for index, one in enumerate(chain.from_iterable(shares)))
             schedule = schedule_of(self.plan.schedule, self.plan.num_stages, len(micro_batches), self.plan.num_chunks)
             replicas.append(ReplicaBatch(micro_batches, schedule, 0.0, ()))
         return BatchPlan(tuple(replicas), 0.0, 0.0, (), self.plan.costs, method="fixed")
 
-    def _fixed_micro_batch(self, index: int, ids: list[int], own: Ints, dec: Ints) -> MicroBatch:
+    def _shares(self, data: DataSet, batch: GlobalBatch) -> list[list[MicroBatch]]:
+        """The replicas' shares of the batch, cut into micro-batches of the plan's size, in the order in which samples come."""
+        ids, size = sample_ids(batch, len(data)), self.plan.micro_batching.samples or 1
+        own, dec = self.form.positions(batch.lengths)
+        ends = np.cumsum([0, *apportion(len(ids), self.plan.micro_batching.per_replica or [1.0] * self.plan.num_replicas)])
+        return [
+            [self._fixed_micro_batch(ids[a:b], own[a:b], dec[a:b]) for a, b in pairwise([*range(first, last, size), last])]
+            for first, last in pairwise(ends.tolist())
+        ]
+
+    def _fixed_micro_batch(self, ids: list[int], own: Ints, dec: Ints) -> MicroBatch:
         from penstock.models.micro_batch import MicroBatch
 
         if self.form.kind == "images":
-            return MicroBatch(index, tuple(ids), "padded")
+            return MicroBatch(0, tuple(ids), "padded")
         layout, two_sided = self.plan.micro_batching.layout, self.form.kind == "encoder-decoder"
         rows = (int(own.max()), int(dec.max())) if layout == "padded" else (0, 0)
-        return MicroBatch(index, tuple(ids), layout, tuple(own.tolist()), tuple(dec.tolist()) if two_sided else (), *rows)
+        return MicroBatch(0, tuple(ids), layout, tuple(own.tolist()), tuple(dec.tolist()) if two_sided else (), *rows)
 
     def programs(self, data: DataSet, batch: GlobalBatch) -> tuple[Program, ...]:
-        """The programs of all ranks, proven safe; a `PlanningError` names the samples of a batch that cannot be planned."""
-        return self.planned(data, batch)[1]
+        """The programs of all ranks for one batch, proven safe; a `PlanningError` names the samples of one that cannot be planned."""
+        return self.planned(data, [batch])[1]
 
-    def planned(self, data: DataSet, batch: GlobalBatch) -> tuple[BatchPlan, tuple[Program, ...]]:
-        """The same, with the plan of the batch that they were made from."""
+    def window(self, data: DataSet, batches: GlobalBatches, step: int) -> tuple[BatchPlan, tuple[Program, ...]]:
+        """The programs that begin with a step, up to where the pipeline is drained next, and the plan that they were made from."""
+        return self.planned(data, [batches[one] for one in range(step, self.drains.after(step))])
+
+    def planned(self, data: DataSet, batches: Sequence[GlobalBatch]) -> tuple[BatchPlan, tuple[Program, ...]]:
+        """The programs of all ranks for some batches in a row, more than one for asynchronous plans alone, and the plan behind them."""
         from penstock.programs.check import require_safe
         from penstock.programs.lower import lower
         from penstock.programs.work import work_of
 
+        batch, ends = batches[0], tuple[int, ...]()
         try:
-            planned = self.batch_plan(data, batch)
-            work = self._timed(planned, work_of(planned, self.plan, self._counted(data, batch, planned)))
+            if len(batches) == 1:
+                planned = self.batch_plan(data, batch)
+            else:  # of asynchronous plans, which have one replica and fixed micro-batches
+                shares = [self._shares(data, one) for one in batches]
+                planned, ends = self._fixed(shares), tuple(accumulate(len(own) for own, in shares))
+            counted = self._counted(data, batches, planned)
+            work = [replace(own, ends=ends) for own in self._timed(planned, work_of(planned, self.plan, counted))]
             programs = lower(self.plan, self.model, work, batch.step)
             require_safe(programs, self.plan, self.model)
         except PenstockError as error:
@@ -141,11 +160,13 @@ class ProgramPlanner:
         cluster = cluster_of(self.plan)
         return priced_weights(self.model, self.plan, cluster, at_plan_speeds(open_costs("roofline", cluster), self.plan))
 
-    def _counted(self, data: DataSet, batch: GlobalBatch, planned: BatchPlan) -> dict[int, int] | None:
+    def _counted(self, data: DataSet, batches: Sequence[GlobalBatch], planned: BatchPlan) -> dict[int, int] | None:
         """Positions of each sample that count in the loss, after the planner's own truncation."""
         if self.form.kind == "images":
             return None
-        inputs = dict(zip(sample_ids(batch, len(data)), batch.lengths[:, 0].tolist(), strict=True))
+        inputs: dict[int, int] = {}
+        for batch in batches:
+            inputs |= zip(sample_ids(batch, len(data)), batch.lengths[:, 0].tolist(), strict=True)
         counted = {}
         for replica in planned.replicas:
             for micro in replica.micro_batches:

@@ -52,7 +52,7 @@ class LoadedMicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class LoadedProgram:
-    """One iteration as a rank gets it: its program, and the samples that the program loads. Unpacks as `micro_batches, program`."""
+    """What a rank gets at once: a program, and the samples that the program loads. Unpacks as `micro_batches, program`."""
 
     micro_batches: list[LoadedMicroBatch]
     program: Program
@@ -62,11 +62,12 @@ class LoadedProgram:
 
     def sample(self, iteration: int, sample: int, length: int, dec_length: int) -> Sample:
         """A sample that this rank reads, by the id that the program names: what a runtime asks for."""
-        return self._samples[sample]
+        return self._samples[iteration, sample]
 
     @cached_property
-    def _samples(self) -> dict[int, Sample]:
-        return {identity: sample for loaded in self.micro_batches for identity, sample in loaded.samples.items()}
+    def _samples(self) -> dict[tuple[int, int], Sample]:
+        loaded = ((self.program.iteration_of(number), one.samples) for number, one in enumerate(self.micro_batches))
+        return {(iteration, identity): sample for iteration, samples in loaded for identity, sample in samples.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +117,7 @@ class Samples:
 
         readers = {step.stage for step in program.instructions if isinstance(step, Load) and step.needs}
         shares = [share for place in program.places if place.stage in readers for share in _shares(place, plan.stages[place.stage])]
-        return LoadedProgram([self._load(micro, shares, program.iteration) for micro in program.micro_batches], program)
+        return LoadedProgram([self._load(micro, shares, program.iteration_of(micro.index)) for micro in program.micro_batches], program)
 
     def _load(self, micro: MicroBatch, shares: list[tuple[int, int]], iteration: int) -> LoadedMicroBatch:
         places = sorted({place for dp, index in shares for place in range(*micro.share(dp, index))})

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
-__all__ = ["module_fqns", "require_flavor", "torchtitan_recipe"]
+__all__ = ["module_fqns", "require_flavor", "require_precision", "torchtitan_recipe"]
 
 TARGET = "torchtitan"
 _SCHEDULES = {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "Interleaved1F1B"}
@@ -110,10 +110,15 @@ def require_flavor(model: Model) -> str:
     return alike[0]
 
 
+def require_precision(precision: str) -> None:
+    """Refuses one that its recipes lack."""
+    if precision == "fp16":
+        raise InputError(f"{TARGET} cannot express precision fp16. It has bf16 and fp32. Search with --precision bf16.")
+
+
 def _require_expressible(plan: Plan, grid: Grid, tied: bool) -> None:
     """Refuses what its recipes lack: fp16, sgd, tied weights in a pipeline, bf16 without sharded weights."""
-    if plan.precision == "fp16":
-        raise InputError(f"{TARGET} cannot express precision fp16. It has bf16 and fp32.")
+    require_precision(plan.precision)
     if plan.optimizer != "adamw":
         raise InputError(f"{TARGET} cannot express the optimizer '{plan.optimizer}' of this plan: its Llama recipes use AdamW.")
     if tied and grid.pp > 1:

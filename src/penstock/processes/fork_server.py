@@ -36,6 +36,10 @@ PRELOADED = [
 ]
 """What the server imports, with all that these take. What only some ranks need (torch's compiler where they recompute) is not here, since
 everybody would wait for it; who starts many such processes adds it."""
+_SPINS = "GOMP_SPINCOUNT"
+_FEW_SPINS = "1000"
+"""How often a thread of torch on processors looks whether there is work before it sleeps: what libgomp itself takes where it knows that
+there are more threads than cores. Its usual 300,000 keep a core busy for milliseconds that another process could use."""
 _NAME = Path("/proc/self/comm")
 _LEFT: list[str] = []
 """The folder with the fork server's socket, which the process that started this one removes at its end unless it is killed."""
@@ -53,6 +57,8 @@ def unheard() -> Iterator[None]:
 
 def warm_up() -> None:
     """Starts the server if there is none, and does not wait for it: called early, its imports cost no time."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault(_SPINS, _FEW_SPINS)  # now, since libgomp reads it when it is loaded
     FORKED.set_forkserver_preload(PRELOADED)
     resource_tracker.ensure_running()  # here, because it lets the signals through again
     with unheard():  # Ctrl-C is the launcher's to hear; the server, and all that it forks, would die of it

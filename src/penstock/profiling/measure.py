@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.models.modules import Batch, Carry, OpModule
+from penstock.models.modules import Batch, Carry, OpModule, run_backward
 from penstock.models.ops import PlacedOp, TensorSpec
 from penstock.models.shapes import Shape
 from penstock.profiling.marks import CudaBytes, Marks, times_for
@@ -112,7 +112,7 @@ def _run(ops: Sequence[OpModule], carry: Carry, batch: Batch, marks: Marks, whol
     grads = [torch.ones_like(tensor) for tensor in outputs]
     if whole:
         backward[0] = marks.mark()
-    torch.autograd.backward(outputs, grads)
+    run_backward(outputs, grads)
     del outputs, grads
     return Passed(forward, backward, marks.mark())
 

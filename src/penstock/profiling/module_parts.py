@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from penstock.models.modules import Batch, Carry, TensorParallel
+from penstock.models.modules import Batch, Carry, TensorParallel, run_backward
 from penstock.models.ops import Model
 from penstock.profiling.marks import Marks
 from penstock.profiling.measure import Passed
@@ -77,6 +77,6 @@ def run_units(chain: ModuleChain, carry: Carry, batch: Batch, marks: Marks, whol
     forward[1 if whole else len(forward) - 1 :] = [marks.mark()]
     backward[0 if whole else last] = marks.mark()
     carry.clear()
-    torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+    run_backward(outputs, [torch.ones_like(x) for x in outputs])
     del out, outputs
     return Passed(forward, backward, marks.mark())

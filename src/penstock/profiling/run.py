@@ -32,7 +32,7 @@ from penstock.costs.profiled import DeviceCosts
 from penstock.costs.speeds import OpClass, class_of
 from penstock.errors import InputError
 from penstock.models.catalog import TRACED
-from penstock.models.modules import TORCH_DTYPES, Batch, Chain, TensorParallel, build_chain, random_batch
+from penstock.models.modules import TORCH_DTYPES, Batch, Chain, TensorParallel, build_chain, random_batch, run_backward
 from penstock.models.ops import ITEM_BYTES, Model, PlacedOp, TensorSpec
 from penstock.models.shapes import Shape
 from penstock.processes.burners import Burners
@@ -60,6 +60,8 @@ BESIDE_TOKENS = 4096
 """Of a pass that is measured beside a load: enough that ops, not their launches, are slowed."""
 LASTING_S = 2.0
 """How long a chain runs to see what lasting load does to it, and its host from moment to moment."""
+ROUNDS = 3
+"""How often that is done with each model, those of the others in between: the pace of a host changes from minute to minute."""
 TURNS = 9
 """How often at least."""
 
@@ -76,6 +78,12 @@ class Unit:
     layout: str = "padded"
     load: float = 0.0
     """Processes that keep the device busy meanwhile."""
+
+    @property
+    def round(self) -> int:
+        """Which of the comparisons with the whole it is; 0 for all else, which comes before them."""
+        sweep, _, number = self.sweep.partition(" ")
+        return int(number) if sweep == "whole" else 0
 
     @property
     def name(self) -> str:
@@ -142,7 +150,7 @@ class Profiler:
 
     def units(self, models: Sequence[Model], tps: Sequence[int], loads: Sequence[float] = ()) -> list[Unit]:
         """All work for these models that is not yet done; `loads` are numbers of processes beside which ops are measured too."""
-        units = sorted((unit for model in models for unit in self._units(model, tps)), key=lambda unit: unit.tp)
+        units = sorted((unit for model in models for unit in self._units(model, tps)), key=lambda unit: (unit.tp, unit.round))
         units += [Unit(model, "beside", 1, load=load) for model in models for load in loads]
         return [unit for unit in units if unit.name not in self.here.done]
 
@@ -160,7 +168,7 @@ class Profiler:
                 for layout in model.layouts:
                     yield Unit(model, "lengths", tp, layout=layout)
             if tp == 1 and self.device.type == "cuda":
-                yield Unit(model, "whole", tp)
+                yield from (Unit(model, f"whole {number}", tp) for number in range(1, ROUNDS + 1))
 
     def run(self, units: Sequence[Unit], *, time_budget_s: float = float("inf"), progress: Callable[[str], None] = print) -> int:
         """Measures units until the budget is spent, saving after each; returns how many were done.
@@ -397,6 +405,9 @@ class Profiler:
         parts_s = self._sum_of_parts(costs, model, large.shape, ("forward_s", "backward_s"))
         recompute_host_s = max(again_s - plain_s, 0.0) / len(rerun_positions(model.ops, flags))
         factors = WholeFactors(lasting_s / parts_s, plain_s / host_s, recompute_host_s)
+        known = sum(replace(unit, sweep=f"whole {number}").name in self.here.done for number in range(1, unit.round))
+        if known:
+            factors = self.here.whole[model.ops[0].op.signature].joined(factors, known)
         self.here.whole.update({op.signature: factors for op in model.distinct_ops})
 
     def _sum_of_parts(self, costs: DeviceCosts, model: Model, shape: Shape, names: Sequence[str]) -> float:
@@ -424,7 +435,7 @@ class Profiler:
         """Mean time of four forward and backward passes, one after the other."""
         start = time.perf_counter()
         for _ in range(4):
-            chain(batch, recompute=recompute)["loss"].backward()
+            run_backward([chain(batch, recompute=recompute)["loss"]])
         self._wait()
         return (time.perf_counter() - start) / 4
 

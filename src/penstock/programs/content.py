@@ -103,6 +103,9 @@ class _Content:
         if (at >= 0) != (asynchronous and bool(program.micro_batches)):
             does = "updates stages by themselves" if at >= 0 else "does not update stages by themselves"
             yield Problem(program.rank, at, f"{does}, but the schedule is '{self.plan.schedule}'")
+        if program.ends and not asynchronous:
+            text = f"has {program.num_batches} global batches without an update between them, but the schedule is '{self.plan.schedule}'"
+            yield Problem(program.rank, -1, text)
 
     def _result_problems(
         self, program: i.Program, at: int, step: i.Forward | i.Backward | i.BackwardInput, side: Side, carry: Sequence[Carried]

@@ -12,7 +12,7 @@ from penstock.programs.problems import Problem
 
 __all__ = ["header_problems"]
 
-_COMMON = ("iteration", "num_replicas", "num_stages", "loss_tokens", "num_samples", "training")
+_COMMON = ("iteration", "num_replicas", "num_stages", "loss_tokens", "num_samples", "training", "ends")
 
 
 def header_problems(programs: Sequence[Program]) -> Iterator[Problem]:
@@ -67,24 +67,27 @@ def _stage_problems(programs: Sequence[Program]) -> Iterator[Problem]:
 
 
 def _sample_problems(programs: Sequence[Program]) -> Iterator[Problem]:
-    """Ranks of a replica agree on its micro-batches; every sample is in one; the loss weights sum to one."""
+    """Ranks of a replica agree on its micro-batches; every sample of a batch is in one; the loss weights sum to one."""
     tables: dict[int, Program] = {}
     for program in programs:
         first = tables.setdefault(program.replica, program)
         if first.micro_batches is not program.micro_batches and first.micro_batches != program.micro_batches:
             yield Problem(program.rank, -1, f"its micro-batches differ from those of rank {first.rank}, which is of the same replica")
-    seen: Counter[int] = Counter()
+    seen: Counter[tuple[int, int]] = Counter()
     tokens = 0
     for program in tables.values():
         degrees = {dp for place in program.places for dp in (place.entry_dp, place.exit_dp)} - {1}
         if [micro.index for micro in program.micro_batches] != list(range(len(program.micro_batches))):
             yield Problem(program.rank, -1, f"micro-batches are numbered {[micro.index for micro in program.micro_batches]}, not from 0 on")
-        for micro in program.micro_batches:
-            seen.update(micro.samples)
+        if program.ends and (list(program.ends) != sorted({0, *program.ends})[1:] or program.ends[-1] != len(program.micro_batches)):
+            text = f"its global batches end after micro-batches {list(program.ends)}"
+            yield Problem(program.rank, -1, f"{text}: rising numbers up to {len(program.micro_batches)} are needed")
+        for number, micro in enumerate(program.micro_batches):
+            seen.update((program.iteration_of(number), sample) for sample in micro.samples)
             problems = list(_micro_batch_problems(micro, degrees))
             yield from (Problem(program.rank, -1, f"micro-batch {micro.index}: {text}") for text in problems)
             tokens += 0 if problems else micro.loss_tokens()
-    twice = [sample for sample, count in seen.items() if count > 1]
+    twice = [sample for (_, sample), count in seen.items() if count > 1]
     if twice:
         yield Problem(-1, -1, f"samples {sorted(twice)[:8]} are in more than one micro-batch, or twice in one")
     if seen.total() != programs[0].num_samples:

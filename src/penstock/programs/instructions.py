@@ -34,6 +34,7 @@ counted over the global batch: gradients are then summed over replicas and dp, n
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Annotated, Literal, TypeAlias
 
 import msgspec
@@ -318,17 +319,18 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Program(msgspec.Struct, frozen=True, array_like=True):
-    """The instructions of one rank for one iteration."""
+    """The instructions of one rank for one iteration, or, under an asynchronous schedule, for several without a break between them."""
 
     rank: Count
     iteration: Count
+    """The first."""
     replica: Count
     num_replicas: Degree
     num_stages: Degree
     loss_tokens: Degree
-    """Counted positions of the global batch: each weighs 1 / this."""
+    """Counted positions of the global batch: each weighs 1 / this. Of several batches, all of theirs."""
     num_samples: Degree
-    """Samples of the global batch."""
+    """Samples of the global batch, or of all."""
     places: tuple[Place, ...]
     """The stages on this rank, in order."""
     micro_batches: tuple[MicroBatch, ...]
@@ -336,6 +338,21 @@ class Program(msgspec.Struct, frozen=True, array_like=True):
     instructions: tuple[Instruction, ...]
     training: bool = True
     """False: forward passes only, for evaluation; no gradients and no step."""
+    ends: tuple[Count, ...] = ()
+    """Of several global batches, one for each iteration: how many micro-batches there are up to the end of each. None: there is one."""
+
+    @property
+    def num_batches(self) -> int:
+        """Global batches, and so iterations."""
+        return len(self.ends) or 1
+
+    def iteration_of(self, micro_batch: int) -> int:
+        """The iteration that a micro-batch belongs to."""
+        return self.iteration + bisect_right(self.ends, micro_batch)
+
+    def of_batch(self, number: int) -> tuple[MicroBatch, ...]:
+        """The micro-batches of one of the global batches."""
+        return self.micro_batches[self.ends[number - 1] if number else 0 : self.ends[number]] if self.ends else self.micro_batches
 
     def place(self, stage: int) -> Place:
         """This rank's part of a stage."""

@@ -42,7 +42,7 @@ _Key = tuple[i.Transferred, int, int]
 def lower(
     plan: Plan, model: Model, work: Sequence[ReplicaWork], iteration: int = 0, *, training: bool = True, depth: int = 2
 ) -> tuple[i.Program, ...]:
-    """The programs of one iteration, in the order of ranks, for a valid plan.
+    """The programs of one iteration, or of those that the work has, from this one on; in the order of ranks, for a valid plan.
 
     `depth` is how many buffers a stage has for each kind of transfer (activations in, out, gradients in, out): with more, transfers
     begin earlier and are waited for later; with 1 memory is least. `training` False makes programs of forward passes alone.
@@ -164,7 +164,7 @@ class _Replica:
         return [
             i.Program(
                 rank, iteration, self.replica, plan.num_replicas, plan.num_stages, loss_tokens, num_samples, own.places(),
-                self.work.micro_batches, tuple(own.emit()), self.common.training,
+                self.work.micro_batches, tuple(own.emit()), self.common.training, self.work.ends,
             )
             for rank, own in self.ranks.items()
         ]  # fmt: skip

@@ -68,7 +68,7 @@ def _fullest(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> 
     samples, counts = micro_batches(plan)
     seen = set()
     for replica, count in enumerate(counts):
-        enough = _enough(plan, count)
+        enough = _enough(plan, count * SCHEDULES[plan.schedule].window(plan.num_groups, count))
         kinds = tuple(tuple(cluster.device(rank).name for rank in stage.devices[replica]) for stage in plan.stages)
         if (kinds, enough) in seen:
             continue

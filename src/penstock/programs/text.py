@@ -310,10 +310,10 @@ def _parse_place(words: Words) -> i.Place:
 
 
 def _format_head(program: i.Program) -> str:
-    p = program
+    p, several = program, f" ends {','.join(map(str, program.ends))}" if program.ends else ""
     return (
         f"program rank {p.rank} iteration {p.iteration} replica {p.replica}/{p.num_replicas} stages {p.num_stages} "
-        f"loss-tokens {p.loss_tokens} samples {p.num_samples}{'' if p.training else ' evaluation'}"
+        f"loss-tokens {p.loss_tokens} samples {p.num_samples}{'' if p.training else ' evaluation'}{several}"
     )
 
 
@@ -328,6 +328,9 @@ def _parse_head(words: Words) -> dict[str, Any]:
     head["training"] = words.peek() != "evaluation"
     if not head["training"]:
         words.word()
+    if words.peek() == "ends":
+        words.word()
+        head["ends"] = to_numbers(words.word())
     return head
 
 

@@ -33,6 +33,8 @@ class ReplicaWork:
     """For each micro-batch the recomputation pattern on each stage; none: 0 everywhere."""
     durations_s: Sequence[Sequence[Sequence[float]]] | None = None
     """[kind][stage][micro-batch], kinds as in `schedules.actions`; they decide only in which order transfers go. None: by arithmetic."""
+    ends: tuple[int, ...] = ()
+    """Of several global batches, how many micro-batches there are up to the end of each; see `Program`."""
 
     def pattern(self, micro_batch: int, stage: int) -> int:
         """The recomputation pattern of a micro-batch on a stage."""

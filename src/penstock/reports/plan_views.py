@@ -152,7 +152,8 @@ def device_names(plan: Plan, replica: int | None = None) -> list[str]:
 def _timeline(plan: Plan, found: PlannedPipeline) -> list[Block]:
     if sum(map(len, found.schedule)) > _MAX_ACTIONS:
         return [Text(f"The timeline of {sum(map(len, found.schedule)):,} passes is left out; `penstock simulate` has its sums.", note=True)]
-    block = execution_spans(execute(found.schedule, found.workload), device_names(plan), "one iteration of the slowest replica, simulated")
+    what = "one iteration" if found.num_batches == 1 else f"{found.num_batches} iterations without a break"
+    block = execution_spans(execute(found.schedule, found.workload), device_names(plan), f"{what} of the slowest replica, simulated")
     return [block, *critical_causes(block)]
 
 

@@ -23,7 +23,9 @@ from penstock.reports.units import format_time
 from penstock.runtime.telemetry.spans import COMPUTE, NO_STAGE
 from penstock.runtime.telemetry.spans_reader import RankSpans, SpanFile, aligned
 from penstock.runtime.telemetry.steps import StepRecord, read_steps
+from penstock.schedules.rules import SCHEDULES
 from penstock.timing.execution import Execution
+from penstock.timing.pipeline import micro_batches
 
 __all__ = ["RunFacts", "RunMemo", "read_run_facts", "run_subject"]
 
@@ -171,14 +173,19 @@ def _median(values: list[float | None]) -> float | None:
     return float(np.median(known)) if known else None
 
 
-def _step_s(predicted: dict[int, list[Execution]]) -> float | None:
-    """The median of the predicted steps."""
-    return _median([max(one.makespan_s for one in replicas) for replicas in predicted.values()])
+def _steps_s(run: RunFacts, predicted: dict[int, list[Execution]]) -> dict[int, float]:
+    """Each of the predicted steps; of several that are one program of an asynchronous plan, an equal part."""
+    found = {}
+    for step, replicas in predicted.items():
+        plan, slowest = run.plan_at(step), max(replicas, key=lambda one: one.makespan_s)
+        of_step = micro_batches(plan)[1][0] if SCHEDULES[plan.schedule].asynchronous else slowest.workload.num_micro_batches
+        found[step] = slowest.makespan_s * of_step / slowest.workload.num_micro_batches
+    return found
 
 
 def _glance(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block]:
     steps = run.steps
-    time_s, expected_s = _median([one.time_s for one in steps]), _step_s(predicted)
+    time_s, expected_s = _median([one.time_s for one in steps]), _median(list(_steps_s(run, predicted).values()))
     losses = [one.loss for one in steps if one.loss is not None]
     done = f"{len(steps)} step{'' if len(steps) == 1 else 's'}" + (f", the last of them {steps[-1].step}" if steps else "")
     middle = "" if time_s is None else f", {format_time(time_s)} each in the median"
@@ -239,7 +246,7 @@ def _curves(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block]
     }  # fmt: skip
     times = [ChartLine("step, measured", "time", as_array(one.time_s for one in steps))]
     if predicted:
-        expected = {step: max(one.makespan_s for one in replicas) for step, replicas in predicted.items()}
+        expected = _steps_s(run, predicted)
         times.append(ChartLine("step, predicted", "time", as_array(expected.get(one.step) for one in steps)))
     charts = [tuple(times)]
     for name, (title, unit) in columns.items():

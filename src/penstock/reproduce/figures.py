@@ -18,6 +18,7 @@ from penstock.reproduce.peers.checkout import Peer, PeerError
 
 __all__ = [
     "Claim", "Drawing", "Evidence", "FigureSpec", "Plotted", "Reproduction", "at_least", "at_most", "compared", "reproduced", "rows_of",
+    "within",
 ]  # fmt: skip
 
 Result = TypeVar("Result")
@@ -55,6 +56,11 @@ def at_least(what: str, found: float, least: float) -> Claim:
 def at_most(what: str, found: float, most: float) -> Claim:
     """A number that should not be above another."""
     return Claim(what, f"≤ {most:g}", float(found), bool(found <= most))
+
+
+def within(what: str, found: float, published: float, share: float) -> Claim:
+    """A number that should be a published one, but for a share of it."""
+    return Claim(what, f"{published:g} ± {share:.1%}", float(found), bool(abs(found / published - 1) <= share))
 
 
 @dataclass(frozen=True)

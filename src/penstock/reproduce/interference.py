@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,25 @@ def _best_cuts(scene: Scene, factors: Floats, seed: int) -> tuple[Floats, list[P
     return np.array([scene.take_s(plan, row) for plan, row in zip(found, factors, strict=True)]), found
 
 
+def _clairvoyant(scene: Scene, factors: Floats, seed: int) -> tuple[Floats, list[Plan]]:
+    """Knows every load when it comes, how slow it is and how long it lasts, and pays for moves."""
+    plan, times, plans = scene.plan, [], []
+    changes = np.flatnonzero((factors[1:] != factors[:-1]).any(axis=1)) + 1
+    for own in np.split(factors, changes):
+        options = scene.ladder.options(plan, _speeds(own[0]))
+        chosen = min(options, key=partial(_lasting_s, len(own)))
+        plan = chosen.plan
+        times += [scene.take_s(plan, own[0])] * len(own)
+        times[-len(own)] += chosen.pause_s
+        plans += [plan] * len(own)
+    return np.array(times), plans
+
+
+def _lasting_s(count: int, one: Remedy) -> float:
+    """What moving and so many minibatches take."""
+    return one.time_s * count + one.pause_s
+
+
 def _epoch_restart(scene: Scene, factors: Floats, seed: int) -> tuple[Floats, list[Plan]]:
     plan, times, plans = scene.plan, [], []
     for number, row in enumerate(factors):
@@ -234,7 +254,7 @@ def _ours(scene: Scene, factors: Floats, seed: int) -> tuple[Floats, list[Plan]]
 
 POLICIES: dict[str, Policy] = {
     "static": _static, "simple": _simple, "epoch-restart": _epoch_restart, "dynpipe": _dynpipe, "ours": _ours,
-    "best cuts": _best_cuts,
+    "clairvoyant": _clairvoyant, "best cuts": _best_cuts,
 }  # fmt: skip
 
 

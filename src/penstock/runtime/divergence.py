@@ -32,33 +32,35 @@ def is_diverged(loss: float, norm: float | None, *, scaled: bool) -> bool:
     return not math.isfinite(loss) or (norm is not None and not scaled and not math.isfinite(norm))
 
 
-def describe_divergence(rank: Rank, program: Program, result: StepResult) -> str:
-    """What is not finite, and where: rank, stage, micro-batch and samples of a loss; ranks, stages and ops of gradients.
+def describe_divergence(rank: Rank, program: Program, result: StepResult, number: int = 0) -> str:
+    """What is not finite in iteration `number` of a program, and where: rank, stage, micro-batch and samples of a loss; ranks, stages and
+    ops of gradients.
 
     All ranks call it, and all get the same.
     """
+    step = program.iteration + number
     stages = {number: ", ".join(str(seat.stage) for seat in seats) for number, seats in seats_of(rank.plan).items()}
     named = []
-    for number, (stage, micro_batch, count, *ids) in zip(rank.world.ranks, _bad_losses(rank, program), strict=True):
+    for number, (stage, micro_batch, count, *ids) in zip(rank.world.ranks, _bad_losses(rank, program, step), strict=True):
         if count:
             more = f" and {count - len(ids)} more" if count > len(ids) else ""
             samples = ", ".join(str(one) for one in ids[:count])
             named.append(f"rank {number}, stage {stage}, micro-batch {micro_batch}, samples {samples}{more}")
     if named:
-        return f"{_listed(named, '; ')}: the loss of step {program.iteration} is {result.loss.item()}"
+        return f"{_listed(named, '; ')}: the loss of step {step} is {result.loss.item()}"
     for number, row in zip(rank.world.ranks, result.shares.cpu(), strict=True):
         ops = [rank.model.ops[int(place)].name for place in torch.nonzero(~torch.isfinite(row[:-2])).flatten()]
         if ops:
             named.append(f"rank {number}, stage {stages[number]}, ops {_listed(ops)}")
     norm = math.nan if result.norm is None else result.norm.item()
-    return f"{_listed(named, '; ')}: the norm of the gradients of step {program.iteration} is {norm:g}, its loss {result.loss.item():g}"
+    return f"{_listed(named, '; ')}: the norm of the gradients of step {step} is {norm:g}, its loss {result.loss.item():g}"
 
 
-def _bad_losses(rank: Rank, program: Program) -> list[list[int]]:
+def _bad_losses(rank: Rank, program: Program, iteration: int) -> list[list[int]]:
     """Of every rank: stage, number, size and first samples of its first micro-batch whose loss is not finite; zeros if it has none."""
     row = [0] * (3 + _MAX_SAMPLES)
     for stage, number, loss in rank.losses:
-        if not math.isfinite(loss.item()):
+        if program.iteration_of(number) == iteration and not math.isfinite(loss.item()):
             samples = program.micro_batches[number].samples
             first = list(samples[:_MAX_SAMPLES])
             row = [stage, number, len(samples), *first, *[0] * (_MAX_SAMPLES - len(first))]

@@ -139,8 +139,8 @@ class _OpenRank(Rank):
 
     def step(self, step: i.Step) -> None:
         """Adds up the loss of all ranks."""
-        total = self.world.gather(torch.stack([self._loss])).sum(0)
-        self.result = StepResult(total[0], None, 0.0, torch.zeros(()), total)
+        total = self.world.gather(self._loss).sum(0)
+        self.results = (StepResult(total[0], None, 0.0, torch.zeros(()), total),)
         self._before.clear()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -72,10 +72,10 @@ class Rank:
         self.executor = self._executor(observer)
         self.phase: Callable[[str], None] = lambda phase: None
         """Told where in an update, or a move, this process is: a fault may have been asked for there."""
-        self.result: StepResult | None = None
-        """Of the last step."""
+        self.results: tuple[StepResult, ...] = ()
+        """Of the last program, one for each of its iterations."""
         self.losses: list[tuple[int, int, torch.Tensor]] = []
-        """Stage, micro-batch and loss of the passes of the last step that end here; nobody waits for the device until they are read."""
+        """Stage, micro-batch and loss of the passes of the last program that end here; nobody waits for the device until they are read."""
         self.stages: dict[int, StageModule] = {}
         self.gradients: dict[int, Gradients] = {}
         self.stashes: dict[int, WeightStash] = {}
@@ -91,12 +91,13 @@ class Rank:
         self._joins: list[list[bool]] = []
         """Passes of other ranks, backward or not, to join after each of this rank's own that are left."""
         self._source: Source | None = None
-        self._loss = torch.zeros((), dtype=torch.float64, device=groups.device)
+        self._loss = torch.zeros(1, dtype=torch.float64, device=groups.device)
+        """Of each iteration of a program, this rank's share."""
         self._correct = torch.zeros(2, dtype=torch.float64, device=groups.device)
-        _wake_autograd(groups.device)
 
-    def adopt(self, plan: Plan, *, keep: bool = False) -> None:
-        """Runs `plan` from the next program on; every process of the job calls it, between the same two programs.
+    def adopt(self, plan: Plan, *, keep: bool = False, members: Sequence[int] | None = None) -> None:
+        """Runs `plan` from the next program on; every process of the job calls it, between the same two programs, or every one of those
+        that go on (`members`).
 
         All that belonged to the plan before is let go, a program that failed half-way included, and the process groups are made anew.
         Weights are initial ones. With `keep`, ops that stay here, divided alike, keep their modules: they and their weights are not made
@@ -106,7 +107,7 @@ class Rank:
         kept = self._kept_modules() if keep else {}
         self.stages, self.gradients, self.stashes = {}, {}, {}
         if self._has_plan:
-            self.groups.renew()
+            self.groups.renew(members)
         self._has_plan = True
         self.plan, self.world = plan, World(plan, self.groups)
         self.asynchronous = SCHEDULES[plan.schedule].asynchronous
@@ -185,19 +186,18 @@ class Rank:
         return executor
 
     def train(self, program: i.Program, source: Source) -> StepResult:
-        """Runs one iteration on samples of `source`."""
+        """Runs a program on samples of `source`; what its last iteration did."""
         self._begin(program, source)
         self.executor.run(program)
         self._end(program)
-        assert self.result is not None
-        return self.result
+        return self.results[-1]
 
     def evaluate(self, program: i.Program, source: Source) -> Evaluated:
         """Runs forward passes alone, on samples of `source`."""
         self._begin(program, source)
         self.executor.run(program)
         self._end(program)
-        loss, correct, counted = self.world.gather(torch.cat([self._loss[None], self._correct])).sum(0).tolist()
+        loss, correct, counted = self.world.gather(torch.cat([self._loss, self._correct])).sum(0).tolist()
         return Evaluated(loss, correct / max(1.0, counted))
 
     def probe_s(self, step: int) -> float:
@@ -215,7 +215,8 @@ class Rank:
         if program.rank != self.world.rank:
             raise ValueError(f"a program of rank {program.rank} was given to rank {self.world.rank}")
         self.transport.begin(program)
-        self._loss, self._correct = torch.zeros_like(self._loss), torch.zeros_like(self._correct)
+        self._loss, self._correct = self._loss.new_zeros(program.num_batches), torch.zeros_like(self._correct)
+        self._counted = [sum(micro.loss_tokens() for micro in program.of_batch(number)) for number in range(program.num_batches)]
         self.losses = []
         self._before = [(own, own.clone()) for own in self._statistics()] if program.training else []
         self._split = {step.stage for step in program.instructions if isinstance(step, i.BackwardInput)}
@@ -276,7 +277,8 @@ class Rank:
             self._buffers[step.result] = result
         elif "loss" in result and stage.pieces[-1].tp.rank == 0:
             self.losses.append((step.stage, step.micro_batch, result["loss"].detach()))
-            self._loss += result["loss"].double() * (micro.loss_tokens() / program.loss_tokens if self.asynchronous else 1.0)
+            number = program.iteration_of(step.micro_batch) - program.iteration
+            self._loss[number] += result["loss"].double() * (micro.loss_tokens() / self._counted[number] if self.asynchronous else 1.0)
         if program.training and step.stage in self.stashes:
             self.stashes[step.stage].use(step.micro_batch)
         self._join()
@@ -362,10 +364,14 @@ class Rank:
         return 0 in self.stages and self.stages[0].index == 0
 
     def step(self, step: i.Step) -> None:
-        """Updates the weights."""
-        tokens = _useful_tokens(self._program) if self.leads_replica else 0
-        self.result = self.update.step(self._program.iteration, self._loss, tokens, updates=not self.asynchronous)
-        if self.result.skipped:  # the forward passes of a step that is dropped have changed running statistics too
+        """Updates the weights, unless stages have done that by themselves, and tells what became of each iteration."""
+        program = self._program
+        tokens = [_useful_tokens(program.of_batch(number)) if self.leads_replica else 0 for number in range(program.num_batches)]
+        if self.asynchronous:
+            self.results = self.update.told(program.iteration, self._loss, tokens)
+        else:
+            self.results = (self.update.step(program.iteration, self._loss[0], tokens[0]),)
+        if self.results[-1].skipped:  # the forward passes of a step that is dropped have changed running statistics too
             for own, before in self._before:
                 own.copy_(before)
         self._before.clear()
@@ -374,7 +380,7 @@ class Rank:
         """Updates the weights of one stage from one micro-batch."""
         self.gradients[step.stage].sum_now()
         with self.stashes[step.stage].updating():
-            self.update.step_alone(self._program.iteration)
+            self.update.step_alone(self._program.iteration_of(step.micro_batch))
 
     @property
     def _program(self) -> i.Program:
@@ -382,11 +388,6 @@ class Rank:
         return self.executor.program
 
 
-def _useful_tokens(program: i.Program) -> int:
+def _useful_tokens(micro_batches: Sequence[i.MicroBatch]) -> int:
     """Tokens of a replica's micro-batches, padding left out; images count as one each."""
-    return sum(sum(micro.lengths) + sum(micro.dec_lengths) or len(micro.samples) for micro in program.micro_batches)
-
-
-def _wake_autograd(device: torch.device) -> None:
-    """Runs a small backward pass: the thread that runs backward passes then has a CUDA context before its first product asks for one."""
-    torch.zeros((), device=device, requires_grad=True).mul(2.0).backward()
+    return sum(sum(micro.lengths) + sum(micro.dec_lengths) or len(micro.samples) for micro in micro_batches)

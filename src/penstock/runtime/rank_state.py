@@ -7,7 +7,7 @@ the same share the work.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -193,14 +193,14 @@ def load_state(state: TrainedState, rank: Rank) -> None:
             setattr(rank.update.scale, name, value)
 
 
-def adopt_state(rank: Rank, plan: Plan, state: TrainedState) -> None:
+def adopt_state(rank: Rank, plan: Plan, state: TrainedState, members: Sequence[int] | None = None) -> None:
     """Puts `plan` in force with a state that is known already; a step that is under way is abandoned, and ops that stay keep their modules.
 
-    Every process of the job calls it, also one to which either plan gives nothing. To the bit what a new process under `plan` would do
-    with the same state.
+    Every process of the job calls it, also one to which either plan gives nothing, or every one of the `members` that go on. To the bit
+    what a new process under `plan` would do with the same state.
     """
     require_same_training(rank.plan, plan)
-    rank.adopt(plan, keep=True)
+    rank.adopt(plan, keep=True, members=members)
     if rank.world.rank >= 0:
         load_state(state, rank)
 

@@ -170,6 +170,9 @@ class PlanAdopted:
 class MayLeave:
     """What a rank tells whose node is asked to leave: other nodes have what its ranks have learned."""
 
+    has_moved: bool = False
+    """Whether theirs go on already with its work, and not from their copies."""
+
 
 @dataclass(frozen=True)
 class TrainResult(Shown):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from penstock.data.loader import ProgramLoader
 from penstock.data.planning import PlanningError, ProgramPlanner
 from penstock.data.samples import LoadedProgram, Samples
 from penstock.errors import PenstockError
+from penstock.models.micro_batch import MicroBatch
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.schema import plan_from_dict, plan_to_dict
 from penstock.programs.instructions import Program
@@ -102,8 +102,8 @@ class _Agreed:
     """Digest of all that were trained."""
     ended_by: int
     """The signal that asks any of them to end, so that they do so after the same step."""
-    leaves: bool
-    """Whether a node is to leave, and others stay."""
+    leaving: tuple[int, ...]
+    """Whose nodes are to leave, while others stay."""
     is_due: bool
     """Whether it is time for a checkpoint, which none is still writing."""
     is_lost: bool
@@ -177,7 +177,10 @@ class Run:
         self.gpu = self._gpu_log(out)
         self.evaluated: list[EvalRecord] = []
         self.watcher: StepWatcher | None = None
+        self._watching: Watching | None = None
         self._moving: _Moving | None = None
+        self._stayed_with: tuple[int, ...] = ()
+        """Ranks whose work could not be moved away: they leave their copies to others."""
         self._take_place(self._places(planner))
         if self.goes_on:
             self.faults.look(self.first_step)
@@ -208,6 +211,11 @@ class Run:
         return self.world.rank >= 0
 
     @property
+    def _window_end(self) -> int:
+        """The step after those that come next as one program."""
+        return self.loader.planner.drains.after(self.step)
+
+    @property
     def _tells_steps(self) -> bool:
         """Whether this is the plan's first rank, whose record of a step is that of the run."""
         return self.has_work and self.world.place == 0
@@ -221,7 +229,7 @@ class Run:
 
     def _take_place(self, place: _Place) -> None:
         """All that belongs to the plan in force, which `rank` has adopted: who saves what, what is measured, predicted and evaluated."""
-        request, warm = self.request, self.step + WARM_UP
+        request, warm = self.request, max(self.step + WARM_UP, self._window_end)
         self._place = place
         self.loads.plan_changed()
         self.times = StageSpans(warm if request.steps > warm else 0, self.worker.groups.device)
@@ -247,6 +255,8 @@ class Run:
         self.spans.close()
         if self.gpu is not None:
             self.gpu.close()
+        if self.watcher is not None:
+            self.watcher.close()
         if self.log is not None:
             self.log.close()
 
@@ -255,9 +265,9 @@ class Run:
         """Whether passes take as long as the cores of this machine need, and not as long as a clock of devices says."""
         return self.world.device.type == "cpu" and not isinstance(self.rank, PacedRank)
 
-    def watch(self, watcher: StepWatcher) -> None:
-        """Tells `watcher` of every step, and has it measured if it wants that."""
-        self.watcher = watcher
+    def watch(self, watching: Watching) -> None:
+        """Tells a watcher of every step, and has it measured if it wants that."""
+        self._watching, self.watcher = watching, watching(self)
         self._measure()
 
     def _measure(self) -> None:
@@ -271,25 +281,30 @@ class Run:
         self._compare_clocks(self.first_step)
         start_s = time.perf_counter()
         while self.step < self.request.steps and not ended_by:
-            word = self._train(next(programs), start_s) if self.has_work else StepWord(figures=self._idle_figures())
+            words = self._train(next(programs), start_s) if self.has_work else self._idle_words()
             end_s = time.perf_counter()
-            self.step += 1
-            told = self._agreed(word)
-            losses.append(math.nan if told.record.loss is None else told.record.loss)
-            times.append(told.record.time_s or 0.0)
-            tokens.append(told.record.tokens or 0)
-            self._tell(told)
+            self.step = self._window_end
+            for told in self._agreed(words):
+                losses.append(math.nan if told.record.loss is None else told.record.loss)
+                times.append(told.record.time_s or 0.0)
+                tokens.append(told.record.tokens or 0)
+                self._tell(told.record, told.samples, told.evaluated)
             if told.is_lost and self.step < self.request.steps:
                 raise self._ended(self._lost or StoreError("another rank gets no more programs from the store."))
-            self.saves.after(self.step, told.evaluated, is_due=told.is_due, leaves=told.leaves)
-            if told.leaves and self.saves.may_leave and self.worker.asked_to_end() < 0:
+            moves_away = self._may_move_away(told.leaving)
+            self.saves.after(self.step, told.evaluated, is_due=told.is_due, leaves=bool(told.leaving) and not moves_away)
+            if told.leaving and self.saves.may_leave and self.worker.asked_to_end() < 0:
                 self.worker.tell(MayLeave())
             ended_by = told.ended_by
             if self._moving is not None:
                 self._finish_move(self._moving, ended=bool(ended_by))
             elif told.plan is not None and not ended_by:
                 self._move(told.plan, exact=told.exact)
-            elif self.step % _SYNC_STEPS == 0:
+            elif moves_away and self._move_away(told.leaving):
+                if self.worker.rank in told.leaving:
+                    self.worker.tell(MayLeave(has_moved=True))
+                    return TrainResult(self.first_step, 0, (), (), 0.0, 0.0, {}, None, has_left=True)
+            elif self.step // _SYNC_STEPS > (self.step - len(words)) // _SYNC_STEPS:
                 self._compare_clocks(self.step)
             self.loader.wait_s = self.loader.data_wait_s = 0.0
             start_s = time.perf_counter()
@@ -306,43 +321,52 @@ class Run:
             times_of_ranks(self.members, own, gather), self.request.plan if self.plan_since > self.first_step else None, self.plan_since,
         )  # fmt: skip
 
-    def _train(self, loaded: LoadedProgram, start_s: float) -> StepWord:
-        """One step, and what to say about it."""
-        program, wait_s, position = loaded.program, self.loader.wait_s, self.spans.position
-        self.faults.look(program.iteration)
+    def _train(self, loaded: LoadedProgram, start_s: float) -> list[StepWord]:
+        """One step, or those that are one program, and what to say about each: of the time all have the same part."""
+        program, count, wait_s, position = loaded.program, loaded.program.num_batches, self.loader.wait_s, self.spans.position
+        self.faults.look(program.iteration + count - 1)
         self.loads.look(program.iteration)
         executor = self.rank.executor
         observer, executor.observer = executor.observer, self.faults.observer(executor.observer)
         with self.profiled.around(program.iteration):
-            result = self.rank.train(program, loaded)
+            self.rank.train(program, loaded)
         executor.observer = observer
         if self._meter is not None:
             self._meter.expect(program)
-        loss, norm = result.loss.item(), None if result.norm is None else result.norm.item()
-        self._check_finite(program, result, loss, norm)
+        results = self.rank.results
+        found = [(result.loss.item(), None if result.norm is None else result.norm.item()) for result in results]
         wall_s = time.perf_counter() - start_s
-        time_s = self._device_s(program.iteration, wall_s)
-        self.times.step_done(wall_s, wait_s, self.rank.update.exchanges)
-        figures, record = self._figures(wall_s), None
-        self.loads.measured(self._pace(figures))
-        if self._tells_steps:
-            tokens = int(result.tokens.item())
-            record = StepRecord(
-                program.iteration, loss, time_s, tokens, tokens / time_s, self._mfu(program, tokens, time_s), result.rate,
-                gradient_norm=norm, skipped=result.skipped,
-                bubble_share=max(0.0, 1.0 - float(self.spans.busy_ns(position)[COMPUTE]) * 1e-9 / time_s), planning_wait_s=wait_s,
-                padding_share=padding_share(program.micro_batches), **self._memory(), **self._sampled(),
-            )  # fmt: skip
-        done, every = program.iteration + 1, self.request.eval_every
-        evaluated = self._evaluate(done) if every and (done % every == 0 or done == self.request.steps) else None
-        samples = samples_digest(program) if self.rank.leads_replica else 0
-        return StepWord(samples=samples, figures=figures, record=record, evaluated=evaluated)
+        whole_s = self._device_s(program.iteration, wall_s)
+        self.times.step_done(wall_s, wait_s, self.rank.update.exchanges, count)
+        figures = self._figures(wall_s).shared_out(count)
+        self.loads.measured(self._pace(figures, count))
+        busy_s, time_s = float(self.spans.busy_ns(position)[COMPUTE]) * 1e-9, whole_s / count
+        words: list[StepWord] = []
+        for number, (result, (loss, norm)) in enumerate(zip(results, found, strict=True)):
+            self._check_finite(program, result, loss, norm, words)
+            own, record = program.of_batch(number), None
+            if self._tells_steps:
+                tokens = int(result.tokens.item())
+                record = StepRecord(
+                    program.iteration + number, loss, time_s, tokens, tokens / time_s, self._mfu(own, tokens, time_s), result.rate,
+                    gradient_norm=norm, skipped=result.skipped, bubble_share=max(0.0, 1.0 - busy_s / whole_s),
+                    planning_wait_s=wait_s / count, padding_share=padding_share(own), **self._memory(), **self._sampled(),
+                )  # fmt: skip
+            words.append(StepWord(samples=samples_digest(own) if self.rank.leads_replica else 0, figures=figures, record=record))
+        done, every = program.iteration + count, self.request.eval_every
+        if every and (done % every == 0 or done == self.request.steps):
+            words[-1] = replace(words[-1], evaluated=self._evaluate(done))
+        return words
 
-    def _pace(self, figures: RankFigures) -> float:
-        """How long passes took: over what was predicted of them, where anything is."""
+    def _pace(self, figures: RankFigures, count: int) -> float:
+        """How long the passes of a step took: over what was predicted of them, where anything is."""
         if self._meter is None:
-            return self.times.passes_s
+            return self.times.passes_s / count
         return figures.compute_s / figures.predicted_s if figures.predicted_s else 0.0
+
+    def _idle_words(self) -> list[StepWord]:
+        """Of a process without work, for each step that the others have as one program."""
+        return [StepWord(figures=self._idle_figures())] * (self._window_end - self.step)
 
     def _idle_figures(self) -> RankFigures:
         """Of a process without work: what a probe takes over what it took when it was left without."""
@@ -379,17 +403,23 @@ class Run:
             )
         return clock.device_s
 
-    def _check_finite(self, program: Program, result: StepResult, loss: float, norm: float | None) -> None:
-        """Ends the run, on all ranks, before anything of a step that is not finite is saved; or counts that its update was dropped."""
+    def _check_finite(
+        self, program: Program, result: StepResult, loss: float, norm: float | None, before: Sequence[StepWord] = ()
+    ) -> None:
+        """Ends the run, on all ranks, before anything of a step that is not finite is saved; or counts that its update was dropped. Those
+        `before` it in the same program are still told."""
         if not is_diverged(loss, norm, scaled=self.rank.update.scale is not None):
             self._dropped = 0
             return
         self._dropped += 1
-        what = describe_divergence(self.rank, program, result)
+        what = describe_divergence(self.rank, program, result, len(before))
         if self.request.settings.on_nan == "skip" and self._dropped < MAX_DROPPED:
             if self.is_first:
                 self._notes.append(f"{what}. Its update was dropped.")
             return
+        for word in before:
+            if word.record is not None:
+                self._tell(word.record, whole_digest([word]), None)
         self.saves.wait()
         self.world.barrier()  # the first rank to fail ends the others, rank 0 included, which completes the checkpoint before
         advice = f"It was the {MAX_DROPPED}th in a row" if self._dropped > 1 else "--on-nan skip would drop such updates"
@@ -410,29 +440,32 @@ class Run:
         except PlanningError as error:  # which every rank was told
             raise self._ended(error) from None
 
-    def _agreed(self, own: StepWord) -> _Agreed:
-        """What all processes know after a step, and will do before the next."""
-        step, groups, first = self.step - 1, self.worker.groups, self.members[0]
+    def _agreed(self, own: Sequence[StepWord]) -> list[_Agreed]:
+        """What all processes know after each step of a program, and after the last of them, what they will do before the next."""
+        groups, first = self.worker.groups, self.members[0]
         order = self._order() if self.is_first and self.step < self.request.steps else b""
-        own = replace(
-            own, lost=self._lost is not None, asked_to_end=self.worker.asked_to_end(), is_due=self.is_first and self.saves.is_late,
+        last = replace(
+            own[-1], lost=self._lost is not None, asked_to_end=self.worker.asked_to_end(), is_due=self.is_first and self.saves.is_late,
             is_saving=self.saves.is_saving, order_bytes=len(order), copied=self.saves.copied,
         )  # fmt: skip
-        rows = groups.gather(torch.tensor(own.row(), dtype=torch.float64)).tolist()
-        words = {member: StepWord.of_row(row) for member, row in zip(self.members, rows, strict=True)}
-        size, told = words[first].order_bytes, words[self.world.ranks[0]]
+        table = groups.gather(torch.tensor([word.row() for word in (*own[:-1], last)], dtype=torch.float64)).tolist()
+        steps = [{member: StepWord.of_row(rows[at]) for member, rows in zip(self.members, table, strict=True)} for at in range(len(own))]
+        words = steps[-1]
+        size = words[first].order_bytes
         self.saves.safe_copy = min(word.copied for word in words.values())
         wanted, exact = msgspec.json.decode(groups.broadcast(order, size)) if size else (None, False)
         plan = None if wanted is None else plan_from_dict(wanted, "the plan to move to")
-        if self.watcher is not None:
-            figures = {member: word.figures for member, word in words.items()}
-            self._notes += self.watcher.after(step - (self._meter.lateness if self._meter else 0), figures)
-        assert told.record is not None
-        is_saving = any(word.is_saving for word in words.values())
-        return _Agreed(
-            told.record, told.evaluated, whole_digest(words.values()), *_asked([word.asked_to_end for word in words.values()]),
-            words[first].is_due and not is_saving, any(word.lost for word in words.values()), plan, exact,
-        )  # fmt: skip
+        asked = _asked({one: word.asked_to_end for one, word in words.items()})
+        is_due = words[first].is_due and not any(word.is_saving for word in words.values())
+        agreed, lost = [], any(word.lost for word in words.values())
+        for step, own_words in enumerate(steps, self.step - len(steps)):
+            if self.watcher is not None:
+                figures = {member: word.figures for member, word in own_words.items()}
+                self._notes += self.watcher.after(step - (self._meter.lateness if self._meter else 0), figures)
+            told, samples = own_words[self.world.ranks[0]], whole_digest(own_words.values())
+            assert told.record is not None
+            agreed.append(_Agreed(told.record, told.evaluated, samples, *asked, is_due, lost, plan, exact))
+        return agreed
 
     def _order(self) -> bytes:
         """The plan that is to be in force from the next step on; nothing: the present one."""
@@ -453,6 +486,44 @@ class Run:
             self._moving = _Moving(request, places[-1], time.perf_counter() - start_s)
         elif self.watcher.move(self.rank, plan, self.step, prepare):
             self._take_over(request, places[-1], start_s)
+
+    def _may_move_away(self, leaving: tuple[int, ...]) -> bool:
+        """Whether work can be moved away from ranks whose nodes leave. The node that leads has the first of all, and what others need."""
+        is_possible = self.watcher is not None and self.members[0] not in leaving and self.step < self.request.steps
+        return is_possible and leaving not in ((), self._stayed_with)
+
+    def _move_away(self, leaving: tuple[int, ...]) -> bool:
+        """Moves to the best plan without these ranks, and goes on in the processes of the others; False: all is as it was."""
+        assert self.watcher is not None
+        start_s, groups, places = time.perf_counter(), self.worker.groups, list[_Place]()
+        found = self.watcher.without(leaving) if self.is_first else None
+        order = b"" if found is None else msgspec.json.encode(plan_to_dict(found))
+        self._stayed_with = leaving
+        size = int(groups.gather(torch.tensor([len(order)]))[0])
+        if not size:
+            return False
+        request = replace(self.request, plan=plan_from_dict(msgspec.json.decode(groups.broadcast(order, size)), "the plan to move to"))
+        rest = tuple(one for one in self.members if one not in leaving)
+        self.saves.wait()
+
+        def prepare() -> None:
+            self.faults.meet(MOVING)
+            places.append(self._places(program_planner(request)))
+
+        if not self.watcher.move(self.rank, request.plan, self.step, prepare, rest):
+            return False
+        if self.worker.rank in rest:
+            self.members = rest
+            self._take_over(request, places[-1], start_s)
+            self._watch_anew()
+        return True
+
+    def _watch_anew(self) -> None:
+        """The processes of the job are others than before: whoever watches it begins again, as after a death."""
+        assert self.watcher is not None and self._watching is not None
+        self.watcher.close()
+        self.is_new, self.goes_on = False, True
+        self.watch(self._watching)
 
     def _finish_move(self, moving: _Moving, *, ended: bool) -> None:
         """Puts a plan in force whose state has travelled beside the step that has just ended, unless the run ends too."""
@@ -485,17 +556,17 @@ class Run:
         self.world.barrier()  # the first rank to fail ends the others, rank 0 included, which completes the checkpoint
         return type(error)(f"{str(error).rstrip('.')}. The run ended after {self.step} steps.")
 
-    def _tell(self, told: _Agreed) -> None:
+    def _tell(self, own: StepRecord, samples: str, evaluated: EvalRecord | None) -> None:
         """The first process writes a step down, and says a word to the launcher; all keep what was evaluated."""
-        record = msgspec.structs.replace(told.record, samples=told.samples, plan=self.plan_number)
-        if told.evaluated is not None:
-            self.evaluated.append(told.evaluated)
+        record = msgspec.structs.replace(own, samples=samples, plan=self.plan_number)
+        if evaluated is not None:
+            self.evaluated.append(evaluated)
         if self.log is not None:
             self.log.write(record)
             self._notes += self._gone_silent()
             loss = math.nan if record.loss is None else record.loss
             self.worker.tell(StepTold(
-                record.step, loss, record.tokens_per_s or 0.0, record.gpu_utilisation, told.evaluated, tuple(self._notes)
+                record.step, loss, record.tokens_per_s or 0.0, record.gpu_utilisation, evaluated, tuple(self._notes)
             ))  # fmt: skip
             self._notes.clear()
 
@@ -524,9 +595,9 @@ class Run:
         paced = self.request.device == PACED
         return PeakTimes(self.request.plan, self.model, cluster) if meant and not self.worker.shared_gpu and not paced else None
 
-    def _mfu(self, program: Program, tokens: int, time_s: float) -> float | None:
+    def _mfu(self, own: Sequence[MicroBatch], tokens: int, time_s: float) -> float | None:
         """Other replicas' samples are taken to cost as much for each token as this one's."""
-        return None if self._peaks is None else self._peaks.time_s(program.micro_batches, tokens) / time_s
+        return None if self._peaks is None else self._peaks.time_s(own, tokens) / time_s
 
     def _sampled(self) -> dict[str, float | None]:
         now = None if self.gpu is None else self.gpu.latest
@@ -547,14 +618,14 @@ class Run:
         return EvalRecord(done, statistics.fmean(one.loss for one in found), statistics.fmean(one.accuracy for one in found))
 
 
-def _asked(signals: Sequence[int]) -> tuple[int, bool]:
-    """The signal that ends the run, and whether some nodes are to leave it. Where all are, it ends.
+def _asked(signals: Mapping[int, int]) -> tuple[int, tuple[int, ...]]:
+    """The signal that ends the run, and the ranks whose nodes are to leave it. Where all are, it ends.
 
-    >>> _asked([0, 15]), _asked([0, -15]), _asked([-15, -15]), _asked([-15, 2])
-    ((15, False), (0, True), (15, False), (2, False))
+    >>> _asked({0: 0, 1: 15}), _asked({0: 0, 1: -15}), _asked({0: -15, 1: -15}), _asked({0: -15, 1: 2})
+    ((15, ()), (0, (1,)), (15, ()), (2, ()))
     """
-    ended_by = abs(max(signals))
-    return ended_by, not ended_by and min(signals) < 0
+    ended_by = abs(max(signals.values()))
+    return ended_by, () if ended_by else tuple(rank for rank, number in signals.items() if number < 0)
 
 
 def train_rank(
@@ -564,8 +635,6 @@ def train_rank(
     """One rank's whole run: a job for workers, and what a process under torchrun calls. `watching` makes who follows its steps."""
     device = PACED if request.device == PACED else str(worker.groups.device)
     with named_process(request.out, worker.rank, device), Run(worker, request, handover, token, going_on) as run:
-        if watching is None:
-            return run.train()
-        with closing(watching(run)) as watcher:
-            run.watch(watcher)
-            return run.train()
+        if watching is not None:
+            run.watch(watching)
+        return run.train()

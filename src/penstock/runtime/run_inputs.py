@@ -8,12 +8,15 @@ from penstock.data.forms import form_of
 from penstock.data.planners import BatchSource
 from penstock.data.planning import ProgramPlanner
 from penstock.data.samples import Samples
+from penstock.data.windows import Drains
 from penstock.plans.references import model_of
 from penstock.programs.check import require_safe
 from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import forward_work
-from penstock.runtime.request import TrainRequest
+from penstock.runtime.request import RECOVER, TrainRequest
+from penstock.schedules.rules import SCHEDULES
+from penstock.timing.pipeline import micro_batches
 
 __all__ = ["batch_source", "held_out_programs", "program_planner", "run_inputs"]
 
@@ -43,7 +46,18 @@ def program_planner(request: TrainRequest) -> ProgramPlanner:
 
         costs = costs_for(plan, plan.seq_length, plan.dec_length)
     form = form_of(model, open_data(request.data), prompt_loss=request.prompt_loss)
-    return ProgramPlanner(plan, model, costs, form, request.planning.search_steps, seed=request.settings.seed)
+    return ProgramPlanner(plan, model, costs, form, request.planning.search_steps, seed=request.settings.seed, drains=_drains(request))
+
+
+def _drains(request: TrainRequest) -> Drains:
+    """Where the pipeline of an asynchronous plan has to be empty: for what looks at the weights of all stages, or changes their plan."""
+    rules, (_, counts) = SCHEDULES[request.plan.schedule], micro_batches(request.plan)
+    if not rules.asynchronous:
+        return Drains()
+    copies = request.copies if request.on_death == RECOVER else 0
+    profiled = [step for first in request.profile_steps for step in (first, first + 1)]
+    window = rules.window(request.plan.num_groups, counts[0])
+    return Drains(window, (request.eval_every, request.checkpoint_every, copies), (request.steps, *profiled))
 
 
 def held_out_programs(request: TrainRequest, planner: ProgramPlanner, rank: int) -> tuple[Samples, list[Program]]:

@@ -37,18 +37,18 @@ def load_share(
 
     Its loss is its part of the global batch's, or, `alone`, that of the micro-batch. Rows of `usual_length` come again and again.
     """
-    first, last = bounds
+    (first, last), iteration = bounds, program.iteration_of(micro.index)
     ids = micro.samples[first:last]
     lengths = micro.lengths[first:last] or (0,) * len(ids)
     dec_lengths = micro.dec_lengths[first:last] or (0,) * len(ids)
     samples: list[Sample] = []
     if needs:
-        samples = [source.sample(program.iteration, *one) for one in zip(ids, lengths, dec_lengths, strict=True)]
+        samples = [source.sample(iteration, *one) for one in zip(ids, lengths, dec_lengths, strict=True)]
     batch = _images(samples, ids) if not micro.lengths else _tokens(micro, samples, bounds, needs)
     if "labels" in needs:
         totals = (micro.loss_tokens(), len(micro.samples)) if alone else (program.loss_tokens, program.num_samples)
         _add_labels(batch, micro, samples, bounds, *totals)
-    batch.step, batch.seed, batch.training = program.iteration, seed, program.training
+    batch.step, batch.seed, batch.training = iteration, seed, program.training
     batch.repeats = micro.row_length == usual_length > 0
     return _moved(batch, device)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING, Protocol
 
-from penstock.programs.instructions import Program
+from penstock.models.micro_batch import MicroBatch
 from penstock.runtime.request import EvalRecord
 from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.telemetry.steps import StepRecord
@@ -85,9 +85,12 @@ class StepWatcher(Protocol):
     def order(self, step: int) -> Plan | None:
         """The plan that is to be in force from `step` on, which comes next; asked of the first process."""
 
-    def move(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object]) -> bool:
-        """Moves to `plan` before `step`, in all processes; `prepare` does what else has to succeed before anything changes. False: the old
-        plan is in force as before."""
+    def without(self, ranks: Sequence[int]) -> Plan | None:
+        """The plan to move to when these ranks leave the job; None: there is none. Asked of the first process."""
+
+    def move(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object], members: Sequence[int] | None = None) -> bool:
+        """Moves to `plan` before `step`, in all processes, of which `members` go on; `prepare` does what else has to succeed before
+        anything changes. False: the old plan is in force as before."""
 
     def begin(self, rank: Rank, plan: Plan, step: int, prepare: Callable[[], object]) -> bool:
         """Begins a move to `plan` that travels while `step` runs under the old one, in all processes; False: `move` is as good."""
@@ -113,9 +116,9 @@ def _value(value: float, kind: str) -> float:
     return bool(value) if kind == "bool" else int(value) if kind.startswith("int") else value
 
 
-def samples_digest(program: Program) -> int:
+def samples_digest(micro_batches: Iterable[MicroBatch]) -> int:
     """A digest of the samples of a replica in a step, whatever micro-batches they are in."""
-    ids = [sample for micro in program.micro_batches for sample in micro.samples]
+    ids = [sample for micro in micro_batches for sample in micro.samples]
     return sum(int.from_bytes(hashlib.blake2b(str(one).encode(), digest_size=8).digest()) for one in ids) % 2**_DIGEST_BITS
 
 

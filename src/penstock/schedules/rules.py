@@ -22,6 +22,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+_ENOUGH, _MOST_BATCHES = 200, 10
+"""Micro-batches beside which filling and draining a pipeline counts for little; and global batches that run without a break at most."""
+
+
 @dataclass(frozen=True)
 class ScheduleRules:
     """All that is particular to a schedule. A device group runs one stage, or with `chunked` several.
@@ -54,6 +58,11 @@ class ScheduleRules:
     asynchronous: bool = False
     """Whether a stage updates its weights after every micro-batch; forward passes already run keep those that they used."""
 
+    def window(self, num_groups: int, num_micro_batches: int) -> int:
+        """Global batches of so many micro-batches that run without a break between them, where nothing asks for one: of asynchronous
+        schedules enough for filling and draining the pipeline to count for little, and no more, for all of them are in memory."""
+        return _window(num_groups, num_micro_batches) if self.asynchronous else 1
+
     @property
     def plain(self) -> bool:
         """Whole forward and backward passes of one stage per group, one update for all: orders that fit any lengths can replace it."""
@@ -75,6 +84,8 @@ class ScheduleRules:
 
             micro-batches · max(t) + Σ others max(0, t - relief · w) / chunks
 
+        Asynchronous schedules fill and drain once in a `window` of several global batches, of which one is timed here.
+
         The relief is `fill_relief` from as many micro-batches as groups on. With one micro-batch only the drain can be filled, relief 1;
         each further one fills the way to one more group (exactly so for equal groups, as the clock shows).
 
@@ -86,7 +97,17 @@ class ScheduleRules:
         filled = min(1.0, (num_micro_batches - 1) / max(len(times_s) - 1, 1))
         relief = 1 + (self.fill_relief - 1) * filled if self.fill_relief else 0.0
         fill_s = sum(max(0.0, times_s[group] - relief * weights[group]) for group in range(len(times_s)) if group != slowest)
-        return num_micro_batches * times_s[slowest] + fill_s / (num_chunks if self.chunked else 1)
+        window = self.window(len(times_s), num_micro_batches)
+        return num_micro_batches * times_s[slowest] + fill_s / (num_chunks if self.chunked else window)
+
+
+def _window(num_groups: int, num_micro_batches: int) -> int:
+    return 1 if num_groups == 1 else min(_MOST_BATCHES, -(-_ENOUGH // num_micro_batches))
+
+
+def _in_window(num_groups: int, group: int, num_micro_batches: int, num_chunks: int = 1) -> tuple[int, ...]:
+    """As many as stages are left, also those of other global batches."""
+    return as_stages_left(num_groups, group, _window(num_groups, num_micro_batches) * num_micro_batches, num_chunks)
 
 
 _RULES = (
@@ -113,7 +134,7 @@ _RULES = (
     ScheduleRules(
         # Differs from 1F1B in when weights are updated, not in the order of passes, and learns otherwise than one process does.
         "pipedream", "1F1B whose stages update after every micro-batch and keep older weights for passes under way: for comparisons.",
-        lambda groups, chunks, count: one_forward_one_backward(groups, count), as_stages_left, searched=False, asynchronous=True,
+        lambda groups, chunks, count: one_forward_one_backward(groups, count), _in_window, searched=False, asynchronous=True,
     ),
 )  # fmt: skip
 

@@ -53,7 +53,7 @@ class PlanFiles:
     """The beginning of "… not name it", told where one of them is missing."""
     writes_folder: bool = False
     require_model: Callable[[Model], object] = lambda model: None
-    """Refuses a model that no plan of the system can be of."""
+    """Refuses a model that no plan of the system can be of, or its dtype."""
 
 
 @dataclass(frozen=True)

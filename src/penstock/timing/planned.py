@@ -36,37 +36,46 @@ class PlannedPipeline:
     workload: Workload
     """A device stands for a stage's whole group; gradient reduction and optimizer step follow the last backward pass."""
     schedule: Schedule
+    num_batches: int = 1
+    """Global batches in it: more than one where an asynchronous schedule has no break between them."""
 
 
-def planned_pipeline(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> PlannedPipeline:
-    """The slowest replica of a valid plan."""
+def planned_pipeline(plan: Plan, model: Model, cluster: Cluster, source: CostSource, num_batches: int = 0) -> PlannedPipeline:
+    """The slowest replica of a valid plan, with so many global batches, or with as many as its schedule has without a break."""
     estimator = Estimator(model, cluster, source)
     found = estimator.estimate(plan)
     held = np.array(
         [_held(estimator, plan, stage, found.samples, each.device) for stage, each in zip(plan.stages, found.stages, strict=True)]
     )
-    return PlannedPipeline(found, _workload(plan, found, held), _schedule(plan, found))
+    window = num_batches or _window(plan, found)
+    return PlannedPipeline(found, _workload(plan, found, held, window), _schedule(plan, found, window), window)
 
 
 def simulated(plan: Plan, estimate: Estimate) -> Execution:
     """The timeline of an estimated plan, as `penstock simulate` would show it; what it holds is not followed."""
-    return execute(_schedule(plan, estimate), _workload(plan, estimate, np.zeros((plan.num_stages, 3))))
+    window = _window(plan, estimate)
+    return execute(_schedule(plan, estimate, window), _workload(plan, estimate, np.zeros((plan.num_stages, 3)), window))
 
 
 def clocked(plan: Plan, estimate: Estimate) -> Estimate:
     """The estimate with the time that `penstock simulate` shows for the plan: passes in the order of its schedule, messages hidden behind
     compute where there is any. Closed formulas order and bound plans; what is shown is timed by the clock."""
-    if plan.num_stages == 1 or 4 * plan.num_stages * estimate.num_micro_batches > _MAX_ACTIONS:
+    window = _window(plan, estimate)
+    if plan.num_stages == 1 or 4 * plan.num_stages * estimate.num_micro_batches * window > _MAX_ACTIONS:
         return estimate
     found = simulated(plan, estimate)
-    return estimate.with_times(found.makespan_s, found.pipeline_s)
+    return estimate.with_times(found.makespan_s / window, found.pipeline_s / window)
 
 
-def _schedule(plan: Plan, found: Estimate) -> Schedule:
-    return schedule_of(plan.schedule, plan.num_stages, found.num_micro_batches, plan.num_chunks)
+def _window(plan: Plan, found: Estimate) -> int:
+    return SCHEDULES[plan.schedule].window(plan.num_groups, found.num_micro_batches)
 
 
-def _workload(plan: Plan, found: Estimate, held: Floats) -> Workload:
+def _schedule(plan: Plan, found: Estimate, window: int) -> Schedule:
+    return schedule_of(plan.schedule, plan.num_stages, window * found.num_micro_batches, plan.num_chunks)
+
+
+def _workload(plan: Plan, found: Estimate, held: Floats, window: int) -> Workload:
     """All micro-batches alike; `held` is [stages, 3] as `_held` has it."""
     work = [stage.work for stage in found.stages]
     passes = np.array([[own.forward_pass_s, own.backward_pass_s] for own in work]).T
@@ -75,8 +84,8 @@ def _workload(plan: Plan, found: Estimate, held: Floats) -> Workload:
     transfers = np.array([[own.transfer_in_s for own in work[1:]], [own.transfer_out_s for own in work[:-1]]])
     groups = found.stages[: plan.num_groups]
     return workload_of(
-        _repeated(passes, found.num_micro_batches),
-        _repeated(transfers, found.num_micro_batches),
+        _repeated(passes, window * found.num_micro_batches),
+        _repeated(transfers, window * found.num_micro_batches),
         devices=[stage.group for stage in found.stages],
         contention="pair",
         after_s=[stage.sync_s + stage.optimizer_s for stage in found.stages],

@@ -28,12 +28,12 @@ def test_the_first_process_asks_for_one_that_no_rank_still_writes(late: int, is_
     other = StepWord(is_saving=bool(busy), record=StepRecord(3))
 
     def gather(own: torch.Tensor) -> torch.Tensor:
-        return torch.stack([own, torch.tensor(other.row(), dtype=torch.float64)])
+        return torch.stack([own, torch.tensor([other.row()], dtype=torch.float64)])
 
     stub: Any = SimpleNamespace(
         step=4, members=(0, 1), is_first=bool(is_first), request=SimpleNamespace(steps=9), watcher=None, _lost=None,
         saves=SimpleNamespace(is_late=bool(late), is_saving=False, copied=0.0), world=SimpleNamespace(ranks=(1,)),
         worker=SimpleNamespace(asked_to_end=lambda: 15, groups=SimpleNamespace(gather=gather)), _order=lambda: b"",
     )  # fmt: skip
-    told = Run._agreed(stub, StepWord())
+    (told,) = Run._agreed(stub, [StepWord()])
     assert (told.ended_by, told.is_due) == (15, bool(expected))

@@ -7,11 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from module_cases import module_case, plain_training, weights_apart
+import torch
+from module_cases import described, module_case, plain_training, weights_apart
+from torch.nn import functional as F
 from training_jobs import train_programs
 
+from penstock.models.modules import TensorParallel, random_batch
 from penstock.plans.validity import check_plan
 from penstock.programs.check import check_programs
+from penstock.runtime.parallel.module_chain import cut_module
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.workers import WorkerPool
 
@@ -56,3 +60,25 @@ def test_weights_move_a_hundred_times_further(pool: WorkerPool) -> None:
     case = module_case("llama", pp=2)
     outcomes = pool.run(train_programs, case.plan, case.programs(), replace(ADAMW, rate=LearningRate(1e-30)))
     assert weights_apart(case, [one for one in outcomes if one.losses], plain_training("llama", case, ADAMW)[1]) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_attention_plans_for_no_shape_that_never_comes_again(monkeypatch: pytest.MonkeyPatch, repeats: bool) -> None:
+    model, plain, allowed = described("plain_gpt"), F.scaled_dot_product_attention, list[bool]()
+    cut = cut_module(model, torch.device("cpu"), 0)
+    assert cut is not None
+    cut.hold(dict.fromkeys(range(model.num_ops), TensorParallel()))
+    chain = cut.chain([cut.op(place, TensorParallel()) for place in model.ops], model.ops)
+    batch = random_batch([9, 7], model.config["vocab"], layout="padded")
+    batch.repeats = repeats
+
+    def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    chain(batch, recompute=range(model.num_ops))["loss"].backward()
+    layers = sum("layers" in place.name or "blocks" in place.name for place in model.ops)
+    assert allowed == [repeats] * 2 * layers  # once more on the way back
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,17 +17,23 @@ from torch import nn
 from training_jobs import train_programs
 
 from penstock.costs.sources import open_costs
+from penstock.data.samples import Samples
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
-from penstock.plans.plan import Plan
+from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import check_plan
 from penstock.programs import instructions as i
 from penstock.programs.check import check_programs
 from penstock.programs.lower import lower
+from penstock.programs.work import ReplicaWork
 from penstock.runtime.parallel.stashing import WeightStash
 from penstock.runtime.request import TrainRequest
+from penstock.runtime.run import train_rank
+from penstock.runtime.run_folder import CHECKPOINTS, STEPS
+from penstock.runtime.run_inputs import run_inputs
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
+from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import PlanTrainer
 from penstock.runtime.workers import WorkerPool
 from penstock.schedules.rules import SCHEDULES, schedule_of
@@ -50,6 +58,20 @@ def asynchronous(choice: Choice, seed: int, iterations: int = 2, count: int = 8)
     return with_count(replace(case, plan=plan), count)
 
 
+def windows(case: Case, *sizes: int) -> list[tuple[i.Program, ...]]:
+    """The iterations of a case as programs of so many each, without a break within one."""
+    programs, first = [], 0
+    for size in sizes:
+        works = [work for work, in case.works[first : first + size]]
+        micros = tuple(msgspec.structs.replace(one, index=at) for at, one in enumerate(one for own in works for one in own.micro_batches))
+        ends = tuple(accumulate(len(own.micro_batches) for own in works)) if size > 1 else ()
+        schedule = schedule_of(case.plan.schedule, case.plan.num_stages, len(micros))
+        joined = ReplicaWork(micros, schedule, tuple(one for own in works for one in own.patterns), ends=ends)
+        programs.append(lower(case.plan, case.model, [joined], first))
+        first += size
+    return programs
+
+
 @pytest.mark.parametrize(
     ("more", "settings"),
     [
@@ -65,9 +87,10 @@ def asynchronous(choice: Choice, seed: int, iterations: int = 2, count: int = 8)
     ids=["two stages", "three, AdamW", "four, recomputed", "tp", "dp", "degrees of each stage", "convolutions", "one stage"],
 )
 def test_equals_an_emulation_of_the_delays(pool: WorkerPool, more: dict[str, Any], settings: TrainingSettings) -> None:
-    case = asynchronous(PLAIN | more, 3)
+    """Three iterations: two without a break, shorter than the pipeline is deep where that has four stages, and one by itself."""
+    case = asynchronous(PLAIN | more, 3, iterations=3, count=7 - more["pp"])
     assert check_plan(replace(case.plan, micro_batching=replace(case.plan.micro_batching, policy="dynamic")), case.model) == []
-    programs = case.programs()
+    programs = windows(case, 2, 1)
     assert all(check_programs(one, case.plan, case.model) == [] for one in programs)
     working = [outcome for outcome in pool.run(train_programs, case.plan, programs, settings) if outcome.losses]
     losses, weights = emulate(case.model, case.plan.stages, [one[0] for one in programs], settings)
@@ -76,13 +99,35 @@ def test_equals_an_emulation_of_the_delays(pool: WorkerPool, more: dict[str, Any
 
 
 def test_the_delay_is_seen(pool: WorkerPool) -> None:
-    """An emulation with other delays, or none, is far away."""
+    """An emulation with other delays, or none, or that is drained between the iterations, is far away."""
     case = asynchronous(PLAIN, 3)
-    outcomes = [outcome for outcome in pool.run(train_programs, case.plan, case.programs(), SGD) if outcome.losses]
-    for stages in (case.plan.stages[:1], case.plan.stages[:2]):
-        whole = (*stages[:-1], replace(stages[-1], last=case.model.num_ops))
-        _, weights = emulate(case.model, whole, [one[0] for one in case.programs()], SGD)
+    together = windows(case, 2)
+    outcomes = [outcome for outcome in pool.run(train_programs, case.plan, together, SGD) if outcome.losses]
+    for depth, programs in ((1, together), (2, together), (3, case.programs())):
+        whole = (*case.plan.stages[: depth - 1], replace(case.plan.stages[depth - 1], last=case.model.num_ops))
+        _, weights = emulate(case.model, whole, [one[0] for one in programs], SGD)
         assert largest_difference(case, outcomes, weights)[0] > 1e-4
+
+
+def test_a_run_is_drained_where_it_must_be(pool: WorkerPool, data: str, tmp_path: Path) -> None:
+    """Seven steps as two programs, for an evaluation and a checkpoint after four: each step is told as the emulation has it, and what goes
+    on from the checkpoint is to the bit what never stopped."""
+    case = make_case(PLAIN | {"pp": 2}, 3, vocab=384)
+    plan = replace(case.plan, schedule="pipedream", global_batch=6, micro_batching=MicroBatching("packed", "fixed", 2))
+    request = TrainRequest(plan, data, 7, str(tmp_path / "run"), ADAMW, eval_every=4, eval_batches=1, checkpoint_every=4)
+    result = pool.run(train_rank, request, ("", None), "one")[0]
+    source, planner = run_inputs(request)
+    opened, batches = source.open()
+    programs = [planner.window(opened, batches, step)[1][0] for step in (0, 4)]
+    assert [program.ends for program in programs] == [(3, 6, 9, 12), (3, 6, 9)]
+    losses, _ = emulate(planner.model, plan.stages, programs, ADAMW, Samples(opened, planner.form, source.limits))
+    assert result.losses == pytest.approx(losses, rel=1e-6) and [one.step for one in result.evaluated] == [4, 7]
+    told = read_steps(tmp_path / "run" / STEPS)
+    assert [(one.step, one.loss) for one in told] == list(enumerate(result.losses)) and len({one.samples for one in told}) == 7
+    assert [one.learning_rate for one in told] == [ADAMW.rate.at(step) for step in range(7)]
+    (saved,) = (tmp_path / "run" / CHECKPOINTS).glob("*-step-4")
+    other = replace(request, out=str(tmp_path / "other"), resume=str(saved))
+    assert pool.run(train_rank, other, ("", None), "two")[0].losses == result.losses[4:]
 
 
 def test_it_learns(pool: WorkerPool) -> None:
@@ -146,9 +191,8 @@ def test_time_has_an_update_for_every_micro_batch() -> None:
     found = {}
     for schedule in ("1f1b", "pipedream"):
         found[schedule] = estimated(uniform_plan("llama-tiny", "2xa100-40gb", schedule=schedule, pp=2, global_batch=32, micro_batch=2))
-    update = max(stage.optimizer_s for stage in found["1f1b"].stages)
-    assert update > 0 and all(stage.optimizer_s == 0 for stage in found["pipedream"].stages)
-    assert found["pipedream"].time_s > found["1f1b"].time_s + 14 * min(stage.optimizer_s for stage in found["1f1b"].stages)
+    for plain, own in zip(found["1f1b"].stages, found["pipedream"].stages, strict=True):
+        assert own.work.total_s - plain.work.total_s == pytest.approx(plain.optimizer_s) and plain.optimizer_s > own.optimizer_s == 0
 
 
 def test_time_has_a_sum_of_gradients_for_every_micro_batch() -> None:
@@ -156,9 +200,9 @@ def test_time_has_a_sum_of_gradients_for_every_micro_batch() -> None:
     for schedule in ("1f1b", "pipedream"):
         plan = uniform_plan("llama-tiny", "4xa100-40gb", schedule=schedule, pp=2, dp=2, global_batch=32, micro_batch=2)
         found[schedule] = estimated(plan)
-    least = min(stage.sync_s + stage.optimizer_s for stage in found["1f1b"].stages)
-    assert least > 0 and all(stage.sync_s == stage.optimizer_s == 0 for stage in found["pipedream"].stages)
-    assert found["pipedream"].time_s > found["1f1b"].time_s + 14 * least
+    for plain, own in zip(found["1f1b"].stages, found["pipedream"].stages, strict=True):
+        assert own.work.total_s - plain.work.total_s == pytest.approx(plain.sync_s + plain.optimizer_s)
+        assert plain.sync_s > own.sync_s == own.optimizer_s == 0
 
 
 def broken(program: i.Program, change: Any) -> i.Program:
@@ -186,9 +230,21 @@ def test_the_checker_sees_wrong_updates(change: Any, text: str) -> None:
 
 
 def test_updates_are_refused_where_the_schedule_is_synchronous() -> None:
-    case = asynchronous(PLAIN, 3, iterations=1)
+    case = asynchronous(PLAIN, 3)
     problems = check_programs(case.programs()[0], replace(case.plan, schedule="1f1b"), case.model)
     assert problems and all("updates stages by themselves, but the schedule is '1f1b'" in problem.text for problem in problems)
+    (several,) = windows(case, 2)
+    problems = check_programs(several, replace(case.plan, schedule="1f1b"), case.model)
+    assert any("has 2 global batches without an update between them" in problem.text for problem in problems)
+
+
+@pytest.mark.parametrize("ends", [(16, 16), (0, 16), (9, 8, 16), (8, 15), (8, 16, 17), ()])
+def test_the_checker_sees_batches_that_end_wrongly(ends: tuple[int, ...]) -> None:
+    """Samples that two global batches have in common are none of one batch that come twice."""
+    (several,) = windows(asynchronous(PLAIN, 3), 2)
+    assert several[0].ends == (8, 16) and check_programs(several) == []
+    problems = check_programs([msgspec.structs.replace(one, ends=ends) for one in several])
+    assert any(("rising numbers up to 16" if ends else "in more than one micro-batch") in problem.text for problem in problems)
 
 
 def test_clipping_is_refused() -> None:

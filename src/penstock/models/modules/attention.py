@@ -21,7 +21,7 @@ from penstock.models.modules.fused import has_triton, is_busy
 from penstock.models.modules.init import stable_hash
 from penstock.models.modules.parallel import copy_to
 
-__all__ = ["Attention", "distance_buckets", "position_bias", "rotary_angles"]
+__all__ = ["Attention", "cudnn_attention", "distance_buckets", "position_bias", "rotary_angles"]
 
 
 def rotary_angles(positions: torch.Tensor, width: int, theta: float, scaling: dict[str, Any] | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,8 +116,8 @@ def _varlen_parameters() -> frozenset[str]:
 
 
 @contextmanager
-def _cudnn(allowed: bool) -> Iterator[None]:
-    """Attention of torch runs with cuDNN's kernel, or without; the process's own setting comes back."""
+def cudnn_attention(allowed: bool) -> Iterator[None]:
+    """Attention of torch runs with cuDNN's kernel, which plans for 50 ms at each new shape, or without; the old setting comes back."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     if before == allowed:
         yield
@@ -191,7 +191,7 @@ class Attention(OpModule):
         lengths = [own.row_length, *[keys.row_length] * (len(parts) - 1)]
         rows = [part.view(-1, length, *part.shape[1:]).transpose(1, 2) for part, length in zip(parts, lengths, strict=True)]
         masks = self._mask(own, keys, carry)
-        with _cudnn(batch.repeats) if is_half else nullcontext():
+        with cudnn_attention(batch.repeats) if is_half else nullcontext():
             context = self._kernel(*self._split(rows), masks=masks, row_keys=own.row_keys(), batch=batch)
         return context.transpose(1, 2).flatten(0, 1)
 

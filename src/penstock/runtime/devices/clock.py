@@ -101,7 +101,6 @@ class DeviceClock:
         # Loading runs beside the step before, from its start on: what is left of it now is waited for.
         left_s = 0.0 if factor is None else factor * self.expected_s - self.device_s
         self._loaded = self._begin + max(0.0, left_s) if self.device_s else self._begin
-        self._slower = self._disturbance.now.compute(self.world.rank, step)
         sleep_until(self._begin)
 
     def slower(self, rank: int, step: int) -> float:
@@ -124,7 +123,8 @@ class DeviceClock:
         """The device is busy for a pass from the moment it is free and the pass is ready; returns when it ends. `since`: when the executor
         came to it."""
         source = getattr(step, "source", None)
-        time_s = float(self._work.durations_s[PASSES[type(step)], step.stage, step.micro_batch]) * self._slower
+        time_s = float(self._work.durations_s[PASSES[type(step)], step.stage, step.micro_batch])
+        time_s *= self._disturbance.now.compute(self.world.rank, self._program.iteration_of(step.micro_batch))
         if self.settings.noise:
             time_s *= max(0.0, self._random.gauss(1.0, self.settings.noise))
         self.busy_s += time_s
@@ -145,7 +145,7 @@ class DeviceClock:
         """The moment at which a message arrives, which travels with it."""
         direction = 0 if step.what == "activation" else 1
         time_s = float(self._work.transfers_s[direction, step.cut, step.micro_batch])
-        time_s *= self.link_factor(step.peer)
+        time_s *= self._disturbance.now.link(self.world.rank, step.peer, self._program.iteration_of(step.micro_batch))
         link, start = int(self._work.links[direction, step.cut]), self._ready[step.buffer]
         if link >= 0:
             start = max(start, self._links.get(link, 0.0))
@@ -156,7 +156,7 @@ class DeviceClock:
 
     def link_factor(self, peer: int) -> float:
         """How many times as long as predicted messages to another rank took in the last iteration."""
-        return self._disturbance.now.link(self.world.rank, peer, self._program.iteration)
+        return self._disturbance.now.link(self.world.rank, peer, self._program.iteration + self._program.num_batches - 1)
 
     def received(self, buffer: int, stamp: torch.Tensor) -> None:
         """A message has come; returns at the moment that its stamp says."""

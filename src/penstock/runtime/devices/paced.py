@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,8 +53,8 @@ class PacedRank(Rank):
         self._clock_settings = replace(clock or ClockSettings(), forgiven_s=math.inf, lead_s=0.0)
         self._stamps: dict[tuple[str, int, int, int], tuple[int, torch.Tensor]] = {}
 
-    def adopt(self, plan: Plan, *, keep: bool = False) -> None:
-        super().adopt(plan, keep=keep)
+    def adopt(self, plan: Plan, *, keep: bool = False, members: Sequence[int] | None = None) -> None:
+        super().adopt(plan, keep=keep, members=members)
         self.clock = DeviceClock(self.world, self._clock_settings)
 
     def abandon(self) -> None:

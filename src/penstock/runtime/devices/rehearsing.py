@@ -42,7 +42,8 @@ def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> 
     plan, out, (address, job) = request.plan, Path(request.out), handover
     batches, planner = run_inputs(request)
     times, world = ProgramTimes(planner.plan, planner.model, planner.costs), World(plan, worker.groups)
-    stages = StageSpans(WARM_UP if request.steps > WARM_UP else 0)
+    warm = max(WARM_UP, planner.drains.after(0))
+    stages = StageSpans(warm if request.steps > warm else 0)
     steps_s, tokens = [], []
     with ExitStack() as stack:
         loader = stack.enter_context(
@@ -56,21 +57,22 @@ def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> 
         spans.mark_sync(0)
         start_s = time.perf_counter()
         for _, program in loader:
-            position, lengths = spans.position, planner.form.positions(loader.batches[program.iteration].lengths)
+            position, count = spans.position, program.num_batches
             rank.run(program, times.workload(program))
-            steps_s.append(time.perf_counter() - start_s - settings.lead_s)
-            stages.step_done(steps_s[-1], loader.wait_s)
-            tokens.append(sum(int(side.sum()) for side in lengths) if plan.seq_length else program.num_samples)
-            if log is not None:
-                speed = tokens[-1] / steps_s[-1]
-                idle = max(0.0, 1.0 - float(spans.busy_ns(position)[COMPUTE]) * 1e-9 / steps_s[-1])
-                log.write(
-                    StepRecord(
-                        program.iteration, None, steps_s[-1], tokens[-1], speed, bubble_share=idle, planning_wait_s=loader.wait_s,
-                        padding_share=padding_share(program.micro_batches),
-                    )
-                )
-                worker.tell(StepTold(program.iteration, None, speed))
+            whole_s = time.perf_counter() - start_s - settings.lead_s
+            stages.step_done(whole_s, loader.wait_s, num_steps=count)
+            idle = max(0.0, 1.0 - float(spans.busy_ns(position)[COMPUTE]) * 1e-9 / whole_s)
+            for number in range(count):
+                step, own = program.iteration + number, program.of_batch(number)
+                lengths = planner.form.positions(loader.batches[step].lengths)
+                steps_s.append(whole_s / count)
+                tokens.append(sum(int(side.sum()) for side in lengths) if plan.seq_length else program.num_samples // count)
+                if log is not None:
+                    speed, wait_s, padding = tokens[-1] / steps_s[-1], loader.wait_s / count, padding_share(own)
+                    log.write(StepRecord(
+                        step, None, steps_s[-1], tokens[-1], speed, bubble_share=idle, planning_wait_s=wait_s, padding_share=padding,
+                    ))  # fmt: skip
+                    worker.tell(StepTold(step, None, speed))
             loader.wait_s, start_s = 0.0, time.perf_counter()
         usual_s = statistics.median(steps_s[WARM_UP:] or steps_s)
         stages.settle()

@@ -7,12 +7,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from penstock.errors import InputError, PenstockError
 from penstock.plans.schema import plan_from_dict
 from penstock.runtime.nodes.channel import Channel
 from penstock.runtime.nodes.copy_exchange import CopyMirror, CopyServer, bring_copies, next_node
 from penstock.runtime.nodes.leading import held_here, part
-from penstock.runtime.nodes.messages import End, Failed, Gone, Hello, Leaving, NodeAddress, NodeDone, Refused, Start, Stop, Stopped
+from penstock.runtime.nodes.messages import (
+    End,
+    Failed,
+    Gone,
+    Hello,
+    Leaving,
+    NodeAddress,
+    NodeDone,
+    Refused,
+    Remaining,
+    Start,
+    Stop,
+    Stopped,
+)  # fmt: skip
 from penstock.runtime.nodes.place import store_key
 from penstock.runtime.nodes.sealed_socket import SealedSocket, SealedSocketError
 from penstock.runtime.nodes.succession import LeaderLostError, LedBy
@@ -54,7 +69,11 @@ class _StopAsked(Exception):
 
 
 class NodeLeaves(Exception):
-    """This node was asked to leave, and has nothing any more that others lack."""
+    """This node was asked to leave, and has nothing any more that others lack; `has_moved`: they go on without it already."""
+
+    def __init__(self, *, has_moved: bool = False) -> None:
+        super().__init__()
+        self.has_moved = has_moved
 
 
 class FollowingNode(OtherNodes):
@@ -112,13 +131,13 @@ class FollowingNode(OtherNodes):
                     bring_copies(self._copies, self._key, start.step, start.slots)
                 else:
                     self._copies.keep(None)
-                self._mirror = CopyMirror(self._copies, self._ranks, self._key, next_node(self._place.number, start.nodes))
+                self._mirror_copies(start)
             pool.revive(start.members, threads, (start.host, start.port))
             given = replace(request, plan=plan, resume=start.resume), handover, start.token, watching, going_on
             pool.run(job, *given, timeout_s=_RUN_S, listen=_leave_if_told)
             self._channel.send(NodeDone(start.attempt))
-        except NodeLeaves:
-            part(self._channel, Leaving())
+        except NodeLeaves as leaves:
+            part(self._channel, Leaving(leaves.has_moved))
             raise
         except _StopAsked:
             self._stopped(start.attempt)
@@ -147,6 +166,11 @@ class FollowingNode(OtherNodes):
         match handle.take():
             case Stop():
                 raise _StopAsked
+            case Remaining(left, nodes):
+                assert self.started is not None
+                members = tuple(rank for rank in self.started.members if rank not in left)
+                self.started = msgspec.structs.replace(self.started, members=members, nodes=nodes)
+                self._mirror_copies(self.started)
             case Gone(text):
                 raise LeaderLostError(f"{text}.")
             case Leaving():
@@ -166,6 +190,12 @@ class FollowingNode(OtherNodes):
         self._end_mirror()
         self._channel.send(Stopped(attempt, () if self._copies is None else held_here(self._copies)))
 
+    def _mirror_copies(self, start: Start) -> None:
+        """From now on copies go to the next of the nodes that there are."""
+        self._end_mirror()
+        if self._copies is not None:
+            self._mirror = CopyMirror(self._copies, self._ranks, self._key, next_node(self._place.number, start.nodes))
+
     def _end_mirror(self) -> None:
         if self._mirror is not None:
             self._mirror.close()
@@ -178,7 +208,7 @@ _LEADER_LEAVES = "the node that leads leaves."
 
 def _leave_if_told(rank: int, told: object) -> None:
     if isinstance(told, MayLeave):
-        raise NodeLeaves
+        raise NodeLeaves(has_moved=told.has_moved)
 
 
 def _called(place: NodePlace, key: bytes, timeout_s: float) -> SealedSocket:

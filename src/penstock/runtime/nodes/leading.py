@@ -25,6 +25,7 @@ from penstock.runtime.nodes.messages import (
     NodeAddress,
     NodeDone,
     Refused,
+    Remaining,
     SlotHeld,
     Start,
     Stop,
@@ -91,6 +92,8 @@ class LeadingNode:
         self._slots: dict[int, NodeAddress] = {}
         self._server = None if copies is None else CopyServer(copies, key, self.host)
         self._mirror: CopyMirror | None = None
+        self.on_left: Callable[[Sequence[int], str], None] = lambda ranks, text: None
+        """Told of ranks that have left with their node, and without which the others go on."""
         self._tell = tell
         self._tell_led()
         self._thread = threading.Thread(target=self._accept, name="nodes", daemon=True)
@@ -140,19 +143,17 @@ class LeadingNode:
         self._tell_led()
         address, job = handover
         told_job = None if job is None else {name: value for name, value in asdict(job).items() if name != "key"}
-        nodes = {self.number: self.address, **{number: node.address for number, node in self._nodes.items()}}
         from_copies = going_on is not None and going_on.from_copies
         if from_copies and self._copies is not None and going_on is not None:
             try:
                 bring_copies(self._copies, self._key, going_on.step, self._slots)
             except SealedSocketError as error:
                 raise WorkerError(f"copies to go on from cannot be had: {error}", is_lost=True) from None
+        nodes = self._mirror_copies()
         self._start = lambda members, port: Start(
             self._attempt, tuple(members), self.host, port, plan_to_dict(request.plan), request.resume,
             None if going_on is None else going_on.step, from_copies, address, told_job, token, nodes, self._slots if from_copies else {},
         )  # fmt: skip
-        if self._copies is not None:
-            self._mirror = CopyMirror(self._copies, self.ranks[self.number], self._key, next_node(self.number, nodes))
 
     def ready(self, members: Sequence[int], port: int) -> None:
         """The place where all ranks meet is there: all nodes begin."""
@@ -176,8 +177,9 @@ class LeadingNode:
         match handle.take():
             case Gone(text):
                 return self._lost(number, text)
-            case Leaving():
-                return self._lost(number, "", has_left=True)
+            case Leaving(has_moved):
+                left = self._lost(number, "", has_left=True)
+                return self._go_on(left) if has_moved else left
             case Failed(attempt, rank, text, is_lost) if attempt == self._attempt:
                 return WorkerError(text, [rank] if rank >= 0 else self.ranks[number], is_lost=is_lost)
             case NodeDone(attempt) if attempt == self._attempt:
@@ -188,9 +190,7 @@ class LeadingNode:
 
     def stop(self) -> None:
         """Has all nodes end their ranks, and tell of their copies. Returns when all have, or are lost."""
-        if self._mirror is not None:
-            self._mirror.close()
-            self._mirror = None
+        self._end_mirror()
         for node in self._nodes.values():
             if not node.is_stopped:
                 node.channel.send(Stop(self._attempt))
@@ -225,8 +225,7 @@ class LeadingNode:
 
     def close(self, end: End | Leaving | None = None) -> None:
         """The run is over, for all, or for this node."""
-        if self._mirror is not None:
-            self._mirror.close()
+        self._end_mirror()
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
@@ -252,6 +251,27 @@ class LeadingNode:
         ranks, why = self.ranks[number], f"it {text.removeprefix(node.channel.who).strip()}"
         words = lost_words(f"node {number} ({node.address.host})", ranks, why, has_left=has_left)
         return WorkerError(f"{words}.", ranks, is_lost=True, has_left=has_left)
+
+    def _go_on(self, left: WorkerError) -> None:
+        """A node has left whose work others have: their ranks go on, and copies go to the nodes that there are."""
+        self._tell_led()
+        self.on_left(left.ranks, str(left))
+        nodes = self._mirror_copies()
+        for node in self._nodes.values():
+            node.channel.send(Remaining(left.ranks, nodes))
+
+    def _mirror_copies(self) -> dict[int, NodeAddress]:
+        """From now on copies of this node go to the next of the nodes that there are, which are returned."""
+        nodes = {self.number: self.address, **{number: node.address for number, node in self._nodes.items()}}
+        self._end_mirror()
+        if self._copies is not None:
+            self._mirror = CopyMirror(self._copies, self.ranks[self.number], self._key, next_node(self.number, nodes))
+        return nodes
+
+    def _end_mirror(self) -> None:
+        if self._mirror is not None:
+            self._mirror.close()
+            self._mirror = None
 
     def _accept(self) -> None:
         for connection, address in connections(self._listener):

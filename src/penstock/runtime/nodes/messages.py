@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 __all__ = [
-    "End", "Failed", "Gone", "Hello", "Leaving", "Message", "NodeAddress", "NodeDone", "Refused", "SlotHeld", "Start", "Stop", "Stopped",
-    "decode",
+    "End", "Failed", "Gone", "Hello", "Leaving", "Message", "NodeAddress", "NodeDone", "Refused", "Remaining", "SlotHeld", "Start", "Stop",
+    "Stopped", "decode",
 ]  # fmt: skip
 
 
@@ -106,6 +106,17 @@ class End(msgspec.Struct, frozen=True, tag=True):
 class Leaving(msgspec.Struct, frozen=True, tag=True):
     """This node's machine will be gone soon: it leaves, and others have what its ranks have learned."""
 
+    has_moved: bool = False
+    """Whether they have its work too, and need not begin again."""
+
+
+class Remaining(msgspec.Struct, frozen=True, tag=True):
+    """Ranks have left with their node, and all others go on."""
+
+    left: tuple[int, ...]
+    nodes: dict[int, NodeAddress]
+    """Those that are still there."""
+
 
 class Gone(msgspec.Struct, frozen=True, tag=True):
     """The other end is not there any more; never sent, but the last that one hears."""
@@ -113,7 +124,7 @@ class Gone(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-Message = Hello | Refused | Start | Stop | Stopped | Failed | NodeDone | End | Leaving | Gone
+Message = Hello | Refused | Start | Stop | Stopped | Failed | NodeDone | End | Leaving | Remaining | Gone
 _DECODER = msgspec.msgpack.Decoder(Message)
 
 

@@ -103,6 +103,8 @@ class Supervisor:
             members = members_of(request) if taken is None else taken.members
             recovers = request.on_death == RECOVER
             recovery = RunRecovery(request, self._first_step, nodes or copies, members, self._witness) if recovers else None
+            if nodes is not None and recovery is not None:
+                nodes.on_left = recovery.part_with
             if taken is not None and nodes is not None and recovery is not None:
                 going_on = self._taken_over(recovery, nodes, taken)
                 request = recovery.request

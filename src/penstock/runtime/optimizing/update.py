@@ -95,21 +95,33 @@ class Update:
         self._zero()
 
     @torch.no_grad()
-    def step(self, iteration: int, loss: torch.Tensor, tokens: int, *, updates: bool = True) -> StepResult:
-        """One update, unless stages do that by themselves; `loss` and `tokens` are this rank's shares of them."""
-        shares = torch.zeros(self._num_ops + 2 if updates else 2, dtype=torch.float64, device=self.world.device)
-        shares[-2:-1].fill_(tokens)  # `shares[-2] = tokens` would wait for the GPU
-        shares[-1] = loss
-        if updates:  # also where nothing is clipped: a norm that is not finite ends the run
-            self._add_squares(shares)
-        # Added rank by rank, then op by op: the sum depends on nothing but the plan.
+    def told(self, iteration: int, losses: torch.Tensor, tokens: Sequence[int]) -> tuple[StepResult, ...]:
+        """What the iterations from this one on did whose stages updated by themselves; given this rank's shares of their losses and
+        tokens."""
+        gathered = self._gathered(torch.stack([torch.tensor(tokens, dtype=torch.float64, device=self.world.device), losses], dim=1))
+        rates = [self.settings.rate.at(iteration + number) for number in range(len(tokens))]
+        return tuple(
+            StepResult(own[:, 1].sum(), None, rate, own[:, 0].sum(), own) for own, rate in zip(gathered.unbind(1), rates, strict=True)
+        )
+
+    def _gathered(self, shares: torch.Tensor) -> torch.Tensor:
+        """The shares of all ranks."""
         start, gathered = moment(self.world.device), self.world.gather(shares)
         self.exchanges = [(start, moment(self.world.device))]
         self._phase(GATHERED)
+        return gathered
+
+    @torch.no_grad()
+    def step(self, iteration: int, loss: torch.Tensor, tokens: int) -> StepResult:
+        """One update; `loss` and `tokens` are this rank's shares of them."""
+        shares = torch.zeros(self._num_ops + 2, dtype=torch.float64, device=self.world.device)
+        shares[-2:-1].fill_(tokens)  # `shares[-2] = tokens` would wait for the GPU
+        shares[-1] = loss
+        self._add_squares(shares)  # also where nothing is clipped: a norm that is not finite ends the run
+        # Added rank by rank, then op by op: the sum depends on nothing but the plan.
+        gathered = self._gathered(shares)
         total = gathered.sum(0)
         rate = self.settings.rate.at(iteration)
-        if not updates:
-            return StepResult(total[-1], None, rate, total[-2], gathered)
         norm = total[:-2].sum().sqrt() / self._scale_value()
         factor = self._factor(norm)
         self.kept = {id(one): one.grad.clone() for one in self.keeps if one.grad is not None}

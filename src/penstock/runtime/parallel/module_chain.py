@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from penstock.errors import InputError
+from penstock.models.modules.attention import cudnn_attention
 from penstock.models.modules.base import Carry
 from penstock.models.modules.build import TORCH_DTYPES
 from penstock.models.modules.cutting.dividing import Division, Styles
@@ -172,7 +173,7 @@ class ModuleChain(nn.Module):
         into = {site: (carry or {})[spec.name] for spec, site in cut.carried(self.first)}
         lies_packed = len(micro.bounds) > 1 and not cut.made.stays_inside
         through = Keeper(micro) if lies_packed or (cut.drops and batch.training) else None
-        with kept(micro):
+        with kept(micro), cudnn_attention(batch.repeats):
             out = cut.skipping.run(
                 lambda module: cut.made.loss(module, micro), self.first, self.last, into, {self.first + at for at in recompute},
                 cut.device, through,

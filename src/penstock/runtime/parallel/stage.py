@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import InputError
 from penstock.models.micro_batch import MicroBatch
+from penstock.models.modules.backward import run_backward
 from penstock.models.modules.base import Carry, OpModule
 from penstock.models.modules.batch import Batch
 from penstock.models.modules.build import TORCH_DTYPES, Chain, build_op
@@ -294,5 +295,5 @@ class StageModule:
 def _backward(done: _Pass, gradients: Carry) -> Carry:
     names = [name for name in done.edges if name in gradients]
     if names:
-        torch.autograd.backward([done.edges[name] for name in names], [gradients[name] for name in names])
+        run_backward([done.edges[name] for name in names], [gradients[name] for name in names])
     return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in done.leaves.items() if leaf.requires_grad}

@@ -75,9 +75,9 @@ class RunRecovery:
         self._told: dict[int, StepTold] = {}
         self._notes: list[str] = []
         """To be told with the next step that is new."""
-        self._dead: list[tuple[tuple[int, ...], bool]] = []
-        """Ranks that have died since a step was done for the first time, those that did together; and whether all that they told is that
-        others went away."""
+        self._dead: list[tuple[int, ...]] = []
+        """Ranks that have died since a step was done for the first time, those that did together; nobody where all that is known is that
+        some lost others."""
         self._lost: tuple[str, int, tuple[int, ...], int, float] | None = None
         """Event, step, ranks, steps behind it, and when: of a death that no step has followed yet."""
 
@@ -126,14 +126,14 @@ class RunRecovery:
     ) -> GoingOn | None:  # fmt: skip
         """Where new processes begin, `members` of them, after ranks have died, or have left with their node; nothing where the run has to
         end. The machines of the ranks that are `gone` are lost: they cannot have others. Of ranks that only lost a peer nobody knows
-        whether it was their end that failed: a device is not taken to be broken by that and a death of its own together."""
+        whether it was their end that failed: no device is taken to be broken by that."""
         since_s = time.monotonic()
         if not has_left:
-            self._dead.append((tuple(ranks), lost_peer))
+            self._dead.append(() if lost_peer else tuple(ranks))
         self._tell("left" if has_left else "lost", self.done, ranks, text.partition("\n")[0].rstrip("."))
         if len(self._dead) >= MOST_DEATHS:
             return None
-        is_broken = self._dead.count((tuple(ranks), lost_peer)) >= _BROKEN_DEATHS
+        is_broken = not lost_peer and self._dead.count(tuple(ranks)) >= _BROKEN_DEATHS
         left_out = sorted({rank for rank in self.members if rank in gone or (is_broken and rank in ranks)})
         event, who, before = "replaced", tuple(ranks), self.request.plan
         if left_out and self._witness is not None:
@@ -147,6 +147,11 @@ class RunRecovery:
                 if gone:
                     return None
         return self._from_newest(event, who, since_s)
+
+    def part_with(self, ranks: Sequence[int], text: str) -> None:
+        """Ranks have left with their node, and the others go on as they are: their plan has no work for those."""
+        self.members = tuple(one for one in self.members if one not in ranks)
+        self._tell("left", self.done, ranks, text.rstrip("."))
 
     def _from_newest(self, event: str, who: tuple[int, ...], since_s: float) -> GoingOn:
         found = self._newest()

@@ -6,7 +6,7 @@ Figures of all ranks are gathered with the word on which ranks agree after each 
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
@@ -37,6 +37,10 @@ class RankFigures:
     """The whole step, waits included."""
     host_s: float = 0.0
     """Of the passes, how long the host took to issue them; 0 where it is the host that computes."""
+
+    def shared_out(self, count: int) -> RankFigures:
+        """Of each of so many steps that were one program."""
+        return self if count == 1 else RankFigures(*(value / count for value in astuple(self)))
 
     @property
     def is_host_bound(self) -> bool:

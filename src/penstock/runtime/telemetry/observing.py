@@ -154,10 +154,13 @@ class StageSpans:
             stage = step.cut + 1 if step.what == "activation" else step.cut
             self.stages.setdefault(stage, StageTime()).wait_s += time_s
 
-    def step_done(self, time_s: float, planning_s: float, exchanges: Iterable[tuple[Moment, Moment]] = ()) -> None:
-        """A step has ended, of which so much was waiting for its program, and in whose update ranks exchanged something meanwhile."""
+    def step_done(
+        self, time_s: float, planning_s: float, exchanges: Iterable[tuple[Moment, Moment]] = (), num_steps: int = 1
+    ) -> None:
+        """A step, or several in one program, has ended, of which so much was waiting for its program, and in whose update ranks exchanged
+        something meanwhile."""
         if self._instructions:
-            self._num_steps += 1
+            self._num_steps += num_steps
             self._whole_s += time_s
             self._sums["planning_s"] += planning_s
             self._settle()

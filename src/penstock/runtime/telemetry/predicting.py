@@ -94,19 +94,22 @@ def predict_peaks(source: BatchSource, planner: ProgramPlanner, steps: range) ->
     fullest = max(steps, key=lambda step: batches[step].num_tokens)
     cluster = cluster_of(planner.plan)
     estimator = Estimator(planner.model, cluster, open_costs(planner.plan.costs, cluster))
-    return {program.rank: peak_bytes(program, planner.plan, estimator) for program in planner.programs(data, batches[fullest])}
+    return {program.rank: peak_bytes(program, planner.plan, estimator) for program in planner.window(data, batches, fullest)[1]}
 
 
 def predict_timelines(source: BatchSource, planner: ProgramPlanner, steps: Iterable[int]) -> Iterator[list[Execution]]:
-    """The timeline of each replica in each of these steps."""
+    """The timeline of each replica in each of these steps, or in all that are one program with it."""
     plan = planner.plan
     if _is_priced(plan, planner.model):
         yield from _of_batches(source, planner, _costs(plan, planner.costs), steps)
         return
-    found = _pipeline(plan, planner.model)
-    one = execute(found.schedule, found.workload)
-    for _ in steps:
-        yield [one] * plan.num_replicas
+    known: dict[int, Execution] = {}
+    for step in steps:
+        count = planner.drains.after(step) - step
+        if count not in known:
+            found = _pipeline(plan, planner.model, count)
+            known[count] = execute(found.schedule, found.workload)
+        yield [known[count]] * plan.num_replicas
 
 
 class ProgramTimes:
@@ -154,13 +157,13 @@ def passes_s(program: Program, work: Workload) -> float:
     return sum(float(work.durations_s[PASSES[type(step)], step.stage, step.micro_batch]) for step in passes)
 
 
-def _pipeline(plan: Plan, model: Model) -> PlannedPipeline:
+def _pipeline(plan: Plan, model: Model, num_batches: int = 1) -> PlannedPipeline:
     from penstock.costs.sources import open_costs
     from penstock.plans.references import cluster_of
     from penstock.timing.planned import planned_pipeline
 
     cluster = cluster_of(plan)
-    return planned_pipeline(plan, model, cluster, open_costs(plan.costs, cluster))
+    return planned_pipeline(plan, model, cluster, open_costs(plan.costs, cluster), num_batches)
 
 
 def _is_priced(plan: Plan, model: Model) -> bool:

@@ -60,7 +60,7 @@ class Generation:
     @property
     def prefix(self) -> str:
         """Of all that it keeps in the store."""
-        return f"generation/{self.number}"
+        return _prefix(self.number)
 
     def group(self, processes: Iterable[int]) -> Any:
         """The group of these processes; None for one alone. A new one is made by every member of the generation, the group's or not."""
@@ -138,6 +138,12 @@ class Generation:
             timeout_s=self.timeout.total_seconds(),
         )  # fmt: skip
 
+    def leave(self, others: Sequence[int]) -> None:
+        """Closes it in a process that has no part in the next one; returns when all `others` have begun that, and need this one no more."""
+        self.close()
+        if self._store is not None:
+            self._store.wait([f"{_prefix(self.number + 1)}/ports/0/{member}" for member in others], self.timeout)
+
     @contextmanager
     def _counted_ports(self) -> Iterator[None]:
         """Notes on which ports members listen because of what is made inside. (No other thread listens: loaders only connect.)"""
@@ -149,6 +155,10 @@ class Generation:
         self._keys.set(f"ports/{number}/{self.own}", msgspec.json.encode(sorted(own)).decode())
         for told in self._keys.multi_get([f"ports/{number}/{member}" for member in self.members if member != self.own]):
             self._ports.update(msgspec.json.decode(told))
+
+
+def _prefix(number: int) -> str:
+    return f"generation/{number}"
 
 
 def _sockets() -> Iterator[socket.socket]:

@@ -118,8 +118,8 @@ class _Order:
         for c, (option, link) in enumerate(zip(options, links, strict=True)):
             (table, shape), ops = prices.table(option), prices.chain[0]
             s = table.shape_index(shape)
-            enter[c, :, 1:-1] = link.messages_s(table.input_bytes[ops[1:], s, 0, 0])
-            leave[c, :, 1:-1] = link.messages_s(table.output_bytes[ops[:-1], s, 0, 0])
+            enter[c, :, 1:-1] = link.messages_s(table.input_bytes[ops[1:], s, 0, 0]) / prices.window
+            leave[c, :, 1:-1] = link.messages_s(table.output_bytes[ops[:-1], s, 0, 0]) / prices.window
         self._tied, shared_bytes = _shared(prices)
         pools = np.array([option.pool for option in options])
         self._stages = NeighbourStages(

@@ -73,7 +73,8 @@ class Partitions:
 
     def _anneal(self, progress: Progress) -> None:
         """Pipelines over several kinds, annealed in the families in which a first look promises most."""
-        annealings = [AnnealedPipelines(family) for _, family in self._ranked if family.mixed and family.subspaces]
+        mixed = [family for _, family in self._ranked if family.mixed and family.subspaces and not family.subspaces[0].divided]
+        annealings = [AnnealedPipelines(family) for family in mixed]
         progress.tell("annealing")
         looked = [(annealing.looked[0][0].time_s, annealing) for annealing in annealings if not progress.out_of_time() and annealing.looked]
         for families, steps, begun in _ANNEALED:

@@ -88,8 +88,18 @@ class FamilyPrices:
 
     @property
     def count(self) -> int:
-        """Micro-batches of a replica."""
+        """Micro-batches of a replica, up to where its pipeline is drained: of all global batches of a `window`."""
+        return self.window * self._of_batch
+
+    @property
+    def _of_batch(self) -> int:
         return self.request.frame.global_batch // self.replicas // self.samples
+
+    @cached_property
+    def window(self) -> int:
+        """Global batches that asynchronous plans run without a break. Times are then shares of each, so that those of all micro-batches
+        make the time of one global batch."""
+        return max((SCHEDULES[name].window(self.num_devices, self._of_batch) for name in self.request.schedules), default=1)
 
     @property
     def num_devices(self) -> int:
@@ -157,7 +167,7 @@ class FamilyPrices:
             both = both + (once - (summed + (gathered if option.zero == 3 else 0.0)) / self.count) * self._least_weights(option)
         if self.request.asynchronous:  # every micro-batch ends with an update
             both = both + self._update_s(option)
-        return forward, both
+        return forward / self.window, both / self.window
 
     @_remembered
     def op_filling(self, option: StageOption) -> Floats:
@@ -373,7 +383,7 @@ class FamilyPrices:
     def _messages(self, option: StageOption, sizes: Floats) -> Floats:
         """[2, sizes] times of messages inside a node and across nodes, where all lanes of the stage send at once."""
         lines = self._lines(option.pool, min(option.num_devices, self.kinds[option.pool].per_node))
-        return np.stack([latency_s + sizes / bandwidth for latency_s, bandwidth in lines])
+        return np.stack([latency_s + sizes / bandwidth for latency_s, bandwidth in lines]) / self.window
 
     @_remembered
     def _lines(self, pool: int, lanes: int) -> list[tuple[float, float]]:
@@ -416,7 +426,8 @@ class FamilyPrices:
         else:
             link = cluster.node_of(sender).intra
             latency_s, bandwidth = link.latency_s, link.bandwidth_bytes_per_s
-        return latency_s, max(1.0, wider) / bandwidth, max(1.0, 1 / wider) / bandwidth
+        per_byte_s = 1 / bandwidth / self.window
+        return latency_s / self.window, max(1.0, wider) * per_byte_s, max(1.0, 1 / wider) * per_byte_s
 
     def _flows(self, option: StageOption, pairs: int) -> int:
         """Messages over the network of a node of a stage, if so many leave the stage at once in every replica."""

@@ -33,9 +33,10 @@ def _read(file: PlanFile, model: Model, cluster: Cluster) -> tuple[Plan, list[st
 
 
 def _require_model(model: Model) -> None:
-    from penstock.systems.aceso.plans import size_of
+    from penstock.systems.aceso.plans import require_precision, size_of
 
     size_of(model)
+    require_precision(model, model.dtype)
 
 
 def _write(plan: Plan, model: Model, path: Path) -> None:
@@ -135,7 +136,7 @@ def _score(folder: str, path: Path) -> TableScore:
 
 def _nodes(text: str) -> tuple[int, int]:
     """Nodes and GPUs of each: `2x8`."""
-    from penstock.systems.aceso.search import MAX_STAGES
+    from penstock.systems.aceso.search_uniform import MAX_STAGES
 
     nodes, per_node = parse_nodes(text, "Aceso's tables hold the one kind of GPUs that they were measured on, with its links.")
     if nodes * per_node > MAX_STAGES * 8:

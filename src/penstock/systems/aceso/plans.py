@@ -40,6 +40,7 @@ __all__ = [
     "from_plan",
     "groups",
     "read_aceso_plan",
+    "require_precision",
     "searched_text",
     "to_plan",
     "write_aceso_plan",
@@ -393,15 +394,22 @@ def _settings(plan: Plan) -> Iterator[Setting]:
             yield index, (run.tp, run.dp, run.algo, int(op - stage.first in again))
 
 
+def require_precision(model: Model, precision: str) -> None:
+    """Refuses one that Aceso does not train the model's family in."""
+    usual = PRECISIONS[model.family]
+    if precision != usual:
+        text = f"Aceso cannot express precision {precision}; it trains {model.family} in {usual}"
+        raise InputError(f"{text}. Search with --precision {usual}.")
+
+
 def _require_known_to_aceso(plan: Plan, model: Model, cluster: Cluster) -> None:
     """Refuses schedules, layouts, sharding, placement and devices that Aceso's runtime has no word for."""
-    usual = PRECISIONS[model.family]
+    require_precision(model, plan.precision)
     for wrong, reason in (
         (plan.schedule != DEFAULT_SCHEDULE, f"schedule '{plan.schedule}'; it has '{DEFAULT_SCHEDULE}'"),
         (plan.micro_batching.layout != "padded", "packed micro-batches; it has padded ones"),
         (plan.micro_batching.policy != "fixed", "micro-batches that differ from batch to batch; it has fixed ones"),
         (len(set(plan.micro_batching.per_replica)) > 1, "replicas with unequal numbers of micro-batches; all have as many"),
-        (plan.precision != usual, f"precision {plan.precision}; it trains {model.family} in {usual}"),
         (len(cluster.kinds) > 1, f"devices of several kinds ({', '.join(device.name for device, _ in cluster.kinds)}); it has one"),
     ):
         if wrong:

@@ -11,41 +11,20 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from penstock.errors import InfeasibleError, InputError
-from penstock.search.partition import (
-    TOLERANCE,
-    Blocks,
-    Flags,
-    OptionCosts,
-    Partition,
-    StageChoice,
-    StageOption,
-    StageSpace,
-    best_partition,
-    build_space,
-    recompute_flags,
-    rough_bound,
-)  # fmt: skip
+from penstock.errors import InfeasibleError
+from penstock.search.partition import Flags, OptionCosts, Partition, StageChoice, StageSpace, best_partition, recompute_flags
 from penstock.systems.aceso.long_chains import LongSearch
-from penstock.systems.aceso.rules import AcesoProblem, kept_mb, shares_storage, starts_segment
+from penstock.systems.aceso.rules import AcesoProblem, shares_storage, starts_segment
 from penstock.systems.aceso.search_mixed import MixedAnswer, best_mixed
+from penstock.systems.aceso.search_uniform import MAX_STAGES, UniformSearch
 
 __all__ = ["AcesoAnswer", "AcesoProblem", "search_aceso"]
 
-MAX_STAGES = 16
-GOOD_GAP = 0.028
-"""Bounds further away count the peak of recomputation as well, which takes longer,"""
-PEAKS = (8, 48)
-"""in so many ranges, and where that is not enough in more of them,"""
-MOST_PEAKS = 4.8e8
-"""where ranges × ops² × stages × options are no more than this."""
 LONG_CHAIN = 1700
 """Chains of more ops than this are cut coarsely first."""
 
@@ -61,129 +40,57 @@ class AcesoAnswer:
     """The best plans of other micro-batch sizes, the fastest first, where they were asked for."""
 
 
-def option_costs(problem: AcesoProblem, micro_batch: int) -> list[OptionCosts]:
-    """Every uniform (devices, tp, dp) whose tables exist, in microseconds and MB."""
-    found = []
-    for devices in (1, 2, 4, 8):
-        for tp in (1, 2, 4, 8):
-            dp = devices // tp
-            if devices <= problem.per_node and tp * dp == devices and micro_batch % dp == 0:
-                rows, algos = _rows(problem, micro_batch // dp, tp)
-                if rows is not None:
-                    found.append(_costs(problem, StageOption(devices, tp, dp), rows, algos))
-    return found
-
-
-def _rows(problem: AcesoProblem, micro_batch: int, tp: int) -> tuple[np.ndarray | None, tuple[int, ...]]:
-    """The table of split 0, and at tp 1 of each op the faster of both."""
-    first = problem.tables.op_rows(problem.model, micro_batch, tp, 0)
-    second = problem.tables.op_rows(problem.model, micro_batch, tp, 1) if tp == 1 else None
-    if first is None or second is None:
-        return first, ()
-    faster = (second[:, 0] + second[:, 1] < first[:, 0] + first[:, 1]) & np.array([name != "conv1" for name in problem.names])
-    return np.where(faster[:, None], second, first), tuple(int(swap) for swap in faster)
-
-
-def _costs(problem: AcesoProblem, option: StageOption, rows: np.ndarray, algos: tuple[int, ...]) -> OptionCosts:
-    links = (problem.tables.p2p_intra, problem.tables.p2p_inter)
-    columns = [np.ascontiguousarray(column) for column in rows.T]
-    kept = np.array([kept_mb(name, size) for name, size in zip(problem.names, columns[5], strict=True)])
-    enter = np.array([[*map(link.exact_us, columns[2]), 0.0] for link in links])
-    leave = np.array([[0.0, *map(link.exact_us, columns[3])] for link in links])
-    compute = columns[0] + columns[1]
-    return OptionCosts(option, columns[0], compute, kept, columns[4], columns[6], columns[7], columns[2], enter, leave, algos)
-
-
-def _loose(problem: AcesoProblem, blocks: Blocks, costs: OptionCosts) -> OptionCosts:
-    """Costs for bounds: what only flags that are not looked for would save, at the ends of some blocks, is not held at all."""
-    names, first = problem.names, np.zeros(len(problem.names), bool)
-    first[blocks.start[:-1]] = True
-    looked_for = (blocks.kind >= 0)[blocks.of_op] & ~np.append(first[1:], True) & (~first | blocks.first_free[blocks.of_op])
-    stays = np.array([*(starts_segment(after) and not shares_storage(name) for name, after in pairwise(names)), True])
-    return replace(costs, kept=np.where(looked_for | stays, costs.kept, 0.0))
-
-
 def search_aceso(
     problem: AcesoProblem, progress: Callable[[str], None] = lambda text: None, *, budget_s: float = math.inf, top: int = 1
 ) -> AcesoAnswer:
-    """First cuts between blocks only, for a plan at hand; then all cuts, for the micro-batch sizes in order of promise.
+    """The best plan; `top` asks for the best ones of other micro-batch sizes too.
 
     After `budget_s` seconds nothing more is begun: the plan and the bound are those known by then.
     """
-    start_s = time.monotonic()
+    ends_s = time.monotonic() + budget_s
 
     def late() -> bool:
-        return time.monotonic() - start_s > budget_s
+        return time.monotonic() > ends_s
 
-    blocks = Blocks.of(problem.model, [starts_segment(name) for name in problem.names])
-    costs = {b: found for b in problem.micro_batches if problem.global_batch % b == 0 and (found := option_costs(problem, b))}
-    if not costs:
-        sizes = ", ".join(map(str, problem.micro_batches))
-        raise InputError(f"none of the micro-batch sizes {sizes} has tables and divides the global batch {problem.global_batch}.")
-
+    search = UniformSearch.of(problem, late)
     if len(problem.names) > LONG_CHAIN:
         progress(f"{len(problem.names):,} ops: coarse cuts first")
-        machine = problem.machine()
-        chain = LongSearch(blocks, machine, problem.global_batch, min(machine.num_devices, MAX_STAGES))
-        best = chain.best(costs, {b: [_loose(problem, blocks, c) for c in own] for b, own in costs.items()})
-        answer = _realised(problem, best.micro_batch, best.space, best.partition, best.bound)
-        if answer is None:
-            raise InfeasibleError(_why_not(problem, best.bound))
-        return answer
-
-    def solve(b: int, known: float, cuts: np.ndarray | None = None) -> tuple[StageSpace, Partition]:
-        count, machine = problem.global_batch // b, problem.machine()
-        depth, longest = min(machine.num_devices, MAX_STAGES), known / count
-        space = build_space(costs[b], blocks, machine, max_stages=depth, longest=longest, count=count, cuts=cuts)
-        return space, best_partition(space, count, known)
-
-    def bound_of(b: int, known: float, cuts: np.ndarray | None = None, peaks: int = 0) -> float:
-        count, machine = problem.global_batch // b, problem.machine()
-        space = build_space(
-            [_loose(problem, blocks, c) for c in costs[b]], blocks, machine, max_stages=min(machine.num_devices, MAX_STAGES),
-            longest=known / count, count=count, cuts=cuts, recompute="bounded", peaks=peaks,
-        )  # fmt: skip
-        return rough_bound(space, count) if cuts is not None else best_partition(space, count, known).bound
-
-    with ThreadPoolExecutor(2) as pool:
-        rough = dict(zip(costs, pool.map(lambda b: solve(b, np.inf, blocks.start), costs), strict=True))
-        known = min(partition.time for _, partition in rough.values()) * (1 + 1e-9)
-        progress(f"cuts between blocks: {known / 1e6:.3f} s")
-        bounds = dict(zip(costs, pool.map(lambda b: bound_of(b, np.inf, blocks.start), costs), strict=True))
-        order = sorted(costs, key=lambda b: rough[b][1].time)
-        solved = {order[0]: rough[order[0]] if late() else solve(order[0], known)}
-        known = min(known, solved[order[0]][1].time)
-        progress(f"micro-batch {order[0]}: {known / 1e6:.3f} s")
-        doubtful = [b for b in order if bounds[b] < known and not late()]
-        for b, least in zip(doubtful, pool.map(lambda b: bound_of(b, known * (1 + 1e-9)), doubtful), strict=True):
-            bounds[b] = max(bounds[b], least)
-        for b in [b for b in doubtful[1:] if bounds[b] < known * (1 - TOLERANCE)]:
-            solved[b] = rough[b] if late() else solve(b, known)
-            known = min(known, solved[b][1].time)
-        size = len(problem.names) ** 2 * min(problem.machine().num_devices, MAX_STAGES)
-        for peaks in PEAKS if problem.family != "resnet" else ():
-            loose = [b for b in costs if bounds[b] < known * (1 - GOOD_GAP) and peaks * size * len(costs[b]) <= MOST_PEAKS]
-            loose = [] if late() else loose
-            for b, least in zip(loose, pool.map(lambda b: bound_of(b, known * (1 + 1e-9), peaks=peaks), loose), strict=True):  # noqa: B023
-                bounds[b] = max(bounds[b], least)
-    least = 0.0 if late() else min(bounds.values())
-    winner = min(solved, key=lambda b: solved[b][1].time)
-    answer = _realised(problem, winner, *solved[winner], min(bounds.values()))
-    left = sorted(rough.keys() - {winner}, key=lambda b: (solved.get(b, rough[b])[1].time, b)) if top > 1 else []
-    others = [one for b in left if (one := _realised(problem, b, *solved.get(b, rough[b]), bounds[b])) is not None]
+        return _long_answer(problem, search)
+    search.run(progress)
+    winner, *left = search.ranked()
+    answer = _realised(problem, winner, *search.best(winner), search.bound)
+    others = [one for b in left if top > 1 and (one := _realised(problem, b, *search.best(b), search.bounds[b])) is not None]
     others = sorted(others, key=lambda one: one.time_s)[: top - 1]
-    if problem.family == "resnet" and not late():
-        mixed, bound = best_mixed(problem, answer.time_s * 1e6 * (1 + 1e-9) if answer else np.inf)
-        if mixed is not None:
-            uniform = [] if answer is None or top == 1 else [answer]
-            return replace(_mixed_answer(problem, mixed, bound), others=tuple([*uniform, *others][: top - 1]))
-        least = bound  # plans of one degree for each stage are among those with degrees of each op
-        answer = replace(answer, bound_s=min(bound / 1e6, answer.time_s)) if answer else None
-    elif problem.family == "resnet" and answer is not None:
-        answer = replace(answer, bound_s=0.0)  # of plans with degrees of each op nothing is known
+    if problem.family == "resnet":
+        return _with_mixed(problem, answer, others, top, late())
     if answer is None:
-        raise InfeasibleError(_why_not(problem, least))
+        raise InfeasibleError(_why_not(problem, 0.0 if late() else search.bound))
     return replace(answer, others=tuple(others))
+
+
+def _long_answer(problem: AcesoProblem, search: UniformSearch) -> AcesoAnswer:
+    machine = problem.machine()
+    chain = LongSearch(search.blocks, machine, problem.global_batch, min(machine.num_devices, MAX_STAGES))
+    best = chain.best(search.costs, {b: search.loose(b) for b in search.costs})
+    answer = _realised(problem, best.micro_batch, best.space, best.partition, best.bound)
+    if answer is None:
+        raise InfeasibleError(_why_not(problem, best.bound))
+    return answer
+
+
+def _with_mixed(problem: AcesoProblem, uniform: AcesoAnswer | None, others: Sequence[AcesoAnswer], top: int, late: bool) -> AcesoAnswer:
+    """The best plan with degrees of each op, if one is better than `uniform`: plans of one degree for each stage are among them."""
+    if late:  # of plans with degrees of each op nothing is known
+        if uniform is None:
+            raise InfeasibleError(_why_not(problem, 0.0))
+        return replace(uniform, bound_s=0.0, others=tuple(others))
+    mixed, bound = best_mixed(problem, uniform.time_s * 1e6 * (1 + 1e-9) if uniform else np.inf)
+    if mixed is not None:
+        found = [*([] if uniform is None else [uniform]), *others][: top - 1]
+        return replace(_mixed_answer(problem, mixed, bound), others=tuple(found))
+    if uniform is None:
+        raise InfeasibleError(_why_not(problem, bound))
+    return replace(uniform, bound_s=min(bound / 1e6, uniform.time_s), others=tuple(others))
 
 
 def _mixed_answer(problem: AcesoProblem, found: MixedAnswer, bound: float) -> AcesoAnswer:

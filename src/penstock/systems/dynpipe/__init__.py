@@ -35,7 +35,14 @@ def _write(plan: Plan, model: Model, path: Path) -> None:
     write_files(path, *from_plan(plan, model))
 
 
+def _require_model(model: Model) -> None:
+    from penstock.systems.dynpipe.plans import require_precision
+
+    require_precision(model.dtype)
+
+
 DYNPIPE = System(
     "dynpipe", PlanFiles(_read, _write, "hybrid_conf.json", "folder", ("model", "cluster", "global_batch", "partition", "mini_batch"),
-                         ("model", "cluster", "global_batch"), "DynPipe's files do", writes_folder=True),
+                         ("model", "cluster", "global_batch"), "DynPipe's files do", writes_folder=True,
+                         require_model=_require_model),
 )  # fmt: skip

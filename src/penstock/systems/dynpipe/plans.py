@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.clusters import Cluster
     from penstock.models.ops import Model
 
-__all__ = ["SCHEDULE", "from_plan", "to_plan"]
+__all__ = ["SCHEDULE", "from_plan", "require_precision", "to_plan"]
 
 TARGET = "DynPipe"
 SCHEDULE = "pipedream"
@@ -213,10 +213,16 @@ def _require_known(plan: Plan) -> None:
             len(set(plan.micro_batching.per_replica)) > 1,
             "replicas with unequal numbers of micro-batches (micro_batching.per_replica). Drop it",
         ),
-        (plan.precision != PRECISION, f"precision {plan.precision}: it trains in {PRECISION}. Plan for that"),
     ):
         if wrong:
             raise InputError(f"{TARGET} cannot express {reason}.")
+    require_precision(plan.precision)
+
+
+def require_precision(precision: str) -> None:
+    """Refuses one that DynPipe does not train in."""
+    if precision != PRECISION:
+        raise InputError(f"{TARGET} cannot express precision {precision}: it trains in {PRECISION}. Search with --precision {PRECISION}.")
 
 
 def _require_plain(index: int, stage: Stage) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -39,8 +40,6 @@ class SeenMicroBatch:
     """[first, last) of the samples that lie end to end; none where each has a row of its own."""
     edges: torch.Tensor | None = None
     """(samples + 1,) int32 the same on the device; None where each has a row of its own."""
-    longest: int = 0
-    """Tokens of the longest of them."""
     decoder_ids: torch.Tensor | None = None
     """(rows, decoder's length)"""
     decoder_mask: torch.Tensor | None = None
@@ -56,6 +55,11 @@ class SeenMicroBatch:
     """After `loss`, where nothing is trained: how many labels the most likely outputs hit, and how many count."""
     num_classes: int = 0
     """After `loss`: among how many its labels choose."""
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sample of those that lie end to end; every attention asks."""
+        return max((last - first for first, last in self.bounds), default=0)
 
     def loss(self, logits: torch.Tensor) -> torch.Tensor:
         """Cross entropy of `logits` (rows, length, vocabulary) or (samples, classes), weighed."""
@@ -93,7 +97,7 @@ def seen(batch: Batch, dtype: torch.dtype = torch.float32) -> SeenMicroBatch:
         keys=own.row_keys(), key=batch.seed * 1_000_003 + batch.step,
     )  # fmt: skip
     if own.layout == "packed":
-        found.bounds, found.edges, found.longest = tuple(pairwise(accumulate(own.lengths, initial=0))), own.bounds, own.longest
+        found.bounds, found.edges = tuple(pairwise(accumulate(own.lengths, initial=0))), own.bounds
     if batch.decoder is not None:
         # Always with masks: what a module makes of none may have another shape, and each stage must get that of every micro-batch.
         found.mask, found.decoder_mask = own.key_padding().long(), batch.decoder.key_padding().long()

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import InputError
+from penstock.models.modules.attention import cudnn_attention
 from penstock.models.modules.cutting.absent import Absent, NeedsValues, absent, tensors_in
 from penstock.models.modules.cutting.shapes import UnitShapes
 from penstock.models.modules.cutting.units import kind_of, units_of
@@ -448,9 +449,14 @@ class _Part(_Pass):
 
         if k not in self.recompute or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # It runs again between other micro-batches; what is ambient (which samples lie where) must then be its own.
-        ambient = contextvars.copy_context()
-        return checkpoint(lambda *a, **kw: ambient.copy().run(forward, *a, **kw), *args, use_reentrant=False, **kwargs)
+        # It runs again between other micro-batches; what is ambient (which samples lie where, and which kernels run) must then be its own.
+        ambient, allowed = contextvars.copy_context(), torch.backends.cuda.cudnn_sdp_enabled()
+
+        def again(*a: Any, **kw: Any) -> Any:
+            with cudnn_attention(allowed):
+                return ambient.copy().run(forward, *a, **kw)
+
+        return checkpoint(again, *args, use_reentrant=False, **kwargs)
 
     def _on_units(self, given: Any) -> bool:
         """Whether any of these tensors depends on weights."""
