@@ -19,6 +19,7 @@ KERNEL_MODULES: tuple[str, ...] = (
     "penstock.systems.fasop.bound_kernels",
     "penstock.search.partition.neighbour_kernels",
     "penstock.search.partition.partition_kernels",
+    "penstock.search.partition.annealing_kernels",
     "penstock.search.space.recompute_kernels",
     "penstock.batching.kernels",
     "penstock.batching.bounds.column_kernels",

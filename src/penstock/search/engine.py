@@ -103,7 +103,7 @@ def search(
     """Search a parsed `Request`.
 
     top          plans that are returned
-    prove        False skips tightening the bound, and the grid of uniform plans, which is there to be shown beside the best
+    prove        False skips tightening the bound, annealing, and the grid of uniform plans, which is there to be shown beside the best
     max_hops     changes by which the best 1F1B plans are refined
     known_s      time of a plan known from elsewhere, as of a cheaper cluster (`money`): only faster ones are looked for
     worth        asked with the first bound, by `money` again: InfeasibleError where not even such a plan would be of use
@@ -111,7 +111,8 @@ def search(
     if top < 1:
         raise InputError(f"top is {top}; 1 or more was expected.")
     progress = Progress(watch, time.monotonic() + time_budget_s, known_s)
-    grid, partitions, unequal = UniformPlans(request, max(_CLOCKED, 3 * top)), Partitions(list(families(request))), UnequalReplicas(request)
+    grid, unequal = UniformPlans(request, max(_CLOCKED, 3 * top)), UnequalReplicas(request)
+    partitions = Partitions(list(families(request)), anneals=prove)
     per_op, interleaved = PerOpDegrees(partitions.families), InterleavedPlans(partitions.families)
     searchers: list[Searcher] = [*([grid] if prove else []), partitions, unequal, per_op, interleaved]
     if request.asynchronous:  # one replica, one stage on each group, the same degrees for all of its ops

@@ -9,6 +9,7 @@ from dataclasses import replace
 from penstock.schedules.rules import unchunked
 from penstock.search.bounds.by_ops import family_bound, promise_s, subspace_bound
 from penstock.search.choice import FORMULA_OFF
+from penstock.search.partition.annealed import AnnealedPipelines
 from penstock.search.partition.by_neighbours import STEPS, neighbours_bound_s
 from penstock.search.partition.pipelines import best_pipeline, bound_of_subspace
 from penstock.search.progress import Progress, ProofLine, weakest
@@ -25,12 +26,16 @@ _NEAR = 0.1
 _FEW = 4
 """Rounds of the first look at all subspaces of several kinds."""
 
+_ANNEALED = ((6, 50_000, 2), (1, 150_000, 8))
+"""How many families of several kinds are annealed, in how many steps from how many ways to begin: first roughly, then the best of them."""
+
 
 class Partitions:
     """Plans whose replicas are equal and whose ops are cut into stages anywhere."""
 
-    def __init__(self, families: Sequence[PlanFamily]) -> None:
-        """Bounds each family by its ops."""
+    def __init__(self, families: Sequence[PlanFamily], anneals: bool) -> None:
+        """Bounds each family by its ops; `anneals` where pipelines over several kinds are worth some seconds more."""
+        self._anneals = anneals
         bounds = [(family_bound(family).time_s, family) for family in families]
         self._ranked = sorted(bounds, key=lambda pair: (pair[0], pair[1].replicas, pair[1].samples))
         self._lines: list[ProofLine] | None = None
@@ -48,6 +53,8 @@ class Partitions:
 
     def best(self, progress: Progress) -> None:
         """Solves families in the order of what equal stages would take: a short plan makes the rest quick."""
+        if self._anneals:
+            self._anneal(progress)
         promising = sorted(((max(promise_s(family), bound_s), bound_s, family) for bound_s, family in self._ranked), key=lambda e: e[:2])
         least_s = promising[0][0] if promising and math.isfinite(promising[0][0]) else progress.bound_s
         for cap in _CAPS if progress.best_s == math.inf else (math.inf,):
@@ -63,6 +70,21 @@ class Partitions:
                     limit_s = min(limit_s, progress.best_s)
             if progress.best_s <= cap * least_s:
                 return
+
+    def _anneal(self, progress: Progress) -> None:
+        """Pipelines over several kinds, annealed in the families in which a first look promises most."""
+        mixed = [family for _, family in self._ranked if family.mixed and family.subspaces and not family.subspaces[0].divided]
+        annealings = [AnnealedPipelines(family) for family in mixed]
+        progress.tell("annealing")
+        looked = [(annealing.looked[0][0].time_s, annealing) for annealing in annealings if not progress.out_of_time() and annealing.looked]
+        for families, steps, begun in _ANNEALED:
+            found = []
+            for _, annealing in sorted(looked, key=lambda entry: entry[0])[:families]:
+                progress.tell(f"annealing: {annealing.family}")
+                choice = None if progress.out_of_time() else annealing.best(steps, begun)
+                progress.add(choice)
+                found += [(choice.estimate.formula_s, annealing)] if choice is not None else []
+            looked = found
 
     def prove(self, progress: Progress) -> None:
         """Bounds the subspaces by whole stages, the weakest first, until all are near enough; plans that are met on the way count."""

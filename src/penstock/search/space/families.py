@@ -95,6 +95,11 @@ class PlanFamily:
         """Of one replica."""
         return sum(pool.num_devices for pool in self.pools)
 
+    @property
+    def mixed(self) -> bool:
+        """Whether pipelines may lie on devices of several kinds."""
+        return sum(pool.num_devices > 0 for pool in self.pools) > 1 and self.count > 1 and not self.request.asynchronous
+
     @cached_property
     def prices(self) -> FamilyPrices:
         """What the options cost."""

@@ -232,6 +232,22 @@ class FamilyPrices:
         count = user.parameters.at(Shape(1)) - float(user.config.get("untied_parameters", 0))  # whole, unless both ends divide it
         return sync_gradients_s(count * self._per_weight[1], cluster, (kind.ranks[0], apart), sharing=sharing)
 
+    def ends_between_s(self, first: StageOption, last: StageOption) -> float:
+        """The same between stages of two options in different nodes, which divide the weight if both do."""
+        model, cluster, tp = self.request.model, self.request.estimator.cluster, min(first.tp, last.tp)
+        pairs = max(first.num_devices, last.num_devices)
+        sharing = max(self._flows(option, pairs) for option in (first, last))
+        user = next((place.op for place in model.ops if place.op.tied_to == model.ops[0].name), None)
+        ranks = self.kinds[first.pool].ranks[0], self.kinds[last.pool].ranks[-1]
+
+        def summed_s() -> float:
+            if user is None or ranks[0] == ranks[1]:
+                return 0.0
+            count = user.parameters.at(Shape(1)) - float(user.config.get("untied_parameters", 0))
+            return sync_gradients_s(count / tp * self._per_weight[1], cluster, ranks, sharing=sharing)
+
+        return self._common("ends", (ranks, tp, sharing), summed_s)
+
     def least_after_s(self, options: Sequence[StageOption]) -> float:
         """What follows the last micro-batch of a plan of these options at least: the average over devices, every op under its best one."""
         each = np.stack([option.num_devices / self.num_devices * self.op_after_s(option) for option in options])
@@ -388,20 +404,30 @@ class FamilyPrices:
 
     def messages_between(self, before: StageOption, after: StageOption, across: bool) -> tuple[Floats, Floats]:
         """[N + 1] times of the message there and of the one back, at each op, between stages of two options that lie side by side."""
-        cluster, (table, shape), (later, later_shape) = self.request.estimator.cluster, self.table(before), self.table(after)
-        there, back = np.zeros(len(table.chain) + 1), np.zeros(len(table.chain) + 1)
-        wider = after.num_devices / before.num_devices
-        there[1:-1] = later.input_bytes[later.chain[1:], later.shape_index(later_shape), 0, 0] * max(1.0, wider)
-        back[1:-1] = table.output_bytes[table.chain[:-1], table.shape_index(shape), 0, 0] * max(1.0, 1 / wider)
+        latency_s, there_s, back_s = self.link_between(before, after, across)
+        return latency_s + there_s * self.cut_bytes(after)[0], latency_s + back_s * self.cut_bytes(before)[1]
+
+    @_remembered
+    def cut_bytes(self, option: StageOption) -> tuple[Floats, Floats]:
+        """[N + 1] what a rank of a stage gets that begins at each op, and what it gets back if it ends there."""
+        table, shape = self.table(option)
+        got, back, at = np.zeros(len(table.chain) + 1), np.zeros(len(table.chain) + 1), table.shape_index(shape)
+        got[1:-1], back[1:-1] = table.input_bytes[table.chain[1:], at, 0, 0], table.output_bytes[table.chain[:-1], at, 0, 0]
+        return got, back
+
+    def link_between(self, before: StageOption, after: StageOption, across: bool) -> tuple[float, float, float]:
+        """Latency of messages between stages of two options that lie side by side, and seconds for each byte that a rank gets there, and
+        back; a rank of the smaller stage serves several of the larger one in turn."""
+        cluster, wider = self.request.estimator.cluster, after.num_devices / before.num_devices
         sender, receiver = self.kinds[before.pool].ranks[0], self.kinds[after.pool].ranks[-1]
-        if not across:
+        if across:
+            sharing = max(self._flows(option, max(before.num_devices, after.num_devices)) for option in (before, after))
+            latency_s, bandwidth = cluster.link(sender, receiver).latency_s, cluster.flow_bandwidth_bytes_per_s(sender, receiver, sharing)
+        else:
             link = cluster.node_of(sender).intra
             latency_s, bandwidth = link.latency_s, link.bandwidth_bytes_per_s
-        else:
-            pairs = max(before.num_devices, after.num_devices)
-            sharing = max(self._flows(option, pairs) for option in (before, after))
-            latency_s, bandwidth = cluster.link(sender, receiver).latency_s, cluster.flow_bandwidth_bytes_per_s(sender, receiver, sharing)
-        return (latency_s + there / bandwidth) / self.window, (latency_s + back / bandwidth) / self.window
+        per_byte_s = 1 / bandwidth / self.window
+        return latency_s / self.window, max(1.0, wider) * per_byte_s, max(1.0, 1 / wider) * per_byte_s
 
     def _flows(self, option: StageOption, pairs: int) -> int:
         """Messages over the network of a node of a stage, if so many leave the stage at once in every replica."""
