@@ -112,7 +112,7 @@ def search(
         raise InputError(f"top is {top}; 1 or more was expected.")
     progress = Progress(watch, time.monotonic() + time_budget_s, known_s)
     grid, unequal = UniformPlans(request, max(_CLOCKED, 3 * top)), UnequalReplicas(request)
-    partitions = Partitions(list(families(request)), anneals=prove)
+    partitions = Partitions(list(families(request)))
     per_op, interleaved = PerOpDegrees(partitions.families), InterleavedPlans(partitions.families)
     searchers: list[Searcher] = [*([grid] if prove else []), partitions, unequal, per_op, interleaved]
     if request.asynchronous:  # one replica, one stage on each group, the same degrees for all of its ops
@@ -124,6 +124,8 @@ def search(
     with progress.interruptible():
         for searcher in searchers:
             searcher.best(progress)
+        if prove:  # last, since what is found here would keep the others from plans that the clock prefers
+            partitions.anneal(progress)
         if not request.asynchronous:
             refined_by_simulator(request, progress, max_hops)
             other_schedules(request, progress)

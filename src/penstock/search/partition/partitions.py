@@ -33,9 +33,8 @@ _ANNEALED = ((6, 50_000, 2), (1, 150_000, 8))
 class Partitions:
     """Plans whose replicas are equal and whose ops are cut into stages anywhere."""
 
-    def __init__(self, families: Sequence[PlanFamily], anneals: bool) -> None:
-        """Bounds each family by its ops; `anneals` where pipelines over several kinds are worth some seconds more."""
-        self._anneals = anneals
+    def __init__(self, families: Sequence[PlanFamily]) -> None:
+        """Bounds each family by its ops."""
         bounds = [(family_bound(family).time_s, family) for family in families]
         self._ranked = sorted(bounds, key=lambda pair: (pair[0], pair[1].replicas, pair[1].samples))
         self._lines: list[ProofLine] | None = None
@@ -53,8 +52,6 @@ class Partitions:
 
     def best(self, progress: Progress) -> None:
         """Solves families in the order of what equal stages would take: a short plan makes the rest quick."""
-        if self._anneals:
-            self._anneal(progress)
         promising = sorted(((max(promise_s(family), bound_s), bound_s, family) for bound_s, family in self._ranked), key=lambda e: e[:2])
         least_s = promising[0][0] if promising and math.isfinite(promising[0][0]) else progress.bound_s
         for cap in _CAPS if progress.best_s == math.inf else (math.inf,):
@@ -71,7 +68,7 @@ class Partitions:
             if progress.best_s <= cap * least_s:
                 return
 
-    def _anneal(self, progress: Progress) -> None:
+    def anneal(self, progress: Progress) -> None:
         """Pipelines over several kinds, annealed in the families in which a first look promises most."""
         mixed = [family for _, family in self._ranked if family.mixed and family.subspaces and not family.subspaces[0].divided]
         annealings = [AnnealedPipelines(family) for family in mixed]
