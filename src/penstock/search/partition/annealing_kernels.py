@@ -86,7 +86,7 @@ def anneal(arrays, count, held_by_all, steps, warmth, draw, number, cuts, option
                 continue
         elif kind < 0.6:  # a stage gets other devices or degrees
             way[i] = np.random.randint(kinds)
-        elif kind < 0.7:  # two neighbours change places
+        elif kind < 0.7:  # two stages change places
             j = np.random.randint(at_number)
             way[i], way[j] = by[j], by[i]
         elif kind < 0.85:  # a stage is divided

@@ -22,7 +22,8 @@ _CAPS = (1.3, 3.0, math.inf)
 
 
 _NEAR = 0.1
-"""Over several kinds, whose stages are bounded with their neighbours already, devices are paid for only where that bound is so near."""
+"""Over several kinds, whose stages are bounded with their neighbours already, devices are paid for only where that bound is so near; and
+families are annealed only where more than this might be gained."""
 _FEW = 4
 """Rounds of the first look at all subspaces of several kinds."""
 
@@ -70,8 +71,9 @@ class Partitions:
 
     def anneal(self, progress: Progress) -> None:
         """Pipelines over several kinds, annealed in the families in which a first look promises most."""
-        mixed = [family for _, family in self._ranked if family.mixed and family.subspaces and not family.subspaces[0].divided]
-        annealings = [AnnealedPipelines(family) for family in mixed]
+        worth_s = progress.best_s / (1 + _NEAR)
+        mixed = [family for bound_s, family in self._ranked if bound_s < worth_s and family.mixed and family.subspaces]
+        annealings = [AnnealedPipelines(family) for family in mixed if not family.subspaces[0].divided]
         progress.tell("annealing")
         looked = [(annealing.looked[0][0].time_s, annealing) for annealing in annealings if not progress.out_of_time() and annealing.looked]
         for families, steps, begun in _ANNEALED:
