@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import re
 import shutil
@@ -77,16 +78,15 @@ def steps_done(out: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def planners_of(launcher: int) -> list[int]:
-    """The planners that a launcher had forked: children of its children, by their name."""
-    found: dict[int, tuple[str, int]] = {}
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, _, rest = entry.read_text().partition("(")[2].rpartition(")")
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended while we looked
-        found[int(entry.parent.name)] = name, int(rest.split()[1])
-    return [pid for pid, (name, parent) in found.items() if name.startswith("planner ") and found.get(parent, ("", 0))[1] == launcher]
+def own_planners() -> list[int]:
+    """The planners that this process had forked, by their name: others may be children of the same server."""
+    found = []
+    for process in multiprocessing.active_children():
+        assert process.pid is not None
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended while we looked
+            if Path(f"/proc/{process.pid}/comm").read_text().startswith("planner "):
+                found.append(process.pid)
+    return found
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def test_killed_planners_are_replaced_and_the_losses_stay(
     killed: list[int] = []
 
     def kill() -> None:
-        for pid in planners_of(os.getpid()):
+        for pid in own_planners():
             os.kill(pid, signal.SIGKILL)
             killed.append(pid)
 
@@ -139,7 +139,7 @@ def test_killed_planners_are_replaced_and_the_losses_stay(
 def test_a_hanging_planner_is_replaced_and_the_losses_stay(case: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def told(step: StepTold) -> None:
         if step.step == 3:
-            for pid in planners_of(os.getpid()):
+            for pid in own_planners():
                 os.kill(pid, signal.SIGSTOP)
 
     planning = PlanningSettings(hang_s=8.0)
@@ -206,13 +206,13 @@ def test_a_planner_without_progress_on_a_store_that_answers_ends_the_run_with_a_
     """The planner is stopped, and so is every other that takes its place."""
     out, over = tmp_path / "run", threading.Event()
 
-    def stop_planners(launcher: int) -> None:
+    def stop_planners() -> None:
         while not over.wait(0.05):
-            for pid in planners_of(launcher):
+            for pid in own_planners():
                 with suppress(ProcessLookupError):  # it was ended, since it was stopped
                     os.kill(pid, signal.SIGSTOP)
 
-    stopper = threading.Thread(target=stop_planners, args=(os.getpid(),), daemon=True)
+    stopper = threading.Thread(target=stop_planners, daemon=True)
 
     def told(step: StepTold) -> None:
         if step.step == 3:
