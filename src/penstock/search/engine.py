@@ -103,7 +103,7 @@ def search(
     """Search a parsed `Request`.
 
     top          plans that are returned
-    prove        False skips tightening the bound, annealing, and the grid of uniform plans, which is there to be shown beside the best
+    prove        False skips tightening the bound, and the grid of uniform plans, which is there to be shown beside the best
     max_hops     changes by which the best 1F1B plans are refined
     known_s      time of a plan known from elsewhere, as of a cheaper cluster (`money`): only faster ones are looked for
     worth        asked with the first bound, by `money` again: InfeasibleError where not even such a plan would be of use
@@ -124,8 +124,7 @@ def search(
     with progress.interruptible():
         for searcher in searchers:
             searcher.best(progress)
-        if prove:  # last, since what is found here would keep the others from plans that the clock prefers
-            partitions.anneal(progress)
+        partitions.anneal(progress)  # last, since what is found here would keep the others from plans that the clock prefers
         if not request.asynchronous:
             refined_by_simulator(request, progress, max_hops)
             other_schedules(request, progress)
