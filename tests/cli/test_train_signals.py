@@ -110,8 +110,8 @@ def test_a_second_one_ends_at_once(folder: Path, tmp_path: Path) -> None:
     assert not list((run / "checkpoints").glob("save-*"))
 
 
-def test_sigterm_under_torchrun(folder: Path, tmp_path: Path) -> None:
-    """As a batch system sends it, to torchrun and to its processes, who then get it from torchrun too."""
+def test_sigterm_as_processes_of_torchrun_get_it(folder: Path, tmp_path: Path) -> None:
+    """From a batch system, and once more from torchrun; they were told what torchrun tells its own."""
     run = tmp_path / "run"
     with begun(folder, run, "--planners", "0", ranks=2) as ranks:
         for _ in range(2):
