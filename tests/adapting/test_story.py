@@ -6,15 +6,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import pytest
+from asking_jobs import ask_and_obey
 
-from penstock.adapting.asking import ask_for
 from penstock.adapting.events import RunEvent, read_events
-from penstock.adapting.watching import move_run, obey_run
+from penstock.adapting.watching import move_run
 from penstock.cli.main import run as main
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
@@ -121,12 +122,7 @@ def share_of_last(request: TrainRequest) -> float:
 
 def asked_to(request: TrainRequest, plans: Mapping[int, Plan]) -> tuple[TrainResult, list[StepRecord], list[RunEvent]]:
     """A run that is asked for each plan a few steps before it is to have it; the first as soon as it can."""
-
-    def told(step: StepTold) -> None:
-        if (at := step.step + 4) in plans:
-            ask_for(request.out, plans[at], 0 if at == min(plans) else at)
-
-    result = PlanTrainer(request, obey_run).train(told)
+    result = PlanTrainer(request, partial(ask_and_obey, plans=plans)).train()
     return result, read_steps(Path(request.out) / "steps.jsonl"), list(read_events(request.out))
 
 
