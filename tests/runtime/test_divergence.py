@@ -106,7 +106,7 @@ def test_the_fifth_in_a_row_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> Non
         _dropped=0, _notes=[], is_first=True, rank=SimpleNamespace(update=SimpleNamespace(scale=None)),
         request=SimpleNamespace(settings=TrainingSettings(on_nan="skip")),
         saves=SimpleNamespace(wait=lambda: done.append("whole")), world=SimpleNamespace(barrier=lambda: done.append("met")),
-        _tell=lambda record, *_: done.append(record),
+        _tell=lambda trained: done.append(trained.record),
     )  # fmt: skip
     check: Any = Run._check_finite
     for loss in [math.nan] * (MAX_DROPPED - 1) + [1.0] + [math.inf] * (MAX_DROPPED - 1):

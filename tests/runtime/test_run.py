@@ -72,9 +72,10 @@ def test_figures_ride_on_the_one_message_after_each_step(lateness: int) -> None:
     run._meter = SimpleNamespace(lateness=lateness)  # type: ignore[assignment]
     given = SimpleNamespace(after=lambda *figures: heard.append(figures) or ["slow."], order=lambda step: None)
     run.watcher = given  # type: ignore[assignment]
-    before, told = run._agreed([StepWord(samples=3), StepWord(samples=4, figures=own)])
+    told = run._agreed([StepWord(samples=3), StepWord(samples=4, figures=own)])
+    before, last = told.steps
     assert before.samples == "0000000000a"
-    assert (told.record, told.evaluated, told.samples, told.ended_by, told.plan) == (RECORD, evaluated, "0000000000b", 15, None)
+    assert (last.record, last.evaluated, last.samples, told.ended_by, told.plan) == (RECORD, evaluated, "0000000000b", 15, None)
     assert heard == [(3 - lateness, {0: RankFigures(), 3: other.figures}), (4 - lateness, {0: own, 3: other.figures})]
     assert run._notes == ["slow."] * 2 and len(sent) == 1
 
@@ -84,13 +85,13 @@ def test_a_plan_that_the_first_process_orders_goes_to_all() -> None:
     run, asked = run_of_two(0, StepWord(record=RECORD), []), []
     given: Any = SimpleNamespace(after=lambda *_: (), order=lambda step: asked.append(step) or wanted, exact=True)
     run.watcher = given
-    (told,) = run._agreed([StepWord()])
+    told = run._agreed([StepWord()])
     assert told.plan == wanted and told.exact and asked == [5]
     data = run._order()
-    (told,) = run_of_two(3, StepWord(order_bytes=len(data)), [], data)._agreed([StepWord(record=RECORD)])
+    told = run_of_two(3, StepWord(order_bytes=len(data)), [], data)._agreed([StepWord(record=RECORD)])
     assert told.plan == wanted and told.exact
 
 
 def test_who_loses_the_store_tells_all() -> None:
-    assert run_of_two(0, StepWord(lost=True, record=RECORD), [])._agreed([StepWord()])[0].is_lost
-    assert not run_of_two(0, StepWord(record=RECORD), [])._agreed([StepWord()])[0].is_lost
+    assert run_of_two(0, StepWord(lost=True, record=RECORD), [])._agreed([StepWord()]).is_lost
+    assert not run_of_two(0, StepWord(record=RECORD), [])._agreed([StepWord()]).is_lost

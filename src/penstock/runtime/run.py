@@ -93,13 +93,21 @@ class _Moving:
 
 
 @dataclass(frozen=True)
-class _Agreed:
-    """What all processes know after a step."""
+class _Trained:
+    """What all processes know of a step."""
 
     record: StepRecord
-    evaluated: EvalRecord | None
     samples: str
     """Digest of all that were trained."""
+    evaluated: EvalRecord | None = None
+
+
+@dataclass(frozen=True)
+class _Agreed:
+    """What all processes know after a program, and will do before the next."""
+
+    steps: tuple[_Trained, ...]
+    """Of the program: one, but for asynchronous plans."""
     ended_by: int
     """The signal that asks any of them to end, so that they do so after the same step."""
     leaving: tuple[int, ...]
@@ -285,15 +293,16 @@ class Run:
             words = self._train(next(programs), start_s) if self.has_work else self._idle_words()
             end_s = time.perf_counter()
             self.step = self._window_end
-            for told in self._agreed(words):
-                losses.append(math.nan if told.record.loss is None else told.record.loss)
-                times.append(told.record.time_s or 0.0)
-                tokens.append(told.record.tokens or 0)
-                self._tell(told.record, told.samples, told.evaluated)
+            told = self._agreed(words)
+            for one in told.steps:
+                losses.append(math.nan if one.record.loss is None else one.record.loss)
+                times.append(one.record.time_s or 0.0)
+                tokens.append(one.record.tokens or 0)
+                self._tell(one)
             if told.is_lost and self.step < self.request.steps:
                 raise self._ended(self._lost or StoreError("another rank gets no more programs from the store."))
             moves_away = self._may_move_away(told.leaving)
-            self.saves.after(self.step, told.evaluated, is_due=told.is_due, leaves=bool(told.leaving) and not moves_away)
+            self.saves.after(self.step, told.steps[-1].evaluated, is_due=told.is_due, leaves=bool(told.leaving) and not moves_away)
             if told.leaving and self.saves.may_leave and self.worker.asked_to_end() < 0:
                 self.worker.tell(MayLeave())
             ended_by = told.ended_by
@@ -420,7 +429,7 @@ class Run:
             return
         for word in before:
             if word.record is not None:
-                self._tell(word.record, whole_digest([word]), None)
+                self._tell(_Trained(word.record, whole_digest([word])))
         self.saves.wait()
         self.world.barrier()  # the first rank to fail ends the others, rank 0 included, which completes the checkpoint before
         advice = f"It was the {MAX_DROPPED}th in a row" if self._dropped > 1 else "--on-nan skip would drop such updates"
@@ -441,8 +450,8 @@ class Run:
         except PlanningError as error:  # which every rank was told
             raise self._ended(error) from None
 
-    def _agreed(self, own: Sequence[StepWord]) -> list[_Agreed]:
-        """What all processes know after each step of a program, and after the last of them, what they will do before the next."""
+    def _agreed(self, own: Sequence[StepWord]) -> _Agreed:
+        """Given what this process has to say of each step of a program."""
         groups, first = self.worker.groups, self.members[0]
         order = self._order() if self.is_first and self.step < self.request.steps else b""
         last = replace(
@@ -458,15 +467,15 @@ class Run:
         plan = None if wanted is None else plan_from_dict(wanted, "the plan to move to")
         asked = _asked({one: word.asked_to_end for one, word in words.items()})
         is_due = words[first].is_due and not any(word.is_saving for word in words.values())
-        agreed, lost = [], any(word.lost for word in words.values())
+        trained = []
         for step, own_words in enumerate(steps, self.step - len(steps)):
             if self.watcher is not None:
                 figures = {member: word.figures for member, word in own_words.items()}
                 self._notes += self.watcher.after(step - (self._meter.lateness if self._meter else 0), figures)
             told, samples = own_words[self.world.ranks[0]], whole_digest(own_words.values())
             assert told.record is not None
-            agreed.append(_Agreed(told.record, told.evaluated, samples, *asked, is_due, lost, plan, exact))
-        return agreed
+            trained.append(_Trained(told.record, samples, told.evaluated))
+        return _Agreed(tuple(trained), *asked, is_due, any(word.lost for word in words.values()), plan, exact)
 
     def _order(self) -> bytes:
         """The plan that is to be in force from the next step on; nothing: the present one."""
@@ -476,17 +485,23 @@ class Run:
     def _move(self, plan: Plan, *, exact: bool) -> None:
         """Puts another plan in force, with all that training has reached, or begins to; or stays as it was, if a process cannot."""
         assert self.watcher is not None
-        start_s, request, places = time.perf_counter(), replace(self.request, plan=plan), list[_Place]()
+        start_s, request = time.perf_counter(), replace(self.request, plan=plan)
+        prepare, places = self._preparing(request)
+        if not exact and self.step + 1 < request.steps and self.watcher.begin(self.rank, plan, self.step, prepare):
+            self._moving = _Moving(request, places[-1], time.perf_counter() - start_s)
+        elif self.watcher.move(self.rank, plan, self.step, prepare):
+            self._take_over(request, places[-1], start_s)
+
+    def _preparing(self, request: TrainRequest) -> tuple[Callable[[], None], list[_Place]]:
+        """What a move does where it may still fail, and where it leaves what this process needs under the plan of `request`."""
+        places: list[_Place] = []
         self.saves.wait()
 
         def prepare() -> None:
             self.faults.meet(MOVING)
             places.append(self._places(program_planner(request)))
 
-        if not exact and self.step + 1 < request.steps and self.watcher.begin(self.rank, plan, self.step, prepare):
-            self._moving = _Moving(request, places[-1], time.perf_counter() - start_s)
-        elif self.watcher.move(self.rank, plan, self.step, prepare):
-            self._take_over(request, places[-1], start_s)
+        return prepare, places
 
     def _may_move_away(self, leaving: tuple[int, ...]) -> bool:
         """Whether work can be moved away from ranks whose nodes leave. The node that leads has the first of all, and what others need."""
@@ -496,7 +511,7 @@ class Run:
     def _move_away(self, leaving: tuple[int, ...]) -> bool:
         """Moves to the best plan without these ranks, and goes on in the processes of the others; False: all is as it was."""
         assert self.watcher is not None
-        start_s, groups, places = time.perf_counter(), self.worker.groups, list[_Place]()
+        start_s, groups = time.perf_counter(), self.worker.groups
         found = self.watcher.without(leaving) if self.is_first else None
         order = b"" if found is None else msgspec.json.encode(plan_to_dict(found))
         self._stayed_with = leaving
@@ -505,12 +520,7 @@ class Run:
             return False
         request = replace(self.request, plan=plan_from_dict(msgspec.json.decode(groups.broadcast(order, size)), "the plan to move to"))
         rest = tuple(one for one in self.members if one not in leaving)
-        self.saves.wait()
-
-        def prepare() -> None:
-            self.faults.meet(MOVING)
-            places.append(self._places(program_planner(request)))
-
+        prepare, places = self._preparing(request)
         if not self.watcher.move(self.rank, request.plan, self.step, prepare, rest):
             return False
         if self.worker.rank in rest:
@@ -557,17 +567,17 @@ class Run:
         self.world.barrier()  # the first rank to fail ends the others, rank 0 included, which completes the checkpoint
         return type(error)(f"{str(error).rstrip('.')}. The run ended after {self.step} steps.")
 
-    def _tell(self, own: StepRecord, samples: str, evaluated: EvalRecord | None) -> None:
+    def _tell(self, trained: _Trained) -> None:
         """The first process writes a step down, and says a word to the launcher; all keep what was evaluated."""
-        record = msgspec.structs.replace(own, samples=samples, plan=self.plan_number)
-        if evaluated is not None:
-            self.evaluated.append(evaluated)
+        record = msgspec.structs.replace(trained.record, samples=trained.samples, plan=self.plan_number)
+        if trained.evaluated is not None:
+            self.evaluated.append(trained.evaluated)
         if self.log is not None:
             self.log.write(record)
             self._notes += self._gone_silent()
             loss = math.nan if record.loss is None else record.loss
             self.worker.tell(StepTold(
-                record.step, loss, record.tokens_per_s or 0.0, record.gpu_utilisation, evaluated, tuple(self._notes)
+                record.step, loss, record.tokens_per_s or 0.0, record.gpu_utilisation, trained.evaluated, tuple(self._notes)
             ))  # fmt: skip
             self._notes.clear()
 

@@ -35,5 +35,5 @@ def test_the_first_process_asks_for_one_that_no_rank_still_writes(late: int, is_
         saves=SimpleNamespace(is_late=bool(late), is_saving=False, copied=0.0), world=SimpleNamespace(ranks=(1,)),
         worker=SimpleNamespace(asked_to_end=lambda: 15, groups=SimpleNamespace(gather=gather)), _order=lambda: b"",
     )  # fmt: skip
-    (told,) = Run._agreed(stub, [StepWord()])
+    told = Run._agreed(stub, [StepWord()])
     assert (told.ended_by, told.is_due) == (15, bool(expected))
