@@ -197,7 +197,7 @@ class Trained:
         )  # fmt: skip
 
     def measure(self, point: Point) -> tuple[float, int]:
-        """(seconds, peak bytes) of a step, the median of three or four after two others."""
+        """(seconds, peak bytes) of a step, the shortest of three or four after two others: what else a machine does only slows it."""
         import torch
 
         from penstock.models.modules import run_backward
@@ -217,13 +217,13 @@ class Trained:
             self.optimizer.zero_grad()
             wait()
             times.append(time.perf_counter() - start)
-        return statistics.median(times[2:]), torch.cuda.max_memory_allocated() if self.on_gpu else 0
+        return min(times[2:]), torch.cuda.max_memory_allocated() if self.on_gpu else 0
 
     def keep(self, point: Point, measured: Sequence[tuple[float, int]], found: Lines) -> None:
         """Writes a point down, if it was measured."""
         if not measured:
             return
-        time_s, memory_bytes = statistics.mean(one for one, _ in measured), measured[0][1] - self.others_bytes
+        time_s, memory_bytes = min(one for one, _ in measured), measured[0][1] - self.others_bytes
         found.add(point.key, time_s=time_s, memory_bytes=memory_bytes, times_s=[one for one, _ in measured])
         print(f"{point.model} {point.layout} {point.recompute} {point.shape.tokens or point.shape.samples}: {time_s * 1e3:.1f} ms, "
               f"{memory_bytes / 1e9:.2f} GB", flush=True)  # fmt: skip

@@ -8,7 +8,7 @@ import math
 import os
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,16 +134,17 @@ class WholeFactors:
     """What a chain's ops take together, run for seconds without marks, over the sum of their measured parts."""
 
     device: float = 1.0
-    """Above 1 where clocks fall under lasting load."""
+    """Of large work: above 1 where clocks fall under lasting load, below where one op finds in the cache what another left there."""
     host: float = 1.0
-    """Below 1, since setting marks takes the host time too."""
+    """Of small work at the host's own pace."""
     recompute_host_s: float = 0.0
     """What recomputing one op costs the host, its second forward pass included."""
 
     def joined(self, another: WholeFactors, count: int) -> WholeFactors:
-        """The mean of `count` comparisons, which this is, and another one."""
-        pairs = zip(astuple(self), astuple(another), strict=True)
-        return WholeFactors(*((count * mean + new) / (count + 1) for mean, new in pairs))
+        """What `count` comparisons gave, which this is, and another one: the mean for the device, and for the host the calmer of both,
+        since whatever else a machine has to do only slows its host."""
+        calmer = min(self, another, key=lambda factors: factors.host)
+        return replace(calmer, device=(count * self.device + another.device) / (count + 1))
 
 
 @dataclass

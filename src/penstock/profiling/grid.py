@@ -10,7 +10,9 @@ from itertools import cycle, pairwise
 from penstock.models.ops import Model
 from penstock.models.shapes import Layout
 
-__all__ = ["GridLimits", "Lengths", "attention_grid", "mixed_lengths", "refine", "spread_lengths", "sweep_lengths", "sweep_size"]
+__all__ = [
+    "GridLimits", "Lengths", "attention_grid", "mixed_lengths", "refine", "spread_lengths", "sweep_lengths", "sweep_size", "usual_lengths",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Lengths:
     mixed: tuple[int, ...] = ()
 
 
+IMAGE_TOKENS = 700
+"""Tokens of text that take about as long as an image."""
 SPREAD = (0.08, 0.15, 0.22, 0.31, 0.42, 0.59, 0.88, 1.7)
 """Lengths as spread out as those of real text, scaled so that a token sees one unit of keys on average."""
 
@@ -88,6 +92,15 @@ def sweep_lengths(model: Model, size: int) -> Lengths:
     whole = sweep_size(model, size)
     length = min(_row_length(model), whole)
     return Lengths(whole // length, length, length if model.dec_length else 0)
+
+
+def usual_lengths(model: Model, tokens: int) -> list[Lengths]:
+    """Batches of about `tokens` as they come in training, one for each layout; of images, one that works a device as hard."""
+    if not model.seq_length:
+        return [Lengths(max(1, tokens // IMAGE_TOKENS))]
+    row, mean = min(700, model.seq_length), min(256, model.seq_length // 2)
+    rows = Lengths(max(1, tokens // row), row, row // 2 if model.dec_length else 0)
+    return [mixed_lengths(tokens, mean, model.seq_length) if layout == "packed" else rows for layout in model.layouts]
 
 
 def attention_grid(limits: GridLimits, longest: int, fine: bool = True) -> list[tuple[int, int]]:

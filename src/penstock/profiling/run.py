@@ -36,7 +36,17 @@ from penstock.models.modules import TORCH_DTYPES, Batch, Chain, TensorParallel, 
 from penstock.models.ops import ITEM_BYTES, Model, PlacedOp, TensorSpec
 from penstock.models.shapes import Shape
 from penstock.processes.burners import Burners
-from penstock.profiling.grid import GridLimits, Lengths, attention_grid, mixed_lengths, refine, spread_lengths, sweep_lengths, sweep_size
+from penstock.profiling.grid import (
+    GridLimits,
+    Lengths,
+    attention_grid,
+    mixed_lengths,
+    refine,
+    spread_lengths,
+    sweep_lengths,
+    sweep_size,
+    usual_lengths,
+)
 from penstock.profiling.local import device_facts
 from penstock.profiling.marks import times_for
 from penstock.profiling.measure import OpMeasure, Run, hold_gradients, measure_ops
@@ -59,11 +69,13 @@ NOISY = 0.25
 BESIDE_TOKENS = 4096
 """Of a pass that is measured beside a load: enough that ops, not their launches, are slowed."""
 LASTING_S = 2.0
-"""How long a chain runs to see what lasting load does to it, and its host from moment to moment."""
-ROUNDS = 3
-"""How often that is done with each model, those of the others in between: the pace of a host changes from minute to minute."""
+"""How long small work runs to see the host at its own pace."""
 TURNS = 9
-"""How often at least."""
+"""How often it runs at least."""
+ROUNDS = 3
+"""How often each model is compared with its parts, the others in between: the pace of a host changes from minute to minute."""
+USUAL_TOKENS = (7_000, 9_500, 13_000, 17_000, 22_000, 28_000)
+"""Sizes of large work, some for each round."""
 
 
 @dataclass(frozen=True)
@@ -396,15 +408,13 @@ class Profiler:
         chain = self._chain(model, 0, model.num_ops, unit)
         hold_gradients(chain.parameters())
         costs = DeviceCosts(replace(self.here, whole={}))
-        smallest, usual = (self.limits.min_samples, 32) if not model.seq_length else (self.limits.min_tokens, 16384)
-        small, large = (random_model_batch(model, sweep_lengths(model, size), self.device) for size in (smallest, usual))
+        smallest = self.limits.min_tokens if model.seq_length else self.limits.min_samples
+        small = random_model_batch(model, sweep_lengths(model, smallest), self.device)
         flags = [index for index in range(len(chain.places)) if 0 < index < len(chain.places) - 3]
-        plain_s, again_s = self._in_turns_s(chain, small, ((), flags))
-        (lasting_s,) = self._in_turns_s(chain, large, ((),))
+        plain_s, again_s = self._calmest_s(chain, small, ((), flags))
         host_s = self._sum_of_parts(costs, model, small.shape, HOST_COLUMNS)
-        parts_s = self._sum_of_parts(costs, model, large.shape, ("forward_s", "backward_s"))
         recompute_host_s = max(again_s - plain_s, 0.0) / len(rerun_positions(model.ops, flags))
-        factors = WholeFactors(lasting_s / parts_s, plain_s / host_s, recompute_host_s)
+        factors = WholeFactors(self._device_factor(chain, costs, model, unit.round), plain_s / host_s, recompute_host_s)
         known = sum(replace(unit, sweep=f"whole {number}").name in self.here.done for number in range(1, unit.round))
         if known:
             factors = self.here.whole[model.ops[0].op.signature].joined(factors, known)
@@ -418,26 +428,40 @@ class Profiler:
         """Whether the whole model leaves room for its activations."""
         return model.num_parameters * 2 * ITEM_BYTES[model.dtype] < 0.1 * self.here.about["memory_bytes"]
 
-    def _in_turns_s(self, chain: Chain, batch: Batch, ways: Sequence[Sequence[int]]) -> list[float]:
-        """Times of a forward and a backward pass that recompute this and that, under lasting load, taken in turns.
+    def _calmest_s(self, chain: Chain, batch: Batch, ways: Sequence[Sequence[int]]) -> list[float]:
+        """The shortest times of a forward and a backward pass that recompute this and that, taken in turns.
 
-        The pace of a host changes from second to second: what is compared sees the same moments, and many of them. The second half counts:
-        the first passes find kernels and memory, and clocks fall under load.
+        The pace of a host changes from second to second, by half where others share its machine: what is compared sees the same moments,
+        and enough of them that one is calm.
         """
         times: list[list[float]] = [[] for _ in ways]
         began = time.perf_counter()
         while len(times[0]) < TURNS or time.perf_counter() - began < LASTING_S:
             for found, recompute in zip(times, ways, strict=True):
                 found.append(self._passes_s(chain, batch, recompute))
-        return [statistics.median(found[len(found) // 2 :]) for found in times]
+        return [min(found) for found in times]
 
-    def _passes_s(self, chain: Chain, batch: Batch, recompute: Sequence[int]) -> float:
-        """Mean time of four forward and backward passes, one after the other."""
+    def _device_factor(self, chain: Chain, costs: DeviceCosts, model: Model, round_number: int) -> float:
+        """The time of large work over the sum of its parts: the (geometric) mean of shapes that are none of the grid, others each round."""
+        ratios = []
+        for lengths in (one for size in USUAL_TOKENS[round_number - 1 :: ROUNDS] for one in usual_lengths(model, size)):
+            batch = random_model_batch(model, lengths, self.device)
+            try:
+                self._passes_s(chain, batch, (), 1)
+                took_s = self._passes_s(chain, batch, (), 2)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                continue
+            ratios.append(took_s / self._sum_of_parts(costs, model, batch.shape, ("forward_s", "backward_s")))
+        return statistics.geometric_mean(ratios) if ratios else 1.0
+
+    def _passes_s(self, chain: Chain, batch: Batch, recompute: Sequence[int], count: int = 4) -> float:
+        """Mean time of some forward and backward passes, one after the other."""
         start = time.perf_counter()
-        for _ in range(4):
+        for _ in range(count):
             run_backward([chain(batch, recompute=recompute)["loss"]])
         self._wait()
-        return (time.perf_counter() - start) / 4
+        return (time.perf_counter() - start) / count
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
