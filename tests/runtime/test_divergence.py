@@ -101,17 +101,17 @@ def test_a_skipped_update_leaves_no_trace() -> None:
 
 def test_the_fifth_in_a_row_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.runtime.run.describe_divergence", lambda *_: "the loss of step 7 is nan")
-    done, record = list[Any](), StepRecord(6)
+    done, notes, record = list[Any](), list[str](), StepRecord(6)
     stub: Any = SimpleNamespace(
-        _dropped=0, _notes=[], is_first=True, rank=SimpleNamespace(update=SimpleNamespace(scale=None)),
+        _dropped=0, rank=SimpleNamespace(update=SimpleNamespace(scale=None)),
         request=SimpleNamespace(settings=TrainingSettings(on_nan="skip")),
         saves=SimpleNamespace(wait=lambda: done.append("whole")), world=SimpleNamespace(barrier=lambda: done.append("met")),
-        _tell=lambda trained: done.append(trained.record),
+        records=SimpleNamespace(note=notes.append, tell=lambda trained: done.append(trained.record)),
     )  # fmt: skip
     check: Any = Run._check_finite
     for loss in [math.nan] * (MAX_DROPPED - 1) + [1.0] + [math.inf] * (MAX_DROPPED - 1):
         check(stub, None, None, loss, 1.0)
-    assert len(stub._notes) == 2 * (MAX_DROPPED - 1) and not done
+    assert len(notes) == 2 * (MAX_DROPPED - 1) and not done
     with pytest.raises(DivergedError, match="It was the 5th in a row"):
         check(stub, None, None, 1.0, math.nan)
     assert done == ["whole", "met"]

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from penstock.data.loader import ProgramLoader
@@ -20,8 +19,8 @@ from penstock.data.samples import LoadedProgram, Samples
 from penstock.errors import PenstockError
 from penstock.models.micro_batch import MicroBatch
 from penstock.plans.references import cluster_of, model_of
-from penstock.plans.schema import plan_from_dict, plan_to_dict
 from penstock.programs.instructions import Program
+from penstock.runtime.agreeing import Agreed, Order, agree, told_plan
 from penstock.runtime.checkpoints.first_weights import open_weights
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.determinism import always_the_same
@@ -32,30 +31,28 @@ from penstock.runtime.divergence import MAX_DROPPED, DivergedError, describe_div
 from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import load_rank, load_state, load_weights
+from penstock.runtime.records import RunRecords, TrainedStep
 from penstock.runtime.recovering.faults import RankFaults
 from penstock.runtime.recovering.saving import RunSaves
-from penstock.runtime.request import PACED, WARM_UP, EvalRecord, GoingOn, MayLeave, PlanAdopted, StepTold, TrainRequest, TrainResult
-from penstock.runtime.run_folder import CHECKPOINTS, STEPS, plans_of_run
+from penstock.runtime.request import PACED, WARM_UP, EvalRecord, GoingOn, MayLeave, PlanAdopted, TrainRequest, TrainResult
+from penstock.runtime.run_folder import CHECKPOINTS
 from penstock.runtime.run_inputs import held_out_programs, program_planner, run_inputs
 from penstock.runtime.step_words import StepWatcher, StepWord, samples_digest, whole_digest
 from penstock.runtime.telemetry.figures import RankFigures, StepMeter
 from penstock.runtime.telemetry.flops import PeakTimes
-from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
 from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages, times_of_ranks
 from penstock.runtime.telemetry.phases import MOVING, RECOVERING
 from penstock.runtime.telemetry.predicting import ProgramTimes
 from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.telemetry.profiled_steps import ProfiledSteps
 from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
-from penstock.runtime.telemetry.steps import LineLog, StepRecord, padding_share
-from penstock.runtime.telemetry.tensorboard import tensorboard_sink
+from penstock.runtime.telemetry.steps import StepRecord, padding_share
 from penstock.runtime.transport.allocator import reserve
 from penstock.runtime.transport.world import World
 from penstock.runtime.workers import Worker
 from penstock.stores import StoreError
 
 if TYPE_CHECKING:
-    from penstock.plans.plan import Plan
     from penstock.runtime.planner_processes import Handover
 
 __all__ = ["Run", "Watching", "train_rank"]
@@ -92,36 +89,6 @@ class _Moving:
     """How long training stood still before the step."""
 
 
-@dataclass(frozen=True)
-class _Trained:
-    """What all processes know of a step."""
-
-    record: StepRecord
-    samples: str
-    """Digest of all that were trained."""
-    evaluated: EvalRecord | None = None
-
-
-@dataclass(frozen=True)
-class _Agreed:
-    """What all processes know after a program, and will do before the next."""
-
-    steps: tuple[_Trained, ...]
-    """Of the program: one, but for asynchronous plans."""
-    ended_by: int
-    """The signal that asks any of them to end, so that they do so after the same step."""
-    leaving: tuple[int, ...]
-    """Whose nodes are to leave, while others stay."""
-    is_due: bool
-    """Whether it is time for a checkpoint, which none is still writing."""
-    is_lost: bool
-    """Whether one gets no more programs, so that all have to end."""
-    plan: Plan | None
-    """To move to."""
-    exact: bool
-    """Whether it is to be in force with the next step, so that nothing can travel beside one."""
-
-
 class Run:
     """Trains in one process of a job; a context, so that files and planners are closed.
 
@@ -144,8 +111,8 @@ class Run:
         """Whether its processes take the place of others."""
         self.step = self.first_step
         """The one that comes next."""
-        self.plan_since, self.plan_number = self.first_step, 0
-        """The first step of the plan in force, and how many the run has had before it; the latter is known to the first process."""
+        self.plan_since = self.first_step
+        """The first step of the plan in force."""
         out, own = Path(request.out), worker.rank
         self.members = worker.groups.generation.members
         self.is_first = own == self.members[0]
@@ -173,18 +140,8 @@ class Run:
         )  # fmt: skip
         if request.reserve_memory and self.world.device.type == "cuda":
             reserve(self.world.device, request.reserve_memory, len(self.world.ranks) if worker.shared_gpu else 1)
-        self.log: LineLog | None = None
-        if self.is_first:
-            self.plan_number = len(plans_of_run(out)) - 1
-            sink = tensorboard_sink(out / "tensorboard")
-            self.log = LineLog(out / STEPS, *([] if sink is None else [sink]), anew=self.is_new)
-            self.saves.before_copy = self.log.flush
-        self._notes: list[str] = []
-        """Notes for the launcher that were not sent yet."""
-        self._given_up: set[str] = set()
-        """What was said once, and is not said again."""
-        self.gpu = self._gpu_log(out)
-        self.evaluated: list[EvalRecord] = []
+        self.records = RunRecords(worker, out, self.spans, is_first=self.is_first, anew=self.is_new)
+        self.saves.before_copy = self.records.flush
         self.watcher: StepWatcher | None = None
         self._watching: Watching | None = None
         self._moving: _Moving | None = None
@@ -262,12 +219,9 @@ class Run:
         self.loads.close()
         self.loader.close()
         self.spans.close()
-        if self.gpu is not None:
-            self.gpu.close()
         if self.watcher is not None:
             self.watcher.close()
-        if self.log is not None:
-            self.log.close()
+        self.records.close()
 
     @property
     def computes_on_cores(self) -> bool:
@@ -294,22 +248,23 @@ class Run:
             end_s = time.perf_counter()
             self.step = self._window_end
             told = self._agreed(words)
-            for one in told.steps:
+            steps = self._trained(told.words)
+            for one in steps:
                 losses.append(math.nan if one.record.loss is None else one.record.loss)
                 times.append(one.record.time_s or 0.0)
                 tokens.append(one.record.tokens or 0)
-                self._tell(one)
+                self.records.tell(one)
             if told.is_lost and self.step < self.request.steps:
                 raise self._ended(self._lost or StoreError("another rank gets no more programs from the store."))
             moves_away = self._may_move_away(told.leaving)
-            self.saves.after(self.step, told.steps[-1].evaluated, is_due=told.is_due, leaves=bool(told.leaving) and not moves_away)
+            self.saves.after(self.step, steps[-1].evaluated, is_due=told.is_due, leaves=bool(told.leaving) and not moves_away)
             if told.leaving and self.saves.may_leave and self.worker.asked_to_end() < 0:
                 self.worker.tell(MayLeave())
             ended_by = told.ended_by
             if self._moving is not None:
                 self._finish_move(self._moving, ended=bool(ended_by))
-            elif told.plan is not None and not ended_by:
-                self._move(told.plan, exact=told.exact)
+            elif told.order is not None and not ended_by:
+                self._move(told.order)
             elif moves_away and self._move_away(told.leaving):
                 if self.worker.rank in told.leaving:
                     self.worker.tell(MayLeave(has_moved=True))
@@ -326,7 +281,7 @@ class Run:
         mean_tokens, gather = statistics.fmean(tokens), self.worker.groups.gather
         own = self.times.times(self._memory().get("allocated_bytes")) if self.has_work else None
         return TrainResult(
-            self.first_step, len(losses), tuple(losses), tuple(self.evaluated), usual, mean_tokens / usual,
+            self.first_step, len(losses), tuple(losses), tuple(self.records.evaluated), usual, mean_tokens / usual,
             slowest_stages(self.request.plan.num_stages, self.times, gather), str(Path(self.request.out) / CHECKPOINTS), ended_by,
             times_of_ranks(self.members, own, gather), self.request.plan if self.plan_since > self.first_step else None, self.plan_since,
         )  # fmt: skip
@@ -360,7 +315,7 @@ class Run:
                 record = StepRecord(
                     program.iteration + number, loss, time_s, tokens, tokens / time_s, self._mfu(own, tokens, time_s), result.rate,
                     gradient_norm=norm, skipped=result.skipped, bubble_share=max(0.0, 1.0 - busy_s / whole_s),
-                    planning_wait_s=wait_s / count, padding_share=padding_share(own), **self._memory(), **self._sampled(),
+                    planning_wait_s=wait_s / count, padding_share=padding_share(own), **self._memory(), **self.records.gpu_sample(),
                 )  # fmt: skip
             words.append(StepWord(samples=samples_digest(own) if self.rank.leads_replica else 0, figures=figures, record=record))
         done, every = program.iteration + count, self.request.eval_every
@@ -393,9 +348,8 @@ class Run:
             return RankFigures(clock.busy_s, clock.expected_s, clock.data_wait_s, 0.0, clock.device_s)
         if self._meter is None:
             return RankFigures()
-        if self.is_first and self._meter.refused is not None and "costs" not in self._given_up:
-            self._given_up.add("costs")
-            self._notes.append(f"slow ranks will not be noticed, since nothing can be predicted: {self._meter.refused}")
+        if self._meter.refused is not None:
+            self.records.note_once("costs", f"slow ranks will not be noticed, since nothing can be predicted: {self._meter.refused}")
         wait_s, data_s = self.loader.wait_s, self.loader.data_wait_s
         return self._meter.ended(wall_s, data_s, wait_s - data_s)
 
@@ -404,13 +358,9 @@ class Run:
         if not isinstance(self.rank, PacedRank):
             return wall_s
         clock = self.rank.clock
-        is_behind = clock.wall_s > _BEHIND * clock.device_s and step >= self.times.first_iteration
-        if self.is_first and is_behind and "pace" not in self._given_up:
-            self._given_up.add("pace")
-            self._notes.append(
-                f"this machine computes more slowly than the paced devices: step {step} took {clock.wall_s:.3g} s, they take "
-                f"{clock.device_s:.3g} s. The times that are told are theirs."
-            )
+        if clock.wall_s > _BEHIND * clock.device_s and step >= self.times.first_iteration:
+            took = f"step {step} took {clock.wall_s:.3g} s, they take {clock.device_s:.3g} s. The times that are told are theirs."
+            self.records.note_once("pace", f"this machine computes more slowly than the paced devices: {took}")
         return clock.device_s
 
     def _check_finite(
@@ -424,12 +374,11 @@ class Run:
         self._dropped += 1
         what = describe_divergence(self.rank, program, result, len(before))
         if self.request.settings.on_nan == "skip" and self._dropped < MAX_DROPPED:
-            if self.is_first:
-                self._notes.append(f"{what}. Its update was dropped.")
+            self.records.note(f"{what}. Its update was dropped.")
             return
         for word in before:
             if word.record is not None:
-                self._tell(_Trained(word.record, whole_digest([word])))
+                self.records.tell(TrainedStep(word.record, whole_digest([word])))
         self.saves.wait()
         self.world.barrier()  # the first rank to fail ends the others, rank 0 included, which completes the checkpoint before
         advice = f"It was the {MAX_DROPPED}th in a row" if self._dropped > 1 else "--on-nan skip would drop such updates"
@@ -450,44 +399,42 @@ class Run:
         except PlanningError as error:  # which every rank was told
             raise self._ended(error) from None
 
-    def _agreed(self, own: Sequence[StepWord]) -> _Agreed:
+    def _agreed(self, own: Sequence[StepWord]) -> Agreed:
         """Given what this process has to say of each step of a program."""
-        groups, first = self.worker.groups, self.members[0]
-        order = self._order() if self.is_first and self.step < self.request.steps else b""
         last = replace(
             own[-1], lost=self._lost is not None, asked_to_end=self.worker.asked_to_end(), is_due=self.is_first and self.saves.is_late,
-            is_saving=self.saves.is_saving, order_bytes=len(order), copied=self.saves.copied,
+            is_saving=self.saves.is_saving, copied=self.saves.copied,
         )  # fmt: skip
-        table = groups.gather(torch.tensor([word.row() for word in (*own[:-1], last)], dtype=torch.float64)).tolist()
-        steps = [{member: StepWord.of_row(rows[at]) for member, rows in zip(self.members, table, strict=True)} for at in range(len(own))]
-        words = steps[-1]
-        size = words[first].order_bytes
-        self.saves.safe_copy = min(word.copied for word in words.values())
-        wanted, exact = msgspec.json.decode(groups.broadcast(order, size)) if size else (None, False)
-        plan = None if wanted is None else plan_from_dict(wanted, "the plan to move to")
-        asked = _asked({one: word.asked_to_end for one, word in words.items()})
-        is_due = words[first].is_due and not any(word.is_saving for word in words.values())
-        trained = []
-        for step, own_words in enumerate(steps, self.step - len(steps)):
+        asks = self.is_first and self.watcher is not None and self.step < self.request.steps
+        agreed = agree(self.worker.groups, self.members, (*own[:-1], last), self._order() if asks else None)
+        self.saves.safe_copy = agreed.safe_copy
+        return agreed
+
+    def _order(self) -> Order | None:
+        """What is to be in force from the next step on, if not the present plan."""
+        assert self.watcher is not None
+        wanted = self.watcher.order(self.step)
+        return None if wanted is None else Order(wanted, self.watcher.exact)
+
+    def _trained(self, words: Sequence[Mapping[int, StepWord]]) -> list[TrainedStep]:
+        """The steps of a program that has ended, given what all said of them; who watches is told."""
+        steps = []
+        for number, said in enumerate(words, self.step - len(words)):
             if self.watcher is not None:
-                figures = {member: word.figures for member, word in own_words.items()}
-                self._notes += self.watcher.after(step - (self._meter.lateness if self._meter else 0), figures)
-            told, samples = own_words[self.world.ranks[0]], whole_digest(own_words.values())
+                figures = {member: word.figures for member, word in said.items()}
+                self.records.note(*self.watcher.after(number - (self._meter.lateness if self._meter else 0), figures))
+            told = said[self.world.ranks[0]]
             assert told.record is not None
-            trained.append(_Trained(told.record, samples, told.evaluated))
-        return _Agreed(tuple(trained), *asked, is_due, any(word.lost for word in words.values()), plan, exact)
+            steps.append(TrainedStep(told.record, whole_digest(said.values()), told.evaluated))
+        return steps
 
-    def _order(self) -> bytes:
-        """The plan that is to be in force from the next step on; nothing: the present one."""
-        wanted = None if self.watcher is None else self.watcher.order(self.step)
-        return b"" if wanted is None else msgspec.json.encode((plan_to_dict(wanted), self.watcher is not None and self.watcher.exact))
-
-    def _move(self, plan: Plan, *, exact: bool) -> None:
+    def _move(self, order: Order) -> None:
         """Puts another plan in force, with all that training has reached, or begins to; or stays as it was, if a process cannot."""
         assert self.watcher is not None
-        start_s, request = time.perf_counter(), replace(self.request, plan=plan)
+        start_s, plan = time.perf_counter(), order.plan
+        request = replace(self.request, plan=plan)
         prepare, places = self._preparing(request)
-        if not exact and self.step + 1 < request.steps and self.watcher.begin(self.rank, plan, self.step, prepare):
+        if not order.exact and self.step + 1 < request.steps and self.watcher.begin(self.rank, plan, self.step, prepare):
             self._moving = _Moving(request, places[-1], time.perf_counter() - start_s)
         elif self.watcher.move(self.rank, plan, self.step, prepare):
             self._take_over(request, places[-1], start_s)
@@ -511,17 +458,15 @@ class Run:
     def _move_away(self, leaving: tuple[int, ...]) -> bool:
         """Moves to the best plan without these ranks, and goes on in the processes of the others; False: all is as it was."""
         assert self.watcher is not None
-        start_s, groups = time.perf_counter(), self.worker.groups
-        found = self.watcher.without(leaving) if self.is_first else None
-        order = b"" if found is None else msgspec.json.encode(plan_to_dict(found))
+        start_s = time.perf_counter()
+        plan = told_plan(self.worker.groups, self.watcher.without(leaving) if self.is_first else None)
         self._stayed_with = leaving
-        size = int(groups.gather(torch.tensor([len(order)]))[0])
-        if not size:
+        if plan is None:
             return False
-        request = replace(self.request, plan=plan_from_dict(msgspec.json.decode(groups.broadcast(order, size)), "the plan to move to"))
+        request = replace(self.request, plan=plan)
         rest = tuple(one for one in self.members if one not in leaving)
         prepare, places = self._preparing(request)
-        if not self.watcher.move(self.rank, request.plan, self.step, prepare, rest):
+        if not self.watcher.move(self.rank, plan, self.step, prepare, rest):
             return False
         if self.worker.rank in rest:
             self.members = rest
@@ -556,8 +501,8 @@ class Run:
         self._take_place(place)
         self.saves.copy(self.step)  # else a death would go back to steps of the plan before
         self._compare_clocks(self.step)
-        self.plan_number += 1
-        self._notes += self.watcher.moved(self.step, request.plan, time.perf_counter() - start_s)
+        self.records.plan_number += 1
+        self.records.note(*self.watcher.moved(self.step, request.plan, time.perf_counter() - start_s))
 
     def _ended(self, error: PenstockError) -> PenstockError:
         """Saves what was trained, on all ranks, before the run ends; the error, with how far it came."""
@@ -566,38 +511,6 @@ class Run:
         self.saves.finish(self.step)
         self.world.barrier()  # the first rank to fail ends the others, rank 0 included, which completes the checkpoint
         return type(error)(f"{str(error).rstrip('.')}. The run ended after {self.step} steps.")
-
-    def _tell(self, trained: _Trained) -> None:
-        """The first process writes a step down, and says a word to the launcher; all keep what was evaluated."""
-        record = msgspec.structs.replace(trained.record, samples=trained.samples, plan=self.plan_number)
-        if trained.evaluated is not None:
-            self.evaluated.append(trained.evaluated)
-        if self.log is not None:
-            self.log.write(record)
-            self._notes += self._gone_silent()
-            loss = math.nan if record.loss is None else record.loss
-            self.worker.tell(StepTold(
-                record.step, loss, record.tokens_per_s or 0.0, record.gpu_utilisation, trained.evaluated, tuple(self._notes)
-            ))  # fmt: skip
-            self._notes.clear()
-
-    def _gone_silent(self) -> Iterator[str]:
-        """A note for each kind of record that a full disk ended, once."""
-        for what, error in (("steps", self.log and self.log.error), ("spans", self.spans.error)):
-            if error is not None and what not in self._given_up:
-                self._given_up.add(what)
-                yield f"{what} are no longer recorded: {error}."
-
-    def _gpu_log(self, out: Path) -> DeviceLog | None:
-        """The thread that samples this rank's GPU (NVML), if it has one that no rank before it samples."""
-        uuid = gpu_uuid(self.world.device)
-        if uuid is None or (self.worker.shared_gpu and self.worker.rank >= torch.cuda.device_count()):
-            return None
-        try:
-            return DeviceLog(uuid, out / f"rank-{self.worker.rank:05d}.devices.jsonl")
-        except NvmlMissing as error:
-            self._notes.append(f"no GPU utilisation, clocks and power are recorded: {error}.")
-            return None
 
     def _peak_times(self) -> PeakTimes | None:
         """Nothing where the plan's devices are not those that it runs on."""
@@ -610,12 +523,6 @@ class Run:
         """Other replicas' samples are taken to cost as much for each token as this one's."""
         return None if self._peaks is None else self._peaks.time_s(own, tokens) / time_s
 
-    def _sampled(self) -> dict[str, float | None]:
-        now = None if self.gpu is None else self.gpu.latest
-        if now is None:
-            return {}
-        return {"gpu_utilisation": now.utilisation, "gpu_sm_clock_hz": now.sm_clock_hz, "gpu_power_w": now.power_w}
-
     def _memory(self) -> dict[str, int]:
         if self.world.device.type != "cuda":
             return {}
@@ -627,16 +534,6 @@ class Run:
         place = self._place
         found = [self.rank.evaluate(program, place.held_out) for program in place.evaluations]
         return EvalRecord(done, statistics.fmean(one.loss for one in found), statistics.fmean(one.accuracy for one in found))
-
-
-def _asked(signals: Mapping[int, int]) -> tuple[int, tuple[int, ...]]:
-    """The signal that ends the run, and the ranks whose nodes are to leave it. Where all are, it ends.
-
-    >>> _asked({0: 0, 1: 15}), _asked({0: 0, 1: -15}), _asked({0: -15, 1: -15}), _asked({0: -15, 1: 2})
-    ((15, ()), (0, (1,)), (15, ()), (2, ()))
-    """
-    ended_by = abs(max(signals.values()))
-    return ended_by, () if ended_by else tuple(rank for rank, number in signals.items() if number < 0)
 
 
 def train_rank(

@@ -1,0 +1,95 @@
+"""What the processes of a job agree on after each program, by one message of each to all: the same decisions follow everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from penstock.plans.schema import plan_from_dict, plan_to_dict
+from penstock.runtime.step_words import StepWord
+
+if TYPE_CHECKING:
+    from penstock.plans.plan import Plan
+    from penstock.runtime.transport.world import ProcessGroups
+
+__all__ = ["Agreed", "Order", "agree", "told_plan"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """A plan that all are to move to."""
+
+    plan: Plan
+    exact: bool = False
+    """Whether it is to be in force with the next step, so that nothing can travel beside one."""
+
+    def packed(self) -> bytes:
+        """As a message."""
+        return msgspec.json.encode((plan_to_dict(self.plan), self.exact))
+
+    @classmethod
+    def unpacked(cls, message: bytes) -> Order:
+        """Back from a message."""
+        plan, exact = msgspec.json.decode(message)
+        return cls(plan_from_dict(plan, "the plan to move to"), exact)
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all processes know after a program, and will do before the next."""
+
+    words: tuple[Mapping[int, StepWord], ...]
+    """Of each step of the program (one, but for asynchronous plans), what each process said."""
+    ended_by: int
+    """The signal that asks any of them to end, so that they do so after the same step."""
+    leaving: tuple[int, ...]
+    """Whose nodes are to leave, while others stay."""
+    order: Order | None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for a checkpoint, which none is still writing."""
+        said = self.words[-1].values()
+        return any(word.is_due for word in said) and not any(word.is_saving for word in said)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether one gets no more programs, so that all have to end."""
+        return any(word.lost for word in self.words[-1].values())
+
+    @property
+    def safe_copy(self) -> float:
+        """The newest step of which all copies are safe."""
+        return min(word.copied for word in self.words[-1].values())
+
+
+def agree(groups: ProcessGroups, members: Sequence[int], own: Sequence[StepWord], order: Order | None) -> Agreed:
+    """Given what this process says of each step of a program, and the order of the first of `members`, which alone has any."""
+    message = b"" if order is None else order.packed()
+    said = [*own[:-1], replace(own[-1], order_bytes=len(message))]
+    table = groups.gather(torch.tensor([word.row() for word in said], dtype=torch.float64)).tolist()
+    words = tuple({member: StepWord.of_row(rows[at]) for member, rows in zip(members, table, strict=True)} for at in range(len(said)))
+    size = words[-1][members[0]].order_bytes
+    ended_by, leaving = _asked({member: word.asked_to_end for member, word in words[-1].items()})
+    return Agreed(words, ended_by, leaving, Order.unpacked(groups.broadcast(message, size)) if size else None)
+
+
+def told_plan(groups: ProcessGroups, plan: Plan | None) -> Plan | None:
+    """The plan that the first process has, in all of them."""
+    message = b"" if plan is None else Order(plan).packed()
+    size = int(groups.gather(torch.tensor([len(message)]))[0])
+    return Order.unpacked(groups.broadcast(message, size)).plan if size else None
+
+
+def _asked(signals: Mapping[int, int]) -> tuple[int, tuple[int, ...]]:
+    """The signal that ends the run, and the ranks whose nodes are to leave it. Where all are, it ends.
+
+    >>> _asked({0: 0, 1: 15}), _asked({0: 0, 1: -15}), _asked({0: -15, 1: -15}), _asked({0: -15, 1: 2})
+    ((15, ()), (0, (1,)), (15, ()), (2, ()))
+    """
+    ended_by = abs(max(signals.values()))
+    return ended_by, () if ended_by else tuple(rank for rank, number in signals.items() if number < 0)

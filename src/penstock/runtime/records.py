@@ -1,0 +1,111 @@
+"""What a run tells: of every step a line in `steps.jsonl`, and a word to the launcher with the notes of the moment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from penstock.runtime.request import EvalRecord, StepTold
+from penstock.runtime.run_folder import STEPS, plans_of_run
+from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
+from penstock.runtime.telemetry.spans import SpanRecorder
+from penstock.runtime.telemetry.steps import LineLog, StepRecord
+from penstock.runtime.telemetry.tensorboard import tensorboard_sink
+from penstock.runtime.workers import Worker
+
+__all__ = ["RunRecords", "TrainedStep"]
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """What all processes know of a step."""
+
+    record: StepRecord
+    samples: str
+    """Digest of all that were trained."""
+    evaluated: EvalRecord | None = None
+
+
+class RunRecords:
+    """The records of one process: each keeps what was evaluated and samples its GPU, the first of the job tells of steps and has notes."""
+
+    def __init__(self, worker: Worker, out: Path, spans: SpanRecorder, *, is_first: bool, anew: bool) -> None:
+        self.evaluated: list[EvalRecord] = []
+        self.plan_number = len(plans_of_run(out)) - 1 if is_first else 0
+        """How many plans the run has had before the one in force, as far as the first process knows."""
+        self._worker, self._spans = worker, spans
+        self._log: LineLog | None = None
+        if is_first:
+            sink = tensorboard_sink(out / "tensorboard")
+            self._log = LineLog(out / STEPS, *([] if sink is None else [sink]), anew=anew)
+        self._notes: list[str] = []
+        """Those that the launcher has not been told yet."""
+        self._noted: set[str] = set()
+        """What was said once, and is not said again."""
+        self._gpu = self._gpu_log(out)
+
+    def close(self) -> None:
+        """The run has ended."""
+        if self._gpu is not None:
+            self._gpu.close()
+        if self._log is not None:
+            self._log.close()
+
+    def flush(self) -> None:
+        """Puts all that was told into files."""
+        if self._log is not None:
+            self._log.flush()
+
+    def note(self, *notes: str) -> None:
+        """Goes to the launcher with the next step."""
+        if self._log is not None:
+            self._notes += notes
+
+    def note_once(self, topic: str, note: str) -> None:
+        """The same, but nothing more of that topic later."""
+        if topic not in self._noted:
+            self._noted.add(topic)
+            self.note(note)
+
+    def tell(self, trained: TrainedStep) -> None:
+        """Of a step that all have ended."""
+        if trained.evaluated is not None:
+            self.evaluated.append(trained.evaluated)
+        if self._log is None:
+            return
+        record = msgspec.structs.replace(trained.record, samples=trained.samples, plan=self.plan_number)
+        self._log.write(record)
+        self._note_silence((("steps", self._log.error), ("spans", self._spans.error)))
+        loss, rate = math.nan if record.loss is None else record.loss, record.tokens_per_s or 0.0
+        self._worker.tell(StepTold(record.step, loss, rate, record.gpu_utilisation, trained.evaluated, tuple(self._notes)))
+        self._notes.clear()
+
+    def _note_silence(self, errors: Iterable[tuple[str, object]]) -> None:
+        """Of each kind of record that a full disk has ended."""
+        for what, error in errors:
+            if error is not None:
+                self.note_once(what, f"{what} are no longer recorded: {error}.")
+
+    def gpu_sample(self) -> dict[str, float | None]:
+        """What NVML said last of this process' GPU, as fields of a record."""
+        now = None if self._gpu is None else self._gpu.latest
+        if now is None:
+            return {}
+        return {"gpu_utilisation": now.utilisation, "gpu_sm_clock_hz": now.sm_clock_hz, "gpu_power_w": now.power_w}
+
+    def _gpu_log(self, out: Path) -> DeviceLog | None:
+        """The thread that samples this process' GPU, if it has one that no process before it samples."""
+        worker = self._worker
+        uuid = gpu_uuid(worker.groups.device)
+        if uuid is None or (worker.shared_gpu and worker.rank >= torch.cuda.device_count()):
+            return None
+        try:
+            return DeviceLog(uuid, out / f"rank-{worker.rank:05d}.devices.jsonl")
+        except NvmlMissing as error:
+            self.note(f"no GPU utilisation, clocks and power are recorded: {error}.")
+            return None
