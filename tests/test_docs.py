@@ -143,7 +143,8 @@ _NO_COMMAND = ("shine",)
 def commands_of(path: Path) -> tuple[list[str], list[str]]:
     """Commands of Penstock that a page shows: whole lines of its blocks, and what its sentences and tables name."""
     text = path.read_text(encoding="utf-8")
-    lines = [line for block in re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL) for line in block.replace("\\\n", " ").splitlines()]
+    blocks = re.findall(r"```(?:ba)?sh\n(.*?)```", text, flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     called = re.compile(r"(?:^|\s)(?:penstock|-m penstock\.cli\.main) (.*)")
     whole = [found[1] for line in lines if (found := called.search(line.partition("#")[0]))]
     named = re.findall(r"`penstock ([a-z][^`]*)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
