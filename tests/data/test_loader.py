@@ -305,7 +305,15 @@ def run_ranks(
     loaders = {rank: ProgramLoader(source, planner, rank, address=address, job=job, timeout=250, **options) for rank in planner.plan.ranks}
 
     def run(rank: int) -> list[bytes]:
-        return [encode(program) for _, program in loaders[rank]]
+        found, coming = list[bytes](), None
+        for loaded in loaders[rank]:
+            assert coming is None or coming is loaded
+            found.append(encode(loaded.program))
+            coming = loaders[rank].coming()
+            while coming is None and len(found) == 1:  # once it is seen for sure before it is asked for
+                time.sleep(0.01)
+                coming = loaders[rank].coming()
+        return found
 
     try:
         with ThreadPoolExecutor(len(loaders)) as pool:
@@ -503,6 +511,7 @@ def test_a_rank_plans_for_itself_until_planners_have_followed(folder: Path) -> N
 
     class Feed:
         is_ready = property(lambda self: bool(ready))
+        first = property(lambda self: ready[0] if ready else None)
 
         def next(self) -> tuple[Any, float]:
             return ready.pop(0), 0.0
@@ -512,4 +521,8 @@ def test_a_rank_plans_for_itself_until_planners_have_followed(folder: Path) -> N
     ready += handed[:2]
     assert loader._fetched().program.iteration == 5 and not ready  # 3 and 4 were planned here
     ready += handed[2:]
+    assert loader.coming() is None  # 5 was planned here
     assert loader._fetched() is handed[3] and loader.step == 7
+    late, coming = ([SimpleNamespace(program=SimpleNamespace(iteration=step, num_batches=1))] for step in (6, 7))
+    for ready[:], expected in ((late, None), (coming, coming[0]), ([], None)):
+        assert loader.coming() is expected

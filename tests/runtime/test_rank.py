@@ -6,8 +6,9 @@ import msgspec
 import pytest
 import torch
 from runtime_cases import Choice, evaluation_programs, make_case, plain_evaluation
-from training_jobs import rank_of
+from training_jobs import RandomSource, rank_of
 
+from penstock.data.samples import Sample
 from penstock.programs.instructions import Backward, Free
 from penstock.runtime.executor import ExecutionError
 from penstock.runtime.settings import TrainingSettings
@@ -61,6 +62,40 @@ def test_an_abandoned_step_leaves_what_was_before_it() -> None:
     rank.abandon()
     after = [buffer for module in rank.stages[0].modules() for buffer in module.buffers()]
     assert all(map(torch.equal, before, after)) and not rank.stages[0].num_running and not rank._buffers
+
+
+class CountedSource(RandomSource):
+    """Tells which samples were asked for."""
+
+    def sample(self, iteration: int, sample: int, length: int, dec_length: int) -> Sample:
+        """Draws the sample."""
+        asked.append((iteration, sample))
+        return super().sample(iteration, sample, length, dec_length)
+
+
+asked: list[tuple[int, int]] = []
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_micro_batch_that_is_here_already_is_not_loaded_again(other: bool) -> None:
+    """One that was brought for a program that does not come after all is dropped."""
+    case = make_case(ONE, 3, iterations=3)
+    first, second, third = (programs[0] for programs in case.programs())
+    plain = rank_of(case.plan, ProcessGroups(), TrainingSettings())
+    expected = [plain.train(program).loss.item() for program in (first, third if other else second)]
+    source = CountedSource(case.model)
+    rank = rank_of(case.plan, ProcessGroups(), TrainingSettings(), source)
+    losses = [rank.train(first).loss.item()]
+    asked.clear()
+    rank.prepare(second, source)
+    head = [(1, sample) for sample in second.micro_batches[0].samples]
+    assert asked == head and len(second.micro_batches) > 1
+    asked.clear()
+    losses.append(rank.train(third if other else second).loss.item())
+    assert losses == expected
+    trained = third if other else second
+    whole = [(trained.iteration, sample) for micro in trained.micro_batches for sample in micro.samples]
+    assert sorted(asked) == sorted({*whole} if other else {*whole} - {*head}) and rank._prepared is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -55,3 +55,14 @@ def test_who_watches_is_told_of_every_step(lateness: int) -> None:
     steps = run._trained((before, last))
     assert steps == [TrainedStep(records[0], "0000000000a"), TrainedStep(records[1], "0000000000b", evaluated)]
     assert heard == [(3 - lateness, {0: RankFigures(), 3: other}), (4 - lateness, {0: own, 3: other})] and notes == ["slow."] * 2
+
+
+@pytest.mark.parametrize(("kind", "is_here", "prepared"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)])
+def test_while_a_gpu_ends_a_step_the_next_is_prepared(kind: str, is_here: bool, prepared: bool) -> None:
+    """A processor would only do it earlier."""
+    coming, given = SimpleNamespace(program="next"), list[Any]()
+    run: Any = Run.__new__(Run)
+    run.rank = SimpleNamespace(world=SimpleNamespace(device=SimpleNamespace(type=kind)), prepare=lambda *one: given.append(one))
+    run.loader = SimpleNamespace(coming=lambda: coming if is_here else None)
+    run._prepare_next()
+    assert given == ([("next", coming)] if prepared else [])

@@ -122,6 +122,11 @@ class ProgramLoader:
         """What a checkpoint keeps: the next iteration, and where its batch begins."""
         return self.batches.state(self.step)
 
+    def coming(self) -> LoadedProgram | None:
+        """The program that comes next, where it is here already."""
+        found = None if self._feed is None or self._catching_up else self._feed.first
+        return found if found is not None and found.program.iteration == self.step else None
+
     def next_planned_here(self) -> LoadedProgram:
         """The next iteration, planned by this rank: the same as planners give, for when the store is gone while others have theirs."""
         start = time.perf_counter()
@@ -191,6 +196,13 @@ class _Feed:
     def is_ready(self) -> bool:
         """Whether `next` would not wait."""
         return not self._ready.empty()
+
+    @property
+    def first(self) -> LoadedProgram | None:
+        """What `next` would give, if it would not wait."""
+        with self._ready.mutex:
+            found = self._ready.queue[0] if self._ready.queue else None
+        return found[0] if isinstance(found, tuple) else None
 
     def next(self) -> tuple[LoadedProgram, float]:
         """The next iteration, and how long its samples took to read; or the failure that it met."""

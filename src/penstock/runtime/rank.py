@@ -91,6 +91,8 @@ class Rank:
         self._joins: list[list[bool]] = []
         """Passes of other ranks, backward or not, to join after each of this rank's own that are left."""
         self._source: Source | None = None
+        self._prepared: tuple[i.Program, i.Load, dict[int, Batch]] | None = None
+        """The first micro-batch of the program that comes next, as its instruction will want it."""
         self._loss = torch.zeros(1, dtype=torch.float64, device=groups.device)
         """Of each iteration of a program, this rank's share."""
         self._correct = torch.zeros(2, dtype=torch.float64, device=groups.device)
@@ -150,6 +152,7 @@ class Rank:
         """
         for held in (self._buffers, self._sends, self._receives, self._joins, self._split):
             held.clear()  # type: ignore[attr-defined]
+        self._prepared = None
         for stage in self.stages.values():
             stage.abandon()
         for own in self.gradients.values():
@@ -192,6 +195,12 @@ class Rank:
         self._end(program)
         return self.results[-1]
 
+    def prepare(self, program: i.Program, source: Source) -> None:
+        """Brings the first micro-batch of a program that comes later: while the device still works on the one before, nobody waits for it.
+        If another is trained instead, it is dropped."""
+        step = next((step for step in program.instructions if isinstance(step, i.Load)), None)
+        self._prepared = None if step is None else (program, step, self._loaded(program, step, source))
+
     def evaluate(self, program: i.Program, source: Source) -> Evaluated:
         """Runs forward passes alone, on samples of `source`."""
         self._begin(program, source)
@@ -214,6 +223,8 @@ class Rank:
         self._source = source
         if program.rank != self.world.rank:
             raise ValueError(f"a program of rank {program.rank} was given to rank {self.world.rank}")
+        if program.training and self._prepared is not None and self._prepared[0] is not program:
+            self._prepared = None
         self.transport.begin(program)
         self._loss, self._correct = self._loss.new_zeros(program.num_batches), torch.zeros_like(self._correct)
         self._counted = [sum(micro.loss_tokens() for micro in program.of_batch(number)) for number in range(program.num_batches)]
@@ -248,13 +259,19 @@ class Rank:
     # Micro-batches and passes --------------------------------------------------------------------------------------------------
 
     def load(self, step: i.Load) -> None:
-        """Brings a micro-batch."""
-        program = self._program
+        """Brings a micro-batch, unless it is here already."""
         assert self._source is not None
+        if self._prepared is not None and self._prepared[0] is self._program and self._prepared[1] is step:
+            self._buffers[step.buffer], self._prepared = self._prepared[2], None
+        else:
+            self._buffers[step.buffer] = self._loaded(self._program, step, self._source)
+
+    def _loaded(self, program: i.Program, step: i.Load, source: Source) -> dict[int, Batch]:
+        """What an instruction of a program loads, by this rank's shares of it."""
         micro, stage = program.micro_batches[step.micro_batch], self.stages[step.stage]
-        self._buffers[step.buffer] = {
+        return {
             dp: load_share(
-                self._source, program, stage.as_recorded(micro, dp), micro.share(dp, stage.share(dp)), step.needs, self.world.device,
+                source, program, stage.as_recorded(micro, dp), micro.share(dp, stage.share(dp)), step.needs, self.world.device,
                 self.settings.seed, alone=self.asynchronous, usual_length=self.plan.seq_length,
             )
             for dp in stage.dp_degrees

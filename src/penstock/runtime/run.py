@@ -296,6 +296,7 @@ class Run:
         with self.profiled.around(program.iteration):
             self.rank.train(program, loaded)
         executor.observer = observer
+        self._prepare_next()
         if self._meter is not None:
             self._meter.expect(program)
         results = self.rank.results
@@ -322,6 +323,12 @@ class Run:
         if every and (done % every == 0 or done == self.request.steps):
             words[-1] = replace(words[-1], evaluated=self._evaluate(done))
         return words
+
+    def _prepare_next(self) -> None:
+        """A GPU still works on a step when all of it is issued: meanwhile the host brings the first micro-batch of the next."""
+        coming = self.loader.coming() if self.world.device.type == "cuda" else None
+        if coming is not None:
+            self.rank.prepare(coming.program, coming)
 
     def _pace(self, figures: RankFigures, count: int) -> float:
         """How long the passes of a step took: over what was predicted of them, where anything is."""
