@@ -53,7 +53,7 @@ def keep_busy(sizes: dict[str, Any], ready: Any, stop: Any) -> None:
 
     from penstock.models.modules import build_chain
     from penstock.profiling.grid import Lengths
-    from penstock.profiling.run import random_model_batch
+    from penstock.profiling.measure import random_model_batch
 
     model = model_from_mapping({**sizes, "layers": max(1, sizes["layers"] // STAGES)}, "neighbour", "gpt")
     device = torch.device("cuda")

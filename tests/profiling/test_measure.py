@@ -14,8 +14,7 @@ from penstock.models.modules.batch import Batch
 from penstock.models.ops import Model
 from penstock.profiling.grid import Lengths, sweep_lengths
 from penstock.profiling.marks import CpuTimes
-from penstock.profiling.measure import OpMeasure, _host_of_whole, _run, _without_marks, measure_ops, random_carry
-from penstock.profiling.run import random_model_batch
+from penstock.profiling.measure import OpMeasure, _host_of_whole, _run, _without_marks, measure_ops, random_carry, random_model_batch
 
 CPU = torch.device("cpu")
 FAMILIES = ("gpt-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "resnet-tiny")

@@ -13,8 +13,9 @@ from penstock.clusters import resolve_cluster
 from penstock.costs.profiled import Profiled
 from penstock.models import Model, Shape
 from penstock.profiling.grid import GridLimits, Lengths
+from penstock.profiling.measure import random_model_batch
 from penstock.profiling.module_parts import run_units, window_chain, windows
-from penstock.profiling.run import Profiler, random_model_batch
+from penstock.profiling.run import Profiler
 from penstock.runtime.parallel.module_chain import cut_module
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import statistics
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,15 +12,15 @@ import pytest
 import torch
 
 from penstock.cli.main import run
-from penstock.costs.profile import HOST_COLUMNS, DeviceProfile, Profile, read_profile, series_key
+from penstock.costs.profile import DeviceProfile, Profile, WholeFactors, read_profile, series_key
 from penstock.costs.profiled import Profiled
 from penstock.errors import InputError
 from penstock.models import Shape, resolve_model
 from penstock.profiling import run as profiling
 from penstock.profiling.grid import GridLimits
 from penstock.profiling.measure import OpMeasure
-from penstock.profiling.run import ROUNDS, Profiler, Unit
-from penstock.timing.pass_times import rerun_positions
+from penstock.profiling.run import Profiler, Unit
+from penstock.profiling.whole import ROUNDS, WholeChain
 
 GPT = resolve_model("gpt-tiny")
 TINY = GridLimits(64, 256, 2, 4, 1)
@@ -338,40 +337,13 @@ def test_models_are_compared_with_their_parts_in_turns(tmp_path: Path) -> None:
     assert names == [(name, number) for number in range(1, ROUNDS + 1) for name in ("gpt-tiny", "bert-tiny")]
 
 
-def test_the_calmest_round_tells_of_the_host_and_all_of_them_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick(monkeypatch, host_s=1e-5)
-    host_s = sum(2e-5 for _ in GPT.ops)
-    found = iter([[host_s, 3 * host_s], [0.5 * host_s, 1.5 * host_s], [2 * host_s, 6 * host_s]])
-    compared: list[tuple[int, Any]] = []
-
-    def passes_s(profiler: Profiler, chain: Any, batch: Any, recompute: Any, count: int) -> float:
-        compared.append((count, batch.shape))
-        return len(compared)
-
-    monkeypatch.setattr(Profiler, "_calmest_s", lambda *_: next(found))
-    monkeypatch.setattr(Profiler, "_passes_s", passes_s)
-    monkeypatch.setattr(Profiler, "_sum_of_parts", lambda _, costs, model, shape, names: host_s if names is HOST_COLUMNS else 2.0)
+def test_rounds_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calmest tells of the host, all of them of the device."""
+    quick(monkeypatch)
+    found = [WholeFactors(1.0, 1.5, 2e-4), WholeFactors(1.1, 0.5, 1e-4), WholeFactors(1.5, 2.0, 3e-4)]
+    monkeypatch.setattr(WholeChain, "factors", lambda _, smallest, number: found[number - 1])
     profiler = Profiler.open(tmp_path / "profile.json", "cpu")
     profiler.limits, profiler.here.about["memory_bytes"] = TINY, 2**40
-    rounds = [Unit(GPT, f"whole {number}", 1) for number in (1, 2, 3)]
-    profiler.run([*profiler.units([GPT], [1]), *rounds], progress=lambda name: None)
+    profiler.run([Unit(GPT, f"whole {number}", 1) for number in (1, 2, 3)], progress=lambda name: None)
     (factors,) = {profiler.here.whole[op.signature] for op in GPT.distinct_ops}
-    rerun = len(rerun_positions(GPT.ops, range(1, GPT.num_ops - 3)))
-    assert (factors.host, factors.recompute_host_s) == pytest.approx((0.5, host_s / rerun))
-    timed = [number / 2.0 for number, (count, _) in enumerate(compared, 1) if count == 2]
-    by_round = [statistics.geometric_mean(timed[first : first + 4]) for first in (0, 4, 8)]
-    assert factors.device == pytest.approx(statistics.mean(by_round))
-    shapes = [shape for count, shape in compared if count == 2]
-    assert len(set(shapes)) == len(timed) == 12 and {shape.layout for shape in shapes} == {"padded", "packed"}
-
-
-def test_work_that_does_not_fit_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def passes_s(profiler: Profiler, chain: Any, batch: Any, recompute: Any, count: int) -> float:
-        if batch.shape.tokens > 8_000:
-            raise torch.OutOfMemoryError
-        return 3.0
-
-    monkeypatch.setattr(Profiler, "_passes_s", passes_s)
-    monkeypatch.setattr(Profiler, "_sum_of_parts", lambda *_: 2.0)
-    profiler = Profiler.open(tmp_path / "profile.json", "cpu")
-    assert [profiler._device_factor(None, None, GPT, number) for number in (1, 2, 3)] == pytest.approx([1.5, 1.0, 1.0])  # type: ignore[arg-type]
+    assert factors == WholeFactors(pytest.approx(1.2), 0.5, 1e-4)

@@ -25,7 +25,7 @@ from penstock.models.modules import Chain, build_chain
 from penstock.models.ops import Op
 from penstock.models.segments import segments
 from penstock.profiling.grid import sweep_lengths
-from penstock.profiling.run import random_model_batch
+from penstock.profiling.measure import random_model_batch
 from penstock.timing.pass_times import OpSlice, pass_grid_s, rerun, rerun_positions, stage_passes, waiting_s
 
 GPT = resolve_model("gpt-1.3b")

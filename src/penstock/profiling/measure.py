@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.models.modules import Batch, Carry, OpModule, run_backward
-from penstock.models.ops import PlacedOp, TensorSpec
+from penstock.models.modules import TORCH_DTYPES, Batch, Carry, OpModule, random_batch, run_backward
+from penstock.models.ops import Model, PlacedOp, TensorSpec
 from penstock.models.shapes import Shape
+from penstock.profiling.grid import Lengths
 from penstock.profiling.marks import CudaBytes, Marks, times_for
 
-__all__ = ["OpMeasure", "Passed", "Run", "hold_gradients", "measure_ops", "random_carry"]
+__all__ = ["OpMeasure", "Passed", "Run", "hold_gradients", "measure_ops", "random_carry", "random_model_batch"]
 
 
 OpTimes = tuple[float, float, float, float]
@@ -65,6 +66,25 @@ def random_carry(specs: Sequence[TensorSpec], shape: Shape, tp: int, device: tor
         tensor = torch.randn(spec.shape(shape, tp), device=device, dtype=dtype)
         carry[spec.name] = tensor.requires_grad_(spec.differentiable)
     return carry
+
+
+def random_model_batch(model: Model, lengths: Lengths, device: torch.device, seed: int = 0) -> Batch:
+    """A random micro-batch that `model` can train on."""
+    if not model.seq_length:
+        size, classes = model.config["image_size"], model.config["num_classes"]
+        generator = torch.Generator().manual_seed(seed)
+        images = torch.randn(lengths.rows, 3, size, size, device=device, dtype=TORCH_DTYPES[model.dtype])
+        targets = torch.randint(0, classes, (lengths.rows,), generator=generator).to(device)
+        return Batch(images=images, targets=targets, weights=torch.full((lengths.rows,), 1 / lengths.rows, device=device))
+    own, decoder = ([length] * lengths.rows if length else [] for length in (lengths.length, lengths.dec_length))
+    own = list(lengths.mixed) or own
+    if lengths.layout == "padded" and lengths.rows > 1:
+        # Real batches have padding, and masks cost time: the last rows are a little shorter.
+        own[-1], decoder[-1:] = own[-1] - 1, [length - 1 for length in decoder[-1:]]
+    return random_batch(
+        own, model.config["vocab"], dec_lengths=decoder, layout=lengths.layout,
+        types=model.config.get("types", 0), next_sentence=bool(model.config.get("next_sentence")), device=device, seed=seed,
+    )  # fmt: skip
 
 
 @dataclass

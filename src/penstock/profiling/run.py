@@ -17,13 +17,11 @@ from pathlib import Path
 import torch
 
 from penstock.costs.profile import (
-    HOST_COLUMNS,
     BesidePoint,
     DeviceProfile,
     OptimizerPoint,
     Profile,
     SeriesKey,
-    WholeFactors,
     coordinates,
     read_profile,
     series_key,
@@ -32,9 +30,8 @@ from penstock.costs.profiled import DeviceCosts
 from penstock.costs.speeds import OpClass, class_of
 from penstock.errors import InputError
 from penstock.models.catalog import TRACED
-from penstock.models.modules import TORCH_DTYPES, Batch, Chain, TensorParallel, build_chain, random_batch, run_backward
+from penstock.models.modules import Batch, Chain, TensorParallel, build_chain
 from penstock.models.ops import ITEM_BYTES, Model, PlacedOp, TensorSpec
-from penstock.models.shapes import Shape
 from penstock.processes.burners import Burners
 from penstock.profiling.grid import (
     GridLimits,
@@ -45,16 +42,15 @@ from penstock.profiling.grid import (
     spread_lengths,
     sweep_lengths,
     sweep_size,
-    usual_lengths,
 )
 from penstock.profiling.local import device_facts
 from penstock.profiling.marks import times_for
-from penstock.profiling.measure import OpMeasure, Run, hold_gradients, measure_ops
+from penstock.profiling.measure import OpMeasure, Run, hold_gradients, measure_ops, random_model_batch
 from penstock.profiling.module_parts import run_units, window_chain, windows
 from penstock.profiling.stamp import stamp
+from penstock.profiling.whole import ROUNDS, WholeChain
 from penstock.runtime.optimizing.optimizer import make_adamw, squared_norms
 from penstock.runtime.parallel.module_chain import ModuleChain, cut_module
-from penstock.timing.pass_times import rerun_positions
 
 __all__ = ["Profiler", "Unit", "random_model_batch"]
 
@@ -68,14 +64,6 @@ NOISY = 0.25
 """Error of a held-out point above which a sweep is made once more: on a quiet device it is a few percent."""
 BESIDE_TOKENS = 4096
 """Of a pass that is measured beside a load: enough that ops, not their launches, are slowed."""
-LASTING_S = 2.0
-"""How long small work runs to see the host at its own pace."""
-TURNS = 9
-"""How often it runs at least."""
-ROUNDS = 3
-"""How often each model is compared with its parts, the others in between: the pace of a host changes from minute to minute."""
-USUAL_TOKENS = (7_000, 9_500, 13_000, 17_000, 22_000, 28_000)
-"""Sizes of large work, some for each round."""
 
 
 @dataclass(frozen=True)
@@ -102,25 +90,6 @@ class Unit:
         """How the unit is remembered as done."""
         load = f" {self.load:g} busy" if self.load else ""
         return f"{self.model.name} {self.model.dtype} {self.sweep} tp{self.tp} algo{self.algo} {self.layout}{load}"
-
-
-def random_model_batch(model: Model, lengths: Lengths, device: torch.device, seed: int = 0) -> Batch:
-    """A random micro-batch that `model` can train on."""
-    if not model.seq_length:
-        size, classes = model.config["image_size"], model.config["num_classes"]
-        generator = torch.Generator().manual_seed(seed)
-        images = torch.randn(lengths.rows, 3, size, size, device=device, dtype=TORCH_DTYPES[model.dtype])
-        targets = torch.randint(0, classes, (lengths.rows,), generator=generator).to(device)
-        return Batch(images=images, targets=targets, weights=torch.full((lengths.rows,), 1 / lengths.rows, device=device))
-    own, decoder = ([length] * lengths.rows if length else [] for length in (lengths.length, lengths.dec_length))
-    own = list(lengths.mixed) or own
-    if lengths.layout == "padded" and lengths.rows > 1:
-        # Real batches have padding, and masks cost time: the last rows are a little shorter.
-        own[-1], decoder[-1:] = own[-1] - 1, [length - 1 for length in decoder[-1:]]
-    return random_batch(
-        own, model.config["vocab"], dec_lengths=decoder, layout=lengths.layout,
-        types=model.config.get("types", 0), next_sentence=bool(model.config.get("next_sentence")), device=device, seed=seed,
-    )  # fmt: skip
 
 
 class _OutOfTimeError(Exception):
@@ -403,69 +372,25 @@ class Profiler:
         return sums
 
     def _compare_whole(self, unit: Unit) -> None:
-        """How the chain as a whole compares with the sum of its parts: small work for the host, lasting work for the device."""
+        """How the chain as a whole compares with the sum of its parts."""
         model = unit.model if self._fits(unit.model) else unit.model.shortened(COPIES)
         chain = self._chain(model, 0, model.num_ops, unit)
         hold_gradients(chain.parameters())
-        costs = DeviceCosts(replace(self.here, whole={}))
+        whole = WholeChain(model, chain, DeviceCosts(replace(self.here, whole={})), self.device)
         smallest = self.limits.min_tokens if model.seq_length else self.limits.min_samples
-        small = random_model_batch(model, sweep_lengths(model, smallest), self.device)
-        flags = [index for index in range(len(chain.places)) if 0 < index < len(chain.places) - 3]
-        plain_s, again_s = self._calmest_s(chain, small, ((), flags))
-        host_s = self._sum_of_parts(costs, model, small.shape, HOST_COLUMNS)
-        recompute_host_s = max(again_s - plain_s, 0.0) / len(rerun_positions(model.ops, flags))
-        factors = WholeFactors(self._device_factor(chain, costs, model, unit.round), plain_s / host_s, recompute_host_s)
+        factors = whole.factors(sweep_lengths(model, smallest), unit.round)
         known = sum(replace(unit, sweep=f"whole {number}").name in self.here.done for number in range(1, unit.round))
         if known:
             factors = self.here.whole[model.ops[0].op.signature].joined(factors, known)
         self.here.whole.update({op.signature: factors for op in model.distinct_ops})
 
-    def _sum_of_parts(self, costs: DeviceCosts, model: Model, shape: Shape, names: Sequence[str]) -> float:
-        found = [costs.columns(place.op, model.dtype, [shape], 1, 0, names) or {} for place in model.ops]
-        return sum(float(column[0]) for columns in found for column in columns.values())
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def _fits(self, model: Model) -> bool:
         """Whether the whole model leaves room for its activations."""
         return model.num_parameters * 2 * ITEM_BYTES[model.dtype] < 0.1 * self.here.about["memory_bytes"]
-
-    def _calmest_s(self, chain: Chain, batch: Batch, ways: Sequence[Sequence[int]]) -> list[float]:
-        """The shortest times of a forward and a backward pass that recompute this and that, taken in turns.
-
-        The pace of a host changes from second to second, by half where others share its machine: what is compared sees the same moments,
-        and enough of them that one is calm.
-        """
-        times: list[list[float]] = [[] for _ in ways]
-        began = time.perf_counter()
-        while len(times[0]) < TURNS or time.perf_counter() - began < LASTING_S:
-            for found, recompute in zip(times, ways, strict=True):
-                found.append(self._passes_s(chain, batch, recompute))
-        return [min(found) for found in times]
-
-    def _device_factor(self, chain: Chain, costs: DeviceCosts, model: Model, round_number: int) -> float:
-        """The time of large work over the sum of its parts: the (geometric) mean of shapes that are none of the grid, others each round."""
-        ratios = []
-        for lengths in (one for size in USUAL_TOKENS[round_number - 1 :: ROUNDS] for one in usual_lengths(model, size)):
-            batch = random_model_batch(model, lengths, self.device)
-            try:
-                self._passes_s(chain, batch, (), 1)
-                took_s = self._passes_s(chain, batch, (), 2)
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
-                continue
-            ratios.append(took_s / self._sum_of_parts(costs, model, batch.shape, ("forward_s", "backward_s")))
-        return statistics.geometric_mean(ratios) if ratios else 1.0
-
-    def _passes_s(self, chain: Chain, batch: Batch, recompute: Sequence[int], count: int = 4) -> float:
-        """Mean time of some forward and backward passes, one after the other."""
-        start = time.perf_counter()
-        for _ in range(count):
-            run_backward([chain(batch, recompute=recompute)["loss"]])
-        self._wait()
-        return (time.perf_counter() - start) / count
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def _unrest(found: Sequence[OpMeasure]) -> float:

@@ -1,0 +1,86 @@
+"""A chain beside its parts: the host at its calmest, the device over shapes of no grid, each round others."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.costs.profile import HOST_COLUMNS, DeviceProfile
+from penstock.costs.profiled import DeviceCosts
+from penstock.models import resolve_model
+from penstock.models.modules import build_chain
+from penstock.profiling.grid import Lengths
+from penstock.profiling.measure import hold_gradients, random_model_batch
+from penstock.profiling.whole import LASTING_S, ROUNDS, TURNS, WholeChain
+from penstock.timing.pass_times import rerun_positions
+
+CPU = torch.device("cpu")
+GPT = resolve_model("gpt-tiny")
+
+
+def chain_of(passes_s: Any, monkeypatch: pytest.MonkeyPatch) -> WholeChain:
+    """One whose passes take what is said, and whose parts 2 s on the device and 0.5 s on the host."""
+    monkeypatch.setattr(WholeChain, "_passes_s", lambda _, batch, recompute, count=4: passes_s(batch, recompute, count))
+    monkeypatch.setattr(WholeChain, "_sum_of_parts", lambda _, shape, names: 0.5 if names is HOST_COLUMNS else 2.0)
+    return WholeChain(GPT, build_chain(GPT), DeviceCosts(DeviceProfile({})), CPU)
+
+
+def test_the_calmest_moment_of_the_host_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without anything recomputed, and with it; in turns, so that both have calm moments."""
+    paces = [*[1.4, 1.0, 1.9] * TURNS]
+    clock, asked = iter(range(10**6)), list[bool]()
+    monkeypatch.setattr("penstock.profiling.whole.time.perf_counter", lambda: next(clock) * LASTING_S)
+
+    def passes_s(batch: Any, recompute: Any, count: int) -> float:
+        if count != 4:
+            return 2.0
+        asked.append(bool(recompute))
+        return paces[len(asked) // 2] * (0.75 if recompute else 0.25)
+
+    found = chain_of(passes_s, monkeypatch).factors(Lengths(2, 8), 1)
+    rerun = len(rerun_positions(GPT.ops, range(1, GPT.num_ops - 3)))
+    assert (found.host, found.recompute_host_s) == pytest.approx((0.25 / 0.5, 0.5 / rerun))
+    assert asked == [False, True] * TURNS
+
+
+def test_each_round_has_shapes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the first pass, that finds kernels and memory, does not count."""
+    times: Iterator[float] = iter(range(1, 1000))
+    timed: list[tuple[Any, float]] = []
+
+    def passes_s(batch: Any, recompute: Any, count: int) -> float:
+        took_s = float(next(times)) if count == 2 else 1e9
+        if count == 2:
+            timed.append((batch.shape, took_s))
+        return took_s
+
+    chain = chain_of(passes_s, monkeypatch)
+    for number in range(1, ROUNDS + 1):
+        known = len(timed)
+        found = chain._device_factor(number)
+        assert found == pytest.approx(statistics.geometric_mean([took_s / 2.0 for _, took_s in timed[known:]]))
+    shapes = [shape for shape, _ in timed]
+    assert len(set(shapes)) == len(shapes) == 4 * ROUNDS and {shape.layout for shape in shapes} == {"padded", "packed"}
+
+
+def test_work_that_does_not_fit_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def passes_s(batch: Any, recompute: Any, count: int) -> float:
+        if batch.shape.tokens > 8_000:
+            raise torch.OutOfMemoryError
+        return 3.0
+
+    chain = chain_of(passes_s, monkeypatch)
+    assert [chain._device_factor(number) for number in (1, 2, 3)] == pytest.approx([1.5, 1.0, 1.0])
+
+
+def test_real_passes_take_time() -> None:
+    model = GPT.shortened(1)
+    chain = build_chain(model)
+    hold_gradients(chain.parameters())
+    batch = random_model_batch(model, Lengths(2, 8), CPU)
+    assert WholeChain(model, chain, DeviceCosts(DeviceProfile({})), CPU)._passes_s(batch, (1, 2), 1) > 0
+    assert any(parameter.grad is not None and parameter.grad.any() for parameter in chain.parameters())
