@@ -208,7 +208,7 @@ def train_sampled(
     uuid = "GPU-a" if worker.rank == 0 else "GPU-b"
     with (
         mock.patch.dict(sys.modules, pynvml=import_module("standins.pynvml") if with_nvml else None),
-        mock.patch("penstock.runtime.records.gpu_uuid", lambda device: uuid),
+        mock.patch("penstock.runtime.steps.records.gpu_uuid", lambda device: uuid),
     ):
         return train_rank(worker, request, handover, token, *given)
 

@@ -10,11 +10,11 @@ import pytest
 from penstock.data import open_data
 from penstock.plans.build import uniform_plan
 from penstock.runtime.rank import Evaluated
-from penstock.runtime.records import TrainedStep
 from penstock.runtime.request import EvalRecord, TrainRequest
 from penstock.runtime.run import Run
 from penstock.runtime.run_inputs import held_out_programs, program_planner
-from penstock.runtime.step_words import StepWord
+from penstock.runtime.steps.records import TrainedStep
+from penstock.runtime.steps.words import StepWord
 from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.telemetry.steps import StepRecord
 

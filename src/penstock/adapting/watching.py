@@ -32,7 +32,7 @@ from penstock.plans.references import cluster_of, model_of
 from penstock.plans.texts import format_ranks
 from penstock.plans.validity import require_valid
 from penstock.programs.memory import require_memory
-from penstock.runtime.step_words import StepWatcher
+from penstock.runtime.steps.words import StepWatcher
 from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.telemetry.steps import LineLog
 

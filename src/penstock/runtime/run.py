@@ -20,24 +20,24 @@ from penstock.errors import PenstockError
 from penstock.models.micro_batch import MicroBatch
 from penstock.plans.references import cluster_of, model_of
 from penstock.programs.instructions import Program
-from penstock.runtime.agreeing import Agreed, Order, agree, told_plan
 from penstock.runtime.checkpoints.first_weights import open_weights
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.determinism import always_the_same
 from penstock.runtime.devices.clock import ClockSettings
 from penstock.runtime.devices.loads import GpuLoad, RankLoads
 from penstock.runtime.devices.paced import PacedRank
-from penstock.runtime.divergence import MAX_DROPPED, DivergedError, describe_divergence, is_diverged
 from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import load_rank, load_state, load_weights
-from penstock.runtime.records import RunRecords, TrainedStep
 from penstock.runtime.recovering.faults import RankFaults
 from penstock.runtime.recovering.saving import RunSaves
 from penstock.runtime.request import PACED, WARM_UP, EvalRecord, GoingOn, MayLeave, PlanAdopted, TrainRequest, TrainResult
 from penstock.runtime.run_folder import CHECKPOINTS
 from penstock.runtime.run_inputs import held_out_programs, program_planner, run_inputs
-from penstock.runtime.step_words import StepWatcher, StepWord, samples_digest, whole_digest
+from penstock.runtime.steps.agreeing import Agreed, Order, agree, told_plan
+from penstock.runtime.steps.divergence import MAX_DROPPED, DivergedError, describe_divergence, is_diverged
+from penstock.runtime.steps.records import RunRecords, TrainedStep
+from penstock.runtime.steps.words import StepWatcher, StepWord, samples_digest, whole_digest
 from penstock.runtime.telemetry.figures import RankFigures, StepMeter
 from penstock.runtime.telemetry.flops import PeakTimes
 from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages, times_of_ranks

@@ -10,7 +10,7 @@ import torch
 
 from penstock.runtime.checkpoints.intervals import SaveInterval
 from penstock.runtime.run import Run
-from penstock.runtime.step_words import StepWord
+from penstock.runtime.steps.words import StepWord
 from penstock.runtime.telemetry.steps import StepRecord
 
 

@@ -25,10 +25,10 @@ from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.runtime.checkpoints.folder import step_of, whole_checkpoints
 from penstock.runtime.checkpoints.reader import Checkpoint
-from penstock.runtime.divergence import MAX_DROPPED, DivergedError, describe_divergence, is_diverged
 from penstock.runtime.run import Run
 from penstock.runtime.settings import TrainingSettings
-from penstock.runtime.step_words import StepWord
+from penstock.runtime.steps.divergence import MAX_DROPPED, DivergedError, describe_divergence, is_diverged
+from penstock.runtime.steps.words import StepWord
 from penstock.runtime.telemetry.steps import StepRecord
 from penstock.runtime.transport.world import ProcessGroups
 from penstock.schedules.orders import gpipe

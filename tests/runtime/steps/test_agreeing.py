@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from penstock.plans.build import uniform_plan
-from penstock.runtime.agreeing import Agreed, Order, agree, told_plan
 from penstock.runtime.request import EvalRecord
-from penstock.runtime.step_words import StepWord
+from penstock.runtime.steps.agreeing import Agreed, Order, agree, told_plan
+from penstock.runtime.steps.words import StepWord
 from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.telemetry.steps import StepRecord
 

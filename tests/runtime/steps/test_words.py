@@ -10,7 +10,7 @@ import pytest
 
 from penstock.models.micro_batch import MicroBatch
 from penstock.runtime.request import EvalRecord
-from penstock.runtime.step_words import StepWord, samples_digest, whole_digest
+from penstock.runtime.steps.words import StepWord, samples_digest, whole_digest
 from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.telemetry.steps import StepRecord
 

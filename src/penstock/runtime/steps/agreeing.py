@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from penstock.plans.schema import plan_from_dict, plan_to_dict
-from penstock.runtime.step_words import StepWord
+from penstock.runtime.steps.words import StepWord
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan

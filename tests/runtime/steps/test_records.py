@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.records import RunRecords, TrainedStep
 from penstock.runtime.request import EvalRecord, StepTold
 from penstock.runtime.run_folder import STEPS
+from penstock.runtime.steps.records import RunRecords, TrainedStep
 from penstock.runtime.telemetry.steps import StepRecord, read_steps
 
 
