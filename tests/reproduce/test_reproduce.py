@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_tables import aceso_tables, dynapipe_tables
+from small_tables import aceso_tables
 
 from penstock.cli.main import run
 from penstock.reproduce import REPRODUCTIONS, Claim, Drawing, Plotted, aceso_cases
 from penstock.reproduce.drawing import drawn
-from penstock.reproduce.dynapipe import seeded_lengths
+from penstock.reproduce.dynapipe_batches import seeded_lengths
 from penstock.reproduce.figures import at_least, at_most, within
 
 THROUGHPUT = "dataset,model,system,value,unit\na,BERT,gpipe,10.5,seqs/s\na,BERT,dynpipe,20,seqs/s\n"
@@ -85,15 +85,6 @@ def test_figures_have_names_of_their_own_and_lengths_a_seed() -> None:
     for one in REPRODUCTIONS.values():
         assert len({figure.name for figure in one.figures}) == len(one.figures)
     assert seeded_lengths(5, True) == seeded_lengths(5, True) and all(sample.dec_length for sample in seeded_lengths(5, True))
-
-
-def test_a_figure_over_tables_made_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is computed and drawn; what it claims of the published tables need not hold of others."""
-    dynapipe_tables(tmp_path / "dynapipe")
-    asked = ["reproduce", "dynapipe", "--figure", "15", "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--quick", "--json"]
-    assert run(asked) == 0
-    assert [result["figure"] for result in json.loads(capsys.readouterr().out)["results"]] == ["15"]
-    assert (tmp_path / "out" / "dynapipe" / "15" / "figure.svg").stat().st_size > 1000
 
 
 def test_acesos_throughput_from_tables_and_result_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

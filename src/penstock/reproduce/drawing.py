@@ -23,12 +23,16 @@ def drawn(title: str, drawing: Drawing, form: Literal["svg", "png"]) -> bytes:
             _draw_bars(axes, drawing.curves)
         else:
             _draw_lines(axes, drawing.curves, joined=drawing.kind == "lines")
-        axes.set(xlabel=drawing.x_title, ylabel=drawing.y_title, title=title)
+        axes.set(xlabel=drawing.x_title, ylabel=drawing.y_title)
+        axes.set_title(f"{title}\n{_origin(drawing)}" if _origin(drawing) else title, fontsize=11, wrap=True)
         if drawing.log_x:
             axes.set_xscale("log", base=2)
         if drawing.log_y:
             axes.set_yscale("log")
-        axes.legend(fontsize=8)
+        if drawing.diagonal:
+            axes.axline((0, 0), slope=1, color="0.6", lw=1, zorder=0, label="equal")
+        labels = axes.get_legend_handles_labels()[1]
+        figure.legend(loc="outside lower center", ncols=3 if max(map(len, labels)) < 40 else 2, fontsize=8, frameon=False)
         file = io.BytesIO()
         figure.savefig(file, format=form, dpi=110, metadata={"Date": None} if form == "svg" else {"Software": None})
     return file.getvalue()
@@ -48,8 +52,18 @@ def _draw_bars(axes: Any, curves: Sequence[Plotted]) -> None:
 def _draw_lines(axes: Any, curves: Sequence[Plotted], *, joined: bool) -> None:
     for curve in curves:
         points = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y is not None]
-        style = ("--" if curve.published else "-") if joined else ""
-        axes.plot([x for x, _ in points], [y for _, y in points], style, marker="o" if len(points) < 100 else "", ms=4, label=_label(curve))
+        style = ("--" if curve.published else "-") if joined else "none"
+        marker = "o" if len(points) < 100 else ""
+        axes.plot([x for x, _ in points], [y for _, y in points], ls=style, marker=marker, ms=4, label=_label(curve))
+
+
+def _origin(drawing: Drawing) -> str:
+    """What of a figure is not of this run, for its title."""
+    published = [curve.published for curve in drawing.curves]
+    if all(published):
+        return "(published values; nothing of this run)"
+    how = "hatched" if drawing.kind == "bars" else "dashed"
+    return f"({how}: published or of earlier runs, not of this run)" if any(published) else ""
 
 
 def _label(curve: Plotted) -> str:

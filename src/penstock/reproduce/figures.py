@@ -6,7 +6,6 @@ their own sake. Published numbers are drawn as they are and named so; nothing is
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from penstock.errors import InputError, near_misses
+from penstock.processes.states import family_cpu_s
 from penstock.reproduce.peers.checkout import Peer, PeerError
 
 __all__ = [
@@ -74,6 +74,8 @@ class Drawing:
     kind: Literal["bars", "lines", "points"] = "bars"
     log_x: bool = False
     log_y: bool = False
+    diagonal: bool = False
+    """Whether a line shows where both axes have the same value."""
     note: str = ""
     """What of it is not from this run, and what it leaves out."""
     took_s: float = 0.0
@@ -170,14 +172,9 @@ def reproduced(one: Reproduction, names: Sequence[str], evidence: Evidence) -> I
         if one.missing(figure, evidence.folder):
             yield figure, one.why_not(figure, evidence.folder)
             continue
-        start, cpu = time.perf_counter(), _cpu_s()
+        start, cpu = time.perf_counter(), family_cpu_s()
         drawing = figure.make(evidence)
-        yield figure, replace(drawing, took_s=time.perf_counter() - start, cpu_s=_cpu_s() - cpu)
-
-
-def _cpu_s() -> float:
-    """Of this process and of those it started and has seen the end of."""
-    return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+        yield figure, replace(drawing, took_s=time.perf_counter() - start, cpu_s=family_cpu_s() - cpu)
 
 
 def rows_of(curves: Sequence[Plotted]) -> list[Mapping[str, object]]:
