@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,15 @@ from penstock.batching.planner import costs_for, plan_batch
 from penstock.cli.main import run
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
-from penstock.plans.references import model_of
+from penstock.plans.references import cluster_of, model_of
+from penstock.plans.schema import read_plan
+from penstock.plans.validity import require_valid
+from penstock.reproduce import dynapipe_grid
 from penstock.reproduce.dynapipe_batches import seeded_lengths
 from penstock.reproduce.dynapipe_timed import TimedIteration, iteration_of, run_iterations
 from penstock.runtime import workers
+from penstock.systems.dynapipe.rules import dynapipe_costs
+from penstock.systems.dynapipe.tables import open_configuration
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +58,25 @@ def test_schedules_of_the_same_micro_batches(data: Path, tmp_path: Path, capsys:
     speeds = {row["series"]: float(row["y"]) for row in rows if row["x"] == "65,536 tokens"}
     assert speeds["1F1B"] == 1.0 and speeds["adaptive, reordered"] >= speeds["adaptive"] > 0  # as they come is one of the orders
     assert {row["series"] for row in rows if row["published"] == "True"} == {"DynaPipe, adaptive", "DynaPipe, adaptive, reordered"}
+
+
+def test_plans_of_the_grid_search_can_be_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(dynapipe_grid, "TOKENS", 8192)
+    result, _ = figure("grid", data, tmp_path, capsys)
+    folder, (*plans, configs) = tmp_path / "dynapipe" / "grid", [file["path"] for file in result["files"]]
+    assert {Path(path).stem.rpartition("-")[2] for path in plans} == {"best", "packed", "controlled"} and configs == "configs.json"
+    assert all(f"dynapipe/grid/{path}" in (tmp_path / "index.html").read_text() for path in plans)
+    for way, policy in (("best", "dynamic"), ("packed", "fixed")):
+        plan = read_plan(folder / f"plans/t5-11b-1024-{way}.json")
+        require_valid(plan, model_of(plan), cluster_of(plan))
+        assert plan.micro_batching.policy == policy and plan.seq_length == 1024 and len(plan.ranks) == 8
+    degrees = {stage.degrees.tp for stage in read_plan(folder / "plans/gpt-6.7b-1024-controlled.json").stages}
+    found = json.loads((folder / configs).read_text())["configs"]["gpt-6.7b-1024-best"]
+    assert degrees == {found["tp"]}  # rows are packed under the degrees that were best without
+    shutil.copytree(data / "dynapipe", tmp_path / "tables")
+    shutil.copy(folder / configs, tmp_path / "tables")
+    tables, config = open_configuration(tmp_path / "tables" / "gpt-6.7b-1024-best")
+    assert dynapipe_costs(tables, config).num_stages == found["pp"]
 
 
 class SimulatedRanks:

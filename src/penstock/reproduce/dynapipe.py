@@ -26,6 +26,7 @@ from penstock.reproduce.dynapipe_batches import (
     seeded_lengths,
     shared_batch,
 )
+from penstock.reproduce.dynapipe_grid import GRID
 from penstock.reproduce.dynapipe_timed import TIMED
 from penstock.reproduce.figures import Drawing, Evidence, FigureSpec, Plotted, Reproduction, at_least, at_most, compared, within
 from penstock.reproduce.peers.checkout import Peer
@@ -184,6 +185,6 @@ DYNAPIPE_FIGURES = Reproduction("dynapipe", (
     FigureSpec("14", "figure 14: padding", _padding, _needed()),
     MICRO_BATCHING, SCHEDULES,
     FigureSpec("16", "figure 16: time to plan a batch", _planning, _needed()),
-    TIMED,
+    TIMED, GRID,
 ), "DynaPipe's cost models come with its Megatron-LM fork, as pickles; docs/systems/dynapipe.md says under which names they are "
    "read.")  # fmt: skip

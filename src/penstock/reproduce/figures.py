@@ -17,8 +17,8 @@ from penstock.processes.states import family_cpu_s
 from penstock.reproduce.peers.checkout import Peer, PeerError
 
 __all__ = [
-    "Claim", "Drawing", "Evidence", "FigureSpec", "Plotted", "Reproduction", "at_least", "at_most", "compared", "reproduced", "rows_of",
-    "within",
+    "Attached", "Claim", "Drawing", "Evidence", "FigureSpec", "Plotted", "Reproduction", "at_least", "at_most", "compared", "reproduced",
+    "rows_of", "within",
 ]  # fmt: skip
 
 Result = TypeVar("Result")
@@ -64,6 +64,16 @@ def within(what: str, found: float, published: float, share: float) -> Claim:
 
 
 @dataclass(frozen=True)
+class Attached:
+    """A file beside a figure, such as a plan to run."""
+
+    path: str
+    """In the folder of the figure."""
+    what: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Drawing:
     """A figure that was made: what to draw, and what holds."""
 
@@ -78,6 +88,7 @@ class Drawing:
     """Whether a line shows where both axes have the same value."""
     note: str = ""
     """What of it is not from this run, and what it leaves out."""
+    attached: Sequence[Attached] = ()
     took_s: float = 0.0
     """Wall seconds of making it; what figures share counts for the first of them."""
     cpu_s: float = 0.0
