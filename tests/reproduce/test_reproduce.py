@@ -74,6 +74,15 @@ def test_a_drawing_is_the_same_each_time() -> None:
     assert drawn("t", drawing, "svg") == drawn("t", drawing, "svg")
 
 
+def test_points_are_not_joined_and_titles_say_what_is_not_of_the_run() -> None:
+    """Names stand as comments in an SVG whose letters are paths."""
+    ours, theirs = Plotted("a", [1.0, 2.0], [1.0, 3.0]), Plotted("b", [1.0, 2.0], [2.0, 2.0], published=True)
+    lines, points = (drawn("t", Drawing([ours], "x", "y", kind=kind, diagonal=True), "svg") for kind in ("lines", "points"))
+    assert b"stroke-width: 1.5" in lines and b"stroke-width: 1.5" not in points and b"this run" not in lines
+    assert b"dashed: published" in drawn("t", Drawing([ours, theirs], "x", "y", kind="lines"), "svg")
+    assert b"nothing of this run" in drawn("t", Drawing([theirs], "x", "y"), "svg")
+
+
 def test_limits_belong_to_what_holds() -> None:
     assert at_least("a", 1.0, 1.0) == Claim("a", "≥ 1", 1.0, True) and not at_least("a", 0.99, 1.0).holds
     assert at_most("a", 1.0, 1.0).holds and not at_most("a", 1.01, 1.0).holds

@@ -97,7 +97,7 @@ def _anchored(evidence: Evidence) -> list[tuple[str, str]]:
 def _anchors(evidence: Evidence) -> Drawing:
     """The shared batches, on which DynaPipe's own planner was run or is run now."""
     keys, (theirs, said) = _anchored(evidence), _dynapipes(evidence)
-    places = {key: f"{key[0]}\n{key[1]}" for key in keys}
+    places = {key: "\n".join((key[0], *key[1].split("_"))) for key in keys}
     found = {places[key]: one.ms for key, one in theirs.items() if one.ms}
     known = {places[key]: _KNOWN_MS[key] for key in keys}
     ours, rows, claims = [], [], []

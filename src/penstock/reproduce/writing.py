@@ -51,7 +51,8 @@ def write_page(path: Path, results: Sequence[dict[str, Any]], missing: Sequence[
             f"<td>{'holds' if c['holds'] else 'does not hold'}</tr>" for c in result["claims"]
         )  # fmt: skip
         parts.append(f"<table><tr><th>what<th>expected<th>found<th></tr>{rows}</table>" if rows else "")
-        parts.append(f"<p class=note>{escape(result['note'])}</p>")
+        took = f"Made in {result['took_s']:.0f} s, {result['cpu_s']:.0f} s of processors."
+        parts.append(f"<p class=note>{escape(result['note'])} {took}</p>")
         files = "".join(f"<li><a href='{escape(at)}/{escape(one['path'])}'>{escape(one['path'])}</a>: {escape(one['what'])}"
                         for one in result["files"])  # fmt: skip
         parts.append(f"<details><summary>{len(result['files'])} files</summary><ul>{files}</ul></details>" if files else "")
