@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from penstock.batching.costs import PipelineCosts
 from penstock.batching.plan import BatchPlan
 from penstock.batching.planned import with_recompute_choices
@@ -33,6 +35,8 @@ _PIPELINES = {"gptA": ("gpt-6.7b", "GPT 6.7B: pp 4, dp 2"), "t5C": ("t5-11b", "T
 """Configurations of DynaPipe that have a pipeline: our name of the model, and a title."""
 _CLUSTER, _LONGEST = "8xa100-40gb", 2048
 _TOKENS, _QUICK_TOKENS = (16_384, 32_768, 65_536), (8_192, 16_384)
+_ROUNDS = 3
+"""How often each iteration runs; the fastest counts, since whatever else the machine does can only delay it."""
 _MOST = 0.03
 
 
@@ -76,7 +80,7 @@ def _iterations(evidence: Evidence, name: str) -> tuple[Plan, list[TimedIteratio
     )  # fmt: skip
     plan = with_recompute_choices(plan, model_of(plan))
     tokens = _QUICK_TOKENS if evidence.quick else _TOKENS
-    batches = [drawn_batch(costs.has_decoder, _LONGEST, size, seed) for size in tokens for seed in range(1 if evidence.quick else 3)]
+    batches = [drawn_batch(costs.has_decoder, _LONGEST, size, seed) for size in tokens for seed in range(1 if evidence.quick else 2)]
     return plan, [iteration_of(plan, costs, plan_batch(one.samples, costs), number) for number, one in enumerate(batches)]
 
 
@@ -88,15 +92,16 @@ def _timed(evidence: Evidence) -> Drawing:
     with WorkerPool(max(len(plan.ranks) for plan, _ in planned.values())) as workers:
         for name, (plan, iterations) in planned.items():
             title = _PIPELINES[name][1]
-            measured_s = workers.run(run_iterations, plan, iterations)[0]
+            rounds = np.array(workers.run(run_iterations, plan, iterations * _ROUNDS)[0]).reshape(_ROUNDS, -1)
+            measured_s = rounds.min(axis=0).tolist()
             planned_s = [iteration.planned_s for iteration in iterations]
             curves.append(Plotted(title, [1e3 * one for one in planned_s], [1e3 * one for one in measured_s]))
             error = fmean(abs(found / said - 1) for found, said in zip(measured_s, planned_s, strict=True))
             claims.append(at_most(f"{title}: mean error of planned iterations", error, _MOST))
     return Drawing(curves, "planned, ms per iteration", "measured on timed ranks, ms per iteration", claims, "points", diagonal=True, note=(
         "Every rank is a process of this machine: programs, messages and the executor are real, but an op is a wait for as long as "
-        "DynaPipe's tables say, so errors are those of running what was planned, not of the tables. By the clock on the wall: "
-        "other load shows. "
+        "DynaPipe's tables say, so errors are those of running what was planned, not of the tables. By the clock on the wall, "
+        f"the fastest of {_ROUNDS} rounds: other load on the machine shows less. "
         "DynaPipe's own figure compares with A100s; its values are not published."
     ))  # fmt: skip
 
