@@ -46,7 +46,7 @@ from penstock.files import read_json, write_json
 from penstock.models import resolve_model
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
-from penstock.reproduce.dynapipe import seeded_lengths
+from penstock.reproduce.dynapipe_batches import seeded_lengths
 from penstock.systems.dynapipe.inputs import TABLES, PlannerConfig
 from penstock.systems.dynapipe.rules import dynapipe_costs, dynapipe_plan
 from penstock.systems.dynapipe.search import best_layers

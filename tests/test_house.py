@@ -46,7 +46,8 @@ ARROWS = {
     "profiling": "errors processes clusters models costs timing runtime",
     "jobs": "errors files clusters models plans timing batching search data runtime adapting profiling",
     "reports": "errors files models schedules plans costs timing batching programs runtime adapting",
-    "reproduce": "errors files clusters models plans costs batching search data systems runtime adapting profiling",
+    "reproduce": "errors files processes clusters models schedules plans costs timing ordering batching search programs data systems "
+                 "runtime adapting profiling",
     "cli": "errors files processes clusters models schedules plans costs timing ordering batching search "
            "programs stores data systems interop runtime adapting profiling jobs reports reproduce",
 }

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_tables import aceso_tables, dynapipe_tables
+from small_tables import aceso_tables
 
 from penstock.cli.main import run
 from penstock.reproduce import REPRODUCTIONS, Claim, Drawing, Plotted, aceso_cases
 from penstock.reproduce.drawing import drawn
-from penstock.reproduce.dynapipe import seeded_lengths
+from penstock.reproduce.dynapipe_batches import seeded_lengths
 from penstock.reproduce.figures import at_least, at_most, within
 
 THROUGHPUT = "dataset,model,system,value,unit\na,BERT,gpipe,10.5,seqs/s\na,BERT,dynpipe,20,seqs/s\n"
@@ -74,6 +74,15 @@ def test_a_drawing_is_the_same_each_time() -> None:
     assert drawn("t", drawing, "svg") == drawn("t", drawing, "svg")
 
 
+def test_points_are_not_joined_and_titles_say_what_is_not_of_the_run() -> None:
+    """Names stand as comments in an SVG whose letters are paths."""
+    ours, theirs = Plotted("a", [1.0, 2.0], [1.0, 3.0]), Plotted("b", [1.0, 2.0], [2.0, 2.0], published=True)
+    lines, points = (drawn("t", Drawing([ours], "x", "y", kind=kind, diagonal=True), "svg") for kind in ("lines", "points"))
+    assert b"stroke-width: 1.5" in lines and b"stroke-width: 1.5" not in points and b"this run" not in lines
+    assert b"dashed: published" in drawn("t", Drawing([ours, theirs], "x", "y", kind="lines"), "svg")
+    assert b"nothing of this run" in drawn("t", Drawing([theirs], "x", "y"), "svg")
+
+
 def test_limits_belong_to_what_holds() -> None:
     assert at_least("a", 1.0, 1.0) == Claim("a", "≥ 1", 1.0, True) and not at_least("a", 0.99, 1.0).holds
     assert at_most("a", 1.0, 1.0).holds and not at_most("a", 1.01, 1.0).holds
@@ -85,15 +94,6 @@ def test_figures_have_names_of_their_own_and_lengths_a_seed() -> None:
     for one in REPRODUCTIONS.values():
         assert len({figure.name for figure in one.figures}) == len(one.figures)
     assert seeded_lengths(5, True) == seeded_lengths(5, True) and all(sample.dec_length for sample in seeded_lengths(5, True))
-
-
-def test_a_figure_over_tables_made_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is computed and drawn; what it claims of the published tables need not hold of others."""
-    dynapipe_tables(tmp_path / "dynapipe")
-    asked = ["reproduce", "dynapipe", "--figure", "15", "--data", str(tmp_path), "--out", str(tmp_path / "out"), "--quick", "--json"]
-    assert run(asked) == 0
-    assert [result["figure"] for result in json.loads(capsys.readouterr().out)["results"]] == ["15"]
-    assert (tmp_path / "out" / "dynapipe" / "15" / "figure.svg").stat().st_size > 1000
 
 
 def test_acesos_throughput_from_tables_and_result_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

@@ -15,16 +15,20 @@ from msgspec.structs import replace
 from penstock.batching.chunks import usual_order
 from penstock.batching.costs import PipelineCosts
 from penstock.batching.fitting import TooLong, fit_samples, positions
-from penstock.batching.ordering import by_length
+from penstock.batching.ordering import Ints, by_length
 from penstock.batching.plan import BatchPlan, ReplicaBatch, SampleLengths
 from penstock.batching.workloads import batch_workload, is_priced
 from penstock.errors import InfeasibleError, InputError
 from penstock.models.micro_batch import MicroBatch
 from penstock.timing.execution import execute
 
-__all__ = ["Attention", "baseline_rows", "best_fixed", "fixed_batches", "packed_rows", "run_baseline", "token_budget", "usual_ways"]
+__all__ = [
+    "Attention", "Order", "baseline_rows", "best_fixed", "fixed_batches", "packed_rows", "run_baseline", "token_budget", "usual_ways",
+]  # fmt: skip
 
 Attention = Literal["across", "inside"]
+Order = Callable[[Ints, Ints], Ints]
+"""From lengths, and those of decoders, to the order of samples."""
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Rows of a micro-batch that are tried."""
 _FIXED = "{} rows padded to the longest sample"
@@ -37,11 +41,11 @@ def fixed_batches(samples: Sequence[SampleLengths], costs: PipelineCosts, rows: 
     return [_padded_batch(samples, costs, list(range(at, min(at + rows, len(samples)))), lengths) for at in range(0, len(samples), rows)]
 
 
-def token_budget(samples: Sequence[SampleLengths], costs: PipelineCosts, max_tokens: int) -> list[MicroBatch]:
-    """Samples sorted by length, together as long as the padded micro-batch has at most `max_tokens` positions."""
+def token_budget(samples: Sequence[SampleLengths], costs: PipelineCosts, max_tokens: int, order: Order = by_length) -> list[MicroBatch]:
+    """Neighbours in an order, by length unless given, together as long as the padded micro-batch has at most `max_tokens` positions."""
     enc, dec = positions(samples, costs)
     groups: list[list[int]] = []
-    for i in by_length(enc, dec).tolist():
+    for i in order(enc, dec).tolist():
         grown = [*groups[-1], i] if groups else [i]
         row = _padded(int(enc[grown].max()), costs) + _padded(int(dec[grown].max()), costs)
         if groups and len(grown) * row <= max_tokens:

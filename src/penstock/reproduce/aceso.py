@@ -115,7 +115,7 @@ def _long_chains(evidence: Evidence) -> Drawing:
 
 def _accuracy(what: str, unit: str, row: str, families: Sequence[str] = ("gpt", "resnet")) -> FigureSpec:
     """Aceso's own predictions beside its measurements, redrawn."""
-    number = "15" if what == "time" else "16"
+    number, title = ("15", "time") if what == "time" else ("16", "memory")
 
     def make(evidence: Evidence) -> Drawing:
         places: list[str] = []
@@ -132,7 +132,7 @@ def _accuracy(what: str, unit: str, row: str, families: Sequence[str] = ("gpt", 
         claims = [at_most("mean error of Aceso's prediction, as published", sum(errors) / len(errors), 0.25)]
         return Drawing(curves, "model", unit, claims, note="Redrawn from Aceso's result files; nothing is of this run.")
 
-    return FigureSpec(number, f"figure {number}: predicted and measured {what}", make, ("ref-results",))
+    return FigureSpec(number, f"figure {number}: predicted and measured {title}", make, ("ref-results",))
 
 
 ACESO_FIGURES = Reproduction("aceso", (

@@ -1,38 +1,40 @@
-"""DynaPipe's figures 12 to 16 by its cost tables, on batches drawn from seeded lengths: the data set it used is not ours to ship."""
+"""DynaPipe's figures 12 to 17 by its cost tables, on batches drawn from seeded lengths: the data set it used is not ours to ship."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.batching.baselines import packed_rows, run_baseline, token_budget
 from penstock.batching.costs import PipelineCosts
-from penstock.batching.fitting import positions
-from penstock.batching.lengths import read_lengths
-from penstock.batching.ordering import by_length, curves, tour
-from penstock.batching.plan import BatchPlan, SampleLengths
 from penstock.batching.planned import with_recompute_choices
 from penstock.batching.planner import costs_for, plan_batch
-from penstock.batching.search import usual_steps
-from penstock.batching.split import Windows
-from penstock.errors import InfeasibleError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
 from penstock.plans.references import model_of
+from penstock.reproduce.dynapipe_ablations import MICRO_BATCHING, SCHEDULES
+from penstock.reproduce.dynapipe_batches import (
+    SYSTEMS,
+    TOKENS,
+    LengthBatch,
+    costs_of,
+    drawn_batch,
+    plan_dynamic,
+    plan_packed,
+    seeded_lengths,
+    shared_batch,
+)
+from penstock.reproduce.dynapipe_grid import GRID
+from penstock.reproduce.dynapipe_timed import TIMED
 from penstock.reproduce.figures import Drawing, Evidence, FigureSpec, Plotted, Reproduction, at_least, at_most, compared, within
 from penstock.reproduce.peers.checkout import Peer
 from penstock.reproduce.peers.dynapipe import DynaPipePlanned, plan_with_dynapipe
-from penstock.systems.dynapipe.rules import dynapipe_costs
 from penstock.systems.dynapipe.tables import open_configuration
 
-__all__ = ["DYNAPIPE_FIGURES", "seeded_lengths"]
+__all__ = ["DYNAPIPE_FIGURES"]
 
-_SYSTEMS = {"gptA": "GPT 6.7B, 8 GPUs", "t5D": "T5 11B, 8 GPUs"}
-_FILES = {"gptA": "gpt", "t5D": "t5", "t5C": "t5"}
 _KNOWN_MS = {
     ("gptA", "tok16384_max2048"): 698.3, ("gptA", "tok65536_max2048"): 2222.0, ("gptA", "tok65536_max4096"): 2930.8,
     ("gptA", "n2048_max2048"): 14745.5, ("gptA", "n8192_max2048"): 71760.6, ("t5D", "tok16384_max2048"): 1870.3,
@@ -44,74 +46,20 @@ _PACKED_MS = {("gptA", "tok65536_max2048"): 2850.0, ("gptA", "tok65536_max4096")
 _OWN_MS = {("gptA", "tok65536_max2048"): 2062.0, ("t5D", "tok65536_max2048"): 5455.0}
 """What we found for them, with the full search."""
 _LONG = {"n2048_max2048", "n8192_max2048", "tok65536_max4096"}
-_LENGTHS, _TOKENS = (512, 1024, 2048, 4096), 65_536
+_LENGTHS = (512, 1024, 2048, 4096)
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """A global batch, and how long samples of its data may be."""
-
-    samples: list[SampleLengths]
-    longest: int
-
-    def tokens_per_s(self, plan: BatchPlan | None) -> float | None:
-        """Throughput of a plan for it."""
-        return None if plan is None else sum(sample.length + sample.dec_length for sample in self.samples) / plan.predicted_s
-
-
-def seeded_lengths(count: int, has_decoder: bool, seed: int = 0, longest: int = 2048) -> list[SampleLengths]:
-    """Lengths like those of a mixture of instruction tasks: log-normal, decoders short and weakly correlated."""
-    numbers = np.random.default_rng(seed)
-    first, second = numbers.standard_normal((2, count))
-    if not has_decoder:
-        return [SampleLengths(i, int(n)) for i, n in enumerate(np.clip(np.exp(np.log(120) + 1.14 * first), 8, longest))]
-    enc = np.clip(np.exp(np.log(105) + 1.14 * first), 8, longest)
-    dec = np.clip(np.exp(np.log(16) + 1.25 * (0.3 * first + 0.954 * second)), 1, longest)
-    return [SampleLengths(i, int(n), int(m)) for i, (n, m) in enumerate(zip(enc, dec, strict=True))]
-
-
-def _costs(evidence: Evidence, name: str) -> PipelineCosts:
-    return evidence.once(f"costs {name}", lambda: dynapipe_costs(*open_configuration(evidence.folder / name)))
-
-
-def _prefix(samples: Sequence[SampleLengths], tokens: int) -> list[SampleLengths]:
-    """The first samples of so many tokens in all."""
-    total = np.cumsum([sample.length + sample.dec_length for sample in samples])
-    return list(samples[: max(1, int(np.searchsorted(total, tokens, side="right")))])
-
-
-def _drawn(has_decoder: bool, longest: int, tokens: int) -> _Batch:
-    return _Batch(_prefix(seeded_lengths(tokens // 40, has_decoder, longest=longest), tokens), longest)
-
-
-def _planned(evidence: Evidence, costs: PipelineCosts, batch: _Batch) -> BatchPlan:
-    steps = usual_steps(costs, len(batch.samples)) // (10 if evidence.quick else 1)
-    return plan_batch(batch.samples, costs, steps=steps)
-
-
-def _packed(costs: PipelineCosts, batch: _Batch) -> BatchPlan | None:
-    """DynaPipe's baseline: rows as long as samples may be, in encoder and decoder, a token between neighbours, attention over whole rows;
-    the best number of rows and mode of recomputation."""
-    found = []
-    for rows in (1, 2, 4, 8):
-        try:
-            found.append(run_baseline(packed_rows(batch.samples, costs, rows, batch.longest, "across", separator=1), costs, "packed"))
-        except InfeasibleError:
-            break
-    return min(found, key=lambda plan: plan.predicted_s, default=None)
-
-
-def _compared(evidence: Evidence, batches: Callable[[bool], dict[float, _Batch]], x_title: str) -> Drawing:
+def _compared(evidence: Evidence, batches: Callable[[bool], dict[float, LengthBatch]], x_title: str) -> Drawing:
     """Throughput of dynamic micro-batches and of packed rows, for both models."""
     found, claims = [], []
-    for name, title in _SYSTEMS.items():
-        costs = _costs(evidence, name)
+    for name, title in SYSTEMS.items():
+        costs = costs_of(evidence, name)
         own: list[float | None] = []
         rows: list[float | None] = []
         places = batches(costs.has_decoder)
         for batch in places.values():
-            own.append(batch.tokens_per_s(_planned(evidence, costs, batch)))
-            rows.append(batch.tokens_per_s(_packed(costs, batch)))
+            own.append(batch.tokens_per_s(plan_dynamic(evidence, costs, batch)))
+            rows.append(batch.tokens_per_s(plan_packed(costs, batch)))
         found += [Plotted(f"{title}: Penstock", list(places), own), Plotted(f"{title}: packed rows", list(places), rows)]
         ratio = next((o / r for o, r in zip(reversed(own), reversed(rows), strict=True) if o and r), np.nan)
         claims.append(at_least(f"{title}: speed-up over packed rows in the last case that both fit", ratio, 1.05))
@@ -123,19 +71,19 @@ def _compared(evidence: Evidence, batches: Callable[[bool], dict[float, _Batch]]
 
 def _by_length(evidence: Evidence) -> Drawing:
     chosen = _LENGTHS[1:3] if evidence.quick else _LENGTHS
-    return _compared(evidence, lambda dec: {float(n): _drawn(dec, n, _TOKENS) for n in chosen}, "longest sample, tokens")
+    return _compared(evidence, lambda dec: {float(n): drawn_batch(dec, n, TOKENS) for n in chosen}, "longest sample, tokens")
 
 
 def _by_batch(evidence: Evidence) -> Drawing:
     chosen = (16_384, 65_536) if evidence.quick else (16_384, 32_768, 65_536, 131_072)
-    return _compared(evidence, lambda dec: {float(n): _drawn(dec, 2048, n) for n in chosen}, "global batch, tokens")
+    return _compared(evidence, lambda dec: {float(n): drawn_batch(dec, 2048, n) for n in chosen}, "global batch, tokens")
 
 
 def _dynapipes(evidence: Evidence) -> tuple[dict[tuple[str, str], DynaPipePlanned], str]:
     """What DynaPipe's own planner makes of the shared batches."""
 
     def work(peer: Peer, key: tuple[str, str]) -> DynaPipePlanned:
-        (planned,) = plan_with_dynapipe(peer, *open_configuration(evidence.folder / key[0]), [_shared(evidence, *key).samples])
+        (planned,) = plan_with_dynapipe(peer, *open_configuration(evidence.folder / key[0]), [shared_batch(evidence, *key).samples])
         return planned
 
     return evidence.beside("DynaPipe", _anchored(evidence), work)
@@ -146,20 +94,16 @@ def _anchored(evidence: Evidence) -> list[tuple[str, str]]:
     return [key for key in _KNOWN_MS if not (evidence.quick and key[1] in _LONG)]
 
 
-def _shared(evidence: Evidence, name: str, size: str) -> _Batch:
-    return _Batch(read_lengths(evidence.folder / "inputs" / f"{_FILES[name]}_{size}.csv"), int(size.partition("_max")[2]))
-
-
 def _anchors(evidence: Evidence) -> Drawing:
     """The shared batches, on which DynaPipe's own planner was run or is run now."""
     keys, (theirs, said) = _anchored(evidence), _dynapipes(evidence)
-    places = {key: f"{key[0]}\n{key[1]}" for key in keys}
+    places = {key: "\n".join((key[0], *key[1].split("_"))) for key in keys}
     found = {places[key]: one.ms for key, one in theirs.items() if one.ms}
     known = {places[key]: _KNOWN_MS[key] for key in keys}
     ours, rows, claims = [], [], []
     for key, place in places.items():
-        batch, costs, said_as = _shared(evidence, *key), _costs(evidence, key[0]), place.replace("\n", ", ")
-        plan, packed = _planned(evidence, costs, batch), _packed(costs, batch)
+        batch, costs, said_as = shared_batch(evidence, *key), costs_of(evidence, key[0]), place.replace("\n", ", ")
+        plan, packed = plan_dynamic(evidence, costs, batch), plan_packed(costs, batch)
         ours.append(plan.predicted_s * 1e3)
         rows.append(packed.predicted_s * 1e3 if packed else None)
         share = ours[-1] / found.get(place, known[place])
@@ -189,12 +133,12 @@ def _packed_costs() -> PipelineCosts:
 
 
 def _padding(evidence: Evidence) -> Drawing:
-    (gpt, t5), found = _SYSTEMS.values(), dict[str, tuple[float, float | None]]()
-    for name, title in _SYSTEMS.items():
-        costs, batch = _costs(evidence, name), _drawn(_costs(evidence, name).has_decoder, 2048, _TOKENS)
-        packed = _packed(costs, batch)
-        found[title] = (_planned(evidence, costs, batch).padding_share, packed.padding_share if packed else None)
-    end_to_end = plan_batch(_drawn(False, 2048, _TOKENS).samples, _packed_costs()).padding_share
+    (gpt, t5), found = SYSTEMS.values(), dict[str, tuple[float, float | None]]()
+    for name, title in SYSTEMS.items():
+        costs, batch = costs_of(evidence, name), drawn_batch(costs_of(evidence, name).has_decoder, 2048, TOKENS)
+        packed = plan_packed(costs, batch)
+        found[title] = (plan_dynamic(evidence, costs, batch).padding_share, packed.padding_share if packed else None)
+    end_to_end = plan_batch(drawn_batch(False, 2048, TOKENS).samples, _packed_costs()).padding_share
     curves = [Plotted("Penstock, padded", list(found), [own for own, _ in found.values()]),
               Plotted("Penstock, packed", [gpt], [end_to_end]),
               Plotted("packed rows", list(found), [rows for _, rows in found.values()])]  # fmt: skip
@@ -208,41 +152,12 @@ def _padding(evidence: Evidence) -> Drawing:
     ))  # fmt: skip
 
 
-def _splitting(evidence: Evidence) -> Drawing:
-    """Micro-batching alone: token budgets and dynamic splitting, after sorting and after a tour; 1F1B by the same tables."""
-    costs = _costs(evidence, "t5D")
-    batch = _drawn(True, 2048, _TOKENS // (4 if evidence.quick else 1))
-    enc, dec = positions(batch.samples, costs)
-
-    def split(orders: Sequence[NDArray[np.int64]]) -> float:
-        return 1e3 * min(Windows(costs, enc, dec, order, 64).split(np.inf)[0] for order in orders)
-
-    def budget(max_tokens: int) -> float:
-        try:
-            return run_baseline(token_budget(batch.samples, costs, max_tokens), costs, "budget").predicted_s * 1e3
-        except InfeasibleError:
-            return np.inf
-
-    packed = _packed(costs, batch)
-    split_ms, found_ms = split([tour(enc, dec)]), _planned(evidence, costs, batch).predicted_s * 1e3
-    ways = {
-        "packed rows": packed.predicted_s * 1e3 if packed else None,
-        "token budget, sorted": min(map(budget, (1024, 2048, 4096, 8192))),
-        "dynamic, sorted": split([by_length(enc, dec)]), "dynamic, tour": split_ms,
-        "dynamic, Hilbert": split(curves(enc, dec)),
-        "Hilbert and search": found_ms,
-    }  # fmt: skip
-    share = found_ms / split_ms
-    claims = [at_most("Hilbert and search, as a share of dynamic splitting after a tour", share, 1.0)]
-    return Drawing([Plotted("T5 11B", list(ways), list(ways.values()))], "", "ms per iteration", claims)
-
-
 def _planning(evidence: Evidence) -> Drawing:
     sizes = (128, 512, 2048) if evidence.quick else (128, 512, 2048, 8192)
     found = []
     claims = []
-    for name, title in _SYSTEMS.items():
-        costs = _costs(evidence, name)
+    for name, title in SYSTEMS.items():
+        costs = costs_of(evidence, name)
         took = []
         for count in sizes:
             samples = seeded_lengths(count, costs.has_decoder)
@@ -268,7 +183,8 @@ DYNAPIPE_FIGURES = Reproduction("dynapipe", (
     FigureSpec("13", "figure 13: throughput by the global batch", _by_batch, _needed()),
     FigureSpec("anchors", "the same batches under DynaPipe's own planner", _anchors, _needed("inputs")),
     FigureSpec("14", "figure 14: padding", _padding, _needed()),
-    FigureSpec("15", "figure 15: micro-batching, way by way", _splitting, _needed()),
+    MICRO_BATCHING, SCHEDULES,
     FigureSpec("16", "figure 16: time to plan a batch", _planning, _needed()),
+    TIMED, GRID,
 ), "DynaPipe's cost models come with its Megatron-LM fork, as pickles; docs/systems/dynapipe.md says under which names they are "
    "read.")  # fmt: skip

@@ -103,7 +103,8 @@ def _pareto(evidence: Evidence) -> Drawing:
         return Plotted(label, [batch / answer.time_s for answer in answers], [_usd(answer, steps) for answer in answers])
 
     best = [cluster for cluster in clusters if cluster.dominated_by is None]
-    curves = [points([c for c in clusters if c.dominated_by is not None], "beaten by another"), points(best, "worth having")]
+    beaten = [cluster for cluster in clusters if cluster.dominated_by is not None]
+    curves = [points(beaten, "beaten in time, money and GPUs"), points(best, "worth having for one of these")]
     limit = 30.0 * len(clusters) / 80
     claims = [at_most(f"CPU seconds of {len(clusters)} clusters", cpu, max(limit, 5.0)), at_least("clusters worth having", len(best), 3)]
     kinds = "A100 and A10 nodes of 8 GPUs, GPT-2 XL"

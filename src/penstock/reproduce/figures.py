@@ -6,7 +6,6 @@ their own sake. Published numbers are drawn as they are and named so; nothing is
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,11 +13,12 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from penstock.errors import InputError, near_misses
+from penstock.processes.states import family_cpu_s
 from penstock.reproduce.peers.checkout import Peer, PeerError
 
 __all__ = [
-    "Claim", "Drawing", "Evidence", "FigureSpec", "Plotted", "Reproduction", "at_least", "at_most", "compared", "reproduced", "rows_of",
-    "within",
+    "Attached", "Claim", "Drawing", "Evidence", "FigureSpec", "Plotted", "Reproduction", "at_least", "at_most", "compared", "reproduced",
+    "rows_of", "within",
 ]  # fmt: skip
 
 Result = TypeVar("Result")
@@ -64,6 +64,16 @@ def within(what: str, found: float, published: float, share: float) -> Claim:
 
 
 @dataclass(frozen=True)
+class Attached:
+    """A file beside a figure, such as a plan to run."""
+
+    path: str
+    """In the folder of the figure."""
+    what: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Drawing:
     """A figure that was made: what to draw, and what holds."""
 
@@ -74,8 +84,11 @@ class Drawing:
     kind: Literal["bars", "lines", "points"] = "bars"
     log_x: bool = False
     log_y: bool = False
+    diagonal: bool = False
+    """Whether a line shows where both axes have the same value."""
     note: str = ""
     """What of it is not from this run, and what it leaves out."""
+    attached: Sequence[Attached] = ()
     took_s: float = 0.0
     """Wall seconds of making it; what figures share counts for the first of them."""
     cpu_s: float = 0.0
@@ -170,14 +183,9 @@ def reproduced(one: Reproduction, names: Sequence[str], evidence: Evidence) -> I
         if one.missing(figure, evidence.folder):
             yield figure, one.why_not(figure, evidence.folder)
             continue
-        start, cpu = time.perf_counter(), _cpu_s()
+        start, cpu = time.perf_counter(), family_cpu_s()
         drawing = figure.make(evidence)
-        yield figure, replace(drawing, took_s=time.perf_counter() - start, cpu_s=_cpu_s() - cpu)
-
-
-def _cpu_s() -> float:
-    """Of this process and of those it started and has seen the end of."""
-    return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+        yield figure, replace(drawing, took_s=time.perf_counter() - start, cpu_s=family_cpu_s() - cpu)
 
 
 def rows_of(curves: Sequence[Plotted]) -> list[Mapping[str, object]]:

@@ -122,7 +122,7 @@ def _measured(evidence: Evidence) -> Drawing:
         Plotted("Penstock, the plan found", list(runs), [run.measured for run in runs.values()]),
         Plotted("predicted of it", list(runs), [run.predicted for run in runs.values()]),
     ]
-    return Drawing(curves, "", "samples per second", claims, note=(
+    return Drawing(curves, "", "samples per second", claims, log_y=True, note=(
         "Profiled, planned and trained in this run on two processes of this machine's processor: tiny models, rows that are full. "
         f"Other load on the machine shows.{said}"
     ))  # fmt: skip

@@ -30,9 +30,12 @@ def write_figure(folder: Path, system: str, figure: FigureSpec, drawing: Drawing
     verdict = "shown" if not claims else "holds" if all(c.holds for c in drawing.claims) else "does not hold"
     result = {
         "system": system, "figure": figure.name, "title": figure.title, "verdict": verdict, "claims": claims, "note": drawing.note,
+        "files": [{"path": one.path, "what": one.what} for one in drawing.attached],
         "published": sorted({curve.label for curve in drawing.curves if curve.published}), "took_s": drawing.took_s, "cpu_s": drawing.cpu_s,
     }  # fmt: skip
     write_json(folder / "result.json", result)
+    for one in drawing.attached:
+        write_text(folder / one.path, one.text)
     return result
 
 
@@ -48,6 +51,10 @@ def write_page(path: Path, results: Sequence[dict[str, Any]], missing: Sequence[
             f"<td>{'holds' if c['holds'] else 'does not hold'}</tr>" for c in result["claims"]
         )  # fmt: skip
         parts.append(f"<table><tr><th>what<th>expected<th>found<th></tr>{rows}</table>" if rows else "")
-        parts.append(f"<p class=note>{escape(result['note'])}</p>")
+        took = f"Made in {result['took_s']:.0f} s, {result['cpu_s']:.0f} s of processors."
+        parts.append(f"<p class=note>{escape(result['note'])} {took}</p>")
+        files = "".join(f"<li><a href='{escape(at)}/{escape(one['path'])}'>{escape(one['path'])}</a>: {escape(one['what'])}"
+                        for one in result["files"])  # fmt: skip
+        parts.append(f"<details><summary>{len(result['files'])} files</summary><ul>{files}</ul></details>" if files else "")
     parts += [f"<p class=no>{escape(text)}</p>" for text in missing]
     write_text(path, "\n".join(part for part in parts if part) + "\n")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.batching.plan import BatchPlan, SampleLengths
     from penstock.systems.dynapipe.tables import DynaPipeTables
 
-__all__ = ["DEFAULT_MB", "FoundConfiguration", "best_configuration", "best_layers"]
+__all__ = ["DEFAULT_MB", "FoundConfiguration", "best_configuration", "best_layers", "configurations"]
 
 DEFAULT_MB = 36_000.0
 """What DynaPipe uses of a GPU of 40 GB."""
@@ -42,7 +42,7 @@ def best_configuration(
     from penstock.batching.search import usual_steps
 
     found: dict[str, tuple[FoundConfiguration, PipelineCosts]] = {}
-    for config in _configurations(tables, gpus, per_node, memory_mb):
+    for config in configurations(tables, gpus, per_node, memory_mb):
         name = f"tp {config.tp}, pp {config.pp}, dp {config.dp}"
         progress(name)
         try:
@@ -59,7 +59,7 @@ def best_configuration(
     return replace(best, plan=replace(plan, bound_s=bound_s)), {name: one.plan.predicted_s for name, (one, _) in found.items()}
 
 
-def _configurations(tables: DynaPipeTables, gpus: int, per_node: int, memory_mb: float) -> Iterator[PlannerConfig]:
+def configurations(tables: DynaPipeTables, gpus: int, per_node: int, memory_mb: float) -> Iterator[PlannerConfig]:
     """Degrees that use all GPUs, tp inside a node, stages of equally many layers."""
     dims = tables.dimensions
     model = next(name for name, table in TABLES.items() if table == tables.table_name)
