@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from penstock.programs.instructions import Program
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.workers import Worker
 
-__all__ = ["Footprint", "close_amid_transfers", "footprint", "train_generations", "wake_from_a_thread"]
+__all__ = ["Footprint", "close_amid_transfers", "footprint", "policies", "train_generations", "wake_from_a_thread"]
 
 Footprint = tuple[int, int, int]
 """Threads, open files, sockets that listen."""
@@ -37,6 +38,12 @@ def footprint() -> Footprint:
         except OSError:  # that of the listing itself
             continue
     return _num_threads(), len(descriptors), listening
+
+
+def policies(worker: Worker) -> tuple[int, set[int]]:
+    """By which policies the system schedules this thread, and gloo's threads that hear of messages."""
+    names = {int(task): Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")}
+    return os.sched_getscheduler(0), {os.sched_getscheduler(task) for task, name in names.items() if name == "gloo_tcp_loop"}
 
 
 def _num_threads() -> int:

@@ -197,7 +197,8 @@ def run_paced(
     for iteration in programs:
         losses.append(rank.train(iteration[rank.world.place], RandomSource(model)).loss.item())
         times_s.append(rank.clock.device_s)
-        assert 0.0 < rank.clock.busy_s < rank.clock.device_s
+        # The slower of two ranks that wait for each other never waits itself.
+        assert 0.0 < rank.clock.busy_s <= rank.clock.device_s * (1 + 1e-9)
     return times_s, TrainedPrograms(tuple(losses), (), (), *collected(rank))
 
 

@@ -8,6 +8,7 @@ Groups, signals and deaths are those of a command that somebody typed; seconds o
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -23,6 +24,8 @@ from typing import Any
 from penstock.processes.fork_server import FORKED, SIGNALS, warm_up
 
 __all__ = ["Launched", "launched"]
+
+_CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,14 @@ class Launched:
 
 
 @contextmanager
-def launched(arguments: Sequence[str], folder: Path, name: str = "launched", **environment: str) -> Iterator[Launched]:
-    """`penstock ARGUMENTS`, with some variables beside those of this process; nothing of its session is left behind."""
+def launched(
+    arguments: Sequence[str], folder: Path, name: str = "launched", network: str = "", **environment: str
+) -> Iterator[Launched]:
+    """`penstock ARGUMENTS`, with some variables beside those of this process, perhaps in a network namespace that `ip` has named; nothing
+    of its session is left behind."""
     warm_up()
     out, err = folder / f"{name}.out", folder / f"{name}.err"
-    process = FORKED.Process(target=_launch, args=({**os.environ, **environment}, list(arguments), out, err))
+    process = FORKED.Process(target=_launch, args=({**os.environ, **environment}, list(arguments), network, out, err))
     process.start()
     try:
         while not err.exists() and process.exitcode is None:  # until it has a session of its own
@@ -67,8 +73,10 @@ def launched(arguments: Sequence[str], folder: Path, name: str = "launched", **e
         process.join()
 
 
-def _launch(environment: Mapping[str, str], arguments: list[str], out: Path, err: Path) -> None:
+def _launch(environment: Mapping[str, str], arguments: list[str], network: str, out: Path, err: Path) -> None:
     os.setsid()
+    if network:
+        _enter(network)
     os.environ.clear()
     os.environ.update(environment)
     for stream, path in ((sys.stdout, out), (sys.stderr, err)):
@@ -87,6 +95,13 @@ def _launch(environment: Mapping[str, str], arguments: list[str], out: Path, err
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _enter(network: str) -> None:
+    """As `ip netns exec` does. (`os.setns` is there only from Python 3.12 on.)"""
+    with open(f"/run/netns/{network}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"could not enter {network}")
 
 
 def _forked(_: bytes, arguments: Sequence[str], handles: Sequence[int]) -> int:

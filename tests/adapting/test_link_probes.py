@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from warm_launchers import launched
 
 from penstock.adapting.events import EVENTS, read_events
 from penstock.adapting.link_probes import PROBED_STEPS, LinkProbes, rounds_of
@@ -122,28 +122,23 @@ def test_a_real_link_that_is_slowed_in_mid_run_is_named(data: str, tmp_path: Pat
     plan = uniform_plan("gpt-tiny", str(tmp_path / "two.yaml"), global_batch=4, micro_batch=2, pp=2, precision="fp32")
     write_plan(tmp_path / "plan.json", plan)
     out = tmp_path / "run"
-    train = [sys.executable, "-m", "penstock.cli.main", "train", str(tmp_path / "plan.json"), "--data", data, "--steps", "2000",
-             "--out", str(out), "--device", "cpu", "--planners", "0", "--json"]  # fmt: skip
-    with two_networks():
+    train = ["train", str(tmp_path / "plan.json"), "--data", data, "--steps", "2000", "--out", str(out), "--device", "cpu",
+             "--planners", "0", "--json"]  # fmt: skip
+    with two_networks(), ExitStack() as stack:
         runs = []
-        try:
-            for rank, (name, end) in enumerate(zip(NAMES, ENDS, strict=True)):
-                own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.231.77.1",
-                       "MASTER_PORT": "29517", "GLOO_SOCKET_IFNAME": end, "OMP_NUM_THREADS": "1"}  # fmt: skip
-                runs.append(subprocess.Popen(["ip", "netns", "exec", name, *train], env=os.environ | own, stdout=subprocess.DEVNULL))
-            while last_step(out) < 30:  # the time-out ends a wait in vain
-                assert all(run.poll() is None for run in runs)
-                time.sleep(0.1)
-            for name, end in zip(NAMES, ENDS, strict=True):
-                slow = ["tc", "qdisc", "add", "dev", end, "root", "tbf", "rate", "5mbit", "burst", "32kb", "latency", "4s"]
-                subprocess.run(["ip", "netns", "exec", name, *slow], check=True, capture_output=True, timeout=20)
-            slowed = last_step(out)
-            while not (named := [event for event in read_events(out) if event.cause == "link" and (event.factor or 0) > 5]):
-                assert all(run.poll() is None for run in runs), (out / EVENTS).read_text()
-                time.sleep(0.1)
-        finally:
-            for run in runs:
-                run.kill()
-                run.communicate()
+        for rank, (name, end) in enumerate(zip(NAMES, ENDS, strict=True)):
+            own = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.231.77.1",
+                   "MASTER_PORT": "29517", "GLOO_SOCKET_IFNAME": end}  # fmt: skip
+            runs.append(stack.enter_context(launched(train, tmp_path, f"rank-{rank}", network=name, **own)))
+        while last_step(out) < 30:  # the time-out ends a wait in vain
+            assert all(run.status is None for run in runs), [run.err.read_text() for run in runs]
+            time.sleep(0.1)
+        for name, end in zip(NAMES, ENDS, strict=True):
+            slow = ["tc", "qdisc", "add", "dev", end, "root", "tbf", "rate", "5mbit", "burst", "32kb", "latency", "4s"]
+            subprocess.run(["ip", "netns", "exec", name, *slow], check=True, capture_output=True, timeout=20)
+        slowed = last_step(out)
+        while not (named := [event for event in read_events(out) if event.cause == "link" and (event.factor or 0) > 5]):
+            assert all(run.status is None for run in runs), (out / EVENTS).read_text()
+            time.sleep(0.1)
     assert named[0].ranks == (0, 1) and named[0].step >= slowed
     assert "messages between ranks 0 and 1" in named[0].text

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from generation_jobs import close_amid_transfers, train_generations, wake_from_a_thread
+from generation_jobs import close_amid_transfers, policies, train_generations, wake_from_a_thread
 from runtime_cases import Case, Choice, make_case
 from training_jobs import train_programs
 
@@ -50,6 +51,10 @@ def test_rounds_leave_nothing(pool: WorkerPool) -> None:
         own = 2 if rank in cases[1].plan.ranks else 1
         assert len(losses) == own * ROUNDS and losses == losses[:own] * ROUNDS
         assert number >= 3 * ROUNDS - 1
+
+
+def test_threads_of_gloo_push_nobody_off_a_core(pool: WorkerPool) -> None:
+    assert pool.run(policies) == [(os.SCHED_OTHER, {os.SCHED_BATCH})] * 4
 
 
 def test_what_waits_for_others_does_not_hold_it_up(pool: WorkerPool) -> None:

@@ -13,7 +13,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -53,7 +53,7 @@ class Generation:
         """On which gloo listens here, and at the others: one end of each of its connections has one of them."""
         self.is_closed = False
         if store is not None:
-            with self._counted_ports():
+            with _patient_threads(), self._counted_ports():
                 place = self.members.index(own)
                 dist.init_process_group(backend, store=self._keys, rank=place, world_size=len(self.members), timeout=self.timeout)
 
@@ -73,7 +73,7 @@ class Generation:
             if members == self.members:
                 self._made[members] = dist.group.WORLD
             else:
-                with self._counted_ports():
+                with _patient_threads(), self._counted_ports():
                     places = [self.members.index(member) for member in members]
                     self._made[members] = dist.new_group(places, timeout=self.timeout)
         return self._made[members]
@@ -81,7 +81,7 @@ class Generation:
     def beside(self) -> Any:
         """Another group of all members, through host memory: for messages that a thread sends while others are under way. All make it."""
         if self._beside not in self._made:
-            with self._counted_ports():
+            with _patient_threads(), self._counted_ports():
                 self._made[self._beside] = dist.new_group(list(range(len(self.members))), timeout=self.timeout, backend="gloo")
         return self._made[self._beside]
 
@@ -155,6 +155,26 @@ class Generation:
         self._keys.set(f"ports/{number}/{self.own}", msgspec.json.encode(sorted(own)).decode())
         for told in self._keys.multi_get([f"ports/{number}/{member}" for member in self.members if member != self.own]):
             self._ports.update(msgspec.json.decode(told))
+
+
+@contextmanager
+def _patient_threads() -> Iterator[None]:
+    """Threads that begin inside push nobody off a core when they wake, where the system knows such a policy (Linux: SCHED_BATCH).
+
+    gloo's thread is woken by a message, finds the connection locked by a thread that has just used it, and asks again and again until that
+    one is done. Where there are more threads than cores it had often pushed that very thread off its core: milliseconds of two cores for
+    each message.
+    """
+    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:  # or somebody has chosen another one
+        yield
+        return
+    with suppress(PermissionError):  # of a sandbox
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # of this thread; what it starts inherits it
+    try:
+        yield
+    finally:
+        with suppress(PermissionError):
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def _prefix(number: int) -> str:
