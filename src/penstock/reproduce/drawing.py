@@ -30,7 +30,7 @@ def drawn(title: str, drawing: Drawing, form: Literal["svg", "png"]) -> bytes:
             _draw_bars(axes, drawing.curves)
         else:
             _draw_lines(axes, drawing.curves, joined=drawing.kind == "lines")
-        axes.set(xlabel=drawing.x_title, ylabel=drawing.y_title)
+        axes.set(xlabel=drawing.x_title, ylabel=f"{drawing.y_title} (log scale)" if drawing.log_y else drawing.y_title)
         axes.set_title(f"{title}\n{_origin(drawing)}" if _origin(drawing) else title, fontsize=11, wrap=True)
         if drawing.log_x:
             axes.set_xscale("log", base=2)

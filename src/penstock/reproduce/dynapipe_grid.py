@@ -119,7 +119,7 @@ def plan_of(point: GridPoint, model: str, longest: int) -> Plan:
     micro_batches = sum(len(micro.samples) if dynamic else 1 for replica in point.plan.replicas for micro in replica.micro_batches)
     global_batch = -(-micro_batches // config.dp) * config.dp * rows
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.yaml"
+        path = Path(folder) / f"{model}.yaml"
         write_json(path, sizes)
         plan = uniform_plan(
             str(path), _CLUSTER, global_batch=global_batch, micro_batch=rows, pp=config.pp, tp=config.tp, replicas=config.dp,

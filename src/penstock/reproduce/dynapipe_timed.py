@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -101,7 +102,8 @@ def _timed(evidence: Evidence) -> Drawing:
     return Drawing(curves, "planned, ms per iteration", "measured on timed ranks, ms per iteration", claims, "points", diagonal=True, note=(
         "Every rank is a process of this machine: programs, messages and the executor are real, but an op is a wait for as long as "
         "DynaPipe's tables say, so errors are those of running what was planned, not of the tables. By the clock on the wall, "
-        f"the fastest of {_ROUNDS} rounds: other load on the machine shows less. "
+        f"the fastest of {_ROUNDS} rounds: other load on the machine delays them still (load average {os.getloadavg()[0]:.1f} on "
+        f"{os.cpu_count()} processors). "
         "DynaPipe's own figure compares with A100s; its values are not published."
     ))  # fmt: skip
 
