@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cluster of three kinds in nodes of three sizes, and the best plan on it."""
     path = tmp_path_factory.mktemp("odd")
     (path / "odd.yaml").write_text(ODD, encoding="utf-8")
-    asked = ["--model", "bert-large", "--cluster", str(path / "odd.yaml"), "--global-batch", "1022", "--micro-batches", "7,14"]
+    asked = ["--model", "gpt-350m", "--cluster", str(path / "odd.yaml"), "--global-batch", "1022", "--micro-batches", "7,14"]
     assert run(["search", *asked, "--schedules", "1f1b", "--top", "1", "--out", str(path / "plan.json")]) == 0
     return path
 
