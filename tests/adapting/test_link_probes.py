@@ -136,9 +136,9 @@ def test_a_real_link_that_is_slowed_in_mid_run_is_named(data: str, tmp_path: Pat
         for name, end in zip(NAMES, ENDS, strict=True):
             slow = ["tc", "qdisc", "add", "dev", end, "root", "tbf", "rate", "5mbit", "burst", "32kb", "latency", "4s"]
             subprocess.run(["ip", "netns", "exec", name, *slow], check=True, capture_output=True, timeout=20)
-        slowed = last_step(out)
-        while not (named := [event for event in read_events(out) if event.cause == "link" and (event.factor or 0) > 5]):
+        slowed = last_step(out)  # a machine that is busy with other things may have been named for it before
+        while not (named := [one for one in read_events(out) if one.cause == "link" and one.step >= slowed and (one.factor or 0) > 5]):
             assert all(run.status is None for run in runs), (out / EVENTS).read_text()
             time.sleep(0.1)
-    assert named[0].ranks == (0, 1) and named[0].step >= slowed
+    assert named[0].ranks == (0, 1)
     assert "messages between ranks 0 and 1" in named[0].text

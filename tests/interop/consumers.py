@@ -1,6 +1,7 @@
-"""What other systems understand of exports, by their own code; run in a process of its own, with their folder first on the path.
+"""What other systems understand of exports, by their own code: `consumers.py FOLDER ASKED`, in a process of its own.
 
-Reads {"torchtitan": [recipe, …], "deepspeed": [[config, dp], …], "megatron": [[layout, pp], …]} and writes what each was taken for.
+FOLDER has them, and comes first on its path. ASKED is a file with {"torchtitan": [recipe, …], "deepspeed": [[config, dp], …],
+"megatron": [[layout, pp], …]}; what each was taken for is written.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def megatron(layouts: list[Any]) -> list[Any]:
 
 
 if __name__ == "__main__":
-    asked = json.load(sys.stdin)
+    _, folder, path = sys.argv
+    sys.path.insert(0, folder)
+    asked = json.loads(Path(path).read_text(encoding="utf-8"))
     with redirect_stdout(sys.stderr):
         answer = {"torchtitan": torchtitan(asked["torchtitan"]), "megatron": megatron(asked["megatron"]),
                   "deepspeed": deepspeed(asked["deepspeed"])}  # fmt: skip

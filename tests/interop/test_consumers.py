@@ -6,8 +6,6 @@ Megatron-LM's parser of arguments is no package; `test_megatron.py` holds the ot
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torchrun_ranks import run_ranks
 
 from penstock.interop.deepspeed import deepspeed_config
 from penstock.interop.megatron import megatron_flags
@@ -44,7 +43,7 @@ def _uneven() -> Plan:
 
 
 @pytest.fixture(scope="module")
-def understood() -> dict[str, Any]:
+def understood(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     flags = megatron_flags(_uneven())
     layout = flags[flags.index("--pipeline-model-parallel-layout") + 1]
     asked = {
@@ -52,13 +51,12 @@ def understood() -> dict[str, Any]:
         "deepspeed": [[deepspeed_config(replace(GPT, precision="bf16", gradients="fp32")), 2]],
         "megatron": [[layout, 3]],
     }
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(PEERS), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("consumers.py"))], input=json.dumps(asked), capture_output=True, text=True, env=env,
-        timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+    folder = tmp_path_factory.mktemp("consumers")
+    (folder / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
+    script = Path(__file__).with_name("consumers.py")
+    (done,) = run_ranks([str(script), str(PEERS), str(folder / "asked.json")], [{}], folder)  # what they import of torch takes seconds
+    assert done.status == 0, done.err[-3000:]
+    found = json.loads(done.out)
     assert isinstance(found, dict)
     return found
 

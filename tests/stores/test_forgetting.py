@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 
 import pytest
 from hypothesis import given
@@ -149,6 +150,12 @@ def program(iteration: int, rank: int) -> bytes:
     return b"%d of %d" % (iteration, rank)
 
 
+@cache
+def threads() -> ThreadPoolExecutor:
+    """One for each client, for thousands of jobs: to start them takes longer than most calls."""
+    return ThreadPoolExecutor(RANKS + PLANNERS)
+
+
 def play(faults: Mapping[int, Fault], *, noticed: bool, seed: int = 0) -> int:
     """A job whose ranks train in step: none goes on before all have their program. Returns the number of calls."""
     gates = {client: threading.Lock() for client in range(RANKS + PLANNERS)}
@@ -178,12 +185,12 @@ def play(faults: Mapping[int, Fault], *, noticed: bool, seed: int = 0) -> int:
             ring.publish(iteration, {rank: program(iteration, rank) for rank in range(RANKS)})
         ring.drain()
 
-    with ThreadPoolExecutor(RANKS + PLANNERS) as pool:
-        ranks = [pool.submit(run, rank, train) for rank in range(RANKS)]
-        planners = [pool.submit(run, RANKS + planner, plan) for planner in range(PLANNERS)]
-        world.begin(range(RANKS + PLANNERS))
-        for future in ranks + planners:
-            future.result(250)
+    pool = threads()
+    ranks = [pool.submit(run, rank, train) for rank in range(RANKS)]
+    planners = [pool.submit(run, RANKS + planner, plan) for planner in range(PLANNERS)]
+    world.begin(range(RANKS + PLANNERS))
+    for future in ranks + planners:
+        future.result(250)
     assert world.got == {rank: [program(iteration, rank) for iteration in range(COUNT)] for rank in range(RANKS)}
     return len(world.past) - 1
 
