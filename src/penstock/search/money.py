@@ -141,9 +141,13 @@ def offers(
             # What leaves a node idle is as fast without it, and cheaper.
             outcome = search(request.on_all_of(cluster) if prune else request.on(cluster), top=1, prove=False, known_s=known_s, worth=worth)
         except InfeasibleError as error:
-            left.append(LeftOut(cluster, *_reason(error, beaten, rival)))
+            left.append(LeftOut(cluster, *(_reason(error, beaten) if beaten or rival is None else rival.reason())))
             continue
         hours = outcome.choices[0].estimate.time_s * steps / 3600
+        better = [one for one in rivals if one.offer.beats(hours, hours * price)] if rival is not None else []
+        if better:
+            left.append(LeftOut(cluster, *better[0].reason()))
+            continue
         found.append(Offer(cluster, outcome.choices[0], outcome.bound_s, hours, hours * price))
     if not found:
         raise InfeasibleError(
@@ -171,15 +175,18 @@ class _Rival:
         beaten_s = hours * steps_per_h * estimate.formula_s / estimate.time_s
         return cls(offer, min(estimate.formula_s, beaten_s) if is_part else beaten_s, is_part)
 
+    def reason(self) -> tuple[str, str]:
+        """Why a cluster has no offer that is not faster, in a sentence and in a word."""
+        name = self.offer.cluster.name
+        if self.is_part:
+            return f"no plan was found that is faster than that of {name}, which is a part of it", "dominated"
+        return f"no plan was found that {name} does not beat in time and money", "dominated"
 
-def _reason(error: InfeasibleError, beaten: Sequence[str], rival: _Rival | None) -> tuple[str, str]:
+
+def _reason(error: InfeasibleError, beaten: Sequence[str]) -> tuple[str, str]:
     """Why a cluster has no offer, in a sentence and in a word."""
     if beaten:
         return f"beaten by {beaten[0]}, even if it were as fast as its bound", "bounded out"
-    if rival is not None and rival.is_part:
-        return f"no plan was found that is faster than that of {rival.offer.cluster.name}, which is a part of it", "dominated"
-    if rival is not None:
-        return f"no plan was found that {rival.offer.cluster.name} does not beat in time and money", "dominated"
     return str(error), "out of memory" if " fits on " in str(error) else "no plan"
 
 
