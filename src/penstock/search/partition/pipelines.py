@@ -52,7 +52,8 @@ def best_pipeline(family: PlanFamily, known_s: float) -> Choice | None:
                 found = _best_of_subspace(family, shallow, schedule, known_s)
                 if found is not None and found.estimate.time_s < known_s:
                     best, known_s = found, found.estimate.time_s
-                if fewer and _all_fit(family, shallow, schedule, known_s):
+                # Over several kinds a plan is not the best of all stages, so that fewer of them may find another.
+                if fewer and (len(family.pools) == 1 or found is None) and _all_fit(family, shallow, schedule, known_s):
                     break
     return best
 
