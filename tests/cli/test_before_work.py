@@ -21,6 +21,7 @@ FIND, LOOK = "penstock.search.search", "penstock.data.text.prepare.look"
         (f"{SEARCH} --export megatron:folder", FIND, "--export: 'folder' cannot be written"),
         (f"{SEARCH} --export torchtitan:recipe.py", FIND, "torchtitan has no model like 'gpt-small'"),
         (f"{SEARCH.replace('gpt-small', 'resnet-50')} --export megatron:flags.txt", FIND, "Megatron-LM has no model like 'resnet-50'"),
+        (f"{SEARCH.replace('cpu', 't4')} --for runtime --schedules pipedream --precision fp16", FIND, "fp16's loss scale is one for all"),
         (f"{SEARCH} --export huggingface:weights", FIND, "a plan has no weights"),
         (f"{SEARCH} --export nowhere:file", FIND, "there is no export to 'nowhere'"),
         (f"{SEARCH} --lengths texts.jsonl --out folder", "penstock.batching.lengths.read_lengths", "'folder' cannot be written"),

@@ -18,6 +18,9 @@ from penstock.plans.schema import read_plan
 
 POOL = ["--model", "gpt-350m", "--cluster", "1xp3.8xlarge+2xg5.12xlarge", "--global-batch", "16", "--micro-batches", "1,4"]
 
+BEATEN = ["--model", "gpt2-xl", "--cluster", "1xp4d.24xlarge+1xg5.24xlarge", "--global-batch", "64", "--micro-batches", "1,4"]
+"""A node on which the model barely fits is searched first, and beaten by the other."""
+
 
 @pytest.fixture(autouse=True, scope="module")
 def searches() -> Iterator[None]:
@@ -37,7 +40,7 @@ def test_undominated_choices_with_plans(tmp_path: Path, capsys: pytest.CaptureFi
     told = json.loads(capsys.readouterr().out)
     by_name = {row["cluster"]: row for row in told["choices"]}
     best = [row for row in told["choices"] if not row["dominated_by"]]
-    assert 0 < len(best) < len(by_name) == len(told["choices"])
+    assert 0 < len(best) <= len(by_name) == len(told["choices"])
     assert len(told["choices"]) + len(told["left_out"]) == 2 * 3 - 1  # every choice of nodes is accounted for
     for left in told["left_out"]:
         assert left["cluster"] not in by_name and any(reason in left["reason"] for reason in ("beaten by", "no plan", "fits"))
@@ -61,7 +64,7 @@ def test_beaten_choices_are_shown_if_asked_for(capsys: pytest.CaptureFixture[str
     monkeypatch.setenv("COLUMNS", "200")
 
     def shown(*options: str) -> str:
-        assert run(["pareto", *POOL, "--steps", "100", *options]) == 0
+        assert run(["pareto", *BEATEN, "--steps", "100", *options]) == 0
         return capsys.readouterr().out
 
     choices = json.loads(shown("--json"))["choices"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -85,8 +86,8 @@ def parse_target(text: str, option: str = "--to") -> Target:
     return Target(system, Path(path))
 
 
-def check_model(system: str, model: Model) -> None:
-    """Refuses a model that a system has none like, or does not train in its dtype, before a plan of it is searched for."""
+def check_model(system: str, model: Model, schedules: Sequence[str] = ()) -> None:
+    """Refuses a model that a system has none like, or does not train in its dtype or by schedules, before a plan is searched for."""
     if system == "megatron":
         from penstock.interop.megatron import require_model
 
@@ -99,7 +100,7 @@ def check_model(system: str, model: Model) -> None:
     elif system == "runtime":
         from penstock.plans.capabilities import untrainable
 
-        for problem in untrainable(model):
+        for problem in untrainable(model, schedules):
             raise InputError(problem)
     elif system in _PLAN_FILES:
         _PLAN_FILES[system].require_model(model)

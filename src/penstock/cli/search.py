@@ -224,7 +224,7 @@ def _check_model(request: Request, *systems: str) -> None:
     from penstock.cli.export import check_model
 
     for system in systems:
-        check_model(system, request.model)
+        check_model(system, request.model, request.schedules)
 
 
 def _export(plan: Plan, target: Target, path: Path | None) -> None:

@@ -13,7 +13,7 @@ model                  the catalogue's families, traced modules     all; of modu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.plans.plan import MAX_PATTERNS
@@ -35,8 +35,8 @@ def unsupported(plan: Plan, model: Model) -> list[str]:
     return [*untrainable(model), *_tied_problems(plan, model), *_asynchronous_problems(plan, model)]
 
 
-def untrainable(model: Model) -> Iterator[str]:
-    """Why the runtime can train the model under no plan."""
+def untrainable(model: Model, schedules: Sequence[str] = ()) -> Iterator[str]:
+    """Why the runtime can train the model, in its own precision, under no plan, or under none with one of some schedules."""
     from penstock.models.catalog import FAMILIES
 
     if model.family not in FAMILIES and "origin" not in model.config:
@@ -44,13 +44,24 @@ def untrainable(model: Model) -> Iterator[str]:
             f"model '{model.name}' was traced from a module that its description does not name: it can be planned, but not trained. Import "
             f"it again, or use a model of {', '.join(FAMILIES)}."
         )
+    for schedule in schedules:
+        yield from _scale_problems(schedule, model.dtype)
+
+
+def _by_itself(schedule: str) -> str:
+    return f"schedule '{schedule}' updates each stage by itself, but"
+
+
+def _scale_problems(schedule: str, precision: str) -> Iterator[str]:
+    if SCHEDULES[schedule].asynchronous and precision == "fp16":
+        yield f"{_by_itself(schedule)} fp16's loss scale is one for all. Use bf16 or fp32."
 
 
 def _asynchronous_problems(plan: Plan, model: Model) -> Iterator[str]:
     """Stages that update by themselves agree with no other stage."""
     if not SCHEDULES[plan.schedule].asynchronous:
         return
-    start = f"schedule '{plan.schedule}' updates each stage by itself, but"
+    start = _by_itself(plan.schedule)
     if plan.num_replicas > 1:
         yield f"{start} there are {plan.num_replicas} replicas. Use one, or '{DEFAULT_SCHEDULE}'."
     for index, stage in enumerate(plan.stages):
@@ -61,8 +72,7 @@ def _asynchronous_problems(plan: Plan, model: Model) -> Iterator[str]:
             f"{start} micro-batches are {plan.micro_batching.policy}, in an order that fits their lengths. Use fixed ones, "
             f"or '{DEFAULT_SCHEDULE}'."
         )
-    if plan.precision == "fp16":
-        yield f"{start} fp16's loss scale is one for all. Use bf16 or fp32."
+    yield from _scale_problems(plan.schedule, plan.precision)
     home = {op: index for index, stage in enumerate(plan.stages) for op in range(stage.first, stage.last)}
     numbers = {place.name: place.index for place in model.ops}
     for place in model.ops:

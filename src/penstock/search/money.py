@@ -1,8 +1,9 @@
 """Time and money: the best plan of every cluster that can be bought from a pool of nodes, and which of them are worth having.
 
 A cluster is some nodes of each kind of the pool. One is dominated if another is no slower and no dearer, and better in one of these:
-devices are paid for by the hour, so that fewer of them are no merit of their own. A cluster whose bound is dominated is not searched. What
-has no offer is left out, with the reason.
+devices are paid for by the hour, so that fewer of them are no merit of their own. A cluster whose bound is dominated is not searched, and
+in others no plan is looked for that would be: clusters of one kind, which are searched in a moment, come first. What has no offer is left
+out, with the reason.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def num_steps(request: Request, steps: int | None, tokens: float | None) -> int:
 
 
 def clusters_of(pool: Cluster) -> Iterator[Cluster]:
-    """Every choice of nodes, small ones first; the pool's kinds keep their order."""
+    """Every choice of nodes, those of few kinds first, then small ones, so that parts of one come before it; the pool's kinds keep their
+    order."""
     if any(run.node.price_usd_per_h is None for run in pool.runs):
         unknown = next(run.node.name for run in pool.runs if run.node.price_usd_per_h is None)
         raise InputError(f"node '{unknown}' has no price; give one in a cluster file (`price_usd_per_h`) or use an instance name.")
@@ -96,7 +98,7 @@ def clusters_of(pool: Cluster) -> Iterator[Cluster]:
     if count > MAX_CLUSTERS:
         raise InputError(f"the pool has {count} choices of nodes; at most {MAX_CLUSTERS} are compared. Give fewer nodes or kinds.")
     choices = product(*(range(run.count + 1) for run in pool.runs))
-    for counts in sorted(choices, key=lambda counts: (sum(counts), counts)):
+    for counts in sorted(choices, key=lambda counts: (sum(map(bool, counts)), sum(counts), counts)):
         runs = tuple(replace(run, count=number) for run, number in zip(pool.runs, counts, strict=True) if number)
         if runs:
             yield Cluster("+".join(f"{run.count}x{run.node.name}" for run in runs), runs)
@@ -131,16 +133,21 @@ def offers(
                 beaten += [offer.cluster.name for offer in found if offer.beats(hours, hours * price)][:1]
             return not beaten
 
-        # With more nodes the same plan is as fast, and dearer.
-        parts = [offer for offer in found if prune and _is_part(offer.cluster, cluster)]
-        part = min(parts, key=lambda offer: offer.choice.estimate.formula_s, default=None)
-        known_s = math.inf if part is None else part.choice.estimate.formula_s
+        rivals = [_Rival.of(offer, cluster, 3600 / steps) for offer in found if prune]
+        # Where no part has a plan, memory may be why, and is to be told.
+        rival = min(rivals, key=lambda one: one.formula_s) if any(one.is_part for one in rivals) else None
+        known_s = math.inf if rival is None else rival.formula_s
         try:
-            outcome = search(request.on(cluster), top=1, prove=False, known_s=known_s, worth=worth)
+            # What leaves a node idle is as fast without it, and cheaper.
+            outcome = search(request.on_all_of(cluster) if prune else request.on(cluster), top=1, prove=False, known_s=known_s, worth=worth)
         except InfeasibleError as error:
-            left.append(LeftOut(cluster, *_reason(error, beaten, part)))
+            left.append(LeftOut(cluster, *(_reason(error, beaten) if beaten or rival is None else rival.reason())))
             continue
         hours = outcome.choices[0].estimate.time_s * steps / 3600
+        better = [one for one in rivals if one.offer.beats(hours, hours * price)] if rival is not None else []
+        if better:
+            left.append(LeftOut(cluster, *better[0].reason()))
+            continue
         found.append(Offer(cluster, outcome.choices[0], outcome.bound_s, hours, hours * price))
     if not found:
         raise InfeasibleError(
@@ -150,12 +157,36 @@ def offers(
     return [replace(offer, dominated_by=_dominator(offer, found)) for offer in found], left
 
 
-def _reason(error: InfeasibleError, beaten: Sequence[str], part: Offer | None) -> tuple[str, str]:
+@dataclass(frozen=True)
+class _Rival:
+    """An offer that beats all plans of a cluster that are not faster than some time."""
+
+    offer: Offer
+    formula_s: float
+    """That time, by formula."""
+    is_part: bool
+    """Whether the cluster has its nodes and more, where its plan is as fast, and dearer."""
+
+    @classmethod
+    def of(cls, offer: Offer, cluster: Cluster, steps_per_h: float) -> _Rival:
+        price, estimate, is_part = cluster.price_usd_per_h or 0.0, offer.choice.estimate, _is_part(offer.cluster, cluster)
+        hours = max(offer.hours, offer.usd / price if price else math.inf)
+        # Hours are by the clock, which finds plans faster than the formula does, each by about as much.
+        beaten_s = hours * steps_per_h * estimate.formula_s / estimate.time_s
+        return cls(offer, min(estimate.formula_s, beaten_s) if is_part else beaten_s, is_part)
+
+    def reason(self) -> tuple[str, str]:
+        """Why a cluster has no offer that is not faster, in a sentence and in a word."""
+        name = self.offer.cluster.name
+        if self.is_part:
+            return f"no plan was found that is faster than that of {name}, which is a part of it", "dominated"
+        return f"no plan was found that {name} does not beat in time and money", "dominated"
+
+
+def _reason(error: InfeasibleError, beaten: Sequence[str]) -> tuple[str, str]:
     """Why a cluster has no offer, in a sentence and in a word."""
     if beaten:
         return f"beaten by {beaten[0]}, even if it were as fast as its bound", "bounded out"
-    if part is not None:
-        return f"no plan was found that is faster than that of {part.cluster.name}, which is a part of it", "dominated"
     return str(error), "out of memory" if " fits on " in str(error) else "no plan"
 
 

@@ -62,8 +62,8 @@ class Progress:
 
     @property
     def best_s(self) -> float:
-        """The time of the fastest plan so far: only faster ones are looked for."""
-        return min((choice.estimate.time_s for choice in self.choices), default=self.known_s)
+        """The time of the fastest plan so far, or of that known from elsewhere: only faster ones are looked for."""
+        return min([self.known_s, *(choice.estimate.time_s for choice in self.choices)])
 
     @property
     def enough_s(self) -> float:

@@ -9,7 +9,7 @@ programme misses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -95,17 +95,19 @@ class AnnealedPipelines:
         costs = [prices.costs(option) for option in options]
         hiding = [prices.hiding(c).hidden for c in costs] if SCHEDULES[self.schedule].fill_relief else [c.hidden for c in costs]
         room = [_FULL * pools[option.pool].memory_limit for option in options]
-        link = [[[prices.link_between(a, b, across) for b in options] for a in options] for across in (False, True)]
-        ops = self.family.request.model.ops
-        tied = max((place.index for place in ops if place.op.tied_to == ops[0].name), default=-1)
+        sizes, of_size = _alike(options, lambda option: (option.pool, option.num_devices))
+        link = np.array([[[prices.link_between(a, b, across) for b in sizes] for a in sizes] for across in (False, True)])
+        shares, of_share = _alike(options, lambda option: (option.pool, option.num_devices, option.tp))
+        ends_s = np.array([[prices.ends_between_s(a, b) for b in shares] for a in shares])
         got, back = (np.stack(side) for side in zip(*map(prices.cut_bytes, options), strict=True))
         return PipelineArrays(
             sums_before([c.compute for c in costs]), sums_before(hiding), sums_before([prices.side_by_side_s(o) for o in options]),
             sums_before([c.weights / limit for c, limit in zip(costs, room, strict=True)]),
             sums_before([c.kept / limit for c, limit in zip(costs, room, strict=True)]),
-            got, back, np.array(link), np.array([[prices.ends_between_s(a, b) for b in options] for a in options]),
+            got, back, link[:, of_size[:, None], of_size], ends_s[of_share[:, None], of_share],
             np.array([o.num_devices for o in options]), np.array([o.pool for o in options]),
-            np.array([pool.num_devices for pool in pools]), np.array([max(pool.per_node, 1) for pool in pools]), tied,
+            np.array([pool.num_devices for pool in pools]), np.array([max(pool.per_node, 1) for pool in pools]),
+            prices.shared[0],
         )  # fmt: skip
 
     @cached_property
@@ -172,6 +174,13 @@ class AnnealedPipelines:
             return assembled(family.request.frame, made, family.samples, self.schedule)
 
         return best_order(family, "exact", plan_in)
+
+
+def _alike(options: Sequence[StageOption], likeness: Callable[[StageOption], Hashable]) -> tuple[list[StageOption], Ints]:
+    """One of all options that are alike, and [C] which of these each option is like: messages depend on little, and there are C² pairs."""
+    found = {likeness(option): option for option in options}
+    order = {key: index for index, key in enumerate(found)}
+    return list(found.values()), np.array([order[likeness(option)] for option in options])
 
 
 def _shares(times: Floats, num_ops: int) -> Ints:

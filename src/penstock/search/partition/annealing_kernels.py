@@ -73,8 +73,9 @@ def anneal(arrays, count, held_by_all, steps, warmth, draw, number, cuts, option
     starts = np.zeros(most, np.int64)
     here = best = pipeline_s(arrays, count, held_by_all, number, cuts, options, starts)
     at, by, at_number, best_number = cuts.copy(), options.copy(), number, number
+    to, way = cuts.copy(), options.copy()
     for step in range(steps):
-        to, way, now = at.copy(), by.copy(), at_number
+        to[:], way[:], now = at, by, at_number
         kind, i = np.random.random(), np.random.randint(at_number)
         if kind < 0.4:  # a cut, or all cuts from one to another, moves
             last = np.random.randint(i, at_number) if kind < 0.06 else i
@@ -111,7 +112,7 @@ def anneal(arrays, count, held_by_all, steps, warmth, draw, number, cuts, option
         time = pipeline_s(arrays, count, held_by_all, now, to, way, starts)
         cold = warmth * best * (1 - step / steps) ** 2
         if time < here or np.random.random() < np.exp((here - time) / max(cold, 1e-12)):
-            at, by, at_number, here = to, way, now, time
+            at[:], by[:], at_number, here = to, way, now, time
             if time < best:
                 best, best_number = time, now
                 cuts[:], options[:] = to, way

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from penstock.costs.table import Floats
-from penstock.models.shapes import Shape
 from penstock.search.bounds.by_ops import subspace_bound
 from penstock.search.partition.stage_space import Machine, StageSpace, build_space
 from penstock.search.space.families import PlanFamily, Subspace
@@ -120,7 +119,7 @@ class _Order:
             s = table.shape_index(shape)
             enter[c, :, 1:-1] = link.messages_s(table.input_bytes[ops[1:], s, 0, 0]) / prices.window
             leave[c, :, 1:-1] = link.messages_s(table.output_bytes[ops[:-1], s, 0, 0]) / prices.window
-        self._tied, shared_bytes = _shared(prices)
+        self._tied, shared_bytes = prices.shared
         pools = np.array([option.pool for option in options])
         self._stages = NeighbourStages(
             space.offset, space.width, space.times[0], enter, leave, space.hidden_fill_s, pools, self._tied
@@ -187,16 +186,6 @@ def _dearer(weights: Floats, amounts: Floats, step: float) -> Floats:
         return weights
     weights = weights * np.exp(step * (amounts / amounts.max() - 1))
     return np.asarray(weights / weights.sum())
-
-
-def _shared(prices: FamilyPrices) -> tuple[int, float]:
-    """The last op that shares a weight with the first one and the bytes of its gradient; -1 where there is none."""
-    model = prices.request.model
-    users = [place for place in model.ops if place.op.tied_to == model.ops[0].name]
-    if not users:
-        return -1, 0.0
-    count = users[-1].op.parameters.at(Shape(1)) - float(users[-1].op.config.get("untied_parameters", 0))
-    return users[-1].index, count * prices.sent_bytes[1]
 
 
 class _Links:

@@ -185,6 +185,8 @@ def partition(tau, most, minimax, pools, left, need, ahead, table, best, option,
 
     Ways that cannot be finished are left out: the ops before a cut take at least `need` [cuts] of device time, for which left[u] devices
     have `tau` each, and add at least `ahead` [cuts] to a sum that has to stay below `most`.
+
+    Most u are met by no k stages. Of their rows only the first column is written, which is infinite.
     """
     offset, width, times, enter, leave, hidden = table
     counts, per_node, pool_of, devices_of = pools
@@ -192,12 +194,16 @@ def partition(tau, most, minimax, pools, left, need, ahead, table, best, option,
     stride = np.ones(len(counts), np.int64)
     for pool in range(1, len(counts)):
         stride[pool] = stride[pool - 1] * (counts[pool - 1] + 1)
-    best[:] = np.inf
+    met, ends = np.zeros(best.shape[:2], np.bool_), np.zeros(num_cuts + 1, np.int64)
+    best[:, :, 0], best[0, 0], met[0, 0] = np.inf, np.inf, True
     best[0, 0, num_cuts] = 0.0
     for k in range(best.shape[0] - 1):
         for u in range(best.shape[1]):
-            ends = np.flatnonzero(best[k, u] < np.inf)
-            if len(ends) == 0:
+            num_ends = 0
+            for j in range(num_cuts + 1 if met[k, u] else 0):
+                if best[k, u, j] < np.inf:
+                    ends[num_ends], num_ends = j, num_ends + 1
+            if num_ends == 0:
                 continue
             for c in range(len(devices_of)):
                 pool, wanted = pool_of[c], devices_of[c]
@@ -208,14 +214,16 @@ def partition(tau, most, minimax, pools, left, need, ahead, table, best, option,
                     continue
                 departs = 1 if free % node == 0 else 0
                 v = u + wanted * stride[pool]
+                if not met[k + 1, v]:
+                    met[k + 1, v], best[k + 1, v] = True, np.inf
                 low = 0
                 reach = np.searchsorted(need, left[v] * tau, side="right") if left[v] > 0 else 1
-                for i in range(min(ends[-1], reach)):
+                for i in range(min(ends[num_ends - 1], reach)):
                     while ends[low] <= i:
                         low += 1
                     arrives = 1 if first % node == 0 and i > 0 else 0
                     least, furthest = min(best[k + 1, v, i], most - ahead[i]), i + width[c, i]
-                    for e in range(low, len(ends)):
+                    for e in range(low, num_ends):
                         j = ends[e]
                         if j > furthest:
                             break

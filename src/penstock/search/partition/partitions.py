@@ -27,8 +27,9 @@ families are annealed only where more than this might be gained."""
 _FEW = 4
 """Rounds of the first look at all subspaces of several kinds."""
 
-_ANNEALED = ((6, 50_000, 2), (1, 150_000, 8))
-"""How many families of several kinds are annealed, in how many steps from how many ways to begin: first roughly, then the best of them."""
+_ANNEALED = ((1.15, 6, 50_000, 2), (1.1, 1, 150_000, 8))
+"""How many families of several kinds are annealed, in how many steps from how many ways to begin: first roughly, then the best of them.
+Only those count that take at most so many times as long as the best plan: no more was ever seen to be gained in that many steps."""
 
 
 class Partitions:
@@ -76,9 +77,9 @@ class Partitions:
         annealings = [AnnealedPipelines(family) for family in mixed if not family.subspaces[0].divided]
         progress.tell("annealing")
         looked = [(annealing.looked[0][0].time_s, annealing) for annealing in annealings if not progress.out_of_time() and annealing.looked]
-        for families, steps, begun in _ANNEALED:
-            found = []
-            for _, annealing in sorted(looked, key=lambda entry: entry[0])[:families]:
+        for hopeful, families, steps, begun in _ANNEALED:
+            found, hope_s = [], hopeful * progress.best_s
+            for _, annealing in sorted((entry for entry in looked if entry[0] < hope_s), key=lambda entry: entry[0])[:families]:
                 progress.tell(f"annealing: {annealing.family}")
                 choice = None if progress.out_of_time() else annealing.best(steps, begun)
                 progress.add(choice)

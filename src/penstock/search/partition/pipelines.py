@@ -12,10 +12,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.plans.plan import Plan
 from penstock.schedules.rules import SCHEDULES
-from penstock.search.assemble import assembled, best_order, first_fitting, stage_of
+from penstock.search.assemble import MEMORY_SHARES, assembled, best_order, first_fitting, stage_of
 from penstock.search.bounds.by_ops import subspace_bound
 from penstock.search.choice import Choice
 from penstock.search.partition.after_limits import StageAfter
@@ -51,7 +52,22 @@ def best_pipeline(family: PlanFamily, known_s: float) -> Choice | None:
                 found = _best_of_subspace(family, shallow, schedule, known_s)
                 if found is not None and found.estimate.time_s < known_s:
                     best, known_s = found, found.estimate.time_s
+                # Over several kinds a plan is not the best of all stages, so that fewer of them may find another.
+                if fewer and (len(family.pools) == 1 or found is None) and _all_fit(family, shallow, schedule, known_s):
+                    break
     return best
+
+
+def _all_fit(family: PlanFamily, subspace: Subspace, schedule: str, known_s: float) -> bool:
+    """Whether memory excludes no stage of a zero-bubble schedule at this depth, so that fewer stages, which hold less, allow no more."""
+    blocks, costs = family.request.blocks, [family.prices.costs(option) for option in subspace.options]
+    cuts = None if subspace.fine else blocks.every(blocks.stride(COARSE_CUTS))
+
+    def able(share: float, in_flight: int) -> NDArray[np.bool_]:
+        machine = Machine(tuple(replace(pool, memory_limit=share * pool.memory_limit) for pool in family.pools), 1.0, 0.0)
+        return np.isfinite(_plain_space(family, costs, machine, 1, known_s, cuts, in_flight).times)
+
+    return np.array_equal(able(MEMORY_SHARES[-1], min(subspace.max_stages, family.count)), able(1.0, 1))
 
 
 def _in_flight(family: PlanFamily, schedule: str, fewer: int) -> int:

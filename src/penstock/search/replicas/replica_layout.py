@@ -41,7 +41,7 @@ def node_choices(request: Request) -> list[tuple[tuple[int, ...], ...]]:
     if len(ranked) <= MAX_KINDS:
         subsets = [subset for count in range(len(ranked), 0, -1) for subset in combinations(ranked, count)]
     found = []
-    for subset in subsets:
+    for subset in subsets[:1] if request.every_node else subsets:
         by_kind: dict[Device, tuple[int, ...]] = {}
         for node in subset:
             by_kind[node.device] = (*by_kind.get(node.device, ()), *nodes[node])

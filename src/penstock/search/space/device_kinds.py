@@ -23,6 +23,12 @@ class Kind:
     ranks: tuple[int, ...]
     per_node: int
     """Devices that are in one node wherever a run of so many begins."""
+    last_node: int
+    """Devices of its last node."""
+
+    def idle_nodes(self, replicas: int) -> int:
+        """Nodes that so many replicas leave unused, at the end of the last ones."""
+        return len(self.ranks) % replicas // self.last_node
 
     def pool(self, replicas: int, memory_limit_bytes: float) -> DevicePool:
         """What one of so many replicas has of this kind."""
@@ -45,5 +51,5 @@ def kinds_of(cluster: Cluster) -> list[Kind]:
                 ranks += range(first, first + run.num_devices)
                 sizes.append(run.node.num_devices)
             first += run.num_devices
-        found.append(Kind(device, tuple(ranks), math.gcd(*sizes)))
+        found.append(Kind(device, tuple(ranks), math.gcd(*sizes), sizes[-1]))
     return found

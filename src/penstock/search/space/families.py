@@ -63,6 +63,8 @@ def families(request: Request) -> Iterator[PlanFamily]:
             return
         if len(kinds) > 1 and not any(len(kind.ranks) % replicas == 0 for kind in kinds):
             continue
+        if request.every_node and any(kind.idle_nodes(replicas) for kind in kinds):
+            continue
         for samples in micro_batch_sizes(batch, replicas, request.micro_batches):
             yield PlanFamily(request, tuple(kinds), replicas, samples)
 

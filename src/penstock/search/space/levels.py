@@ -57,9 +57,12 @@ def levels_of(costs: OptionCosts, blocks: Blocks) -> Levels:
         start, stop = blocks.example(kind)
         edges, free = np.array([start, stop]), np.array([blocks.first_free[blocks.of_op[start]]])
         piece_levels(costs.forward, costs.ending, costs.kept, edges, free, prices, head, tail)
+    # Equal blocks have equal pieces, so that those of one stand for the others, of which a long chain has thousands.
+    (own, of_op), (ends, of_end) = (np.unique(at, return_inverse=True) for at in (blocks.alike, np.append(blocks.alike, num_ops)))
+    head, tail = head[:, own], tail[:, ends]
     changed = [(head[level] != head[level - 1]).any() or (tail[level] != tail[level - 1]).any() for level in range(1, len(prices))]
     new = np.flatnonzero([True, *changed])
-    prices, head, tail = prices[new], np.take(head[new], blocks.alike, axis=1), np.take(tail[new], np.append(blocks.alike, num_ops), axis=1)
+    prices, head, tail = prices[new], np.take(head[new], of_op, axis=1), np.take(tail[new], of_end, axis=1)
     full = np.zeros((len(prices), num_types, 3))
     least, unit = np.full((num_types, UNITS), np.inf), np.ones(num_types)
     for kind in range(blocks.num_types):

@@ -222,29 +222,39 @@ class FamilyPrices:
     def ends_s(self, option: StageOption) -> float:
         """Time to add up the gradients of a weight that the first op shares with a later one, if a stage of this option has one of both
         and another such stage in another node the other."""
-        model, kind, cluster = self.request.model, self.kinds[option.pool], self.request.estimator.cluster
-        user = next((place.op for place in model.ops if place.op.tied_to == model.ops[0].name), None)
+        kind, cluster, (user, shared_bytes) = self.kinds[option.pool], self.request.estimator.cluster, self.shared
         apart = next((rank for rank in kind.ranks if cluster.node_index(rank) != cluster.node_index(kind.ranks[0])), None)
-        if user is None or apart is None:
+        if user < 0 or apart is None:
             return 0.0
         own = self.pools[option.pool].num_devices
         sharing = min(option.num_devices * max(1, kind.per_node // own), kind.per_node)
-        count = user.parameters.at(Shape(1)) - float(user.config.get("untied_parameters", 0))  # whole, unless both ends divide it
-        return sync_gradients_s(count * self._per_weight[1], cluster, (kind.ranks[0], apart), sharing=sharing)
+        return sync_gradients_s(shared_bytes, cluster, (kind.ranks[0], apart), sharing=sharing)  # whole, unless both ends divide it
+
+    @cached_property
+    def shared(self) -> tuple[int, float]:
+        """The last op that shares a weight with the first one and the bytes of its gradient; -1 where there is none."""
+
+        def found() -> tuple[int, float]:
+            model = self.request.model
+            users = [place for place in model.ops if place.op.tied_to == model.ops[0].name]
+            if not users:
+                return -1, 0.0
+            count = users[-1].op.parameters.at(Shape(1)) - float(users[-1].op.config.get("untied_parameters", 0))
+            return users[-1].index, count * self._per_weight[1]
+
+        return self._common("shared", (), found)
 
     def ends_between_s(self, first: StageOption, last: StageOption) -> float:
         """The same between stages of two options in different nodes, which divide the weight if both do."""
-        model, cluster, tp = self.request.model, self.request.estimator.cluster, min(first.tp, last.tp)
+        cluster, tp, (user, shared_bytes) = self.request.estimator.cluster, min(first.tp, last.tp), self.shared
         pairs = max(first.num_devices, last.num_devices)
         sharing = max(self._flows(option, pairs) for option in (first, last))
-        user = next((place.op for place in model.ops if place.op.tied_to == model.ops[0].name), None)
         ranks = self.kinds[first.pool].ranks[0], self.kinds[last.pool].ranks[-1]
 
         def summed_s() -> float:
-            if user is None or ranks[0] == ranks[1]:
+            if user < 0 or ranks[0] == ranks[1]:
                 return 0.0
-            count = user.parameters.at(Shape(1)) - float(user.config.get("untied_parameters", 0))
-            return sync_gradients_s(count / tp * self._per_weight[1], cluster, ranks, sharing=sharing)
+            return sync_gradients_s(shared_bytes / tp, cluster, ranks, sharing=sharing)
 
         return self._common("ends", (ranks, tp, sharing), summed_s)
 

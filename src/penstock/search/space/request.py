@@ -45,6 +45,8 @@ class Request:
     """Those that may be chosen; 1F1B always, unless it is an asynchronous one alone."""
     narrows: bool = False
     """Whether gradients may be summed in the weights' own dtype where nothing fits in fp32."""
+    every_node: bool = False
+    """Whether plans that would do with a node less are left out, where a cluster without it is searched as well (`money`)."""
 
     @classmethod
     def of(
@@ -103,6 +105,10 @@ class Request:
     def blocks(self) -> Blocks:
         """Where the model's chain repeats."""
         return blocks_of(self.model)
+
+    def on_all_of(self, cluster: Cluster) -> Request:
+        """The request for plans that use every node of another cluster."""
+        return replace(self.on(cluster), every_node=True)
 
     def narrowed(self) -> Request:
         """The request with gradients in the weights' own dtype."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.search.partition import Blocks, Machine, OptionCosts, Partition, StageSpace, best_partition, build_space
+from penstock.search.space.levels import Levels
 from penstock.search.space.stage_costs import Ints
 
 __all__ = ["LongAnswer", "LongSearch"]
@@ -55,7 +56,7 @@ class LongSearch:
             coarse = dict(zip(costs, pool.map(lambda b: self._solved(costs[b], b, self._cuts(COARSE_CUTS)), costs), strict=True))
             known = min(partition.time for _, partition in coarse.values())
             near = [b for b, (_, partition) in coarse.items() if partition.stages and partition.time <= NEAR * known]
-            fine = dict(zip(near, pool.map(lambda b: self._refined(costs[b], b, coarse[b][1]), near), strict=True))
+            fine = dict(zip(near, pool.map(lambda b: self._refined(costs[b], b, *coarse[b]), near), strict=True))
             if not fine:
                 return LongAnswer(next(iter(costs)), *next(iter(coarse.values())), np.inf)
             winner = min(fine, key=lambda b: fine[b][1].time)
@@ -68,19 +69,21 @@ class LongSearch:
         parts = most // len(self.blocks.kind)
         return self.blocks.within(parts) if parts else self.blocks.every(self.blocks.stride(most))
 
-    def _solved(self, costs: Sequence[OptionCosts], b: int, cuts: Ints, known: float = np.inf) -> tuple[StageSpace, Partition]:
+    def _solved(
+        self, costs: Sequence[OptionCosts], b: int, cuts: Ints, known: float = np.inf, levels: Sequence[Levels] | None = None
+    ) -> tuple[StageSpace, Partition]:
         count = self.global_batch // b
         space = build_space(
-            costs, self.blocks, self.machine, max_stages=self.max_stages, longest=known / count, count=count, cuts=cuts,
+            costs, self.blocks, self.machine, max_stages=self.max_stages, longest=known / count, count=count, cuts=cuts, levels=levels,
             num_devices=self.machine.num_devices,
         )  # fmt: skip
         return space, best_partition(space, count, known, TOLERANCE)
 
-    def _refined(self, costs: Sequence[OptionCosts], b: int, coarse: Partition) -> tuple[StageSpace, Partition]:
+    def _refined(self, costs: Sequence[OptionCosts], b: int, space: StageSpace, coarse: Partition) -> tuple[StageSpace, Partition]:
         """The best plan of many cuts, then of all ops near those it has."""
-        _, fine = self._solved(costs, b, self._cuts(FINE_CUTS), coarse.time * (1 + 1e-9))
+        _, fine = self._solved(costs, b, self._cuts(FINE_CUTS), coarse.time * (1 + 1e-9), space.levels)
         near = [stage.first for found in (coarse, fine) for stage in found.stages[1:]]
-        return self._solved(costs, b, self.blocks.ops_near(near), fine.time * (1 + 1e-9))
+        return self._solved(costs, b, self.blocks.ops_near(near), fine.time * (1 + 1e-9), space.levels)
 
     def _bound(self, loose: Sequence[OptionCosts], b: int, known: float) -> float:
         """What no plan with cuts anywhere is below, or `known` where it would be above."""

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.costs.table import Floats
 from penstock.models.ops import Model
 from penstock.search.partition import DevicePool, Machine
 from penstock.systems.aceso.tables import AcesoTables
 
-__all__ = ["AcesoProblem", "kept_mb", "shares_storage", "starts_segment"]
+__all__ = ["AcesoProblem", "shares_storage", "starts_segment"]
 
 
 @dataclass(frozen=True)
@@ -23,10 +29,23 @@ class AcesoProblem:
     micro_batches: tuple[int, ...]
     memory_mb: float
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """The table's name of each op of the chain."""
         return [place.op.config["op"] for place in self.model.ops]
+
+    @cached_property
+    def kept_share(self) -> Floats:
+        """[N] what Aceso counts of each op's activation: some outputs live in memory that another op counts."""
+        share = {name: 1.5 if name == "enc-attention-dropout" else float(not shares_storage(name)) for name in set(self.names)}
+        return np.array([share[name] for name in self.names])
+
+    @cached_property
+    def stays(self) -> NDArray[np.bool_]:
+        """[N] whether what an op keeps is held even if it is recomputed: a segment begins behind it, or the chain ends."""
+        begins = {name: starts_segment(name) for name in set(self.names)}
+        apart = {name: not shares_storage(name) for name in begins}
+        return np.array([*(begins[after] and apart[name] for name, after in pairwise(self.names)), True])
 
     @property
     def family(self) -> str:
@@ -42,11 +61,6 @@ class AcesoProblem:
 def shares_storage(op: str) -> bool:
     """Whether an op's output lives in memory that another op counts."""
     return op in ("enc-attention-softmax", "bn1") or "-bn3" in op or ("-downsample" in op and "0-0" not in op)
-
-
-def kept_mb(op: str, activation: float) -> float:
-    """What Aceso counts of an op's activation: some outputs live in memory that another op counts."""
-    return 1.5 * activation if op == "enc-attention-dropout" else 0.0 if shares_storage(op) else activation
 
 
 def starts_segment(op: str) -> bool:

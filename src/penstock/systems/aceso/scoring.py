@@ -19,7 +19,7 @@ from penstock.errors import InputError
 from penstock.search.partition import OptionCosts, StageChoice, StageOption
 from penstock.systems.aceso.links import SENTINELS
 from penstock.systems.aceso.plans import AcesoPlan
-from penstock.systems.aceso.rules import AcesoProblem, kept_mb
+from penstock.systems.aceso.rules import AcesoProblem
 from penstock.systems.aceso.search import stage_memory_mb
 from penstock.systems.aceso.tables import AcesoTables
 
@@ -114,7 +114,7 @@ def _row(problem: AcesoProblem, micro_batch: int, op: int, degrees: Sequence[int
 
 
 def _as_costs(problem: AcesoProblem, chain: Floats, option: StageOption) -> OptionCosts:
-    kept = np.array([kept_mb(name, size) for name, size in zip(problem.names, chain[:, 5], strict=True)])
+    kept = problem.kept_share * chain[:, 5]
     forward, backward, entering, _, weights, _, forward_reserve, backward_reserve = chain.T
     no_messages = np.zeros((2, len(chain) + 1))
     return OptionCosts(

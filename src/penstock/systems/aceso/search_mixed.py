@@ -11,7 +11,7 @@ import numpy as np
 from penstock.costs.table import Floats
 from penstock.search.op_degrees import LazyStages, MixedCosts, OpChoice, SolvedStage
 from penstock.systems.aceso.links import SENTINELS
-from penstock.systems.aceso.rules import AcesoProblem, kept_mb, shares_storage, starts_segment
+from penstock.systems.aceso.rules import AcesoProblem, shares_storage, starts_segment
 
 __all__ = ["MixedAnswer", "best_mixed"]
 
@@ -83,9 +83,9 @@ def _costs(problem: AcesoProblem, micro_batch: int, devices: int) -> MixedCosts 
     allowed = np.isfinite(forward) & np.isfinite(backward)
     stem = np.array([name == "conv1" for name in problem.names])
     allowed &= ~(stem[None] & np.array([choice.algo == 1 for choice in choices])[:, None])
-    kept = np.stack([[kept_mb(name, size) for name, size in zip(problem.names, row, strict=True)] for row in activations])
+    kept = problem.kept_share * activations
     links = (problem.tables.p2p_intra, problem.tables.p2p_inter)
-    enter, leave = (np.array([[[link.exact_us(v) for v in row] for row in sizes] for link in links]) for sizes in (entering, leaving))
+    enter, leave = (np.stack([link.each_us(sizes) for link in links]) for sizes in (entering, leaving))
     names = problem.names
     edge = np.array([i > 0 and starts_segment(names[i]) and not shares_storage(names[i - 1]) for i in range(len(names))])
     compute, forward = (np.ascontiguousarray(np.where(allowed, x, 0.0)) for x in (forward + backward, forward))

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -28,7 +27,7 @@ from penstock.search.partition import (
     build_space,
     rough_bound,
 )  # fmt: skip
-from penstock.systems.aceso.rules import AcesoProblem, kept_mb, shares_storage, starts_segment
+from penstock.systems.aceso.rules import AcesoProblem, starts_segment
 
 __all__ = ["MAX_STAGES", "UniformSearch"]
 
@@ -171,17 +170,15 @@ def _rows(problem: AcesoProblem, micro_batch: int, tp: int) -> tuple[np.ndarray 
 def _costs(problem: AcesoProblem, option: StageOption, rows: np.ndarray, algos: tuple[int, ...]) -> OptionCosts:
     links = (problem.tables.p2p_intra, problem.tables.p2p_inter)
     columns = [np.ascontiguousarray(column) for column in rows.T]
-    kept = np.array([kept_mb(name, size) for name, size in zip(problem.names, columns[5], strict=True)])
-    enter = np.array([[*map(link.exact_us, columns[2]), 0.0] for link in links])
-    leave = np.array([[0.0, *map(link.exact_us, columns[3])] for link in links])
-    compute = columns[0] + columns[1]
+    enter = np.stack([np.append(link.each_us(columns[2]), 0.0) for link in links])
+    leave = np.stack([np.append(0.0, link.each_us(columns[3])) for link in links])
+    compute, kept = columns[0] + columns[1], problem.kept_share * columns[5]
     return OptionCosts(option, columns[0], compute, kept, columns[4], columns[6], columns[7], columns[2], enter, leave, algos)
 
 
 def _loose(problem: AcesoProblem, blocks: Blocks, costs: OptionCosts) -> OptionCosts:
     """Costs for bounds: what only flags that are not looked for would save, at the ends of some blocks, is not held at all."""
-    names, first = problem.names, np.zeros(len(problem.names), bool)
+    first = np.zeros(len(problem.names), bool)
     first[blocks.start[:-1]] = True
     looked_for = (blocks.kind >= 0)[blocks.of_op] & ~np.append(first[1:], True) & (~first | blocks.first_free[blocks.of_op])
-    stays = np.array([*(starts_segment(after) and not shares_storage(name) for name, after in pairwise(names)), True])
-    return replace(costs, kept=np.where(looked_for | stays, costs.kept, 0.0))
+    return replace(costs, kept=np.where(looked_for | problem.stays, costs.kept, 0.0))
