@@ -98,6 +98,19 @@ def test_a_micro_batch_that_is_here_already_is_not_loaded_again(other: bool) -> 
     assert sorted(asked) == sorted({*whole} if other else {*whole} - {*head}) and rank._prepared is None
 
 
+def test_an_evaluation_leaves_what_is_here_for_the_next_step() -> None:
+    """It has samples of its own, in as many micro-batches."""
+    case = make_case(ONE, 3, iterations=2)
+    (first,), (second,) = case.programs()
+    evaluated = msgspec.structs.replace(evaluation_programs(case)[0], iteration=7)
+    plain, rank = (rank_of(case.plan, ProcessGroups(), TrainingSettings()) for _ in range(2))
+    plain.train(first)
+    rank.train(first)
+    expected = plain.evaluate(evaluated), plain.train(second).loss.item()
+    rank.prepare(second, rank.source)
+    assert (rank.evaluate(evaluated), rank.train(second).loss.item()) == expected
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_host_never_waits_for_the_gpu_inside_a_step() -> None:
     """Whoever reads the loss waits; until then the host is free to hand over the next step."""
