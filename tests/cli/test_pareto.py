@@ -68,6 +68,7 @@ def test_beaten_choices_are_shown_if_asked_for(capsys: pytest.CaptureFixture[str
         return capsys.readouterr().out
 
     choices = json.loads(shown("--json"))["choices"]
+    assert [bool(row["dominated_by"]) for row in choices] == [False] * (len(choices) - 1) + [True], "the beaten one is last"
 
     def rows(text: str) -> set[str]:
         return {row["cluster"] for row in choices if re.search(rf"^\W*{re.escape(row['cluster'])}\s", text, re.MULTILINE)}

@@ -52,6 +52,7 @@ def test_every_unit_has_its_marks_in_the_order_in_which_it_runs(window: slice, m
     intervals = found.intervals()
     assert len(intervals) == last - first and all(begin < end for begin, end, _, _ in intervals)
     assert all(one[1] == other[0] for one, other in pairwise(intervals)), "nothing between units is left out"
+    assert intervals[0][0] == (1 if first else 0), "code before a later window's first unit is no part of it"
     backward = [(begin, end) for _, _, begin, end in intervals]
     assert all(other[1] == one[0] for other, one in pairwise(reversed(backward))), "the last first"
     assert all(p.grad is not None for p in chain.parameters() if p.requires_grad)
