@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.runtime.recovering import faults
-from penstock.runtime.recovering.faults import FIRST_RANK, Fault, FaultAsked, RankFaults, ask_fault
+from penstock.runtime.recovering.faults import FIRST_RANK, Fault, FaultAsked, RankFaults, ask_fault, forget_faults
 
 
 def test_each_is_met_once_by_whom_it_is_meant_for(tmp_path: Path) -> None:
@@ -27,7 +27,9 @@ def test_each_is_met_once_by_whom_it_is_meant_for(tmp_path: Path) -> None:
         own.look(9)
         own.meet("update")
         own.meet("sharing")
-    assert not (tmp_path / "faults").exists()
+    assert not list((tmp_path / "faults").iterdir()), "nothing waits, and the folder is there for whoever is about to ask for the next"
+    forget_faults(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_connections_that_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ class Supervisor:
             begin = self._first_step if going_on is None else going_on.step
             with (
                 planners_here(request.planning, *run_inputs(request), begin, *self._store_place(nodes)) as planners,
-                _forgotten_processes(request.out, lock),
+                _left_tidy(request.out, lock),
                 nullcontext() if nodes is None else named_process(request.out, nodes.number, request.device, NODE),
                 self._pool(copies, None if nodes is None else PoolSite(tuple(nodes.ranks[nodes.number]), nodes.host, nodes)) as pool,
                 nullcontext() if rehearses else Interrupts(self._ask_to_end),
@@ -321,8 +321,8 @@ def _fault(strike: DisturbanceStrike, nodes: Sequence[Sequence[int]]) -> Fault:
 
 
 @contextmanager
-def _forgotten_processes(out: str, lock: RunLock) -> Iterator[None]:
-    """Nobody names the processes of a run that has ended: those that were killed could not see to it themselves."""
+def _left_tidy(out: str, lock: RunLock) -> Iterator[None]:
+    """Nobody names the processes of a run that has ended (those that were killed could not see to it themselves), or asks for faults."""
     leaves = False
     try:
         yield
@@ -332,3 +332,4 @@ def _forgotten_processes(out: str, lock: RunLock) -> Iterator[None]:
     finally:
         if lock.is_held and not leaves:
             forget_processes(out)
+            forget_faults(out)

@@ -96,7 +96,7 @@ def ask_fault(folder: str | Path, fault: Fault) -> None:
 
 
 def forget_faults(folder: str | Path) -> None:
-    """Removes what nobody has met."""
+    """Removes what nobody has met, once no run is there to ask."""
     for path in (Path(folder) / _FOLDER).glob("*.json"):
         path.unlink(missing_ok=True)
     with suppress(OSError):  # there is none
@@ -127,9 +127,7 @@ class RankFaults:
         """Where a phase is that a fault may be in."""
         for path, fault in self._due.items():
             if fault.phase == phase:
-                path.unlink(missing_ok=True)
-                with suppress(OSError):  # there are others
-                    self._folder.rmdir()
+                path.unlink(missing_ok=True)  # the folder stays: the next one may be on its way into it
                 self._due = {}
                 fault.happen()
                 return
