@@ -8,6 +8,7 @@
     python benchmarks/search.py --scale                             long chains and thousands of devices, roofline costs
     python benchmarks/search.py --op-degrees                        stages with degrees of each op against stages with one for all
     python benchmarks/search.py --unequal                           replicas of unequal speed against replicas that are alike
+    python benchmarks/search.py --money                             all choices of nodes from a pool by time and money, on all cores
     --judge FILE scores the plans with an independent program (aceso_judge.py, fasop_judge.py)
 
 Times are of a warm process: kernels are compiled and imports done before the first search. Peak memory is that of the process, so of
@@ -20,6 +21,7 @@ import argparse
 import importlib.util
 import json
 import math
+import os
 import resource
 import sys
 import tempfile
@@ -31,8 +33,9 @@ from penstock.files import write_json
 from penstock.kernels import compile_all
 from penstock.plans.schema import write_plan
 from penstock.plans.texts import format_counts
+from penstock.processes.states import family_cpu_s
 from penstock.reproduce.aceso_cases import KNOWN_CASES, AcesoCase, searched
-from penstock.search import Request, search, search_plans
+from penstock.search import Request, offers, search, search_plans
 from penstock.search.partition.pipelines import best_pipeline
 from penstock.search.space.families import families
 from penstock.search.uniform import uniform_choices
@@ -180,6 +183,16 @@ def run_unequal() -> None:
         print(f"| {' | '.join(row)} |", flush=True)
 
 
+def run_money() -> None:
+    """What comparing 80 choices of nodes takes, in seconds and in processor seconds of all processes, and what it comes to."""
+    request = Request.of("gpt2-xl", "8xp4d.24xlarge+8xg5.24xlarge", 256, "roofline", None, (), math.inf)
+    cores, start, cpu = len(os.sched_getaffinity(0)), time.perf_counter(), family_cpu_s()
+    found, left = offers(request, 10_000, workers=cores)
+    took = {"cores": cores, "search_time_s": round(time.perf_counter() - start, 1), "search_cpu_s": round(family_cpu_s() - cpu, 1)}
+    worth = [offer.cluster.name for offer in found if not offer.dominated_by]
+    print(json.dumps({"clusters": len(found) + len(left), **took, "worth_having": worth}))
+
+
 def load_judge(path: Path | None) -> Any:
     """The scoring program as a module, or None."""
     if path is None or not path.exists():
@@ -212,10 +225,12 @@ def main() -> None:
     parser.add_argument("--scale", action="store_true", help="long chains and thousands of devices")
     parser.add_argument("--op-degrees", action="store_true", help="degrees of each op against one for a whole stage")
     parser.add_argument("--unequal", action="store_true", help="replicas of unequal speed against replicas that are alike")
+    parser.add_argument("--money", action="store_true", help="all choices of nodes from a pool, on all cores")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "penstock-plans")
     arguments = parser.parse_args()
-    if not (arguments.data or arguments.aceso_db or arguments.fasop_dir or arguments.scale or arguments.op_degrees or arguments.unequal):
-        parser.error("give --data, --aceso-db, --fasop-dir, --scale, --op-degrees or --unequal")
+    modes = (arguments.scale, arguments.op_degrees, arguments.unequal, arguments.money)
+    if not (arguments.data or arguments.aceso_db or arguments.fasop_dir or any(modes)):
+        parser.error("give --data, --aceso-db, --fasop-dir, --scale, --op-degrees, --unequal or --money")
     if arguments.pareto and not (arguments.fasop_dir and arguments.setting):
         parser.error("--pareto needs --fasop-dir and --setting")
     compile_all()
@@ -225,6 +240,9 @@ def main() -> None:
         return
     if arguments.op_degrees:
         run_op_degrees()
+        return
+    if arguments.money:
+        run_money()
         return
     if arguments.unequal:
         run_unequal()

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 
 from penstock.clusters import resolve_cluster
-from penstock.search.money import clusters_of
+from penstock.search import money
+from penstock.search.money import clusters_of, offers
 from penstock.search.space.families import families
 from penstock.search.space.request import Request
 
@@ -23,3 +28,54 @@ def test_plans_that_leave_a_node_idle_are_left_to_the_cluster_without_it() -> No
     every = {family.replicas for family in families(request)}
     assert {1, 2, 4, 8, 16} <= every
     assert {family.replicas for family in families(request.on_all_of(request.cluster))} == {number for number in every if number <= 4}
+
+
+def asked(pool: str) -> Request:
+    """A small model on any nodes of a pool."""
+    return Request.of("gpt-tiny", pool, 16, "roofline", None, (1,), math.inf)
+
+
+def test_several_processes_find_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(money, "_SHARED", 2)
+    request, begun = asked("2xp4d.24xlarge+1xg5.24xlarge"), list[tuple[str, int, int]]()
+    alone = offers(request, 10)
+    assert offers(request, 10, lambda *told: begun.append(told), workers=2) == alone
+    assert [done for _, done, _ in begun] == list(range(5)), "who watches is told of every cluster"
+    assert sorted(name for name, _, _ in begun) == sorted(cluster.name for cluster in clusters_of(request.cluster))
+
+
+def outcome(time_s: float, stopped: str = "") -> Any:
+    """As much of an outcome as counts for money."""
+    choice = SimpleNamespace(estimate=SimpleNamespace(time_s=time_s, formula_s=time_s))
+    return SimpleNamespace(choices=[choice], bound_s=time_s, stopped=stopped)
+
+
+def test_waves_grow_whatever_the_number_of_processes() -> None:
+    clusters = list(clusters_of(resolve_cluster("8xp4d.24xlarge+8xg5.24xlarge")))
+    waves = list(money._waves(clusters))
+    assert [len(wave) for wave in waves] == [1, 1, 2, 4, 8, 16, 16, 16, 16]
+    assert [cluster for wave in waves for cluster in wave] == clusters
+
+
+def test_a_cluster_of_the_same_wave_may_be_the_better_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three and four nodes are searched in one wave, where neither search knows of the other."""
+    searched = dict[int, float]()
+
+    def found(request: Request, *, known_s: float, **_: Any) -> Any:
+        number = request.cluster.num_nodes
+        searched[number] = known_s
+        return outcome({1: 9.0, 2: 6.0, 3: 1.0, 4: 1.0}[number])
+
+    monkeypatch.setattr(money, "search", found)
+    kept, left = offers(asked("4xg5.24xlarge"), 10)
+    assert searched == {1: math.inf, 2: 9.0, 3: 6.0, 4: 6.0}
+    assert [offer.cluster.name for offer in kept] == ["1xg5.24xlarge", "2xg5.24xlarge", "3xg5.24xlarge"]
+    assert [(one.cluster.name, one.status) for one in left] == [("4xg5.24xlarge", "dominated")]
+    assert "3xg5.24xlarge, which is a part of it" in left[0].reason
+
+
+def test_half_of_a_search_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that was interrupted has a plan at hand; the others would go on without it."""
+    monkeypatch.setattr(money, "search", lambda request, **_: outcome(1.0, "interrupted"))
+    with pytest.raises(KeyboardInterrupt):
+        offers(asked("2xg5.24xlarge"), 10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
 from collections.abc import Sequence
 from itertools import count as counted
@@ -66,7 +67,9 @@ def pareto(
     )
     count = num_steps(request, steps, tokens)
     with progress("comparing clusters", quiet=json) as bar:
-        found, left = offers(request, count, lambda text, done, all_: bar.describe(f"{text} ({done} of {all_})"))
+        found, left = offers(
+            request, count, lambda text, done, all_: bar.describe(f"{text} ({done} of {all_})"), len(os.sched_getaffinity(0))
+        )
     found.sort(key=lambda offer: (bool(offer.dominated_by), offer.hours))
     rows = [_row(offer, count) for offer in found]
     others = [{"cluster": one.cluster.name, "status": one.status, "reason": one.reason} for one in left]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -154,7 +155,9 @@ def _found(
             bar.describe(f"{text}: best {best}{gap}")
 
         if not goal.is_time:
-            found, _ = offers(request, count, lambda text, done, all_: bar.describe(f"{text} ({done} of {all_} clusters)"))
+            found, _ = offers(
+                request, count, lambda text, done, all_: bar.describe(f"{text} ({done} of {all_} clusters)"), len(os.sched_getaffinity(0))
+            )
             request = request.on(chosen(found, goal).cluster)
         return request, find(request, top=top, time_budget_s=time_budget or math.inf, watch=tell, max_hops=max_hops)
 

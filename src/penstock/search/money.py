@@ -4,6 +4,13 @@ A cluster is some nodes of each kind of the pool. One is dominated if another is
 devices are paid for by the hour, so that fewer of them are no merit of their own. A cluster whose bound is dominated is not searched, and
 in others no plan is looked for that would be: clusters of one kind, which are searched in a moment, come first. What has no offer is left
 out, with the reason.
+
+Clusters are searched in waves, those of one wave by several processes and without knowing of each other:
+
+    1  1  2  4  8  16  16  16 …
+
+Each wave is as large as all before it, so that rivals are at hand early, and has a size of its own whatever the number of processes, so
+that they make no difference to the answer.
 """
 
 from __future__ import annotations
@@ -12,10 +19,12 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import partial
+from itertools import count, product
 
 from penstock.clusters import Cluster
 from penstock.errors import InfeasibleError, InputError
+from penstock.processes.team import Team
 from penstock.search.choice import Choice
 from penstock.search.engine import search
 from penstock.search.space.request import Request
@@ -23,6 +32,8 @@ from penstock.search.space.request import Request
 __all__ = ["LeftOut", "Objective", "Offer", "chosen", "clusters_of", "num_steps", "offers"]
 
 MAX_CLUSTERS = 2000
+_WAVE, _SHARED = 16, 8
+"""Clusters of a wave at most, and at least where processes share them, each of which takes a second to start."""
 _OBJECTIVE = re.compile(r"(time|cost)(?:@(time|cost)<=([0-9.eE+]+))?")
 
 
@@ -115,46 +126,71 @@ class LeftOut:
 
 
 def offers(
-    request: Request, steps: int, watch: Callable[[str, int, int], None] = lambda text, done, count: None, prune: bool = True
+    request: Request, steps: int, watch: Callable[[str, int, int], None] = lambda text, done, count: None, workers: int = 1
 ) -> tuple[list[Offer], list[LeftOut]]:
     """The best plan of every cluster of the request's pool that is not dominated from the start, each with what dominates it; and all
-    others."""
+    others. `watch` is told each cluster that is begun, how many were before it, and how many there are; with more than one of `workers`,
+    as many processes may search."""
     found: list[Offer] = []
     left: list[LeftOut] = []
-    clusters = list(clusters_of(request.cluster))
-    for done, cluster in enumerate(clusters):
-        watch(cluster.name, done, len(clusters))
-        price = cluster.price_usd_per_h or 0.0
-        beaten: list[str] = []
-
-        def worth(bound_s: float, price: float = price, beaten: list[str] = beaten) -> bool:
-            hours = bound_s * steps / 3600
-            if math.isfinite(hours) and prune:
-                beaten += [offer.cluster.name for offer in found if offer.beats(hours, hours * price)][:1]
-            return not beaten
-
-        rivals = [_Rival.of(offer, cluster, 3600 / steps) for offer in found if prune]
-        # Where no part has a plan, memory may be why, and is to be told.
-        rival = min(rivals, key=lambda one: one.formula_s) if any(one.is_part for one in rivals) else None
-        known_s = math.inf if rival is None else rival.formula_s
-        try:
-            # What leaves a node idle is as fast without it, and cheaper.
-            outcome = search(request.on_all_of(cluster) if prune else request.on(cluster), top=1, prove=False, known_s=known_s, worth=worth)
-        except InfeasibleError as error:
-            left.append(LeftOut(cluster, *(_reason(error, beaten) if beaten or rival is None else rival.reason())))
-            continue
-        hours = outcome.choices[0].estimate.time_s * steps / 3600
-        better = [one for one in rivals if one.offer.beats(hours, hours * price)] if rival is not None else []
-        if better:
-            left.append(LeftOut(cluster, *better[0].reason()))
-            continue
-        found.append(Offer(cluster, outcome.choices[0], outcome.bound_s, hours, hours * price))
+    clusters, begun = list(clusters_of(request.cluster)), count()
+    with Team(partial(_searched, request, steps), min(workers, _WAVE), _SHARED) as team:
+        for wave in _waves(clusters):
+            known = tuple(found)
+            answers = team.each([(cluster, known) for cluster in wave], lambda item: watch(item[0].name, next(begun), len(clusters)))
+            for answer in answers:
+                settled = _settled(answer, found, steps) if isinstance(answer, Offer) else answer
+                if isinstance(settled, Offer):
+                    found.append(settled)
+                else:
+                    left.append(settled)
     if not found:
         raise InfeasibleError(
             f"no choice of nodes from {request.cluster.describe()} can train {request.model.name} with a global batch of "
             f"{request.frame.global_batch}. Use more or larger nodes, or smaller micro-batches."
         )
     return [replace(offer, dominated_by=_dominator(offer, found)) for offer in found], left
+
+
+def _waves(clusters: Sequence[Cluster]) -> Iterator[Sequence[Cluster]]:
+    """Clusters that are searched without knowing of each other's plans, in their order."""
+    first = 0
+    while first < len(clusters):
+        last = first + min(max(first, 1), _WAVE)
+        yield clusters[first:last]
+        first = last
+
+
+def _searched(request: Request, steps: int, item: tuple[Cluster, Sequence[Offer]]) -> Offer | LeftOut:
+    """The best plan of a cluster, as far as it may be worth having beside some offers."""
+    cluster, found = item
+    price = cluster.price_usd_per_h or 0.0
+    beaten: list[str] = []
+
+    def worth(bound_s: float) -> bool:
+        hours = bound_s * steps / 3600
+        if math.isfinite(hours):
+            beaten.extend([offer.cluster.name for offer in found if offer.beats(hours, hours * price)][:1])
+        return not beaten
+
+    rivals = _rivals(cluster, found, steps)
+    rival = min(rivals, key=lambda one: one.formula_s, default=None)
+    known_s = math.inf if rival is None else rival.formula_s
+    try:
+        # What leaves a node idle is as fast without it, and cheaper.
+        outcome = search(request.on_all_of(cluster), top=1, prove=False, known_s=known_s, worth=worth)
+    except InfeasibleError as error:
+        return LeftOut(cluster, *(_reason(error, beaten) if beaten or rival is None else rival.reason()))
+    if outcome.stopped:  # half of a search would answer for this cluster alone
+        raise KeyboardInterrupt
+    hours = outcome.choices[0].estimate.time_s * steps / 3600
+    return Offer(cluster, outcome.choices[0], outcome.bound_s, hours, hours * price)
+
+
+def _settled(offer: Offer, found: Sequence[Offer], steps: int) -> Offer | LeftOut:
+    """The offer, unless one of its rivals among those before it, also of its own wave, beats it."""
+    better = [one for one in _rivals(offer.cluster, found, steps) if one.offer.beats(offer.hours, offer.usd)]
+    return LeftOut(offer.cluster, *better[0].reason()) if better else offer
 
 
 @dataclass(frozen=True)
@@ -181,6 +217,12 @@ class _Rival:
         if self.is_part:
             return f"no plan was found that is faster than that of {name}, which is a part of it", "dominated"
         return f"no plan was found that {name} does not beat in time and money", "dominated"
+
+
+def _rivals(cluster: Cluster, found: Sequence[Offer], steps: int) -> list[_Rival]:
+    """All offers, if one of them is of a part of the cluster. Where no part has a plan, memory may be why, and is to be told."""
+    rivals = [_Rival.of(offer, cluster, 3600 / steps) for offer in found]
+    return rivals if any(one.is_part for one in rivals) else []
 
 
 def _reason(error: InfeasibleError, beaten: Sequence[str]) -> tuple[str, str]:
