@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.search.partition.chain_prices import CutChain, PlanLimits, dearest
@@ -22,8 +22,14 @@ def test_limits_are_divided_where_they_are_wider() -> None:
     assert [half.stage_s for half in PlanLimits((0.0, 0.4), (1.0, 3.0), 10).halves()] == [(0.0, 0.2), (0.2, 0.4)]
 
 
-@given(prices=st.lists(st.floats(0, 20), min_size=5, max_size=5), at=st.tuples(st.floats(0, 1), st.floats(0, 1)), over=st.floats(-5, 5))
-def test_what_is_left_is_the_least_and_nothing_within_reach_is_cut_off(prices: list[float], at: tuple[float, float], over: float) -> None:
+@given(
+    prices=st.tuples(st.floats(0, 5), st.floats(0, 5), st.floats(0, 1.5), st.floats(0, 8), st.floats(0, 8)),
+    at=st.tuples(st.floats(0, 1), st.floats(0, 1)), over=st.floats(-1, 5),
+)  # fmt: skip
+@example(prices=(1.0, 0.0, 0.5, 5.0, 0.0), at=(0.0, 0.9), over=1.2)
+def test_what_is_left_is_the_least_and_nothing_within_reach_is_cut_off(
+    prices: tuple[float, ...], at: tuple[float, float], over: float
+) -> None:
     tau, after = (low + share * (high - low) for share, (low, high) in zip(at, (LIMITS.stage_s, LIMITS.after_s), strict=True))
     left = 10 * tau + after - sum(prices[:2]) - prices[2] * after - sum(prices[3:]) * tau
     least = LIMITS.least(np.array(prices))

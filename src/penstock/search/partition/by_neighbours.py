@@ -38,6 +38,8 @@ _ROUNDS, _GOOD = 3, 1e-3
 """How often the prices of a box are improved, if there is more than this share to be gained."""
 _NARROW = 0.5
 """Share of the time within which the τ and A of a box lie before it is divided by the kinds at the ends of a shared weight."""
+_DONE = 0.005
+"""A box as narrow as this share has what prices can give."""
 _ANY = (-1, -1)
 _FAR = 8.0
 """Where no plan is known, plans of up to so many times the bound by ops are looked at."""
@@ -95,7 +97,7 @@ class NeighbourBound:
 
     def sharpen(self) -> int:
         """Divides the weakest box; returns how many stages were looked at, 0 where nothing can be made sharper."""
-        if not self._boxes:
+        if not self._boxes or self._boxes[0][2].limits.width_s < _DONE * self._good_s:
             return 0
         least_s, _, box = heapq.heappop(self._boxes)
         looked = 0

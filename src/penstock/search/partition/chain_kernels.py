@@ -31,7 +31,9 @@ def cheapest_stages(stages, prices, longest, latest, ends, tables, places):  # t
             p, k, n = pool_of[c], class_of[c], taken[c]
             if a == 0 and ends[0] >= 0 and p != ends[0]:
                 continue
-            inside = n < room[p]
+            inside, widest = n < room[p], num_classes - 1 if a else 0
+            while a and widest >= 0 and far_in[c, a, by_in[c, a, widest]] > longest:
+                widest -= 1
             best[:] = np.inf
             reach = a
             while reach < min(a + width[c, a], end):
@@ -53,13 +55,12 @@ def cheapest_stages(stages, prices, longest, latest, ends, tables, places):  # t
                 rest = 0.0 if b == end else min(behind[c, b, top[c, b]] if top[c, b] >= 0 else np.inf, there)
                 # Of stages elsewhere before it, those with the shortest messages first; all that leave time for the best behind it are
                 # told by the last of them.
-                i = top[c, b]
-                e = num_classes - 1 if a else 0
-                while e >= 0 and cost + rest < best[num_classes - 1]:
+                i, e = -1, widest
+                while e >= 0 and cost + rest < best[e]:
                     come = far_in[c, a, by_in[c, a, e]] if a else 0.0
                     if come <= left:
-                        while i >= 0 and far_out[c, b, by_out[c, b, i]] > left - come:
-                            i -= 1
+                        while i < top[c, b] and far_out[c, b, by_out[c, b, i + 1]] <= left - come:
+                            i += 1
                         value, right = (behind[c, b, i], behind_choice[c, b, i]) if i >= 0 else (np.inf, -1)
                         if b == end:
                             value = 0.0
@@ -69,7 +70,6 @@ def cheapest_stages(stages, prices, longest, latest, ends, tables, places):  # t
                             best[e], best_b[e], best_right[e] = cost + value, b, right
                         if i == top[c, b] and (not stay or near_out[c, b] <= left - come):
                             break
-                        i = top[c, b]
                     e -= 1
                 left -= near_in[c, a]
                 cost += rate[c] * near_in[c, a]

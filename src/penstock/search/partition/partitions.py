@@ -24,7 +24,7 @@ _CAPS = (1.3, 3.0, math.inf)
 _NEAR = 0.1
 """Over several kinds, whose stages are bounded with their neighbours already, devices are paid for only where that bound is so near; and
 families are annealed only where more than this might be gained."""
-_LOOKED = 100_000_000
+_LOOKED = 150_000_000
 """Stages that the bounds of subspaces of several kinds look at, one stage often several times."""
 
 _ANNEALED = ((1.15, 6, 50_000, 2), (1.1, 1, 150_000, 8))
