@@ -22,8 +22,9 @@ _CAPS = (1.3, 3.0, math.inf)
 
 
 _NEAR = 0.1
-"""Over several kinds, whose stages are bounded with their neighbours already, devices are paid for only where that bound is so near; and
-families are annealed only where more than this might be gained."""
+"""Families of several kinds are annealed only where more than this might be gained."""
+_PAID = 0.04
+"""Over several kinds, whose stages are bounded with their neighbours already, devices are paid for only where that bound is so near."""
 _LOOKED = 150_000_000
 """Stages that the bounds of subspaces of several kinds look at, one stage often several times."""
 
@@ -98,7 +99,7 @@ class Partitions:
         self._prove_several_kinds(progress, weak)
         # Over several kinds neighbours say more than devices that are paid for, unless both are near.
         lines = zip(weak, self._lines, strict=True)
-        tried = [len(family.pools) == 1 or line.bound_s > best_s / (1 + _NEAR) for (_, family, _), line in lines]
+        tried = [len(family.pools) == 1 or line.bound_s > best_s / (1 + _PAID) for (_, family, _), line in lines]
         enough_s = min([progress.enough_s, *(line.bound_s for line, is_tried in zip(self._lines, tried, strict=True) if not is_tried)])
         for index, (_, family, subspace) in enumerate(weak):
             bound_s = self._lines[index].bound_s
