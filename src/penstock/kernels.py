@@ -17,7 +17,7 @@ KERNEL_MODULES: tuple[str, ...] = (
     "penstock.batching.anneal_kernels",
     "penstock.systems.fasop.kernels",
     "penstock.systems.fasop.bound_kernels",
-    "penstock.search.partition.neighbour_kernels",
+    "penstock.search.partition.chain_kernels",
     "penstock.search.partition.partition_kernels",
     "penstock.search.partition.annealing_kernels",
     "penstock.search.space.recompute_kernels",

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from penstock.schedules.rules import unchunked
-from penstock.search.bounds.by_ops import family_bound, promise_s, subspace_bound
+from penstock.search.bounds.by_ops import Bound, family_bound, promise_s, subspace_bound
 from penstock.search.choice import FORMULA_OFF
 from penstock.search.partition.annealed import AnnealedPipelines
-from penstock.search.partition.by_neighbours import STEPS, neighbours_bound_s
+from penstock.search.partition.by_neighbours import NeighbourBound
 from penstock.search.partition.pipelines import best_pipeline, bound_of_subspace
 from penstock.search.progress import Progress, ProofLine, weakest
 from penstock.search.space.families import PlanFamily, Subspace
@@ -22,10 +22,11 @@ _CAPS = (1.3, 3.0, math.inf)
 
 
 _NEAR = 0.1
-"""Over several kinds, whose stages are bounded with their neighbours already, devices are paid for only where that bound is so near; and
-families are annealed only where more than this might be gained."""
-_FEW = 4
-"""Rounds of the first look at all subspaces of several kinds."""
+"""Families of several kinds are annealed only where more than this might be gained."""
+_PAID = 0.04
+"""Over several kinds, whose stages are bounded with their neighbours already, devices are paid for only where that bound is so near."""
+_LOOKED = 150_000_000
+"""Stages that the bounds of subspaces of several kinds look at, one stage often several times."""
 
 _ANNEALED = ((1.15, 6, 50_000, 2), (1.1, 1, 150_000, 8))
 """How many families of several kinds are annealed, in how many steps from how many ways to begin: first roughly, then the best of them.
@@ -90,15 +91,15 @@ class Partitions:
         """Bounds the subspaces by whole stages, the weakest first, until all are near enough; plans that are met on the way count."""
         best_s = progress.best_s
         weak = sorted((
-            (bound_s, family, subspace) for early_s, family in self._ranked if early_s < best_s
-            for subspace in family.subspaces if (bound_s := subspace_bound(family, subspace, best_s).time_s) < best_s
-        ), key=lambda entry: entry[0])  # fmt: skip
+            (bound, family, subspace) for early_s, family in self._ranked if early_s < best_s
+            for subspace in family.subspaces if (bound := subspace_bound(family, subspace, best_s)).time_s < best_s
+        ), key=lambda entry: entry[0].time_s)  # fmt: skip
 
-        self._lines = [ProofLine(family.replicas, family.samples, subspace, bound_s, None) for bound_s, family, subspace in weak]
-        self._prove_several_kinds(progress, [(family, subspace) for _, family, subspace in weak])
+        self._lines = [ProofLine(family.replicas, family.samples, subspace, bound.time_s, None) for bound, family, subspace in weak]
+        self._prove_several_kinds(progress, weak)
         # Over several kinds neighbours say more than devices that are paid for, unless both are near.
         lines = zip(weak, self._lines, strict=True)
-        tried = [len(family.pools) == 1 or line.bound_s > best_s / (1 + _NEAR) for (_, family, _), line in lines]
+        tried = [len(family.pools) == 1 or line.bound_s > best_s / (1 + _PAID) for (_, family, _), line in lines]
         enough_s = min([progress.enough_s, *(line.bound_s for line, is_tried in zip(self._lines, tried, strict=True) if not is_tried)])
         for index, (_, family, subspace) in enumerate(weak):
             bound_s = self._lines[index].bound_s
@@ -112,23 +113,18 @@ class Partitions:
             progress.bound_s = max(progress.bound_s, min(enough_s, weakest(self._lines)))
         progress.lines += self._lines
 
-    def _prove_several_kinds(self, progress: Progress, spaces: Sequence[tuple[PlanFamily, Subspace]]) -> None:
-        """Bounds subspaces of several kinds with their neighbours: all of them roughly, then the weakest of all as well as can be."""
-        lines, best_s, good_s = self._lines or [], progress.best_s, progress.enough_s
-
-        def sharpen(index: int, steps: int) -> None:
-            progress.tell(f"bound: {spaces[index][0]}")
-            proven_s = neighbours_bound_s(*spaces[index], best_s, good_s, steps)
-            lines[index] = replace(lines[index], by_stages_s=max(proven_s, lines[index].bound_s))
-
-        several = [index for index, (family, _) in enumerate(spaces) if len(family.pools) > 1]
-        for index in several:
-            if lines[index].bound_s < good_s and not progress.out_of_time():
-                sharpen(index, _FEW)
-        done: set[int] = set()
-        while several and not progress.out_of_time():
-            index = min(several, key=lambda index: lines[index].bound_s)
-            if index in done or lines[index].bound_s >= good_s:
-                return
-            done.add(index)
-            sharpen(index, STEPS)
+    def _prove_several_kinds(self, progress: Progress, weak: Sequence[tuple[Bound, PlanFamily, Subspace]]) -> None:
+        """Bounds subspaces of several kinds with their neighbours, always the weakest of all."""
+        lines, best_s, good_s, looked = self._lines or [], progress.best_s, progress.enough_s, 0
+        bounds = {
+            index: NeighbourBound(family, subspace, bound, best_s, good_s) for index, (bound, family, subspace) in enumerate(weak)
+            if len(family.pools) > 1
+        }  # fmt: skip
+        while bounds and looked < _LOOKED and not progress.out_of_time():
+            index = min(bounds, key=lambda index: bounds[index].time_s)
+            progress.tell(f"bound: {weak[index][1]}")
+            if bounds[index].time_s >= good_s or not (more := bounds[index].sharpen()):
+                break
+            looked += more
+        for index, neighbours in bounds.items():
+            lines[index] = replace(lines[index], by_stages_s=max(neighbours.time_s, lines[index].bound_s))

@@ -1,0 +1,141 @@
+"""The compiled loop behind bounds of several kinds of devices: the cheapest stages of a chain, which know their neighbours."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+__all__ = ["cheapest_stages", "warm"]
+
+
+@njit(cache=True, nogil=True)
+def cheapest_stages(stages, prices, longest, latest, ends, tables, places):  # type: ignore[no-untyped-def]
+    """Least cost of a chain in stages that take at most `longest`, and at most `latest` after the last micro-batch; their number, which is
+    0 where there are none; and how many stages were looked at.
+
+    A stage (`NeighbourStages`) costs its time less what is hidden, and what `StagePrices` says. `ends` are the pools of the first op and
+    of op `stages.tied`, or less than 0 for any. `tables` (`NeighbourTables`) are filled from the last cut to the first. `places` [cuts, 5]
+    receives the cheapest stages: first and last cut, option, and the sizes of the stages elsewhere that are before and behind it, -1 where
+    it has none or they lie in its node.
+    """
+    offset, width, times, hidden, whole, shared_s, near_in, near_out, far_in, far_out, by_in, by_out = stages[:12]
+    pool_of, class_of, taken, room, tied = stages[12:]
+    price, rate, after = prices
+    near, far, near_choice, far_choice, behind, behind_choice, top = tables
+    end, num_classes = near_in.shape[1] - 1, far.shape[1]
+    near[:], far[:] = np.inf, np.inf
+    best, best_b, best_right = np.zeros(num_classes), np.zeros(num_classes, np.int64), np.zeros(num_classes, np.int64)
+    least, start, looked = np.inf, np.zeros(3, np.int64), 0
+    for a in range(end - 1, -1, -1):
+        for c in range(len(pool_of)):
+            p, k, n = pool_of[c], class_of[c], taken[c]
+            if a == 0 and ends[0] >= 0 and p != ends[0]:
+                continue
+            inside, widest = n < room[p], num_classes - 1 if a else 0
+            while a and widest >= 0 and far_in[c, a, by_in[c, a, widest]] > longest:
+                widest -= 1
+            best[:] = np.inf
+            reach = a
+            while reach < min(a + width[c, a], end):
+                if times[offset[c, a] + reach - a] > longest or whole[c, reach + 1] - whole[c, a] > latest:
+                    break
+                reach += 1
+            looked += reach - a
+            for b in range(reach, a, -1):  # the longest, which are often the best, first
+                alone, own_after = times[offset[c, a] + b - a - 1], whole[c, b] - whole[c, a]
+                has_tied = a <= tied < b
+                if has_tied and ends[1] >= 0 and p != ends[1]:
+                    continue
+                if (a == 0) != has_tied and own_after + shared_s[c] > latest:
+                    continue
+                cost, left = rate[c] * alone + price[c] + after[c, b] - after[c, a], longest - alone
+                if a > 0 or b < end:  # with one stage there is nothing to fill
+                    cost -= hidden[c, b] - hidden[c, a]
+                stay, there = inside and b < end, near[b, p, n] + rate[c] * near_out[c, b] if inside else np.inf
+                rest = 0.0 if b == end else min(behind[c, b, top[c, b]] if top[c, b] >= 0 else np.inf, there)
+                # Of stages elsewhere before it, those with the shortest messages first; all that leave time for the best behind it are
+                # told by the last of them.
+                i, e = -1, widest
+                while e >= 0 and cost + rest < best[e]:
+                    come = far_in[c, a, by_in[c, a, e]] if a else 0.0
+                    if come <= left:
+                        while i < top[c, b] and far_out[c, b, by_out[c, b, i + 1]] <= left - come:
+                            i += 1
+                        value, right = (behind[c, b, i], behind_choice[c, b, i]) if i >= 0 else (np.inf, -1)
+                        if b == end:
+                            value = 0.0
+                        elif stay and near_out[c, b] <= left - come and there < value:
+                            value, right = there, -1
+                        if cost + value < best[e]:
+                            best[e], best_b[e], best_right[e] = cost + value, b, right
+                        if i == top[c, b] and (not stay or near_out[c, b] <= left - come):
+                            break
+                    e -= 1
+                left -= near_in[c, a]
+                cost += rate[c] * near_in[c, a]
+                if a == 0 or not inside or left < 0 or cost + rest >= near[a, p, room[p] - n]:
+                    continue
+                value, right = 0.0, -1
+                if b < end:
+                    i = top[c, b]
+                    while i >= 0 and far_out[c, b, by_out[c, b, i]] > left:
+                        i -= 1
+                    value, right = (behind[c, b, i], behind_choice[c, b, i]) if i >= 0 else (np.inf, -1)
+                stay = stay and near_out[c, b] <= left
+                for at in range(1, room[p] - n + 1):
+                    there, towards = value, right
+                    if stay and at + n < room[p] and rate[c] * near_out[c, b] + near[b, p, at + n] < there:
+                        there, towards = rate[c] * near_out[c, b] + near[b, p, at + n], -1
+                    if cost + there < near[a, p, at]:
+                        near[a, p, at] = cost + there
+                        near_choice[a, p, at, 0], near_choice[a, p, at, 1], near_choice[a, p, at, 2] = c, b, towards
+            if a == 0:
+                if best[0] < least:
+                    least = best[0]
+                    start[0], start[1], start[2] = c, best_b[0], best_right[0]
+                continue
+            last = -1
+            for i in range(num_classes - 1, -1, -1):
+                if last < 0 or best[i] < best[last]:
+                    last = i
+                e = by_in[c, a, i]
+                if best[last] + rate[c] * far_in[c, a, e] < far[a, e, k]:
+                    far[a, e, k] = best[last] + rate[c] * far_in[c, a, e]
+                    far_choice[a, e, k, 0], far_choice[a, e, k, 1], far_choice[a, e, k, 2] = c, best_b[last], best_right[last]
+        for c in range(len(pool_of)):  # what is behind a stage that ends here, of all whose messages take no longer than one of them
+            value, right, top[c, a] = np.inf, -1, -1
+            for i in range(num_classes):
+                e = by_out[c, a, i]
+                if far_out[c, a, e] > longest:
+                    break
+                if rate[c] * far_out[c, a, e] + far[a, class_of[c], e] < value:
+                    value, right, top[c, a] = rate[c] * far_out[c, a, e] + far[a, class_of[c], e], e, i
+                behind[c, a, i], behind_choice[c, a, i] = value, right
+    if least == np.inf:
+        return least, 0, looked
+    c, b, right = start  # type: ignore[assignment]
+    a, before, at, number = 0, -1, 0, 0
+    while True:
+        places[number] = a, b, c, before, right
+        number += 1
+        if b == end:
+            return least, number, looked
+        p, k, at, a = pool_of[c], class_of[c], (at if before < 0 else 0) + taken[c], int(b)
+        before = k if right >= 0 else -1
+        if right >= 0:
+            c, b, right = far_choice[a, k, right]
+        else:
+            c, b, right = near_choice[a, p, at]
+
+
+def warm() -> None:
+    """Compiles the kernel for the types it is called with."""
+    from penstock.search.partition.neighbour_stages import NeighbourStages, NeighbourTables, StagePrices
+
+    one, two, far = np.ones((1, 1), np.int64), np.zeros((1, 2)), np.zeros((1, 2, 1))
+    ones, none, classes = np.ones(1, np.int64), np.zeros(1, np.int64), np.zeros((1, 2, 1), np.int64)
+    stages = NeighbourStages(
+        0 * one, one, np.ones(1), two, two, np.zeros(1), two, two, far, far, classes, classes, none, none, ones, ones, -1
+    )  # fmt: skip
+    prices, tables = StagePrices(np.ones(1), np.ones(1), two), NeighbourTables.of(2, 1, 1, 1, 1)
+    cheapest_stages(stages, prices, 9.0, 9.0, np.array([-1, -1]), tables, np.zeros((2, 5), np.int64))

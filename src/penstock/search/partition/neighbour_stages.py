@@ -1,0 +1,152 @@
+"""The stages of a subspace over several kinds of devices in one order of ranks, with the messages that each neighbour leaves them."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.costs.table import Floats
+from penstock.search.partition.chain_prices import CutChain, PlanLimits
+from penstock.search.partition.least_links import LeastLinks
+from penstock.search.partition.stage_space import StageSpace
+from penstock.search.space.families import PlanFamily, Subspace
+from penstock.search.space.stage_costs import Ints, sums_before
+
+__all__ = ["Cheapest", "NeighbourStages", "NeighbourTables", "OrderedStages", "StagePrices"]
+
+
+class NeighbourStages(NamedTuple):
+    """Stages as the kernel takes them. K are the sizes that stages of each pool may have."""
+
+    offset: Ints
+    width: Ints
+    times: Floats
+    """[pairs] as in a `StageSpace`, with no stage behind."""
+    hidden: Floats
+    """[C, cuts] prefix sums of what zero-bubble hides."""
+    whole: Floats
+    """[C, cuts] prefix sums of what a stage does after the last micro-batch."""
+    shared_s: Floats
+    """[C] and besides where it has one end of a shared weight."""
+    near_in: Floats
+    near_out: Floats
+    """[C, cuts] messages from and to a stage in the same node."""
+    far_in: Floats
+    far_out: Floats
+    """[C, cuts, K] messages from and to a stage elsewhere, of each size."""
+    by_in: Ints
+    by_out: Ints
+    """[C, cuts, K] these sizes, those with the shortest messages first."""
+    pool_of: Ints
+    class_of: Ints
+    """[C]"""
+    taken: Ints
+    """[C] devices, in units of a pool."""
+    room: Ints
+    """[P] units of a node; 0 where nothing is known of nodes."""
+    tied: int
+    """The last op that shares a weight with the first one, or less than 0."""
+
+
+class StagePrices(NamedTuple):
+    """What a stage costs besides what zero-bubble hides: price + rate · time + after."""
+
+    price: Floats
+    rate: Floats
+    """[C]"""
+    after: Floats
+    """[C, cuts] prefix sums."""
+
+
+class NeighbourTables(NamedTuple):
+    """What the kernel fills: the cost of all stages from a cut on."""
+
+    near: Floats
+    """[cuts, P, room] of those whose first lies in the node of the stage before it, of which so much is taken."""
+    far: Floats
+    """[cuts, K, K] where a stage of one size is before them and their first, of another size, lies elsewhere."""
+    near_choice: Ints
+    far_choice: Ints
+    """[…, 3] of both: that first stage's option and end, and the size of the next stage elsewhere, or -1."""
+    behind: Floats
+    """[C, cuts, K] of the best behind a stage whose messages to it are among the first so many of `by_out`, with these messages."""
+    behind_choice: Ints
+    top: Ints
+    """[C, cuts] the first of these that is the best of all; -1 where there is none."""
+
+    @classmethod
+    def of(cls, cuts: int, options: int, pools: int, sizes: int, room: int) -> NeighbourTables:
+        """Empty ones."""
+        near, far, behind = (cuts, pools, max(room, 1)), (cuts, sizes, sizes), (options, cuts, sizes)
+        return cls(
+            np.zeros(near), np.zeros(far), np.zeros((*near, 3), np.int64), np.zeros((*far, 3), np.int64), np.zeros(behind),
+            np.zeros(behind, np.int64), np.zeros(behind[:2], np.int64),
+        )  # fmt: skip
+
+
+class Cheapest(NamedTuple):
+    """The cheapest chain at some prices, if there is one, what it costs with them, and how many stages were looked at."""
+
+    cost_s: float
+    chain: CutChain | None
+    looked: int
+
+
+class OrderedStages:
+    """The stages of a subspace in one order of ranks."""
+
+    def __init__(self, family: PlanFamily, subspace: Subspace, space: StageSpace, side_by_side: bool) -> None:
+        prices, options, pools = family.prices, subspace.options, len(family.pools)
+        present = sorted({option.pool for option in options})
+        grains = {p: math.gcd(family.pools[p].num_devices, *(o.num_devices for o in options if o.pool == p)) for p in present}
+        links = {p: LeastLinks(prices, p, side_by_side, grains[p]) for p in present}
+        own, ops = [links[option.pool] for option in options], prices.chain[0]
+        sizes = {(option.pool, option.num_devices): option for option in options}
+        of_size, room = list(sizes), np.array([links[p].room // grains[p] if p in links else 0 for p in range(pools)])
+        near = np.array([link.near() for link in own])
+        far = np.array([[link.far(o, other, links[other.pool]) for other in sizes.values()] for link, o in zip(own, options, strict=True)])
+        sent = [np.stack(side) / prices.window for side in zip(*map(prices.cut_bytes, options), strict=True)]
+        near_s = [np.ascontiguousarray(near[:, :1] / prices.window + near[:, 1:] * size) for size in sent]
+        far_s = [np.ascontiguousarray(far[:, None, :, 0] / prices.window + far[:, None, :, 1] * size[:, :, None]) for size in sent]
+        others = [[links[p] for p in present if p != option.pool] for option in options]
+        self._stages = NeighbourStages(
+            space.offset, space.width, space.times[0], space.hidden_fill_s,
+            sums_before([link.whole_after_s(option)[ops] for link, option in zip(own, options, strict=True)]),
+            np.array([link.shared_s(*which, prices.shared[1]) for link, which in zip(own, zip(options, others, strict=True), strict=True)]),
+            near_s[0], near_s[1], far_s[0], far_s[1], np.argsort(far_s[0], axis=2), np.argsort(far_s[1], axis=2),
+            np.array([option.pool for option in options]), np.array([of_size.index((o.pool, o.num_devices)) for o in options]),
+            np.array([option.num_devices // grains[option.pool] for option in options]), room, prices.shared[0],
+        )  # fmt: skip
+        self._average = sums_before([link.average_after_s(option)[ops] for link, option in zip(own, options, strict=True)])
+        self._of_pool = np.array([[float(option.pool == p) for p in range(pools)] for option in options])
+        share = [option.num_devices / family.pools[option.pool].num_devices for option in options]
+        self._share = np.column_stack([self._of_pool * np.array(share)[:, None], np.full(len(options), 1 / subspace.max_stages)])
+        """[C, P + 1] of the devices of each pool, and of the stages that there may be."""
+        self._tables = NeighbourTables.of(len(space.cuts), len(options), pools, len(sizes), int(room.max()))
+        self._places = np.zeros((len(space.cuts), 5), np.int64)
+
+    def cheapest(self, limits: PlanLimits, ends: tuple[int, int], prices: Floats) -> Cheapest:
+        """The cheapest chain of stages within limits, at some prices of what they take."""
+        from penstock.search.partition.chain_kernels import cheapest_stages
+
+        s, pools = self._stages, self._of_pool.shape[1]
+        if ends[0] == ends[1]:
+            s = s._replace(shared_s=np.zeros_like(s.shared_s))
+        fixed, after, busy = np.split(prices, [pools + 1, 2 * pools + 1])
+        paid = StagePrices(self._share @ fixed, 1 + self._share @ busy, (self._of_pool @ after)[:, None] * self._average)
+        found = cheapest_stages(s, paid, limits.stage_s[1], limits.after_s[1], np.array(ends), self._tables, self._places)
+        cost_s, length, looked = found
+        return Cheapest(cost_s, self._chain(length, cost_s, prices) if length else None, looked)
+
+    def _chain(self, length: int, cost_s: float, prices: Floats) -> CutChain:
+        """The stages that were the cheapest."""
+        s, (first, last, option, before, behind) = self._stages, self._places[:length].T
+        come_s = np.where(before >= 0, s.far_in[option, first, before], s.near_in[option, first] * (first > 0))
+        go_s = np.where(behind >= 0, s.far_out[option, last, behind], s.near_out[option, last] * (last < s.near_out.shape[1] - 1))
+        times_s = s.times[s.offset[option, first] + last - first - 1] + come_s + go_s
+        after_s = self._average[option, last] - self._average[option, first]
+        taken = self._share[option].sum(axis=0), self._of_pool[option].T @ after_s, self._share[option].T @ times_s
+        latest_s = float((s.whole[option, last] - s.whole[option, first]).max())
+        return CutChain(cost_s - float(prices @ np.concatenate(taken)), taken, float(times_s.max()), latest_s)

@@ -1,0 +1,95 @@
+"""The cheapest chain of stages that know their neighbours, against trying everything."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations, pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.search.partition.chain_kernels import cheapest_stages
+from penstock.search.partition.neighbour_stages import NeighbourStages, NeighbourTables, StagePrices
+from penstock.search.space.stage_costs import sums_before
+
+Limits = tuple[float, float, tuple[int, int]]
+"""The longest that a stage may take, the most after the last micro-batch, and the pools at the ends of a shared weight."""
+
+
+def cheapest_by_trying(s: NeighbourStages, prices: StagePrices, limits: Limits) -> float:
+    """Every way to cut the chain, every option of each stage, and every way to stay in a node or to leave it."""
+    end, found = s.near_in.shape[1] - 1, math.inf
+    for inner in (cuts for number in range(end) for cuts in combinations(range(1, end), number)):
+        stages = list(pairwise((0, *inner, end)))
+        for options in product(range(len(s.pool_of)), repeat=len(stages)):
+            for stays in product((False, True), repeat=len(inner)):
+                if _can_stay(s, options, stays):
+                    found = min(found, _cost(s, prices, limits, stages, options, stays))
+    return found
+
+
+def _can_stay(s: NeighbourStages, options: tuple[int, ...], stays: tuple[bool, ...]) -> bool:
+    """Whether stages that stay in a node have one kind and fit into it."""
+    taken = int(s.taken[options[0]])
+    for (a, b), stay in zip(pairwise(options), stays, strict=True):
+        taken = int(s.taken[b]) + (taken if stay else 0)
+        if stay and (s.pool_of[a] != s.pool_of[b] or taken > s.room[s.pool_of[a]]):
+            return False
+    return True
+
+
+def _cost(
+    s: NeighbourStages, prices: StagePrices, limits: Limits, stages: list[tuple[int, int]], options: tuple[int, ...],
+    stays: tuple[bool, ...],
+) -> float:  # fmt: skip
+    """Of stages with given options; infinite where one is beyond the limits or an end has the wrong pool."""
+    total, (longest, latest, ends) = 0.0, limits
+    for at, ((a, b), c) in enumerate(zip(stages, options, strict=True)):
+        time, after, has_tied = s.times[s.offset[c, a] + b - a - 1], s.whole[c, b] - s.whole[c, a], a <= s.tied < b
+        if at > 0:
+            time += s.near_in[c, a] if stays[at - 1] else s.far_in[c, a, s.class_of[options[at - 1]]]
+        if at < len(stays):
+            time += s.near_out[c, b] if stays[at] else s.far_out[c, b, s.class_of[options[at + 1]]]
+        if (a == 0 and ends[0] not in (-1, s.pool_of[c])) or (has_tied and ends[1] not in (-1, s.pool_of[c])):
+            return math.inf
+        if time > longest or after + (s.shared_s[c] if (a == 0) != has_tied else 0.0) > latest:
+            return math.inf
+        total += prices.price[c] + prices.rate[c] * time + prices.after[c, b] - prices.after[c, a]
+        total -= s.hidden[c, b] - s.hidden[c, a] if len(stages) > 1 else 0.0
+    return float(total)
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1), num_ops=st.integers(1, 4), longest=st.floats(0.5, 3.0), latest=st.floats(0.5, 4.0), tied=st.booleans(),
+    room=st.integers(0, 7),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_the_kernel_equals_trying_everything(seed: int, num_ops: int, longest: float, latest: float, tied: bool, room: int) -> None:
+    numbers = np.random.default_rng(seed)
+    pools, classes, taken = np.array([0, 1, 1, 1]), np.array([0, 1, 2, 2]), np.array([1, 2, 3, 3])
+    width = np.tile(np.arange(num_ops, 0, -1), (4, 1))
+    near, far = [0.1 * numbers.random((4, num_ops + 1)) for _ in range(2)], [numbers.random((4, num_ops + 1, 3)) for _ in range(2)]
+    hidden, whole, after = (sums_before(list(numbers.random((4, num_ops)))) for _ in range(3))
+    ops = np.concatenate([np.cumsum(numbers.random(int(count))) for count in width.ravel()])
+    offset = (np.cumsum(width.ravel()) - width.ravel()).reshape(width.shape)
+    stages = NeighbourStages(
+        offset, width, ops, 0.1 * hidden, whole, numbers.random(4), *near, *far, *(np.argsort(times, axis=2) for times in far), pools,
+        classes, taken, np.array([1, room]), num_ops - 1 if tied else -1,
+    )  # fmt: skip
+    prices = StagePrices(numbers.random(4), 1 + numbers.random(4), after)
+    tables, places = NeighbourTables.of(num_ops + 1, 4, 2, 3, max(room, 1)), np.zeros((num_ops + 1, 5), np.int64)
+    for ends in [*product((0, 1), repeat=2), (-1, -1)] if tied else [(-1, -1)]:
+        value, length, _ = cheapest_stages(stages, prices, longest, latest, np.array(ends), tables, places)
+        assert value == pytest.approx(cheapest_by_trying(stages, prices, (longest, latest, ends)))
+        if length:
+            assert _of_places(stages, prices, places[:length]) == pytest.approx(value)
+
+
+def _of_places(s: NeighbourStages, prices: StagePrices, places: np.ndarray) -> float:
+    """What the stages cost that the kernel says it chose."""
+    stages, options = [(int(a), int(b)) for a, b in places[:, :2]], tuple(int(c) for c in places[:, 2])
+    stays = tuple(bool(size < 0) for size in places[:-1, 4])
+    assert _can_stay(s, options, stays)
+    return _cost(s, prices, (math.inf, math.inf, (-1, -1)), stages, options, stays)
