@@ -25,8 +25,8 @@ _NEAR = 0.1
 """Families of several kinds are annealed only where more than this might be gained."""
 _PAID = 0.04
 """Over several kinds, whose stages are bounded with their neighbours already, devices are paid for only where that bound is so near."""
-_LOOKED = 150_000_000
-"""Stages that the bounds of subspaces of several kinds look at, one stage often several times."""
+_LOOKED, _LOOKED_OF_ONE = 150_000_000, 20_000_000
+"""Stages that the bounds of all subspaces of several kinds look at, one stage often several times; and of each, where there are few."""
 
 _ANNEALED = ((1.15, 6, 50_000, 2), (1.1, 1, 150_000, 8))
 """How many families of several kinds are annealed, in how many steps from how many ways to begin: first roughly, then the best of them.
@@ -120,7 +120,8 @@ class Partitions:
             index: NeighbourBound(family, subspace, bound, best_s, good_s) for index, (bound, family, subspace) in enumerate(weak)
             if len(family.pools) > 1
         }  # fmt: skip
-        while bounds and looked < _LOOKED and not progress.out_of_time():
+        most = min(_LOOKED, _LOOKED_OF_ONE * len(bounds))
+        while looked < most and not progress.out_of_time():
             index = min(bounds, key=lambda index: bounds[index].time_s)
             progress.tell(f"bound: {weak[index][1]}")
             if bounds[index].time_s >= good_s or not (more := bounds[index].sharpen()):
