@@ -129,7 +129,7 @@ def test_another_node_leads_when_the_first_stands_still(data: str, tmp_path: Pat
     port = free_port()
     story = Disturbance(strikes=(DisturbanceStrike("freeze", None, "backward", 5),))
     run = TrainRequest(
-        plan_of(tmp_path), data, 12, str(tmp_path / "run"), checkpoint_every=0, on_death="recover", copies=2, disturbance=story
+        plan_of(tmp_path), data, 2000, str(tmp_path / "run"), checkpoint_every=0, on_death="recover", copies=2, disturbance=story
     )
     heard = list[StepTold]()
     with other_node(placed(run, 0, port)):
@@ -138,14 +138,16 @@ def test_another_node_leads_when_the_first_stands_still(data: str, tmp_path: Pat
             if not heard:
                 assert main(["disturb", run.out, "--node", "7"]) == 2
                 assert main(["disturb", run.out, "--node", "0"]) == 0  # it is still there
+                os.kill(os.getpid(), signal.SIGTERM)
             heard.append(step)
 
         found = PlanTrainer(placed(run, 1, port), None, RunWitness(run.out)).train(told)
     events = list(read_events(run.out))
     assert [(one.event, one.ranks) for one in events] == [("lost", (0,)), ("shrunk", (0,)), ("disturbed", ())]
     assert events[0].text == "node 0 is lost, with rank 0: it has been silent for 2.5 s. Node 1 leads now"
-    assert found.num_steps == len(found.losses) == 12 and heard[-1].step == 11
-    assert steps_of(run) == oracle(run, 12) and len(plans_of_run(run.out)) == 2
+    number = last_step(run.out) + 1
+    assert found.ended_by == signal.SIGTERM and found.num_steps == len(found.losses) == number == heard[-1].step + 1
+    assert steps_of(run) == oracle(run, number) and len(plans_of_run(run.out)) == 2
 
 
 def test_nodes_that_were_started_for_something_else_are_refused(data: str, tmp_path: Path) -> None:
