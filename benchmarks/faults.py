@@ -44,6 +44,7 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.schema import write_plan
 from penstock.runtime.recovering.faults import KINDS, PHASES, Fault, ask_fault, forget_faults
+from penstock.runtime.recovering.saving import RunSaves
 from penstock.runtime.request import WARM_UP, StepTold, TrainRequest, TrainResult
 from penstock.runtime.run import Run, train_rank
 from penstock.runtime.run_folder import plan_of_run
@@ -101,9 +102,9 @@ class Striker:
         self._after, self._until = first + _LEAD, first + _MOST_STEPS
 
     def _is_over(self, step: int) -> bool:
-        """Whether all that was asked for has happened: whoever meets a fault removes its file."""
+        """Whether all that was asked for has happened: whoever meets a fault, or makes a move, removes its file."""
         assert self.now is not None
-        if not list((self.out / "faults").glob("*.json")):
+        if not [*(self.out / "faults").glob("*.json"), *self.out.glob("replan.json")]:
             return True
         if step < self._until:
             return False
@@ -206,20 +207,20 @@ def copy_cost(folder: Path, steps: int) -> float:
 
 def train_counting(worker: Worker, request: TrainRequest, *given: Any) -> TrainResult:
     """A rank that writes down what its copies took of all that it did, its first steps and its start left out."""
-    copying_s, begun_s, copy, train = 0.0, 0.0, Run._copy, Run._train
+    copying_s, begun_s, copy, train = 0.0, 0.0, RunSaves.copy, Run._train
 
-    def counted_copy(run: Run) -> None:
+    def counted_copy(saves: RunSaves, done: int) -> None:
         nonlocal copying_s
         before_s = time.thread_time()
-        copy(run)
-        copying_s += time.thread_time() - before_s if run.step > WARM_UP else 0.0
+        copy(saves, done)
+        copying_s += time.thread_time() - before_s if done > WARM_UP else 0.0
 
     def counted_train(run: Run, *arguments: Any) -> Any:
         nonlocal begun_s
         begun_s = time.thread_time() if run.step == WARM_UP else begun_s
         return train(run, *arguments)
 
-    with mock.patch.object(Run, "_copy", counted_copy), mock.patch.object(Run, "_train", counted_train):
+    with mock.patch.object(RunSaves, "copy", counted_copy), mock.patch.object(Run, "_train", counted_train):
         found = train_rank(worker, request, *given)
     (Path(request.out) / f"copying-{worker.rank}").write_text(str(copying_s / (time.thread_time() - begun_s)))
     return found
