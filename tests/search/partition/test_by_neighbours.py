@@ -17,9 +17,9 @@ from penstock.search import Request
 from penstock.search.assemble import assembled, stage_of
 from penstock.search.bounds.by_ops import subspace_bound
 from penstock.search.partition.annealed import AnnealedPipelines
-from penstock.search.partition.by_neighbours import neighbours_bound_s
+from penstock.search.partition.by_neighbours import NeighbourBound
 from penstock.search.partition.pipelines import best_pipeline
-from penstock.search.space.families import PlanFamily, families
+from penstock.search.space.families import PlanFamily, Subspace, families
 
 
 def request_on(*nodes: tuple[str, int], gigabit: float, model: str = "bert-large", batch: int = 64) -> Request:
@@ -29,6 +29,15 @@ def request_on(*nodes: tuple[str, int], gigabit: float, model: str = "bert-large
         runs.append(NodeRun(Node(f"{count}x{name}", device, count, device.intra, Link("ethernet", gigabit * 1.25e8, 3e-5))))
     schedules = ("1f1b", "zero-bubble")
     return Request.of(model, "1xa100-40gb", batch, "roofline", None, (), math.inf, schedules).on(Cluster("test", tuple(runs)))
+
+
+def neighbours_bound_s(family: PlanFamily, subspace: Subspace, known_s: float, good_s: float, divisions: int = 40) -> float:
+    """What no plan of a subspace over several kinds that is faster than `known_s` can be below; `good_s` is enough."""
+    bound = NeighbourBound(family, subspace, subspace_bound(family, subspace, known_s), known_s, good_s)
+    for _ in range(divisions):
+        if bound.time_s >= good_s or not bound.sharpen():
+            break
+    return bound.time_s
 
 
 @pytest.mark.parametrize("gigabit", [1.0, 10.0, 400.0])

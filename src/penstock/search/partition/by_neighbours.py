@@ -32,7 +32,7 @@ from penstock.search.partition.neighbour_stages import OrderedStages
 from penstock.search.partition.stage_space import Machine, StageSpace, build_space
 from penstock.search.space.families import PlanFamily, Subspace
 
-__all__ = ["NeighbourBound", "neighbours_bound_s"]
+__all__ = ["NeighbourBound"]
 
 _ROUNDS, _GOOD = 3, 1e-3
 """How often the prices of a box are improved, if there is more than this share to be gained."""
@@ -58,15 +58,6 @@ class _Box:
     """The best so far."""
     chains: tuple[CutChain, ...] = ()
     """That were the cheapest at some prices."""
-
-
-def neighbours_bound_s(family: PlanFamily, subspace: Subspace, known_s: float, good_s: float, divisions: int = 40) -> float:
-    """What no plan of a subspace over several kinds that is faster than `known_s` can be below; `good_s` is enough."""
-    bound = NeighbourBound(family, subspace, subspace_bound(family, subspace, known_s), known_s, good_s)
-    for _ in range(divisions):
-        if bound.time_s >= good_s or not bound.sharpen():
-            break
-    return bound.time_s
 
 
 class NeighbourBound:

@@ -102,30 +102,42 @@ def cheapest_stages(stages, prices, longest, latest, ends, tables, places):  # t
                 if best[last] + rate[c] * far_in[c, a, e] < far[a, e, k]:
                     far[a, e, k] = best[last] + rate[c] * far_in[c, a, e]
                     far_choice[a, e, k, 0], far_choice[a, e, k, 1], far_choice[a, e, k, 2] = c, best_b[last], best_right[last]
-        for c in range(len(pool_of)):  # what is behind a stage that ends here, of all whose messages take no longer than one of them
-            value, right, top[c, a] = np.inf, -1, -1
-            for i in range(num_classes):
-                e = by_out[c, a, i]
-                if far_out[c, a, e] > longest:
-                    break
-                if rate[c] * far_out[c, a, e] + far[a, class_of[c], e] < value:
-                    value, right, top[c, a] = rate[c] * far_out[c, a, e] + far[a, class_of[c], e], e, i
-                behind[c, a, i], behind_choice[c, a, i] = value, right
-    if least == np.inf:
-        return least, 0, looked
-    c, b, right = start  # type: ignore[assignment]
+        _fill_behind(a, stages, rate, longest, tables)
+    return least, _followed(start, stages, tables, places) if least < np.inf else 0, looked
+
+
+@njit(cache=True, nogil=True)
+def _fill_behind(a, stages, rate, longest, tables):  # type: ignore[no-untyped-def]
+    """What is behind a stage of each option that ends at a cut, of all whose messages take no longer than one of them."""
+    far_out, by_out, class_of = stages.far_out, stages.by_out, stages.class_of
+    far, behind, behind_choice, top = tables.far, tables.behind, tables.behind_choice, tables.top
+    for c in range(len(class_of)):
+        value, right, top[c, a] = np.inf, -1, -1
+        for i in range(far.shape[1]):
+            e = by_out[c, a, i]
+            if far_out[c, a, e] > longest:
+                break
+            if rate[c] * far_out[c, a, e] + far[a, class_of[c], e] < value:
+                value, right, top[c, a] = rate[c] * far_out[c, a, e] + far[a, class_of[c], e], e, i
+            behind[c, a, i], behind_choice[c, a, i] = value, right
+
+
+@njit(cache=True, nogil=True)
+def _followed(start, stages, tables, places):  # type: ignore[no-untyped-def]
+    """Puts the stages that the tables chose into `places`, from the first one's option, end and next size on; returns their number."""
+    end, (c, b, right) = stages.near_in.shape[1] - 1, start
     a, before, at, number = 0, -1, 0, 0
     while True:
         places[number] = a, b, c, before, right
         number += 1
         if b == end:
-            return least, number, looked
-        p, k, at, a = pool_of[c], class_of[c], (at if before < 0 else 0) + taken[c], int(b)
+            return number
+        p, k, at, a = stages.pool_of[c], stages.class_of[c], (at if before < 0 else 0) + stages.taken[c], int(b)
         before = k if right >= 0 else -1
         if right >= 0:
-            c, b, right = far_choice[a, k, right]
+            c, b, right = tables.far_choice[a, k, right]
         else:
-            c, b, right = near_choice[a, p, at]
+            c, b, right = tables.near_choice[a, p, at]
 
 
 def warm() -> None:
