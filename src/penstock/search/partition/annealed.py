@@ -104,7 +104,8 @@ class AnnealedPipelines:
             sums_before([c.compute for c in costs]), sums_before(hiding), sums_before([prices.side_by_side_s(o) for o in options]),
             sums_before([c.weights / limit for c, limit in zip(costs, room, strict=True)]),
             sums_before([c.kept / limit for c, limit in zip(costs, room, strict=True)]),
-            got, back, link[:, of_size[:, None], of_size], ends_s[of_share[:, None], of_share],
+            # In the order that kernels are compiled for: picking columns leaves them the other way round.
+            got, back, np.ascontiguousarray(link[:, of_size[:, None], of_size]), ends_s[of_share[:, None], of_share],
             np.array([o.num_devices for o in options]), np.array([o.pool for o in options]),
             np.array([pool.num_devices for pool in pools]), np.array([max(pool.per_node, 1) for pool in pools]),
             prices.shared[0],

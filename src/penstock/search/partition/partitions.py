@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from penstock.schedules.rules import unchunked
 from penstock.search.bounds.by_ops import Bound, family_bound, promise_s, subspace_bound
 from penstock.search.choice import FORMULA_OFF
 from penstock.search.partition.annealed import AnnealedPipelines
@@ -105,7 +104,7 @@ class Partitions:
             bound_s = self._lines[index].bound_s
             if bound_s < enough_s and tried[index] and not progress.out_of_time():
                 progress.tell(f"bound: {family}")
-                schedules = unchunked(family.request.schedules)
+                schedules = family.request.unchunked
                 found = [bound_of_subspace(family, subspace, name, best_s, bound_s, enough_s) for name in schedules]
                 progress.choices += [choice for _, choices in found for choice in choices]
                 self._lines[index] = replace(self._lines[index], by_stages_s=min(proven_s for proven_s, _ in found))
