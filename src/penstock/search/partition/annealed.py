@@ -94,7 +94,7 @@ class AnnealedPipelines:
         prices, options, pools = self.family.prices, self.options, self.family.pools
         costs = [prices.costs(option) for option in options]
         hiding = [prices.hiding(c).hidden for c in costs] if SCHEDULES[self.schedule].fill_relief else [c.hidden for c in costs]
-        room = [_FULL * pools[option.pool].memory_limit for option in options]
+        room = [pools[option.pool].with_share(_FULL).memory_limit for option in options]
         sizes, of_size = _alike(options, lambda option: (option.pool, option.num_devices))
         link = np.array([[[prices.link_between(a, b, across) for b in sizes] for a in sizes] for across in (False, True)])
         shares, of_share = _alike(options, lambda option: (option.pool, option.num_devices, option.tp))
