@@ -1,4 +1,4 @@
-"""A run's evaluations: of samples that were held out, and their mean; what is known of its steps; and how it ends without a store."""
+"""A run's evaluations: of samples that were held out, and their mean; what is known of its steps; and how it ends, or goes on."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from losing_jobs import LOST_AT, lose_store
+from losing_jobs import BEST_AT, LOST_AT, lose_rank_while_saving, lose_store
 
 from penstock.data import open_data
 from penstock.plans.build import uniform_plan
+from penstock.runtime.checkpoints.folder import best_checkpoint, step_of
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.nodes.supervisor import Supervisor
 from penstock.runtime.rank import Evaluated
-from penstock.runtime.request import EvalRecord, TrainRequest
+from penstock.runtime.request import RECOVER, EvalRecord, TrainRequest
 from penstock.runtime.run import Run
 from penstock.runtime.run_inputs import held_out_programs, program_planner
 from penstock.runtime.steps.records import TrainedStep
@@ -73,6 +74,19 @@ def test_a_process_without_work_waits_for_the_last_checkpoint(data: str, tmp_pat
     with pytest.raises(WorkerError, match=rf"The run ended after {LOST_AT + 1} steps\.\nStep {LOST_AT + 1} is safe"):
         Supervisor(trainer.request, 0, lose_store).train()
     assert Checkpoint(tmp_path / "run").step == LOST_AT + 1
+
+
+@pytest.mark.timeout(200)
+def test_a_death_does_not_lose_the_best_checkpoint(data: str, tmp_path: Path) -> None:
+    """It is not whole when a rank dies: though copies are made after every step, training goes on from before the evaluation."""
+    plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=8, micro_batch=4, layout="packed", pp=2)
+    request = TrainRequest(
+        plan, data, 6, str(tmp_path / "run"), eval_every=BEST_AT, checkpoint_every=0, on_death=RECOVER, copies=1, eval_batches=1
+    )  # fmt: skip
+    result = Supervisor(PlanTrainer(request).request, 0, lose_rank_while_saving).train()
+    assert len(result.losses) == 6 and [(one.step, one.loss) for one in result.evaluated] == [(2, 1.0), (4, 3.0), (6, 5.0)]
+    found = best_checkpoint(tmp_path / "run" / "checkpoints")
+    assert found is not None and (step_of(found[0]), found[1]) == (BEST_AT, 1.0)
 
 
 @pytest.mark.parametrize(("kind", "is_here", "prepared"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)])

@@ -258,7 +258,8 @@ class Run:
                 lost = self._lost or StoreError("another rank gets no more programs from the store.")
                 raise self._ended(lost, self.worker.groups.barrier)
             moves_away = self._may_move_away(told.leaving)
-            self.saves.after(self.step, steps[-1].evaluated, is_due=told.is_due, leaves=bool(told.leaving) and not moves_away)
+            leaves = bool(told.leaving) and not moves_away
+            self.saves.after(self.step, steps[-1].evaluated, is_due=told.is_due, is_saving=told.is_saving, leaves=leaves)
             if told.leaving and self.saves.may_leave and self.worker.asked_to_end() < 0:
                 self.worker.tell(MayLeave())
             ended_by = told.ended_by

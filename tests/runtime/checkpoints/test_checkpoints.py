@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -231,8 +232,24 @@ def test_the_best_is_kept_besides(tmp_path: Path) -> None:
         writer.wait()
     assert [path.name for path in whole_checkpoints(tmp_path)] == ["save-000003-step-30", "save-000005-step-50"]
     assert best_checkpoint(tmp_path) == (tmp_path / "save-000003-step-30", 2.25) and step_of(whole_checkpoints(tmp_path)[0]) == 30
-    (tmp_path / BEST).write_text("save-000099-step-1 0.5")  # gone, as by hand
+    assert (tmp_path / BEST).read_text() == "save-000003-step-30 2.25\n"
+    shutil.rmtree(tmp_path / "save-000003-step-30")
     assert best_checkpoint(tmp_path) is None and best_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_the_best_is_kept_though_its_run_did_not_live_to_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill between the two renames."""
+    writer = CheckpointWriter(tmp_path, keep=1)
+    for step, state in ((10, {BEST_LOSS: 1.0}), (20, {BEST_LOSS: 0.5}), (30, {}), (40, {})):
+        with monkeypatch.context() as patched:
+            if step == 20:
+                patched.setattr("penstock.runtime.checkpoints.writer.mark_best", lambda *_: sys.exit("killed"))
+            writer.save(step, one(step), state)
+            with suppress(SystemExit):
+                writer.wait()
+    assert [step_of(path) for path in whole_checkpoints(tmp_path)] == [20, 40]
+    assert best_checkpoint(tmp_path) == (tmp_path / "save-000002-step-20", 0.5)
+    assert (tmp_path / BEST).read_text() == "save-000002-step-20 0.5\n"
 
 
 def test_what_a_run_has_left_counts_as_older_than_all_others(tmp_path: Path) -> None:

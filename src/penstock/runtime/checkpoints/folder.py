@@ -2,7 +2,7 @@
 
     checkpoints/
       latest                        name of the newest one, for people and scripts; written last
-      best                          name of the one with the lowest held-out loss, and that loss; it is never pruned
+      best                          name of the one with the lowest held-out loss, and that loss, likewise; it is never pruned
       abandoned                     numbers of the first and the last that the run has left, by going back to one before them
       save-000007-step-1400/        whole: it has been given this name after everything in it was on disk
         manifest.json  rank-00000.safetensors  rank-00001.safetensors …
@@ -21,17 +21,21 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from penstock.errors import InputError
 from penstock.files import write_text
 from penstock.runtime.checkpoints.files import sync_folder
 from penstock.runtime.checkpoints.manifest import MANIFEST
 
 __all__ = [
-    "BEST", "LATEST", "abandon_newer", "best_checkpoint", "commit", "drop_leftovers", "find_checkpoint", "latest_checkpoint", "mark_best",
-    "partial_folder", "prune", "step_of", "whole_checkpoints",
+    "BEST", "BEST_LOSS", "LATEST", "abandon_newer", "best_checkpoint", "commit", "drop_leftovers", "find_checkpoint", "latest_checkpoint",
+    "mark_best", "partial_folder", "prune", "step_of", "whole_checkpoints",
 ]  # fmt: skip
 
 LATEST, BEST, _ABANDONED = "latest", "best", "abandoned"
+BEST_LOSS = "best_loss"
+"""In the state of a checkpoint whose held-out loss was the lowest so far: that loss."""
 _NAME = re.compile(r"save-(\d{6,18})-step-(\d{1,18})")
 _PARTIAL, _TRASH = ".partial-", ".trash-"
 
@@ -90,18 +94,35 @@ def step_of(checkpoint: Path) -> int:
 
 
 def best_checkpoint(folder: str | Path) -> tuple[Path, float] | None:
-    """The checkpoint with the lowest held-out loss, and that loss; None if nothing was evaluated."""
+    """The whole checkpoint with the lowest held-out loss, whether or not its run lived to say so in `best`, and that loss; None if nothing
+    was evaluated."""
+    found = [(path, loss) for path in whole_checkpoints(folder) if (loss := _evaluated(path)) is not None]
+    return min(found, key=lambda one: one[1], default=None)
+
+
+class _State(msgspec.Struct):
+    best_loss: float | None = None
+
+
+class _Evaluated(msgspec.Struct):
+    """What a manifest says of an evaluation: all else in it, which may be much, is passed over."""
+
+    state: _State
+
+
+def _evaluated(checkpoint: Path) -> float | None:
     try:
-        name, loss = (Path(folder) / BEST).read_text(encoding="utf-8").split()
-        found = Path(folder) / name, float(loss)
-    except (OSError, ValueError):  # not there, or not ours: as if nothing had been evaluated
+        return msgspec.json.decode((checkpoint / MANIFEST).read_bytes(), type=_Evaluated).state.best_loss
+    except (OSError, msgspec.DecodeError):  # not ours: as if nothing had been evaluated
         return None
-    return found if (found[0] / MANIFEST).is_file() else None
 
 
-def mark_best(folder: Path, whole: Path, loss: float) -> None:
-    """Makes a whole checkpoint the best."""
-    write_text(folder / BEST, f"{whole.name} {loss!r}\n")
+def mark_best(folder: Path) -> Path | None:
+    """Says in `best` which checkpoint that is; returns it."""
+    if (best := best_checkpoint(folder)) is None:
+        return None
+    write_text(folder / BEST, f"{best[0].name} {best[1]!r}\n")
+    return best[0]
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -120,7 +141,7 @@ def partial_folder(folder: Path, step: int, token: str) -> Path:
     return folder / f"{_PARTIAL}{step}-{token}"
 
 
-def commit(folder: Path, partial: Path, step: int) -> Path:
+def commit(folder: Path, partial: Path, step: int) -> None:
     """Makes a partial checkpoint, all on disk, a whole one, and then the latest."""
     sync_folder(partial)
     number = max(1, _abandoned(folder).stop, *(number + 1 for number, _ in _numbered(folder)))
@@ -129,14 +150,12 @@ def commit(folder: Path, partial: Path, step: int) -> Path:
     sync_folder(folder)
     write_text(folder / LATEST, whole.name + "\n")
     sync_folder(folder)
-    return whole
 
 
-def prune(folder: Path, keep: int) -> None:
+def prune(folder: Path, keep: int, best: Path | None) -> None:
     """Deletes all but the best and the last `keep` checkpoints."""
-    best = best_checkpoint(folder)
     for path in whole_checkpoints(folder)[:-keep]:
-        if best is None or path != best[0]:
+        if path != best:
             _delete(folder, path)
 
 
