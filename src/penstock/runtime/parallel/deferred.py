@@ -36,9 +36,9 @@ class _Linear(torch.autograd.Function):
         (x,), (grad,), weight, bias = ctx.saved_tensors, grads, ctx.weight, ctx.bias
 
         def add() -> Iterable[nn.Parameter]:
-            flat = grad.flatten(0, -2)
-            add_product(weight.grad, flat.t(), x.flatten(0, -2))
-            if bias is None:
+            flat = grad.reshape(-1, grad.shape[-1])
+            add_product(weight.grad, flat.t(), x.reshape(-1, x.shape[-1]))
+            if not _trained(bias):
                 return (weight,)
             bias.grad.add_(flat.sum(0))
             return (weight, bias)
@@ -50,33 +50,39 @@ class _Linear(torch.autograd.Function):
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, stride: int, padding: int, owed: list[Owed]
+        ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, shape: tuple[Any, ...], owed: list[Owed]
     ) -> torch.Tensor:
+        """`shape`: stride, padding, dilation and groups."""
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.owed, ctx.size = weight, bias, owed, (stride, padding)
-        return F.conv2d(x, weight, bias, stride, padding)
+        ctx.weight, ctx.bias, ctx.owed, ctx.shape = weight, bias, owed, shape
+        return F.conv2d(x, weight, bias, *shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
         (x,), (grad,), weight, bias = ctx.saved_tensors, grads, ctx.weight, ctx.bias
-        stride, padding = ctx.size
+        *sizes, groups = ctx.shape
+        stride, padding, dilation = ([size] * 2 if isinstance(size, int) else list(size) for size in sizes)
 
         def part(*wanted: bool) -> Any:
-            sizes = None if bias is None else list(bias.shape)
+            length = None if bias is None else list(bias.shape)
             return torch.ops.aten.convolution_backward(
-                grad, x, weight, sizes, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, list(wanted)
+                grad, x, weight, length, stride, padding, dilation, False, [0, 0], groups, list(wanted)
             )
 
         def add() -> Iterable[nn.Parameter]:
-            _, for_weight, for_bias = part(False, True, bias is not None)
+            _, for_weight, for_bias = part(False, True, _trained(bias))
             weight.grad.add_(for_weight)
-            if bias is None:
+            if not _trained(bias):
                 return (weight,)
             bias.grad.add_(for_bias)
             return (weight, bias)
 
         ctx.owed.append(add)
-        return (part(True, False, False)[0] if ctx.needs_input_grad[0] else None), None, None, None, None, None
+        return (part(True, False, False)[0] if ctx.needs_input_grad[0] else None), None, None, None, None
+
+
+_USUAL: dict[Any, tuple[Any, ...]] = {F.linear: (None,) * 3, F.conv2d: (None, None, None, 1, 0, 1, 1)}
+"""What products are given where nobody says otherwise: input, weight and bias; of convolutions stride, padding, dilation and groups."""
 
 
 class DeferWeights(TorchFunctionMode):
@@ -88,12 +94,16 @@ class DeferWeights(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if func is F.linear and not given and _trained(args[1]) and torch.is_grad_enabled():
-            return _Linear.apply(args[0], args[1], args[2] if len(args) > 2 else None, self.owed)
-        if func is F.conv2d and not given and _trained(args[1]) and torch.is_grad_enabled():
-            bias, stride, padding = (*args[2:], *(None, 1, 0)[len(args) - 2 :])
-            return _Conv.apply(args[0], args[1], bias, stride, padding, self.owed)
-        return func(*args, **given)
+        if func not in _USUAL or given or not torch.is_grad_enabled():
+            return func(*args, **given)
+        x, weight, bias, *shape = (*args, *_USUAL[func][len(args) :])
+        if not _trained(weight) or _is_made(bias):
+            return func(*args)
+        if func is F.linear:
+            return _Linear.apply(x, weight, bias, self.owed)
+        if x.dim() < 4 or isinstance(shape[1], str):  # one image by itself, padding by a word: too rare to be put aside
+            return func(*args)
+        return _Conv.apply(x, weight, bias, tuple(shape), self.owed)
 
     @torch.no_grad()
     def pay(self, paid: Callable[[nn.Parameter], None]) -> None:
@@ -106,3 +116,8 @@ class DeferWeights(TorchFunctionMode):
 
 def _trained(weight: Any) -> bool:
     return isinstance(weight, nn.Parameter) and weight.requires_grad
+
+
+def _is_made(bias: Any) -> bool:
+    """Whether a bias is made of trained weights: its gradient has a way to go, and cannot wait."""
+    return bias is not None and not isinstance(bias, nn.Parameter) and bias.requires_grad
