@@ -8,8 +8,8 @@ Only the products are put aside: the gradients of norms and embeddings cost litt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,13 +20,17 @@ from penstock.models.modules.fused import add_product
 
 __all__ = ["DeferWeights"]
 
-Owed = Callable[[], Iterable[nn.Parameter]]
-"""Adds one product's weight gradients and tells whose they are."""
+
+class _Owed(NamedTuple):
+    """The weight gradients of one product."""
+
+    whose: tuple[nn.Parameter, ...]
+    add: Callable[[], None]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, owed: list[Owed]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, owed: list[_Owed]) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.owed = weight, bias, owed
         return F.linear(x, weight, bias)
@@ -35,22 +39,20 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         (x,), (grad,), weight, bias = ctx.saved_tensors, grads, ctx.weight, ctx.bias
 
-        def add() -> Iterable[nn.Parameter]:
+        def add() -> None:
             flat = grad.reshape(-1, grad.shape[-1])
             add_product(weight.grad, flat.t(), x.reshape(-1, x.shape[-1]))
-            if not _trained(bias):
-                return (weight,)
-            bias.grad.add_(flat.sum(0))
-            return (weight, bias)
+            if _trained(bias):
+                bias.grad.add_(flat.sum(0))
 
-        ctx.owed.append(add)
+        ctx.owed.append(_Owed(tuple(filter(_trained, (weight, bias))), add))
         return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, None
 
 
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, shape: tuple[Any, ...], owed: list[Owed]
+        ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, shape: tuple[Any, ...], owed: list[_Owed]
     ) -> torch.Tensor:
         """`shape`: stride, padding, dilation and groups."""
         ctx.save_for_backward(x)
@@ -69,15 +71,13 @@ class _Conv(torch.autograd.Function):
                 grad, x, weight, length, stride, padding, dilation, False, [0, 0], groups, list(wanted)
             )
 
-        def add() -> Iterable[nn.Parameter]:
+        def add() -> None:
             _, for_weight, for_bias = part(False, True, _trained(bias))
             weight.grad.add_(for_weight)
-            if not _trained(bias):
-                return (weight,)
-            bias.grad.add_(for_bias)
-            return (weight, bias)
+            if _trained(bias):
+                bias.grad.add_(for_bias)
 
-        ctx.owed.append(add)
+        ctx.owed.append(_Owed(tuple(filter(_trained, (weight, bias))), add))
         return (part(True, False, False)[0] if ctx.needs_input_grad[0] else None), None, None, None, None
 
 
@@ -90,7 +90,7 @@ class DeferWeights(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.owed: list[Owed] = []
+        self.owed: list[_Owed] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -107,10 +107,13 @@ class DeferWeights(TorchFunctionMode):
 
     @torch.no_grad()
     def pay(self, paid: Callable[[nn.Parameter], None]) -> None:
-        """Adds all weight gradients that are owed, last op first, and tells whose."""
-        for add in self.owed:
-            for parameter in add():
-                paid(parameter)
+        """Adds all weight gradients that are owed, last op first; `paid` is told each weight after the last of its products."""
+        last = {id(parameter): number for number, owed in enumerate(self.owed) for parameter in owed.whose}
+        for number, owed in enumerate(self.owed):
+            owed.add()
+            for parameter in owed.whose:
+                if last[id(parameter)] == number:
+                    paid(parameter)
         self.owed.clear()
 
 
