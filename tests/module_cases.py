@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,6 +26,8 @@ from penstock.models.modules.parallel import TensorParallel
 from penstock.models.ops import Model
 from penstock.models.stored import stored_name
 from penstock.programs.instructions import Program
+from penstock.runtime.checkpoints.folder import LATEST
+from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.transport.world import World
 from penstock.runtime.workers import Worker
@@ -102,6 +106,37 @@ class GivenBatch:
     def sample(self, iteration: int, sample: int, length: int, dec_length: int) -> Sample:
         """Draws the sample."""
         return self.source.sample(iteration, sample, length, dec_length)
+
+
+class Killed(Exception):
+    """What a test lets a rank meet."""
+
+
+def save_values(worker: Worker, case: Case, folder: str, value: float, dies: bool) -> None:
+    """A job for workers: saves a model whose weights are all `value`. If it `dies`, rank 0 ends before the checkpoint is whole; else rank 1
+    is late: what lies there in its name, rank 0 may take."""
+    import penstock
+
+    model = penstock.parallelize(case.model.config["origin"], case.plan, groups=worker.groups)
+    for stage in model.rank.stages.values():
+        for held in stage.held:
+            held.parameter.detach().fill_(value)
+    write_part = CheckpointWriter._write_part
+
+    def killed(*_: Any) -> None:
+        raise Killed
+
+    def late(writer: CheckpointWriter, partial: Path, *given: Any) -> None:
+        while (partial / "rank-00001.json").exists() and not (partial.parent / LATEST).exists():
+            time.sleep(0.01)
+        write_part(writer, partial, *given)
+
+    changed = {"_complete": killed} if dies else {"_write_part": late} if worker.rank == 1 else {}
+    with mock.patch.multiple(CheckpointWriter, **changed) if changed else nullcontext():
+        try:
+            model.save(folder)
+        except Killed:
+            model.rank.world.barrier()
 
 
 def own_loop(worker: Worker, name: str, case: Case, settings: TrainingSettings, folder: str, resume: bool) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_cases import described, module_case, own_loop, plain_training
+from module_cases import described, module_case, own_loop, plain_training, save_values
 from safetensors.torch import load_file
 
 from penstock.errors import InputError
@@ -17,6 +17,8 @@ from penstock.models.description import model_to_description
 from penstock.models.modules.cutting.describing import describe_origin
 from penstock.models.ops import Model
 from penstock.plans.plan import MicroBatching, Plan, Stage
+from penstock.runtime.checkpoints.layout import WEIGHTS, stored_shapes
+from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.parallel_module import Parallel, parallelize
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.workers import WorkerPool
@@ -46,6 +48,17 @@ def test_a_loop_of_ones_own_goes_on_under_another_plan(pool: WorkerPool, tmp_pat
     assert exported.keys() == weights.keys()
     for key, value in weights.items():
         assert (exported[key] - value).abs().max() <= TOLERANCE * value.abs().max().clamp_min(1e-3)
+
+
+def test_a_save_takes_no_part_of_one_that_was_killed(pool: WorkerPool, tmp_path: Path) -> None:
+    """All ranks have written, and rank 0 dies before the checkpoint is whole. Started anew they train on, and save the same step."""
+    case, folder = module_case("long_skips", pp=4), tmp_path / "saved"
+    pool.run(save_values, case, str(folder), 1.0, True)
+    assert len(list(folder.glob(".partial-*/rank-*.json"))) == 4
+    pool.run(save_values, case, str(folder), 2.0, False)
+    saved = Checkpoint(folder)
+    names = [key for key in stored_shapes(case.model) if key.startswith(WEIGHTS)]
+    assert len(names) > 10 and all(bool((saved.read(name) == 2.0).all()) for name in names)
 
 
 def one_rank(name: str = "long_skips", model: Model | None = None, **changes: Any) -> Plan:

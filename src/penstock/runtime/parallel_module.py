@@ -196,7 +196,7 @@ class Parallel:
     def save(self, folder: str | Path) -> None:
         """A checkpoint that any plan of this model goes on from."""
         world = self.rank.world
-        writer = CheckpointWriter(folder, rank=world.place, world_size=len(world.ranks), token=f"own_{self.steps}")
+        writer = CheckpointWriter(folder, rank=world.place, world_size=len(world.ranks), token=world.fresh_word())
         writer.save(self.steps, rank_pieces(self.rank), {**rank_state(self.rank), "optimizer": self._named})
         writer.wait()
         world.barrier()  # the first process completes it
