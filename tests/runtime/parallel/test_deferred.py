@@ -99,6 +99,15 @@ def first_row(x: torch.Tensor, part: nn.Module) -> torch.Tensor:
     return part(x[0])  # type: ignore[no-any-return]
 
 
+def summed_in_place(x: torch.Tensor, *parts: nn.Module) -> torch.Tensor:
+    x = x[:, None].expand(-1, 2, -1)  # rows of rows: torch multiplies them as one matrix
+    for part in parts:
+        y = part(x)
+        y += x
+        x = y
+    return x
+
+
 def made_bias(x: torch.Tensor, part: nn.Linear) -> torch.Tensor:
     return F.linear(x, part.weight, part.bias * 2.0)
 
@@ -108,6 +117,7 @@ MODULES: dict[str, Callable[[], Products]] = {
     "linear, frozen weight": lambda: Products(each, nn.Linear(4, 4), frozen(nn.Linear(4, 4), "weight")),
     "linear, one row": lambda: Products(first_row, nn.Linear(4, 4)),
     "linear, bias made of weights": lambda: Products(made_bias, nn.Linear(4, 4)),
+    "linear, summed in place": lambda: Products(summed_in_place, nn.Linear(4, 4), nn.Linear(4, 4)),
     "linear, again and again": lambda: Products(lambda x, a, b: a(b(a(b(x)))), nn.Linear(4, 4), nn.Linear(4, 4)),
     "conv, again and again": lambda: Products(lambda x, a, b: a(b(a(x))), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 1)),
     "conv, frozen bias": lambda: Products(each, frozen(nn.Conv2d(4, 4, 3), "bias")),

@@ -33,7 +33,9 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, owed: list[_Owed]) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.owed = weight, bias, owed
-        return F.linear(x, weight, bias)
+        out = F.linear(x, weight, bias)
+        # Of more than two dimensions it is a view of a flat product, which nobody could go on with in place; this one is no view.
+        return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
