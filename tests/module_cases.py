@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -79,6 +80,31 @@ def plain_training(name: str, case: Case, settings: TrainingSettings) -> tuple[l
         optimizer.step()
         losses.append(total)
     return losses, {name: p.detach() for name, p in module.named_parameters()}
+
+
+def plain_statistics(name: str, case: Case, settings: TrainingSettings) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and running statistics of a plain loop over what each rank of one replica runs together; after a step its mean over them."""
+    module: Any = getattr(module_zoo, name)()[0]
+    optimizer = torch_optimizer(settings.optimizer, list(module.parameters()), settings.rate.peak)
+    source, losses, dp = RandomSource(case.model), [], case.plan.stages[0].degrees.dp
+    for iteration, (program, *_) in enumerate(case.programs()):
+        optimizer.zero_grad()
+        total, before, after = 0.0, deepcopy(dict(module.named_buffers())), []
+        for share in range(dp):
+            module.load_state_dict(before, strict=False)
+            for micro in program.micro_batches:
+                if samples := micro.samples[slice(*micro.share(dp, share))]:
+                    drawn = [source.sample(iteration, one, 0, 0) for one in samples]
+                    labels = torch.tensor([int(one.labels) for one in drawn])
+                    logits = module(torch.stack([torch.from_numpy(one.inputs) for one in drawn]))
+                    loss = F.cross_entropy(logits, labels, reduction="sum") / program.loss_tokens
+                    loss.backward()
+                    total += loss.item()
+            after.append(deepcopy(dict(module.named_buffers())))
+        module.load_state_dict({key: sum(one[key] for one in after) / dp for key in before}, strict=False)
+        optimizer.step()
+        losses.append(total)
+    return losses, list(module.buffers())
 
 
 def weights_apart(case: Case, outcomes: Any, weights: dict[str, torch.Tensor]) -> float:
