@@ -230,12 +230,12 @@ def odd() -> tuple[nn.Module, None]:
 
 
 class ConvNet(nn.Module):
-    """Convolutions with running statistics."""
+    """Convolutions, with running statistics if `norm` has any."""
 
-    def __init__(self, width: int = 8) -> None:
+    def __init__(self, norm: type[nn.Module], width: int = 8) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(inputs, width, 3, padding=1), nn.BatchNorm2d(width), nn.Tanh()) for inputs in (3, width, width)
+            nn.Sequential(nn.Conv2d(inputs, width, 3, padding=1), norm(width), nn.Tanh()) for inputs in (3, width, width)
         )
         self.head = nn.Linear(width, 6)
 
@@ -248,7 +248,12 @@ class ConvNet(nn.Module):
 
 def conv_net() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    return ConvNet(), torch.zeros(1, 3, 8, 8)
+    return ConvNet(nn.BatchNorm2d), torch.zeros(1, 3, 8, 8)
+
+
+def plain_conv_net() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return ConvNet(nn.Identity), torch.zeros(1, 3, 8, 8)
 
 
 def packed_gemma3() -> tuple[nn.Module, None]:

@@ -10,13 +10,14 @@ import pytest
 import torch
 from module_cases import described, module_case, plain_statistics, plain_training, weights_apart
 from torch.nn import functional as F
-from training_jobs import train_programs
+from training_jobs import rank_of, train_programs
 
 from penstock.models.modules import TensorParallel, random_batch
 from penstock.plans.validity import check_plan
 from penstock.programs.check import check_programs
 from penstock.runtime.parallel.module_chain import cut_module
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
+from penstock.runtime.transport.world import ProcessGroups
 from penstock.runtime.workers import WorkerPool
 
 TOLERANCE = 1e-5
@@ -79,6 +80,14 @@ def test_running_statistics_are_those_of_a_plain_loop(pool: WorkerPool, choice: 
     assert len(found) == len(statistics) == 9
     for mine, its in zip(found, statistics, strict=True):
         assert (mine - its).abs().max() <= TOLERANCE * its.abs().max()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_images_come_in_the_precision_of_the_weights(precision: str) -> None:
+    case = module_case("plain_conv_net", precision=precision)
+    rank = rank_of(case.plan, ProcessGroups(), ADAMW)
+    losses = [rank.train(program).loss.item() for (program,) in case.programs()]
+    assert losses == pytest.approx(plain_training("plain_conv_net", case, ADAMW)[0], rel=2e-2)
 
 
 def test_weights_move_a_hundred_times_further(pool: WorkerPool) -> None:
