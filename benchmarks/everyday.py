@@ -92,34 +92,30 @@ def _objective(rng: random.Random) -> list[str]:
 
 
 class OutOfTime(BaseException):
-    """A command took longer than the limit; no error that a command could tell of."""
+    """A case took longer than the limit; no error that a command could tell of."""
 
 
-def ended(arguments: list[str], limit_s: float) -> tuple[int, str, str]:
-    """Status, stdout and stderr of a command; OutOfTime after the limit."""
+@contextlib.contextmanager
+def within(limit_s: float) -> Iterator[None]:
+    """OutOfTime if what runs inside takes longer."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise OutOfTime
 
-    out, err = io.StringIO(), io.StringIO()
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(int(limit_s))
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = run(arguments)
+        yield
     finally:
         signal.alarm(0)
-    return status, out.getvalue(), err.getvalue()
 
 
-def asked(case: Case, arguments: list[str], limit_s: float, statuses: tuple[int, ...] = (0, 3)) -> dict[str, Any] | None:
+def asked(case: Case, arguments: list[str], statuses: tuple[int, ...] = (0, 3)) -> dict[str, Any] | None:
     """What a command says in JSON, if it ends with status 0; what is wrong with how it ended is kept."""
-    command = f"penstock {' '.join(arguments)}"
-    try:
-        status, out, err = ended([*arguments, "--json"], limit_s)
-    except OutOfTime:
-        case.wrongs.append(f"{command}: more than {limit_s:g} s")
-        return None
+    command, said, told = f"penstock {' '.join(arguments)}", io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(told):
+        status = run([*arguments, "--json"])
+    out, err = said.getvalue(), told.getvalue()
     if status not in statuses or "not expected" in err or "Traceback" in err:
         case.wrongs.append(f"{command}: status {status}: {err.strip()[-300:]}")
     if status:
@@ -132,27 +128,27 @@ def asked(case: Case, arguments: list[str], limit_s: float, statuses: tuple[int,
     return answer
 
 
-def tried(case: Case, folder: Path, limit_s: float) -> None:
+def tried(case: Case, folder: Path) -> None:
     """Runs a case, all of its commands."""
     plan = folder / "plan.json"
     # A precision that the devices do not have, a batch that does not divide and the like are refused, with a reason.
-    answer = asked(case, ["search", *case.arguments, "--out", str(plan)], limit_s, (0, 2, 3))
+    answer = asked(case, ["search", *case.arguments, "--out", str(plan)], (0, 2, 3))
     if answer is None:
         return
     case.wrongs += [f"search {' '.join(case.arguments)}: {wrong}" for wrong in _wrong_answers(case, answer)]
     if not plan.exists():
         case.wrongs.append("no plan was written")
         return
-    asked(case, ["check", str(plan)], limit_s, (0,))
-    if (simulated := asked(case, ["simulate", str(plan)], limit_s, (0,))) is not None:
+    asked(case, ["check", str(plan)], (0,))
+    if (simulated := asked(case, ["simulate", str(plan)], (0,))) is not None:
         said, seen = answer["plans"][0]["time_s"], simulated["time_s"]
         if abs(said - seen) > 1e-6 * said:
             case.wrongs.append(f"search {' '.join(case.arguments)}: {said} s by search, {seen} s by simulate")
-    asked(case, ["explain", str(plan)], limit_s, (0,))
+    asked(case, ["explain", str(plan)], (0,))
     for system in (*SYSTEMS[:-1], *LAUNCHERS):
         must = system in case.arguments and "--for" in case.arguments
-        asked(case, ["export", str(plan), "--to", f"{system}:{folder / system}"], limit_s, (0,) if must else (0, 2))
-    asked(case, ["report", str(plan), "--out", str(folder / "report.html")], limit_s, (0,))
+        asked(case, ["export", str(plan), "--to", f"{system}:{folder / system}"], (0,) if must else (0, 2))
+    asked(case, ["report", str(plan), "--out", str(folder / "report.html")], (0,))
 
 
 def _wrong_answers(case: Case, answer: dict[str, Any]) -> Iterator[str]:
@@ -172,14 +168,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=40)
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds that a command may take")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds that the commands of a case may take")
     parser.add_argument("--show", action="store_true", help="print each case with the time it took")
     given = parser.parse_args()
     cases = [drawn(random.Random(f"{given.seed}/{number}")) for number in range(given.cases)]
     for case in cases:
         begin = time.process_time()
         with tempfile.TemporaryDirectory() as folder:
-            tried(case, Path(folder), given.limit)
+            try:
+                with within(given.limit):
+                    tried(case, Path(folder))
+            except OutOfTime:
+                case.wrongs.append(f"more than {given.limit:g} s")
         if given.show or case.wrongs:
             print(f"{'wrong' if case.wrongs else 'right'} {time.process_time() - begin:6.1f} s  {' '.join(case.arguments)}", flush=True)
         for wrong in case.wrongs:
