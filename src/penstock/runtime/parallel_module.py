@@ -150,17 +150,20 @@ class Parallel:
     def __init__(self, rank: Rank, model: Model) -> None:
         self.rank, self.model, self.plan = rank, model, rank.plan
         self.steps = 0
-        """Updates so far."""
+        """Updates so far, those that fp16 dropped among them."""
         self._named: str = ""
         self._fresh = True
         """Whether gradients are zero."""
         self._factor: torch.Tensor | None = None
+        """What the next update multiplies gradients by, to clip them."""
+        self._norm: torch.Tensor | None = None
+        """Theirs, where it was asked for."""
 
     def step(self, batch: LoadedProgram) -> torch.Tensor:
         """Forward and backward passes of a global batch, as its program says; its loss, the same on every rank."""
         if not self._fresh:
             raise InputError("gradients of the step before are still there: call optimizer.zero_grad() after optimizer.step().")
-        self._fresh, self._factor = False, None
+        self._fresh, self._factor, self._norm = False, None, None
         return self.rank.train(batch.program, batch).loss.float()
 
     def evaluate(self, batch: LoadedProgram) -> tuple[float, float]:
@@ -186,12 +189,28 @@ class Parallel:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """The norm of all gradients of all ranks; the next update is made with gradients of at most `max_norm`."""
+        self._norm = norm = self._gathered_norm()
+        self._factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return norm
+
+    def _gathered_norm(self) -> torch.Tensor:
+        """That of all gradients of all ranks, fp16's loss scale taken out."""
         update = self.rank.update
         shares = torch.zeros(self.model.num_ops, dtype=torch.float64, device=self.rank.world.device)
         update._add_squares(shares)
-        norm = self.rank.world.gather(shares).sum(0).sum().sqrt().float()
-        self._factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return norm
+        return (self.rank.world.gather(shares).sum(0).sum().sqrt() / update._scale_value()).float()
+
+    def _next_update(self) -> tuple[bool, torch.Tensor | None]:
+        """Whether there is one, and what it multiplies gradients by. Under fp16 these are scaled, and dropped where they have overflowed,
+        after which the next ones are scaled less."""
+        scale = self.rank.update.scale
+        if scale is None:
+            return True, self._factor
+        norm, factor = self._gathered_norm() if self._norm is None else self._norm, torch.ones((), device=self.rank.world.device)
+        factor = (factor if self._factor is None else self._factor) / scale.value
+        is_finite = bool(norm.isfinite())
+        scale.after(not is_finite)
+        return is_finite, factor
 
     def save(self, folder: str | Path) -> None:
         """A checkpoint that any plan of this model goes on from."""
@@ -240,15 +259,17 @@ class ParallelOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update from the gradients of all ranks."""
+        """One update from the gradients of all ranks; under fp16 none from those that overflowed."""
         if closure is not None:
             raise InputError("a closure was given to the optimizer; model.step(batch) makes the gradients.")
         for rule in self._rules:
             for group in rule.param_groups:
                 group["lr"] = self.param_groups[0]["lr"]
-        self.inner.step(self._parallel._factor)
-        for own in self._parallel.rank.update.gradients:
-            own.share_updates()
+        goes_on, factor = self._parallel._next_update()
+        if goes_on:
+            self.inner.step(factor)
+            for own in self._parallel.rank.update.gradients:
+                own.share_updates()
         self._parallel.steps += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:

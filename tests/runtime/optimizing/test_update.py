@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from training_jobs import RandomSource, rank_of
 
 from penstock.errors import InputError
 from penstock.models.modules import build_chain
+from penstock.models.modules.build import TORCH_DTYPES
 from penstock.runtime.optimizing.optimizer import make_optimizer
 from penstock.runtime.optimizing.update import LossScale
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
@@ -78,10 +78,10 @@ ONE: Choice = {"family": "llama", "pp": 1, "tp": 1, "dp": 1, "replicas": 1, "sch
 @pytest.mark.parametrize("clip", [None, 0.05, 1e6])
 def test_a_step_is_as_long_as_the_norm_that_is_left(dtype: str, tolerance: float, clip: float | None) -> None:
     """By plain SGD: what weights move by is the rate of the step times the norm, or what it is clipped to; fp16's scale shows nowhere."""
-    case = make_case(ONE, 3, iterations=3, dtype=dtype)
+    case = make_case(ONE, 3, iterations=3, precision=dtype)
     rates = LearningRate(0.4, warmup_steps=4)
     settings = TrainingSettings(rates, OptimizerSettings("sgd", weight_decay=0.0, momentum=0.0), clip_norm=clip)
-    rank = rank_of(replace(case.plan, precision=dtype), ProcessGroups(), settings, model=case.model)
+    rank = rank_of(case.plan, ProcessGroups(), settings)
     plain, (program, *_) = build_chain(make_case(ONE, 3, iterations=1).model), case.programs()[0]
     for micro in program.micro_batches:
         bounds, needs = (0, len(micro.samples)), ("inputs", "labels")
@@ -92,6 +92,7 @@ def test_a_step_is_as_long_as_the_norm_that_is_left(dtype: str, tolerance: float
         optimizer = rank.update.optimizer
         return torch.cat([optimizer.state(own).get("master", own.detach()).reshape(-1).clone() for own in optimizer.parameters])
 
+    assert {own.dtype for own in rank.update.optimizer.parameters} == {TORCH_DTYPES[dtype]}
     for number, (program, *_) in enumerate(case.programs()):
         before, result = weights(), rank.train(program)
         assert result.norm is not None and not result.skipped
