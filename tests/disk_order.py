@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,25 @@ class DiskOrder:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, str]] = []
         """("synced", path) and ("named", path that a file or folder has from then on)."""
-        real_fsync = os.fsync
+        real_fsync, one_at_a_time = os.fsync, threading.Lock()
 
         def fsync(handle: Any) -> None:
             real_fsync(handle)
             number = handle if isinstance(handle, int) else handle.fileno()
-            self.events.append(("synced", os.readlink(f"/proc/self/fd/{number}")))
+            with one_at_a_time:
+                self.events.append(("synced", os.readlink(f"/proc/self/fd/{number}")))
 
         def noting(real: Any) -> Any:
             def rename(source: Any, target: Any) -> None:
-                before = str(Path(os.path.realpath(source)))
-                real(source, target)
-                after = str(Path(os.path.realpath(target)))
-                # What was synced under its old name, or inside of a folder that had it, is what has the new one.
-                self.events = [
-                    (what, after + path[len(before) :] if f"{path}/".startswith(f"{before}/") else path) for what, path in self.events
-                ]
-                self.events.append(("named", after))
+                before = os.path.realpath(source)
+                with one_at_a_time:
+                    real(source, target)
+                    after = os.path.realpath(target)
+                    # What was synced under its old name, or inside of a folder that had it, is what has the new one.
+                    self.events = [
+                        (what, after + path.removeprefix(before) if _is_in(path, before) else path) for what, path in self.events
+                    ]
+                    self.events.append(("named", after))
 
             return rename
 
@@ -50,3 +53,7 @@ class DiskOrder:
         """Whether a folder was brought to disk again after something in it got its name."""
         last = max((at for at, one in enumerate(self.events) if one == ("synced", os.path.realpath(path))), default=-1)
         return ("named", os.path.realpath(named)) in self.events[: max(last, 0)]
+
+
+def _is_in(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(f"{folder}/")

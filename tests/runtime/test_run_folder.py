@@ -92,6 +92,9 @@ def test_two_runs_at_once(tmp_path: Path) -> None:
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.communicate()
+    with (tmp_path / "lock").open("a") as lock:
+        lock.write("what a holder with a long name has said\n" * 20)
     for _ in range(2):
         with run_lock(tmp_path):
-            assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
+            (told,) = (tmp_path / "lock").read_text().splitlines()  # of those before nothing
+            assert told.startswith(f"process {os.getpid()} on")

@@ -333,6 +333,12 @@ def test_micro_batches(batching: MicroBatching, expected: tuple[int, int]) -> No
     assert estimated(plan).num_micro_batches == expected[1]
 
 
+def test_tokens_of_both_sides_share_a_micro_batch() -> None:
+    both = uniform_plan("t5-small", "1xa100-40gb", global_batch=8, micro_batch=1, seq_length=20)
+    plan = dataclasses.replace(both, dec_length=10, micro_batching=MicroBatching("padded", "dynamic", max_tokens=60))
+    assert micro_batches(plan) == (2, (4,))
+
+
 def test_slow_ranks_get_smaller_parts() -> None:
     """Of two replicas on ranks 0, 1 and 2, 3 the second has a slow rank; alone, the plan divides samples over dp 2."""
     slower = MicroBatching("packed", "dynamic", 1, slower=((3, (2.0, 2.0, 2.0)),))
