@@ -1046,9 +1046,30 @@ _HELD = (
     _bug("VGG drops out in evaluation", "models/modules/convolution.py", 'if c["dropout"] and batch.training:', 'if c["dropout"]:',
          "held-out losses are those of another net", "models/modules/test_convolution.py", pick="dropout"),
 )  # fmt: skip
+_TOLD = (
+    _bug("the memory told is that of the largest device", "cli/plan_words.py",
+         "key=lambda stage: stage.memory.total_bytes / stage.limit_bytes)", "key=lambda stage: stage.memory.total_bytes)",
+         "the one that is nearly full is not seen", "cli/test_plan_words.py", pick="fullest"),
+    _bug("shares of replicas are told the wrong way round", "cli/plan_words.py", "{max(shares)} to {min(shares)} micro-batches",
+         "{min(shares)} to {max(shares)} micro-batches", "min for max", "cli/test_plan_words.py", pick="largest_down"),
+    _bug("the program of one rank is always safe", "cli/check_programs.py", "problems = follow(programs[0]) if alone",
+         "problems = [] if alone", "a check that always passes", "programs/test_files.py", pick="one_rank"),
+    _bug("a trace shows the first steps", "cli/trace.py", "return known[-_LAST:]", "return known[:_LAST]",
+         "a run that is slow now looks as it began", "cli/test_trace.py", pick="last_steps"),
+    _bug("tokens without a type have none", "models/modules/transformer.py",
+         '        elif c["types"]:\n            hidden = hidden + self.types[0]\n', "", "BERT is another where no types are given",
+         "models/modules/test_layouts.py", pick="without_a_type"),
+    _bug("DynaPipe's latencies are milliseconds", "systems/dynapipe/rules.py", "latency_us * 1e-6", "latency_us * 1e-3",
+         "four seconds for each message", "systems/dynapipe/test_rules.py", pick="networks_time"),
+    _bug("weights are those of the first mode", "systems/dynapipe/rules.py", "return max(totals)", "return totals[0]",
+         "a plan of another one does not fit", "systems/dynapipe/test_rules.py", pick="mode_that_has"),
+    _bug("Aceso's first stage receives over the network", "systems/aceso/scoring.py",
+         "links[start > 0 and start % problem.per_node == 0]", "links[start % problem.per_node == 0]", "plans inside a node look slower",
+         "systems/aceso/test_plans.py", pick="inside_one_node"),
+)  # fmt: skip
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
     *_STORES, *_SERVING, *_DATA, *_INTEROP, *_SYSTEMS, *_PROCESSES, *_RUNTIME, *_GENERATIONS, *_TRAINING, *_RULES, *_PROFILING, *_REPORTS,
     *_CLI, *_RECOVERING, *_SCREEN, *_CUTTING, *_DISTURBING, *_LINKS, *_BESIDE, *_ADAPTING, *_JOBS, *_REPRODUCE, *_KEPT, *_UNASKED,
-    *_MEASURED, *_HELD,
+    *_MEASURED, *_HELD, *_TOLD,
 )  # fmt: skip
