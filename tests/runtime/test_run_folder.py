@@ -13,9 +13,10 @@ import pytest
 
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
-from penstock.runtime.request import TrainRequest
+from penstock.runtime.request import PlanningSettings, TrainRequest
 from penstock.runtime.run_folder import own_folder, read_request, safe_step
 from penstock.runtime.run_lock import run_lock
+from penstock.runtime.settings import TrainingSettings
 
 
 def request_of(out: Path, **more: object) -> TrainRequest:
@@ -59,6 +60,16 @@ def test_the_same_run_goes_on_and_another_does_not(tmp_path: Path) -> None:
         assert read_request(out).steps == 9
     with pytest.raises(InputError, match="holds a run already"):
         own_folder(request_of(out, resume=str(foreign))).__enter__()
+
+
+def test_what_decides_batches_is_read_back(tmp_path: Path) -> None:
+    """Reports and traces of a run draw the same samples again, and count the same labels."""
+    planning = PlanningSettings(search_steps=3)
+    asked = request_of(tmp_path / "run", steps=7, settings=TrainingSettings(seed=5), prompt_loss=True, planning=planning)
+    with own_folder(asked):
+        found = read_request(tmp_path / "run")
+    assert (found.plan, found.steps, found.data) == (asked.plan, 7, str(Path(asked.data).resolve()))
+    assert (found.settings.seed, found.prompt_loss, found.planning.search_steps) == (5, True, 3)
 
 
 def test_what_is_safe_after_a_failure(tmp_path: Path) -> None:

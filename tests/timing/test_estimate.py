@@ -339,6 +339,12 @@ def test_tokens_of_both_sides_share_a_micro_batch() -> None:
     assert micro_batches(plan) == (2, (4,))
 
 
+def test_tokens_of_both_sides_are_trained_on() -> None:
+    both = uniform_plan("t5-tiny", "1xa100-40gb", global_batch=8, micro_batch=2)
+    found = Estimator(resolve_model("t5-tiny"), resolve_cluster("1xa100-40gb"), Roofline()).estimate(both)
+    assert both.dec_length and found.tokens_per_s == pytest.approx(8 * (both.seq_length + both.dec_length) / found.time_s)
+
+
 def test_slow_ranks_get_smaller_parts() -> None:
     """Of two replicas on ranks 0, 1 and 2, 3 the second has a slow rank; alone, the plan divides samples over dp 2."""
     slower = MicroBatching("packed", "dynamic", 1, slower=((3, (2.0, 2.0, 2.0)),))
