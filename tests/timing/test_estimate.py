@@ -306,6 +306,19 @@ def test_the_last_device_to_be_done_ends_the_iteration() -> None:
     assert found.time_s == pytest.approx(ends_s[0]) and ends_s[0] == ends_s[2] > 1.01 * ends_s[1]
 
 
+def test_messages_that_the_clock_hides_take_nothing_of_an_iteration() -> None:
+    """What is neither pass nor message is bubble, and never less than nothing."""
+    found = estimated(plan_of(*TWO_STAGES))
+    own = dict(found.shares())
+    passes_s = sum(own[name] for name in ("forward", "backward", "recomputation", "tp collectives", "waiting for the host"))
+    idle_s = found.pipeline_s - passes_s
+    for left in (0.9, 0.5, 0.1, 0.0):
+        hidden_s = (1 - left) * idle_s
+        shares = dict(found.with_times(found.time_s - hidden_s, found.pipeline_s - hidden_s).shares())
+        assert min(shares.values()) >= -1e-12 and shares["transfers"] == pytest.approx(min(own["transfers"], left * idle_s), abs=1e-12)
+        assert sum(shares.values()) == pytest.approx(found.time_s - hidden_s)
+
+
 def test_what_takes_longer_is_dearer_and_does_less_a_second() -> None:
     found = estimated(plan_of(*TWO_STAGES), on=cluster(price=36.0))
     slower = found.with_times(2 * found.time_s, found.pipeline_s + found.time_s)
