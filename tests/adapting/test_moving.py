@@ -7,17 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from adopting_jobs import Part
 from checkpoint_jobs import train_part
 from module_cases import module_case
 from moving_jobs import Failure, differences, drawn_chain, move_to_and_fro, placed, train_moving, train_on, train_overlapping
 from runtime_cases import MODELS, Case, Choice, make_case
 
-from penstock.adapting.moving import optimizer_kinds
 from penstock.plans.plan import Plan
 from penstock.plans.references import model_of
-from penstock.runtime.checkpoints.layout import TensorPiece
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.workers import WorkerPool
 
@@ -109,17 +106,6 @@ def test_a_move_before_the_first_step_takes_first_weights(pool: WorkerPool, tmp_
     wanted = pool.run(train_part, *new, ADAMW, None, tmp_path / "new")
     assert [found.losses for found, _ in moved] == [found.losses for found in wanted]
     assert differences(tmp_path / "moved", tmp_path / "new") == []
-
-
-@pytest.mark.parametrize("shapes", [((3,), ()), ((), (3,))])
-def test_a_moment_of_one_number_is_no_count_of_steps(shapes: Sequence[tuple[int, ...]]) -> None:
-    """Whichever weight comes last."""
-    kinds = [(kind, shape) for shape in shapes for kind in ("weights", "exp_avg")] + [("step", ()), ("step", ())]
-    pieces = [
-        TensorPiece(f"{kind}/0.{number}", shape, tuple((0, size) for size in shape), torch.zeros(shape))
-        for number, (kind, shape) in enumerate(kinds)
-    ]
-    assert optimizer_kinds(pieces) == {"exp_avg": False, "step": True}
 
 
 NOBODY = Failure(-1, 0)

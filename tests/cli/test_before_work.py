@@ -61,10 +61,10 @@ def test_it_is_told_at_once(
 
 
 def test_a_search_whose_plan_cannot_be_exported_keeps_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whether DynPipe can express a plan is known only when there is one."""
+    """Whether FASOP can express a plan is known only when there is one."""
     out = tmp_path / "plan.json"
-    asked = [*SEARCH.split(), "--top", "1", "--out", str(out), "--export", f"dynpipe:{tmp_path / 'dynpipe'}"]
+    asked = [*SEARCH.split(), "--top", "1", "--out", str(out), "--export", f"fasop:{tmp_path / 'fasop.csv'}"]
     assert run(asked) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert "DynPipe cannot express" in said and f"its plans are in '{out}'" in said
+    assert "FASOP cannot express" in said and f"its plans are in '{out}'" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "plan.search.json"]

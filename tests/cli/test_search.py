@@ -274,6 +274,22 @@ def test_a_plan_for_a_system_is_exported_and_says_what_it_costs(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
+    ("options", "reason"),
+    [("--schedules pipedream --for aceso", "aceso (--for) updates once an iteration"),
+     ("--schedules pipedream --export megatron:flags.txt", "megatron (--export) updates once an iteration"),
+     ("--schedules zero-bubble --for dynpipe", "no plan of --schedules zero-bubble does. Search with --for dynpipe alone"),
+     ("--export dynpipe:folder", "no plan of --schedules 1f1b,interleaved,zero-bubble does. Search with --for dynpipe")],
+)  # fmt: skip
+def test_schedules_that_a_system_does_not_run_are_refused_before_the_search(
+    options: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.search.search", lambda *args, **options: pytest.fail("it was searched"))
+    monkeypatch.chdir(tmp_path)
+    assert run([*["search", "--model", "vgg16", "--cluster", "4xv100-16gb", "--global-batch", "64"], *options.split()]) == 2
+    assert reason in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
     ("model", "system", "reason"),
     [("gpt-small", "aceso", "sizes of none of Aceso's gpt models"), ("vgg16", "megatron", "Megatron-LM has no model like 'vgg16'"),
      ("gpt-small", "torchtitan", "torchtitan has no model like 'gpt-small'"), (RELU, "megatron", "cannot express the activation 'relu'"),

@@ -1,18 +1,23 @@
-"""A run's evaluations: of samples that were held out, and their mean; and what is known of its steps."""
+"""A run's evaluations: of samples that were held out, and their mean; what is known of its steps; and how it ends, or goes on."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from losing_jobs import BEST_AT, LOST_AT, lose_rank_while_saving, lose_store
 from training_jobs import WAITED_S, train_waiting
 
 from penstock.data import open_data
 from penstock.plans.build import uniform_plan
+from penstock.runtime.checkpoints.folder import best_checkpoint, step_of
+from penstock.runtime.checkpoints.reader import Checkpoint
+from penstock.runtime.nodes.supervisor import Supervisor
 from penstock.runtime.rank import Evaluated
-from penstock.runtime.request import EvalRecord, TrainRequest
+from penstock.runtime.request import RECOVER, EvalRecord, TrainRequest
 from penstock.runtime.run import Run
 from penstock.runtime.run_folder import STEPS
 from penstock.runtime.run_inputs import held_out_programs, program_planner
@@ -20,7 +25,8 @@ from penstock.runtime.steps.records import TrainedStep
 from penstock.runtime.steps.words import StepWord
 from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.telemetry.steps import StepRecord, read_steps
-from penstock.runtime.workers import WorkerPool
+from penstock.runtime.trainer import PlanTrainer
+from penstock.runtime.workers import WorkerError, WorkerPool
 
 
 def test_an_evaluation_is_the_mean_over_its_batches() -> None:
@@ -59,6 +65,30 @@ def test_who_watches_is_told_of_every_step(lateness: int) -> None:
     steps = run._trained((before, last))
     assert steps == [TrainedStep(records[0], "0000000000a"), TrainedStep(records[1], "0000000000b", evaluated)]
     assert heard == [(3 - lateness, {0: RankFigures(), 3: other}), (4 - lateness, {0: own, 3: other})] and notes == ["slow."] * 2
+
+
+@pytest.mark.timeout(300)
+def test_a_process_without_work_waits_for_the_last_checkpoint(data: str, tmp_path: Path) -> None:
+    """It learns with the others that the store is lost, has nothing to write, and must not end them while they do."""
+    plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=8, micro_batch=4, layout="packed", pp=2)
+    plan = replace(plan, stages=tuple(replace(stage, devices=((rank,),)) for stage, rank in zip(plan.stages, (0, 2), strict=True)))
+    trainer = PlanTrainer(TrainRequest(plan, data, 20, str(tmp_path / "run")))
+    with pytest.raises(WorkerError, match=rf"The run ended after {LOST_AT + 1} steps\.\nStep {LOST_AT + 1} is safe"):
+        Supervisor(trainer.request, 0, lose_store).train()
+    assert Checkpoint(tmp_path / "run").step == LOST_AT + 1
+
+
+@pytest.mark.timeout(200)
+def test_a_death_does_not_lose_the_best_checkpoint(data: str, tmp_path: Path) -> None:
+    """It is not whole when a rank dies: though copies are made after every step, training goes on from before the evaluation."""
+    plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=8, micro_batch=4, layout="packed", pp=2)
+    request = TrainRequest(
+        plan, data, 6, str(tmp_path / "run"), eval_every=BEST_AT, checkpoint_every=0, on_death=RECOVER, copies=1, eval_batches=1
+    )  # fmt: skip
+    result = Supervisor(PlanTrainer(request).request, 0, lose_rank_while_saving).train()
+    assert len(result.losses) == 6 and [(one.step, one.loss) for one in result.evaluated] == [(2, 1.0), (4, 3.0), (6, 5.0)]
+    found = best_checkpoint(tmp_path / "run" / "checkpoints")
+    assert found is not None and (step_of(found[0]), found[1]) == (BEST_AT, 1.0)
 
 
 @pytest.mark.parametrize(("kind", "is_here", "prepared"), [("cuda", True, True), ("cuda", False, False), ("cpu", True, False)])

@@ -61,11 +61,11 @@ def test_tensor_parallel_stays_inside_a_node_and_within_the_model() -> None:
     assert degrees("vgg16", "2xa100-40gb") <= {1, 2}
 
 
-def test_micro_batches_are_powers_of_two_unless_given() -> None:
+def test_micro_batches_are_all_that_divide_the_batch_unless_given() -> None:
     def sizes(**more: list[int]) -> set[int | None]:
         return {plan.micro_batching.samples for plan in uniform_plans("gpt-tiny", "1xcpu", 12, **more)}  # type: ignore[arg-type]
 
-    assert sizes() == {1, 2, 4} and sizes(micro_batches=[3, 5, 12]) == {3, 12}
+    assert sizes() == {1, 2, 3, 4, 6, 12} and sizes(micro_batches=[3, 5, 12]) == {3, 12}
 
 
 def test_best_plans_are_sorted_fit_and_carry_their_prediction() -> None:

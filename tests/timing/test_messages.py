@@ -53,6 +53,14 @@ def both(bandwidth: float) -> Any:
     return pytest.approx((CARRY_BYTES / bandwidth, CARRY_BYTES / bandwidth))
 
 
+def test_a_tied_sum_takes_as_long_as_in_the_replica_where_it_takes_longest() -> None:
+    """One replica inside a node, the other across: whichever is named first, both wait for the network."""
+    inside, across = ((0,), (1,)), ((2,), (4,))
+    for one, other in ((inside, across), (across, inside)):
+        plan = two_stages((one[0], other[0]), (one[1], other[1]))
+        assert tied_s(gpt(tied=True), nodes(3), plan) == pytest.approx([TIED_BYTES / NETWORK] * 2)
+
+
 def test_a_cut_alone_has_the_whole_network() -> None:
     assert cut_s(two_stages(((0,),), ((2,),)), nodes(2)) == [both(NETWORK)]
     assert cut_s(two_stages(((0,),), ((1,),)), nodes(2)) == [both(INSIDE)]

@@ -49,6 +49,16 @@ def test_times_and_memory_are_those_of_the_estimate(more: dict[str, Any]) -> Non
         assert found.peak_bytes[index] == pytest.approx(stage.memory.total_bytes)
 
 
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_a_rank_of_several_chunks_steps_once_after_all_of_its_passes(chunks: int) -> None:
+    """The program has one step at its end: no chunk's weights are updated beside the passes of another."""
+    pipeline, found = run(gpt(schedule="interleaved", chunks=chunks, global_batch=8))
+    steps_s = [sum(stage.optimizer_s for stage in pipeline.estimate.stages if stage.group == group) for group in range(4)]
+    last_s = found.end_s.max(axis=-1).max(axis=0)
+    ends_s = [max(last_s[stage] for stage in range(4 * chunks) if stage % 4 == group) + steps_s[group] for group in range(4)]
+    assert found.makespan_s >= max(ends_s) * (1 - 1e-9)
+
+
 def test_interleaved_chunks_share_devices_and_take_the_memory_of_their_schedule() -> None:
     pipeline, found = run(gpt(schedule="interleaved", chunks=2))
     assert pipeline.workload.devices == (0, 1, 2, 3, 0, 1, 2, 3) and len(pipeline.schedule) == 4

@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.adapting.detecting import LEAST_CHANGE, Cause, Change
 from penstock.errors import PenstockError
-from penstock.runtime.telemetry.steps import read_lines
+from penstock.runtime.telemetry.steps import open_lines, read_lines, write_line
 
 if TYPE_CHECKING:
     from penstock.adapting.deciding import Decision
@@ -133,8 +133,8 @@ def aborted(step: int, time_s: float, error: PenstockError, request: str | None 
 
 def append_event(folder: str | Path, event: RunEvent) -> None:
     """One more line, of another process than the run's first."""
-    with (Path(folder) / EVENTS).open("ab") as file:
-        file.write(msgspec.json.encode(event) + b"\n")
+    with open_lines(Path(folder) / EVENTS) as file:
+        write_line(file, event)
 
 
 def read_events(folder: str | Path, damaged: list[str] | None = None) -> Iterator[RunEvent]:

@@ -14,7 +14,7 @@ new plan in new processes would be.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,14 +32,14 @@ from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of
 from penstock.plans.schema import plan_to_dict
 from penstock.plans.texts import format_ranks
-from penstock.runtime.checkpoints.layout import BUFFERS, WEIGHTS, TensorPiece
+from penstock.runtime.checkpoints.layout import BUFFERS, WEIGHTS, TensorPiece, optimizer_kinds
 from penstock.runtime.checkpoints.reader import PiecesInMemory
 from penstock.runtime.optimizing.optimizer import MASTER
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import TrainedState, adopt_state, held_pieces
 from penstock.runtime.telemetry.phases import COMMITTING
 
-__all__ = ["MoveAbortedError", "MoveNote", "Mover", "all_kinds", "move", "move_rounds", "optimizer_kinds", "require_movable", "state_moves"]
+__all__ = ["MoveAbortedError", "MoveNote", "Mover", "all_kinds", "move", "move_rounds", "require_movable", "state_moves"]
 
 
 class MoveAbortedError(PenstockError):
@@ -162,7 +162,8 @@ class Mover:
         rank = self.rank
         self.own = list(held_pieces(rank))
         scale = rank.update.scale if rank.world.rank >= 0 else None
-        return MoveNote(plan_to_dict(self.plan), self.step, optimizer_kinds(self.own), None if scale is None else asdict(scale))
+        kinds = optimizer_kinds((piece.name, piece.shape) for piece in self.own)
+        return MoveNote(plan_to_dict(self.plan), self.step, kinds, None if scale is None else asdict(scale))
 
     def _transfer(self, boxes: Sequence[Move]) -> None:
         """Returns once every process has what it needs."""
@@ -229,16 +230,6 @@ class Mover:
         texts = [torch.empty(longest, dtype=torch.uint8, device=self.through) for _ in sizes]
         dist.all_gather(texts, torch.nn.functional.pad(own, (0, longest - len(own))))
         return [msgspec.json.decode(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
-
-
-def optimizer_kinds(pieces: Iterable[TensorPiece]) -> dict[str, bool]:
-    """What an optimizer keeps of each weight, and whether that is one number, as a count of steps is: a weight of one number has moments
-    of one number too, but those of other weights are tensors."""
-    kinds: dict[str, bool] = {}
-    for piece in pieces:
-        kind = piece.name.partition("/")[0]
-        kinds[kind] = piece.shape == () and kinds.get(kind, True)
-    return {kind: is_number for kind, is_number in kinds.items() if kind not in (WEIGHTS, BUFFERS)}
 
 
 def all_kinds(notes: Sequence[MoveNote]) -> dict[str, bool]:

@@ -39,7 +39,7 @@ def pareto(
     seq_length: SeqLength = None,
     precision: Precision = None,
     gradients: Gradients = None,
-    micro_batches: Annotated[str, typer.Option(help="Micro-batch sizes to try, such as 1,2,4; powers of two if not given.")] = "",
+    micro_batches: Annotated[str, typer.Option(help="Micro-batch sizes to try, such as 1,2,4; all that divide the batch if none.")] = "",
     steps: Annotated[int | None, typer.Option(callback=within(1, BIG), help="Iterations to train for.")] = None,
     tokens: Annotated[
         float | None, typer.Option(callback=within(0, 1e18, above=True), help="Tokens to train for, instead of --steps.")

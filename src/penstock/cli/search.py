@@ -19,6 +19,7 @@ from penstock.cli.search_options import MAX_HOPS, SCHEDULE_NAMES, TOP, limit_byt
 from penstock.cli.search_record import Trail, write_record
 from penstock.cli.search_tables import TABLES, search_tables
 from penstock.errors import InputError, near_misses
+from penstock.schedules.rules import SCHEDULES
 from penstock.systems import TableSearch
 
 if TYPE_CHECKING:
@@ -85,7 +86,10 @@ def search(
     if lengths is None and data is None and (ways.cuts or recompute):
         raise InputError("--order, --split and --recompute say how batches are planned. Give --lengths or --data.")
     if for_ in _SEARCHED_FOR:
-        schedules, precision = _SEARCHED_FOR[for_], precision or "fp32"
+        if "schedules" not in said:
+            schedules = _SEARCHED_FOR[for_]
+        precision = precision or "fp32"
+    _check_schedules(schedules, {"--for": for_, "--export": target.system if target else ""})
     request = Request.of(
         model, *_required(cluster, global_batch), costs, seq_length, parse_sizes(micro_batches), limit_bytes(memory_limit),
         parse_schedules(schedules), precision, gradients,
@@ -167,6 +171,24 @@ def _check_for(system: str) -> None:
 
     if system and system not in FOR:
         raise InputError(f"--for is '{system}': there is no such system to plan for. {near_misses(system, FOR)}")
+
+
+def _check_schedules(schedules: str, systems: Mapping[str, str]) -> None:
+    """Says before the search that a system, named by an option, updates weights at other times than all plans of some schedules."""
+    from penstock.cli.export import TARGETS
+
+    apart = any(SCHEDULES[name].asynchronous for name in parse_schedules(schedules))
+    for option, system in systems.items():
+        if system in _SEARCHED_FOR and not apart:
+            raise InputError(
+                f"{option} is for {system}, whose stages update after every micro-batch: no plan of --schedules {schedules} does. Search "
+                f"with --for {system} alone, or --schedules {_SEARCHED_FOR[system]}."
+            )
+        if system in TARGETS and system not in _SEARCHED_FOR and apart:
+            raise InputError(
+                f"--schedules is '{schedules}', whose stages update after every micro-batch; {system} ({option}) updates once an "
+                "iteration. Leave one of the two out."
+            )
 
 
 def _kept_to(system: str, request: Request, outcome: Outcome, top: int) -> tuple[Outcome, str]:

@@ -52,7 +52,7 @@ Lengths = Annotated[
 Data = Annotated[
     Path | None, typer.Option(help="Folder that `penstock prepare-data` wrote: plan, in the same way, for the lengths of its samples.")
 ]
-MicroBatches = Annotated[str, typer.Option(help="Micro-batch sizes to try, such as 1,2,4; powers of two if not given.")]
+MicroBatches = Annotated[str, typer.Option(help="Micro-batch sizes to try, such as 1,2,4; all that divide the batch if not given.")]
 Schedules = Annotated[str, typer.Option(help=f"Schedules to choose from, besides {DEFAULT_SCHEDULE}.")]
 MemoryLimit = Annotated[
     float | None,

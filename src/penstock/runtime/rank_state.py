@@ -22,6 +22,7 @@ from penstock.runtime.checkpoints.layout import (
     WEIGHTS,
     CheckpointLayout,
     TensorPiece,
+    optimizer_kinds,
     own_share,
     parameter_layout,
     stored_shapes,
@@ -258,8 +259,8 @@ def _load(source: PieceSource, rank: Rank, kinds: tuple[str, ...], scalars: froz
 
 def check_state(checkpoint: Checkpoint, model: Model, now: str) -> tuple[tuple[str, ...], set[str]]:
     """Refuses a checkpoint of another model or another optimizer than `now`; the kinds of its optimizer's state, and which are scalars."""
-    kinds = tuple(kind for kind in checkpoint.kinds if kind not in _OWN)
-    scalars = {kind for kind in kinds if checkpoint.is_scalar(kind)}
+    found = optimizer_kinds((name, tensor.shape) for name, tensor in checkpoint.manifest.tensors.items())
+    kinds, scalars = tuple(found), {kind for kind, is_number in found.items() if is_number}
     before = checkpoint.state.get("optimizer")
     if kinds and before != now:
         raise InputError(

@@ -255,9 +255,11 @@ class Run:
                 tokens.append(one.record.tokens or 0)
                 self.records.tell(one)
             if told.is_lost and self.step < self.request.steps:
-                raise self._ended(self._lost or StoreError("another rank gets no more programs from the store."))
+                lost = self._lost or StoreError("another rank gets no more programs from the store.")
+                raise self._ended(lost, self.worker.groups.barrier)
             moves_away = self._may_move_away(told.leaving)
-            self.saves.after(self.step, steps[-1].evaluated, is_due=told.is_due, leaves=bool(told.leaving) and not moves_away)
+            leaves = bool(told.leaving) and not moves_away
+            self.saves.after(self.step, steps[-1].evaluated, is_due=told.is_due, is_saving=told.is_saving, leaves=leaves)
             if told.leaving and self.saves.may_leave and self.worker.asked_to_end() < 0:
                 self.worker.tell(MayLeave())
             ended_by = told.ended_by
@@ -403,8 +405,8 @@ class Run:
         except StoreError as error:
             self._lost = error
             yield self.loader.next_planned_here()
-        except PlanningError as error:  # which every rank was told
-            raise self._ended(error) from None
+        except PlanningError as error:  # which every rank was told, but no process without work: that waits for what they say of the step
+            raise self._ended(error, self.world.barrier) from None
 
     def _agreed(self, own: Sequence[StepWord]) -> Agreed:
         """Given what this process has to say of each step of a program."""
@@ -511,12 +513,13 @@ class Run:
         self.records.plan_number += 1
         self.records.note(*self.watcher.moved(self.step, request.plan, time.perf_counter() - start_s))
 
-    def _ended(self, error: PenstockError) -> PenstockError:
-        """Saves what was trained, on all ranks, before the run ends; the error, with how far it came."""
+    def _ended(self, error: PenstockError, meet: Callable[[], None]) -> PenstockError:
+        """Saves what was trained, on all ranks, before the run ends; the error, with how far it came. `meet` is the barrier of those who
+        end like this."""
         if not self.step:
             return error
         self.saves.finish(self.step)
-        self.world.barrier()  # the first rank to fail ends the others, rank 0 included, which completes the checkpoint
+        meet()  # the first process to fail ends the others, rank 0 included, which completes the checkpoint
         return type(error)(f"{str(error).rstrip('.')}. The run ended after {self.step} steps.")
 
     def _peak_times(self) -> PeakTimes | None:

@@ -59,7 +59,10 @@ def last_step(folder: str | Path) -> int:
 @contextmanager
 def own_folder(request: TrainRequest, first_step: int = 0) -> Iterator[RunLock]:
     """Makes the folder of a run, keeps others out of it while entered, and writes down what is run. A folder that holds another run is
-    refused: its steps would be overwritten, and its checkpoints make room for new ones. `first_step` is where the run begins."""
+    refused: its steps would be overwritten, and its checkpoints make room for new ones. `first_step` is where the run begins: what
+    it has learned after that, when it was there before, is of no account any more."""
+    from penstock.runtime.checkpoints.folder import abandon_newer, find_checkpoint  # imports torch: those who only ask do without
+
     out = Path(request.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -67,6 +70,8 @@ def own_folder(request: TrainRequest, first_step: int = 0) -> Iterator[RunLock]:
         raise InputError(f"'{out}' cannot hold a run: {error.strerror}.") from None
     with run_lock(out) as lock:
         refuse_other_run(out, request.resume)
+        if request.resume:
+            abandon_newer(out / CHECKPOINTS, find_checkpoint(request.resume))
         (out / ASKED).unlink(missing_ok=True)  # what was asked of the run before, not of this one
         _forget_plans(out, first_step)
         put_in_force(out, first_step, request.plan)
@@ -79,9 +84,9 @@ def own_folder(request: TrainRequest, first_step: int = 0) -> Iterator[RunLock]:
 def refuse_other_run(out: Path, resume: str) -> None:
     """Refuses to put a run where another has been. One that ended before its first step left nothing to lose; one that goes on from a
     checkpoint of the folder is the same run."""
-    from penstock.runtime.checkpoints.folder import latest_checkpoint  # imports torch, which those who only ask about a run do without
+    from penstock.runtime.checkpoints.folder import whole_checkpoints
 
-    steps, saved = out / STEPS, latest_checkpoint(out / CHECKPOINTS)
+    steps, saved = out / STEPS, next(reversed(whole_checkpoints(out / CHECKPOINTS)), None)
     if saved is None and not (steps.is_file() and steps.stat().st_size):
         return
     if resume and Path(resume).resolve().is_relative_to(out.resolve()):

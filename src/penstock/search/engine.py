@@ -129,6 +129,7 @@ def search(
             refined_by_simulator(request, progress, max_hops)
             other_schedules(request, progress)
             rebalanced_shares(request, progress)
+            partitions.look_by_clock(progress)
         if not progress.choices and request.narrows and known_s == math.inf and not progress.stopped:
             return search(
                 request.narrowed(), top=top, time_budget_s=progress.deadline - time.monotonic(), watch=watch, prove=prove,
@@ -151,7 +152,7 @@ def _outcome(request: Request, progress: Progress, bound_s: float, top: int) -> 
     first = different[: max(_CLOCKED, 3 * top)]
     others = {id(choice) for choice in different[len(first) :] if _is_near(choice, formula_s, error)}
     simple = [choice for choice in fastest_of_each(different) if id(choice) in others]
-    timed = sorted((*_timed(first, top), *_timed(simple, 0)), key=_by_time)
+    timed = sorted((*_timed(first, top), *_timed(simple, 0), *progress.clocked), key=_by_time)
     choices = [replace(choice, plan=_with_bound(choice, bound_s)) for choice in timed]
     offered = choices[simplest([choice.plan for choice in choices], [choice.estimate.time_s for choice in choices], error)]
     for choice in (choices[0], offered):

@@ -153,11 +153,10 @@ def tied_s(model: Model, cluster: Cluster, plan: Plan) -> list[float]:
 
 
 def _tied_pair_s(cluster: Cluster, plan: Plan, ends: tuple[Stage, Stage], num_parameters: float) -> float:
-    """One all-reduce between a rank of each end, while all other pairs do the same."""
+    """One all-reduce between a rank of each end, while all other pairs do the same: the slowest of them, in any replica."""
     pairs = [pair for a, b in zip(ends[0].devices, ends[1].devices, strict=True) for pair in _pairs(a, b)]
-    a, b = pairs[0]
-    if a == b:
-        return 0.0
+    flows = _flows(cluster, pairs)
+    alike = {(cluster.link_likeness(a, b), _sharing(cluster, flows, a, b)): (a, b) for a, b in pairs if a != b}
     _, gradient, _, _ = bytes_per_parameter(plan.precision, plan.optimizer, plan.gradients)
-    sharing = _sharing(cluster, _flows(cluster, pairs), a, b)
-    return sync_gradients_s(num_parameters * gradient, cluster, (a, b), sharing=sharing)
+    size = num_parameters * gradient
+    return max((sync_gradients_s(size, cluster, pair, sharing=sharing) for (_, sharing), pair in alike.items()), default=0.0)

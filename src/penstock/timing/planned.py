@@ -83,12 +83,15 @@ def _workload(plan: Plan, found: Estimate, held: Floats, window: int) -> Workloa
         passes = split_backward(passes, [own.weight_s for own in work])
     transfers = np.array([[own.transfer_in_s for own in work[1:]], [own.transfer_out_s for own in work[:-1]]])
     groups = found.stages[: plan.num_groups]
+    # A rank takes one step for all of its chunks, after the last backward pass of the first of them.
+    steps_s = [sum(stage.optimizer_s for stage in found.stages if stage.group == own.group) for own in groups]
+    steps_s += [0.0] * (len(found.stages) - len(groups))
     return workload_of(
         _repeated(passes, window * found.num_micro_batches),
         _repeated(transfers, window * found.num_micro_batches),
         devices=[stage.group for stage in found.stages],
         contention="pair",
-        after_s=[stage.sync_s + stage.optimizer_s for stage in found.stages],
+        after_s=[stage.sync_s + step_s for stage, step_s in zip(found.stages, steps_s, strict=True)],
         stored_bytes=held[:, :1],
         workspace_bytes=np.stack([held[:, 1], held[:, 2], held[:, 2], held[:, 2]])[:, :, None],
         base_bytes=[stage.memory.total_bytes - stage.memory.activations_bytes - stage.memory.workspace_bytes for stage in groups],

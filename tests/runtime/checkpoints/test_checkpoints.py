@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from small_models import small_batch, small_model
 from penstock.errors import InputError
 from penstock.models.modules import Chain, TensorParallel, build_chain
 from penstock.models.ops import Model
-from penstock.runtime.checkpoints.folder import BEST, LATEST, best_checkpoint, latest_checkpoint, step_of, whole_checkpoints
+from penstock.runtime.checkpoints.folder import BEST, LATEST, abandon_newer, best_checkpoint, latest_checkpoint, step_of, whole_checkpoints
 from penstock.runtime.checkpoints.layout import TensorPiece, stored_shapes
 from penstock.runtime.checkpoints.manifest import MANIFEST
 from penstock.runtime.checkpoints.reader import Checkpoint
@@ -248,8 +250,53 @@ def test_the_best_is_kept_besides(tmp_path: Path) -> None:
         writer.wait()
     assert [path.name for path in whole_checkpoints(tmp_path)] == ["save-000003-step-30", "save-000005-step-50"]
     assert best_checkpoint(tmp_path) == (tmp_path / "save-000003-step-30", 2.25) and step_of(whole_checkpoints(tmp_path)[0]) == 30
-    (tmp_path / BEST).write_text("save-000099-step-1 0.5")  # gone, as by hand
+    assert (tmp_path / BEST).read_text() == "save-000003-step-30 2.25\n"
+    shutil.rmtree(tmp_path / "save-000003-step-30")
     assert best_checkpoint(tmp_path) is None and best_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_the_best_is_kept_though_its_run_did_not_live_to_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill between the two renames."""
+    writer = CheckpointWriter(tmp_path, keep=1)
+    for step, state in ((10, {BEST_LOSS: 1.0}), (20, {BEST_LOSS: 0.5}), (30, {}), (40, {})):
+        with monkeypatch.context() as patched:
+            if step == 20:
+                patched.setattr("penstock.runtime.checkpoints.writer.mark_best", lambda *_: sys.exit("killed"))
+            writer.save(step, one(step), state)
+            with suppress(SystemExit):
+                writer.wait()
+    assert [step_of(path) for path in whole_checkpoints(tmp_path)] == [20, 40]
+    assert best_checkpoint(tmp_path) == (tmp_path / "save-000002-step-20", 0.5)
+    assert (tmp_path / BEST).read_text() == "save-000002-step-20 0.5\n"
+
+
+def test_what_a_run_has_left_counts_as_older_than_all_others(tmp_path: Path) -> None:
+    """From the moment it goes back, and not from its first checkpoint after that; nor is a number that was left given again."""
+    folder, writer = tmp_path / "checkpoints", CheckpointWriter(tmp_path / "checkpoints", keep=3)
+
+    def save(step: int) -> None:
+        writer.save(step, one(step), {})
+        writer.wait()
+
+    def known() -> tuple[list[int], int, str]:
+        return [step_of(path) for path in whole_checkpoints(folder)], Checkpoint(tmp_path).step, (folder / LATEST).read_text()
+
+    for step in (50, 80, 90):
+        save(step)
+    abandon_newer(folder, folder / "save-000003-step-90")  # goes on where it was
+    assert known() == ([50, 80, 90], 90, "save-000003-step-90\n")
+    abandon_newer(folder, folder / "save-000001-step-50")
+    assert known() == ([80, 90, 50], 50, "save-000001-step-50\n") and latest_checkpoint(folder) == folder / "save-000001-step-50"
+    shutil.rmtree(folder / "save-000003-step-90")
+    save(70)
+    assert known() == ([80, 50, 70], 70, "save-000004-step-70\n")
+    save(75)
+    assert known() == ([50, 70, 75], 75, "save-000005-step-75\n")
+    abandon_newer(folder, folder / "save-000004-step-70")
+    save(60)
+    assert known() == ([50, 70, 60], 60, "save-000006-step-60\n")
+    abandon_newer(folder, tmp_path / "elsewhere")
+    assert latest_checkpoint(folder) is None and known()[:2] == ([50, 70, 60], 60)
 
 
 def test_what_has_no_manifest_is_no_checkpoint(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from penstock.models.modules import Chain, TensorParallel, build_chain
 from penstock.models.ops import Model
 from penstock.models.resnet import ResNetConfig, resnet
 from penstock.models.vgg import VggConfig, vgg
-from penstock.runtime.checkpoints.layout import CheckpointLayout, FlatRun, TensorPiece, own_share, stored_shapes
+from penstock.runtime.checkpoints.layout import CheckpointLayout, FlatRun, TensorPiece, optimizer_kinds, own_share, stored_shapes
 from penstock.runtime.checkpoints.manifest import cover_problem
 
 MODELS = {
@@ -134,6 +134,13 @@ def test_holders_share_the_work(sizes: list[int], count: int) -> None:
     assert sorted(number for share in shares for number in share) == list(range(len(sizes)))
     loads = [sum(sizes[number] for number in share) for share in shares]
     assert max(loads) - min(loads) <= max(sizes)
+
+
+@pytest.mark.parametrize("shapes", [((3,), ()), ((), (3,))])
+def test_a_moment_of_one_number_is_no_count_of_steps(shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Whichever weight comes last."""
+    kinds = [(kind, shape) for shape in shapes for kind in ("weights", "exp_avg")] + [("buffers", ()), ("step", ()), ("step", ())]
+    assert optimizer_kinds((f"{kind}/0.{number}", shape) for number, (kind, shape) in enumerate(kinds)) == {"exp_avg": False, "step": True}
 
 
 def test_wrong_shapes_are_refused() -> None:

@@ -82,6 +82,14 @@ def test_what_has_grown_has_room() -> None:
         assert torch.equal(found, whole)
 
 
+def test_a_learned_number_that_comes_last_leaves_moments_tensors() -> None:
+    """Its own moment is one number, as step counts are; those of the weights before it are not."""
+    copies, scale = Copies(1), [TensorPiece(f"{kind}/op.scale", (), (), torch.tensor(7.0)) for kind in ("weights", "exp_avg", "step")]
+    copies.save(0, 1, CopyPlace(0, 0, 1), [*pieces(5.0, range(4)), *scale], {})
+    state = copies.state(1)
+    assert state.kinds == ("exp_avg", "step") and state.scalars == {"step"}
+
+
 class Deadly(torch.Tensor):
     """Whoever reads it dies."""
 

@@ -14,12 +14,13 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.references import model_of
 from penstock.runtime.checkpoints.layout import TensorPiece
+from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.recovering import recovery
 from penstock.runtime.recovering.copies import Copies, CopyPlace
 from penstock.runtime.recovering.recovery import RunRecovery, require_room_for_copies
-from penstock.runtime.request import GoingOn, StepTold, TrainRequest
-from penstock.runtime.run_folder import plan_of_run, plans_of_run, put_in_force
+from penstock.runtime.request import GoingOn, StepTold, TrainRequest, TrainResult
+from penstock.runtime.run_folder import own_folder, plan_of_run, plans_of_run, put_in_force, safe_step
 
 PLAN = uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2, pp=2)
 SMALLER = uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2)
@@ -80,6 +81,31 @@ def test_a_death_after_the_last_checkpoint_goes_back_to_the_one_before_it(tmp_pa
     save(tmp_path, 100)
     run.hear(StepTold(99, 1.0, 1.0))
     assert run.go_on([0], "dead") == GoingOn(90, False) and run.request.resume.endswith("step-90")
+
+
+def test_what_was_left_for_an_earlier_checkpoint_is_not_gone_back_to(tmp_path: Path) -> None:
+    """Neither by the launcher that began nor by one that leads in its place: that checkpoints were left is in the folder."""
+    save(tmp_path, 50)
+    save(tmp_path, 80)
+    begun = tmp_path / "checkpoints" / "save-000001-step-50"
+    request = TrainRequest(PLAN, "data", 100, str(tmp_path), resume=str(begun))
+    with own_folder(request, 50):
+        pass
+    copies = Copies(2)
+    for _ in range(2):
+        run = RunRecovery(request, 50, copies, (0, 1), None)
+        assert run.go_on([1], "dead") == GoingOn(50, False) and run.request.resume == str(begun)
+    copy(copies, 60)
+    assert run.go_on([0], "dead") == GoingOn(60, True)
+    assert "Step 50 is safe" in safe_step(request, 50)
+    run.save_copies()
+    assert "Step 60 is safe" in safe_step(request, 50) and Checkpoint(tmp_path).step == 60
+
+
+def test_steps_of_the_runs_before_are_not_taken_over(tmp_path: Path) -> None:
+    run, _ = followed(tmp_path, first_step=2)
+    run.take_over((StepTold(step, float(step), 1.0) for step in range(4)), PLAN)
+    assert run.done == 4 and run.whole(TrainResult(0, 0, (), (), 0.0, 0.0, {}, None)).losses == (2.0, 3.0)
 
 
 def test_a_rank_that_dies_twice_before_one_step_is_left_out(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +12,8 @@ from typing import Any
 import pytest
 
 from penstock.plans.build import uniform_plan
+from penstock.runtime.checkpoints.folder import BEST_LOSS
 from penstock.runtime.checkpoints.intervals import SaveInterval
-from penstock.runtime.checkpoints.writer import BEST_LOSS
 from penstock.runtime.recovering.saving import RunSaves
 from penstock.runtime.request import EvalRecord, TrainRequest
 
@@ -66,6 +67,17 @@ def test_checkpoints_by_steps_time_and_evaluation_and_copies(tmp_path: Path, mon
     assert lists.saved[4:] == [(9, None)]
     saves.copy(20)  # nobody goes on after the last step
     assert lists.copied == [3, 9]
+
+
+def test_no_copy_is_newer_than_a_best_checkpoint_that_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A death would lose it, and who goes on from the copy does not evaluate that step again. Of other checkpoints nothing is lost."""
+    lists = _Lists()
+    saves = saves_of(lists, tmp_path, monkeypatch, checkpoint_every=9, copies=4)
+    evaluated, saving, saves.safe_copy = {4: 5.0, 12: 5.5}, (5, 10, 11, 12), math.inf
+    for done in range(1, 13):
+        loss = evaluated.get(done)
+        saves.after(done, None if loss is None else EvalRecord(done, loss, 0.0), is_due=False, is_saving=done in saving)
+    assert lists.saved == [(4, 5.0), (9, None)] and lists.copied == [6, 8, 12]
 
 
 def test_a_node_leaves_once_its_parting_copies_are_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,8 @@ def test_a_node_that_leaves_ends_nobody_else() -> None:
 @pytest.mark.parametrize(("due", "busy"), [((1, 0), (0, 0)), ((0, 0), (0, 0)), ((1, 0), (0, 1)), ((1, 0), (1, 0))])
 def test_a_checkpoint_is_due_when_none_is_still_written(due: tuple[int, int], busy: tuple[int, int]) -> None:
     mine, its = ([StepWord(is_due=bool(d), is_saving=bool(b))] for d, b in zip(due, busy, strict=True))
-    assert agreed(0, mine, its).is_due == (any(due) and not any(busy))
+    found = agreed(0, mine, its)
+    assert found.is_due == (any(due) and not any(busy)) and found.is_saving == any(busy)
 
 
 @pytest.mark.parametrize("plan", [PLAN, None])

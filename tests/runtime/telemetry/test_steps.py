@@ -18,7 +18,7 @@ from standins import pynvml
 from penstock.errors import InputError
 from penstock.models.micro_batch import MicroBatch
 from penstock.runtime.telemetry.nvml import DeviceLog, DeviceSample, Nvml, NvmlMissing, open_nvml
-from penstock.runtime.telemetry.steps import LineLog, StepRecord, padding_share, read_lines, read_steps
+from penstock.runtime.telemetry.steps import LineLog, StepRecord, open_lines, padding_share, read_lines, read_steps
 from penstock.runtime.telemetry.tensorboard import tensorboard_sink
 
 
@@ -56,6 +56,33 @@ def test_a_run_that_went_on(tmp_path: Path) -> None:
         read_steps(path)
     with pytest.raises(InputError, match="does not exist"):
         read_steps(tmp_path / "none")
+
+
+@pytest.mark.parametrize("tail_bytes", [5, 1000])
+@pytest.mark.parametrize("whole", ["", '{"step":1}\n{"step":2}\n'])
+def test_half_a_line_is_no_part_of_the_next(whole: str, tail_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any reader of JSON lines, however often it happens, and however little of the file is read at a time."""
+    monkeypatch.setattr("penstock.runtime.telemetry.steps._TAIL_BYTES", tail_bytes)
+    path, steps = tmp_path / "steps.jsonl", [1, 2] if whole else []
+    path.write_text(whole)
+    for step in (3, 4):
+        with path.open("a") as file:
+            file.write('{"step":3,"lo')
+        for _ in range(2):  # the first is killed before it writes anything
+            log = LineLog(path)
+        log.write(StepRecord(step))
+        log.close()
+        steps.append(step)
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [one.step for one in read_steps(path)] == steps
+
+
+def test_a_line_that_another_process_is_writing_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, other = tmp_path / "steps.jsonl", (tmp_path / "steps.jsonl").open("ab", buffering=0)
+    other.write(b'{"step":1}\n{"step":')
+    monkeypatch.setattr("penstock.runtime.telemetry.steps.time.sleep", lambda _: other.write(b"2}\n"))
+    with other, open_lines(path) as file:
+        file.write(b'{"step":3}\n')
+    assert [one.step for one in read_steps(path)] == [1, 2, 3]
 
 
 def test_what_is_not_a_number_is_left_out(tmp_path: Path) -> None:

@@ -29,6 +29,23 @@ def exact(model_ref: str, cluster_ref: str, batch: int, limit: float = math.inf,
     return found
 
 
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch", "limit_gb", "most_s"),
+    [("vgg16", "1xg5.12xlarge+1xp3.8xlarge", 2, 2.2, 0.02), ("gpt2", "2xp3.2xlarge+2xg6.xlarge", 32, 2.9, 2.0)],
+)
+def test_what_devices_need_to_talk_is_left_free(model: str, cluster: str, batch: int, limit_gb: float, most_s: float) -> None:
+    """Under a limit of which NCCL takes a third, plans that leave room for it are found at once, not those that the estimate refuses."""
+    best = search_plans(model, cluster, batch, memory_limit_bytes=limit_gb * 1e9, gradients="fp32", top=1).choices[0]
+    assert best.estimate.fits and best.estimate.time_s < most_s
+
+
+def test_one_device_of_several_has_the_memory_that_talking_would_take() -> None:
+    """Where a plan for one device fits on a cluster of one, it fits on any larger one."""
+    for cluster in ("1xg5.xlarge", "2xg5.xlarge", "5xg5.xlarge", "1xg5.xlarge+1xg6.xlarge"):
+        best = search_plans("vgg16", cluster, 8, memory_limit_bytes=3.5e9, top=1).choices[0]
+        assert best.estimate.fits and best.estimate.time_s < 0.11
+
+
 @cache
 def large() -> Outcome:
     return search_plans("gpt-13b", "2xp4d.24xlarge", 128, top=10, gradients="bf16")

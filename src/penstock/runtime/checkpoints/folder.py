@@ -2,13 +2,15 @@
 
     checkpoints/
       latest                        name of the newest one, for people and scripts; written last
-      best                          name of the one with the lowest held-out loss, and that loss; it is never pruned
+      best                          name of the one with the lowest held-out loss, and that loss, likewise; it is never pruned
+      abandoned                     numbers of the first and the last that the run has left, by going back to one before them
       save-000007-step-1400/        whole: it has been given this name after everything in it was on disk
         manifest.json  rank-00000.safetensors  rank-00001.safetensors …
       .partial-1600-TOKEN/          being written
       .trash-save-000006-…/         being deleted
 
-Checkpoints are numbered in the order of writing, so that going back to an earlier step never meets a name that exists.
+Checkpoints are numbered in the order of writing, so that going back to an earlier step never meets a name that exists. Those that were
+abandoned count as older than all others: which is the latest is in the folder, for whoever goes on with the run next.
 """
 
 from __future__ import annotations
@@ -19,24 +21,34 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from penstock.errors import InputError
 from penstock.files import write_text
 from penstock.runtime.checkpoints.files import sync_folder
 from penstock.runtime.checkpoints.manifest import MANIFEST
 
 __all__ = [
-    "BEST", "LATEST", "best_checkpoint", "commit", "drop_leftovers", "find_checkpoint", "latest_checkpoint", "mark_best", "partial_folder",
-    "prune", "step_of", "whole_checkpoints",
+    "BEST", "BEST_LOSS", "LATEST", "abandon_newer", "best_checkpoint", "commit", "drop_leftovers", "find_checkpoint", "latest_checkpoint",
+    "mark_best", "partial_folder", "prune", "step_of", "whole_checkpoints",
 ]  # fmt: skip
 
-LATEST, BEST = "latest", "best"
+LATEST, BEST, _ABANDONED = "latest", "best", "abandoned"
+BEST_LOSS = "best_loss"
+"""In the state of a checkpoint whose held-out loss was the lowest so far: that loss."""
 _NAME = re.compile(r"save-(\d{6,18})-step-(\d{1,18})")
 _PARTIAL, _TRASH = ".partial-", ".trash-"
 
 
 def whole_checkpoints(folder: str | Path) -> list[Path]:
-    """Every whole checkpoint, in the order of writing."""
-    return [path for _, path in sorted(_numbered(Path(folder))) if (path / MANIFEST).is_file()]
+    """Every whole checkpoint: those that were abandoned, and then the others, each in the order of writing."""
+    return [path for *_, path in _whole(Path(folder))]
+
+
+def _whole(folder: Path) -> list[tuple[bool, int, Path]]:
+    """(whether it was not abandoned, number, path) of each."""
+    abandoned = _abandoned(folder)
+    return sorted((number not in abandoned, number, path) for number, path in _numbered(folder) if (path / MANIFEST).is_file())
 
 
 def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:
@@ -49,8 +61,29 @@ def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
-    """The whole checkpoint written last, whether or not its run lived to say so in `latest`; None if there is none."""
-    return next(reversed(whole_checkpoints(folder)), None)
+    """The whole checkpoint written last, whether or not its run lived to say so in `latest`; None if there is none but abandoned ones."""
+    is_current, _, path = next(reversed(_whole(Path(folder))), (False, 0, None))
+    return path if is_current else None
+
+
+def abandon_newer(folder: Path, checkpoint: Path) -> None:
+    """A run goes on from `checkpoint`, and leaves those that were written after it; if that is in another folder, all that are here."""
+    numbers = {path.resolve(): number for number, path in _numbered(folder)}
+    own, latest = numbers.get(checkpoint.resolve(), 0), latest_checkpoint(folder)
+    if not numbers or (latest is not None and numbers[latest.resolve()] == own):
+        return
+    write_text(folder / _ABANDONED, f"{own + 1} {max(numbers.values())}\n")
+    if own:
+        write_text(folder / LATEST, checkpoint.name + "\n")
+
+
+def _abandoned(folder: Path) -> range:
+    """Their numbers."""
+    try:
+        first, last = map(int, (folder / _ABANDONED).read_text(encoding="utf-8").split())
+    except (OSError, ValueError):  # not there, or not ours
+        return range(0)
+    return range(first, last + 1)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -61,18 +94,35 @@ def step_of(checkpoint: Path) -> int:
 
 
 def best_checkpoint(folder: str | Path) -> tuple[Path, float] | None:
-    """The checkpoint with the lowest held-out loss, and that loss; None if nothing was evaluated."""
+    """The whole checkpoint with the lowest held-out loss, whether or not its run lived to say so in `best`, and that loss; None if nothing
+    was evaluated."""
+    found = [(path, loss) for path in whole_checkpoints(folder) if (loss := _evaluated(path)) is not None]
+    return min(found, key=lambda one: one[1], default=None)
+
+
+class _State(msgspec.Struct):
+    best_loss: float | None = None
+
+
+class _Evaluated(msgspec.Struct):
+    """What a manifest says of an evaluation: all else in it, which may be much, is passed over."""
+
+    state: _State
+
+
+def _evaluated(checkpoint: Path) -> float | None:
     try:
-        name, loss = (Path(folder) / BEST).read_text(encoding="utf-8").split()
-        found = Path(folder) / name, float(loss)
-    except (OSError, ValueError):  # not there, or not ours: as if nothing had been evaluated
+        return msgspec.json.decode((checkpoint / MANIFEST).read_bytes(), type=_Evaluated).state.best_loss
+    except (OSError, msgspec.DecodeError):  # not ours: as if nothing had been evaluated
         return None
-    return found if (found[0] / MANIFEST).is_file() else None
 
 
-def mark_best(folder: Path, whole: Path, loss: float) -> None:
-    """Makes a whole checkpoint the best."""
-    write_text(folder / BEST, f"{whole.name} {loss!r}\n")
+def mark_best(folder: Path) -> Path | None:
+    """Says in `best` which checkpoint that is; returns it."""
+    if (best := best_checkpoint(folder)) is None:
+        return None
+    write_text(folder / BEST, f"{best[0].name} {best[1]!r}\n")
+    return best[0]
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -80,10 +130,10 @@ def find_checkpoint(path: str | Path) -> Path:
     path = Path(path)
     if (path / MANIFEST).is_file():
         return path
-    found = latest_checkpoint(path) or latest_checkpoint(path / "checkpoints")
-    if found is None:
+    found = whole_checkpoints(path) or whole_checkpoints(path / "checkpoints")
+    if not found:
         raise InputError(f"'{path}' holds no checkpoint: neither {MANIFEST} nor folders save-NUMBER-step-STEP that have one.")
-    return found
+    return found[-1]
 
 
 def partial_folder(folder: Path, step: int, token: str) -> Path:
@@ -91,23 +141,21 @@ def partial_folder(folder: Path, step: int, token: str) -> Path:
     return folder / f"{_PARTIAL}{step}-{token}"
 
 
-def commit(folder: Path, partial: Path, step: int) -> Path:
+def commit(folder: Path, partial: Path, step: int) -> None:
     """Makes a partial checkpoint, all on disk, a whole one, and then the latest."""
     sync_folder(partial)
-    number = 1 + max((number for number, _ in _numbered(folder)), default=0)
+    number = max(1, _abandoned(folder).stop, *(number + 1 for number, _ in _numbered(folder)))
     whole = folder / f"save-{number:06}-step-{step}"
     os.rename(partial, whole)
     sync_folder(folder)
     write_text(folder / LATEST, whole.name + "\n")
     sync_folder(folder)
-    return whole
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Deletes all but the `keep` checkpoints written last, and the best."""
-    best = best_checkpoint(folder)
+def prune(folder: Path, keep: int, best: Path | None) -> None:
+    """Deletes all but the best and the last `keep` checkpoints."""
     for path in whole_checkpoints(folder)[:-keep]:
-        if best is None or path != best[0]:
+        if path != best:
             _delete(folder, path)
 
 
@@ -125,5 +173,5 @@ def drop_leftovers(folder: Path, token: str) -> None:
             shutil.rmtree(path, ignore_errors=True)
         elif path.name.startswith(_PARTIAL) and not path.name.endswith(f"-{token}"):
             _delete(folder, path)
-        elif path.name.startswith((f".{LATEST}.", f".{BEST}.")) and path.is_file():
+        elif path.name.startswith((f".{LATEST}.", f".{BEST}.", f".{_ABANDONED}.")) and path.is_file():
             path.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import Any
@@ -30,6 +30,7 @@ __all__ = [
     "CheckpointLayout",
     "FlatRun",
     "TensorPiece",
+    "optimizer_kinds",
     "own_share",
     "parameter_layout",
     "stored_shapes",
@@ -62,6 +63,16 @@ class TensorPiece:
         if self.box == whole_box(self.shape):
             return self.name
         return f"{self.name}@{','.join(str(start) for start, _ in self.box)}"
+
+
+def optimizer_kinds(shapes: Iterable[tuple[str, Sequence[int]]]) -> dict[str, bool]:
+    """What an optimizer keeps of each weight, by names and global shapes of tensors, and whether that is one number, as a count of steps
+    is: a weight of one number has moments of one number too, but those of other weights are tensors."""
+    kinds: dict[str, bool] = {}
+    for name, shape in shapes:
+        kind = name.partition("/")[0]
+        kinds[kind] = not len(shape) and kinds.get(kind, True)
+    return {kind: is_number for kind, is_number in kinds.items() if kind not in (WEIGHTS, BUFFERS)}
 
 
 @dataclass(frozen=True)

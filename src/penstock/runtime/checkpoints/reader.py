@@ -70,10 +70,6 @@ class Checkpoint:
         """What it holds: `weights`, `buffers`, and what the optimizer kept."""
         return tuple(dict.fromkeys(name.partition("/")[0] for name in self.manifest.tensors))
 
-    def is_scalar(self, kind: str) -> bool:
-        """Whether a kind is one number for each weight, and not a tensor of its shape."""
-        return all(tensor.shape == () for name, tensor in self.manifest.tensors.items() if name.startswith(f"{kind}/"))
-
     def check(self, expected: Mapping[str, tuple[int, ...]], kinds: Iterable[str] | None = None) -> None:
         """Refuses a checkpoint of another model: names that are missing, that have no place, or shapes that differ.
 

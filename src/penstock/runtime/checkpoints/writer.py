@@ -22,14 +22,11 @@ import torch
 from penstock.errors import InputError, PenstockError
 from penstock.files import write_bytes
 from penstock.runtime.checkpoints.files import DTYPE_NAMES, write_safetensors
-from penstock.runtime.checkpoints.folder import commit, drop_leftovers, mark_best, partial_folder, prune
+from penstock.runtime.checkpoints.folder import BEST_LOSS, commit, drop_leftovers, mark_best, partial_folder, prune
 from penstock.runtime.checkpoints.layout import TensorPiece
 from penstock.runtime.checkpoints.manifest import MANIFEST, Box, RankPart, StoredPiece, StoredTensor, merge_parts
 
 __all__ = ["BEST_LOSS", "CheckpointError", "CheckpointWriter"]
-
-BEST_LOSS = "best_loss"
-"""In the state of a checkpoint whose held-out loss is the lowest so far: that loss."""
 
 _POLL_S = 0.02
 
@@ -145,10 +142,8 @@ class CheckpointWriter:
         for file in files:
             file.unlink()
         write_bytes(partial / MANIFEST, msgspec.json.encode(manifest))
-        whole = commit(self.folder, partial, step)
-        if BEST_LOSS in state:
-            mark_best(self.folder, whole, state[BEST_LOSS])
-        prune(self.folder, self.keep)
+        commit(self.folder, partial, step)
+        prune(self.folder, self.keep, mark_best(self.folder))
 
     def _wait_for(self, files: list[Path], step: int) -> None:
         deadline = time.monotonic() + self.limit_s

@@ -45,7 +45,7 @@ from penstock.runtime.request import (
     TrainRequest,
     TrainResult,
 )  # fmt: skip
-from penstock.runtime.run_folder import STEPS, own_folder, plan_of_run, put_in_force, safe_step
+from penstock.runtime.run_folder import STEPS, last_step, own_folder, plan_of_run, put_in_force, safe_step
 from penstock.runtime.run_inputs import program_planner, run_inputs
 from penstock.runtime.run_lock import RunLock
 from penstock.runtime.run_predictions import keep_inputs
@@ -194,7 +194,8 @@ class Supervisor:
     def _taken_over(self, recovery: RunRecovery, nodes: LeadingNode, taken: TakenLead) -> GoingOn:
         """Where a run goes on from whose leader was lost: what that knew of it is in the run's folder."""
         out, lost = Path(self.request.out), nodes.ranks[taken.node]
-        done = read_steps(out / STEPS) if (out / STEPS).is_file() else []
+        last = last_step(out)  # later ones were recorded before the run went back
+        done = [one for one in read_steps(out / STEPS) if one.step <= last] if (out / STEPS).is_file() else []
         recovery.take_over((StepTold(one.step, one.loss, one.tokens_per_s or 0.0) for one in done), plan_of_run(out))
         text = f"{lost_words(f'node {taken.node}', lost, taken.why, has_left=taken.has_left)}. Node {nodes.number} leads now"
         going_on = recovery.go_on(lost, text, nodes.gone_ranks(), has_left=taken.has_left)

@@ -20,7 +20,7 @@ import torch
 
 from penstock.processes.shared_memory import SharedMemory
 from penstock.runtime.checkpoints.files import DTYPE_NAMES
-from penstock.runtime.checkpoints.layout import BUFFERS, WEIGHTS, TensorPiece
+from penstock.runtime.checkpoints.layout import TensorPiece, optimizer_kinds
 from penstock.runtime.checkpoints.manifest import Box
 from penstock.runtime.checkpoints.reader import PiecesInMemory
 from penstock.runtime.checkpoints.writer import CheckpointWriter
@@ -176,7 +176,7 @@ class Copies:
     def state(self, step: int) -> TrainedState:
         """What all ranks together had learned after so many steps."""
         pieces, state = self._copied(step)
-        kinds = {one.name.partition("/")[0]: one.shape == () for one in pieces if not one.name.startswith((f"{WEIGHTS}/", f"{BUFFERS}/"))}
+        kinds = optimizer_kinds((one.name, one.shape) for one in pieces)
         numbers = frozenset(kind for kind, is_number in kinds.items() if is_number)
         return TrainedState(PiecesInMemory(pieces), tuple(kinds), numbers, state.get("loss_scale"))
 

@@ -174,8 +174,8 @@ class RunRecovery:
         return self._from_newest("joined", tuple(ranks), since_s)
 
     def take_over(self, told: Iterable[StepTold], plan: Plan) -> None:
-        """The launcher before this one, on another node, has heard of these steps; `plan` was in force."""
-        self._told = {one.step: one for one in told}
+        """The launcher before this one, on another node, has heard of these steps, and the run before it of some; `plan` was in force."""
+        self._told = {one.step: one for one in told if one.step >= self._first_step}
         self.adopted(plan)
 
     def _newest(self) -> GoingOn:

@@ -1,7 +1,7 @@
 """What a run leaves behind to go on from: checkpoints on disk, and copies in memory for whoever takes a dead rank's place.
 
     after a step      evaluated better than ever, every N steps, or not for ten minutes ──► checkpoint
-                      every N steps ──► copy
+                      every N steps ──► copy, once the checkpoint of the best evaluation is whole
     under a new plan  copy
     at the end        checkpoint, unless there is one of this step
 """
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.data.batches import GlobalBatches
-from penstock.runtime.checkpoints.folder import best_checkpoint
+from penstock.runtime.checkpoints.folder import BEST_LOSS, best_checkpoint
 from penstock.runtime.checkpoints.going_on import RUN, run_facts
 from penstock.runtime.checkpoints.intervals import SaveInterval
-from penstock.runtime.checkpoints.writer import BEST_LOSS, CheckpointWriter
+from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import rank_pieces, rank_state
 from penstock.runtime.recovering.copies import Copies, CopyPlace
@@ -48,6 +48,8 @@ class RunSaves:
         self._best_loss = math.inf if best is None else best[1]
         self._interval = SaveInterval()
         self._last_copy = self._parting = -1
+        self._best_under_way = self._owes_copy = False
+        """Whether a checkpoint that was begun since it is the best may not be whole yet, and whether a copy waits for that."""
         self.safe_copy = -1.0
         """The steps of the last copies that all ranks have, each at another node too, as all of them have agreed."""
         self._writer: CheckpointWriter | None = None
@@ -73,18 +75,23 @@ class RunSaves:
         """Whether this process is still writing its part of one."""
         return self._writer is not None and self._writer.busy
 
-    def after(self, done: int, evaluated: EvalRecord | None, *, is_due: bool, leaves: bool = False) -> None:
-        """What is to be saved after a step; all have agreed whether it is time for a checkpoint, and whether a node is to leave."""
+    def after(self, done: int, evaluated: EvalRecord | None, *, is_due: bool, is_saving: bool = False, leaves: bool = False) -> None:
+        """What is to be saved after a step; all have agreed whether it is time for a checkpoint, whether anybody still writes the last one,
+        and whether a node is to leave."""
         every, copied, best_loss = self._request.checkpoint_every, self._request.copies, None
         if evaluated is not None and evaluated.loss < self._best_loss:
             best_loss = self._best_loss = evaluated.loss
         if best_loss is not None or (every and done % every == 0) or (is_due and self._saved < done):
             self._save(done, best_loss)
+        # Training that went on from a copy would not come by the evaluation again, whose checkpoint may have ended with its ranks.
+        self._best_under_way = best_loss is not None or (self._best_under_way and is_saving)
         # Not before the last ones are at another node too, where there is one: their places are needed no sooner.
         parts = leaves and self._parting < 0
-        if copied and (done % copied == 0 or parts) and self.safe_copy >= self._last_copy:
-            self.copy(done)
-            self._parting = done if parts else self._parting
+        if copied and (done % copied == 0 or parts or self._owes_copy) and self.safe_copy >= self._last_copy:
+            self._owes_copy = self._best_under_way
+            if not self._owes_copy:
+                self.copy(done)
+                self._parting = done if parts else self._parting
 
     @property
     def may_leave(self) -> bool:

@@ -53,8 +53,12 @@ class Agreed:
     @property
     def is_due(self) -> bool:
         """Whether it is time for a checkpoint, which none is still writing."""
-        said = self.words[-1].values()
-        return any(word.is_due for word in said) and not any(word.is_saving for word in said)
+        return any(word.is_due for word in self.words[-1].values()) and not self.is_saving
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether any still writes the last checkpoint: until the first rank is done with it, it is not whole."""
+        return any(word.is_saving for word in self.words[-1].values())
 
     @property
     def is_lost(self) -> bool:

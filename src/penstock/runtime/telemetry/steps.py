@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 
 import msgspec
@@ -14,7 +18,7 @@ from penstock.errors import InputError
 from penstock.files import readable_bytes
 from penstock.models.micro_batch import MicroBatch
 
-__all__ = ["LineLog", "StepRecord", "padding_share", "read_lines", "read_steps"]
+__all__ = ["LineLog", "StepRecord", "open_lines", "padding_share", "read_lines", "read_steps", "write_line"]
 
 
 class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -59,6 +63,41 @@ def padding_share(micro_batches: Iterable[MicroBatch]) -> float | None:
 
 
 _FLUSH_S = 5.0
+_TAIL_BYTES = 16384
+"""How much of the end of a file is read at a time."""
+_WRITING_S = 0.05
+"""Longer than one line is being written."""
+
+
+def open_lines(path: str | Path) -> FileIO:
+    """Opens a file of JSON lines, at whose end others may append too. Half a line that a kill or a full disk has left there becomes blanks,
+    which mean nothing before the next record. It is not cut off: what another process appends meanwhile would go with it."""
+    with suppress(FileNotFoundError), FileIO(path, "r+") as file:
+        begin, end = half = _half_line(file)
+        if begin < end:
+            time.sleep(_WRITING_S)  # it may be a line that another process is writing
+            if _half_line(file) == half:
+                file.seek(begin)
+                file.write(b" " * (end - begin))
+    return FileIO(path, "a")  # nothing is buffered: what a full disk refuses would come up again when the file is closed
+
+
+def write_line(file: FileIO, record: msgspec.Struct) -> None:
+    """Appends one record, all of it unless that fails."""
+    line = msgspec.json.encode(record) + b"\n"
+    while line:
+        line = line[file.write(line) :]
+
+
+def _half_line(file: FileIO) -> tuple[int, int]:
+    """Where a last line that has no end begins, and where the file ends."""
+    start = end = file.seek(0, os.SEEK_END)
+    while start:
+        stop, start = start, max(0, start - _TAIL_BYTES)
+        file.seek(start)
+        if (found := file.read(stop - start).rfind(b"\n")) >= 0:
+            return start + found + 1, end
+    return 0, end
 
 
 class LineLog:
@@ -68,11 +107,9 @@ class LineLog:
         """`more` are told of every record as well, in the writer's thread: a TensorBoard writer, a display. `anew` empties the file."""
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            # Nothing is buffered: what a full disk refuses would come up again when the file is closed.
             if anew:
                 open(path, "wb").close()
-            # At the end of the file, wherever that is: others may append to it too.
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 — it stays open as long as the log
+            self._file = open_lines(path)
         except OSError as error:
             raise InputError(f"'{path}' cannot be written: {error.strerror}.") from None
         self._more = more
@@ -104,9 +141,7 @@ class LineLog:
                 record.set()
             elif self.error is None:
                 try:
-                    line = msgspec.json.encode(_finite(record)) + b"\n"
-                    while line:
-                        line = line[self._file.write(line) :]
+                    write_line(self._file, _finite(record))
                     for tell in self._more:
                         tell(record)
                 except Exception as error:

@@ -31,14 +31,14 @@ class InterleavedPlans:
     def best(self, progress: Progress) -> None:
         """Solves ways that might be faster than the best plan so far, in the order of their bounds."""
         every = (way for family in self._families for way in interleavings(family))
-        self._ways = sorted((way for way in every if way.bound_s < progress.best_s and divides_evenly(way)), key=lambda way: way.bound_s)
+        self._ways = sorted((way for way in every if way.bound_s < progress.limit_s and divides_evenly(way)), key=lambda way: way.bound_s)
         self._lines = [self._line(way) for way in self._ways]
         num_devices = self._families[0].request.cluster.num_devices if self._families else 1
         for way in self._ways[: min(_TRIED_WAYS, max(_TRIED_RANKS // num_devices, 4))]:
-            if progress.out_of_time() or way.bound_s >= progress.best_s:
+            if progress.out_of_time() or way.bound_s >= progress.limit_s:
                 break
             progress.tell(f"interleaved: {way}")
-            progress.add(best_interleaved(way, progress.best_s))
+            progress.add(best_interleaved(way, progress.limit_s))
 
     def prove(self, progress: Progress) -> None:
         """Bounds ways by the places of their cuts, as far as they would be the weakest of all."""

@@ -55,7 +55,7 @@ class MixedPlans:
 
     def _stages_of(self, share: float) -> LazyStages:
         family = self.family
-        pools = tuple(replace(pool, memory_limit=share * pool.memory_limit) for pool in family.pools)
+        pools = tuple(pool.with_share(share) for pool in family.pools)
         machine = Machine(pools, 1.0, 0.0, idle=len(pools) > 1)
         return LazyStages(self._costs, machine, family.count, self._known_s, self.max_stages, _prices(self._costs), BUCKETS)
 

@@ -134,4 +134,6 @@ def warm() -> None:
     sums, ones = np.zeros((2, 3)), np.ones(2, np.int64)
     none = (sums, sums, sums, sums, sums, sums)
     arrays = PipelineArrays(sums + np.arange(3.0), *none, np.zeros((2, 2, 2, 3)), np.zeros((2, 2)), ones, np.arange(2), ones, ones, 1)
-    anneal(arrays, 2, True, 9, 0.1, 0, 2, np.array([0, 1, 2, 2]), np.arange(2))
+    cuts, options = np.array([0, 1, 2, 2]), np.arange(2)
+    anneal(arrays, 2, True, 9, 0.1, 0, 2, cuts, options)
+    pipeline_s(arrays, 2, True, 2, cuts, options, np.zeros(2, np.int64))

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from penstock.schedules.rules import unchunked
 from penstock.search.bounds.by_ops import Bound, family_bound, promise_s, subspace_bound
 from penstock.search.choice import FORMULA_OFF
 from penstock.search.partition.annealed import AnnealedPipelines
@@ -23,6 +22,8 @@ _CAPS = (1.3, 3.0, math.inf)
 
 _NEAR = 0.1
 """Families of several kinds are annealed only where more than this might be gained."""
+_BY_CLOCK, _HIDDEN = 12, 0.02
+"""Plans that are timed to see how much of messages is hidden, and families that are solved for the clock where it is more than this."""
 _PAID = 0.04
 """Over several kinds, whose stages are bounded with their neighbours already, devices are paid for only where that bound is so near."""
 _LOOKED, _LOOKED_OF_ONE = 150_000_000, 20_000_000
@@ -58,7 +59,7 @@ class Partitions:
         promising = sorted(((max(promise_s(family), bound_s), bound_s, family) for bound_s, family in self._ranked), key=lambda e: e[:2])
         least_s = promising[0][0] if promising and math.isfinite(promising[0][0]) else progress.bound_s
         for cap in _CAPS if progress.best_s == math.inf else (math.inf,):
-            limit_s = min(progress.best_s, cap * least_s)
+            limit_s = min(progress.limit_s, cap * least_s)
             for _, bound_s, family in promising:
                 if progress.out_of_time():
                     return
@@ -67,7 +68,7 @@ class Partitions:
                 if bound_s < enough_s:
                     progress.tell(str(family))
                     progress.add(best_pipeline(family, enough_s))
-                    limit_s = min(limit_s, progress.best_s)
+                    limit_s = min(limit_s, progress.limit_s)
             if progress.best_s <= cap * least_s:
                 return
 
@@ -87,6 +88,23 @@ class Partitions:
                 found += [(choice.estimate.formula_s, annealing)] if choice is not None else []
             looked = found
 
+    def look_by_clock(self, progress: Progress) -> None:
+        """Adds pipelines over one kind that are slow by formula and fast by the clock, which hides messages behind compute.
+
+        How far the two are apart for the plans at hand says how much slower by formula the best by the clock may be; where messages
+        take next to nothing they agree, and nothing is looked for.
+        """
+        timed = [(choice.estimate.formula_s, choice.clocked().estimate.time_s) for choice in progress.fastest(_BY_CLOCK)]
+        hidden = max((formula_s / time_s - 1 for formula_s, time_s in timed), default=0.0)
+        if hidden < _HIDDEN:
+            return
+        best_s, limit_s = min(time_s for _, time_s in timed), progress.best_s * (1 + 2 * hidden)
+        hopeful = [family for bound_s, family in self._ranked if bound_s < best_s and len(family.pools) == 1 and family.count > 1]
+        for family in hopeful[:_BY_CLOCK]:
+            progress.tell(f"by the clock: {family}")
+            choice = None if progress.out_of_time() else best_pipeline(family, limit_s)
+            progress.clocked += [choice.clocked()] if choice is not None else []
+
     def prove(self, progress: Progress) -> None:
         """Bounds the subspaces by whole stages, the weakest first, until all are near enough; plans that are met on the way count."""
         best_s = progress.best_s
@@ -105,7 +123,7 @@ class Partitions:
             bound_s = self._lines[index].bound_s
             if bound_s < enough_s and tried[index] and not progress.out_of_time():
                 progress.tell(f"bound: {family}")
-                schedules = unchunked(family.request.schedules)
+                schedules = family.request.unchunked
                 found = [bound_of_subspace(family, subspace, name, best_s, bound_s, enough_s) for name in schedules]
                 progress.choices += [choice for _, choices in found for choice in choices]
                 self._lines[index] = replace(self._lines[index], by_stages_s=min(proven_s for proven_s, _ in found))

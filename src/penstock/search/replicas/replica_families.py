@@ -216,8 +216,8 @@ class ReplicaFamily:
         costs = [prices.costs(self._option(kind)) for kind in self.layout.kinds]
         if recompute != "needed":  # a bound is for any schedule
             costs = [prices.hiding(own) for own in costs]
-        smallest = min(pools[kind].memory_limit for kind in self.layout.kinds)
-        machine = Machine(tuple(replace(pool, memory_limit=share * smallest) for pool in pools), 1.0, 0.0)
+        smallest = min(pools[kind].with_share(share).memory_limit for kind in self.layout.kinds)
+        machine = Machine(tuple(replace(pool, memory_limit=smallest) for pool in pools), 1.0, 0.0)
         return _joined([
             build_space(
                 [own], self._request.blocks, machine, max_stages=self.depth, longest=self._longest_s(kind, known_s), cuts=cuts,

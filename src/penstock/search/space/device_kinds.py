@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.costs.memory import CUDA_CONTEXT_BYTES, SLACK
+from penstock.costs.memory import CUDA_CONTEXT_BYTES, NCCL_BYTES, SLACK
 from penstock.search.space.stage_costs import DevicePool
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ class Kind:
     """Devices that are in one node wherever a run of so many begins."""
     last_node: int
     """Devices of its last node."""
+    talks: bool = True
+    """Whether there are other devices."""
 
     def idle_nodes(self, replicas: int) -> int:
         """Nodes that so many replicas leave unused, at the end of the last ones."""
@@ -34,9 +36,9 @@ class Kind:
         """What one of so many replicas has of this kind."""
         count = len(self.ranks) // replicas
         node = self.per_node if count % self.per_node == 0 else math.gcd(count, self.per_node)
-        context = 0.0 if self.device.name.startswith("cpu") else CUDA_CONTEXT_BYTES
+        context, talking = (0, 0) if self.device.name.startswith("cpu") else (CUDA_CONTEXT_BYTES, NCCL_BYTES * self.talks)
         limit = min(memory_limit_bytes, self.device.memory_bytes)
-        return DevicePool(count, max(node, 1), (limit - context) / (1 + SLACK))
+        return DevicePool(count, max(node, 1), (limit - context) / (1 + SLACK), talking / (1 + SLACK))
 
 
 def kinds_of(cluster: Cluster) -> list[Kind]:
@@ -51,5 +53,5 @@ def kinds_of(cluster: Cluster) -> list[Kind]:
                 ranks += range(first, first + run.num_devices)
                 sizes.append(run.node.num_devices)
             first += run.num_devices
-        found.append(Kind(device, tuple(ranks), math.gcd(*sizes), sizes[-1]))
+        found.append(Kind(device, tuple(ranks), math.gcd(*sizes), sizes[-1], cluster.num_devices > 1))
     return found

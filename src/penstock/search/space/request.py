@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,6 +30,8 @@ __all__ = ["Request", "frame_of", "micro_batch_sizes", "resolved"]
 
 _MAX_DEVICES = 100_000
 """Plans name every rank, and a search makes many plans."""
+_MAX_SIZES, _APART = 24, 1.3
+"""Micro-batch sizes up to which all are tried, and how many times as large as the one before the next is where there are more."""
 
 
 @dataclass(frozen=True)
@@ -171,11 +174,23 @@ def frame_of(
 
 
 def micro_batch_sizes(global_batch: int, replicas: int, given: Sequence[int]) -> list[int]:
-    """Micro-batch sizes that divide a replica's share, smallest first."""
+    """Micro-batch sizes that divide a replica's share, smallest first: those given, or all of them, or as many as are far enough apart."""
     if given and min(given) < 1:
         raise InputError(f"micro_batches has {min(given)}; 1 or more samples were expected.")
     share, rest = divmod(global_batch, replicas)
     if rest:
         return []
-    sizes = sorted(set(given)) or [2**k for k in range(share.bit_length())]
-    return [size for size in sizes if share % size == 0]
+    if given:
+        return [size for size in sorted(set(given)) if share % size == 0]
+    low = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
+    sizes = sorted({*low, *(share // size for size in low)})
+    return sizes if len(sizes) <= _MAX_SIZES else _apart(sizes)
+
+
+def _apart(sizes: Sequence[int]) -> list[int]:
+    """Powers of two, and of the others those that are not near one that is kept already."""
+    kept = [size for size in sizes if size.bit_count() == 1]
+    for size in sizes:
+        if all(max(size / other, other / size) >= _APART for other in kept):
+            kept.append(size)
+    return sorted(kept)

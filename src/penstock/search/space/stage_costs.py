@@ -7,7 +7,7 @@ know nothing of where they come from, and count memory and time in whatever unit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -42,6 +42,13 @@ class DevicePool:
     num_devices: int
     per_node: int
     memory_limit: float
+    """What no stage exceeds; bounds go by it."""
+    talking_bytes: float = 0.0
+    """What is taken of that on devices that talk to others: all but that of a plan for one device."""
+
+    def with_share(self, share: float) -> DevicePool:
+        """With a share of what stages of several devices can have."""
+        return replace(self, memory_limit=share * (self.memory_limit - self.talking_bytes))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,27 @@
+"""What a node knows of a run that it leads in place of another: what is in the run's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from penstock.plans.build import uniform_plan
+from penstock.runtime.nodes.supervisor import Supervisor
+from penstock.runtime.recovering.recovery import RunRecovery
+from penstock.runtime.request import GoingOn, TrainRequest
+from penstock.runtime.run_folder import put_in_force
+
+
+def test_steps_from_before_the_run_went_back_are_done_again(tmp_path: Path) -> None:
+    """A run of 80 steps went back to the 50th, and did twelve of them again before the node that led was lost."""
+    plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2, pp=2)
+    lines = [f'{{"step":{step},"loss":1.0}}\n' for step in (*range(80), *range(50, 62))]
+    (tmp_path / "steps.jsonl").write_text("".join(lines))
+    put_in_force(tmp_path, 50, plan)
+    request = TrainRequest(plan, "data", 100, str(tmp_path))
+    recovery = RunRecovery(request, 50, None, (0, 1), None)
+    nodes: Any = SimpleNamespace(ranks={0: (0,), 1: (1,)}, number=1, gone_ranks=lambda: ())
+    taken: Any = SimpleNamespace(node=0, why="it is silent", has_left=False)
+    found = Supervisor(request, 50, lambda: None)._taken_over(recovery, nodes, taken)
+    assert found == GoingOn(50, False) and recovery.done == 62
