@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,6 +27,8 @@ from penstock.models.modules.parallel import TensorParallel
 from penstock.models.ops import Model
 from penstock.models.stored import stored_name
 from penstock.programs.instructions import Program
+from penstock.runtime.checkpoints.folder import LATEST
+from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.transport.world import World
 from penstock.runtime.workers import Worker
@@ -77,6 +82,31 @@ def plain_training(name: str, case: Case, settings: TrainingSettings) -> tuple[l
     return losses, {name: p.detach() for name, p in module.named_parameters()}
 
 
+def plain_statistics(name: str, case: Case, settings: TrainingSettings) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and running statistics of a plain loop over what each rank of one replica runs together; after a step its mean over them."""
+    module: Any = getattr(module_zoo, name)()[0]
+    optimizer = torch_optimizer(settings.optimizer, list(module.parameters()), settings.rate.peak)
+    source, losses, dp = RandomSource(case.model), [], case.plan.stages[0].degrees.dp
+    for iteration, (program, *_) in enumerate(case.programs()):
+        optimizer.zero_grad()
+        total, before, after = 0.0, deepcopy(dict(module.named_buffers())), []
+        for share in range(dp):
+            module.load_state_dict(before, strict=False)
+            for micro in program.micro_batches:
+                if samples := micro.samples[slice(*micro.share(dp, share))]:
+                    drawn = [source.sample(iteration, one, 0, 0) for one in samples]
+                    labels = torch.tensor([int(one.labels) for one in drawn])
+                    logits = module(torch.stack([torch.from_numpy(one.inputs) for one in drawn]))
+                    loss = F.cross_entropy(logits, labels, reduction="sum") / program.loss_tokens
+                    loss.backward()
+                    total += loss.item()
+            after.append(deepcopy(dict(module.named_buffers())))
+        module.load_state_dict({key: sum(one[key] for one in after) / dp for key in before}, strict=False)
+        optimizer.step()
+        losses.append(total)
+    return losses, list(module.buffers())
+
+
 def weights_apart(case: Case, outcomes: Any, weights: dict[str, torch.Tensor]) -> float:
     """The largest difference of any rank's weights, relative to the largest value of each; all of them must be held by some rank."""
     worst, seen = 0.0, set()
@@ -102,6 +132,37 @@ class GivenBatch:
     def sample(self, iteration: int, sample: int, length: int, dec_length: int) -> Sample:
         """Draws the sample."""
         return self.source.sample(iteration, sample, length, dec_length)
+
+
+class Killed(Exception):
+    """What a test lets a rank meet."""
+
+
+def save_values(worker: Worker, case: Case, folder: str, value: float, dies: bool) -> None:
+    """A job for workers: saves a model whose weights are all `value`. If it `dies`, rank 0 ends before the checkpoint is whole; else rank 1
+    is late: what lies there in its name, rank 0 may take."""
+    import penstock
+
+    model = penstock.parallelize(case.model.config["origin"], case.plan, groups=worker.groups)
+    for stage in model.rank.stages.values():
+        for held in stage.held:
+            held.parameter.detach().fill_(value)
+    write_part = CheckpointWriter._write_part
+
+    def killed(*_: Any) -> None:
+        raise Killed
+
+    def late(writer: CheckpointWriter, partial: Path, *given: Any) -> None:
+        while (partial / "rank-00001.json").exists() and not (partial.parent / LATEST).exists():
+            time.sleep(0.01)
+        write_part(writer, partial, *given)
+
+    changed = {"_complete": killed} if dies else {"_write_part": late} if worker.rank == 1 else {}
+    with mock.patch.multiple(CheckpointWriter, **changed) if changed else nullcontext():
+        try:
+            model.save(folder)
+        except Killed:
+            model.rank.world.barrier()
 
 
 def own_loop(worker: Worker, name: str, case: Case, settings: TrainingSettings, folder: str, resume: bool) -> list[float]:

@@ -190,6 +190,72 @@ def plain_gpt() -> tuple[nn.Module, None]:
     return PlainGpt(), None
 
 
+class Odd(nn.Module):
+    """Products alone, one of them called twice, a scale of one number, and layers of which some weights are frozen."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.words = _ScaledWords(width)
+        self.first, self.second, self.third, self.shared, self.between = (_Residual(width) for _ in range(5))
+        self.head = nn.Linear(width, VOCAB, bias=False)
+        for frozen in (self.first.product.weight, self.second.product.bias, self.between.product.bias):
+            frozen.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.third(self.second(self.first(self.words(ids))))
+        return self.head(self.shared(self.between(self.shared(x))))  # type: ignore[no-any-return]
+
+
+class _ScaledWords(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.table, self.scale = nn.Embedding(VOCAB, width), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids) * self.scale  # type: ignore[no-any-return]
+
+
+class _Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.product = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.product(x))
+
+
+def odd() -> tuple[nn.Module, None]:
+    torch.manual_seed(0)
+    return Odd(), None
+
+
+class ConvNet(nn.Module):
+    """Convolutions, with running statistics if `norm` has any."""
+
+    def __init__(self, norm: type[nn.Module], width: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(inputs, width, 3, padding=1), norm(width), nn.Tanh()) for inputs in (3, width, width)
+        )
+        self.head = nn.Linear(width, 6)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = images
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def conv_net() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return ConvNet(nn.BatchNorm2d), torch.zeros(1, 3, 8, 8)
+
+
+def plain_conv_net() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return ConvNet(nn.Identity), torch.zeros(1, 3, 8, 8)
+
+
 def packed_gemma3() -> tuple[nn.Module, None]:
     from penstock.models.modules.cutting.transformers_models import use_our_attention
 

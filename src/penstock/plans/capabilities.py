@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from penstock.errors import InputError
 from penstock.plans.plan import MAX_PATTERNS
 from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
-__all__ = ["MAX_PATTERNS", "MAX_ZERO_IN_PIPELINE", "unsupported", "untrainable"]
+__all__ = ["MAX_PATTERNS", "MAX_ZERO_IN_PIPELINE", "require_supported", "unsupported", "untrainable"]
 
 
 MAX_ZERO_IN_PIPELINE = 1
@@ -33,6 +34,12 @@ MAX_ZERO_IN_PIPELINE = 1
 def unsupported(plan: Plan, model: Model) -> list[str]:
     """What the runtime cannot run of a valid plan, each with the next step; nothing if it can run all of it."""
     return [*untrainable(model), *_tied_problems(plan, model), *_asynchronous_problems(plan, model)]
+
+
+def require_supported(plan: Plan, model: Model) -> None:
+    """Refuses a valid plan that the runtime cannot run, with every reason."""
+    if refused := unsupported(plan, model):
+        raise InputError("the plan cannot be run:\n" + "\n".join(f"  {problem}" for problem in refused))
 
 
 def untrainable(model: Model, schedules: Sequence[str] = ()) -> Iterator[str]:

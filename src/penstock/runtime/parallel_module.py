@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from penstock.models.modules.cutting.dividing import styles_of
 from penstock.models.modules.cutting.origins import Made, made_of, make_origin
 from penstock.models.modules.cutting.seen import Loss
 from penstock.models.ops import Model
+from penstock.plans.capabilities import require_supported
 from penstock.plans.degrees import parts_of
 from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of, model_of
@@ -50,6 +51,7 @@ from penstock.runtime.rank_state import checkpoint_state, load_state, load_weigh
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.transport.rendezvous import job_store
 from penstock.runtime.transport.world import ProcessGroups
+from penstock.schedules.rules import DEFAULT_SCHEDULE, SCHEDULES
 
 __all__ = ["Parallel", "parallelize"]
 
@@ -77,6 +79,7 @@ def parallelize(
     model = found_source(model, native) if isinstance(model, str) else model
     described = model_of(plan)
     require_valid(plan, described, cluster_of(plan))
+    _require_runs(plan, described)
     groups = groups or _joined(plan)
     cut = None
     if described.family == TRACED:
@@ -98,6 +101,15 @@ def parallelize(
     if folder is not None and any(folder.glob("model*.safetensors*")):
         load_weights(open_weights(f"hf:{folder}", described), rank)
     return parallel
+
+
+def _require_runs(plan: Plan, described: Model) -> None:
+    require_supported(plan, described)
+    if SCHEDULES[plan.schedule].asynchronous:
+        raise InputError(
+            f"schedule '{plan.schedule}' updates each stage by itself after every micro-batch; in a loop of your own optimizer.step() "
+            f"updates all of them at once. Use a plan with '{DEFAULT_SCHEDULE}', or `penstock train`."
+        )
 
 
 def _require_divided_so(plan: Plan, described: Model, made: Made, tp_plan: Mapping[str, str]) -> None:
@@ -137,34 +149,45 @@ def _joined(plan: Plan) -> ProcessGroups:
 class _OpenRank(Rank):
     """A rank that leaves its gradients where they are: a loop of one's own updates the weights."""
 
+    _moved: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    """Running statistics, and what they were before the last step."""
+
     def step(self, step: i.Step) -> None:
         """Adds up the loss of all ranks."""
         total = self.world.gather(self._loss).sum(0)
         self.results = (StepResult(total[0], None, 0.0, torch.zeros(()), total),)
-        self._before.clear()
+        self._moved, self._before = self._before, []
+
+    def take_back(self) -> None:
+        """The step is dropped: running statistics are what they were before it."""
+        for own, before in self._moved:
+            own.copy_(before)
 
 
 class Parallel:
     """A model under a plan, on this rank. All methods are called by all ranks, with batches of the same step."""
 
-    def __init__(self, rank: Rank, model: Model) -> None:
+    def __init__(self, rank: _OpenRank, model: Model) -> None:
         self.rank, self.model, self.plan = rank, model, rank.plan
         self.steps = 0
-        """Updates so far, those that fp16 dropped among them."""
+        """Updates so far, those that were skipped among them."""
+        self.skipped = False
+        """Whether the last update was: fp16's gradients overflowed, and the weights stayed as they were."""
         self._named: str = ""
         self._fresh = True
         """Whether gradients are zero."""
-        self._factor: torch.Tensor | None = None
-        """What the next update multiplies gradients by, to clip them."""
+        self._loss = torch.zeros((), device=rank.world.device)
         self._norm: torch.Tensor | None = None
-        """Theirs, where it was asked for."""
+        self._max_norm: float | None = None
+        """What the gradients are to be clipped to, once their norm is known."""
 
     def step(self, batch: LoadedProgram) -> torch.Tensor:
         """Forward and backward passes of a global batch, as its program says; its loss, the same on every rank."""
         if not self._fresh:
             raise InputError("gradients of the step before are still there: call optimizer.zero_grad() after optimizer.step().")
-        self._fresh, self._factor, self._norm = False, None, None
-        return self.rank.train(batch.program, batch).loss.float()
+        self._fresh, self._norm, self._max_norm = False, None, None
+        self._loss = self.rank.train(batch.program, batch).loss.float()
+        return self._loss
 
     def evaluate(self, batch: LoadedProgram) -> tuple[float, float]:
         """(loss, share of labels that were the most likely ones) of a global batch, without training on it."""
@@ -186,36 +209,32 @@ class Parallel:
         self.rank.update.optimizer = made.inner
         return made
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """The norm of all gradients of all ranks; the next update is made with gradients of at most `max_norm`."""
-        self._norm = norm = self._gathered_norm()
-        self._factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return norm
+        self._norm, self._max_norm = self.rank.update.norm(), max_norm
+        return self._norm.float()
 
-    def _gathered_norm(self) -> torch.Tensor:
-        """That of all gradients of all ranks, fp16's loss scale taken out."""
+    @torch.no_grad()
+    def _update(self, optimizer: Optimizer) -> None:
+        """One update from the gradients in place, unless fp16's have overflowed."""
         update = self.rank.update
-        shares = torch.zeros(self.model.num_ops, dtype=torch.float64, device=self.rank.world.device)
-        update._add_squares(shares)
-        return (self.rank.world.gather(shares).sum(0).sum().sqrt() / update._scale_value()).float()
-
-    def _next_update(self) -> tuple[bool, torch.Tensor | None]:
-        """Whether there is one, and what it multiplies gradients by. Under fp16 these are scaled, and dropped where they have overflowed,
-        after which the next ones are scaled less."""
-        scale = self.rank.update.scale
-        if scale is None:
-            return True, self._factor
-        norm, factor = self._gathered_norm() if self._norm is None else self._norm, torch.ones((), device=self.rank.world.device)
-        factor = (factor if self._factor is None else self._factor) / scale.value
-        is_finite = bool(norm.isfinite())
-        scale.after(not is_finite)
-        return is_finite, factor
+        if update.scale is not None and self._norm is None:
+            self._norm = update.norm()
+        factor, self.skipped = None, False
+        if self._norm is not None:  # before the scale adapts
+            factor, self.skipped = update.factor(self._norm, self._max_norm), update.is_dropped(self._norm, self._loss)
+        if self.skipped:
+            self.rank.take_back()
+        else:
+            optimizer.step(factor)
+            for own in update.gradients:
+                own.share_updates()
+        self.steps += 1
 
     def save(self, folder: str | Path) -> None:
         """A checkpoint that any plan of this model goes on from."""
         world = self.rank.world
-        writer = CheckpointWriter(folder, rank=world.place, world_size=len(world.ranks), token=f"own_{self.steps}")
+        writer = CheckpointWriter(folder, rank=world.place, world_size=len(world.ranks), token=world.fresh_word())
         writer.save(self.steps, rank_pieces(self.rank), {**rank_state(self.rank), "optimizer": self._named})
         writer.wait()
         world.barrier()  # the first process completes it
@@ -259,18 +278,13 @@ class ParallelOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update from the gradients of all ranks; under fp16 none from those that overflowed."""
+        """One update from the gradients of all ranks."""
         if closure is not None:
             raise InputError("a closure was given to the optimizer; model.step(batch) makes the gradients.")
         for rule in self._rules:
             for group in rule.param_groups:
                 group["lr"] = self.param_groups[0]["lr"]
-        goes_on, factor = self._parallel._next_update()
-        if goes_on:
-            self.inner.step(factor)
-            for own in self._parallel.rank.update.gradients:
-                own.share_updates()
-        self._parallel.steps += 1
+        self._parallel._update(self.inner)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients to zero, in place whatever is asked for: their memory stays."""

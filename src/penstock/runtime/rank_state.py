@@ -224,7 +224,7 @@ def adopt_with_state(rank: Rank, plan: Plan, step: int, folder: str | Path) -> N
     require_same_training(rank.plan, plan)
     before = rank.world
     if before.rank >= 0:
-        writer = CheckpointWriter(folder, rank=before.place, world_size=len(before.ranks), token=f"adopt_{step}")
+        writer = CheckpointWriter(folder, rank=before.place, world_size=len(before.ranks), token=before.fresh_word())
         writer.save(step, rank_pieces(rank), rank_state(rank))
         writer.wait()
     rank.groups.barrier()  # the first process completes the checkpoint

@@ -12,7 +12,7 @@ from penstock.data.dataset import open_data
 from penstock.data.forms import form_of
 from penstock.errors import InputError, PenstockError, near_misses
 from penstock.models.ops import Model
-from penstock.plans.capabilities import unsupported
+from penstock.plans.capabilities import require_supported
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import require_valid
 from penstock.processes.main_guard import require_guarded_main
@@ -112,8 +112,7 @@ def _checked(request: TrainRequest) -> TrainRequest:
         raise InputError(f"{request.steps} steps were asked for; 1 or more was expected.")
     if request.keep < 1:
         raise InputError(f"{request.keep} checkpoints are to be kept; keep at least 1.")
-    if refused := unsupported(plan, model):
-        raise InputError("the plan cannot be run:\n" + "\n".join(f"  {problem}" for problem in refused))
+    require_supported(plan, model)
     if request.device != TIMED:  # which learns and holds nothing
         request.settings.require_suits(plan.schedule)
         require_memory(plan, model, cluster)

@@ -25,7 +25,7 @@ from itertools import count, product
 from penstock.clusters import Cluster
 from penstock.errors import InfeasibleError, InputError
 from penstock.processes.team import Team
-from penstock.search.choice import Choice
+from penstock.search.choice import FORMULA_OFF, Choice
 from penstock.search.engine import search
 from penstock.search.space.request import Request
 
@@ -207,9 +207,10 @@ class _Rival:
     def of(cls, offer: Offer, cluster: Cluster, steps_per_h: float) -> _Rival:
         price, estimate, is_part = cluster.price_usd_per_h or 0.0, offer.choice.estimate, _is_part(offer.cluster, cluster)
         hours = max(offer.hours, offer.usd / price if price else math.inf)
-        # Hours are by the clock, which finds plans faster than the formula does, each by about as much.
+        # Hours are by the clock, which finds pipelines faster than the formula does, each by about as much, but not plans of one stage.
         beaten_s = hours * steps_per_h * estimate.formula_s / estimate.time_s
-        return cls(offer, min(estimate.formula_s, beaten_s) if is_part else beaten_s, is_part)
+        alike = 1 + FORMULA_OFF if offer.choice.plan.num_stages == 1 else 1.0
+        return cls(offer, alike * (min(estimate.formula_s, beaten_s) if is_part else beaten_s), is_part)
 
     def reason(self) -> tuple[str, str]:
         """Why a cluster has no offer that is not faster, in a sentence and in a word."""

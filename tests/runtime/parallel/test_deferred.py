@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -68,3 +71,83 @@ def test_frozen_weights_and_no_grad_are_left_alone() -> None:
         with torch.no_grad():
             F.linear(x, nn.Parameter(torch.randn(3, 3)))
     assert not mode.owed and x.grad is not None
+
+
+class Products(nn.Module):
+    """Parts that `run` calls as it likes."""
+
+    def __init__(self, run: Callable[..., torch.Tensor], *parts: nn.Module) -> None:
+        super().__init__()
+        self.run, self.parts = run, nn.ModuleList(parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x, *self.parts)
+
+
+def frozen(part: nn.Module, name: str) -> nn.Module:
+    part.get_parameter(name).requires_grad_(False)
+    return part
+
+
+def each(x: torch.Tensor, *parts: nn.Module) -> torch.Tensor:
+    for part in parts:
+        x = part(x)
+    return x
+
+
+def first_row(x: torch.Tensor, part: nn.Module) -> torch.Tensor:
+    return part(x[0])  # type: ignore[no-any-return]
+
+
+def summed_in_place(x: torch.Tensor, *parts: nn.Module) -> torch.Tensor:
+    x = x[:, None].expand(-1, 2, -1)  # rows of rows: torch multiplies them as one matrix
+    for part in parts:
+        y = part(x)
+        y += x
+        x = y
+    return x
+
+
+def made_bias(x: torch.Tensor, part: nn.Linear) -> torch.Tensor:
+    return F.linear(x, part.weight, part.bias * 2.0)
+
+
+MODULES: dict[str, Callable[[], Products]] = {
+    "linear, frozen bias": lambda: Products(each, frozen(nn.Linear(4, 4), "bias"), nn.Linear(4, 4)),
+    "linear, frozen weight": lambda: Products(each, nn.Linear(4, 4), frozen(nn.Linear(4, 4), "weight")),
+    "linear, one row": lambda: Products(first_row, nn.Linear(4, 4)),
+    "linear, bias made of weights": lambda: Products(made_bias, nn.Linear(4, 4)),
+    "linear, summed in place": lambda: Products(summed_in_place, nn.Linear(4, 4), nn.Linear(4, 4)),
+    "linear, again and again": lambda: Products(lambda x, a, b: a(b(a(b(x)))), nn.Linear(4, 4), nn.Linear(4, 4)),
+    "conv, again and again": lambda: Products(lambda x, a, b: a(b(a(x))), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 1)),
+    "conv, frozen bias": lambda: Products(each, frozen(nn.Conv2d(4, 4, 3), "bias")),
+    "conv, frozen weight": lambda: Products(each, frozen(nn.Conv2d(4, 4, 3), "weight")),
+    "conv, every size": lambda: Products(each, nn.Conv2d(4, 4, (3, 2), (2, 1), (1, 0), (2, 1), groups=2)),
+    "conv, padding by a word": lambda: Products(each, nn.Conv2d(4, 4, 3, padding="same")),
+    "conv, one image": lambda: Products(first_row, nn.Conv2d(4, 4, 3)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_products_of_any_module_train_as_they_do_whole(name: str) -> None:
+    torch.manual_seed(0)
+    plain = MODULES[name]().double()
+    split, mode = deepcopy(plain), DeferWeights()
+    x = torch.randn((3, 4, 7, 7) if "conv" in name else (3, 4), dtype=torch.float64)
+    plain(x).square().sum().backward()
+    trained = {one: its.grad for one, its in zip(split.parameters(), plain.parameters(), strict=True) if one.requires_grad}
+    for one in trained:
+        one.grad = torch.zeros_like(one)
+    with mode:
+        loss = split(x).square().sum()
+    loss.backward()
+    told: list[nn.Parameter] = []
+
+    def paid(one: nn.Parameter) -> None:
+        torch.testing.assert_close(one.grad, trained[one])  # whoever is told may send it at once
+        told.append(one)
+
+    mode.pay(paid)
+    assert len({id(one) for one in told}) == len(told)
+    for one, gradient in trained.items():
+        torch.testing.assert_close(one.grad, gradient)

@@ -123,9 +123,9 @@ class Update:
         total = gathered.sum(0)
         rate = self.settings.rate.at(iteration)
         norm = total[:-2].sum().sqrt() / self._scale_value()
-        factor = self._factor(norm)
+        factor = self.factor(norm, self.settings.clip_norm)
         self.kept = {id(one): one.grad.clone() for one in self.keeps if one.grad is not None}
-        dropped = self._is_dropped(norm, total[-1])
+        dropped = self.is_dropped(norm, total[-1])
         self.last = rate, factor, dropped
         if dropped:
             self._zero()
@@ -164,9 +164,16 @@ class Update:
         ratio = torch.where((weight > 0) & (step > 0), weight / step, 1.0)
         return ratio[self._tensor_of].float()
 
-    def _is_dropped(self, norm: torch.Tensor, loss: torch.Tensor) -> bool:
-        """Whether the weights are to stay as they are. Only those who must know it now wait for the device here: a run that stops at what
-        is not finite learns of it when it reads the loss, and never saves the weights."""
+    @torch.no_grad()
+    def norm(self) -> torch.Tensor:
+        """Of all gradients of all ranks, which ask together, without fp16's scale."""
+        shares = torch.zeros(self._num_ops, dtype=torch.float64, device=self.world.device)
+        self._add_squares(shares)
+        return self.world.gather(shares).sum(0).sum().sqrt() / self._scale_value()
+
+    def is_dropped(self, norm: torch.Tensor, loss: torch.Tensor) -> bool:
+        """Whether the weights are to stay as they are, to which fp16's scale adapts. Only those who must know it now wait for the device
+        here: a run that stops at what is not finite learns of it when it reads the loss, and never saves the weights."""
         if self.scale is None and self.settings.on_nan == "stop":
             return False
         found_norm, found_loss = torch.stack([norm, loss]).tolist()
@@ -174,11 +181,12 @@ class Update:
             self.scale.after(not math.isfinite(found_norm))
         return not (math.isfinite(found_norm) and math.isfinite(found_loss))
 
-    def _factor(self, norm: torch.Tensor) -> torch.Tensor | None:
-        """What gradients are multiplied by before the update; None: nothing to do."""
+    def factor(self, norm: torch.Tensor, clip_norm: float | None) -> torch.Tensor | None:
+        """What gradients are multiplied by before the update: fp16's scale is taken off, and a `norm` above `clip_norm`. None: nothing to
+        do."""
         factor = torch.full((), 1.0 / self._scale_value(), device=self.world.device)
-        if self.settings.clip_norm is not None:
-            factor = factor * (self.settings.clip_norm / (norm + 1e-6)).clamp(max=1.0).float()
+        if clip_norm is not None:
+            factor = factor * (clip_norm / (norm + 1e-6)).clamp(max=1.0).float()
         return None if factor.device.type == "cpu" and factor.item() == 1.0 else factor
 
     def _scale_value(self) -> float:

@@ -8,8 +8,8 @@ Only the products are put aside: the gradients of norms and embeddings cost litt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,63 +20,71 @@ from penstock.models.modules.fused import add_product
 
 __all__ = ["DeferWeights"]
 
-Owed = Callable[[], Iterable[nn.Parameter]]
-"""Adds one product's weight gradients and tells whose they are."""
+
+class _Owed(NamedTuple):
+    """The weight gradients of one product."""
+
+    whose: tuple[nn.Parameter, ...]
+    add: Callable[[], None]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, owed: list[Owed]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, owed: list[_Owed]) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.owed = weight, bias, owed
-        return F.linear(x, weight, bias)
+        out = F.linear(x, weight, bias)
+        # Of more than two dimensions it is a view of a flat product, which nobody could go on with in place; this one is no view.
+        return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         (x,), (grad,), weight, bias = ctx.saved_tensors, grads, ctx.weight, ctx.bias
 
-        def add() -> Iterable[nn.Parameter]:
-            flat = grad.flatten(0, -2)
-            add_product(weight.grad, flat.t(), x.flatten(0, -2))
-            if bias is None:
-                return (weight,)
-            bias.grad.add_(flat.sum(0))
-            return (weight, bias)
+        def add() -> None:
+            flat = grad.reshape(-1, grad.shape[-1])
+            add_product(weight.grad, flat.t(), x.reshape(-1, x.shape[-1]))
+            if _trained(bias):
+                bias.grad.add_(flat.sum(0))
 
-        ctx.owed.append(add)
+        ctx.owed.append(_Owed(tuple(filter(_trained, (weight, bias))), add))
         return (grad @ weight if ctx.needs_input_grad[0] else None), None, None, None
 
 
 class _Conv(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, stride: int, padding: int, owed: list[Owed]
+        ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, shape: tuple[Any, ...], owed: list[_Owed]
     ) -> torch.Tensor:
+        """`shape`: stride, padding, dilation and groups."""
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.owed, ctx.size = weight, bias, owed, (stride, padding)
-        return F.conv2d(x, weight, bias, stride, padding)
+        ctx.weight, ctx.bias, ctx.owed, ctx.shape = weight, bias, owed, shape
+        return F.conv2d(x, weight, bias, *shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
         (x,), (grad,), weight, bias = ctx.saved_tensors, grads, ctx.weight, ctx.bias
-        stride, padding = ctx.size
+        *sizes, groups = ctx.shape
+        stride, padding, dilation = ([size] * 2 if isinstance(size, int) else list(size) for size in sizes)
 
         def part(*wanted: bool) -> Any:
-            sizes = None if bias is None else list(bias.shape)
+            length = None if bias is None else list(bias.shape)
             return torch.ops.aten.convolution_backward(
-                grad, x, weight, sizes, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, list(wanted)
+                grad, x, weight, length, stride, padding, dilation, False, [0, 0], groups, list(wanted)
             )
 
-        def add() -> Iterable[nn.Parameter]:
-            _, for_weight, for_bias = part(False, True, bias is not None)
+        def add() -> None:
+            _, for_weight, for_bias = part(False, True, _trained(bias))
             weight.grad.add_(for_weight)
-            if bias is None:
-                return (weight,)
-            bias.grad.add_(for_bias)
-            return (weight, bias)
+            if _trained(bias):
+                bias.grad.add_(for_bias)
 
-        ctx.owed.append(add)
-        return (part(True, False, False)[0] if ctx.needs_input_grad[0] else None), None, None, None, None, None
+        ctx.owed.append(_Owed(tuple(filter(_trained, (weight, bias))), add))
+        return (part(True, False, False)[0] if ctx.needs_input_grad[0] else None), None, None, None, None
+
+
+_USUAL: dict[Any, tuple[Any, ...]] = {F.linear: (None,) * 3, F.conv2d: (None, None, None, 1, 0, 1, 1)}
+"""What products are given where nobody says otherwise: input, weight and bias; of convolutions stride, padding, dilation and groups."""
 
 
 class DeferWeights(TorchFunctionMode):
@@ -84,25 +92,37 @@ class DeferWeights(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.owed: list[Owed] = []
+        self.owed: list[_Owed] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
-        if func is F.linear and not given and _trained(args[1]) and torch.is_grad_enabled():
-            return _Linear.apply(args[0], args[1], args[2] if len(args) > 2 else None, self.owed)
-        if func is F.conv2d and not given and _trained(args[1]) and torch.is_grad_enabled():
-            bias, stride, padding = (*args[2:], *(None, 1, 0)[len(args) - 2 :])
-            return _Conv.apply(args[0], args[1], bias, stride, padding, self.owed)
-        return func(*args, **given)
+        if func not in _USUAL or given or not torch.is_grad_enabled():
+            return func(*args, **given)
+        x, weight, bias, *shape = (*args, *_USUAL[func][len(args) :])
+        if not _trained(weight) or _is_made(bias):
+            return func(*args)
+        if func is F.linear:
+            return _Linear.apply(x, weight, bias, self.owed)
+        if x.dim() < 4 or isinstance(shape[1], str):  # one image by itself, padding by a word: too rare to be put aside
+            return func(*args)
+        return _Conv.apply(x, weight, bias, tuple(shape), self.owed)
 
     @torch.no_grad()
     def pay(self, paid: Callable[[nn.Parameter], None]) -> None:
-        """Adds all weight gradients that are owed, last op first, and tells whose."""
-        for add in self.owed:
-            for parameter in add():
-                paid(parameter)
+        """Adds all weight gradients that are owed, last op first; `paid` is told each weight after the last of its products."""
+        last = {id(parameter): number for number, owed in enumerate(self.owed) for parameter in owed.whose}
+        for number, owed in enumerate(self.owed):
+            owed.add()
+            for parameter in owed.whose:
+                if last[id(parameter)] == number:
+                    paid(parameter)
         self.owed.clear()
 
 
 def _trained(weight: Any) -> bool:
     return isinstance(weight, nn.Parameter) and weight.requires_grad
+
+
+def _is_made(bias: Any) -> bool:
+    """Whether a bias is made of trained weights: its gradient has a way to go, and cannot wait."""
+    return bias is not None and not isinstance(bias, nn.Parameter) and bias.requires_grad

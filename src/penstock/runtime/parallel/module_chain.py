@@ -21,7 +21,7 @@ from penstock.models.modules.build import TORCH_DTYPES
 from penstock.models.modules.cutting.dividing import Division, Styles
 from penstock.models.modules.cutting.origins import Made, make_origin
 from penstock.models.modules.cutting.packing import Keeper, has_dropout, kept
-from penstock.models.modules.cutting.seen import seen
+from penstock.models.modules.cutting.seen import SeenMicroBatch, seen
 from penstock.models.modules.cutting.skipping import Site, Skipping
 from penstock.models.modules.cutting.weights import WeightTable
 from penstock.models.modules.parallel import TensorParallel
@@ -60,7 +60,7 @@ class CutModule:
         styles = {path: style for path, style in described_styles(model).items() if path in parts}  # of another module: told below
         self.division = Division(self.module, styles)  # before units are skipped: some divided parts are units
         self.skipping = Skipping(self.module)
-        self.skipping.trace(lambda module: made.loss(module, made.tiny()))
+        self.skipping.trace(lambda module: made.loss(module, self._tiny()))
         self._require_same()
         self._table = WeightTable(self.skipping)
         self._stores: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
@@ -72,6 +72,12 @@ class CutModule:
             for name, b in part._buffers.items():
                 if b is not None:
                     part._buffers[name] = b.to(device)
+
+    def _tiny(self) -> SeenMicroBatch:
+        """A micro-batch to find the order of calls with, as `seen` would give it: images in the dtype of the weights."""
+        micro = self.made.tiny()
+        micro.ids = micro.ids.to(self.dtype) if micro.ids.is_floating_point() else micro.ids
+        return micro
 
     def _require_same(self) -> None:
         """Refuses a module that has changed since its plan was made."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -114,6 +115,11 @@ class World:
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """(ranks, …) the tensors of all ranks, in the order of ranks."""
         return _gathered(values, self.group(self.ranks), len(self.ranks), staged=self.staged)
+
+    def fresh_word(self) -> str:
+        """A word that all ranks share and that nobody had before them, also no rank of a start of the same job that was killed."""
+        drawn = torch.tensor([secrets.randbits(62)], device=self.device)
+        return f"{int(self.gather(drawn)[0]):x}"
 
     def barrier(self) -> None:
         """Returns when all ranks have come here."""

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.errors import InputError
 from penstock.models.modules.attention import cudnn_attention
 from penstock.models.modules.cutting.absent import Absent, NeedsValues, absent, tensors_in
+from penstock.models.modules.cutting.buffers import ChangingBuffers, Met
 from penstock.models.modules.cutting.shapes import UnitShapes
 from penstock.models.modules.cutting.units import kind_of, units_of
 
@@ -105,6 +106,7 @@ class Skipping:
         kinds: dict[Any, int] = {}
         self._kinds = {id(unit): kinds.setdefault(kind_of(unit), len(kinds)) for unit in self.units.values()}
         self._shapes = [UnitShapes() for _ in kinds]
+        self._buffers = {path: ChangingBuffers(unit) for path, unit in self.units.items()}
         self.in_place_of: dict[str, Callable[..., Any]] = {}
         """What runs in place of units' own forward passes, by path: compiled ones, or such as are timed."""
         self._before = {path: unit.__dict__.get("forward") for path, unit in self.units.items()}
@@ -449,11 +451,13 @@ class _Part(_Pass):
 
         if k not in self.recompute or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # It runs again between other micro-batches; what is ambient (which samples lie where, and which kernels run) must then be its own.
+        # It runs again between other micro-batches; what is ambient (which samples lie where, and which kernels run) must then be its own,
+        # and so must running statistics.
         ambient, allowed = contextvars.copy_context(), torch.backends.cuda.cudnn_sdp_enabled()
+        buffers, met = self.chain._buffers[self.chain.calls[k]], Met()
 
         def again(*a: Any, **kw: Any) -> Any:
-            with cudnn_attention(allowed):
+            with cudnn_attention(allowed), buffers.run(met):
                 return ambient.copy().run(forward, *a, **kw)
 
         return checkpoint(again, *args, use_reentrant=False, **kwargs)
