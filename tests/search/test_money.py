@@ -48,7 +48,8 @@ def test_several_processes_find_what_one_does(monkeypatch: pytest.MonkeyPatch) -
 
 def outcome(time_s: float, stopped: str = "") -> Any:
     """As much of an outcome as counts for money."""
-    choice = SimpleNamespace(estimate=SimpleNamespace(time_s=time_s, formula_s=time_s))
+    estimate, plan = SimpleNamespace(time_s=time_s, formula_s=time_s), SimpleNamespace(num_stages=2)
+    choice = SimpleNamespace(estimate=estimate, plan=plan)
     return SimpleNamespace(choices=[choice], bound_s=time_s, stopped=stopped)
 
 
