@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from pathlib import Path
 
 import pytest
+from disk_order import DiskOrder
 from full_disk import small_files
 
 from penstock.errors import InputError
@@ -147,6 +149,26 @@ def test_a_full_disk_leaves_no_folder_either(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power cut there is the old text or the new, not a name without content."""
+    disk = DiskOrder(monkeypatch)
+    with written_together():
+        write_text(tmp_path / "first", "new")
+        write_text(tmp_path / "second", "new")
+    assert all(disk.is_synced_before(tmp_path / name, tmp_path / name) for name in ("first", "second"))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_others_may_read_what_is_written_as_far_as_the_umask_lets_them(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        write_text(tmp_path / "plan.json", "text")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "plan.json").stat().st_mode) == mode
+
+
 def test_csv_text_starts_no_formula() -> None:
     text = csv_text(["name", "value"], [["=1+1", -2.5], ["@x", "-"], ["plain, quoted", None]])
     assert text.splitlines() == ["name,value", "'=1+1,-2.5", "'@x,'-", '"plain, quoted",']
+    assert csv_text([" =a"], [["\t+1"], ["  plain"]]).splitlines() == ["' =a", "'\t+1", "  plain"]  # spreadsheets pass over blanks

@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from penstock.data.samples import Sample
+from penstock.data.samples import LoadedProgram, Sample
 from penstock.models.modules.batch import Batch
 from penstock.models.ops import Model
 from penstock.plans.plan import Plan
@@ -26,7 +26,7 @@ from penstock.runtime.devices.timed import TimedRank
 from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.rank import Evaluated, Rank
 from penstock.runtime.request import WARM_UP, TrainRequest, TrainResult
-from penstock.runtime.run import train_rank
+from penstock.runtime.run import Run, train_rank
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.source import Source, load_share
 from penstock.runtime.telemetry.observing import Observer
@@ -223,3 +223,19 @@ def train_slowly(worker: Worker, request: TrainRequest, handover: Handover, toke
 
     with mock.patch("penstock.runtime.rank.load_share", late):
         return train_rank(worker, request, handover, token, *options)
+
+
+WAITED_S = 1000.0
+
+
+def train_waiting(worker: Worker, request: TrainRequest) -> None:
+    """A job for workers: a run that is said to wait so long for each of its programs."""
+    with Run(worker, request, ("", None), "one") as run:
+        planned_here = run.loader.next_planned_here
+
+        def waiting() -> LoadedProgram:
+            run.loader.wait_s += WAITED_S
+            return planned_here()
+
+        run.loader.next_planned_here = waiting  # type: ignore[method-assign]
+        run.train()

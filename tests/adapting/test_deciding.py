@@ -76,6 +76,25 @@ def test_with_experience_a_move_is_made_at_once_or_not_at_all() -> None:
         assert not short.decide(step + 2).moves and not short.decide(step + 3).moves
 
 
+def test_speeds_are_expected_to_stay_for_what_is_left_of_a_usual_phase() -> None:
+    """Of a hundred steps; once half of them are over, for as long as they have stayed."""
+    own = decider()
+    own.changed(SLOW, 100)
+    assert [own.decide(step).expected_steps for step in (100, 110, 148, 149, 400)] == [99, 89, 51, 50, 301]
+    own.changed(Speeds.of({1: 3.0}), 95)  # of another rank, and told later: no phase of less than nothing
+    assert own.decide(110).expected_steps == 89
+
+
+def test_the_first_move_is_followed_by_ten_steps_without_another() -> None:
+    """Whether or not it has paid by then."""
+    own = decider(pause_s=0.01)
+    own.changed(SLOW, 100)
+    assert moved(own, 120).step == 120
+    own.changed(Speeds(), 121)
+    own._phases.extend([1000] * 4)  # so that nothing but the cool-down holds it back
+    assert next(step for step in range(121, 140) if own.decide(step).moves) == 130
+
+
 def test_an_adequate_step_that_is_cheaper_is_taken() -> None:
     """Shares are one per cent slower than cuts and need no pause."""
 

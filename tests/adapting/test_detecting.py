@@ -58,6 +58,16 @@ def test_all_slow_alike_means_that_the_costs_are_off() -> None:
     _, found = changes(np.full((80, 4), 1.4))
     assert [(change.cause, change.subject) for change in found] == [(Cause.COSTS, ())]
     assert found[0].factor == pytest.approx(1.4, rel=0.03)
+    assert (found[0].since, found[0].noticed) == (0, 49)
+
+
+def test_ranks_without_any_noise_are_taken_to_have_that_of_all() -> None:
+    """On timed devices, and where one rank is calm: its every tremble would be a change otherwise."""
+    generator = np.random.default_rng(0)
+    calm, one = np.ones((100, 4)), np.ones((100, 4))
+    one[:, 3] = np.exp(generator.normal(0, 0.05, 100))
+    scales = [changes(factors, noise=0.0)[0]._series[Cause.COMPUTE]._scale for factors in (calm, one)]
+    assert (scales[0] == 0.01).all() and (scales[1][:3] >= 0.01).all() and scales[1][3] == pytest.approx(0.05, rel=0.3)
 
 
 def test_errors_of_the_costs_that_differ_a_little_between_ranks_are_usual() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from slow_pipelines import FOUR, MODEL, ladder_of, plan_of
 
-from penstock.adapting.ladder import Ladder, Remedy, Rung, rung_between
+from penstock.adapting.ladder import Ladder, Remedy, Rung, _with_shares, rung_between
 from penstock.batching.misplanning import batch_s
 from penstock.batching.plan import SampleLengths
 from penstock.batching.planner import costs_for, plan_batch
@@ -50,6 +50,27 @@ def test_replicas_share_micro_batches_by_speed_and_nothing_moves() -> None:
     assert shares.time_s < found[Rung.NOTHING].time_s and (shares.moved_bytes, shares.pause_s) == (0, 0.0)
     assert found[Rung.EVICTION].plan.num_replicas == 1 and found[Rung.EVICTION].plan.ranks == (0, 2)
     assert found[Rung.CUTS].time_s < shares.time_s and found[Rung.CUTS].plan.micro_batching.per_replica  # both together are better still
+
+
+def test_no_other_shares_would_be_done_sooner() -> None:
+    """By the formula that they are dealt out by, of all ways to share sixteen micro-batches."""
+    for slow in (1.2, 1.7, 3.0, 8.0):
+        plan, speeds = plan_of([[(0,), (1,)], [(2,), (3,)]], "4xa100-80gb"), Speeds.of({3: slow})
+        estimator = ladder_of("4xa100-80gb").estimator(speeds)
+        times = {}
+        for first in range(1, 16):
+            shared = replace(plan, micro_batching=replace(plan.micro_batching, per_replica=(first, 16 - first)))
+            times[first] = estimator.estimate(shared).pipeline_s
+        (dealt,) = _with_shares(plan, estimator)
+        assert times[dealt.micro_batching.per_replica[0]] == pytest.approx(min(times.values()))
+
+
+def test_a_replica_that_is_left_out_takes_its_share_with_it() -> None:
+    three = plan_of([[(0,), (1,), (2,)]], "4xa100-80gb")
+    uneven = replace(three, micro_batching=replace(three.micro_batching, per_replica=(6, 6, 4)))
+    evicted = options(uneven, Speeds.of({2: 20.0}))[Rung.EVICTION]
+    assert evicted.plan.ranks == (0, 1) and not evicted.refused
+    assert sum(evicted.plan.micro_batching.per_replica or (16,)) == 16
 
 
 def test_dp_ranks_divide_micro_batches_by_speed() -> None:
@@ -97,6 +118,12 @@ def test_a_free_device_takes_the_place_of_a_slow_one() -> None:
     found = options(plan, Speeds.of({2: 2.0, 4: 2.0}))
     assert found[Rung.ADDITION].plan.stages[2].devices == ((5,),)  # rank 4 is free, but slow too
     assert found[Rung.ADDITION].time_s == pytest.approx(ladder_of().time_s(plan, Speeds()))
+
+
+def test_a_free_device_of_the_same_node_is_taken_first() -> None:
+    plan = plan_of([[(0,)], [(1,)], [(2,)], [(8,)]], "2xp4d.24xlarge")
+    found = options(plan, Speeds.of({8: 2.0}))
+    assert found[Rung.ADDITION].plan.stages[3].devices == ((9,),)
 
 
 def test_a_plan_that_was_left_may_come_back() -> None:

@@ -13,7 +13,8 @@ import pytest
 from runtime_cases import MODELS, covering_choices, make_case
 
 from penstock.adapting.holdings import MASTER, STATE, Holdings, Layouts, Sizes, holdings
-from penstock.adapting.moves import MAX_MOVE_BYTES, Moves, moves
+from penstock.adapting.moves import MAX_MOVE_BYTES, Move, Moves, moves
+from penstock.adapting.split_moves import SplitMoves, split_moves
 from penstock.clusters import resolve_cluster
 from penstock.errors import InputError
 from penstock.models.modules.parallel import TensorParallel
@@ -22,7 +23,7 @@ from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
 from penstock.plans.ranks import seats_of
 from penstock.plans.references import model_of
 from penstock.runtime.checkpoints.layout import BUFFERS, WEIGHTS, parameter_layout
-from penstock.runtime.checkpoints.manifest import Box
+from penstock.runtime.checkpoints.manifest import Box, volume
 from penstock.runtime.parallel.gradients import gradients_of
 from penstock.runtime.parallel.stage import StageModule
 
@@ -235,3 +236,58 @@ def test_plans_of_other_training_are_refused(word: str, value: str) -> None:
     old = plan_of([[(0,)]])
     with pytest.raises(InputError, match=f"{word} is '{value}' in the new plan, but .* in the old one"):
         moves(old, replace(old, **{word: value}))
+
+
+def by_hand(*sent: tuple[int, int, int], **held: int) -> Moves:
+    """Messages by (source, target, bytes), and what rank 0 holds."""
+    boxes = tuple(Move(WEIGHTS, f"w{number}", (1,), ((0, 1),), *one) for number, one in enumerate(sent))
+    return Moves(boxes, {0: held.get("before", 0)}, {0: held.get("arriving", 0)}, {0: held.get("after", 0)})
+
+
+def test_a_node_that_receives_from_two_others_waits_for_both() -> None:
+    """Ranks 0 and 4, on two nodes, send to two ranks of a third: each has its own network to itself, and they share the third's."""
+    link, size = CLUSTER.link(0, 8), 10**9
+    alone_s = size / link.bandwidth_bytes_per_s
+    assert by_hand((0, 8, size)).time_s(CLUSTER) == pytest.approx(alone_s + link.latency_s)
+    assert by_hand((0, 8, size), (4, 9, size)).time_s(CLUSTER) == pytest.approx(2 * alone_s + link.latency_s)
+    assert by_hand((8, 0, size), (9, 4, size)).time_s(CLUSTER) == pytest.approx(2 * alone_s + link.latency_s)
+
+
+def test_each_message_of_a_rank_has_its_latency() -> None:
+    link = CLUSTER.link(0, 1)
+    made = by_hand((0, 1, 100), (0, 2, 100), (0, 3, 100))
+    assert made.time_s(CLUSTER) == pytest.approx(300 / link.bandwidth_bytes_per_s + 3 * link.latency_s)
+
+
+def test_room_is_needed_for_what_an_allocator_loses_too() -> None:
+    cluster = resolve_cluster("1xa100-40gb")
+    room = cluster.device(0).memory_bytes - 2**29  # CUDA's own
+    assert by_hand(before=int(0.5 * room / 1.02), arriving=int(0.3 * room / 1.02), after=int(0.19 * room / 1.02)).unfit(cluster) == ""
+    assert "rank 0 would hold" in by_hand(before=int(room / 1.01)).unfit(cluster)
+
+
+def test_no_move_carries_more_than_its_share() -> None:
+    """Of a table of 64 million values, in bf16 with fp32 masters and moments."""
+    plan = Plan({**GPT, "hidden": 1024, "vocab": 65536}, "2xcpu", 1, (Stage(0, 22, ((0,),)),), MicroBatching(samples=1), precision="bf16")
+    plan = replace(plan, stages=(replace(plan.stages[0], last=model_of(plan).num_ops),))
+    made = moves(plan, replace(plan, stages=(replace(plan.stages[0], devices=((1,),)),)))
+    assert max(one.num_bytes for one in made.boxes) <= MAX_MOVE_BYTES and made.num_bytes > 20 * MAX_MOVE_BYTES
+    steps = sum(one.num_bytes for one in made.boxes if one.kind == "step")
+    assert made.num_bytes == 12 * model_of(plan).num_parameters + steps
+
+
+def test_gradients_travel_in_the_dtype_that_they_are_summed_in() -> None:
+    """Where an update is made again: four bytes of each weight if plans sum in fp32, two of bf16's own."""
+    for gradients, size in (("fp32", 4), ("", 2)):
+        old, new = (replace(plan_of([[(rank,)]]), precision="bf16", gradients=gradients) for rank in (0, 1))
+        found = split_moves(old, new, moves(old, new), Layouts(model_of(old)))
+        assert found.gradients and all(one.num_bytes == size * volume(one.box) for one in found.gradients)
+
+
+def test_copies_before_a_step_are_made_by_all_ranks_at_once() -> None:
+    """10 GB/s each: the one that sends most is waited for, and then what is left to travel."""
+    cluster, late = resolve_cluster("4xa100-40gb"), Move(WEIGHTS, "late", (1,), ((0, 1),), 0, 3, 10**6)
+    sizes = 5 * 10**9, 10**10, 10**9
+    early = tuple(Move(WEIGHTS, f"{source}", (1,), ((0, 1),), source, 3, size) for source, size in enumerate(sizes))
+    split = SplitMoves(frozenset(), early, (late,), ())
+    assert split.pause_s(by_hand((0, 3, 1)), cluster) == pytest.approx(1.0 + by_hand((0, 3, 10**6)).time_s(cluster))

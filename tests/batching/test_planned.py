@@ -61,7 +61,7 @@ def test_stage_times_and_memory_are_the_estimators(model: str, cluster: str, sou
             assert costs.limit_bytes[0, s] == stage.limit_bytes
         transfers = [(found.stages[s + 1].work.transfer_in_s, found.stages[s].work.transfer_out_s) for s in range(plan.num_stages - 1)]
         lines = costs.hops[0] @ np.array([1.0, rows * length, rows * dec_length])
-        assert np.allclose(lines.T, transfers, rtol=0.02, atol=1e-6)
+        assert np.allclose(lines.T, transfers, rtol=1e-6, atol=1e-12)
         assert costs.fixed_s == pytest.approx(found.time_s - found.pipeline_s, rel=1e-6)
 
 

@@ -194,3 +194,12 @@ def test_of_splits_that_take_the_same_time_one_stage_takes_the_one_that_holds_le
     )
     found = plan_batch([SampleLengths(n, 512) for n in range(128)], costs_for(plan, 512, costs="profile:h200-141gb"))
     assert found.num_micro_batches >= 4 and found.peak_bytes < 0.5 * found.limit_bytes[0][0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_comes_once_after_the_pipeline_is_in_the_plan_and_in_its_bound(seed: int) -> None:
+    costs, samples = random_case(seed)
+    later = dataclasses.replace(costs, fixed_s=7.0)
+    plain, found = (plan_batch(samples, one, too_long="drop", bound=True) for one in (costs, later))
+    assert found.predicted_s == pytest.approx(plain.predicted_s + 7.0) and found.bound_s == pytest.approx(plain.bound_s + 7.0)
+    assert 7.0 < found.bound_s <= found.predicted_s

@@ -17,6 +17,7 @@ import pytest
 from warm_launchers import launched
 
 from penstock.cli.main import run
+from penstock.cli.trace import _chosen
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import write_plan
@@ -177,3 +178,9 @@ def test_a_run_that_was_killed(data: str, tmp_path: Path, capsys: pytest.Capture
     assert run(["trace", str(folder), "--out", str(tmp_path / "t.json"), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["predicted"] and len(told["steps"]) >= 3 and last in told["steps"]
+
+
+def test_the_last_steps_are_shown_unless_others_are_asked_for() -> None:
+    known = [*range(20), *range(30, 45)]
+    assert _chosen("", known, Path("run")) == list(range(35, 45)) and _chosen("", known[:4], Path("run")) == [0, 1, 2, 3]
+    assert _chosen("18-31", known, Path("run")) == [18, 19, 30, 31]

@@ -138,9 +138,20 @@ def test_visible_devices() -> None:
 def test_processor() -> None:
     one, many = (cpu_cluster(cores, 8 * 2**30).device(0) for cores in (1, 16))
     assert many.fp32_flops_per_s == pytest.approx(16 * one.fp32_flops_per_s)
+    assert many.memory_bandwidth_bytes_per_s == pytest.approx(16 * one.memory_bandwidth_bytes_per_s)
     assert many.memory_bytes == 8 * 2**30
     assert parse_meminfo("MemFree: 1 kB\nMemTotal:       16384 kB\n") == 16384 * 1024
     assert parse_meminfo("") is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"), [("4294967296\n", 2**32), ("max\n", 8 * 2**30), ("", 8 * 2**30), (f"{2**40}\n", 8 * 2**30)]
+)
+def test_a_container_has_no_more_memory_than_it_may(monkeypatch: pytest.MonkeyPatch, limit: str, expected: int) -> None:
+    said = {"/proc/meminfo": f"MemTotal: {8 * 2**20} kB\n", "/sys/fs/cgroup/memory.max": limit}
+    monkeypatch.setattr(local, "_text", said.__getitem__)
+    monkeypatch.setattr(local, "_output", lambda *command: "")
+    assert resolve_cluster("local").device(0).memory_bytes == expected
 
 
 def test_local_without_nvidia_smi_is_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:

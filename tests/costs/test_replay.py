@@ -62,3 +62,8 @@ def test_equal_blocks_are_replayed_once() -> None:
 
     Replay(model, model.usual_shape(1), 1, counted).timeline(0, model.num_ops)
     assert len(asked) == len(set(asked)) == len(model.distinct_ops)
+
+
+def test_measured_peaks_less_what_the_replay_counts_itself() -> None:
+    """What an op makes and keeps, and the gradients of its input, are on the books already."""
+    assert OpPeaks(10.0, 100.0, 50.0).bytes_of(30.0, 20.0) == OpBytes(10.0, 60.0, 30.0)

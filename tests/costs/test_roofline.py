@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -41,6 +42,19 @@ def test_a_linear_op_by_hand() -> None:
     back = load_calibration().of("h200-141gb").curves("gemm", backward=True)
     assert costs.backward_s[qkv, 0, 0, 0, 0] == pytest.approx((2 * flops / 989e12 + back.flops.half_s) / back.flops.e_max + 12e-6)
     assert costs.parameters[qkv, :, 0].tolist() == [2048 * 6144 + 6144, (2048 * 6144 + 6144) / 4]
+
+
+def test_frozen_weights_have_half_a_backward_pass() -> None:
+    """A product of matrices for the gradient of its input, and none for that of the weight; what multiplies no weight has all of it."""
+    (embedding, (block, copies), *rest) = GPT.runs
+    frozen = replace(GPT, runs=(embedding, (replace(block, ops=tuple(replace(op, trainable=False) for op in block.ops)), copies), *rest))
+    plain, lean = (ROOFLINE.table(model, [Shape.padded(4, 2048)], (1,), H200) for model in (GPT, frozen))
+    back = load_calibration().of("h200-141gb").curves("gemm", backward=True).flops
+    qkv, flops = lean.op_names.index("qkv"), 2 * 8192 * 2048 * 6144
+    assert lean.backward_s[qkv, 0, 0, 0, 0] == pytest.approx((flops / 989e12 + back.half_s) / back.e_max + 12e-6)
+    assert lean.forward_s.tolist() == plain.forward_s.tolist()
+    for name in ("attention", "act"):
+        assert lean.backward_s[lean.op_names.index(name)] == pytest.approx(plain.backward_s[plain.op_names.index(name)])
 
 
 def test_an_elementwise_op_by_hand() -> None:

@@ -14,14 +14,18 @@ from shared_server import stay_with_server
 
 from penstock.data.batches import GlobalBatch
 from penstock.data.dataset import DataSet
-from penstock.data.planners import BatchSource, PlannerPool
+from penstock.data.planners import _NO_STORE, BatchSource, PlannerPool
 from penstock.data.planning import ProgramPlanner
 from penstock.stores import Job
+
+TIMES_LOST = 4
+"""More often than planners may die at one iteration."""
 
 
 @dataclass(frozen=True)
 class FaultyPlanner(ProgramPlanner):
-    """Crashes or hangs at `step`: once, if `once` names a file that remembers it, or each time."""
+    """Crashes or hangs at `step`: once, if `once` names a file that remembers it, or each time. Or it ends there as one does whose store is
+    gone, `TIMES_LOST` times."""
 
     step: int = -1
     way: str = "crash"
@@ -34,7 +38,12 @@ class FaultyPlanner(ProgramPlanner):
         if self.counts:
             with open(self.counts, "ab") as stream:
                 stream.write(bytes([batch.step]))
-        if batch.step == self.step and not (self.once and Path(self.once).exists()):
+        if batch.step == self.step and self.way == "no store":
+            if not Path(self.once).exists() or Path(self.once).stat().st_size < TIMES_LOST:
+                with open(self.once, "ab") as stream:
+                    stream.write(b".")
+                os._exit(_NO_STORE)
+        elif batch.step == self.step and not (self.once and Path(self.once).exists()):
             if self.once:
                 Path(self.once).touch()
             if self.way == "crash":

@@ -113,6 +113,12 @@ def test_what_cannot_be_batched(options: dict[str, object], message: str) -> Non
         make([[3, 9, 4]], **options)
 
 
+def test_a_sample_that_no_batch_can_hold_has_its_number_in_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.data.batches._SWEEP", 4)  # lengths are looked through so many at a time
+    with pytest.raises(InputError, match="sample 10 has 9 tokens"):
+        make([[1] * 10 + [9, 1]], tokens_per_batch=8)
+
+
 def test_steps_before_the_first() -> None:
     with pytest.raises(IndexError):
         make([[1]], samples_per_batch=1)[-1]

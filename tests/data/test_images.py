@@ -40,6 +40,15 @@ def test_cifar_10(tmp_path: Path) -> None:
     assert len(set(batch.samples.tolist())) == 16 and batch.lengths.tolist() == [[1]] * 16
 
 
+def test_files_called_test_are_all_of_the_test_split(tmp_path: Path) -> None:
+    """Whatever share of the others was asked for it: what is tested on is what others test on."""
+    train, test = write_cifar(tmp_path / "data_batch_1.bin", 60, 1), write_cifar(tmp_path / "test_batch.bin", 10, 9)
+    prepare_images([tmp_path / "data_batch_1.bin", tmp_path / "test_batch.bin"], tmp_path / "out", (4.0, 1.0, 1.0))
+    found = [open_data(tmp_path / "out", split) for split in ("train", "validation", "test")]
+    assert list(map(len, found)) == [48, 12, 10] and len(train) == 60
+    assert rows(found[2], 10) == {record.tobytes() for record in test}
+
+
 @pytest.mark.parametrize(("content", "message"), [(b"", "0 bytes"), (bytes(3072), "3072 bytes"), (b"\x0b" + bytes(3072), "label 11")])
 def test_what_is_no_cifar_10(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "data_batch_1.bin").write_bytes(content)

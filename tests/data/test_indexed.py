@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from disk_order import DiskOrder
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,6 +41,13 @@ def test_files_are_those_of_megatron_and_read_back(sequences: list[list[int]], d
         found = IndexedTokens.open(f"{folder}/part")
         assert [found[i].tolist() for i in range(len(found))] == values
         assert found.lengths.tolist() == lengths and found.num_tokens == sum(lengths)
+
+
+def test_tokens_and_index_are_on_disk_before_they_have_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = DiskOrder(monkeypatch)
+    with IndexedWriter(tmp_path / "part", "uint16") as writer:
+        writer.add([1, 2, 3])
+    assert all(disk.is_synced_before(tmp_path / name, tmp_path / name) for name in ("part.bin", "part.idx"))
 
 
 @pytest.mark.parametrize("dtype", CODES)

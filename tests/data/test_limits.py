@@ -64,7 +64,7 @@ class Pairs:
         return {"input": np.arange(self.input_length), "target": 1000 + np.arange(self.target_length)}
 
 
-@given(own=st.integers(1, 60), its=st.integers(1, 60), longest=st.integers(1, 50))
+@given(own=st.integers(0, 60), its=st.integers(2, 60), longest=st.integers(1, 50))
 def test_tokens_are_those_that_the_lengths_say(own: int, its: int, longest: int) -> None:
     form = SampleForm("decoder")
     limits = sample_limits(form, longest, 0)

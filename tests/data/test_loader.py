@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data.faulty_planner import FaultyPlanner, start_and_die
+from data.faulty_planner import TIMES_LOST, FaultyPlanner, start_and_die
 from stores.conftest import require_redis
 
 from penstock.batching.example import small_costs
@@ -28,7 +28,7 @@ from penstock.data.dataset import DataSet
 from penstock.data.forms import form_of
 from penstock.data.images import prepare_images
 from penstock.data.indexed import IndexedWriter
-from penstock.data.limits import Limits
+from penstock.data.limits import NO_LIMITS, Limits
 from penstock.data.loader import ProgramLoader
 from penstock.data.manifest import DataManifest, DataSplit, TaskRange, write_manifest
 from penstock.data.planners import BatchSource, PlannerPool, entries_of, open_entry
@@ -214,11 +214,11 @@ def test_unequal_shares_that_the_plan_fixes(folder: Path) -> None:
     assert [sum(len(micro.samples) for micro in program.micro_batches) for program in fewer] == [6, 2, 4]
 
 
-def whole_batches(folder: Path, model: Model, samples: int) -> tuple[list[Batch], DataSet]:
+def whole_batches(folder: Path, model: Model, samples: int, limits: Limits = NO_LIMITS) -> tuple[list[Batch], DataSet]:
     """All shares of all micro-batches of one global batch, as tensors, with the data."""
     data = open_data(folder)
     planner = ProgramPlanner(fixed_plan(model, samples), model, None, form_of(model, data))
-    source, found = BatchSource(str(folder), samples_per_batch=samples + 3, num_steps=1), []
+    source, found = BatchSource(str(folder), samples_per_batch=samples + 3, num_steps=1, limits=limits), []
     for rank in (0, 1):
         for iteration in ProgramLoader(source, planner, rank, planners=0):
             for loaded in iteration.micro_batches:
@@ -243,8 +243,9 @@ def test_images(tmp_path: Path) -> None:
     assert sum(float(batch.weights.sum()) for batch in found if batch.weights is not None) == pytest.approx(1.0)
 
 
-def test_masked_tokens(tmp_path: Path) -> None:
-    """Written as `prepare_bert` writes them, since h5py may not be there."""
+@pytest.mark.parametrize("longest", [24, 8])
+def test_masked_tokens(tmp_path: Path, longest: int) -> None:
+    """Written as `prepare_bert` writes them, since h5py may not be there; what was masked behind a cut counts no more."""
     rng, count = np.random.default_rng(0), 7
     samples = []
     with ExitStack() as stack:
@@ -260,7 +261,9 @@ def test_masked_tokens(tmp_path: Path) -> None:
     np.save(tmp_path / "train_labels.npy", follows)
     write_manifest(tmp_path, DataManifest("bert", ["input"], {"train": DataSplit(count, {}, [TaskRange("bert", 0, count)])}, 13))
     sizes = {"layers": 1, "hidden": 8, "heads": 4, "ffn": 12, "seq_length": 24, "vocab": 13}
-    found, data = whole_batches(tmp_path, model_from_mapping({"family": "bert", "dtype": "fp32", **sizes}, "test", "bert"), 4)
+    model = model_from_mapping({"family": "bert", "dtype": "fp32", **sizes}, "test", "bert")
+    found, data = whole_batches(tmp_path, model, 4, Limits((longest,)))
+    assert any(longest in places for _, _, places, _ in samples) == (longest == 8)
     seen = []
     for batch in found:
         own = batch.side("own")
@@ -268,9 +271,10 @@ def test_masked_tokens(tmp_path: Path) -> None:
         rows = [tensor.reshape(own.num_rows, -1) for tensor in (own.ids, own.types, batch.labels, batch.weights)]
         for row, (identity, length) in enumerate(zip(own.samples.tolist(), own.lengths, strict=True)):
             ids, types, places, masked = samples[identity % len(data)]
-            assert rows[0][row, :length].tolist() == ids.tolist() and rows[1][row, :length].tolist() == types.tolist()
+            assert length == min(len(ids), longest)
+            assert rows[0][row, :length].tolist() == ids[:longest].tolist() and rows[1][row, :length].tolist() == types[:longest].tolist()
             counted = rows[3][row].nonzero()[:, 0].tolist()
-            assert counted == places.tolist() and rows[2][row, counted].tolist() == masked.tolist()
+            assert counted == places[places < longest].tolist() and rows[2][row, counted].tolist() == masked[places < longest].tolist()
             assert int(batch.next_sentence[row]) == follows[identity % len(data)]
             seen.append(identity)
     assert sorted(seen) == sorted(range(count))
@@ -397,6 +401,14 @@ def test_a_batch_at_which_planners_always_die_is_named(folder: Path, server: Tcp
         run_ranks(make_source(folder), faulty, server)
 
 
+def test_a_planner_that_loses_its_store_again_and_again_is_replaced_each_time(folder: Path, server: TcpServer, tmp_path: Path) -> None:
+    """No fault of the iteration that it was at."""
+    planner = make_planner(folder)
+    faulty = FaultyPlanner(planner.plan, planner.model, planner.costs, planner.form, step=2, way="no store", once=str(tmp_path / "lost"))
+    found, replaced = run_ranks(make_source(folder), faulty, server)
+    assert found == inline(folder, planner) and replaced == TIMES_LOST == (tmp_path / "lost").stat().st_size
+
+
 def test_a_batch_that_does_not_fit_names_its_samples(folder: Path, server: TcpServer) -> None:
     planner = replace(make_planner(folder), costs=small_costs(2, limit_bytes=150.0, has_decoder=False))
     _, batches = make_source(folder).open()
@@ -450,7 +462,7 @@ def test_a_run_goes_on_where_it_was(folder: Path) -> None:
     expected = [encode(program) for _, program in loader]
     state = loader.batches.state(4)
     resumed = ProgramLoader(replace(by_tokens, state=state), planner, 0, planners=0, first_step=4)
-    assert 3 not in resumed.batches._starts and [encode(program) for _, program in resumed] == expected[4:]
+    assert sorted(resumed.batches._starts) == [0, 4] and [encode(program) for _, program in resumed] == expected[4:]
 
 
 def test_what_cannot_be_loaded(folder: Path) -> None:

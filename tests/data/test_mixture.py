@@ -57,6 +57,13 @@ def test_epochs_are_in_different_orders_and_seeds_too() -> None:
     assert (first != second).any() and (first != Mixture(tasks([100]), 1).samples(np.arange(100))).any()
 
 
+def test_an_epoch_of_weighted_tasks_takes_other_places_of_each() -> None:
+    """Half of two tasks of one size: lines that stand at the same place of two files do not always come together."""
+    stream = Mixture(tasks([60, 60, 60], [1.0, 1.0, 4.0]), 3).samples(np.arange(180))
+    first, second = ({int(one) % 60 for one in stream if start <= one < start + 60} for start in (0, 60))
+    assert len(first) == len(second) == 30 and 5 < len(first & second) < 25
+
+
 @given(total=st.integers(0, 10**6), weights=st.lists(st.floats(0, 1e6), min_size=1, max_size=6).filter(any))
 def test_apportion_is_whole_and_fair(total: int, weights: list[float]) -> None:
     parts = apportion(total, weights)

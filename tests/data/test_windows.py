@@ -12,7 +12,7 @@ from runtime_cases import make_case
 from penstock.data.dataset import open_data
 from penstock.data.forms import form_of
 from penstock.data.loader import ProgramLoader
-from penstock.data.planners import BatchSource, run_planner
+from penstock.data.planners import BatchSource, entries_of, run_planner
 from penstock.data.planning import ProgramPlanner, sample_ids
 from penstock.data.samples import LoadedProgram
 from penstock.data.windows import Drains
@@ -25,6 +25,7 @@ from penstock.stores.ring import Ring
 
 CHOICE = {"family": "llama", "pp": 2, "tp": 1, "dp": 1, "replicas": 1, "schedule": "1f1b", "layout": "packed", "recompute": "none",
           "cuts": "even", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
+JOB = Job("job", b"k" * 32, 2)
 
 
 def starts(drains: Drains, last: int) -> Iterator[int]:
@@ -51,12 +52,17 @@ def test_where_programs_begin(drains: Drains, expected: list[int]) -> None:
         assert drains.after(step) in {*expected, *starts(drains, 20)}
 
 
+def planner_of(data: str, drains: Drains) -> ProgramPlanner:
+    """Of two ranks that train asynchronously, six samples in two micro-batches at a time."""
+    case = make_case(CHOICE, 3, vocab=384)
+    plan = replace(case.plan, schedule="pipedream", global_batch=6, micro_batching=MicroBatching("packed", "fixed", 4))
+    return ProgramPlanner(plan, case.model, None, form_of(case.model, open_data(data)), drains=drains)
+
+
 def test_planners_and_ranks_agree_on_programs_of_several_batches(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine steps as five programs of two planners, which hold at most three batches each."""
-    case, values, opened = make_case(CHOICE, 3, vocab=384), MemoryValues(), open_data(data)
-    plan = replace(case.plan, schedule="pipedream", global_batch=6, micro_batching=MicroBatching("packed", "fixed", 4))
-    planner = ProgramPlanner(plan, case.model, None, form_of(case.model, opened), drains=Drains(3, (4,), (9,)))
-    source, job = BatchSource(data, samples_per_batch=6, num_steps=9), Job("job", b"k" * 32, 2)
+    values, opened, planner = MemoryValues(), open_data(data), planner_of(data, Drains(3, (4,), (9,)))
+    source, job, plan = BatchSource(data, samples_per_batch=6, num_steps=9), JOB, planner.plan
     for module in ("loader", "planners"):
         monkeypatch.setattr(f"penstock.data.{module}.open_store", lambda address, job, **_: Ring(values, job, wait_s=60))
     monkeypatch.setattr("penstock.data.planners._beat", lambda watch: None)
@@ -82,3 +88,16 @@ def test_planners_and_ranks_agree_on_programs_of_several_batches(data: str, monk
                 first = micros[0]
                 assert one.sample(step, first.samples[0], first.lengths[0], 0).inputs.shape == (first.lengths[0],)
         assert [decode(encode(one)) for one in programs] == programs == [parse_program(format_program(one)) for one in programs]
+
+
+def test_a_program_is_acknowledged_with_all_its_batches(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planner that takes over begins after the last that all ranks have: where a program begins, not in the middle of one."""
+    planner, source, job, values = planner_of(data, Drains(3)), BatchSource(data, samples_per_batch=6, num_steps=6), JOB, MemoryValues()
+    monkeypatch.setattr("penstock.data.loader.open_store", lambda address, job, **_: Ring(values, job, wait_s=60))
+    store = Ring(values, job, wait_s=60)
+    for step in (0, 3):
+        entries, _ = entries_of(planner, *source.open(), step)
+        store.publish(step, dict(enumerate(entries.values())))
+    loaders = [ProgramLoader(source, planner, rank, address="memory:", job=job, starts_planners=False) for rank in planner.plan.ranks]
+    assert [[one.program.iteration for one in loader] for loader in loaders] == [[0, 3], [0, 3]]
+    assert store.done() == 5

@@ -308,3 +308,11 @@ def test_names_and_limits() -> None:
     plan, cluster = CASES["one"]
     with pytest.raises(InputError, match="a ConfigMap holds"):
         kubernetes_objects(plan, cluster, "x" * 1_100_000, COMMAND)
+
+
+def test_kubernetes_asks_for_devices_by_their_makers_name() -> None:
+    for text, name in (("8xmi300x", "amd.com/gpu"), ("8xh100", "nvidia.com/gpu")):
+        plan = uniform_plan("gpt-tiny", text, tp=4, replicas=2, global_batch=8, micro_batch=1)
+        *_, job = kubernetes_objects(plan, resolve_cluster(text), "{}", COMMAND)
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        assert container["resources"] == {"limits": {name: 8}}

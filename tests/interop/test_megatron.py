@@ -106,6 +106,20 @@ def test_llamas() -> None:
     assert small["--rope-scaling-factor"] == "32.0" and "--untie-embeddings-and-output-weights" not in small
 
 
+def test_positions_reach_as_far_as_samples_do() -> None:
+    """Whichever side of a T5 is longer, and beyond what a Llama was made for where the plan is for longer samples."""
+    t5 = uniform_plan("t5-770m", "1xa100-40gb", global_batch=8, micro_batch=1)
+    for lengths in ((512, 128), (128, 512)):
+        found = options(replace(t5, seq_length=lengths[0], dec_length=lengths[1]))
+        assert (found["--encoder-seq-length"], found["--decoder-seq-length"]) == tuple(map(str, lengths))
+        assert found["--max-position-embeddings"] == "512"
+    llama = uniform_plan("llama-tiny", "1xa100-40gb", global_batch=8, micro_batch=1)
+    most = resolve_model("llama-tiny").config["seq_length"]
+    for length, expected in ((most // 2, most), (2 * most, 2 * most)):
+        found = options(replace(llama, seq_length=length))
+        assert (found["--seq-length"], found["--max-position-embeddings"]) == (str(length), str(expected))
+
+
 def test_bert_and_t5_come_with_a_note() -> None:
     bert = uniform_plan("bert-large", "2xa100-40gb", pp=2, global_batch=8, micro_batch=1)
     assert "# Note: Megatron-LM's BERT normalises before" in megatron_text(bert) and "pretrain_bert.py" in megatron_text(bert)

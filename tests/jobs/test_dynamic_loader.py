@@ -34,6 +34,9 @@ def test_every_sample_once_in_an_epoch(rows: list[dict[str, Any]], plan: Plan) -
     seen = sorted(sample for step in tokens_of(loader) for sample in step)
     assert seen == sorted(row["input_ids"][:-1] for row in rows)
     assert tokens_of(DynamicLoader(rows, whole, seed=1))[0] != tokens_of(DynamicLoader(rows, whole))[0]
+    uneven = tokens_of(DynamicLoader(rows, replace(plan, global_batch=40)))  # the last batch goes on into the next epoch
+    assert [len(step) for step in uneven] == [40, 40, 40]
+    assert {tuple(sample) for step in uneven for sample in step} == {tuple(sample) for sample in seen}
 
 
 def test_a_folder_and_given_lengths_are_the_same_samples(rows: list[dict[str, Any]], plan: Plan) -> None:

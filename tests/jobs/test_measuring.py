@@ -39,10 +39,11 @@ def test_a_profile_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first, again = (chosen_costs("measure", MODEL, cluster, "gpt-tiny") for _ in range(2))
     assert first[0] == again[0] and "earlier" in again[1] and "earlier" not in first[1] and made == ["fp32"]
     assert chosen_costs("measure", with_precision(MODEL, "fp16"), cluster, "gpt-tiny")[0] != first[0]
+    assert chosen_costs("measure", MODEL, resolve_cluster("4xcpu"), "gpt-tiny")[0] != first[0]  # where more ranks share the cores
     for _ in range(2):  # a failure is not kept
         with pytest.raises(PenstockError, match="no device"):
             chosen_costs("measure", with_precision(MODEL, "bf16"), cluster, "gpt-tiny")
-    assert made == ["fp32", "fp16", "bf16", "bf16"]
+    assert made == ["fp32", "fp16", "fp32", "bf16", "bf16"]
 
 
 def test_ops_are_measured_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ class Ending(callbacks.TrainerCallback):  # type: ignore[misc, name-defined]
     """Writes down what it hears, and asks for the end after a step."""
 
     def __init__(self, last: int) -> None:
-        self.last, self.heard = last, []  # type: ignore[var-annotated]
+        self.last, self.heard, self.epochs = last, [], []  # type: ignore[var-annotated]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.heard.append(("begin", args.max_steps))
@@ -30,6 +30,8 @@ class Ending(callbacks.TrainerCallback):  # type: ignore[misc, name-defined]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
         assert logs["loss"] == state.log_history[-1]["loss"] > 0
+        assert logs["epoch"] == state.epoch
+        self.epochs.append(state.epoch)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         self.heard.append(("end", state.global_step))
@@ -44,6 +46,7 @@ def test_a_callback_hears_and_ends_and_the_job_goes_on(rows: list[dict[str, Any]
     done = len(result.losses)
     assert 1 <= done < 5  # the step that ran when the end was asked for is finished too
     assert ending.heard == [("begin", 5), *(("step", step) for step in range(1, done + 1)), ("end", done)]
+    assert ending.epochs == [step * trainer.plan.global_batch / len(rows) for step in range(1, done + 1)]
 
     job = job_from(read_job(tmp_path / "run" / "job.yaml"), {"train.steps": done + 1}, "the job")
     assert job.train.lr == 1e-3

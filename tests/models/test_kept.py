@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from penstock.models.catalog import resolve_model
-from penstock.models.kept import kept_bytes, kept_per_op
+from penstock.models.kept import kept_bytes, kept_per_op, shortened
 from penstock.models.segments import segments
 from penstock.models.shapes import Shape
 
@@ -65,3 +67,13 @@ def test_recomputing_everything_keeps_what_enters_each_block(name: str) -> None:
         kept = kept_bytes(model, start, model.num_ops, SHAPE, recompute=range(model.num_ops - start))
         # T5's encoder output and bias tables enter many blocks, but are held once.
         assert kept <= entering if model.family == "t5" else kept == entering
+
+
+@pytest.mark.parametrize("name", ["gpt-1.3b", "t5-770m", "gpt-tiny"])
+def test_a_shortened_model_stands_for_every_op_of_the_whole(name: str) -> None:
+    model = resolve_model(name)
+    short, weights = shortened(model)
+    stands = Counter[str]()
+    for place, weight in zip(short.ops, weights, strict=True):
+        stands[place.op.signature] += weight  # type: ignore[assignment]
+    assert stands == Counter(place.op.signature for place in model.ops)

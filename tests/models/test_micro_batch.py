@@ -39,3 +39,8 @@ def test_rows_of_several_samples_are_shared_whole() -> None:
     assert batch.shape() == Shape.padded(3, 10)
     assert batch.even_bounds(2) == (0, 3, 5)
     assert [replace(batch, bounds={2: (0, 3, 5)}).shape(2, index) for index in range(2)] == [Shape.padded(2, 10), Shape.padded(1, 10)]
+
+
+def test_tokens_of_both_sides_are_shared_evenly() -> None:
+    micro = MicroBatch(0, (0, 1, 2, 3), "packed", (1, 1, 1, 9), (9, 1, 1, 1))
+    assert micro.even_bounds(2) == (0, 2, 4)  # 10 + 2 and 2 + 10

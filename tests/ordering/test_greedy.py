@@ -172,3 +172,13 @@ def test_a_split_backward_pass_may_fit_where_a_whole_one_does_not() -> None:
     assert_complete(best_greedy(workload), workload, (FORWARD, INPUT_GRAD, WEIGHT_GRAD))
     with pytest.raises(InfeasibleError):
         greedy(workload)
+
+
+def test_what_fits_nowhere_is_told_with_all_that_it_needs() -> None:
+    """Weights, what a micro-batch holds on all stages of its device, and the fullest moment of a pass."""
+    stored, workspace = np.array([[1.0, 5.0], [2.0, 6.0]]), np.zeros((4, 2, 2))
+    workspace[1, 1, 1] = 30.0
+    workload = workload_of(np.ones((2, 2, 2)), np.zeros((2, 1, 2)), devices=[0, 0], stored_bytes=stored, workspace_bytes=workspace,
+                           base_bytes=np.array([100.0]), limit_bytes=np.array([120.0]))  # fmt: skip
+    with pytest.raises(InfeasibleError, match="device 0 needs 141 bytes for micro-batch 1 alone, its limit is 120"):
+        greedy(workload)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,6 +41,13 @@ def test_bends_get_denser_and_their_errors_are_told() -> None:
     predicted = (measure(1024) * measure(4096)) ** 0.5
     assert errors[2048] == pytest.approx(predicted / measure(2048) - 1) and abs(errors[2048]) > 0.1
     assert errors[8192] == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+def test_an_interval_is_halved_so_often_and_no_more_however_wild_its_times(depth: int) -> None:
+    times = cycle((1.0, 50.0, 7.0, 400.0, 3.0))
+    errors = refine(2**8, 2**16, lambda size: next(times), depth=depth)
+    assert len(errors) == 4 * (2**depth - 1) and len({size for size, _ in errors}) == len(errors)
 
 
 @pytest.mark.parametrize("limit", [100, 256, 300, 5000, 100_000])

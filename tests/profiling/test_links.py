@@ -47,6 +47,28 @@ def test_a_message_takes_what_one_message_takes(monkeypatch: pytest.MonkeyPatch)
     assert found == {(kind, size): time_s for kind, time_s in kinds.items() for size in (1024, 4096)}
 
 
+def test_the_first_two_of_each_are_not_timed_and_nodes_are_counted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of nine messages that take 9, 8 … 1 seconds the median of the last seven counts; four ranks of nodes of three are on two nodes."""
+    clock, left = [0.0], [0]
+
+    def move(*given: object, **named: object) -> None:
+        left[0] = left[0] or 9
+        clock[0] += left[0]
+        left[0] -= 1
+
+    collectives = dict.fromkeys(("all_reduce", "all_gather", "broadcast"), move)
+    facts = {"is_initialized": lambda: True, "get_world_size": lambda: 4, "get_rank": lambda: 0, "get_backend": lambda group: "gloo"}
+    stand_in = SimpleNamespace(new_group=lambda ranks: None, barrier=lambda: None, ProcessGroup=None, **collectives, **facts)
+    monkeypatch.setattr(links, "dist", stand_in)
+    monkeypatch.setattr(links, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(links, "SIZES", (1024,))
+    monkeypatch.setattr(links, "_there_and_back", move)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    found = measure_links(torch.device("cpu"))
+    assert {point.time_s for point in found if point.kind != "transfer"} == {4.0}
+    assert {(point.num_ranks, point.num_nodes) for point in found} == {(2, 1), (4, 2)}
+
+
 FEW = SIZES[:6]
 """Up to a megabyte: the larger ones take seconds."""
 

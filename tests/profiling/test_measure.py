@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import pytest
@@ -14,7 +15,16 @@ from penstock.models.modules.batch import Batch
 from penstock.models.ops import Model
 from penstock.profiling.grid import Lengths, sweep_lengths
 from penstock.profiling.marks import CpuTimes
-from penstock.profiling.measure import OpMeasure, _host_of_whole, _run, _without_marks, measure_ops, random_carry, random_model_batch
+from penstock.profiling.measure import (
+    OpMeasure,
+    _host_of_whole,
+    _medians,
+    _run,
+    _without_marks,
+    measure_ops,
+    random_carry,
+    random_model_batch,
+)
 
 CPU = torch.device("cpu")
 FAMILIES = ("gpt-tiny", "llama-tiny", "bert-tiny", "t5-tiny", "resnet-tiny")
@@ -161,3 +171,17 @@ def test_a_shortened_model_has_the_same_distinct_ops() -> None:
         model = resolve_model(name)
         assert model.shortened(1).distinct_ops == model.distinct_ops
         assert max(copies for _, copies in model.shortened(2).runs) <= 2
+
+
+def test_medians_leave_the_first_of_many_copies_out() -> None:
+    """It pays for what the micro-batch makes once and shares. The spread is half of what lies between the quartiles."""
+    model = resolve_model("gpt-tiny")
+    places = [place for place in model.ops if place.op.name == "qkv"]
+    assert len(places) >= 3
+    times = [[(100.0 * (copy == 0) + run + 1, 2.0, 3.0, 4.0) for copy in range(len(places))] for run in range(5)]
+    books = [(1000.0 * (copy == 0) + 7.0, 8.0, 9.0) for copy in range(len(places))]
+    (found,) = _medians(places, times, books)
+    forward = [float(run + 1) for run in range(5) for _ in places[1:]]
+    low, _, high = statistics.quantiles([one + 2.0 for one in forward], n=4)
+    assert (found.forward_s, found.backward_s, found.forward_host_s, found.backward_host_s) == (3.0, 2.0, 3.0, 4.0)
+    assert found.spread == pytest.approx((high - low) / 2 / 5.0) and found.growth_bytes == 7.0

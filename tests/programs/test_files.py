@@ -51,6 +51,10 @@ def test_one_rank_of_several(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     paths = write_programs(tmp_path, CASE.programs)
     assert run(["check", str(paths[0])]) == 0
     assert "one rank of several" in " ".join(capsys.readouterr().out.split())
+    frees = [step for step in CASE.programs[0].instructions if not isinstance(step, i.Free)]
+    (path,) = write_programs(tmp_path / "broken", [msgspec.structs.replace(CASE.programs[0], instructions=tuple(frees))])
+    assert run(["check", str(path)]) == 2
+    assert "is not safe" in capsys.readouterr().err
 
 
 def test_a_damaged_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,3 +127,10 @@ def test_a_damaged_profile_is_no_reason_to_go_by_formula(tmp_path: Path) -> None
         (tmp_path / name).write_bytes(content)
         with pytest.raises(InputError, match=name):
             require_memory(replace(plan, costs=f"profile:{tmp_path / name}"), model, cluster_of(40e9))
+
+
+def test_the_rank_that_lacks_most_is_told_first() -> None:
+    model, plan = resolve_model("gpt-350m"), uniform_plan("gpt-350m", "4xa100-40gb", pp=4, global_batch=16, micro_batch=1)
+    held = peaks(plan, model)
+    problems = memory_problems(programs_of(plan, model), plan, model, cluster_of(0.9 * min(held)), Roofline())
+    assert [problem.rank for problem in problems] == sorted(range(4), key=lambda stage: -held[stage]) and len(set(held)) == 4

@@ -26,7 +26,7 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
 from penstock.plans.schema import write_plan
 from penstock.reports import span_lanes
-from penstock.reports.blocks import Facts, Spans, Text
+from penstock.reports.blocks import Facts, Lane, SpanKind, Spans, Text
 from penstock.reports.columns import packed, unpacked
 from penstock.reports.document import document, script
 from penstock.reports.pictures import pictures_of
@@ -294,3 +294,12 @@ def test_what_is_no_source_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not (tmp_path / "r.html").exists()
     assert run(["report", str(PLAN), "--out", str(tmp_path / "r.html"), "--steps", "9-1"]) == 2
     assert kind_of(PLAN)[0] == "plan"
+
+
+def test_times_of_spans_are_counted_from_where_their_lane_begins() -> None:
+    lanes = Lane("rank 0", "", "measured", 0, 2, begin_ns=100), Lane("rank 1", "", "measured", 2, 1, begin_ns=40)
+    gaps, lengths, none = (np.array(values) for values in ([5, 10, 1], [20, 30, 7], [0, 0, 0]))
+    spans = Spans("timeline", (SpanKind("forward", "F", "forward"),), lanes, gaps, lengths, none, none, np.arange(3))
+    found = table_of(spans)
+    assert found is not None
+    assert [(row[0], *row[4:]) for row in found[1]] == [("rank 0", 0, 105, 20), ("rank 0", 1, 135, 30), ("rank 1", 2, 41, 7)]

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from module_cases import PLAIN, GivenBatch, described, module_case, own_loop, plain_training, save_values
-from runtime_cases import Case, make_case
+from runtime_cases import Case, Choice, make_case
 from safetensors.torch import load_file
 from training_jobs import RandomSource
 
 from penstock.errors import InputError
 from penstock.models.description import model_to_description
+from penstock.models.modules import build_chain
+from penstock.models.modules.build import TORCH_DTYPES
 from penstock.models.modules.cutting.describing import describe_origin
 from penstock.models.ops import Model
 from penstock.models.stored import stored_name
@@ -24,8 +26,9 @@ from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.runtime.checkpoints.layout import WEIGHTS, stored_shapes
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.optimizing.optimizer import MASTER
-from penstock.runtime.parallel_module import Parallel, parallelize
+from penstock.runtime.parallel_module import Parallel, _OpenRank, parallelize
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
+from penstock.runtime.source import load_share
 from penstock.runtime.transport.world import ProcessGroups
 from penstock.runtime.workers import WorkerPool
 
@@ -77,7 +80,7 @@ def loop_alone(origin: str, case: Case, **settings: Any) -> tuple[Parallel, Any,
 def masters(model: Parallel) -> torch.Tensor:
     """All weights as the optimizer has them, laid flat one after the other."""
     held = [one.parameter for stage in model.rank.stages.values() for one in stage.held]
-    return torch.cat([model.rank.update.optimizer.state(one)[MASTER].flatten().clone() for one in held])
+    return torch.cat([model.rank.update.optimizer.state(one).get(MASTER, one.detach()).flatten().clone() for one in held])
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -174,3 +177,41 @@ def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(model, Parallel)
     with pytest.raises(InputError, match=r"the optimizer holds weights of another rank: make it with model.optimizer\(…\)."):
         list(model.parameters())
+
+
+ONE: Choice = {"family": "llama", "pp": 1, "tp": 1, "dp": 1, "replicas": 1, "schedule": "gpipe", "layout": "packed", "recompute": "none",
+               "cuts": "even", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
+
+
+def in_own_loop(case: Case) -> tuple[Parallel, list[Any]]:
+    """A case as a loop of one's own has it, and its batches."""
+    rank = _OpenRank(case.model, ProcessGroups())
+    rank.adopt(case.plan)
+    return Parallel(rank, case.model), [GivenBatch(program, RandomSource(case.model)) for program, *_ in case.programs()]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-4), ("fp16", 2e-2)])
+@pytest.mark.parametrize("clip", [None, 0.05, 1e6])
+def test_weights_move_as_far_as_their_gradients_say(dtype: str, tolerance: float, clip: float | None) -> None:
+    """By plain SGD, with torch's gradients beside it: the norm is theirs, clipping never makes them longer, fp16's scale shows nowhere."""
+    model, batches = in_own_loop(make_case(ONE, 3, iterations=2, precision=dtype))
+    plain = build_chain(make_case(ONE, 3, iterations=2).model)
+    for micro in batches[0].program.micro_batches:
+        needs = ("inputs", "labels")
+        plain(load_share(batches[0], batches[0].program, micro, (0, len(micro.samples)), needs, torch.device("cpu"), 0))["loss"].backward()
+    expected = torch.nn.utils.get_total_norm([one.grad for one in plain.parameters() if one.grad is not None]).item()
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    assert {own.dtype for own in model.rank.update.optimizer.parameters} == {TORCH_DTYPES[dtype]}
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 2.0**step)
+    for step, batch in enumerate(batches):
+        before = masters(model)
+        model.step(batch)
+        norm = expected if clip is None else model.clip_grad_norm_(clip).item()
+        assert step or norm == pytest.approx(expected, rel=tolerance)
+        optimizer.step()
+        optimizer.zero_grad()
+        moved = (masters(model) - before).double().norm().item()
+        if clip is not None or not step:
+            assert moved == pytest.approx(0.1 * 2.0**step * min(norm, clip or norm), rel=tolerance)
+        schedule.step()
+    assert model.steps == 2 and expected > 0.05

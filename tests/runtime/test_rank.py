@@ -27,6 +27,16 @@ def test_loss_and_accuracy_are_those_of_plain_torch(family: str) -> None:
     assert found.loss == pytest.approx(loss, rel=1e-6) and found.accuracy == pytest.approx(accuracy) and loss > 0
 
 
+@pytest.mark.parametrize("family", ["gpt", "t5", "vgg"])
+def test_tokens_of_both_sides_are_counted_and_images_once(family: str) -> None:
+    case = make_case(ONE | {"family": family, "layout": "padded"}, 6, iterations=1)
+    program = case.programs()[0][0]
+    micros = program.micro_batches
+    expected = sum(sum(one.lengths) + sum(one.dec_lengths) for one in micros) or sum(len(one.samples) for one in micros)
+    assert rank_of(case.plan, ProcessGroups(), TrainingSettings()).train(program).tokens.item() == expected
+    assert bool(micros[0].dec_lengths) == (family == "t5") and bool(micros[0].lengths) == (family != "vgg")
+
+
 def test_accuracy_is_seen() -> None:
     """All labels are the same, and the outputs all favour it: every one of them is hit."""
     case = make_case(ONE | {"family": "vgg", "layout": "padded"}, 6, iterations=1)

@@ -139,8 +139,7 @@ def test_no_two_adoptions_of_a_step_write_into_one_folder(monkeypatch: pytest.Mo
 
 def test_the_loss_scale_comes_back(tmp_path: Path) -> None:
     """A run that has found its scale goes on with it, and with the steps it has counted towards a larger one."""
-    case = make_case(ONE, 3, iterations=1, dtype="fp16")
-    case = replace(case, plan=replace(case.plan, precision="fp16"))
+    case = make_case(ONE, 3, iterations=1, precision="fp16")
     before, after = alone(case), alone(case)
     found = LossScale(value=128.0, good_steps=17)
     before.update.scale = found
@@ -153,12 +152,7 @@ def test_the_loss_scale_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("precision", "other"), [("bf16", "fp32"), ("fp32", "bf16"), ("bf16", "bf16"), ("fp16", "fp16")])
 def test_other_precisions(precision: str, other: str, pool: WorkerPool, tmp_path: Path) -> None:
     """Masters travel in fp32: after going to and fro in one precision everything is exactly as it was."""
-
-    def case(dtype: str) -> Case:
-        made = make_case(ONE, 3, iterations=BREAK + 1)
-        return replace(made, plan=replace(made.plan, precision=dtype), model=make_case(ONE, 3, 1, dtype=dtype).model)
-
-    one, two = case(precision), case(other)
+    one, two = (make_case(ONE, 3, iterations=BREAK + 1, precision=dtype) for dtype in (precision, other))
     unbroken = pool.run(train_part, one.plan, one.programs(), ADAMW, None, None)[0]
     before = pool.run(train_part, one.plan, one.programs()[:BREAK], ADAMW, None, tmp_path)[0]
     after = pool.run(train_part, two.plan, two.programs()[BREAK:], ADAMW, tmp_path, None)[0]

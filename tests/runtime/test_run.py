@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from losing_jobs import BEST_AT, LOST_AT, lose_rank_while_saving, lose_store
+from training_jobs import WAITED_S, train_waiting
 
 from penstock.data import open_data
 from penstock.plans.build import uniform_plan
@@ -18,13 +19,14 @@ from penstock.runtime.nodes.supervisor import Supervisor
 from penstock.runtime.rank import Evaluated
 from penstock.runtime.request import RECOVER, EvalRecord, TrainRequest
 from penstock.runtime.run import Run
+from penstock.runtime.run_folder import STEPS
 from penstock.runtime.run_inputs import held_out_programs, program_planner
 from penstock.runtime.steps.records import TrainedStep
 from penstock.runtime.steps.words import StepWord
 from penstock.runtime.telemetry.figures import RankFigures
-from penstock.runtime.telemetry.steps import StepRecord
+from penstock.runtime.telemetry.steps import StepRecord, read_steps
 from penstock.runtime.trainer import PlanTrainer
-from penstock.runtime.workers import WorkerError
+from penstock.runtime.workers import WorkerError, WorkerPool
 
 
 def test_an_evaluation_is_the_mean_over_its_batches() -> None:
@@ -98,3 +100,13 @@ def test_while_a_gpu_ends_a_step_the_next_is_prepared(kind: str, is_here: bool, 
     run.loader = SimpleNamespace(coming=lambda: coming if is_here else None)
     run._prepare_next()
     assert given == ([("next", coming)] if prepared else [])
+
+
+def test_each_step_is_told_its_own_waits(data: str, tmp_path: Path) -> None:
+    """Not those of all steps before it too."""
+    plan = uniform_plan("gpt-tiny", "1xcpu", global_batch=4, micro_batch=4, layout="packed")
+    request = TrainRequest(plan, data, 3, str(tmp_path / "run"))
+    with WorkerPool(1, timeout_s=250) as pool:
+        pool.run(train_waiting, request)
+    waits = [one.planning_wait_s or 0.0 for one in read_steps(tmp_path / "run" / STEPS)]
+    assert len(waits) == 3 and all(WAITED_S <= wait_s < 2 * WAITED_S for wait_s in waits)

@@ -13,9 +13,10 @@ import pytest
 
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
-from penstock.runtime.request import TrainRequest
+from penstock.runtime.request import PlanningSettings, TrainRequest
 from penstock.runtime.run_folder import own_folder, read_request, safe_step
 from penstock.runtime.run_lock import run_lock
+from penstock.runtime.settings import TrainingSettings
 
 
 def request_of(out: Path, **more: object) -> TrainRequest:
@@ -61,6 +62,16 @@ def test_the_same_run_goes_on_and_another_does_not(tmp_path: Path) -> None:
         own_folder(request_of(out, resume=str(foreign))).__enter__()
 
 
+def test_what_decides_batches_is_read_back(tmp_path: Path) -> None:
+    """Reports and traces of a run draw the same samples again, and count the same labels."""
+    planning = PlanningSettings(search_steps=3)
+    asked = request_of(tmp_path / "run", steps=7, settings=TrainingSettings(seed=5), prompt_loss=True, planning=planning)
+    with own_folder(asked):
+        found = read_request(tmp_path / "run")
+    assert (found.plan, found.steps, found.data) == (asked.plan, 7, str(Path(asked.data).resolve()))
+    assert (found.settings.seed, found.prompt_loss, found.planning.search_steps) == (5, True, 3)
+
+
 def test_what_is_safe_after_a_failure(tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert "nothing to go on from" in safe_step(request_of(out), 0)
@@ -92,6 +103,9 @@ def test_two_runs_at_once(tmp_path: Path) -> None:
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.communicate()
+    with (tmp_path / "lock").open("a") as lock:
+        lock.write("what a holder with a long name has said\n" * 20)
     for _ in range(2):
         with run_lock(tmp_path):
-            assert f"process {os.getpid()} on" in (tmp_path / "lock").read_text()
+            (told,) = (tmp_path / "lock").read_text().splitlines()  # of those before nothing
+            assert told.startswith(f"process {os.getpid()} on")

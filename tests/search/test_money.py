@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from penstock.clusters import resolve_cluster
+from penstock.errors import InputError
+from penstock.models import resolve_model
 from penstock.search import money
-from penstock.search.money import clusters_of, offers
+from penstock.search.money import clusters_of, num_steps, offers
 from penstock.search.space.families import families
 from penstock.search.space.request import Request
 
@@ -46,7 +48,8 @@ def test_several_processes_find_what_one_does(monkeypatch: pytest.MonkeyPatch) -
 
 def outcome(time_s: float, stopped: str = "") -> Any:
     """As much of an outcome as counts for money."""
-    choice = SimpleNamespace(estimate=SimpleNamespace(time_s=time_s, formula_s=time_s))
+    estimate, plan = SimpleNamespace(time_s=time_s, formula_s=time_s), SimpleNamespace(num_stages=2)
+    choice = SimpleNamespace(estimate=estimate, plan=plan)
     return SimpleNamespace(choices=[choice], bound_s=time_s, stopped=stopped)
 
 
@@ -79,3 +82,24 @@ def test_half_of_a_search_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(money, "search", lambda request, **_: outcome(1.0, "interrupted"))
     with pytest.raises(KeyboardInterrupt):
         offers(asked("2xg5.24xlarge"), 10)
+
+
+@pytest.mark.parametrize("model", ["gpt-tiny", "t5-tiny"])
+def test_steps_are_as_many_as_all_tokens_need(model: str) -> None:
+    """Tokens of both sides; a rest is trained too."""
+    request = Request.of(model, "1xp4d.24xlarge", 16, "roofline", None, (1,), math.inf)
+    described = resolve_model(model)
+    per_step = 16 * (described.seq_length + described.dec_length)
+    assert [num_steps(request, None, tokens) for tokens in (1.0, per_step, per_step + 1, 10.5 * per_step)] == [1, 1, 2, 11]
+    assert (num_steps(request, 7, None), num_steps(request, None, None)) == (7, 1)
+    with pytest.raises(InputError, match="give one of them"):
+        num_steps(request, 7, 1e6)
+
+
+def test_what_dominates_is_the_cheapest_that_does() -> None:
+    """Of two offers that are faster and cheaper."""
+    request = asked("1xp4d.24xlarge+1xg5.24xlarge")
+    named = {cluster.name: cluster for cluster in clusters_of(request.cluster)}
+    first, second, third = (money.Offer(cluster, outcome(1.0).choices[0], 1.0, hours, usd) for cluster, hours, usd in zip(
+        named.values(), (2.0, 1.0, 3.0), (5.0, 9.0, 20.0), strict=True))  # fmt: skip
+    assert [money._dominator(one, [first, second, third]) for one in (first, second, third)] == ["", "", first.cluster.name]

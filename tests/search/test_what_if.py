@@ -85,6 +85,14 @@ def test_each_limit_is_relaxed_alone() -> None:
     assert larger.runs[0].node.inter == node.inter
 
 
+def test_larger_devices_keep_the_networks_of_their_nodes() -> None:
+    request, _ = asked(uniform_plan("gpt-tiny", "2xp4d.24xlarge", replicas=16, global_batch=16, micro_batch=1))
+    there = {change: one.cluster.runs[0].node for change, one in relaxations(request)}
+    before, after = request.cluster.runs[0].node, there["a100-80gb instead of a100-40gb"]
+    assert (after.inter.bandwidth_bytes_per_s, after.num_rails) == (there["twice the memory"].inter.bandwidth_bytes_per_s, before.num_rails)
+    assert before.num_rails > 1 and after.num_devices == before.num_devices
+
+
 def twice(link: Link) -> Link:
     return replace(link, bandwidth_bytes_per_s=2 * link.bandwidth_bytes_per_s)
 
@@ -208,6 +216,8 @@ def test_the_next_device_has_no_less_of_anything() -> None:
             if found is not None:
                 assert found.memory_bytes >= 0.99 * device.memory_bytes  # an "80 GB" H100 has a little less than such an A100
                 assert found.peak_flops_per_s(dtype) >= device.peak_flops_per_s(dtype)
+                assert found.memory_bandwidth_bytes_per_s >= device.memory_bandwidth_bytes_per_s
+                assert found.intra.bandwidth_bytes_per_s >= device.intra.bandwidth_bytes_per_s
 
 
 def test_time_is_kept_even_for_a_large_cluster() -> None:

@@ -45,4 +45,8 @@ def _only_first(value: float) -> Callable[..., float]:
     return ask
 
 
-nvmlDeviceGetClockInfo, nvmlDeviceGetPowerUsage, nvmlDeviceGetTemperature = map(_only_first, (1980, 412_500, 61))
+nvmlDeviceGetPowerUsage, nvmlDeviceGetTemperature = map(_only_first, (412_500, 61))
+
+
+def nvmlDeviceGetClockInfo(handle: int, kind: int) -> float:
+    return _only_first({NVML_CLOCK_SM: 1980, NVML_CLOCK_MEM: 3201}[kind])(handle)

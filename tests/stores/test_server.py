@@ -41,6 +41,21 @@ def test_no_process_shows_the_password(shared_redis: RedisServer) -> None:
     assert shared_redis.password in shared_redis.address
 
 
+def test_what_a_killed_job_leaves_goes_by_itself(shared_redis: RedisServer) -> None:
+    """Days later: a job that waits for its server over a weekend still finds its programs."""
+    import redis
+
+    store = open_store(shared_redis.address, Job("killed", bytes(32), 1))
+    store.publish(0, {0: b"program"})
+    store.fetch(0, 0)
+    store.acknowledge(0, 0)
+    store.publish(1, {0: b"program"})
+    store.close()
+    with redis.Redis.from_url(shared_redis.address) as client:
+        left = [client.ttl(key) for key in client.scan_iter(match="penstock/killed/*")]
+    assert len(left) >= 2 and all(2 * 24 * 3600 < seconds <= 7 * 24 * 3600 for seconds in left)
+
+
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path, ending: signal.Signals) -> None:
     path = tmp_path / "store.json"

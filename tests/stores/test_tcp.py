@@ -15,6 +15,7 @@ from penstock.stores import tcp as tcp_module
 from penstock.stores import tcp_server as server_module
 from penstock.stores.listening import means_loopback
 from penstock.stores.proof import GREETING, NONCE_BYTES, PROOF_BYTES, proof
+from penstock.stores.ring import Ring
 from penstock.stores.tcp import TcpValues
 from penstock.stores.tcp_server import TcpServer
 
@@ -139,6 +140,13 @@ def test_who_proves_nothing_is_sent_away(server: TcpServer, monkeypatch: pytest.
 def test_a_wait_that_is_given_up_is_forgotten(server: TcpServer) -> None:
     with closing(TcpValues("127.0.0.1", server.port, KEY)) as values:
         assert values.wait("never", 0.05) is None and not server._awaited
+
+
+def test_a_store_that_is_closed_lets_go_of_its_connection(server: TcpServer) -> None:
+    values = TcpValues("127.0.0.1", server.port, KEY)
+    Ring(values, Job("job", KEY, 1)).close()
+    with pytest.raises(StoreError, match="was closed"):
+        values.read(["any"])
 
 
 def test_a_port_in_use_is_told() -> None:

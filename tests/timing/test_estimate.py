@@ -306,6 +306,19 @@ def test_the_last_device_to_be_done_ends_the_iteration() -> None:
     assert found.time_s == pytest.approx(ends_s[0]) and ends_s[0] == ends_s[2] > 1.01 * ends_s[1]
 
 
+def test_messages_that_the_clock_hides_take_nothing_of_an_iteration() -> None:
+    """What is neither pass nor message is bubble, and never less than nothing."""
+    found = estimated(plan_of(*TWO_STAGES))
+    own = dict(found.shares())
+    passes_s = sum(own[name] for name in ("forward", "backward", "recomputation", "tp collectives", "waiting for the host"))
+    idle_s = found.pipeline_s - passes_s
+    for left in (0.9, 0.5, 0.1, 0.0):
+        hidden_s = (1 - left) * idle_s
+        shares = dict(found.with_times(found.time_s - hidden_s, found.pipeline_s - hidden_s).shares())
+        assert min(shares.values()) >= -1e-12 and shares["transfers"] == pytest.approx(min(own["transfers"], left * idle_s), abs=1e-12)
+        assert sum(shares.values()) == pytest.approx(found.time_s - hidden_s)
+
+
 def test_what_takes_longer_is_dearer_and_does_less_a_second() -> None:
     found = estimated(plan_of(*TWO_STAGES), on=cluster(price=36.0))
     slower = found.with_times(2 * found.time_s, found.pipeline_s + found.time_s)
@@ -331,6 +344,18 @@ def test_micro_batches(batching: MicroBatching, expected: tuple[int, int]) -> No
     plan = dataclasses.replace(plan_of(*TWO_STAGES), micro_batching=batching)
     assert micro_batches(plan) == (expected[0], (expected[1],))
     assert estimated(plan).num_micro_batches == expected[1]
+
+
+def test_tokens_of_both_sides_share_a_micro_batch() -> None:
+    both = uniform_plan("t5-small", "1xa100-40gb", global_batch=8, micro_batch=1, seq_length=20)
+    plan = dataclasses.replace(both, dec_length=10, micro_batching=MicroBatching("padded", "dynamic", max_tokens=60))
+    assert micro_batches(plan) == (2, (4,))
+
+
+def test_tokens_of_both_sides_are_trained_on() -> None:
+    both = uniform_plan("t5-tiny", "1xa100-40gb", global_batch=8, micro_batch=2)
+    found = Estimator(resolve_model("t5-tiny"), resolve_cluster("1xa100-40gb"), Roofline()).estimate(both)
+    assert both.dec_length and found.tokens_per_s == pytest.approx(8 * (both.seq_length + both.dec_length) / found.time_s)
 
 
 def test_slow_ranks_get_smaller_parts() -> None:

@@ -5,16 +5,17 @@ A device's link moves 1000 bytes a second inside a node; a node's network moves 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from penstock.clusters import DEVICES, Cluster, Link, Node, NodeRun
-from penstock.models import Model
+from penstock.models import Model, TensorSpec
 from penstock.models.catalog import model_from_mapping
 from penstock.plans.degrees import DegreeRun
 from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
-from penstock.timing.messages import cut_times_s, gradient_sharing, sync_s, tied_s
+from penstock.timing.messages import cut_times_s, gradient_sharing, reshard_s, sync_s, tied_s
 
 INSIDE, NETWORK = 1000.0, 100.0
 CARRY_BYTES = 2 * 8 * 32 * 4
@@ -123,3 +124,47 @@ def test_a_tied_weight_is_summed_at_its_share_of_the_network(
     """One all-reduce between each pair of ends, while the other replicas' pairs do the same."""
     found = tied_s(gpt(tied=True), nodes(2), two_stages(first, second))
     assert found == [pytest.approx(TIED_BYTES / bandwidth)] * 2
+
+
+def test_a_rank_serves_those_of_a_wider_stage_one_after_the_other() -> None:
+    """One rank sends half of the samples to each of two, and gets the gradients of both: the whole carry at its own link's pace."""
+    wider = plan_of(Stage(0, 9, ((0,),)), Stage(9, 20, ((1, 2),), Degrees(1, 2)))
+    assert cut_s(wider, nodes(1, 4)) == [both(INSIDE)]
+    narrower = plan_of(Stage(0, 9, ((1, 2),), Degrees(1, 2)), Stage(9, 20, ((0,),)))
+    assert cut_s(narrower, nodes(1, 4)) == [both(INSIDE)]
+
+
+def test_nothing_comes_back_for_what_has_no_gradient() -> None:
+    """Beside the carry travel numbers of tokens, eight bytes each."""
+    plain = gpt()
+    ids = TensorSpec("ids", ("tokens",), dtype="int64", differentiable=False)
+    blocks = [replace(block, ops=tuple(replace(op, carry=(*op.carry, ids)) for op in block.ops)) for block, _ in plain.runs]
+    marked = replace(plain, runs=tuple((block, copies) for block, (_, copies) in zip(blocks, plain.runs, strict=True)))
+    (found,) = cut_times_s(lambda stage, op: marked, nodes(2), two_stages(((0,),), ((2,),)), 2, 0)
+    assert found == pytest.approx(((CARRY_BYTES + 2 * 8 * 8) / NETWORK, CARRY_BYTES / NETWORK))
+
+
+def test_samples_are_gathered_where_dp_falls_and_their_gradients_where_it_rises() -> None:
+    """Half of the carry goes to the other rank of two, at the pace inside a node."""
+    plan = plan_of(Stage(0, 20, ((0, 1),), Degrees(2, 1)))
+    wide, narrow = DegreeRun(0, 9, 1, 2), DegreeRun(9, 20, 2, 1)
+    time_s = pytest.approx(CARRY_BYTES / 2 / INSIDE)
+    assert reshard_s(gpt(), nodes(1), plan, 2, (0, 1), wide, narrow) == (time_s, 0.0)
+    assert reshard_s(gpt(), nodes(1), plan, 2, (0, 1), DegreeRun(0, 9, 2, 1), DegreeRun(9, 20, 1, 2)) == (0.0, time_s)
+    assert reshard_s(gpt(), nodes(1), plan, 2, (0, 1), wide, DegreeRun(9, 20, 1, 2)) == (0.0, 0.0)
+
+
+def test_what_an_op_does_not_share_is_not_summed_with_it() -> None:
+    """BERT's head has the embedding's table and a bias of its own."""
+    sizes = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "seq_length": 8, "vocab": 64, "dtype": "fp32"}
+    model = model_from_mapping({"family": "bert", **sizes}, "test", "tiny")
+    plan = plan_of(Stage(0, 9, ((0,),)), Stage(9, model.num_ops, ((2,),)))
+    assert tied_s(model, nodes(2), plan) == [pytest.approx(TIED_BYTES / NETWORK)] * 2
+
+
+def test_new_weights_are_gathered_in_their_own_dtype() -> None:
+    """ZeRO-1 of two ranks, gradients in fp32 and weights in bf16: half of four bytes is summed, half of two gathered."""
+    stage = Stage(0, 20, ((0,), (2,)), zero=1)
+    plan = replace(plan_of(stage), precision="bf16", gradients="fp32")
+    found = sync_s(nodes(2), plan, stage, DegreeRun(0, 20, 1, 1), 1000, 1)
+    assert found == pytest.approx((1000 * 4 / 2 + 1000 * 2 / 2) / NETWORK)

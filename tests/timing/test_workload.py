@@ -14,7 +14,7 @@ from penstock.timing.clock import peak_of_order, run_events, run_orders
 from penstock.timing.execution import execute
 from penstock.timing.order_memory import order_peak_bytes
 from penstock.timing.simulator import simulate
-from penstock.timing.workload import Workload, workload_of
+from penstock.timing.workload import Workload, links_of, workload_of
 
 KERNELS = anneal, list_schedule, peak_of_order, run_events, run_orders
 
@@ -49,3 +49,11 @@ def test_numbers_that_come_as_whole_arrays_as_parts_or_alone_compile_nothing_mor
 def test_a_workload_cannot_be_written() -> None:
     with pytest.raises(ValueError, match="read-only"):
         workload_of(np.ones((2, 2, 3))).durations_s[0] = 2.0
+
+
+def test_transfers_take_turns_on_what_they_share() -> None:
+    """A pair of devices in one direction, or all that a device sends; inside of one device there is nothing to wait for."""
+    assert links_of([0, 1, 2], "none").tolist() == [[-1, -1], [-1, -1]]
+    assert links_of([0, 1, 2], "pair").tolist() == [[0, 2], [1, 3]]
+    assert links_of([0, 1, 2], "device").tolist() == [[0, 1], [1, 2]]
+    assert links_of([0, 1, 1, 0], "pair").tolist() == [[0, -1, 1], [1, -1, 0]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,15 @@ def decoded(folder: Path, split: str) -> list[tuple[str, ...]]:
 def test_what_comes_out_is_what_went_in_less_what_was_cleaned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = [(f"question {i} {words(i % 30, i)}", f"answer {i}") for i in range(200)]
     second = [(f"other {i}", words(1 + i % 9)) for i in range(100)]
-    one = write_pairs(tmp_path / "one.jsonl", [*first, first[3], ("", "x"), ("x", " \n")])
+    one = write_pairs(tmp_path / "one.jsonl", [*first, first[3], ("", "x"), ("", "x"), ("x", " \n")])
     two = write_pairs(tmp_path / "two.jsonl", [first[0], *second])
     out = tmp_path / "out"
     arguments = ["prepare-data", str(one), str(two), "--train-tokenizer", "400", "--split", "8,1,1", "--out", str(out), "--json"]
     assert run([*arguments, "--weights", "3,1"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {name: told["counts"][name] for name in ("read", "empty", "duplicate", "kept")} == {
-        "read": 304,
-        "empty": 2,
+        "read": 305,
+        "empty": 3,
         "duplicate": 2,
         "kept": 300,
     }
@@ -65,6 +66,33 @@ def test_what_comes_out_is_what_went_in_less_what_was_cleaned(tmp_path: Path, ca
     assert sum(int(side.sum()) for side in train.lengths) == sum(told["splits"]["train"]["tokens"].values())
     assert train.mixture().shares() == [180, 60]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["one.jsonl", "out", "two.jsonl"]
+
+
+def test_pairs_that_read_alike_end_to_end_are_no_duplicates(tmp_path: Path) -> None:
+    pairs = [("one two", "three"), ("one ", "twothree"), ("one", " twothree")]
+    prepare_text(TextRequest((write_pairs(tmp_path / "a.jsonl", pairs),), tmp_path / "out", train_tokenizer=300, split=(1.0, 0.0, 0.0)))
+    assert sorted(decoded(tmp_path / "out", "train")) == sorted(pairs)
+
+
+def test_a_tokenizer_is_trained_on_what_is_trained_on(tmp_path: Path) -> None:
+    """Each sample says a word of its own again and again: of those that are held out the tokenizer has never seen the word."""
+    letters = "abcdefghijklmnopqrst"
+    own = ["".join(letters[(7 * i + 3 * i * place + place) % 20] for place in range(8)) for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": " ".join([word] * 40)}) + "\n" for word in own))
+    out = tmp_path / "out"
+    prepare_text(TextRequest((tmp_path / "a.jsonl",), out, train_tokenizer=1000, split=(1.0, 1.0, 0.0), end_token="none"))
+    tokens = {split: open_data(out, split).lengths[0].tolist() for split in ("train", "validation")}
+    assert len(set(own)) == 20 and len(tokens["train"]) == len(tokens["validation"]) == 10
+    assert max(tokens["train"]) <= 41 and min(tokens["validation"]) >= 80
+
+
+def test_others_may_read_what_was_prepared_as_far_as_the_umask_lets_them(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        prepare_text(TextRequest((write_pairs(tmp_path / "a.jsonl", [("a", "b")]),), tmp_path / "out", train_tokenizer=300))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o755
 
 
 def test_order_within_a_task_is_that_of_its_file(tmp_path: Path) -> None:
@@ -119,6 +147,22 @@ def test_over_long_samples(tmp_path: Path, policy: Any, expected: int) -> None:
     assert max(data.lengths[0]) <= 20 and max(data.lengths[1]) <= 8
     assert all(int(data[i]["target"][-1]) == manifest.end_token for i in range(len(data)))
     assert manifest.counts["truncated" if policy == "truncate" else "over-long"] == 10
+
+
+def test_a_target_keeps_its_end_token_at_every_length(tmp_path: Path) -> None:
+    path = write_pairs(tmp_path / "a.jsonl", [(f"{i}", words(i)) for i in range(1, 20)])
+    request = TextRequest((path,), tmp_path / "whole", train_tokenizer=400, split=(1.0, 0.0, 0.0))
+    prepare_text(request)
+    whole = open_data(tmp_path / "whole")
+    lengths = [len(whole[i]["target"]) for i in range(19)]
+    for limit in sorted({length - 1 for length in lengths})[1:4]:  # as long as one of them is without its end
+        out = tmp_path / str(limit)
+        tokenizer = str(tmp_path / "whole" / "tokenizer.json")
+        found = prepare_text(replace(request, out=out, tokenizer=tokenizer, train_tokenizer=None, limits=(None, limit)))
+        cut = [open_data(out)[i]["target"].tolist() for i in range(19)]
+        for before, after in zip((whole[i]["target"].tolist() for i in range(19)), cut, strict=True):
+            assert after == (before if len(before) <= limit else [*before[: limit - 1], found.end_token])
+        assert found.counts["truncated"] == sum(length > limit for length in lengths)
 
 
 BAD = [

@@ -199,3 +199,14 @@ def test_training_lowers_the_loss(family: str, layout: Any) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.97 * losses[0], losses
+
+
+def test_tokens_without_a_type_are_of_the_first() -> None:
+    """As BERT's own modules have it where no types are given."""
+    model = small_model("bert")
+    chain, batch = loud_chain(model), make_batch(model, "packed")
+    own = batch.side("own")
+    assert own.types is not None and own.types.any()
+    given = None, torch.zeros_like(own.types), own.types
+    losses = [chain(replace(batch, own=replace(own, types=types)))["loss"].item() for types in given]
+    assert losses[0] == losses[1] != losses[2]

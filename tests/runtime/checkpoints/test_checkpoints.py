@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from chain_pieces import chain_layouts, chain_pieces
+from disk_order import DiskOrder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_models import small_batch, small_model
@@ -48,6 +49,23 @@ def save(folder: Path, ranks: Sequence[Iterable[TensorPiece]], step: int = 1, st
 def random_rows(data: st.DataObject, rows: int) -> list[tuple[int, int]]:
     cuts = sorted({0, rows, *data.draw(st.lists(st.integers(0, rows), max_size=3))})
     return list(pairwise(cuts))
+
+
+def test_all_of_a_checkpoint_is_on_disk_before_it_has_its_name_and_before_it_is_the_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut at any moment leaves what was whole before, and `latest` names nothing that is not there."""
+    disk = DiskOrder(monkeypatch)
+    ranks = [[TensorPiece("weights/w", (4,), ((2 * rank, 2 * rank + 2),), torch.zeros(2))] for rank in range(2)]
+    whole = save(tmp_path, ranks).path
+    files = sorted(path.name for path in whole.iterdir())
+    assert files == [MANIFEST, "rank-00000.safetensors", "rank-00001.safetensors"]
+    assert all(disk.is_synced_before(whole / name, whole) for name in files)
+    assert disk.is_synced_before(whole, whole) and disk.is_synced_after(whole, whole / MANIFEST)
+    assert disk.is_synced_before(tmp_path, tmp_path / LATEST)
+    named = disk.events.index(("named", str(whole)))
+    assert ("synced", str(tmp_path)) in disk.events[named : disk.events.index(("named", str(tmp_path / LATEST)))]
+    assert disk.is_synced_after(tmp_path, tmp_path / LATEST)
 
 
 @quick

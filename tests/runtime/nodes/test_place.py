@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.cli.main import run as main
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.references import cluster_of
-from penstock.runtime.nodes.place import node_key, node_place, ranks_of_nodes, store_key
-from penstock.runtime.request import NodePlace
+from penstock.runtime.nodes.place import node_facts, node_key, node_place, ranks_of_nodes, store_key, threads_here
+from penstock.runtime.request import NodePlace, TrainRequest
+from penstock.runtime.settings import LearningRate, TrainingSettings
 from penstock.stores.sealing import KEY_FILE_VARIABLE, KEY_VARIABLE
 
 
 def test_ranks_of_nodes() -> None:
     plan = uniform_plan("gpt-tiny", "3xp4d.24xlarge", global_batch=16, micro_batch=4, pp=4, dp=4)
     assert ranks_of_nodes(plan, cluster_of(plan)) == [tuple(range(8)), tuple(range(8, 16))]
+
+
+def test_processes_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that have work under a plan, and not those of other nodes."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+    plan = uniform_plan("gpt-tiny", "2xp4d.24xlarge", global_batch=16, micro_batch=4, pp=4, dp=4)
+    fewer = uniform_plan("gpt-tiny", "2xp4d.24xlarge", global_batch=16, micro_batch=4, pp=2, dp=2)
+    request = TrainRequest(plan, "data", 1, "run")
+    for place, own, threads in ((None, plan, 1), (0, plan, 2), (1, plan, 2), (0, fewer, 4), (1, fewer, 16)):
+        here = replace(request, node=None if place is None else NodePlace(place, "host", 1))
+        assert threads_here(here, own) == threads
 
 
 def test_where_node_0_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +57,18 @@ def test_the_options_go_together(tmp_path: object, capsys: pytest.CaptureFixture
     assert main(["train", "plan.json", "--node-rank", "1"]) == 2
     assert main(["train", "--model", "gpt-tiny", "--data", "x.jsonl", "--out", f"{tmp_path}/run", "--master", "a:1"]) == 2
     assert "--master goes with a plan file, not with a job" in capsys.readouterr().err
+
+
+def test_nodes_are_asked_for_the_same(data: str) -> None:
+    """Whatever is another on one of them is told before they train past each other."""
+    plan = uniform_plan("gpt-tiny", "2xcpu", global_batch=8, micro_batch=4)
+    request = TrainRequest(plan, data, 10, "run")
+    changes = {
+        "--steps": {"steps": 11}, "--on-death": {"on_death": "recover"}, "--copies": {"copies": 3}, "--spares": {"spares": 1},
+        "plan": {"plan": replace(plan, schedule="gpipe")}, "--seed": {"settings": TrainingSettings(seed=1)},
+        "learning": {"settings": TrainingSettings(LearningRate(1.0))},
+    }  # fmt: skip
+    facts = node_facts(request)
+    for name, change in changes.items():
+        other = node_facts(replace(request, **change))
+        assert other.keys() == facts.keys() and other[name] != facts[name], name

@@ -109,3 +109,11 @@ def test_a_channel_tells_what_was_said_and_who_is_gone(monkeypatch: pytest.Monke
         one.close()
         assert isinstance(other.take(), Gone)
         other.close()
+
+
+def test_a_message_of_more_than_anybody_sends_is_refused_at_once() -> None:
+    """Whoever holds the key and has gone mad would be read into memory otherwise."""
+    with pair() as (server, _, _, its):
+        its.sendall((1 << 40).to_bytes(8, "big") + bytes(32))
+        with pytest.raises(SealedSocketError, match="a message has 1099511627776 bytes; 268435456 is the most"):
+            server.receive()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from training_jobs import RandomSource, rank_of
 
 from penstock.errors import InputError
 from penstock.models.modules import build_chain
+from penstock.models.modules.build import TORCH_DTYPES
 from penstock.runtime.optimizing.optimizer import make_optimizer
 from penstock.runtime.optimizing.update import LossScale
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
@@ -25,9 +25,12 @@ def test_the_loss_scale_falls_on_overflow_and_rises_after_a_while() -> None:
     for overflowed, value in ((False, 8.0), (True, 4.0), (False, 4.0), (False, 4.0), (False, 8.0), (False, 8.0), (True, 4.0)):
         scale.after(overflowed)
         assert scale.value == value
-    low = LossScale(value=1.0)
+    low, high = LossScale(value=1.0), LossScale(value=2.0**23, patience=1)
     low.after(True)
     assert low.value == 1.0
+    for _ in range(3):  # a hundred thousand steps without an overflow do not end in one that is sure
+        high.after(False)
+    assert high.value == 2.0**24
 
 
 def test_a_norm_to_clip_to_is_above_zero() -> None:
@@ -78,10 +81,10 @@ ONE: Choice = {"family": "llama", "pp": 1, "tp": 1, "dp": 1, "replicas": 1, "sch
 @pytest.mark.parametrize("clip", [None, 0.05, 1e6])
 def test_a_step_is_as_long_as_the_norm_that_is_left(dtype: str, tolerance: float, clip: float | None) -> None:
     """By plain SGD: what weights move by is the rate of the step times the norm, or what it is clipped to; fp16's scale shows nowhere."""
-    case = make_case(ONE, 3, iterations=3, dtype=dtype)
+    case = make_case(ONE, 3, iterations=3, precision=dtype)
     rates = LearningRate(0.4, warmup_steps=4)
     settings = TrainingSettings(rates, OptimizerSettings("sgd", weight_decay=0.0, momentum=0.0), clip_norm=clip)
-    rank = rank_of(replace(case.plan, precision=dtype), ProcessGroups(), settings, model=case.model)
+    rank = rank_of(case.plan, ProcessGroups(), settings)
     plain, (program, *_) = build_chain(make_case(ONE, 3, iterations=1).model), case.programs()[0]
     for micro in program.micro_batches:
         bounds, needs = (0, len(micro.samples)), ("inputs", "labels")
@@ -92,6 +95,7 @@ def test_a_step_is_as_long_as_the_norm_that_is_left(dtype: str, tolerance: float
         optimizer = rank.update.optimizer
         return torch.cat([optimizer.state(own).get("master", own.detach()).reshape(-1).clone() for own in optimizer.parameters])
 
+    assert {own.dtype for own in rank.update.optimizer.parameters} == {TORCH_DTYPES[dtype]}
     for number, (program, *_) in enumerate(case.programs()):
         before, result = weights(), rank.train(program)
         assert result.norm is not None and not result.skipped
@@ -100,6 +104,20 @@ def test_a_step_is_as_long_as_the_norm_that_is_left(dtype: str, tolerance: float
         moved = (weights() - before).double().norm().item()
         assert moved == pytest.approx(0.1 * (number + 1) * min(norms[-1], clip or math.inf), rel=tolerance)
     assert norms[1] == pytest.approx(norms[0], rel=tolerance) and norms[0] > 0.05
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_changes_nothing_though_its_gradients_are(loss: float) -> None:
+    case = make_case(ONE, 3, iterations=1)
+    rank = rank_of(case.plan, ProcessGroups(), TrainingSettings(on_nan="skip"))
+    for held in rank.stages[0].held:
+        assert held.parameter.grad is not None
+        held.parameter.grad.fill_(0.5)
+    before = [own.detach().clone() for own in rank.update.optimizer.parameters]
+    result = rank.update.step(0, torch.tensor(loss), 1)
+    assert result.skipped and result.norm is not None and result.norm.isfinite()
+    assert all(map(torch.equal, before, rank.update.optimizer.parameters))
+    assert not any(held.parameter.grad.any() for held in rank.stages[0].held if held.parameter.grad is not None)
 
 
 def test_gradients_are_multiplied_in_fp32() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,15 @@ def test_the_newest_of_copies_and_checkpoints_counts(tmp_path: Path) -> None:
     copy(copies, 100)  # the last step, after which there is nothing left to tell
     run.hear(StepTold(21, 1.0, 1.0))
     assert run.go_on([0], "dead") == GoingOn(20, True)
+
+
+def test_a_death_after_the_last_checkpoint_goes_back_to_the_one_before_it(tmp_path: Path) -> None:
+    """The last one has nothing left to train, and what the run came to is still to be told."""
+    run, _ = followed(tmp_path)
+    save(tmp_path, 90)
+    save(tmp_path, 100)
+    run.hear(StepTold(99, 1.0, 1.0))
+    assert run.go_on([0], "dead") == GoingOn(90, False) and run.request.resume.endswith("step-90")
 
 
 def test_what_was_left_for_an_earlier_checkpoint_is_not_gone_back_to(tmp_path: Path) -> None:
@@ -150,5 +160,10 @@ def test_copies_without_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(recovery, "_free_bytes", lambda: 100_000)
     with pytest.raises(InputError, match=r"have learned take 0\.0\d+ GB, but this machine has 0\.0001 GB of memory left. Use --copies 0"):
         require_room_for_copies(TrainRequest(PLAN, "data", 1, "run"), model_of(PLAN))
+    needed = 2 * 3 * 4 * model_of(PLAN).num_parameters  # two copies of weights and both moments in fp32
+    for free, fits in ((needed - 1, False), (needed, True)):
+        monkeypatch.setattr(recovery, "_free_bytes", lambda free=free: free)
+        with nullcontext() if fits else pytest.raises(InputError, match="Use --copies 0"):
+            require_room_for_copies(TrainRequest(PLAN, "data", 1, "run"), model_of(PLAN))
     monkeypatch.undo()
     require_room_for_copies(TrainRequest(PLAN, "data", 1, "run"), model_of(PLAN))

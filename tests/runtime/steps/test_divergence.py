@@ -64,6 +64,14 @@ def weights_of(rank: OpenRank) -> list[torch.Tensor]:
     return [held.parameter.detach().clone() for held in rank.stages[0].held]
 
 
+def test_of_many_samples_the_first_are_named_and_the_others_counted() -> None:
+    rank = opened(hole=3)
+    work = ReplicaWork((MicroBatch(0, tuple(range(20)), "padded"),), tuple(gpipe(1, 1)))
+    program = lower(PLAN, model_of(PLAN), [work], 0)[0]
+    told = describe_divergence(rank, program, rank.train(program))
+    assert f"samples {', '.join(map(str, range(16)))} and 4 more: the loss" in told
+
+
 @pytest.mark.parametrize("on_nan", ["stop", "skip"])
 def test_a_loss_is_traced_to_its_samples(on_nan: str) -> None:
     rank, program = opened(hole=3, on_nan=on_nan), next(programs())

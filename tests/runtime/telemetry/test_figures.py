@@ -67,3 +67,9 @@ def test_a_bug_is_no_lack_of_costs() -> None:
         meter, _ = meter_of(gpu=False)
     with pytest.raises(KeyError):
         meter.expect(1.0)
+
+
+def test_steps_of_one_program_share_its_figures() -> None:
+    figures = RankFigures(8.0, 4.0, 2.0, 1.0, 16.0, 6.0)
+    assert figures.shared_out(1) == figures
+    assert figures.shared_out(4) == RankFigures(2.0, 1.0, 0.5, 0.25, 4.0, 1.5)

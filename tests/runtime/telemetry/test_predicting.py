@@ -83,6 +83,24 @@ def test_peaks_are_those_of_the_samples_there_are(data: str) -> None:
     assert predict_peaks(*run_inputs(TrainRequest(long, data, 5, "run")), STEPS)[0] < found[0]
 
 
+def test_peaks_are_those_of_the_step_with_the_most_tokens(data: str) -> None:
+    source, planner = run_inputs(TrainRequest(plan_of(pp=2), data, 8, "run"))
+    _, batches = source.open()
+    fullest = max(range(8), key=lambda step: batches[step].num_tokens)
+    assert predict_peaks(source, planner, range(8)) == predict_peaks(source, planner, range(fullest, fullest + 1))
+    assert len({batches[step].num_tokens for step in range(8)}) > 1
+
+
+def test_updates_of_all_stages_of_a_rank_are_its_own(data: str) -> None:
+    """Of an interleaved pipeline a rank has several, and updates one after the other."""
+    plan = plan_of(pp=2, chunks=2, schedule="interleaved")
+    cluster = cluster_of(plan)
+    stages = Estimator(model_of(plan), cluster, open_costs(plan.costs, cluster)).estimate(plan).stages
+    parts = predict_steps(*run_inputs(TrainRequest(plan, data, 5, "run")), STEPS).parts
+    expected = [stages[rank].optimizer_s + stages[rank + 2].optimizer_s for rank in (0, 1)]
+    assert [parts[rank].update_s for rank in (0, 1)] == pytest.approx(expected)
+
+
 def test_images_and_other_schedules_are_predicted_as_the_plan_is(data: str, tmp_path: Path) -> None:
     records = np.zeros((20, 3073), np.uint8)
     (tmp_path / "data_batch_1.bin").write_bytes(records.tobytes())

@@ -161,7 +161,7 @@ def library(**changes: Any) -> Any:
 def test_samples_have_their_units() -> None:
     first, second = Nvml(library(), "GPU-a").sample(), Nvml(library(), "GPU-b").sample()
     assert (first.device, first.utilisation, first.memory_used_bytes) == ("GPU-a", 0.75, 10**9)
-    assert (first.sm_clock_hz, first.power_w, first.temperature_c) == (1.98e9, 412.5, 61.0)
+    assert (first.sm_clock_hz, first.memory_clock_hz, first.power_w, first.temperature_c) == (1.98e9, 3.201e9, 412.5, 61.0)
     assert (second.device, second.utilisation, second.sm_clock_hz, second.power_w) == ("GPU-b", 0.75, None, None)
 
 

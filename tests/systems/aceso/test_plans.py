@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -303,3 +304,15 @@ def test_an_inconsistent_plan_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="num_gpus has 2 entries"):
         write_aceso_plan(tmp_path / "plan.json", plan_for("gpt", "350M", [], 315, num_gpus=(1, 1)))
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_plan_inside_one_node_sends_nothing_over_the_network(small_tables: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(small_tables / "aceso", tmp_path / "aceso")
+    sizes, speeds = (folder / "p2p_inter_node.csv").read_text().splitlines()
+    (folder / "p2p_inter_node.csv").write_text(f"{sizes}\n{', '.join(str(float(speed) / 100) for speed in speeds.split(','))}\n")
+    plan = plan_for("gpt", "350M", [100, 200], 315, micro_batch_size=4)
+    fast, slow = (AcesoTables.open(one) for one in (small_tables / "aceso", folder))
+    inside, crossing = ([score_plan(plan, tables, per_node) for tables in (fast, slow)] for per_node in (8, 2))
+    assert inside[0] == inside[1]
+    later = [its.messages_s > 1.5 * mine.messages_s for mine, its in zip(crossing[0].stages, crossing[1].stages, strict=True)]
+    assert later == [False, True, True]  # the second of three stages sends to another node, and the third receives

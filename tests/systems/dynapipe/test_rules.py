@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_tables import dynapipe_tables
 
 from penstock.batching.costs import PipelineCosts
 from penstock.batching.lengths import read_lengths
@@ -190,3 +191,27 @@ def test_layers_follow_the_lengths(small_tables: Path) -> None:
     assert (
         plan_batch(samples, dynapipe_costs(table, config)).predicted_s < 0.98 * plan_batch(samples, dynapipe_costs(table, even)).predicted_s
     )
+
+
+def test_messages_between_nodes_take_the_networks_time(small_tables: Path) -> None:
+    """Two stages of two GPUs on each node of four: 4 ms, and 100 Gbit/s, over the cut between the nodes alone."""
+    config, costs = prepared(small_tables / "dynapipe", "gptA", gpus_per_node=4)
+    table, _ = open_configuration(small_tables / "dynapipe" / "gptA")
+    bits = table.dimensions.hidden * 16
+    inside, between = [0.0, bits / 2400e9, 0.0], [0.004, bits / 100e9, 0.0]
+    assert costs.hops[0] == pytest.approx(np.array([[inside, between, inside]] * 2)) and config.pp == 4
+    _, encoder = prepared(small_tables / "dynapipe", "t5C")
+    assert (encoder.hops[0, 0, :, 2] > 0).tolist() == [False, False, True]  # a decoder stage sends the encoder's output too
+    assert (encoder.hops[0, 1, :, 2] > 0).tolist() == [False, True, True]
+
+
+def test_weights_are_those_of_the_mode_that_has_most(tmp_path: Path) -> None:
+    """Profiles of modes differ a little in what they say of the same weights."""
+    folder = dynapipe_tables(tmp_path / "tables")
+    for path in folder.glob("*_model_state.csv"):
+        head, *rows = path.read_text().splitlines()
+        cells = [row.split(",") for row in rows]
+        path.write_text("\n".join([head, *(",".join([*c[:3], str(float(c[3]) * (2 if c[1] == "full" else 1))]) for c in cells)]) + "\n")
+    modes = ("none",), ("full",), ("none", "full"), ("full", "none")
+    state = {rc: prepared(folder, "gptA", rc=rc)[1].state_bytes.tolist() for rc in modes}
+    assert state["none", "full"] == state["full", "none"] == state["full",] != state["none",]

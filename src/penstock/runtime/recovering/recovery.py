@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from penstock.errors import InputError, PenstockError
 from penstock.models.ops import Model
 from penstock.plans.texts import format_ranks
-from penstock.runtime.checkpoints.folder import latest_checkpoint, step_of
+from penstock.runtime.checkpoints.folder import latest_checkpoint, step_of, whole_checkpoints
 from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.recovering.copies import SLOTS
 from penstock.runtime.request import GoingOn, StepTold, TrainRequest, TrainResult
@@ -180,8 +180,9 @@ class RunRecovery:
 
     def _newest(self) -> GoingOn:
         """The newest step that is whole, of those before the end: of all steps the run tells what they came to."""
-        saved = latest_checkpoint(Path(self.request.out) / CHECKPOINTS)
-        saved_step = -1 if saved is None or step_of(saved) >= self.request.steps else step_of(saved)
+        written = reversed(whole_checkpoints(Path(self.request.out) / CHECKPOINTS))
+        saved = next((one for one in written if step_of(one) < self.request.steps), None)
+        saved_step = -1 if saved is None else step_of(saved)
         copied = None if self._copies is None else self._copies.newest(self.request.steps)
         if copied is not None and copied >= max(saved_step, self._first_step):
             return GoingOn(copied, True)
