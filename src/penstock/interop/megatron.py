@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError
+from penstock.interop.torchrun import comment
 from penstock.plans.grid import BlockPart, Grid, grid_of, refusal, whole_layers
 from penstock.plans.references import cluster_of, model_of
 from penstock.schedules.rules import CHUNKED_SCHEDULE, DEFAULT_SCHEDULE
@@ -36,7 +37,8 @@ def megatron_text(plan: Plan, model: Model | None = None, cluster: Cluster | Non
     script = f"pretrain_{'gpt' if model.family == 'llama' else model.family}.py"
     world = grid.tp * grid.pp * grid.dp
     remarks = [
-        f"{model.name} on {world} GPUs: tensor {grid.tp} x data {grid.dp} x pipeline {grid.pp}, {grid.num_micro_batches} micro-batches.",
+        f"{comment(model.name)} on {world} GPUs: tensor {grid.tp} x data {grid.dp} x pipeline {grid.pp}, "
+        f"{grid.num_micro_batches} micro-batches.",
         f"Use: grep -v '^#' THIS_FILE | xargs torchrun --nproc-per-node {world} {script}  (several nodes: as torchrun wants it)",
         "Still to be given: data, tokenizer, learning rate, number of iterations.",
         *_NOTES.get(model.family, ()),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.errors import InputError
+from penstock.interop.torchrun import comment
 from penstock.plans.grid import BlockPart, Grid, grid_of, refusal, whole_layers
 from penstock.plans.references import cluster_of, model_of
 
@@ -81,7 +82,7 @@ def torchtitan_recipe(plan: Plan, model: Model | None = None, cluster: Cluster |
         settings.insert(0, ("model_spec", f'model_registry("{flavor}")'))
     narrow, oftener = plan.precision == "bf16" and plan.gradients != "fp32", grid.zero == 1 and grid.num_micro_batches > 1
     return _RECIPE.format(
-        model=model.name, world=grid.tp * grid.pp * grid.dp, imports="\n".join(imports), base=base,
+        model=_documented(model.name), world=grid.tp * grid.pp * grid.dp, imports="\n".join(imports), base=base,
         stages=f"{len(grid.parts)} {'stage' if len(grid.parts) == 1 else 'stages'}",
         parts=_parts(grid) if grid.pp > 1 else "", note=narrow * _NARROW + oftener * _OFTENER,
         body="\n".join(f"    config.{name} = {value}" for name, value in settings),
@@ -91,6 +92,11 @@ def torchtitan_recipe(plan: Plan, model: Model | None = None, cluster: Cluster |
 def _parts(grid: Grid) -> str:
     rows = (f"    [{', '.join(map(_quoted, module_fqns(part)))}]," for part in grid.parts)
     return "\n".join(["", "MODULE_FQNS_PER_MODEL_PART = [", *rows, "]", ""])
+
+
+def _documented(name: str) -> str:
+    """A name, which may be anybody's, as text that cannot end the docstring it stands in."""
+    return comment(name).replace("\\", "\\\\").replace('"', '\\"')
 
 
 def _quoted(text: str) -> str:
