@@ -37,7 +37,9 @@ def torchtitan(recipes: list[str]) -> list[Any]:
             with torch.device("meta"):
                 modules = [name for name, _ in config.model_spec.model.build().named_modules() if name.count(".") <= 1]
             recomputed = type(config.activation_checkpoint).__qualname__
-            found.append({"parallelism": asdict(own), "training": asdict(config.training), "modules": modules, "recomputed": recomputed})
+            ropes = [asdict(layer.attention.rope) for layer in config.model_spec.model.layers]
+            found.append({"parallelism": asdict(own), "training": asdict(config.training), "modules": modules, "recomputed": recomputed,
+                          "ropes": ropes, "eps": config.model_spec.model.norm.eps})  # fmt: skip
     return found
 
 

@@ -94,6 +94,14 @@ def test_torchtitan_takes_shards_and_other_sizes(understood: dict[str, Any]) -> 
     assert small["parallelism"]["data_parallel_replicate_degree"] == 2 and small["recomputed"] == "NoneType"
 
 
+def test_torchtitan_turns_positions_as_planned(understood: dict[str, Any]) -> None:
+    plain, _, small = understood["torchtitan"]
+    assert len(plain["ropes"]) == 32 and {rope["scaling"] for rope in plain["ropes"]} == {"none"} and plain["eps"] == 1e-5
+    newer = {"theta": 500000, "scaling": "llama", "scaling_factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+             "original_max_position_embeddings": 8192}  # fmt: skip
+    assert len(small["ropes"]) == 16 and all(rope.items() >= newer.items() for rope in small["ropes"])
+
+
 def test_deepspeed_takes_its_configuration(understood: dict[str, Any]) -> None:
     assert understood["deepspeed"][0] == [64, 4, 8, 1, True, "fp32", "adamw", "bf16"]
 

@@ -59,6 +59,8 @@ def require_model(model: Model) -> None:
         raise InputError(f"{TARGET} cannot express {what}, which model '{model.name}' has.")
     if model.family == "llama":
         _rope_scaling(c["rope_scaling"])
+        if c["rope_theta"] % 1:
+            raise InputError(f"{TARGET} cannot express rope_theta {c['rope_theta']} of model '{model.name}': its --rotary-base is whole.")
     if model.family == "t5" and c["gated"]:
         raise InputError(f"{TARGET} cannot express the gated MLP of a T5 1.1.")
 
@@ -172,7 +174,7 @@ def _rope_scaling(scaling: Mapping[str, Any] | None) -> Flags:
     if not scaling:
         return []
     fixed = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if any(scaling.get(name) != value for name, value in fixed.items()):
+    if "factor" not in scaling or any(scaling.get(name) != value for name, value in fixed.items()):
         raise InputError(f"{TARGET} cannot express the rotary scaling {dict(scaling)}. It has Llama 3's: {fixed} and a factor.")
     return [("--use-rope-scaling",), ("--rope-scaling-factor", str(scaling["factor"]))]
 
