@@ -38,6 +38,7 @@ __all__ = [
     "out",
     "print_error",
     "print_json",
+    "print_json_line",
     "progress",
     "say",
     "table",
@@ -117,6 +118,11 @@ def print_error(message: str) -> None:
 def print_json(value: Any) -> None:
     """Prints `value` as the one JSON object of a `--json` command."""
     print(json.dumps(value, indent=2, allow_nan=False, default=_plain))
+
+
+def print_json_line(value: Any) -> None:
+    """Prints `value` as one of many JSON objects, each in a line of its own, at once: others read while they come."""
+    print(json.dumps(value, allow_nan=False, default=_plain), flush=True)
 
 
 def _plain(value: Any) -> Any:
