@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import select
 import sys
@@ -183,8 +184,21 @@ def _debugging() -> bool:
     return os.environ.get(_TRACEBACK_VARIABLE, "0") not in ("", "0")
 
 
+def _take_any_streams() -> None:
+    """Makes what a verb prints go wherever stdout and stderr lead, so that neither decides how it ends: letters that stdout's encoding
+    lacks become `?`, and streams that were closed (`>&-`) lead nowhere."""
+    # A file would be given the number of a closed stream, and get what processes of ours print.
+    while (nowhere := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(nowhere, True)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    sys.stdout = sys.stdout or os.fdopen(nowhere, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(nowhere, "w", encoding="utf-8", closefd=False)
+
+
 def main() -> None:
     """Entry point of the `penstock` script."""
+    _take_any_streams()
     try:
         status = run(sys.argv[1:])
         sys.stdout.flush()
