@@ -78,6 +78,30 @@ def test_one_command_and_what_comes_after_it(texts: Path, tmp_path: Path, capsys
     assert len(read_plan(out / "plan.json").ranks) == 2
 
 
+def test_a_job_goes_on_from_another_folder(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file has absolute paths; one that has them as they were typed reports no change."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    (here / "chats.jsonl").write_bytes(texts.read_bytes())
+    (here / "two.yaml").write_text("nodes: [{device: cpu, gpus: 1}]\n", encoding="utf-8")
+    (here / "mine.yaml").write_text("base: gpt-tiny\n", encoding="utf-8")
+    monkeypatch.chdir(here)
+    words = ("train", "--model", "mine.yaml", "--data", "chats.jsonl", "--out", "run", "--cluster", "two.yaml", "--tokens-per-batch", "400")
+    trained(capsys, *words, "--steps", "2")
+    job = here / "run" / "job.yaml"
+    monkeypatch.chdir(there)
+    found = trained(capsys, "train", str(job), "--steps", "3")
+    assert found["first_step"] == 2 and found["changed"] == ["train.steps: 2 → 3"] and list(there.iterdir()) == []
+    monkeypatch.chdir(here)
+    job.write_text(job.read_text(encoding="utf-8").replace(f"{here}/", ""), encoding="utf-8")
+    found = trained(capsys, *words, "--steps", "4")
+    assert found["first_step"] == 3 and found["changed"] == ["train.steps: 3 → 4"]
+
+
+
 @pytest.mark.parametrize("model", ["gpt-tiny", f"module:{NET}:make"], ids=["before anything is saved", "a net, after a checkpoint"])
 def test_a_killed_run_goes_on_by_the_same_command(model: str, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From its beginning, or from its checkpoint, here under another plan: the next step has the loss that it had before."""
