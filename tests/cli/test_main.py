@@ -9,10 +9,11 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy
 import pytest
@@ -192,6 +193,36 @@ def test_closed_pipe_is_quiet(python: list[str]) -> None:
         os.close(write_end)
     assert done.stderr == ""
     assert done.returncode == 1
+
+
+def commands() -> Iterator[tuple[list[str], Any]]:
+    """Every command, with the words that lead to it."""
+    for verb in VERBS:
+        found = frame._load(verb)
+        if hasattr(found, "commands"):
+            yield from (([verb.name, name], inner) for name, inner in found.commands.items())
+        else:
+            yield [verb.name], found
+
+
+def test_no_option_is_given_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    """One of two values would be ignored; lists take as many as there are."""
+    several = set()
+    for words, command in commands():
+        for option in command.params:
+            if option.param_type_name != "option":
+                continue
+            once = option.opts[:1] if option.is_flag else [option.opts[0], "1"]
+            status = run([*words, *once, *once])
+            told = capsys.readouterr().err
+            if option.multiple:
+                several.add(option.opts[0])
+                assert "times" not in told
+            else:
+                assert status == 2 and f"error: {option.opts[0]} is given 2 times. Give it once." in told, (words, option.opts)
+    assert {"--set", "--kill", "--slow"} <= several
+    assert run(["--debug", "--debug", "list"]) == 2
+    assert run(["search", "--model=gpt-tiny", "--model", "gpt-tiny"]) == 2  # however it is written
 
 
 OPEN_ONE = """

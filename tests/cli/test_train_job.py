@@ -33,7 +33,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(texts: Path, out: Path, *options: str) -> list[str]:
-    return ["train", "--model", "gpt-tiny", "--data", str(texts), "--out", str(out), "--tokens-per-batch", "400", *options]
+    usual = [] if "--model" in options else ["--model", "gpt-tiny"]
+    return ["train", *usual, "--data", str(texts), "--out", str(out), "--tokens-per-batch", "400", *options]
 
 
 def trained(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -106,9 +107,9 @@ def test_a_job_goes_on_from_another_folder(
 def test_a_killed_run_goes_on_by_the_same_command(model: str, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From its beginning, or from its checkpoint, here under another plan: the next step has the loss that it had before."""
     out, is_net = tmp_path / "run", model != "gpt-tiny"
-    given = command(texts, out, "--model", model, "--cluster", "1xcpu", "--checkpoint-every", "3" if is_net else "400")
+    given = command(texts, out, "--model", model, "--checkpoint-every", "3" if is_net else "400")
     losses: dict[int, float | None] = {}
-    with launched([*given, "--steps", "400"], tmp_path) as launcher:
+    with launched([*given, "--cluster", "1xcpu", "--steps", "400"], tmp_path) as launcher:
         while launcher.status is None:
             os.killpg(launcher.pid, signal.SIGSTOP)  # what is looked at stays as it is until it is killed
             saved = latest_checkpoint(out / "checkpoints")
@@ -120,7 +121,7 @@ def test_a_killed_run_goes_on_by_the_same_command(model: str, texts: Path, tmp_p
         assert launcher.status is None, launcher.ended()
     begin = 0 if saved is None else step_of(saved)
     assert (begin > 0) is is_net and len(read_plan(out / "plan.json").ranks) == 1
-    found = trained(capsys, *given, "--steps", str(begin + 1), *(("--cluster", "2xcpu") if is_net else ()))
+    found = trained(capsys, *given, "--steps", str(begin + 1), "--cluster", "2xcpu" if is_net else "1xcpu")
     assert (found["first_step"], found["losses"]) == (begin, pytest.approx([losses[begin]], rel=1e-5))
     assert len(read_plan(out / "plan.json").ranks) == (2 if is_net else 1)
 

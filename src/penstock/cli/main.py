@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 
 import penstock
 from penstock.cli import console
+from penstock.cli.once import OnceCommand, refuse_twice
 from penstock.errors import InputError, PenstockError, near_misses
 
 __all__ = ["VERBS", "Verb", "main", "run"]
@@ -66,6 +67,10 @@ VERBS: tuple[Verb, ...] = (
 class LazyGroup(TyperGroup):
     """Lists verbs from the table and imports a verb's module only when that verb is called or its help asked for."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        refuse_twice(self, ctx, args)
+        return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str, Any, list[str]]:
         name, *rest = args
         verbs = {verb.name: verb for verb in VERBS}
@@ -95,7 +100,7 @@ def _load(verb: Verb) -> Any:
     target = getattr(import_module(f"penstock.cli.{verb.module}"), verb.module)
     if not isinstance(target, typer.Typer):
         function, target = target, typer.Typer(add_completion=False)
-        target.command(verb.name)(function)
+        target.command(verb.name, cls=OnceCommand)(function)
     return typer.main.get_command(target)
 
 

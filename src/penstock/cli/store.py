@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.console import JsonFlag, err, out, print_json
+from penstock.cli.once import OnceCommand
 from penstock.cli.options import file_to_write
 from penstock.errors import InputError, PenstockError
 
@@ -33,7 +34,7 @@ def _store() -> None:
     """
 
 
-@store.command("start")
+@store.command("start", cls=OnceCommand)
 def start(
     host: Annotated[str, typer.Option(help="Address to listen on; strangers can reach any but loopback.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 0,
