@@ -33,7 +33,7 @@ FIND, LOOK = "penstock.search.search", "penstock.data.text.prepare.look"
         (f"{PREPARE} --train-tokenizer 300 --out texts.jsonl", LOOK, "--out: 'texts.jsonl' cannot be written"),
         (f"{PREPARE} --image-size 32 --out data", LOOK, "--image-size: for images; what is given are texts. Leave it out"),
         (f"{PREPARE} --vocab-size 99 --out data", LOOK, "--vocab-size: for HDF5 shards; what is given are texts"),
-        ("prepare-data images --fields text=body --out data", "penstock.data.images.prepare_images", "--fields: for texts; what is given are"),
+        ("prepare-data images --fields text=body --out data", "penstock.data.images.prepare_images", "--fields: for texts; what is given"),
         ("batch --lengths texts.jsonl --plan PLAN --out folder", "penstock.batching.lengths.read_lengths", "'folder' cannot be written"),
         ("simulate PLAN --trace folder", "penstock.plans.schema.read_plan", "--trace: 'folder' cannot be written"),
         ("simulate PLAN --figure drawing.bmp", "penstock.plans.schema.read_plan", "drawing.bmp"),

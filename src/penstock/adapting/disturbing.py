@@ -16,7 +16,7 @@ from typing import Literal
 
 from penstock.adapting.events import RunEvent, append_event
 from penstock.adapting.loads import LOOK_S, LoadBeside, LoadWithin
-from penstock.errors import InputError
+from penstock.errors import InputError, shell_words
 from penstock.plans.plan import Plan
 from penstock.plans.ranks import pairs_of
 from penstock.processes.burners import MAX_FACTOR
@@ -56,7 +56,7 @@ def running(folder: Path) -> RunningRun:
     """The run of a folder; refused if it does not run, not here, or for another user."""
     plan = plan_of_run(folder)
     if not is_held(folder):
-        raise InputError(f"run '{folder}' is not running on this machine. Start it with `penstock train … --out '{folder}'`.")
+        raise InputError(f"run '{folder}' is not running on this machine. Start it with `penstock train … {shell_words('--out', folder)}`.")
     found = {rank: process for rank in plan.ranks if (process := read_process(folder, rank)) is not None and process.is_here}
     if not found:
         raise InputError(f"run '{folder}' has no rank at work on this machine: it is starting, or ending. Try again in a moment.")

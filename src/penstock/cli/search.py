@@ -18,7 +18,7 @@ from penstock.cli.search_answer import SearchAnswer, why_first
 from penstock.cli.search_options import MAX_HOPS, SCHEDULE_NAMES, TOP, limit_bytes, parse_schedules, parse_sizes
 from penstock.cli.search_record import Trail, write_record
 from penstock.cli.search_tables import TABLES, search_tables
-from penstock.errors import InputError, near_misses
+from penstock.errors import InputError, near_misses, shell_words
 from penstock.schedules.rules import SCHEDULES
 from penstock.systems import TableSearch
 
@@ -248,7 +248,8 @@ def _target(text: str) -> Target | None:
 
     target = parse_target(text, "--export") if text else None
     if target and target.system == WEIGHTS:
-        raise InputError(f"--export is '{text}': a plan has no weights. Export those of a checkpoint: penstock export RUN --to {text}")
+        other = shell_words("penstock", "export", "RUN", "--to", text)
+        raise InputError(f"--export is '{text}': a plan has no weights. Export those of a checkpoint: {other}")
     return target
 
 
