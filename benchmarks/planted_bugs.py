@@ -351,6 +351,16 @@ _INTEROP = (
          '"parts": [*accumulate(len(part) for part in grid.parts)]', "off by one", "interop/test_deepspeed.py"),
     _bug("Megatron recomputes one layer", "interop/megatron.py", '("--recompute-method", "block"), ("--recompute-num-layers", str(most))',
          '("--recompute-method", "block"), ("--recompute-num-layers", "1")', "a number forgotten", "interop/test_megatron.py"),
+    _bug("a model's name ends a recipe's docstring", "interop/torchtitan.py", '.replace(\'"\', \'\\\\"\')', "",
+         "whoever trains with the recipe runs what somebody called a model", "cli/test_export.py", pick="any_name"),
+    _bug("a model's name is an option", "interop/megatron.py", "{comment(model.name)} on", "{model.name} on",
+         "later lines of the name are flags", "cli/test_export.py", pick="any_name"),
+    _bug("fp32 sums without ZeRO", "interop/deepspeed.py", "    if grid.zero or not mixed:\n", "    if True:\n",
+         "DeepSpeed refuses them as it starts", "interop/test_deepspeed.py", pick="another_dtype"),
+    _bug("positions are turned as in Llama 3.1", "interop/torchtitan.py", 'found["scaling"] = _quoted("none")', "pass",
+         "torchtitan trains another model", "interop/test_torchtitan.py"),
+    _bug("any eps will do", "interop/torchtitan.py", '"vocab": 128256, "eps": 1e-5,', '"vocab": 128256,', "a field that is not compared",
+         "interop/test_torchtitan.py", pick="seen_or_refused"),
 )  # fmt: skip
 _SYSTEMS = (
     _bug("any name in a pickle is known", "systems/plain_pickle.py", "if (module, attribute) not in _KNOWN:", "if False:",
@@ -658,6 +668,20 @@ _REPORTS = (
          "a page elsewhere reads the run", "reports/test_live.py", pick="strangers"),
 )  # fmt: skip
 _CLI = (
+    _bug("a stream decides how a command ends", "cli/main.py", 'sys.stdout.reconfigure(errors="replace")', "pass",
+         "an arrow that latin-1 lacks fails a training that is done", "cli/test_main.py", pick="streams"),
+    _bug("a file takes the place of stdout", "cli/main.py", "os.O_RDWR)) <= 2:", "os.O_RDWR)) < 0:",
+         "what ranks print is written into it", "cli/test_main.py", pick="closed_stream"),
+    _bug("the last of two options counts", "cli/once.py", "        if count > 1:", "        if count > 2:",
+         "the first is ignored in silence", "cli/test_main.py", pick="twice"),
+    _bug("a followed event takes several lines", "cli/events.py", "            print_json_line(_fields(event))",
+         "            print_json(_fields(event))", "who reads lines gets pieces", "cli/test_events.py", pick="each_line"),
+    _bug("lengths are searched for a file that cannot hold them", "cli/search.py", "if target and target.system not in LAUNCHERS:",
+         "if False:", "minutes of search for nothing", "cli/test_search.py", pick="refuse_before"),
+    _bug("told commands are not quoted", "errors.py", "return shlex.join(map(str, words))", 'return " ".join(map(str, words))',
+         "a shell takes a path apart, or runs it", "cli/test_told_commands.py"),
+    _bug("a quoted path is broken", "cli/console.py", 'found[0].replace(" ", _NO_BREAK)', "found[0]", "what is copied has a line end in it",
+         "cli/test_told_commands.py", pick="terminal"),
     _bug("a simple plan hides the fastest", "cli/search_lengths.py", "top=max(2, top)", "top=top", "nobody says why it is first",
          "cli/test_search.py", pick="says_why"),
     _bug("beaten choices are shown first", "cli/pareto.py", "key=lambda offer: (bool(offer.dominated_by), offer.hours)",
@@ -725,6 +749,8 @@ _SCREEN = (
          "models/test_huggingface.py"),
 )  # fmt: skip
 _DISTURBING = (
+    _bug("the first rank is struck before the second is looked for", "cli/disturb.py", "        require_rank(target, kind, rank, first)\n",
+         "        pass\n", "a command that is refused has killed", "cli/test_disturb.py", pick="nothing_is_struck"),
     _bug("the most that a rank saw counts", "runtime/devices/clock.py", "agree(int(seen.min()))", "agree(int(seen.max()))",
          "ranks slow down in different steps", "runtime/devices/test_clock.py"),
     _bug("half a line is read", "timing/asked.py", '*lines, _half = self._path.read_bytes().split(b"\\n")',
@@ -913,6 +939,10 @@ _ADAPTING = (
          "            pass\n        elif", "what was asked for is left at once", "adapting/test_watching.py", pick="is_asked_for_stays"),
 )  # fmt: skip
 _JOBS = (
+    _bug("a job's paths are of the folder it began in", "jobs/starting.py", "write_job(out / JOB, anywhere(self.job))",
+         "write_job(out / JOB, self.job)", "from another folder it begins anew", "cli/test_train_job.py", pick="another_folder"),
+    _bug("a path that is written otherwise is a change", "jobs/job_file.py", "before, after, found = anywhere(before), anywhere(after), []",
+         "found = []", "older runs get another plan", "jobs/test_job_file.py", pick="every_folder"),
     _bug("answers begin a token late", "data/forms.py", "counted[max(0, first - 1) :", "counted[first :",
          "the first token of every answer is not learned", "data/text/test_chats.py", pick="says_counts"),
     _bug("a family of ours is always native", "models/huggingface.py", "prefix if native else TRANSFORMERS", "prefix",

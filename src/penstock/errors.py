@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable
 
-__all__ = ["InfeasibleError", "InputError", "PenstockError", "ProfileMissingError", "near_misses"]
+__all__ = ["InfeasibleError", "InputError", "PenstockError", "ProfileMissingError", "near_misses", "shell_words"]
 
 
 class PenstockError(Exception):
@@ -37,3 +38,12 @@ def near_misses(name: str, known: Iterable[str]) -> str:
     if close:
         return f"Did you mean {' or '.join(repr(c) for c in close)}?"
     return f"Known: {', '.join(names)}."
+
+
+def shell_words(*words: object) -> str:
+    """A command that is told, to be copied into a shell: words that a shell would take apart or run are quoted.
+
+    >>> shell_words("penstock", "check", "my plan.json")
+    "penstock check 'my plan.json'"
+    """
+    return shlex.join(map(str, words))

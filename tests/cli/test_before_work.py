@@ -31,6 +31,9 @@ FIND, LOOK = "penstock.search.search", "penstock.data.text.prepare.look"
         (f"{PREPARE} --train-tokenizer 300 --end-token <end> --out data", LOOK, "not with '<end>'"),
         (f"{PREPARE} --train-tokenizer 300 --out full", LOOK, "--out: 'full' exists and is not an empty folder"),
         (f"{PREPARE} --train-tokenizer 300 --out texts.jsonl", LOOK, "--out: 'texts.jsonl' cannot be written"),
+        (f"{PREPARE} --image-size 32 --out data", LOOK, "--image-size: for images; what is given are texts. Leave it out"),
+        (f"{PREPARE} --vocab-size 99 --out data", LOOK, "--vocab-size: for HDF5 shards; what is given are texts"),
+        ("prepare-data images --fields text=body --out data", "penstock.data.images.prepare_images", "--fields: for texts; what is given"),
         ("batch --lengths texts.jsonl --plan PLAN --out folder", "penstock.batching.lengths.read_lengths", "'folder' cannot be written"),
         ("simulate PLAN --trace folder", "penstock.plans.schema.read_plan", "--trace: 'folder' cannot be written"),
         ("simulate PLAN --figure drawing.bmp", "penstock.plans.schema.read_plan", "drawing.bmp"),
@@ -48,6 +51,8 @@ def test_it_is_told_at_once(
     Path("folder").mkdir()
     Path("full").mkdir()
     Path("full/kept").touch()
+    Path("images/cats").mkdir(parents=True)
+    Path("images/cats/one.png").touch()
     Path("texts.jsonl").write_text('{"text": "a"}\n')
     before = sorted(tmp_path.rglob("*"))
 

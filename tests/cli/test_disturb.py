@@ -6,7 +6,9 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -80,17 +82,23 @@ def test_a_run_that_begins_anew_forgets_what_was_asked_of_the_one_before(tmp_pat
         assert not (tmp_path / "run" / ASKED).exists()
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """Of a run of 100 steps on paced devices, three of them done, whose ranks are all this process."""
+@contextmanager
+def run_on(tmp_path: Path, device: str) -> Iterator[Path]:
+    """The folder of a run of 100 steps, three of them done, whose ranks are all this process."""
     out = tmp_path / "run"
     with own_folder(TrainRequest(plan_for(tmp_path), str(tmp_path), 100, str(out))):
         log = LineLog(out / "steps.jsonl")
         for step in range(3):
             log.write(StepRecord(step))
         log.close()
-        with named_process(out, 0, "paced"), named_process(out, 1, "paced"), named_process(out, 2, "paced"):
+        with named_process(out, 0, device), named_process(out, 1, device), named_process(out, 2, device):
             yield out
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    with run_on(tmp_path, "paced") as out:
+        yield out
 
 
 @pytest.mark.parametrize(
@@ -118,6 +126,26 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def test_what_is_refused(folder: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], message: str) -> None:
     assert run(["disturb", str(folder), *options]) == 2
     assert message in " ".join(capsys.readouterr().err.split()) and not (folder / ASKED).exists() and not (folder / "faults").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--kill", "99"), ("--kill", "1@lunch"), ("--freeze", "99"), ("--freeze", "1@"), ("--node", "0"), ("--slow", "foo"),
+        ("--slow", "7=2"), ("--slow", "1=0"), ("--slow", "1=nan"), ("--link", "0-1"), ("--link", "0-2=4"), ("--link", "0-9=2"),
+        ("--data", "-1"), ("--data", "x"), ("--from", "2"), ("--from", "1000"), ("--steps", "-1"), ("--slow", "1=2", "--from", "1000"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("device", ["paced", "cpu"])
+def test_nothing_is_struck_where_anything_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, wrong: tuple[str, ...]
+) -> None:
+    struck: list[Any] = []
+    monkeypatch.setattr(disturbing.os, "kill", lambda *which: struck.append(which))
+    with run_on(tmp_path, device) as out:
+        for given in (("--kill", "0", *wrong), (*wrong, "--kill", "0"), ("--freeze", "0@update", *wrong)):
+            assert run(["disturb", str(out), *given]) == 2
+    assert struck == [] and not (out / "faults").exists() and not (out / ASKED).exists() and list(read_events(out)) == []
 
 
 def test_what_is_asked_begins_soon(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,6 +76,13 @@ def test_events_are_followed_until_the_run_ends(folder: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.count("noticed") == 2
 
 
+def test_followed_events_are_an_object_in_each_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder, SLOW, DATA, ALIKE)
+    assert run(["events", str(folder), "--follow", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["cause"] for event in found] == ["compute", "data", "costs"]
+
+
 def test_a_calm_run_an_unwatched_one_and_none_at_all(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["events", str(folder)]) == 0
     assert "nothing has been noticed" in capsys.readouterr().err

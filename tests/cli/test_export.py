@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import shlex
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ import yaml
 
 from penstock.cli.export import LAUNCHERS, TARGETS
 from penstock.cli.main import run
+from penstock.interop.megatron import megatron_flags
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.schema import plan_from_dict, read_plan, write_plan
@@ -148,3 +153,33 @@ def test_a_plan_over_imported_tables(small_tables: Path, tmp_path: Path, capsys:
     assert read_aceso_plan(tmp_path / "a.json") == own
     assert run(["export", str(path), "--to", f"megatron:{tmp_path / 'm.txt'}"]) == 2
     assert "Megatron-LM has no model like 'gpt_350M'" in capsys.readouterr().err
+
+
+HOSTILE = (
+    'x"""\nimport os\nos.mkdir("hacked")\n"""', "x\n--exit-on-missing-checkpoint\n$(mkdir hacked)", '\\"""\rmkdir hacked', "ends in \\",
+    'ends in "', "`mkdir hacked`'; mkdir hacked; '", "x\u2028y\x85mkdir hacked\x0cz", "---\nkind: Pod", "{note} %s", "日本",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_model_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports are code: a model that somebody else described must not run with them."""
+    monkeypatch.chdir(tmp_path)
+    plan = uniform_plan("llama-8b", "4xh100-80gb", pp=2, replicas=2, zero=1, global_batch=64, micro_batch=4)
+    plan = replace(plan, model={"base": "llama-8b", "name": name})
+    write_plan("plan.json", plan)
+    for target in ("megatron", "torchtitan", "deepspeed", *LAUNCHERS):
+        assert run(["export", "plan.json", "--to", f"{target}:{target}.out"]) == 0
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.out")}
+    recipe = ast.parse(texts["torchtitan"])
+    assert [type(node) for node in recipe.body] == [ast.Expr, ast.ImportFrom, ast.Assign, ast.FunctionDef]
+    assert (ast.get_docstring(recipe) or "").startswith(" ".join(name.split()) + " on 4 GPUs")
+    flags = [line for line in texts["megatron"].split("\n") if not line.startswith("#")]
+    assert shlex.split(" ".join(flags)) == megatron_flags(plan) and "".join(flags).isprintable()
+    assert json.loads(texts["deepspeed"])["penstock"]["model"] == name
+    assert [found["kind"] for found in yaml.safe_load_all(texts["kubernetes"])] == ["Service", "ConfigMap", "Job"]
+    for launcher in ("slurm", "torchrun"):
+        assert subprocess.run(["bash", "-n", f"{launcher}.out"], capture_output=True, check=True).stderr == b""
+        # Every word of the name is in a comment, so that the rest is that of any other.
+        code = [line for line in texts[launcher].split("\n") if not line.startswith("#")]
+        assert "hacked" not in "".join(code) and "kind: Pod" not in code

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_lines import with_last_values
 
 from penstock.cli.main import run
 from penstock.models import resolve_model
@@ -193,7 +194,7 @@ def test_a_topology_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_wrong_files_of_dynpipe(
     source: str, more: list[str], message: str, dynpipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["import", source.format(folder=dynpipe), "--out", str(tmp_path / "plan.json"), *more]) == 2
+    assert run(with_last_values(["import", source.format(folder=dynpipe), "--out", str(tmp_path / "plan.json"), *more])) == 2
     told = capsys.readouterr()
     assert message in " ".join(told.err.split()) and "Traceback" not in told.err and told.out == ""
     assert not (tmp_path / "plan.json").exists()
@@ -255,7 +256,7 @@ def test_wrong_plans_of_aceso(source: str, more: list[str], message: str, tmp_pa
         "broken": aceso_plan("gpt", "350M", counts, num_gpus=[2]),
     }.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(plan))
-    assert run(["import", source.format(folder=tmp_path), "--out", str(tmp_path / "out.json"), *more]) == 2
+    assert run(with_last_values(["import", source.format(folder=tmp_path), "--out", str(tmp_path / "out.json"), *more])) == 2
     told = capsys.readouterr()
     assert message in " ".join(told.err.split()) and "Traceback" not in told.err and told.out == ""
     assert not (tmp_path / "out.json").exists()
@@ -320,7 +321,7 @@ def test_a_row_by_its_number(rows: Path, tmp_path: Path, capsys: pytest.CaptureF
 def test_rows_of_fasop_that_do_not_match(
     more: list[str], message: str, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["import", f"fasop:{rows}", "--out", str(tmp_path / "plan.json"), *more]) == 2
+    assert run(with_last_values(["import", f"fasop:{rows}", "--out", str(tmp_path / "plan.json"), *more])) == 2
     told = capsys.readouterr()
     assert message in " ".join(told.err.split()) and "Traceback" not in told.err and told.out == ""
     assert not (tmp_path / "plan.json").exists()

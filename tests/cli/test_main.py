@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy
 import pytest
@@ -22,6 +24,8 @@ from penstock.cli import main as frame
 from penstock.cli.console import format_bytes, format_count, format_time, format_usd, out, print_json, progress, table
 from penstock.cli.main import VERBS, Verb, run
 from penstock.errors import InfeasibleError, InputError
+from penstock.plans.build import uniform_plan
+from penstock.plans.schema import write_plan
 
 HELP_THEN_LOOK = """
 import sys
@@ -189,6 +193,87 @@ def test_closed_pipe_is_quiet(python: list[str]) -> None:
         os.close(write_end)
     assert done.stderr == ""
     assert done.returncode == 1
+
+
+def commands() -> Iterator[tuple[list[str], Any]]:
+    """Every command, with the words that lead to it."""
+    for verb in VERBS:
+        found = frame._load(verb)
+        if hasattr(found, "commands"):
+            yield from (([verb.name, name], inner) for name, inner in found.commands.items())
+        else:
+            yield [verb.name], found
+
+
+def test_no_option_is_given_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    """One of two values would be ignored; lists take as many as there are."""
+    several = set()
+    for words, command in commands():
+        for option in command.params:
+            if option.param_type_name != "option":
+                continue
+            once = option.opts[:1] if option.is_flag else [option.opts[0], "1"]
+            status = run([*words, *once, *once])
+            told = capsys.readouterr().err
+            if option.multiple:
+                several.add(option.opts[0])
+                assert "times" not in told
+            else:
+                assert status == 2 and f"error: {option.opts[0]} is given 2 times. Give it once." in told, (words, option.opts)
+    assert {"--set", "--kill", "--slow"} <= several
+    assert run(["--debug", "--debug", "list"]) == 2
+    assert run(["search", "--model=gpt-tiny", "--model", "gpt-tiny"]) == 2  # however it is written
+
+
+OPEN_ONE = """
+import os, subprocess, sys, types
+from penstock.cli import main as frame
+def opens() -> None:
+    with open(os.devnull) as file:
+        sys.exit(file.fileno() <= 2 or subprocess.call(["bash", "-c", "echo one && echo two >&2"]))
+sys.modules["penstock.cli.opens"] = types.SimpleNamespace(opens=opens)
+frame.VERBS = (frame.Verb("opens", "opens", "Opens a file."),)
+frame.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[str], int]]:
+    """Command lines that print much, little, and an error, each with its usual status."""
+    folder = tmp_path_factory.mktemp("streams")
+    write_plan(folder / "plan.json", uniform_plan("gpt-tiny", "2xcpu", global_batch=8, micro_batch=4, pp=2))
+    return {
+        "help": (["search", "--help"], 0),
+        "table": (["explain", str(folder / "plan.json")], 0),
+        "json": (["list", "models", "--json"], 0),
+        "unknown": (["list", "modles"], 2),
+        "no such option": (["list", "--modles"], 2),
+        "missing": (["check", str(folder / "Pläne → 日本.json")], 2),
+    }
+
+
+STREAMS = {
+    "ascii": "PYTHONIOENCODING=ascii", "latin-1": "PYTHONIOENCODING=latin-1", "stdout": ">&-", "stderr": "2>&-", "all": "<&- >&- 2>&-",
+}  # fmt: skip
+"""Encodings, and streams that are closed."""
+
+
+@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize("what", ["help", "table", "json", "unknown", "no such option", "missing"])
+def test_where_streams_lead_decides_nothing(what: str, streams: str, usual: dict[str, tuple[list[str], int]]) -> None:
+    """Neither an encoding without our letters, nor a stream that is closed."""
+    words, status = usual[what]
+    line = shlex.join([sys.executable, "-m", "penstock.cli.main", *words])
+    how = STREAMS[streams]
+    done = subprocess.run(["bash", "-c", f"{how} {line}" if "=" in how else f"{line} {how}"], capture_output=True, timeout=250)
+    assert done.returncode == status and b"Traceback" not in done.stderr and b"Error" not in done.stderr
+    assert bool(done.stdout) == (status == 0 and streams not in ("stdout", "all"))
+
+
+def test_no_file_takes_the_place_of_a_closed_stream() -> None:
+    """What a process that we start prints would be written into it."""
+    done = subprocess.run(["bash", "-c", shlex.join([sys.executable, "-c", OPEN_ONE, "opens"]) + " <&- >&- 2>&-"], timeout=250)
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize(

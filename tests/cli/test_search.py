@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from command_lines import with_last_values
 from searched_once import searched_once
 
 from penstock.cli.console import format_share, format_time
@@ -125,7 +126,7 @@ def test_prices_and_shipped_profiles(capsys: pytest.CaptureFixture[str]) -> None
 def test_wrong_input_exits_2_and_writes_nothing(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run([*REQUEST, "--out", str(tmp_path / "plan.json"), *arguments]) == 2
+    assert run(with_last_values([*REQUEST, "--out", str(tmp_path / "plan.json"), *arguments])) == 2
     told = capsys.readouterr()
     assert message in told.err and told.out == "" and list(tmp_path.iterdir()) == []
 
@@ -214,12 +215,29 @@ def test_rates_that_are_guesses_are_told_wherever_times_are(data: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    "more", [["--proof"], ["--seq-length", "128"], ["--micro-batches", "1,2"], ["--objective", "cost"]]
+    "more", [["--proof"], ["--seq-length", "128"], ["--micro-batches", "1,2"], ["--objective", "cost"], ["--max-hops", "3"]]
 )
 def test_lengths_go_with_no_option_for_one_length(lengths: Path, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["search", "--model", "gpt-small", "--cluster", "2xa100-40gb", "--global-batch", "64", "--lengths", str(lengths)]
     assert run([*asked, *more]) == 2
     assert f"{more[0]} does not go with --lengths" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--steps", "5", "--tokens", "1e9"], "--steps and --tokens say the same thing"),
+        (["--export", "megatron:x.txt"], "--export is for megatron, which cannot express micro-batches that differ from batch to batch"),
+        (["--export", "deepspeed:x.json"], "--export is for deepspeed"),
+    ],
+)
+def test_lengths_refuse_before_the_search(
+    lengths: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.cli.search_lengths.search_lengths", lambda *given: pytest.fail("it searched"))
+    asked = ["search", "--model", "gpt-small", "--cluster", "2xa100-40gb", "--global-batch", "64", "--lengths", str(lengths)]
+    assert run([*asked, *more]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_plans_for_the_lengths_of_prepared_data(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

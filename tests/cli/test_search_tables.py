@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_lines import with_last_values
 
 from penstock.cli.main import run
 from penstock.plans.schema import read_plan
@@ -43,9 +44,14 @@ def aceso(tmp_path: Path) -> Path:
 ASKED = ["--model", "gpt_350M", "--cluster", "1x2", "--global-batch", "16", "--memory-limit", "20"]
 
 
+def asked_of(aceso: Path, *more: str) -> list[str]:
+    """The same with other options, or other values of them."""
+    return with_last_values(["search", "--costs", f"aceso:{aceso}", *ASKED, *more])
+
+
 def test_a_search_of_acesos_tables_writes_acesos_file(aceso: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
-    assert run(["search", "--costs", f"aceso:{aceso}", *ASKED, "--out", str(path), "--json"]) == 0
+    assert run(asked_of(aceso, "--out", str(path), "--json")) == 0
     told = json.loads(capsys.readouterr().out)
     found = read_aceso_plan(path)
     assert found.model_size == "350M" and found.hidden_size == 1024 and sum(found.num_gpus) == told["num_gpus"] == 2
@@ -59,7 +65,7 @@ def test_a_search_of_acesos_tables_writes_acesos_file(aceso: Path, tmp_path: Pat
 
 
 def test_it_shows_stages_and_the_bound(aceso: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["search", "--costs", f"aceso:{aceso}", *ASKED, "--steps", "1000", "--out", str(tmp_path / "plan.json")]) == 0
+    assert run(asked_of(aceso, "--steps", "1000", "--out", str(tmp_path / "plan.json"))) == 0
     shown = capsys.readouterr().out
     assert "best plan of gpt_350M on 1 × 2 GPUs, global batch 16" in " ".join(shown.split()) and "recomputed" in shown
     assert "no such plan takes less than" in shown and "20,000 MB (of 2²⁰ bytes, as Aceso counts)" in shown
@@ -68,10 +74,10 @@ def test_it_shows_stages_and_the_bound(aceso: Path, tmp_path: Path, capsys: pyte
 
 def test_other_depths_and_sizes(aceso: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
-    assert run(["search", "--costs", f"aceso:{aceso}", *ASKED, "--model", "gpt_mine_3layers", "--out", str(path), "--json"]) == 0
+    assert run(asked_of(aceso, "--model", "gpt_mine_3layers", "--out", str(path), "--json")) == 0
     plan = json.loads(path.read_text())
     assert plan["num_layers"] == 3 and sum(plan["num_ops_in_each_stage"]) == 3 * 13 + 3 and "hidden_size" not in plan
-    assert run(["search", "--costs", f"aceso:{aceso}", *ASKED, "--model", "gpt_350M_2layers", "--out", str(path), "--json"]) == 0
+    assert run(asked_of(aceso, "--model", "gpt_350M_2layers", "--out", str(path), "--json")) == 0
     assert read_aceso_plan(path).num_layers == 2
 
 
@@ -98,7 +104,7 @@ def test_other_depths_and_sizes(aceso: Path, tmp_path: Path, capsys: pytest.Capt
 )
 def test_what_is_refused(aceso: Path, more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
-    assert run(["search", "--costs", f"aceso:{aceso}", *ASKED, "--out", str(path), *more]) == 2
+    assert run(asked_of(aceso, "--out", str(path), *more)) == 2
     told = capsys.readouterr()
     assert message in " ".join(told.err.split()) and "Traceback" not in told.err and told.out == "" and not path.exists()
 
@@ -118,7 +124,7 @@ def test_folders_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_nothing_that_fits_is_status_3(aceso: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["search", "--costs", f"aceso:{aceso}", *ASKED, "--memory-limit", "0.001"]) == 3
+    assert run(asked_of(aceso, "--memory-limit", "0.001")) == 3
     assert "no plan of gpt_350M fits 2 GPUs of 1 MB each: that is proven" in " ".join(capsys.readouterr().err.split())
 
 
@@ -177,7 +183,7 @@ def test_a_search_of_fasops_tables(fasop: Path, tmp_path: Path, capsys: pytest.C
     ],
 )
 def test_what_fasops_settings_say_themselves(fasop: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["search", "--costs", f"fasop:{fasop}", "--model", "pair", *more]) == 2
+    assert run(with_last_values(["search", "--costs", f"fasop:{fasop}", "--model", "pair", *more])) == 2
     told = capsys.readouterr()
     assert message in " ".join(told.err.split()) and "Traceback" not in told.err and told.out == ""
 
@@ -195,7 +201,7 @@ def test_a_plan_found_over_tables_suits_our_own_chain(small_tables: Path, tmp_pa
 
 def test_more_plans_and_less_time(aceso: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The best plan of the other micro-batch size comes second, in a file of its own; with no time the first one at hand is told."""
-    asked = ["search", "--costs", f"aceso:{aceso}", *ASKED, "--memory-limit", "11.8", "--json"]
+    asked = asked_of(aceso, "--memory-limit", "11.8", "--json")
     assert run([*asked, "--top", "3", "--out", str(tmp_path / "plan.json")]) == 0
     told = json.loads(capsys.readouterr().out)
     first, second = (read_aceso_plan(tmp_path / name) for name in ("plan.json", "plan.2.json"))
@@ -221,7 +227,7 @@ def test_simpler_spaces_by_fasops_tables(setting: str, small_tables: Path, capsy
 
 def test_a_plan_found_is_explained_by_the_same_tables(aceso: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
-    assert run(["search", "--costs", f"aceso:{aceso}", *ASKED, "--memory-limit", "11.8", "--out", str(path), "--baselines", "--json"]) == 0
+    assert run(asked_of(aceso, "--memory-limit", "11.8", "--out", str(path), "--baselines", "--json")) == 0
     found = json.loads(capsys.readouterr().out)
     assert run(["explain", str(path), "--costs", f"aceso:{aceso}", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -234,7 +240,7 @@ def test_a_plan_found_is_explained_by_the_same_tables(aceso: Path, tmp_path: Pat
 
 def test_what_an_aceso_plan_is_not_scored_by(aceso: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
-    assert run(["search", "--costs", f"aceso:{aceso}", *ASKED, "--out", str(path)]) == 0
+    assert run(asked_of(aceso, "--out", str(path))) == 0
     plan = json.loads(path.read_text())
     odd = tmp_path / "odd.json"
     odd.write_text(json.dumps(plan | {"micro_batch_size": 4}))

@@ -33,7 +33,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(texts: Path, out: Path, *options: str) -> list[str]:
-    return ["train", "--model", "gpt-tiny", "--data", str(texts), "--out", str(out), "--tokens-per-batch", "400", *options]
+    usual = [] if "--model" in options else ["--model", "gpt-tiny"]
+    return ["train", *usual, "--data", str(texts), "--out", str(out), "--tokens-per-batch", "400", *options]
 
 
 def trained(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -78,13 +79,37 @@ def test_one_command_and_what_comes_after_it(texts: Path, tmp_path: Path, capsys
     assert len(read_plan(out / "plan.json").ranks) == 2
 
 
+def test_a_job_goes_on_from_another_folder(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file has absolute paths; one that has them as they were typed reports no change."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    (here / "chats.jsonl").write_bytes(texts.read_bytes())
+    (here / "two.yaml").write_text("nodes: [{device: cpu, gpus: 1}]\n", encoding="utf-8")
+    (here / "mine.yaml").write_text("base: gpt-tiny\n", encoding="utf-8")
+    monkeypatch.chdir(here)
+    words = ("train", "--model", "mine.yaml", "--data", "chats.jsonl", "--out", "run", "--cluster", "two.yaml", "--tokens-per-batch", "400")
+    trained(capsys, *words, "--steps", "2")
+    job = here / "run" / "job.yaml"
+    monkeypatch.chdir(there)
+    found = trained(capsys, "train", str(job), "--steps", "3")
+    assert found["first_step"] == 2 and found["changed"] == ["train.steps: 2 → 3"] and list(there.iterdir()) == []
+    monkeypatch.chdir(here)
+    job.write_text(job.read_text(encoding="utf-8").replace(f"{here}/", ""), encoding="utf-8")
+    found = trained(capsys, *words, "--steps", "4")
+    assert found["first_step"] == 3 and found["changed"] == ["train.steps: 3 → 4"]
+
+
+
 @pytest.mark.parametrize("model", ["gpt-tiny", f"module:{NET}:make"], ids=["before anything is saved", "a net, after a checkpoint"])
 def test_a_killed_run_goes_on_by_the_same_command(model: str, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From its beginning, or from its checkpoint, here under another plan: the next step has the loss that it had before."""
     out, is_net = tmp_path / "run", model != "gpt-tiny"
-    given = command(texts, out, "--model", model, "--cluster", "1xcpu", "--checkpoint-every", "3" if is_net else "400")
+    given = command(texts, out, "--model", model, "--checkpoint-every", "3" if is_net else "400")
     losses: dict[int, float | None] = {}
-    with launched([*given, "--steps", "400"], tmp_path) as launcher:
+    with launched([*given, "--cluster", "1xcpu", "--steps", "400"], tmp_path) as launcher:
         while launcher.status is None:
             os.killpg(launcher.pid, signal.SIGSTOP)  # what is looked at stays as it is until it is killed
             saved = latest_checkpoint(out / "checkpoints")
@@ -96,7 +121,7 @@ def test_a_killed_run_goes_on_by_the_same_command(model: str, texts: Path, tmp_p
         assert launcher.status is None, launcher.ended()
     begin = 0 if saved is None else step_of(saved)
     assert (begin > 0) is is_net and len(read_plan(out / "plan.json").ranks) == 1
-    found = trained(capsys, *given, "--steps", str(begin + 1), *(("--cluster", "2xcpu") if is_net else ()))
+    found = trained(capsys, *given, "--steps", str(begin + 1), "--cluster", "2xcpu" if is_net else "1xcpu")
     assert (found["first_step"], found["losses"]) == (begin, pytest.approx([losses[begin]], rel=1e-5))
     assert len(read_plan(out / "plan.json").ranks) == (2 if is_net else 1)
 

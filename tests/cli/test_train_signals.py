@@ -82,7 +82,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(folder: Path, tmp_path: Path) 
         told, err = launcher.ended()
     assert launcher.status == 130, err
     done = len(losses_of(run))
-    assert f"SIGINT ended the run after {done} of {ENDLESS} steps" in err and f"go on from there with --resume '{run}'" in err
+    assert f"SIGINT ended the run after {done} of {ENDLESS} steps" in err and f"go on from there with `--resume {run}`" in err
     assert "Traceback" not in err and f"trained {done} steps" in told
     eventually(lambda: not processes_of(launcher.pid))
     assert Checkpoint(find_checkpoint(run)).step == done

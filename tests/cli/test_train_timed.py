@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_lines import with_last_values
 
 from penstock.cli.main import run
 from penstock.plans.build import uniform_plan
@@ -103,7 +104,7 @@ def test_options_that_make_no_sense(
 ) -> None:
     write_plan(tmp_path / "plan.json", plan_of())
     given = ["--data", data, "--steps", "3", "--out", str(tmp_path / "run"), "--device", "timed", *options]
-    assert run(["train", str(tmp_path / "plan.json"), *given]) == 2
+    assert run(with_last_values(["train", str(tmp_path / "plan.json"), *given])) == 2
     assert message in " ".join(capsys.readouterr().err.split()) and not (tmp_path / "run").exists()
 
 

@@ -1,6 +1,6 @@
 """What other systems understand of exports, by their own code: `consumers.py FOLDER ASKED`, in a process of its own.
 
-FOLDER has them, and comes first on its path. ASKED is a file with {"torchtitan": [recipe, …], "deepspeed": [[config, dp], …],
+FOLDER has them, and comes first on its path. ASKED is a file with {"torchtitan": [recipe, …], "deepspeed": [[config, dp, pp], …],
 "megatron": [[layout, pp], …]}; what each was taken for is written.
 """
 
@@ -37,28 +37,42 @@ def torchtitan(recipes: list[str]) -> list[Any]:
             with torch.device("meta"):
                 modules = [name for name, _ in config.model_spec.model.build().named_modules() if name.count(".") <= 1]
             recomputed = type(config.activation_checkpoint).__qualname__
-            found.append({"parallelism": asdict(own), "training": asdict(config.training), "modules": modules, "recomputed": recomputed})
+            ropes = [asdict(layer.attention.rope) for layer in config.model_spec.model.layers]
+            found.append({"parallelism": asdict(own), "training": asdict(config.training), "modules": modules, "recomputed": recomputed,
+                          "ropes": ropes, "eps": config.model_spec.model.norm.eps})  # fmt: skip
     return found
 
 
 def deepspeed(configs: list[Any]) -> list[Any]:
-    """What its configuration holds, on so many data-parallel ranks."""
+    """What its configuration holds, on so many data-parallel ranks, and the optimizer that its engine wraps around the plan's: an engine
+    without a model or a process group, which asks for no more than that."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed.comm
+    import torch
     from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.pipe.engine import PipelineEngine
 
     deepspeed.comm.get_rank = lambda: 0  # its process groups compile an extension first
+    # Its own Lamb would be compiled for a GPU; ZeRO knows neither.
+    optimizers = {"adamw": torch.optim.AdamW, "lamb": torch.optim.RMSprop, "SGD": torch.optim.SGD}
+
+    def wrapped(read: Any, pp: int) -> Any:
+        engine = object.__new__(PipelineEngine if pp > 1 else DeepSpeedEngine)
+        torch.nn.Module.__init__(engine)
+        engine._config, engine.global_rank, engine.pipeline_parallelism = read, 0, pp > 1
+        return engine._do_optimizer_sanity_check(optimizers[read.optimizer_name]([torch.nn.Parameter(torch.zeros(1))]))
 
     class Grid:
         def __init__(self, dp: int) -> None:
             self.get_data_parallel_world_size = lambda: dp
 
     found = []
-    for config, dp in configs:
+    for config, dp, pp in configs:
         read = DeepSpeedConfig(config, mpu=Grid(dp))
         found.append([
             read.train_batch_size, read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps, read.zero_optimization_stage,
-            read.bfloat16_config.enabled, read.grad_accum_dtype, read.optimizer_name,
+            read.bfloat16_config.enabled, read.grad_accum_dtype, read.optimizer_name, wrapped(read, pp),
         ])  # fmt: skip
     return found
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torchrun_ranks import run_ranks
 
+from penstock.errors import InputError
 from penstock.interop.deepspeed import deepspeed_config
 from penstock.interop.megatron import megatron_flags
 from penstock.interop.torchtitan import torchtitan_recipe
@@ -31,6 +33,7 @@ LLAMAS = (
     uniform_plan("llama-70b", "16xh100-80gb", tp=8, replicas=2, zero=3, global_batch=8, micro_batch=1),
     uniform_plan("llama-1b", "2xh100-80gb", replicas=2, global_batch=8, micro_batch=2),
 )
+OPTIMIZERS = ("adamw", "lamb", "sgd")
 GPT = uniform_plan("gpt-tiny", "8xa100-40gb", pp=2, tp=2, replicas=2, global_batch=64, micro_batch=4, zero=1, recompute="full")
 
 
@@ -42,13 +45,25 @@ def _uneven() -> Plan:
     return replace(plan, stages=stages)
 
 
+def _deepspeeds() -> list[list[Any]]:
+    """Of every precision, dtype of gradients, optimizer, ZeRO stage, and one or two of data-parallel and pipeline ranks, what is not
+    refused."""
+    found: list[list[Any]] = []
+    for precision, wide, optimizer, zero, dp, pp in product(("fp32", "bf16", "fp16"), (False, True), OPTIMIZERS, (0, 1), (1, 2), (1, 2)):
+        plan = uniform_plan("gpt-tiny", "4xa100-40gb", replicas=dp, pp=pp, zero=zero, global_batch=8, micro_batch=2, precision=precision,
+                            gradients="fp32" if wide else "")  # fmt: skip
+        with suppress(InputError):
+            found.append([deepspeed_config(replace(plan, optimizer=optimizer)), dp, pp])
+    return found
+
+
 @pytest.fixture(scope="module")
 def understood(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     flags = megatron_flags(_uneven())
     layout = flags[flags.index("--pipeline-model-parallel-layout") + 1]
     asked = {
         "torchtitan": [torchtitan_recipe(plan) for plan in LLAMAS],
-        "deepspeed": [[deepspeed_config(replace(GPT, precision="bf16", gradients="fp32")), 2]],
+        "deepspeed": [[deepspeed_config(replace(GPT, precision="bf16", gradients="fp32")), 2, 2], *_deepspeeds()],
         "megatron": [[layout, 3]],
     }
     folder = tmp_path_factory.mktemp("consumers")
@@ -79,8 +94,24 @@ def test_torchtitan_takes_shards_and_other_sizes(understood: dict[str, Any]) -> 
     assert small["parallelism"]["data_parallel_replicate_degree"] == 2 and small["recomputed"] == "NoneType"
 
 
+def test_torchtitan_turns_positions_as_planned(understood: dict[str, Any]) -> None:
+    plain, _, small = understood["torchtitan"]
+    assert len(plain["ropes"]) == 32 and {rope["scaling"] for rope in plain["ropes"]} == {"none"} and plain["eps"] == 1e-5
+    newer = {"theta": 500000, "scaling": "llama", "scaling_factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+             "original_max_position_embeddings": 8192}  # fmt: skip
+    assert len(small["ropes"]) == 16 and all(rope.items() >= newer.items() for rope in small["ropes"])
+
+
 def test_deepspeed_takes_its_configuration(understood: dict[str, Any]) -> None:
-    assert understood["deepspeed"] == [[64, 4, 8, 1, True, "fp32", "adamw"]]
+    assert understood["deepspeed"][0] == [64, 4, 8, 1, True, "fp32", "adamw", "bf16"]
+
+
+def test_deepspeed_starts_with_every_configuration(understood: dict[str, Any]) -> None:
+    """Its engine refuses some mixes of dtypes, optimizers and ZeRO, and none of those that are written."""
+    asked = _deepspeeds()
+    assert len(understood["deepspeed"]) == 1 + len(asked) and len(asked) > 100
+    for (config, _, _), found in zip(asked, understood["deepspeed"][1:], strict=True):
+        assert found[3] == config["zero_optimization"]["stage"] and (found[-1] is not None or "data_types" not in config)
 
 
 def test_megatron_cuts_where_the_plan_does(understood: dict[str, Any]) -> None:

@@ -44,6 +44,23 @@ def test_gradients_are_summed_as_planned() -> None:
     assert found["data_types"] == {"grad_accum_dtype": "fp32"} and found["communication_data_type"] == "fp32"
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_gradients_of_another_dtype_need_zero(precision: str) -> None:
+    """DeepSpeed refuses such a mix without it; over one rank ZeRO-1 divides nothing."""
+    alone = uniform_plan("gpt-tiny", "2xa100-40gb", pp=2, global_batch=8, micro_batch=2, precision=precision, gradients="fp32")
+    assert deepspeed_config(alone)["zero_optimization"] == {"stage": 1}
+    assert deepspeed_config(replace(alone, gradients=""))["zero_optimization"] == {"stage": 0}
+    two = uniform_plan("gpt-tiny", "2xa100-40gb", replicas=2, global_batch=8, micro_batch=2, precision=precision, gradients="fp32")
+    with pytest.raises(InputError, match=f"gradients are summed in fp32 beside weights in {precision}, which it does under ZeRO alone"):
+        deepspeed_config(two)
+    assert deepspeed_config(replace(two, gradients=precision))["zero_optimization"] == {"stage": 0}
+
+
+@pytest.mark.parametrize(("optimizer", "untested"), [("adamw", None), ("sgd", True), ("lamb", True)])
+def test_zero_is_told_to_take_other_optimizers(optimizer: str, untested: bool | None) -> None:
+    assert deepspeed_config(replace(BASE, optimizer=optimizer)).get("zero_allow_untested_optimizer") is untested
+
+
 def test_whole_precision_without_recomputation() -> None:
     found = deepspeed_config(replace(uniform_plan("gpt-tiny", "1xa100-40gb", global_batch=8, micro_batch=2), optimizer="sgd"))
     assert "bf16" not in found and "fp16" not in found and found["optimizer"] == {"type": "SGD"}

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from other_llamas import OTHER_FIELDS, other_llama
 
 from penstock.errors import InputError
 from penstock.interop.megatron import megatron_flags, megatron_text
 from penstock.models.catalog import resolve_model
+from penstock.models.llama import LlamaConfig
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Degrees, OpRun, Plan, Stage
 from penstock.systems.aceso.plans import groups
@@ -273,3 +276,11 @@ def test_other_switches() -> None:
     plain = {"base": "bert-tiny", "next_sentence": False}
     assert "--bert-no-binary-head" in options(replace(uniform_plan("bert-tiny", "1xa100-40gb", global_batch=8, micro_batch=2),
                                                       model=plain, stages=(Stage(0, 23, ((0,),)),)))  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(LlamaConfig)])
+def test_every_field_of_a_model_is_seen_or_refused(field: str, tmp_path: Path) -> None:
+    try:
+        assert megatron_flags(other_llama(tmp_path, **{field: OTHER_FIELDS[field]})) != megatron_flags(other_llama(tmp_path))
+    except InputError as refused:
+        assert field in ("rope_theta", "out_bias", "window") and "Megatron-LM cannot express" in str(refused)

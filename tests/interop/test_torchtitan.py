@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from other_llamas import OTHER_FIELDS, other_llama
 
 from penstock.errors import InputError
 from penstock.interop.torchtitan import torchtitan_recipe
+from penstock.models.llama import LlamaConfig
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 
@@ -59,6 +63,8 @@ def penstock_plan():
     config.training.mixed_precision_param = "bfloat16"
     config.training.disable_cuda_graphs = True
     config.activation_checkpoint = FullAC.Config()
+    for layer in config.model_spec.model.layers:
+        layer.attention.rope.scaling = "none"
     return config
 '''
 
@@ -122,10 +128,34 @@ def test_schedules() -> None:
         (uniform_plan("gpt-tiny", "1xh100-80gb", global_batch=8, micro_batch=1), "torchtitan has no model like 'gpt-tiny' (gpt)"),
         (uniform_plan("llama-tiny", "1xh100-80gb", global_batch=8, micro_batch=1), "no Llama of the sizes of 'llama-tiny'"),
         (replace(uniform_plan("llama-8b", "1xh100-80gb", global_batch=8, micro_batch=1), model={"base": "llama-8b", "qk_norm": True}),
-         "torchtitan has no Llama of the sizes"),
+         "torchtitan cannot express qk_norm True of model 'model': its Llama 8B has False"),
+        (replace(uniform_plan("llama-8b", "1xh100-80gb", global_batch=8, micro_batch=1),
+                 model={"base": "llama-8b", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+         "torchtitan cannot express rope_scaling {'rope_type': 'linear', 'factor': 2.0}"),
     ],
 )  # fmt: skip
 def test_what_it_cannot_express(plan: Plan, reason: str) -> None:
     with pytest.raises(InputError) as refused:
         torchtitan_recipe(plan)
     assert reason in str(refused.value)
+
+
+def test_positions_are_turned_as_the_model_turns_them(tmp_path: Path) -> None:
+    """torchtitan's own are Llama 3.1's."""
+
+    def lines(**fields: Any) -> list[str]:
+        text = torchtitan_recipe(other_llama(tmp_path, **fields))
+        return [line.strip().removeprefix("layer.attention.rope.") for line in text.splitlines() if line.startswith("        layer.")]
+
+    newer = {**OTHER_FIELDS["rope_scaling"], "factor": 8.0}
+    assert lines(rope_scaling=newer) == [] and lines() == ['scaling = "none"']
+    assert lines(rope_scaling={**newer, "factor": 32.0}, rope_theta=1e6) == ["theta = 1000000.0", "scaling_factor = 32.0"]
+    assert lines(rope_scaling=newer, head_width=128) == []  # as wide as it would be unsaid
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(LlamaConfig)])
+def test_every_field_of_a_model_is_seen_or_refused(field: str, tmp_path: Path) -> None:
+    try:
+        assert torchtitan_recipe(other_llama(tmp_path, **{field: OTHER_FIELDS[field]})) != torchtitan_recipe(other_llama(tmp_path))
+    except InputError as refused:
+        assert f"cannot express {field} {OTHER_FIELDS[field]}" in str(refused) or "has no Llama of the sizes" in str(refused)

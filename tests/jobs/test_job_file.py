@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from penstock.errors import InputError
-from penstock.jobs.job_file import changed, dotted_fields, job_from, parse_changes, read_job, write_job
+from penstock.jobs.job_file import anywhere, changed, dotted_fields, job_from, parse_changes, read_job, write_job
 
 LEAST: dict[str, Any] = {"out": "run", "model": {"source": "gpt-tiny"}, "data": {"path": ["a.jsonl"]}}
 
@@ -42,6 +42,35 @@ def test_fields_are_changed_by_their_names() -> None:
         "train.deterministic: False → True",
     ]  # fmt: skip
     assert changed(after, after) == []
+
+
+def test_paths_mean_the_same_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they name something that is here; names of other things stay, though a folder may be called so."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for name in ("llama", "checkpoint", "local", "gpt-tiny", "auto", "roofline"):
+        (here / name).mkdir(parents=True)
+    there.mkdir()
+    for name in ("net.py", "plan.json", "two.yaml", "mine.yaml", "own.json", "words.json", "store.json", "a.jsonl"):
+        (here / name).touch()
+    paths = {
+        "out": "run", "data.path": ["a.jsonl"], "data.tokenizer": "words.json", "model.source": "module:net.py:make",
+        "model.weights": "checkpoint", "plan.cluster": "two.yaml", "plan.costs": "profile:own.json", "plan.file": "plan.json",
+        "train.store": "file:store.json",
+    }  # fmt: skip
+    monkeypatch.chdir(here)
+    typed = job_from(LEAST, paths, "the job")
+    written = anywhere(typed)
+    assert written.model.source == f"module:{here}/net.py:make" and written.plan.costs == f"profile:{here}/own.json"
+    assert changed(typed, written) == []  # of a run whose file has them as they were typed
+    assert len(changed(typed, typed.with_values(plan__costs="profile:other.json"))) == 1
+    for source, found in (("hf:llama", f"hf:{here}/llama"), ("transformers:llama", f"transformers:{here}/llama"), ("gpt-tiny", "gpt-tiny"),
+                          ("mine.yaml", f"{here}/mine.yaml"), ("hf:Qwen/Qwen3-8B", "hf:Qwen/Qwen3-8B")):  # fmt: skip
+        assert anywhere(job_from(LEAST, {"model.source": source}, "the job")).model.source == found
+    names = {"plan.cluster": "local", "plan.costs": "roofline", "model.weights": "auto", "model.source": "gpt-tiny", "out": "/run"}
+    named = job_from(LEAST, {**names, "data.path": ["/a.jsonl"]}, "the job")
+    assert anywhere(named) == named
+    monkeypatch.chdir(there)
+    assert anywhere(written) == written
 
 
 @pytest.mark.parametrize(

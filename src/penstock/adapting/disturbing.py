@@ -16,7 +16,7 @@ from typing import Literal
 
 from penstock.adapting.events import RunEvent, append_event
 from penstock.adapting.loads import LOOK_S, LoadBeside, LoadWithin
-from penstock.errors import InputError
+from penstock.errors import InputError, shell_words
 from penstock.plans.plan import Plan
 from penstock.plans.ranks import pairs_of
 from penstock.processes.burners import MAX_FACTOR
@@ -28,7 +28,7 @@ from penstock.runtime.telemetry.process_files import NODE, RankProcess, read_pro
 from penstock.timing.asked import ask
 from penstock.timing.disturbance import DisturbanceChange
 
-__all__ = ["RunningRun", "changes_of", "disturb", "running", "strike", "strike_node"]
+__all__ = ["RunningRun", "changes_of", "disturb", "require_node", "require_rank", "running", "strike", "strike_node"]
 
 SOON = 2
 """Steps after the last recorded one: the first that no rank can have begun."""
@@ -56,7 +56,7 @@ def running(folder: Path) -> RunningRun:
     """The run of a folder; refused if it does not run, not here, or for another user."""
     plan = plan_of_run(folder)
     if not is_held(folder):
-        raise InputError(f"run '{folder}' is not running on this machine. Start it with `penstock train … --out '{folder}'`.")
+        raise InputError(f"run '{folder}' is not running on this machine. Start it with `penstock train … {shell_words('--out', folder)}`.")
     found = {rank: process for rank in plan.ranks if (process := read_process(folder, rank)) is not None and process.is_here}
     if not found:
         raise InputError(f"run '{folder}' has no rank at work on this machine: it is starting, or ending. Try again in a moment.")
@@ -89,16 +89,13 @@ def changes_of(
         if len(change.ranks) == 2 and tuple(sorted(change.ranks)) not in used:
             some = ", ".join(f"{a}-{b}" for a, b in used[:8]) or "none"
             raise InputError(f"{change.subject} is to be slower, but the plan sends nothing over it. Its links: {some}.")
+    if not target.clocked:
+        _require_burnable(target, found)
     return found
 
 
-def disturb(target: RunningRun, changes: Sequence[DisturbanceChange], told: Callable[[str], None]) -> None:
-    """Disturbs a run: on devices with a clock ranks do so by themselves, else burners run here until all is over."""
-    if target.clocked:
-        for change in changes:
-            ask(target.folder, change)
-            told(_noted(target, change, change.first))
-        return
+def _require_burnable(target: RunningRun, changes: Sequence[DisturbanceChange]) -> None:
+    """Refuses what processes that keep a device busy cannot do."""
     for change in changes:
         if len(change.ranks) != 1:
             raise InputError(
@@ -109,6 +106,15 @@ def disturb(target: RunningRun, changes: Sequence[DisturbanceChange], told: Call
             raise InputError(f"{change.subject} is to take {change.factor:g} times as long; burners can do 1 to {MAX_FACTOR:g}.")
         if change.ranks[0] not in target.processes:
             raise InputError(f"{change.subject} has no process on this machine. Disturb it from the machine that it runs on.")
+
+
+def disturb(target: RunningRun, changes: Sequence[DisturbanceChange], told: Callable[[str], None]) -> None:
+    """Disturbs a run: on devices with a clock ranks do so by themselves, else burners run here until all is over."""
+    if target.clocked:
+        for change in changes:
+            ask(target.folder, change)
+            told(_noted(target, change, change.first))
+        return
     _burn(target, changes, told)
 
 
@@ -167,28 +173,39 @@ def _noted_end(target: RunningRun, change: DisturbanceChange, reached: float | N
     return text
 
 
-def strike_node(target: RunningRun, node: int) -> str:
-    """Kills the supervisor of a node, and its ranks with it, as the loss of the machine would. What was done, in words."""
+def require_node(target: RunningRun, node: int) -> RankProcess:
+    """The supervisor of a node; refused if it is not here, or another user's."""
     process = read_process(target.folder, node, NODE)
     if process is None or not process.is_here:
         raise InputError(f"--node names node {node}, of which run '{target.folder}' has no supervisor on this machine. Look with "
                          "`penstock events`, or disturb it from the machine that it runs on.")  # fmt: skip
     if process.user != os.getuid():
         raise InputError(f"node {node} of run '{target.folder}' belongs to user {process.user}; you are user {os.getuid()}. Ask them.")
-    os.kill(process.pid, signal.SIGKILL)
+    return process
+
+
+def strike_node(target: RunningRun, node: int) -> str:
+    """Kills the supervisor of a node, and its ranks with it, as the loss of the machine would. What was done, in words."""
+    os.kill(require_node(target, node).pid, signal.SIGKILL)
     text = f"node {node} is killed"
     append_event(target.folder, RunEvent("disturbed", last_step(target.folder) + 1, time.time(), text))
     return text
 
 
-def strike(target: RunningRun, kind: Literal["kill", "freeze"], rank: int, phase: str, first: int | None) -> str:
-    """Kills or freezes the process of a rank: at once, or in a phase of a step, where it does so itself. What was done, in words."""
+def require_rank(target: RunningRun, kind: Literal["kill", "freeze"], rank: int, first: int | None) -> None:
+    """Refuses a rank that has no process here, and a first step that the run does not have before it."""
     if rank not in target.processes:
         here = ", ".join(map(str, sorted(target.processes)))
         raise InputError(f"--{kind} names rank {rank}, which has no process of run '{target.folder}' here. It has: {here}.")
-    step, done = last_step(target.folder) + 1, {"kill": "killed", "freeze": "frozen"}[kind]
+    step = last_step(target.folder) + 1
     if first is not None and not step <= first <= target.last_step:
         raise InputError(f"--from is {first}; run '{target.folder}' has steps {step} to {target.last_step} before it.")
+
+
+def strike(target: RunningRun, kind: Literal["kill", "freeze"], rank: int, phase: str, first: int | None) -> str:
+    """Kills or freezes the process of a rank: at once, or in a phase of a step, where it does so itself. What was done, in words."""
+    require_rank(target, kind, rank, first)
+    step, done = last_step(target.folder) + 1, {"kill": "killed", "freeze": "frozen"}[kind]
     if phase or first is not None:
         ask_fault(target.folder, Fault(kind, rank, phase or PHASES[0], first or 0))
         text = f"rank {rank} is {done} in {phase or PHASES[0]} of step {first or step} or soon after"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ __all__ = [
     "out",
     "print_error",
     "print_json",
+    "print_json_line",
     "progress",
     "say",
     "table",
@@ -93,17 +95,24 @@ def visible(text: str) -> str:
     return text.translate(_SHOWN)
 
 
+_QUOTED, _NO_BREAK = re.compile(r"""(?<![^\s`])'(?:[^']|'"'"')*'"""), "\0"
+"""A word in quotes as `shell_words` writes it, and what stands for its blanks while lines are broken: visible text has none of these."""
+
+
 def say(*lines: str, to: Console | None = None) -> None:
     """Prints sentences on stdout, or `to` another console: wrapped between words on a terminal, and each in one line for other programs,
     which search in them.
 
-    A word that is longer than the terminal, such as a path, stays whole, so that it can be copied.
+    A word that is longer than the terminal, such as a path, stays whole, so that it can be copied, and so does one that a shell takes for
+    one because it is in quotes.
     """
     console = to or out()
     for line in map(visible, lines):
         if console.is_terminal:
             indent = " " * (len(line) - len(line.lstrip()))
+            line = _QUOTED.sub(lambda found: found[0].replace(" ", _NO_BREAK), line)
             line = fill(line, console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+            line = line.replace(_NO_BREAK, " ")
         console.print(line, markup=False, soft_wrap=True)
 
 
@@ -117,6 +126,11 @@ def print_error(message: str) -> None:
 def print_json(value: Any) -> None:
     """Prints `value` as the one JSON object of a `--json` command."""
     print(json.dumps(value, indent=2, allow_nan=False, default=_plain))
+
+
+def print_json_line(value: Any) -> None:
+    """Prints `value` as one of many JSON objects, each in a line of its own, at once: others read while they come."""
+    print(json.dumps(value, allow_nan=False, default=_plain), flush=True)
 
 
 def _plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ import typer
 
 from penstock.cli.console import JsonFlag, format_time, out, print_json, progress, say
 from penstock.cli.options import folder_to_write
+from penstock.errors import shell_words
 
 if TYPE_CHECKING:
     from penstock.costs.profiled import Profiled
@@ -172,13 +173,13 @@ def _explain(found: list[Choice], folder: Path) -> None:
 
 
 def _tell(folder: Path, page: Path) -> None:
-    plan = folder / "plan.json"
+    plan, profile = folder / "plan.json", folder / "profile.json"
     say(
         "",
         f"open {page} in a browser to see both runs: their timelines, what was predicted of them, and how the second one moved.",
-        f"measured costs are in {folder / 'profile.json'}, the best plan in {plan}. What to try next:",
-        f"  penstock check {plan}",
-        f"  penstock search --model {_MODEL} --cluster 4xcpu --global-batch 32 --costs profile:{folder / 'profile.json'}",
+        f"measured costs are in {profile}, the best plan in {plan}. What to try next:",
+        f"  {shell_words('penstock', 'check', plan)}",
+        f"  penstock search --model {_MODEL} --cluster 4xcpu --global-batch 32 {shell_words('--costs', f'profile:{profile}')}",
         "  penstock search --model gpt-1.3b --cluster 8xh200-141gb --global-batch 64 --costs profile:h200-141gb --out big.json",
         "  penstock explain big.json",
     )

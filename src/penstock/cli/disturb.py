@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,6 +13,8 @@ from penstock.cli.options import BIG, slower_ranks, within
 from penstock.errors import InputError
 
 __all__ = ["disturb"]
+
+Kind = Literal["kill", "freeze"]
 
 
 def disturb(
@@ -55,32 +57,37 @@ def disturb(
     slows = bool(slow or link or data is not None)
     if not slows and not kill and not freeze and not node:
         raise InputError("there is nothing to do. Give --slow 3=1.5, --link 0-1=4, --data 2, --kill 1, --freeze 1 or --node 1.")
-    from penstock.adapting.disturbing import changes_of, running, strike, strike_node
+    from penstock.adapting.disturbing import changes_of, require_node, require_rank, running, strike, strike_node
     from penstock.adapting.disturbing import disturb as begin
 
-    links = dict(map(_link, link or []))
-    strikes = [("kill", *_struck("kill", text)) for text in kill or []] + [("freeze", *_struck("freeze", text)) for text in freeze or []]
+    slower, links = slower_ranks(slow or []), dict(map(_link, link or []))
+    strikes = [*(_struck("kill", text) for text in kill or []), *(_struck("freeze", text) for text in freeze or [])]
     target = running(run)
+    # All of it is checked before any of it is done: what has been killed stays so.
+    for kind, rank, _ in strikes:
+        require_rank(target, kind, rank, first)
+    for number in node or []:
+        require_node(target, number)
+    changes = changes_of(target, slower, links, data, first, steps) if slows else []
     for kind, rank, phase in strikes:
-        say(strike(target, kind, rank, phase, first))  # type: ignore[arg-type]
+        say(strike(target, kind, rank, phase, first))
     for number in node or []:
         say(strike_node(target, number))
-    if not slows:
+    if not changes:
         return
-    changes = changes_of(target, slower_ranks(slow or []), links, data, first, steps)
     if not target.clocked:
         err().print("keeping devices busy; Ctrl-C ends it", markup=False)
     begin(target, changes, say)
 
 
-def _struck(option: str, text: str) -> tuple[int, str]:
-    """The rank and the phase of `1@backward`."""
+def _struck(option: Kind, text: str) -> tuple[Kind, int, str]:
+    """What is done, the rank and the phase of `--kill 1@backward`."""
     from penstock.runtime.recovering.faults import PHASES
 
     rank, _, phase = text.partition("@")
     if not re.fullmatch("[0-9]{1,9}", rank) or (phase not in PHASES and phase != "") or text.endswith("@"):
         raise InputError(f"--{option} is '{text}'; a rank such as 1 was expected, or 1@backward. Phases: {', '.join(PHASES)}.")
-    return int(rank), phase
+    return option, int(rank), phase
 
 
 def _link(text: str) -> tuple[tuple[int, int], float]:

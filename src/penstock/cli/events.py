@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.console import JsonFlag, err, out, print_json, say, visible
+from penstock.cli.console import JsonFlag, err, out, print_json, print_json_line, say, visible
 
 if TYPE_CHECKING:
     from penstock.adapting.events import RunEvent
@@ -62,7 +62,7 @@ def show_events(found: list[RunEvent], json: bool = False) -> int:
     """Prints events; how many."""
     for event in found:
         if json:
-            print_json(_fields(event))
+            print_json_line(_fields(event))
         else:
             out().print("\n".join(_lines(event)), markup=False, highlight=False, soft_wrap=True)
     return len(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.cli.console import out, print_json
-from penstock.errors import InputError
+from penstock.errors import InputError, shell_words
 from penstock.systems import SYSTEMS, PlanFile
 
 __all__ = ["import_plan"]
@@ -38,4 +38,4 @@ def import_plan(kind: str, source: PlanFile, path: Path, json: bool) -> None:
     out().print(f"{source.model}: {count} ({told}), schedule {plan.schedule}", markup=False, soft_wrap=True)
     for note in notes:
         out().print(f"note: {note}", markup=False, soft_wrap=True)
-    out().print(f"wrote {path}; next: penstock check {path}", markup=False, soft_wrap=True)
+    out().print(f"wrote {path}; next: {shell_words('penstock', 'check', path)}", markup=False, soft_wrap=True)

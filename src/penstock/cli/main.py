@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import select
 import sys
@@ -15,6 +16,7 @@ from typer.core import TyperGroup
 
 import penstock
 from penstock.cli import console
+from penstock.cli.once import OnceCommand, refuse_twice
 from penstock.errors import InputError, PenstockError, near_misses
 
 __all__ = ["VERBS", "Verb", "main", "run"]
@@ -65,6 +67,10 @@ VERBS: tuple[Verb, ...] = (
 class LazyGroup(TyperGroup):
     """Lists verbs from the table and imports a verb's module only when that verb is called or its help asked for."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        refuse_twice(self, ctx, args)
+        return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str, Any, list[str]]:
         name, *rest = args
         verbs = {verb.name: verb for verb in VERBS}
@@ -94,7 +100,7 @@ def _load(verb: Verb) -> Any:
     target = getattr(import_module(f"penstock.cli.{verb.module}"), verb.module)
     if not isinstance(target, typer.Typer):
         function, target = target, typer.Typer(add_completion=False)
-        target.command(verb.name)(function)
+        target.command(verb.name, cls=OnceCommand)(function)
     return typer.main.get_command(target)
 
 
@@ -183,8 +189,21 @@ def _debugging() -> bool:
     return os.environ.get(_TRACEBACK_VARIABLE, "0") not in ("", "0")
 
 
+def _take_any_streams() -> None:
+    """Makes what a verb prints go wherever stdout and stderr lead, so that neither decides how it ends: letters that stdout's encoding
+    lacks become `?`, and streams that were closed (`>&-`) lead nowhere."""
+    # A file would be given the number of a closed stream, and get what processes of ours print.
+    while (nowhere := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(nowhere, True)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    sys.stdout = sys.stdout or os.fdopen(nowhere, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(nowhere, "w", encoding="utf-8", closefd=False)
+
+
 def main() -> None:
     """Entry point of the `penstock` script."""
+    _take_any_streams()
     try:
         status = run(sys.argv[1:])
         sys.stdout.flush()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.console import format_bytes, format_count, format_part, format_share, format_time, format_usd, table
+from penstock.errors import shell_words
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -99,9 +100,11 @@ def next_steps(plan: Plan, model: Model, path: Path | None, data: str = "DIR") -
 
     if path is None:
         return "Next: give --out plan.json to keep it."
+    explain = shell_words("penstock", "explain", path)
     if problems := unsupported(plan, model):
-        return f"Next: penstock explain {path}. It cannot be trained yet: {problems[0]}"
-    return f"Next: penstock train {path} --data {data} --steps 100 --out run; penstock explain {path} says where its time goes."
+        return f"Next: {explain} (it cannot be trained yet: {problems[0]})"
+    train = shell_words("penstock", "train", path, "--data", data, "--steps", 100, "--out", "run")
+    return f"Next: {train}; {explain} says where its time goes."
 
 
 def choice_row(choice: Choice, count: int = 1) -> dict[str, Any]:

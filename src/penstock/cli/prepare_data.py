@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from penstock.cli.console import JsonFlag, Ticker, format_count, out, print_json, progress, table
-from penstock.cli.options import new_folder_to_write, within
+from penstock.cli.options import new_folder_to_write, options_said, within
 from penstock.errors import InputError, near_misses
 
 if TYPE_CHECKING:
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 __all__ = ["prepare_data"]
 
 _POLICIES = ("truncate", "drop")
+_OPTIONS_FOR = {
+    "texts": ("tokenizer", "train-tokenizer", "fields", "weights", "max-input", "max-target", "over-long", "keep-duplicates", "end-token"),
+    "images": ("image-size",),
+    "HDF5 shards": ("vocab-size",),
+}
+"""Options that mean something for one kind of input alone."""
 
 
 def prepare_data(
@@ -49,11 +55,14 @@ def prepare_data(
     from penstock.data.images import is_cifar10, is_image_folder, prepare_images
     from penstock.data.text.cleaning import parse_split
 
+    said = options_said(prepare_data, locals())
     paths, parts = _paths(inputs), parse_split(split)
+    shards, images = any(map(is_hdf5, paths)), any(is_cifar10(given) or is_image_folder(given) for given in paths)
+    _refuse_unused(said, "HDF5 shards" if shards else "images" if images else "texts")
     with _reporting(quiet=json) as report:
-        if any(is_hdf5(given) for given in paths):
+        if shards:
             manifest = prepare_bert(paths, path, parts, vocab_size, report)
-        elif any(is_cifar10(given) or is_image_folder(given) for given in paths):
+        elif images:
             manifest = prepare_images(paths, path, parts, image_size, report)
         else:
             from penstock.data.text.lines import parse_fields
@@ -65,6 +74,14 @@ def prepare_data(
             )  # fmt: skip
             manifest = prepare_text(request, report)
     _tell(manifest, path, json)
+
+
+def _refuse_unused(said: Collection[str], kind: str) -> None:
+    """Refuses options that say nothing of what is given."""
+    for other, names in _OPTIONS_FOR.items():
+        unused = [f"--{name}" for name in names if name in said and other != kind]
+        if unused:
+            raise InputError(f"{', '.join(unused)}: for {other}; what is given are {kind}. Leave it out.")
 
 
 def _paths(inputs: list[str]) -> list[Path]:

@@ -11,7 +11,7 @@ import typer
 
 from penstock.cli.console import JsonFlag, err, print_json, say
 from penstock.cli.options import BIG, within
-from penstock.errors import InfeasibleError, InputError, PenstockError
+from penstock.errors import InfeasibleError, InputError, PenstockError, shell_words
 
 if TYPE_CHECKING:
     from penstock.adapting.events import RunEvent
@@ -85,5 +85,6 @@ def _answer(run: Path, request: str, quiet: bool) -> RunEvent:
                 say(f"run '{run}' {event.text}", to=err())
         if not goes_on:
             withdraw(run)
-            raise PenstockError(f"run '{run}' ended before it moved. Resume it under the plan: penstock train PLAN … --resume '{run}'")
+            go_on = f"penstock train PLAN … {shell_words('--resume', run)}"
+            raise PenstockError(f"run '{run}' ended before it moved. Resume it under the plan: {go_on}")
         time.sleep(_PAUSE_S)

@@ -18,7 +18,7 @@ from penstock.cli.search_answer import SearchAnswer, why_first
 from penstock.cli.search_options import MAX_HOPS, SCHEDULE_NAMES, TOP, limit_bytes, parse_schedules, parse_sizes
 from penstock.cli.search_record import Trail, write_record
 from penstock.cli.search_tables import TABLES, search_tables
-from penstock.errors import InputError, near_misses
+from penstock.errors import InputError, near_misses, shell_words
 from penstock.schedules.rules import SCHEDULES
 from penstock.systems import TableSearch
 
@@ -95,10 +95,11 @@ def search(
         parse_schedules(schedules), precision, gradients,
     )  # fmt: skip
     _check_model(request, for_, target.system if target else "")
+    count = num_steps(request, steps, tokens)
     if lengths is not None or data is not None:
         from penstock.cli.search_lengths import lengths_of, search_lengths
 
-        _check_lengths(said, lengths)
+        _check_lengths(said, lengths, target)
         samples = lengths_of(request, lengths, data)
         plans = search_lengths(
             request, lengths or data or Path(), samples, top, time_budget, steps, tokens, json, path, strict, ways, baselines, verbose
@@ -106,7 +107,6 @@ def search(
         if target:
             _export(plans[0], target, path)
         return
-    count = num_steps(request, steps, tokens)
     trail = Trail()
     request, outcome = _found(request, goal, count, top, time_budget, max_hops, trail, quiet=json)
     limits = ""
@@ -225,13 +225,21 @@ _CHANGES: Mapping[str, Callable[[Plan], Plan]] = {"aceso": _undivided, "fasop": 
 """What a plan becomes for systems that have less, before it is asked whether they take it."""
 
 
-def _check_lengths(said: Collection[str], lengths: Path | None) -> None:
-    """Refuses options that say nothing of batches planned one by one; how long samples are, files of lengths say, and data does not."""
-    for name in (*(["seq-length"] if lengths else []), "micro-batches", "objective", "proof", "for"):
+def _check_lengths(said: Collection[str], lengths: Path | None, target: Target | None) -> None:
+    """Refuses options that say nothing of batches planned one by one, and systems that have none; how long samples are, files of lengths
+    say, and data does not."""
+    from penstock.cli.export import LAUNCHERS
+
+    for name in (*(["seq-length"] if lengths else []), "micro-batches", "objective", "proof", "for", "max-hops"):
         if name in said:
             raise InputError(
                 f"--{name} does not go with --lengths or --data, whose batches are planned one by one, for time. Drop one of them."
             )
+    if target and target.system not in LAUNCHERS:
+        raise InputError(
+            f"--export is for {target.system}, which cannot express micro-batches that differ from batch to batch, as --lengths and --data "
+            "plan them. Drop one of them."
+        )
 
 
 def _target(text: str) -> Target | None:
@@ -240,7 +248,8 @@ def _target(text: str) -> Target | None:
 
     target = parse_target(text, "--export") if text else None
     if target and target.system == WEIGHTS:
-        raise InputError(f"--export is '{text}': a plan has no weights. Export those of a checkpoint: penstock export RUN --to {text}")
+        other = shell_words("penstock", "export", "RUN", "--to", text)
+        raise InputError(f"--export is '{text}': a plan has no weights. Export those of a checkpoint: {other}")
     return target
 
 

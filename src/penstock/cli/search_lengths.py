@@ -23,6 +23,7 @@ from penstock.cli.console import (
 )  # fmt: skip
 from penstock.cli.plan_words import next_steps, plan_name
 from penstock.cli.search_answer import iterations_line, why_first
+from penstock.errors import shell_words
 
 if TYPE_CHECKING:
     from penstock.batching.plan import SampleLengths
@@ -109,7 +110,8 @@ def search_lengths(
         say(f"the same pipeline with {_WAYS[name]}: {more or 'nothing fits'}")
     say(f"judged by {count} batch{'es' if count > 1 else ''}; a bound is what no micro-batching of the same pipeline is below")
     if paths:
-        shown = "" if path.is_dir() else f" `penstock batch --lengths {path} --plan {paths[0]}` shows micro-batches."
+        batch = shell_words("penstock", "batch", "--lengths", path, "--plan", paths[0])
+        shown = "" if path.is_dir() else f" `{batch}` shows micro-batches."
         say(f"wrote {', '.join(map(str, paths))}.{shown}")
     return plans
 

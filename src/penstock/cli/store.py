@@ -14,8 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.console import JsonFlag, err, out, print_json
+from penstock.cli.once import OnceCommand
 from penstock.cli.options import file_to_write
-from penstock.errors import InputError, PenstockError
+from penstock.errors import InputError, PenstockError, shell_words
 
 __all__ = ["store"]
 
@@ -33,7 +34,7 @@ def _store() -> None:
     """
 
 
-@store.command("start")
+@store.command("start", cls=OnceCommand)
 def start(
     host: Annotated[str, typer.Option(help="Address to listen on; strangers can reach any but loopback.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 0,
@@ -115,5 +116,6 @@ def _tell(server: Any, path: Path, insecure: bool, json: bool) -> None:
         print_json({"address": server.shown_address, "file": path, "pid": server.process.pid})
     else:
         text = f"store at {server.shown_address}; address, password and key are in {path}"
-        out().print(f"{text}\nexport PENSTOCK_STORE=file:{path.resolve()}\nCtrl-C ends it", markup=False, soft_wrap=True)
+        export = shell_words("export", f"PENSTOCK_STORE=file:{path.resolve()}")
+        out().print(f"{text}\n{export}\nCtrl-C ends it", markup=False, soft_wrap=True)
     sys.stdout.flush()

@@ -17,7 +17,7 @@ from penstock.cli import train_options as option
 from penstock.cli.compare import comparison, show_comparison
 from penstock.cli.console import JsonFlag, err, format_count, format_time, print_json, progress, say
 from penstock.cli.options import slower_ranks
-from penstock.errors import InputError
+from penstock.errors import InputError, shell_words
 from penstock.processes.fork_server import warm_up
 
 if TYPE_CHECKING:
@@ -131,7 +131,8 @@ def _train_plan(
     plan, values = read_plan(file), given.values
     for name, missing in (("--data", not data), ("--steps", steps is None), ("--out", path is None)):
         if missing:
-            raise InputError(f"{name} is missing. A plan is trained with: penstock train {file} --data DIR --steps N --out RUN")
+            whole = shell_words("penstock", "train", file, "--data", "DIR", "--steps", "N", "--out", "RUN")
+            raise InputError(f"{name} is missing. A plan is trained with: {whole}")
     assert steps is not None
     if len(data) > 1:
         raise InputError(f"--data is given {len(data)} times; a plan takes one folder that `penstock prepare-data` wrote.")
@@ -148,7 +149,7 @@ def _train_plan(
         plan, data[0], steps, str(path), learning, saving, resume=values["resume"], weights=values["weights"], disturbance=disturbance(),
         node=_node(values["node_rank"], values["master"]), spares=values["spares"],
     )  # fmt: skip
-    go_on = f"go on from there with --resume '{path}'"
+    go_on = f"go on from there with `{shell_words('--resume', path)}`"
     run_training(trainer_of(request, values["adapt"]), compare=values["compare"], json=values["json"], go_on=go_on)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.console import format_bytes, format_count, format_time, print_json, progress, say
 from penstock.cli.train import run_training
-from penstock.errors import InputError
+from penstock.errors import InputError, shell_words
 from penstock.processes.fork_server import warm_up
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def told(found: ReadyJob) -> Iterator[str]:
     yield f"costs    {found.costs}"
     yield f"plan     {short_name(plan)}: {described_training(plan)}"
     yield from _times(found)
-    yield f"written  {Path(job.out) / 'job.yaml'} has all of it: `penstock train {Path(job.out) / 'job.yaml'}` repeats it, or goes on"
+    written = Path(job.out) / "job.yaml"
+    yield f"written  {written} has all of it: `{shell_words('penstock', 'train', written)}` repeats it, or goes on"
     if found.changes:
         yield f"changed  {'; '.join(found.changes)}"
 

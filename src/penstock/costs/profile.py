@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import InputError
+from penstock.errors import InputError, shell_words
 from penstock.files import MAX_TEXT_BYTES, decoded, parsed_json, readable_bytes, short_repr, write_bytes
 from penstock.models.ops import Op
 from penstock.models.shapes import Shape
@@ -283,7 +283,7 @@ def read_profile(path: str | Path) -> Profile:
     """Reads a profile; anything else is refused with what is wrong."""
     path = Path(path)
     if not os.path.lexists(path):
-        raise InputError(f"profile '{path}' does not exist. Make one with `penstock profile --model M --out {path}`.")
+        raise InputError(f"profile '{path}' does not exist. Make one with `penstock profile --model M {shell_words('--out', path)}`.")
     raw = readable_bytes(path, "profile", MAX_TEXT_BYTES)
     try:
         plain = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw

@@ -11,7 +11,7 @@ from penstock.costs.profile import BesidePoint, read_profile
 from penstock.costs.profiled import Profiled
 from penstock.costs.roofline import Roofline
 from penstock.costs.source import CostSource
-from penstock.errors import InputError, ProfileMissingError, near_misses
+from penstock.errors import InputError, ProfileMissingError, near_misses, shell_words
 
 __all__ = ["beside_loads", "open_costs", "shipped_profiles"]
 
@@ -65,7 +65,7 @@ def _profile(path: str) -> Profiled:
         return Profiled.open(path)
     if path not in shipped:
         raise ProfileMissingError(
-            f"profile '{path}' does not exist. Make one with `penstock profile --model M --out {path}`, or use one that comes "
-            f"with Penstock. {near_misses(path, shipped)}"
+            f"profile '{path}' does not exist. Make one with `{shell_words('penstock', 'profile', '--model', 'M', '--out', path)}`, or "
+            f"use one that comes with Penstock. {near_misses(path, shipped)}"
         )
     return Profiled(read_profile(shipped[path]), path)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from penstock.plans.grid import grid_of, refusal, whole_layers
+from penstock.plans.grid import Grid, grid_of, refusal, whole_layers
 from penstock.plans.references import cluster_of, model_of
 from penstock.schedules.rules import DEFAULT_SCHEDULE
 
@@ -42,13 +42,16 @@ def deepspeed_config(plan: Plan, model: Model | None = None, cluster: Cluster | 
         index = next(index for index, stage in enumerate(layers) if not all(stage))
         what = f"it recomputes {sum(layers[index])} of its {len(layers[index])} layers, where other layers are recomputed"
         raise refusal(TARGET, index, what, "Recompute all layers, or none.")
+    zero = _zero(plan, grid)
     config: dict[str, Any] = {
         "train_batch_size": plan.global_batch,
         "train_micro_batch_size_per_gpu": grid.micro_batch,
         "gradient_accumulation_steps": grid.num_micro_batches,
         "optimizer": {"type": {"adamw": "AdamW", "lamb": "Lamb", "sgd": "SGD"}[plan.optimizer]},
-        "zero_optimization": {"stage": grid.zero},
+        "zero_optimization": {"stage": zero},
     }
+    if zero and plan.optimizer != "adamw":
+        config["zero_allow_untested_optimizer"] = True  # it divides the state of others as well, once it is told to
     if plan.precision != "fp32":
         config[plan.precision] = {"enabled": True}
         config["data_types"] = {"grad_accum_dtype": plan.gradients or plan.precision}
@@ -62,3 +65,15 @@ def deepspeed_config(plan: Plan, model: Model | None = None, cluster: Cluster | 
         "recomputed_layers": sorted({block.kind for part in grid.parts for block in part if block.recomputed}),
     }
     return config
+
+
+def _zero(plan: Plan, grid: Grid) -> int:
+    """The ZeRO stage to write. DeepSpeed sums gradients in another dtype than that of weights only under ZeRO; over a single rank stage 1
+    divides nothing, so that it is the plan still."""
+    mixed = plan.precision != "fp32" and plan.gradients not in ("", plan.precision)
+    if grid.zero or not mixed:
+        return grid.zero
+    if grid.dp > 1:
+        what = f"gradients are summed in {plan.gradients} beside weights in {plan.precision}, which it does under ZeRO alone"
+        raise refusal(TARGET, 0, what, f"Use zero 1, or gradients in {plan.precision}.")
+    return 1

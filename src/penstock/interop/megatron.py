@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError
+from penstock.interop.torchrun import comment
 from penstock.plans.grid import BlockPart, Grid, grid_of, refusal, whole_layers
 from penstock.plans.references import cluster_of, model_of
 from penstock.schedules.rules import CHUNKED_SCHEDULE, DEFAULT_SCHEDULE
@@ -36,7 +37,8 @@ def megatron_text(plan: Plan, model: Model | None = None, cluster: Cluster | Non
     script = f"pretrain_{'gpt' if model.family == 'llama' else model.family}.py"
     world = grid.tp * grid.pp * grid.dp
     remarks = [
-        f"{model.name} on {world} GPUs: tensor {grid.tp} x data {grid.dp} x pipeline {grid.pp}, {grid.num_micro_batches} micro-batches.",
+        f"{comment(model.name)} on {world} GPUs: tensor {grid.tp} x data {grid.dp} x pipeline {grid.pp}, "
+        f"{grid.num_micro_batches} micro-batches.",
         f"Use: grep -v '^#' THIS_FILE | xargs torchrun --nproc-per-node {world} {script}  (several nodes: as torchrun wants it)",
         "Still to be given: data, tokenizer, learning rate, number of iterations.",
         *_NOTES.get(model.family, ()),
@@ -57,6 +59,8 @@ def require_model(model: Model) -> None:
         raise InputError(f"{TARGET} cannot express {what}, which model '{model.name}' has.")
     if model.family == "llama":
         _rope_scaling(c["rope_scaling"])
+        if c["rope_theta"] % 1:
+            raise InputError(f"{TARGET} cannot express rope_theta {c['rope_theta']} of model '{model.name}': its --rotary-base is whole.")
     if model.family == "t5" and c["gated"]:
         raise InputError(f"{TARGET} cannot express the gated MLP of a T5 1.1.")
 
@@ -170,7 +174,7 @@ def _rope_scaling(scaling: Mapping[str, Any] | None) -> Flags:
     if not scaling:
         return []
     fixed = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if any(scaling.get(name) != value for name, value in fixed.items()):
+    if "factor" not in scaling or any(scaling.get(name) != value for name, value in fixed.items()):
         raise InputError(f"{TARGET} cannot express the rotary scaling {dict(scaling)}. It has Llama 3's: {fixed} and a factor.")
     return [("--use-rope-scaling",), ("--rope-scaling-factor", str(scaling["factor"]))]
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError
+from penstock.interop.torchrun import comment
 from penstock.plans.grid import BlockPart, Grid, grid_of, refusal, whole_layers
 from penstock.plans.references import cluster_of, model_of
 
@@ -26,6 +27,16 @@ _FLAVORS = {
     "405B": (126, 16384, 128, 8, 53248, False),
 }
 """Its Llama 3 models: layers, hidden, heads, kv_heads, ffn, tied."""
+_FIXED = {"vocab": 128256, "eps": 1e-5, "qkv_bias": False, "out_bias": False, "qk_norm": False, "window": 0, "dropout": 0.0}
+"""What all of them have beside their sizes, and no recipe changes."""
+_THETA = 500000.0
+_SCALING = {
+    "factor": ("scaling_factor", 8.0),
+    "low_freq_factor": ("low_freq_factor", 1.0),
+    "high_freq_factor": ("high_freq_factor", 4.0),
+    "original_max_position_embeddings": ("original_max_position_embeddings", 8192),
+}
+"""Of Llama 3's rotary scaling as Hugging Face has it: torchtitan's name, and what all of its models have."""
 _RESHARDS = {1: "never", 2: "never", 3: "always"}
 """ZeRO stage: whether FSDP gives gathered weights up again after a forward pass."""
 
@@ -49,7 +60,7 @@ PYTHONPATH=<folder of this file> NGPU={world} MODULE=<name of this file, without
 def penstock_plan():
     """The plan; data, learning rate and number of steps are those of the recipe it starts from."""
     config = {base}()
-{body}
+{body}{rope}
     return config
 '''
 
@@ -81,10 +92,10 @@ def torchtitan_recipe(plan: Plan, model: Model | None = None, cluster: Cluster |
         settings.insert(0, ("model_spec", f'model_registry("{flavor}")'))
     narrow, oftener = plan.precision == "bf16" and plan.gradients != "fp32", grid.zero == 1 and grid.num_micro_batches > 1
     return _RECIPE.format(
-        model=model.name, world=grid.tp * grid.pp * grid.dp, imports="\n".join(imports), base=base,
+        model=_documented(model.name), world=grid.tp * grid.pp * grid.dp, imports="\n".join(imports), base=base,
         stages=f"{len(grid.parts)} {'stage' if len(grid.parts) == 1 else 'stages'}",
         parts=_parts(grid) if grid.pp > 1 else "", note=narrow * _NARROW + oftener * _OFTENER,
-        body="\n".join(f"    config.{name} = {value}" for name, value in settings),
+        body="\n".join(f"    config.{name} = {value}" for name, value in settings), rope=_rope(model.config),
     )  # fmt: skip
 
 
@@ -93,20 +104,43 @@ def _parts(grid: Grid) -> str:
     return "\n".join(["", "MODULE_FQNS_PER_MODEL_PART = [", *rows, "]", ""])
 
 
+def _documented(name: str) -> str:
+    """A name, which may be anybody's, as text that cannot end the docstring it stands in."""
+    return comment(name).replace("\\", "\\\\").replace('"', '\\"')
+
+
 def _quoted(text: str) -> str:
     return f'"{text}"'
 
 
+def _rope(c: Mapping[str, Any]) -> str:
+    """Lines that turn positions as the model does, where torchtitan's own turn otherwise: those are Llama 3.1's, of every size."""
+    scaling = c["rope_scaling"]
+    found = {"theta": c["rope_theta"]} if c["rope_theta"] != _THETA else {}
+    if scaling:
+        found |= {name: scaling[field] for field, (name, usual) in _SCALING.items() if scaling[field] != usual}
+    else:
+        found["scaling"] = _quoted("none")
+    lines = [f"        layer.attention.rope.{name} = {value}" for name, value in found.items()]
+    return "\n".join(["", "    for layer in config.model_spec.model.layers:", *lines]) if lines else ""
+
+
 def require_flavor(model: Model) -> str:
-    """The name of the Llama 3 that has these sizes."""
+    """The name of the Llama 3 that is this model, but for the rotary embedding, which a recipe can change."""
     c = model.config
     if model.family != "llama" or "source" in c:
         raise InputError(f"{TARGET} has no model like '{model.name}' ({model.family}). Of Penstock's families it has llama.")
     own = (c["layers"], c["hidden"], c["heads"], c["kv_heads"], c["ffn"], c["tied"])
-    odd = c["vocab"] != 128256 or c["qkv_bias"] or c["out_bias"] or c["qk_norm"] or c["window"] or c["dropout"] or c["head_width"]
-    alike = [name for name, sizes in _FLAVORS.items() if sizes == own and not odd]
+    alike = [name for name, sizes in _FLAVORS.items() if sizes == own]
     if not alike:
         raise InputError(f"{TARGET} has no Llama of the sizes of '{model.name}'. It has {', '.join(_FLAVORS)}.")
+    usual = {**_FIXED, "head_width": c["hidden"] // c["heads"]}
+    for field, value in usual.items():
+        if (c[field] or value) != value:
+            raise InputError(f"{TARGET} cannot express {field} {c[field]} of model '{model.name}': its Llama {alike[0]} has {value}.")
+    scaling = c["rope_scaling"]
+    if scaling and (scaling.get("rope_type") != "llama3" or not _SCALING.keys() <= scaling.keys()):
+        raise InputError(f"{TARGET} cannot express rope_scaling {dict(scaling)} of model '{model.name}'. It has none, or Llama 3's.")
     return alike[0]
 
 

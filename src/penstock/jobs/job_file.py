@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,8 +17,8 @@ from penstock.errors import InputError, near_misses
 from penstock.files import describe_validation_error, read_yaml, write_text
 
 __all__ = [
-    "DataGroup", "JobFile", "ModelGroup", "PlanGroup", "SaveGroup", "TrainGroup", "changed", "dotted_fields", "job_from",
-    "parse_changes", "read_job", "write_job",
+    "DataGroup", "JobFile", "ModelGroup", "PlanGroup", "SaveGroup", "TrainGroup", "absolute_source", "anywhere", "changed",
+    "dotted_fields", "job_from", "parse_changes", "read_job", "write_job",
 ]  # fmt: skip
 
 FORMAT, VERSION = "penstock-job", 1
@@ -239,9 +240,41 @@ def dotted_fields() -> Iterator[tuple[str, str]]:
             yield f"{group}.{name}", field.description or ""
 
 
+def anywhere(job: JobFile) -> JobFile:
+    """The job with absolute paths, so that it means the same in every folder: of its run always, of other things where they are here. What
+    is no path, such as a name of the catalogue, of a downloaded model or of a kind of cluster, stays as it is."""
+    model, plan = job.model, job.plan
+    costs, store = _behind("profile:", plan.costs), _behind("file:", job.train.store)
+    weights = model.weights if model.weights in ("auto", "none") else absolute_source(_absolute(model.weights))
+    cluster = _absolute(plan.cluster) if plan.cluster.strip().lower() != "local" and os.path.isfile(plan.cluster) else plan.cluster
+    return job.with_values(
+        out=str(Path(job.out).absolute()), model__source=absolute_source(model.source), model__weights=weights,
+        data__path=[_absolute(path) for path in job.data.path], data__tokenizer=job.data.tokenizer and _absolute(job.data.tokenizer),
+        plan__cluster=cluster, plan__costs=costs, plan__file=plan.file and _absolute(plan.file), train__store=store,
+    )  # fmt: skip
+
+
+def absolute_source(text: str) -> str:
+    """Where a model comes from, as `module:/home/me/net.py:make` for `module:net.py:make`."""
+    if text.startswith("module:"):
+        name, colon, function = text.removeprefix("module:").rpartition(":")
+        return f"module:{_absolute(name)}{colon}{function}"
+    if text.endswith((".yaml", ".yml", ".json")) and ":" not in text:
+        return _absolute(text)
+    return _behind("transformers:", _behind("hf:", text))
+
+
+def _behind(prefix: str, text: str) -> str:
+    return prefix + _absolute(text.removeprefix(prefix)) if text.startswith(prefix) else text
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).absolute()) if os.path.exists(path) else path
+
+
 def changed(before: JobFile, after: JobFile) -> list[str]:
-    """`train.lr: 0.0003 → 1e-05` for each field that differs."""
-    found = []
+    """`train.lr: 0.0003 → 1e-05` for each field that differs; the same file is no difference, however its path was written."""
+    before, after, found = anywhere(before), anywhere(after), []
     for name, _ in dotted_fields():
         was, is_ = _value(before, name), _value(after, name)
         if was != is_:

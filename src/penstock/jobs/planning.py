@@ -15,6 +15,7 @@ from penstock.clusters import cluster_to_dict, resolve_cluster
 from penstock.errors import InfeasibleError, InputError
 from penstock.files import read_json, write_json
 from penstock.jobs.cache import cache_folder, digest, made_once
+from penstock.jobs.job_file import absolute_source
 from penstock.plans.plan import Plan
 from penstock.plans.schema import plan_from_dict, plan_to_dict
 from penstock.search import Request, search, search_for_lengths, short_name
@@ -190,6 +191,12 @@ def _is_usable(plan: Plan) -> bool:
     return started is None or len(plan.ranks) == int(started)
 
 
+def _described(model: Model) -> dict[str, Any]:
+    """A model's fields, with the place of its file whole: a plan may have it as somebody wrote it in that file's folder."""
+    origin = model.config.get("origin")
+    return {**model.config, "origin": absolute_source(str(origin))} if origin else dict(model.config)
+
+
 def require_plan_of(plan: Plan, model: Model) -> None:
     """Refuses a plan that was made for another model, with what differs."""
     from penstock.plans.references import model_of
@@ -198,12 +205,9 @@ def require_plan_of(plan: Plan, model: Model) -> None:
     if planned.family != model.family:
         differ = [f"family {planned.family} in place of {model.family}"]
     else:
-        names = [name for name in {**planned.config, **model.config} if name != "dtype"]
-        differ = [
-            f"{name} {planned.config.get(name)} in place of {model.config.get(name)}"
-            for name in names
-            if planned.config.get(name) != model.config.get(name)
-        ]
+        was, is_ = _described(planned), _described(model)
+        names = [name for name in {**was, **is_} if name != "dtype"]
+        differ = [f"{name} {was.get(name)} in place of {is_.get(name)}" for name in names if was.get(name) != is_.get(name)]
     if not differ and planned.num_ops != model.num_ops:
         differ = [f"{planned.num_ops} ops in place of {model.num_ops}"]
     if differ:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from penstock.clusters import cluster_to_dict, resolve_cluster
 from penstock.errors import InputError
-from penstock.jobs.job_file import JobFile, SaveGroup, TrainGroup, changed, job_from, read_job, write_job
+from penstock.jobs.job_file import JobFile, SaveGroup, TrainGroup, anywhere, changed, job_from, read_job, write_job
 from penstock.jobs.measuring import chosen_costs
 from penstock.jobs.models import first_weights
 from penstock.jobs.planning import FoundPlans, PlanQuestion, batch_of, job_cluster, plans_for, require_plan_of
@@ -88,12 +88,13 @@ class ReadyJob:
             if not self.resume:  # steps of an earlier try of this job, of which nothing was saved
                 (out / STEPS).unlink(missing_ok=True)
             write_plan(out / _PLAN, self.plan)  # first: who finds the job of now, finds its plan too
-            write_job(out / JOB, self.job)
+            write_job(out / JOB, anywhere(self.job))
 
 
 def ready(job: JobFile, progress: Progress = lambda text: None) -> ReadyJob:
     """Walks from a job to the training that it means. Whatever is wrong with model, data or options is said before anything is trained."""
     before, resume, first_step = _earlier(job.out)
+    job = anywhere(job).with_values(out=job.out, data__path=job.data.path)  # these are told as they were given
     if job.train.device not in ("", "cpu", "cuda"):
         raise InputError(
             f"train.device is '{job.train.device}'; a job trains on cpu or cuda. Rehearse its plan: penstock train PLAN --device timed …"

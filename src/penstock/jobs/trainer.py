@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.jobs.cache import cache_folder, digest
 from penstock.jobs.finding import named_model
-from penstock.jobs.job_file import JobFile, job_from, read_job
+from penstock.jobs.job_file import JobFile, anywhere, job_from, read_job
 from penstock.jobs.rows import folder_of_rows, is_path
 from penstock.jobs.starting import ReadyJob, ready
 from penstock.plans.plan import Plan
@@ -75,7 +75,7 @@ class Trainer:
     @property
     def job(self) -> JobFile:
         """Everything resolved, as the run's job.yaml has it."""
-        return self._ready.job
+        return anywhere(self._ready.job)
 
     def train(self) -> TrainResult:
         """Trains to the last step, or until a callback asks for the end; losses and times of its steps."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from penstock.errors import shell_words
 from penstock.plans.plan import Plan
 from penstock.plans.precision import described_training
 from penstock.plans.references import cluster_of, model_of
@@ -90,7 +91,7 @@ def _glance(name: str, plan: Plan, found: Estimate) -> list[Block]:
     if bound_s:
         facts.append(Fact("bound", bound_s, "time", "no plan of the searched kinds is faster, by formula"))
         facts.append(Fact("gap", found.formula_s / bound_s - 1, "share", "above the bound, by formula"))
-    command = f"penstock train {name} --data DATA --steps 1000 --out run"
+    command = shell_words("penstock", "train", name, "--data", "DATA", "--steps", 1000, "--out", "run")
     notes = dict.fromkeys((*plan.notes, *found.notes))
     return [Text(sentence), Facts(tuple(fact for fact in facts if fact.value is not None)), Command(command), *map(Text, notes)]
 
