@@ -200,6 +200,10 @@ _BATCHING = (
          "every split is judged by some groups of the next", "batching/test_baselines.py", pick="priced_together"),
     _bug("an option counts as given if it is as usual", "cli/options.py", "if values[name] != default", "if values[name] == default",
          "what has no use is not refused, what was not said is", "cli/test_search_tables.py", pick="refused"),
+    _bug("gradients that are cast take no room in a batch", "batching/planned.py", "np.maximum(backward + room.cast_bytes, ",
+         "np.maximum(backward, ", "the planner promises less than the estimate has", "batching/test_planned.py", pick="equal_samples"),
+    _bug("a batch leaves the optimizer no room", "batching/planned.py", "max(room.late_cast_bytes, room.step_bytes))",
+         "room.late_cast_bytes)", "the step does not fit where short samples did", "batching/test_planned.py", pick="equal_samples"),
     _bug("separators between packed samples take no room", "batching/baselines.py", "_first_fit(enc + between[0], dec",
          "_first_fit(enc, dec", "a baseline better than its system", "batching/test_baselines.py", pick="separator"),
 )  # fmt: skip

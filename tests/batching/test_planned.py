@@ -65,6 +65,20 @@ def test_stage_times_and_memory_are_the_estimators(model: str, cluster: str, sou
         assert costs.fixed_s == pytest.approx(found.time_s - found.pipeline_s, rel=1e-6)
 
 
+@pytest.mark.parametrize("gradients", ["fp32", ""])
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+def test_a_batch_of_equal_samples_is_promised_no_less_memory_than_the_estimator_has(pp: int, gradients: str) -> None:
+    plan = uniform_plan("gpt-1.3b", "4xa100-80gb", global_batch=64, micro_batch=1, pp=pp, gradients=gradients)
+    costs, estimator = costs_for(plan, 2048), Estimator(resolve_model("gpt-1.3b"), resolve_cluster("4xa100-80gb"), open_costs("roofline"))
+    for rows, length in ((1, 8), (2, 512), (4, 2048)):
+        fixed = dataclasses.replace(plan, micro_batching=MicroBatching("padded", "fixed", rows), seq_length=length)
+        own = costs.layouts["padded"].at(rows, length, 0)[:, 0]
+        for s, stage in enumerate(estimator.estimate(fixed).stages):
+            _, _, stored, *peaks = own[costs.stage_class[0, s]]
+            promised = costs.state_bytes[0, s] + (pp - 1 - s) * stored + max(peaks)
+            assert 1 - 1e-6 <= promised / stage.memory.total_bytes < 1.02
+
+
 def test_packed_costs_follow_tokens_and_squares() -> None:
     _, costs = prepared("gpt-1.3b", "2xa100-40gb", "roofline", "packed", pp=2)
     grid = costs.layouts["packed"]
