@@ -273,6 +273,8 @@ _PROGRAMS = (
          "        for number, buffer in sorted(self.buffers.items()):\n            self.wrong(",
          '        for number, buffer in sorted(self.buffers.items()):\n            if buffer.kind != "batch":\n              self.wrong(',
          "memory grows from step to step", "programs/test_mutations.py", pick="every_buffer"),
+    _bug("a program's gradients are cast in no room", "programs/memory.py", "max(line.backward_peak_bytes + room.cast_bytes, ",
+         "max(line.backward_peak_bytes, ", "a proof of less than the estimate has", "programs/test_memory.py", pick="to_the_byte"),
     _bug("memory of the plan's own order", "programs/memory.py", "sum(own.held for own in held.values())",
          "max((own.held for own in held.values()), default=0.0)", "one micro-batch at a time", "programs/test_memory.py"),
     _bug("two numbers for one free buffer", "programs/lower.py", "            heapq.heappush(self._free, number)",
