@@ -204,6 +204,9 @@ _BATCHING = (
          "np.maximum(backward, ", "the planner promises less than the estimate has", "batching/test_planned.py", pick="equal_samples"),
     _bug("a batch leaves the optimizer no room", "batching/planned.py", "max(room.late_cast_bytes, room.step_bytes))",
          "room.late_cast_bytes)", "the step does not fit where short samples did", "batching/test_planned.py", pick="equal_samples"),
+    _bug("a sample that fits packed alone is refused", "batching/kernels.py", "if found == np.inf and size == 1 and tables.sizes[4]",
+         "if found < 0 and size == 1 and tables.sizes[4]", "rows are padded, packed sequences are not", "batching/test_planner.py",
+         pick="fits_alone"),
     _bug("separators between packed samples take no room", "batching/baselines.py", "_first_fit(enc + between[0], dec",
          "_first_fit(enc, dec", "a baseline better than its system", "batching/test_baselines.py", pick="separator"),
 )  # fmt: skip
