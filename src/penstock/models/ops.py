@@ -117,6 +117,12 @@ class Op:
         """Equal for ops that cost the same: the key of profiles and cost tables."""
         return f"{self.kind} {json.dumps(dict(self.config), sort_keys=True)}"
 
+    @property
+    def needed_flops(self) -> Quantity:
+        """What both passes have to compute; fused attention makes its scores once more in its backward pass, which is recomputation."""
+        fused = self.kind == "attention" and self.config.get("fused", False)
+        return self.flops * 3 if fused else self.flops + self.backward_flops
+
     def check_tp(self, tp: int, algo: int = 0) -> None:
         """Refuses a degree or split that this op cannot have."""
         if tp < 1 or (self.tp_limit and self.tp_limit % tp):
