@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from penstock.costs.sources import open_costs
 from penstock.errors import InputError
 from penstock.models import resolve_model
 from penstock.models.micro_batch import MicroBatch
+from penstock.models.shapes import Layout
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.timing.estimate import Estimator
@@ -86,6 +89,21 @@ def test_packed_costs_follow_tokens_and_squares() -> None:
     assert one > four
     padded = costs.layouts["padded"].at(4, 2000, 0)[0, 0, :2].sum()
     assert one == pytest.approx(padded, rel=0.25)
+
+
+def test_the_mask_of_a_window_takes_memory_of_padded_rows_alone(tmp_path: Path) -> None:
+    def held_bytes(window: int, layout: Layout, length: int) -> float:
+        path = tmp_path / f"{window}.yaml"
+        path.write_text(json.dumps({"base": "llama-1b", "window": window}))
+        plan = uniform_plan(str(path), "1xa100-80gb", global_batch=4, micro_batch=1, layout="packed")
+        found = costs_for(plan, 4096).layouts[layout].at(1 if layout == "padded" else length, length, 0)
+        return float(found[0, 0, 2])
+
+    masks = 1.02 * resolve_model("llama-1b").config["layers"] * 2 * 4096**2
+    # At least what they take; between the lengths that are replayed, lines lie above squares.
+    assert masks <= held_bytes(512, "padded", 4096) - held_bytes(0, "padded", 4096) < 2 * masks
+    assert held_bytes(512, "padded", 256) == pytest.approx(held_bytes(0, "padded", 256))
+    assert held_bytes(512, "packed", 4096) == pytest.approx(held_bytes(0, "packed", 4096))
 
 
 def test_packing_wins_where_lengths_differ() -> None:

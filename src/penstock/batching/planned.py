@@ -215,7 +215,8 @@ class _Source:
         rows, length, dec_length = (np.array(column) for column in zip(*map(_as_rows, shapes), strict=True))
         y = _knots(int(length.max()), 4.0)
         z = _knots(int(dec_length.max()), 4.0) if dec_length.any() else np.zeros(1)
-        grid = [[[Shape.padded(count, int(n), int(m)) for count in _PROBE_ROWS] for m in z] for n in y]
+        layout = shapes[0].layout
+        grid = [[[dataclasses.replace(Shape.padded(count, int(n), int(m)), layout=layout) for count in _PROBE_ROWS] for m in z] for n in y]
         probes = [shape for plane in grid for line in plane for shape in line]
         model = self._estimator.model_under(sequence)
         values = np.array([self._replay(model, part, shape, algos, again, device) for shape in probes])
