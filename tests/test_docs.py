@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
+import contextlib
 import dataclasses
+import inspect
+import io
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,11 +25,13 @@ import yaml
 from benchmark_modules import load_benchmark
 from pty_runs import on_terminal
 
+import penstock
 from penstock.cli.main import VERBS, _load, run
 from penstock.clusters.cluster_file import parse_cluster
 from penstock.clusters.schema import ClusterSpec, DeviceSpec, NodeSpec, OverrideSpec
 from penstock.models.catalog import FAMILIES, model_from_mapping
 from penstock.models.description import model_from_description
+from penstock.plans.build import uniform_plan
 
 ROOT = Path(__file__).parents[1]
 
@@ -187,6 +196,60 @@ def test_commands_are_found_and_wrong_ones_are_seen() -> None:
     command, rest = command_of(["search", "--modle", "x"])
     with pytest.raises(Exception, match="No such option"):
         command.make_context("search", rest)
+
+
+_READS_FILES = "open_data("
+"""What a page has prepared in another block."""
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_python_blocks_call_what_there_is(path: Path) -> None:
+    """Every name they import exists and takes the arguments it is given; what needs nothing but a plan runs and prints what is shown."""
+    for block in blocks(str(path.relative_to(ROOT)), "python"):
+        assert list(wrong_names(block)) == [], block
+        given = {"plan": uniform_plan("gpt-1.3b", "2xa100-40gb", global_batch=4, micro_batch=1, pp=2)}
+        if unbound(block) <= set(given) and _READS_FILES not in block:
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                exec(compile(block, str(path), "exec"), given)
+            shown = re.findall(r"^# (.*)$", block, flags=re.MULTILINE)
+            assert said.getvalue().splitlines() == shown or not shown
+
+
+def wrong_names(block: str) -> Iterator[str]:
+    """What a block imports or calls of Penstock that is not there, or takes other arguments."""
+    known: dict[str, Any] = {}
+    for node in ast.walk(ast.parse(block)):
+        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+            known[alias.asname or alias.name] = found = getattr(import_module(node.module or ""), alias.name, None)
+            if found is None:
+                yield alias.name
+    for call in (node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func)
+        found = getattr(penstock, name.partition(".")[2], None) if name.startswith("penstock.") else known.get(name)
+        try:
+            if found is not None:
+                inspect.signature(found).bind(*call.args, **{keyword.arg or "": keyword.value for keyword in call.keywords})
+            elif name.startswith("penstock."):
+                yield name
+        except TypeError as error:
+            yield f"{name}: {error}"
+
+
+def unbound(block: str) -> set[str]:
+    """Names that a block uses and does not make."""
+    nodes = list(ast.walk(ast.parse(block)))
+    imported = {alias.asname or alias.name for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+    used = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    made = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return used - made - imported - set(dir(builtins))
+
+
+def test_wrong_python_blocks_are_seen() -> None:
+    right = "from penstock.schedules.rules import schedule_of\nschedule_of('1f1b', num_stages=3, num_micro_batches=4)"
+    assert list(wrong_names(right)) == [] and unbound(right) == set()
+    for was, becomes in (("import schedule_of", "import schedule_for"), ("num_stages", "stages")):
+        assert len(list(wrong_names(right.replace(was, becomes)))) == 1
+    assert len(list(wrong_names("penstock.find_plan(rows)"))) == 1 and unbound("x = 1\nprint(x, y)") == {"y"}
 
 
 def test_the_first_command_and_its_output_are_the_same_on_both_first_pages() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from penstock.costs.sources import open_costs
 from penstock.errors import InputError
 from penstock.models import resolve_model
 from penstock.models.micro_batch import MicroBatch
+from penstock.models.shapes import Layout
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.timing.estimate import Estimator
@@ -65,6 +68,20 @@ def test_stage_times_and_memory_are_the_estimators(model: str, cluster: str, sou
         assert costs.fixed_s == pytest.approx(found.time_s - found.pipeline_s, rel=1e-6)
 
 
+@pytest.mark.parametrize("gradients", ["fp32", ""])
+@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+def test_a_batch_of_equal_samples_is_promised_no_less_memory_than_the_estimator_has(pp: int, gradients: str) -> None:
+    plan = uniform_plan("gpt-1.3b", "4xa100-80gb", global_batch=64, micro_batch=1, pp=pp, gradients=gradients)
+    costs, estimator = costs_for(plan, 2048), Estimator(resolve_model("gpt-1.3b"), resolve_cluster("4xa100-80gb"), open_costs("roofline"))
+    for rows, length in ((1, 8), (2, 512), (4, 2048)):
+        fixed = dataclasses.replace(plan, micro_batching=MicroBatching("padded", "fixed", rows), seq_length=length)
+        own = costs.layouts["padded"].at(rows, length, 0)[:, 0]
+        for s, stage in enumerate(estimator.estimate(fixed).stages):
+            _, _, stored, *peaks = own[costs.stage_class[0, s]]
+            promised = costs.state_bytes[0, s] + (pp - 1 - s) * stored + max(peaks)
+            assert 1 - 1e-6 <= promised / stage.memory.total_bytes < 1.02
+
+
 def test_packed_costs_follow_tokens_and_squares() -> None:
     _, costs = prepared("gpt-1.3b", "2xa100-40gb", "roofline", "packed", pp=2)
     grid = costs.layouts["packed"]
@@ -72,6 +89,21 @@ def test_packed_costs_follow_tokens_and_squares() -> None:
     assert one > four
     padded = costs.layouts["padded"].at(4, 2000, 0)[0, 0, :2].sum()
     assert one == pytest.approx(padded, rel=0.25)
+
+
+def test_the_mask_of_a_window_takes_memory_of_padded_rows_alone(tmp_path: Path) -> None:
+    def held_bytes(window: int, layout: Layout, length: int) -> float:
+        path = tmp_path / f"{window}.yaml"
+        path.write_text(json.dumps({"base": "llama-1b", "window": window}))
+        plan = uniform_plan(str(path), "1xa100-80gb", global_batch=4, micro_batch=1, layout="packed")
+        found = costs_for(plan, 4096).layouts[layout].at(1 if layout == "padded" else length, length, 0)
+        return float(found[0, 0, 2])
+
+    masks = 1.02 * resolve_model("llama-1b").config["layers"] * 2 * 4096**2
+    # At least what they take; between the lengths that are replayed, lines lie above squares.
+    assert masks <= held_bytes(512, "padded", 4096) - held_bytes(0, "padded", 4096) < 2 * masks
+    assert held_bytes(512, "padded", 256) == pytest.approx(held_bytes(0, "padded", 256))
+    assert held_bytes(512, "packed", 4096) == pytest.approx(held_bytes(0, "packed", 4096))
 
 
 def test_packing_wins_where_lengths_differ() -> None:

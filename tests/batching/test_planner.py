@@ -95,6 +95,26 @@ def test_every_plan_holds_what_it_promises(seed: int, steps: int) -> None:
         assert plan.predicted_s <= plan_batch(samples, costs).predicted_s * (1 + 1e-9)
 
 
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(1, 4), st.integers(1, 2), st.floats(4, 300),
+    st.sampled_from(LAYOUTS), st.sampled_from([1, 8]), st.sampled_from([0, 60]),
+)  # fmt: skip
+@example([25, 3, 3, 3], 2, 1, 110.0, ("padded", "packed"), 8, 60)  # 25 tokens fit packed, but not in a row of 32
+@settings(max_examples=60)
+def test_what_fits_alone_is_planned(
+    lengths: list[int], stages: int, replicas: int, limit: float, layouts: tuple[Layout, ...], unit: int, steps: int
+) -> None:
+    costs = dataclasses.replace(small_costs(stages, replicas, limit, layouts, has_decoder=False), round_to=unit)
+    samples = [SampleLengths(index, length) for index, length in enumerate(lengths)]
+    kept = list(fit_samples(samples, costs, "drop").samples)
+    if kept:
+        plan = plan_batch(kept, costs, steps=steps, bound=True)
+        recheck(plan, costs, kept)
+        assert plan.bound_s <= plan.predicted_s * (1 + 1e-9)
+        if "padded" in layouts:
+            recheck(plan_batch(kept, costs, order="sorted"), costs, kept)
+
+
 def best_of_all(costs: PipelineCosts, samples: list[SampleLengths]) -> float:
     """The fastest of all partitions, orders, depths and modes of one replica of a pipeline that has room for everything."""
     pairs = [tuple(map(int, pair)) for pair in zip(*positions(samples, costs), strict=True)]

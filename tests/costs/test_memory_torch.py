@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from small_models import small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -70,3 +72,22 @@ def test_a_gpt_holds_what_the_replay_says(recompute: Iterable[int]) -> None:
     # Products that are not recomputed add to weight gradients in place; the replay counts the largest as made first.
     spared = max(parameter.nbytes for parameter in chain.parameters())
     assert expected.backward_peak_bytes * 0.99 - spared <= storages.peak <= expected.backward_peak_bytes * 1.01 + hidden
+
+
+def test_the_mask_of_a_window_is_made_and_held_as_the_replay_says() -> None:
+    """Of rows so long that it is nearly all there is; one of 512 × 512 for both of them."""
+    model = small_model("llama", window=100, seq_length=512)
+    (index,) = (place.index for place in model.ops[:9] if place.op.kind == "attention")
+    batch, chain = random_batch([512, 512], 64), build_chain(model, index, index + 1)
+    carry = {spec.name: torch.randn(spec.shape(batch.shape)).requires_grad_() for spec in model.carry_before(index)}
+    chain(batch, carry)  # makes the rotary angles
+    with Storages(carry.values()) as storages:
+        output = chain(batch, carry)
+    shape, taken = batch.shape, sum(x.nbytes for x in carry.values())
+    found, plain = (activation_timeline(one, index, index + 1, shape) for one in (model, small_model("llama", seq_length=512)))
+    assert found.held_bytes - plain.held_bytes == 4 * 512**2
+    assert storages.level + taken == pytest.approx(found.held_bytes, rel=0.1)
+    assert storages.peak + taken == pytest.approx(found.forward_peak_bytes, rel=0.1)
+    packed = replace(shape, layout="packed")
+    assert activation_timeline(model, index, index + 1, packed) == activation_timeline(small_model("llama"), index, index + 1, packed)
+    del output

@@ -31,6 +31,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gpt-350m", {"pp": 2, "tp": 2, "global_batch": 8, "micro_batch": 2, "recompute": "full", "sequence_parallel": True}),
     ("llama-1b", {"replicas": 4, "global_batch": 16, "micro_batch": 2, "zero": 3}),
     ("t5-770m", {"dp": 4, "global_batch": 16, "micro_batch": 8, "zero": 2}),
+    ("gpt-350m", {"pp": 4, "global_batch": 16, "micro_batch": 1, "gradients": "fp32"}),
     ("wide-resnet-500m", {"pp": 2, "dp": 2, "global_batch": 64, "micro_batch": 16}),
 ]
 

@@ -204,7 +204,8 @@ def price_set(tables, enc, dec, members, count, raw, other, cost, shape):  # typ
 @_entry
 def price_windows(tables, enc, dec, order, sizes, cap, start, charges):  # type: ignore[no-untyped-def]
     """Charges of padded windows of the order that begin at each place and have the sizes listed, until one is infeasible or above
-    `cap`; window k of place i is `charges[start[i] + k]`. Returns how many there are, or -1 - i where place i has none at all."""
+    `cap`; window k of place i is `charges[start[i] + k]`. A sample that fits only without the padding of its row is charged as packed.
+    Returns how many there are, or -1 - i where place i has none at all."""
     n, modes, unit = len(order), tables.sizes[1], tables.sizes[2]
     raw = np.empty(tables.values0.shape[3])
     cost = np.empty((tables.sizes[0], modes, 5))
@@ -236,8 +237,11 @@ def price_windows(tables, enc, dec, order, sizes, cap, start, charges):  # type:
                 _along(tables.values0, tables.x0, in_y, in_z, float(size), line, known, raw)
                 _derive(raw, modes, cost)
                 rows[0, k], rows[1, k], charge[k] = row, row_dec, worst_charge(cost, tables, size)
-            found = charge[k]
-            if (found > cap and k > 0) or found == np.inf or size * (row + row_dec) > tables.sizes[6]:
+            found = charge[k] if size * (row + row_dec) <= tables.sizes[6] else np.inf
+            if found == np.inf and size == 1 and tables.sizes[4] and longest <= tables.sizes[6]:
+                _price(tables, PACKED, float(longest), float(longest), 0.0, raw, cost)
+                found = worst_charge(cost, tables, 1)
+            if (found > cap and k > 0) or found == np.inf:
                 break
             charges[used] = found
             used += 1

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.batching.chunks import grouped
 from penstock.batching.costs import QUANTITIES, Floats, LayoutCosts, PipelineCosts
-from penstock.costs.memory import SLACK, activation_timeline, stage_memory
+from penstock.costs.memory import SLACK, GradientRoom, activation_timeline, gradient_room, rank_parameters, stage_memory
 from penstock.costs.table import CostTable
 from penstock.errors import InputError
 from penstock.models.shapes import Layout, Shape, feature_matrix
@@ -171,7 +171,8 @@ class _Source:
                 recorded = is_recorded(self.plan, stage, model, ragged=bool(model.seq_length))
                 ops = OpSlice(model, part.first, part.last, device.name, part.tp, algos, own, recorded)
                 total[:, :2] += self._times(ops, shapes, device, ranks, sequence)
-                held, up, down = self._bytes(part, shapes, algos, own, device, sequence).T * (1 + SLACK)
+                room = self._gradient_room(part, stage.zero)
+                held, up, down = self._bytes(part, shapes, algos, own, device, sequence, room).T * (1 + SLACK)
                 total[:, 3] = np.maximum(total[:, 3], total[:, 2] + up)
                 total[:, 5] = np.maximum(total[:, 5], total[:, 2] + down)
                 total[:, 2] += held
@@ -202,9 +203,10 @@ class _Source:
         return list(distinct), self._tables[distinct, tp, sequence]
 
     def _bytes(
-        self, part: DegreeRun, shapes: list[Shape], algos: tuple[int, ...], again: frozenset[int], device: Device, sequence: bool
-    ) -> Floats:
-        """[shapes, 3] held between passes and the peaks of both, messages included.
+        self, part: DegreeRun, shapes: list[Shape], algos: tuple[int, ...], again: frozenset[int], device: Device, sequence: bool,
+        room: GradientRoom,
+    ) -> Floats:  # fmt: skip
+        """[shapes, 3] held between passes and the peaks of both, messages included, and in the backward one what gradients take.
 
         Replaying every shape op by op would take seconds. What is held is a line in the features of a shape, and peaks nearly are:
         they are fitted to a few replays and raised until none of these is above them. Where that is not close, lines between the
@@ -213,28 +215,37 @@ class _Source:
         rows, length, dec_length = (np.array(column) for column in zip(*map(_as_rows, shapes), strict=True))
         y = _knots(int(length.max()), 4.0)
         z = _knots(int(dec_length.max()), 4.0) if dec_length.any() else np.zeros(1)
-        grid = [[[Shape.padded(count, int(n), int(m)) for count in _PROBE_ROWS] for m in z] for n in y]
+        layout = shapes[0].layout
+        grid = [[[dataclasses.replace(Shape.padded(count, int(n), int(m)), layout=layout) for count in _PROBE_ROWS] for m in z] for n in y]
         probes = [shape for plane in grid for line in plane for shape in line]
         model = self._estimator.model_under(sequence)
         values = np.array([self._replay(model, part, shape, algos, again, device) for shape in probes])
-        between = LayoutCosts((np.array(_PROBE_ROWS, dtype=np.float64), y, z), values.reshape(len(y), len(z), len(_PROBE_ROWS), 1, 1, 3))
+        between = LayoutCosts((np.array(_PROBE_ROWS, dtype=np.float64), y, z), values.reshape(len(y), len(z), len(_PROBE_ROWS), 1, 1, 4))
         found = between.at(rows, length, dec_length)[:, 0, 0]
         features, wanted = feature_matrix(probes), feature_matrix(shapes)
-        for q in range(3):
-            if not values[:, q].all():  # a stage of an embedding alone keeps nothing
+        for q in range(4):
+            if not values[:, q].all():  # a stage of an embedding alone keeps nothing, and a stage alone sends nothing
                 continue
             line, *_ = np.linalg.lstsq(features / values[:, q, None], np.ones(len(probes)), rcond=None)
             raised = float((values[:, q] / (features @ line)).max())
             if 1.0 - 1e-9 <= raised <= _CLOSE:
                 found[:, q] = raised * (wanted @ line)
-        return found
+        held, forward, backward, messages = found.T
+        # The optimizer's step comes after the last backward pass; as if it were part of each, it finds its room whatever the batch is.
+        backward = np.maximum(backward + room.cast_bytes, max(room.late_cast_bytes, room.step_bytes))
+        return np.stack([held, forward + messages, backward + messages], axis=1)
+
+    def _gradient_room(self, part: DegreeRun, zero: int) -> GradientRoom:
+        plan, counts = self.plan, rank_parameters(self.model.ops[part.first : part.last], part.tp)
+        return gradient_room(counts, plan.precision, plan.optimizer, zero, part.dp * plan.num_replicas, plan.gradients)
 
     def _replay(self, model: Model, part: DegreeRun, shape: Shape, algos: tuple[int, ...], again: frozenset[int], device: Device) -> Floats:
+        """What one micro-batch holds between its passes, the peaks of both, and its messages."""
         bytes_of, _ = self.source.memory_of(device.name, self.model.dtype)
         timeline = activation_timeline(model, part.first, part.last, shape, part.tp, algos, again, bytes_of)
         cuts = [cut for cut in (part.first, part.last) if 0 < cut < model.num_ops]
         messages = sum(2 * model.boundary_bytes(cut).at(shape, part.tp) for cut in cuts)
-        return np.array([timeline.held_bytes, timeline.forward_peak_bytes + messages, timeline.backward_peak_bytes + messages])
+        return np.array([timeline.held_bytes, timeline.forward_peak_bytes, timeline.backward_peak_bytes, messages])
 
     def group_state_bytes(self) -> Floats:
         """[R, groups] of all chunks of a device group together."""

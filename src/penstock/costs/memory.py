@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 from penstock.costs.collectives import BUCKET_BYTES
 from penstock.costs.replay import MemoryTimeline, OpBytes, OpBytesSource, OpPeaks, Replay, activation_timeline, formula_bytes
@@ -15,6 +16,7 @@ __all__ = [
     "CUDA_CONTEXT_BYTES",
     "NCCL_BYTES",
     "OPTIMIZER_CHUNK",
+    "GradientRoom",
     "MemoryBreakdown",
     "MemoryTimeline",
     "OpBytes",
@@ -23,6 +25,7 @@ __all__ = [
     "activation_timeline",
     "bytes_per_parameter",
     "formula_bytes",
+    "gradient_room",
     "rank_parameters",
     "stage_memory",
     "state_bytes",
@@ -147,10 +150,9 @@ def stage_memory(
     states = replace(states, weights_bytes=states.weights_bytes + (versions - 1) * state_bytes(trained, precision).weights_bytes)
     timeline = (replay or Replay(model, shape, tp, bytes_of)).timeline(start, stop, algos, recompute)
     activations = timeline.held_bytes * in_flight
-    step_bytes = 4 * min(OPTIMIZER_CHUNK, trained / (dp if zero else 1)) if states.master_weights_bytes else 0.0
-    cast, late_cast = _cast_bytes(counts, bytes_per_parameter(precision, optimizer, gradients))
-    held = timeline.held_bytes
-    workspace = base_bytes + max(timeline.peak_bytes - held + cast, step_bytes - activations, late_cast - held)
+    room = gradient_room(counts, precision, optimizer, zero, dp, gradients)
+    fullest = max(timeline.forward_peak_bytes, timeline.backward_peak_bytes + room.cast_bytes, room.late_cast_bytes)
+    workspace = base_bytes + max(fullest - timeline.held_bytes, room.step_bytes - activations)
     buffers = _message_bytes(model, start, stop, shape, tp)
     buffers += _sync_bytes(model.ops[start:stop], counts, bytes_per_parameter(precision, optimizer, gradients), zero, dp, bucket_bytes)
     used = states.state_bytes + activations + workspace + buffers
@@ -172,13 +174,29 @@ def _message_bytes(model: Model, start: int, stop: int, shape: Shape, tp: int) -
     return sum(2 * model.boundary_bytes(cut).at(shape, tp) for cut in cuts)
 
 
-def _cast_bytes(counts: Sequence[tuple[Op, float]], per_weight: tuple[int, int, int, int]) -> tuple[float, float]:
-    """The largest gradient that autograd makes in the weights' dtype and turns into a wider one before it is added, at any moment; and the
-    embedding's, which is made when its micro-batch holds nothing any more. Products add to the wider sums by themselves."""
-    weight, gradient, _, _ = per_weight
-    cast = [(op, gradient * count) for op, count in counts if op.trainable and gradient != weight]
+class GradientRoom(NamedTuple):
+    """What a rank needs to make gradients and to use them, beside the sums it keeps and the activations of micro-batches."""
+
+    cast_bytes: float
+    """The largest gradient that autograd makes in the weights' dtype and turns into a wider one before it is added, at any moment of a
+    backward pass. Products add to the wider sums by themselves."""
+    late_cast_bytes: float
+    """The embedding's, which is made when its micro-batch holds nothing any more."""
+    step_bytes: float
+    """What the optimizer has in fp32 at a time, when no micro-batch is in flight."""
+
+
+def gradient_room(
+    counts: Sequence[tuple[Op, float]], precision: str, optimizer: str = "adamw", zero: int = 0, dp: int = 1, gradients: str = ""
+) -> GradientRoom:
+    """That of a rank with these weights (`rank_parameters`), of which `dp` ranks hold the same."""
+    weight, gradient, master, _ = bytes_per_parameter(precision, optimizer, gradients)
+    trained = [(op, count) for op, count in counts if op.trainable]
+    cast = [(op, gradient * count) for op, count in trained if gradient != weight]
     by_autograd = [size for op, size in cast if op.kind != "linear" and (op.kind != "logits" or op.tied_to) and op.kind != "embedding"]
-    return max(by_autograd, default=0.0), max((size for op, size in cast if op.kind == "embedding"), default=0.0)
+    late = [size for op, size in cast if op.kind == "embedding"]
+    step = 4 * min(OPTIMIZER_CHUNK, sum(count for _, count in trained) / (dp if zero else 1)) if master else 0.0
+    return GradientRoom(max(by_autograd, default=0.0), max(late, default=0.0), step)
 
 
 def _sync_bytes(

@@ -27,6 +27,10 @@ from penstock.models.shapes import Shape
 __all__ = ["MemoryTimeline", "OpBytes", "OpBytesSource", "OpPeaks", "Replay", "activation_timeline", "formula_bytes"]
 
 
+_MASK_MADE_BYTES = 11
+"""Of each pair of positions while a mask is made: their distance in int64, and three comparisons."""
+
+
 class OpBytes(NamedTuple):
     """What one op takes for one micro-batch on one rank."""
 
@@ -54,7 +58,9 @@ OpBytesSource = Callable[[Op, Shape, int, int], OpBytes | OpPeaks]
 
 def formula_bytes(op: Op, shape: Shape, tp: int = 1, algo: int = 0) -> OpBytes:
     """What the op's own description says."""
-    return OpBytes(op.splits[algo].kept.at(shape, tp), op.workspace.at(shape, tp), op.backward_workspace.at(shape, tp))
+    pairs = op.mask_pairs(shape)
+    kept, workspace = op.splits[algo].kept.at(shape, tp) + op.mask_item_bytes * pairs, op.workspace.at(shape, tp)
+    return OpBytes(kept, workspace + (_MASK_MADE_BYTES - op.mask_item_bytes) * pairs, op.backward_workspace.at(shape, tp))
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,18 +37,18 @@ def kept_bytes(
     again = set(recompute)
     starts = {part.start for part in segments(model.ops[start:stop], recompute) if part.recomputed}
     sizes: dict[Tensor, Quantity] = {}
-    own = Quantity()
+    own, masks = Quantity(), 0.0
     for position, (op, split, before, after) in enumerate(walk(model, start, stop, algos)):
         entering = _sizes(model, before, model.carry_before(start + position))
         if position in again:
             if position in starts:
                 sizes.update(entering)
             continue
-        own = own + split.kept
+        own, masks = own + split.kept, masks + op.mask_item_bytes * op.mask_pairs(shape)
         leaving = _sizes(model, after, op.carry)
         sizes.update({before[name]: entering[before[name]] for name in split.saves_in})
         sizes.update({after[name]: leaving[after[name]] for name in split.saves_out})
-    return sum((size.at(shape, tp) for size in sizes.values()), own.at(shape, tp))
+    return sum((size.at(shape, tp) for size in sizes.values()), own.at(shape, tp) + masks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,4 +93,11 @@ def llama(config: LlamaConfig, name: str = "llama") -> Model:
         t.logits("logits", stream, c.hidden, c.vocab, c.dtype, tied_to="embedding" if c.tied else ""),
         t.loss("loss", stream, c.vocab, c.dtype),
     ))  # fmt: skip
-    return Model(name, "llama", c.dtype, ((head, 1), (_layer(c), c.layers), (tail, 1)), seq_length=c.seq_length, config=vars(c))
+    note = (
+        f"attention's window of {c.window:,} tokens is priced as full attention. Longer samples take less time than that if packed; if "
+        "padded, every layer keeps a mask of them, which is counted."
+    )
+    return Model(
+        name, "llama", c.dtype, ((head, 1), (_layer(c), c.layers), (tail, 1)), seq_length=c.seq_length, config=vars(c),
+        notes=(note,) if 0 < c.window < c.seq_length else (),
+    )  # fmt: skip

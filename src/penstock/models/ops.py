@@ -109,6 +109,8 @@ class Op:
     trainable: bool = True
     tied_to: str = ""
     """Name of the op whose weight this one shares."""
+    mask_item_bytes: int = 0
+    """What a pair of positions takes in the mask of attention with a window, see `mask_pairs`."""
     sequence: Literal["", "rows", "whole"] = ""
     """Under sequence parallelism, whether it works on its rank's rows of the tokens or on all of them, see `models.sequence`."""
 
@@ -116,6 +118,20 @@ class Op:
     def signature(self) -> str:
         """Equal for ops that cost the same: the key of profiles and cost tables."""
         return f"{self.kind} {json.dumps(dict(self.config), sort_keys=True)}"
+
+    @property
+    def needed_flops(self) -> Quantity:
+        """What both passes have to compute; fused attention makes its scores once more in its backward pass, which is recomputation."""
+        fused = self.kind == "attention" and self.config.get("fused", False)
+        return self.flops * 3 if fused else self.flops + self.backward_flops
+
+    def mask_pairs(self, shape: Shape) -> float:
+        """Pairs of positions in the mask that attention with a window keeps where padded rows are longer: one for all rows and heads.
+
+        Forms are linear in a micro-batch and have no word for it. Kernels of packed sequences know of windows and need no mask.
+        """
+        length = shape.squares / max(shape.tokens, 1)
+        return length**2 if self.mask_item_bytes and shape.layout == "padded" and length > self.config["window"] else 0.0
 
     def check_tp(self, tp: int, algo: int = 0) -> None:
         """Refuses a degree or split that this op cannot have."""
@@ -166,7 +182,7 @@ class Model:
     open_dtype: bool = False
     """Whether its file names no dtype, so that a plan may choose one."""
     notes: tuple[str, ...] = ()
-    """What its file asks for and does not get."""
+    """What its file asks for and does not get, or is not priced."""
     names: tuple[str, ...] = ()
     """Names of all ops in order, where they are those of a module's parts; otherwise they follow from the blocks."""
 

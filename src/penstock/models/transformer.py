@@ -175,7 +175,7 @@ def attention(
     return Op(
         name, "attention", config, tuple(carry), parameters=parameters, flops=flops, backward_flops=flops * (2.5 if fused else 2),
         traffic=moved, backward_traffic=moved * 2, splits=(Split(kept=kept, saves_in=tuple(saves), saves_out=(output,) if fused else ()),),
-        tp_limit=kv_heads, num_kernels=7 if rotary else 1,
+        tp_limit=kv_heads, num_kernels=7 if rotary else 1, mask_item_bytes=item if window and fused else 0,
     )  # fmt: skip
 
 

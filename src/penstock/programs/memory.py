@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from penstock.costs.memory import SLACK, MemoryBreakdown
+from penstock.costs.memory import SLACK, MemoryBreakdown, gradient_room, rank_parameters
 from penstock.costs.roofline import Roofline
 from penstock.costs.sources import open_costs
 from penstock.errors import InfeasibleError, ProfileMissingError
@@ -150,7 +150,7 @@ def _levels(
             )
             key = step.stage, step.pattern, shares
             if key not in known:
-                known[key] = _pass_bytes(estimator, plan.stages[step.stage], step.pattern, shares, device.name)
+                known[key] = _pass_bytes(estimator, plan, plan.stages[step.stage], step.pattern, shares, device.name)
             own = held[step.stage, step.micro_batch] = known[key]
             above = own.forward
         elif isinstance(step, i.Backward | i.BackwardInput | i.BackwardWeight):
@@ -172,12 +172,15 @@ class _PassBytes(NamedTuple):
 
 
 def _pass_bytes(
-    estimator: Estimator, stage: Stage, pattern: int, shares: Sequence[tuple[DegreeRun, Shape]], device: str
+    estimator: Estimator, plan: Plan, stage: Stage, pattern: int, shares: Sequence[tuple[DegreeRun, Shape]], device: str
 ) -> _PassBytes:  # fmt: skip
     stage, (_, base) = replace(stage, recompute=(stage.pattern(pattern),)), estimator.source.memory_of(device, estimator.model.dtype)
-    lines = [estimator.timeline(stage, part, shape, device) for part, shape in shares]
-    return _PassBytes(
-        sum(line.held_bytes for line in lines),
-        base + max(line.forward_peak_bytes - line.held_bytes for line in lines),
-        base + max(line.backward_peak_bytes - line.held_bytes for line in lines),
-    )
+    held, forward, backward = 0.0, 0.0, 0.0
+    for part, shape in shares:
+        line = estimator.timeline(stage, part, shape, device)
+        counts = rank_parameters(estimator.model.ops[part.first : part.last], part.tp)
+        room = gradient_room(counts, plan.precision, gradients=plan.gradients)
+        held += line.held_bytes
+        forward = max(forward, line.forward_peak_bytes - line.held_bytes)
+        backward = max(backward, max(line.backward_peak_bytes + room.cast_bytes, room.late_cast_bytes) - line.held_bytes)
+    return _PassBytes(held, base + forward, base + backward)

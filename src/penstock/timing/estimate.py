@@ -435,7 +435,7 @@ class Estimator:
         for block, copies in self.model.runs:
             for op in block.ops:
                 dtype = arithmetic_dtype(op_class(op.kind, op.config), self.model.dtype)
-                flops[dtype] = flops.get(dtype, 0.0) + copies * (op.flops.at(one) + op.backward_flops.at(one))
+                flops[dtype] = flops.get(dtype, 0.0) + copies * op.needed_flops.at(one)
         devices = [self.cluster.device(rank) for rank in plan.ranks]
         at_peak_s = sum(needed / sum(device.peak_flops_per_s(dtype) for device in devices) for dtype, needed in flops.items())
         return at_peak_s * plan.global_batch / time_s

@@ -27,6 +27,7 @@ CASES = [
     ("gpt", "padded", {}), ("gpt", "packed", {}), ("gpt", "padded", UNFUSED), ("gpt", "packed", UNFUSED),
     ("gpt", "packed", {"dtype": "bf16", "tied": False}),
     ("gpt", "padded", {**UNFUSED, "attention_dropout": 0.1, "dropout": 0.1}),
+    ("llama", "padded", {"window": 5}), ("llama", "padded", {"window": 5, "dtype": "bf16"}), ("llama", "packed", {"window": 12}),
     ("llama", "padded", {}), ("llama", "packed", {"qkv_bias": True, "qk_norm": True}), ("llama", "packed", {"dtype": "bf16"}),
     ("bert", "padded", {}), ("bert", "packed", {}), ("bert", "padded", {"next_sentence": False}),
     ("t5", "padded", {}), ("t5", "padded", {"gated": True, "activation": "gelu_tanh", "tied": False}),

@@ -30,7 +30,7 @@ class PeakTimes:
             for op in block.ops:
                 dtype = arithmetic_dtype(op_class(op.kind, op.config), model.dtype)
                 peak_flops_per_s = sum(device.peak_flops_per_s(dtype) for device in devices)
-                self._coefficients += copies * np.array((op.flops.form(1) + op.backward_flops.form(1)).coefficients) / peak_flops_per_s
+                self._coefficients += copies * np.array(op.needed_flops.form(1).coefficients) / peak_flops_per_s
 
     def time_s(self, micro_batches: Sequence[MicroBatch], tokens: int) -> float:
         """Of a batch of so many tokens (images, where there are none) that cost on average what those of the micro-batches do."""
