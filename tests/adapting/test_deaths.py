@@ -125,7 +125,7 @@ def test_a_step_that_nobody_survives_ends_the_run_with_a_checkpoint(data: str, t
     """Of the copies, which are newer than any other; and the command that goes on from there is told."""
     story = Disturbance(strikes=(DisturbanceStrike("kill", 0, "backward", 5),) * 3)
     run = request(plan_of(), data, tmp_path / "run", 9, on_death="recover", copies=4, disturbance=story)
-    with pytest.raises(WorkerError, match=r"rank 0 was killed(.|\n)*Step 4 is safe. Go on with: penstock train … --out '.*run' --resume '"):
+    with pytest.raises(WorkerError, match=r"rank 0 was killed(.|\n)*Step 4 is safe. Go on with: penstock train … --out .*run --resume "):
         struck(run, {})
     assert [one.event for one in read_events(run.out)] == ["lost", "replaced"] * 2 + ["lost"]
     calm = request(plan_of(), data, tmp_path / "calm", 9)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.errors import InputError
+from penstock.errors import InputError, shell_words
 from penstock.files import read_json, write_json
 from penstock.plans.plan import Plan
 from penstock.plans.schema import read_plan, write_plan
@@ -109,8 +109,8 @@ def safe_step(request: TrainRequest, first_step: int) -> str:
         return f"No checkpoint had been written: there is nothing to go on from. Start it again with another --out, or remove '{out}'."
     where, step = (request.resume, first_step) if saved is None else (str(out), step_of(saved))
     if (out / JOB).is_file():
-        return f"Step {step} is safe. Go on with the same command, or with: penstock train '{out / JOB}'"
-    return f"Step {step} is safe. Go on with: penstock train … --out '{out}' --resume '{where}'"
+        return f"Step {step} is safe. Go on with the same command, or with: penstock train {shell_words(out / JOB)}"
+    return f"Step {step} is safe. Go on with: penstock train … --out {shell_words(out)} --resume {shell_words(where)}"
 
 
 def go_back(folder: str | Path, step: int, plan: Plan) -> None:
