@@ -45,6 +45,12 @@ _GROUND = (
          "files that Excel saves begin with a mark", "test_files.py"),
     _bug("a name given twice is taken", "files.py", "if len(found) < len(pairs):", "if len(found) > len(pairs):",
          "the first of two values is lost silently", "test_files.py"),
+    _bug("off is false again", "files.py", r'"bool": r"true|True|TRUE|false|False|FALSE"',
+         r'"bool": r"true|True|TRUE|false|False|FALSE|on|off|yes|no"', "`adapt: off` is refused, and nodes named `no`", "test_files.py"),
+    _bug("a leading zero is octal", "files.py", 'in ("0o", "0x") else int(text)', 'in ("0o", "0x") else int(text, 8)',
+         "0777 is 511", "test_files.py"),
+    _bug("names like numbers are written without quotes", "files.py", "    _resolve_core(Dumper)\n", "",
+         "a job whose data is called 1e5 cannot be repeated", "test_files.py", "jobs/test_job_file.py"),
     _bug("a notebook shows nothing without a reason", "notebooks.py", "<p>{escape(str(error))}</p>", "", "nobody knows what is missing",
          "reports/test_report.py", pick="themselves"),
 )

@@ -39,6 +39,13 @@ def test_a_yaml_file_of_sizes(tmp_path: Path) -> None:
     assert model.num_parameters == 100 * 64 + 3 * (attention + 3 * 64 * 96 + 2 * 64) + 64
 
 
+def test_numbers_with_an_exponent(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: llama-1b\neps: 1e-5\nrope_theta: 1e6\n", encoding="utf-8")
+    model = resolve_model(str(path))
+    assert (model.config["eps"], model.config["rope_theta"]) == (1e-5, 1e6)
+
+
 def test_a_base_with_changes(tmp_path: Path) -> None:
     path = tmp_path / "deeper.yml"
     path.write_text("base: gpt2\nname: deep\nlayers: 24\ndtype: fp32\n", encoding="utf-8")
