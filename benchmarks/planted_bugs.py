@@ -57,6 +57,8 @@ _GROUND = (
 _WRITING = (
     _bug("the first of two files stays", "files.py", "        group.vanish()\n        raise", "        raise",
          "a full disk leaves half of what was asked for", "test_files.py", "cli/test_simulate.py"),
+    _bug("a replaced file is for everybody", "files.py", "        return stat.S_IMODE(os.stat(path).st_mode) & 0o777\n",
+         "        raise FileNotFoundError\n", "0600 becomes 0644, and a script no longer runs", "test_files.py"),
     _bug("files appear one by one", "files.py", "    outer = _GROUP.get()\n", "    outer = None\n", "a group is not one", "test_files.py"),
 )  # fmt: skip
 _CLUSTERS = (

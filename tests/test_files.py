@@ -181,6 +181,19 @@ def test_files_written_together_appear_all_or_none(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["first", "made", "second"]
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o755, 0o640])
+def test_a_replaced_file_keeps_its_mode(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "file").chmod(mode)
+    (tmp_path / "link").symlink_to("file")
+    for name in ("file", "link"):
+        write_text(tmp_path / name, "new")
+        assert (tmp_path / "file").stat().st_mode & 0o7777 == mode
+    (tmp_path / "plain").write_text("new")
+    write_text(tmp_path / "other", "new")
+    assert (tmp_path / "other").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
 def test_a_full_disk_leaves_no_folder_either(tmp_path: Path) -> None:
     with small_files(100), pytest.raises(InputError, match=r"file' cannot be written: File too large"):
         write_text(tmp_path / "made" / "file", "x" * 200)

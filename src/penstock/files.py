@@ -246,9 +246,7 @@ class _Group:
                 stream.write(data)
                 stream.flush()
                 os.fsync(stream.fileno())
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(temporary, 0o666 & ~umask)
+            os.chmod(temporary, _mode(path))
         except OSError as error:
             raise InputError(f"'{path}' cannot be written: {error.strerror}.") from None
 
@@ -268,6 +266,16 @@ class _Group:
         for folder in self._folders:  # the innermost of each file first
             with suppress(OSError):  # somebody else has put something there meanwhile
                 os.rmdir(folder)
+
+
+def _mode(path: Path) -> int:
+    """Who may do what with a file that is to be at `path`: as with the one that is there, or as with any new file."""
+    try:
+        return stat.S_IMODE(os.stat(path).st_mode) & 0o777
+    except FileNotFoundError:
+        umask = os.umask(0)
+        os.umask(umask)
+        return 0o666 & ~umask
 
 
 _GROUP: ContextVar[_Group | None] = ContextVar("files that are written together", default=None)
