@@ -23,7 +23,7 @@ from typing import Any
 from penstock.errors import InputError, near_misses
 
 __all__ = [
-    "check_folder", "check_new_folder", "check_writable", "csv_text", "decoded", "describe_validation_error", "parsed_json",
+    "check_folder", "check_new_folder", "check_writable", "csv_rows", "csv_text", "decoded", "describe_validation_error", "parsed_json",
     "parsed_yaml", "read_json", "read_text", "read_yaml", "readable_bytes", "readable_file", "short_repr", "write_bytes", "write_json",
     "write_text", "written_together", "yaml_text",
 ]  # fmt: skip
@@ -59,9 +59,13 @@ def read_text(path: str | Path, what: str) -> str:
 
 
 def decoded(data: bytes, path: str | Path, what: str) -> str:
-    """The UTF-8 text in the bytes of a file."""
+    """The UTF-8 text in the bytes of a file, its lines ended by \\n alone."""
+    return _utf8(data, path, what).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _utf8(data: bytes, path: str | Path, what: str) -> str:
     try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{what} '{path}' is not UTF-8 text (byte {error.start}).") from None
 
@@ -189,6 +193,17 @@ def _yaml_int(loader: Any, node: Any) -> int:
     """Decimal unless it says otherwise: 0777 is 777."""
     text = str(loader.construct_scalar(node))
     return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+
+
+def csv_rows(path: str | Path, what: str, delimiter: str = ",") -> Iterator[list[str]]:
+    """The rows of a CSV file, blank lines as empty ones; a cell may hold any text, line ends too, of any length."""
+    csv.field_size_limit(MAX_TEXT_BYTES)  # 128 KiB otherwise
+    text = _utf8(readable_bytes(path, what, MAX_TEXT_BYTES), path, what)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise InputError(f"{what} '{path}', line {reader.line_num}: not valid CSV: {error}.") from None
 
 
 def write_text(path: str | Path, text: str) -> None:
