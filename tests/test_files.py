@@ -20,10 +20,12 @@ from penstock.files import (
     check_writable,
     csv_text,
     describe_validation_error,
+    outputs_apart,
     parsed_yaml,
     read_json,
     read_text,
     read_yaml,
+    reserve_output,
     write_text,
     written_together,
     yaml_text,
@@ -153,6 +155,22 @@ def test_names_that_no_file_can_have_are_told_before_the_work(tmp_path: Path, na
         check_writable(name)
     check_writable(tmp_path / "new" / "deep" / "plan.json")
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_is_to_be_written_is_neither_read_nor_written_twice(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "link").symlink_to("file")
+    with outputs_apart():
+        assert read_text(tmp_path / "link", "plan") == "kept"
+        reserve_output(tmp_path / "link")
+        with pytest.raises(InputError, match=r"plan '.*file' would be overwritten"):
+            read_text(tmp_path / "file", "plan")
+        with pytest.raises(InputError, match="writes something else"):
+            reserve_output(tmp_path / "folder" / ".." / "file")
+        for _ in range(2):
+            reserve_output("/dev/null")
+    reserve_output(tmp_path / "file")
+    assert read_text(tmp_path / "file", "plan") == "kept"
 
 
 def test_a_million_problems_are_told_in_a_few_lines() -> None:

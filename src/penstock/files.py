@@ -23,9 +23,9 @@ from typing import Any
 from penstock.errors import InputError, near_misses
 
 __all__ = [
-    "check_folder", "check_new_folder", "check_writable", "csv_rows", "csv_text", "decoded", "describe_validation_error", "parsed_json",
-    "parsed_yaml", "read_json", "read_text", "read_yaml", "readable_bytes", "readable_file", "short_repr", "write_bytes", "write_json",
-    "write_text", "written_together", "yaml_text",
+    "check_folder", "check_new_folder", "check_writable", "csv_rows", "csv_text", "decoded", "describe_validation_error", "outputs_apart",
+    "parsed_json", "parsed_yaml", "read_json", "read_text", "read_yaml", "readable_bytes", "readable_file", "reserve_output", "short_repr",
+    "write_bytes", "write_json", "write_text", "written_together", "yaml_text",
 ]  # fmt: skip
 
 
@@ -47,6 +47,9 @@ def readable_file(path: str | Path, what: str) -> Path:
         raise InputError(f"{what} '{path}' does not exist. Check the path, or create the file first.") from None
     except (OSError, ValueError) as error:  # a name too long, a part that is no directory, a NUL in the name
         raise InputError(f"{what} '{path}' cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    outputs = _OUTPUTS.get()
+    if outputs and os.path.realpath(path) in outputs:
+        raise InputError(f"{what} '{path}' would be overwritten by this command, which is to write there. Choose another name to write to.")
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFDIR: "directory", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket"}
         raise InputError(f"{what} '{path}' is a {kinds.get(stat.S_IFMT(mode), 'device')}, a file was expected.")
@@ -303,6 +306,29 @@ def check_writable(path: str | Path) -> None:
     _check_no_directory(path)
     if not _is_special(path):  # /dev/stdout, a named pipe: written through, not replaced
         _check_takes_files(_home(Path(os.path.realpath(path)) if path.is_symlink() else path), path)
+
+
+def reserve_output(path: str | Path) -> None:
+    """Takes a name for one output: inside `outputs_apart`, another that has it is refused, and nobody reads the file."""
+    outputs, place = _OUTPUTS.get(), os.path.realpath(path)
+    if outputs is None or _is_special(Path(path)):  # of a terminal or a pipe nothing is lost
+        return
+    if place in outputs:
+        raise InputError(f"'{path}' is where this command writes something else. Choose another name.")
+    outputs.add(place)
+
+
+@contextmanager
+def outputs_apart() -> Iterator[None]:
+    """While entered, a file that `reserve_output` has named is neither read as an input nor written as another output."""
+    token = _OUTPUTS.set(set())
+    try:
+        yield
+    finally:
+        _OUTPUTS.reset(token)
+
+
+_OUTPUTS: ContextVar[set[str] | None] = ContextVar("files that a command is to write", default=None)
 
 
 def check_folder(path: str | Path) -> None:

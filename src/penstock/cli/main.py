@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 import penstock
 from penstock.cli import console
 from penstock.errors import InputError, PenstockError, near_misses
+from penstock.files import outputs_apart
 
 __all__ = ["VERBS", "Verb", "main", "run"]
 
@@ -142,7 +143,8 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit status: 0 done, 1 failed, 2 wrong input, 3 no feasible plan, 130 interrupted."""
     try:
         _check_text(arguments)
-        found = _command()(args=list(arguments) or ["--help"], prog_name="penstock", standalone_mode=False)
+        with outputs_apart():
+            found = _command()(args=list(arguments) or ["--help"], prog_name="penstock", standalone_mode=False)
         return found if isinstance(found, int) else 0
     except _UsageError as error:
         verb = next((word for word in arguments if not word.startswith("-")), "")
