@@ -84,6 +84,10 @@ _CLUSTERS = (
          "where it is emulated", "clusters/test_catalogue.py"),
 )  # fmt: skip
 _MODELS = (
+    _bug("a description may have any number of ops", "models/description.py", "if model.num_ops > MAX_OPS:",
+         "if model.num_ops > 10**15:", "a slip in `copies` takes all memory", "models/test_description.py", pick="told_where"),
+    _bug("tensors without elements", "models/description.py", "min(sizes, default=1) < 1", "min(sizes, default=1) < 0",
+         "the search divides by nothing", "models/test_description.py", pick="told_where"),
     _bug("position weights are not counted", "models/transformer.py", "extra = (max_positions + types) * width + buckets * heads",
          "extra = types * width + buckets * heads", "a table forgotten in the formula", "models/test_parameters.py",
          "models/modules/test_description.py"),
