@@ -90,12 +90,17 @@ def test_the_mark_of_spreadsheets_is_not_part_of_the_text(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [("[" * 50_000 + "]" * 50_000, "nested too deep"), ('{"a": 1, "b": {"c": 1, "c": 2}}', "'c' is given twice"),
-     ("{", "line 1")],
+     ("{", "line 1"), (r'{"a": ["\ud83d\ude00", "\uDC00"]}', r"'\\udc00' is half of a character")],
 )  # fmt: skip
 def test_json_that_means_nothing_or_two_things(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(InputError, match=message):
         read_json(tmp_path / "a.json", "plan")
+
+
+def test_a_pair_of_surrogates_is_a_character(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(r'{"a": "\ud83d\ude00", "b": NaN}')
+    assert read_json(tmp_path / "a.json", "plan")["a"] == "\U0001f600"
 
 
 @pytest.mark.parametrize(

@@ -92,13 +92,22 @@ def read_json(path: str | Path, what: str) -> Any:
 def parsed_json(text: str, path: str | Path, what: str) -> Any:
     """The JSON value of a text that was read from `path`."""
     try:
-        return json.loads(text, object_pairs_hook=_once_each)
+        value = json.loads(text, object_pairs_hook=_once_each)
+        if _SURROGATE.search(text):  # of a pair, usually, which is a character
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except json.JSONDecodeError as error:
         raise InputError(f"{what} '{path}' is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from None
     except RecursionError:
         raise InputError(f"{what} '{path}' is not valid JSON: its lists are nested too deep to be read.") from None
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise InputError(f"{what} '{path}' is not valid JSON: {half!a} is half of a character, which no text can hold.") from None
     except ValueError as error:
         raise InputError(f"{what} '{path}' is not valid JSON: {error}.") from None
+
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

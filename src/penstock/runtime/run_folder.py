@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -38,10 +39,10 @@ class _Facts:
     """Data, steps, seed and options: with the plan, they decide every batch of a run."""
 
     data: str
-    steps: int
-    seed: int
+    steps: Annotated[int, msgspec.Meta(ge=0, le=10**15)]
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     prompt_loss: bool
-    search_steps: int
+    search_steps: Annotated[int, msgspec.Meta(ge=0, le=100_000_000)]
 
 
 def last_step(folder: str | Path) -> int:
