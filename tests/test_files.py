@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from disk_order import DiskOrder
 from full_disk import small_files
 
@@ -17,11 +22,15 @@ from penstock.files import (
     check_writable,
     csv_text,
     describe_validation_error,
+    outputs_apart,
+    parsed_yaml,
     read_json,
     read_text,
     read_yaml,
+    reserve_output,
     write_text,
     written_together,
+    yaml_text,
 )
 
 
@@ -83,7 +92,7 @@ def test_the_mark_of_spreadsheets_is_not_part_of_the_text(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [("[" * 50_000 + "]" * 50_000, "nested too deep"), ('{"a": 1, "b": {"c": 1, "c": 2}}', "'c' is given twice"),
-     ("{", "line 1")],
+     ("{", "line 1"), (r'{"a": ["\ud83d\ude00", "\uDC00"]}', r"'\\udc00' is half of a character")],
 )  # fmt: skip
 def test_json_that_means_nothing_or_two_things(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "a.json").write_text(text)
@@ -91,10 +100,16 @@ def test_json_that_means_nothing_or_two_things(tmp_path: Path, text: str, messag
         read_json(tmp_path / "a.json", "plan")
 
 
+def test_a_pair_of_surrogates_is_a_character(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(r'{"a": "\ud83d\ude00", "b": NaN}')
+    assert read_json(tmp_path / "a.json", "plan")["a"] == "\U0001f600"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [("[" * 50_000 + "]" * 50_000, "nested too deep"), ("a: 1\nb:\n  c: 1\n  c: 2\n", "line 4, column 3: the key 'c' is given twice"),
-     ("a: [", "line 1"), ("? [1, 2]\n: 3\n", "unhashable")],
+     ("a: [", "line 1"), ("? [1, 2]\n: 3\n", "unhashable"), ("a: !!bool maybe", "not of the type that its tag names"),
+     ("a: !!timestamp soon", "not of the type"), ("a: " + "9" * 5000, "digits")],
 )  # fmt: skip
 def test_yaml_that_means_nothing_or_two_things(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "a.yaml").write_text(text)
@@ -107,6 +122,38 @@ def test_yaml_merges_keys_as_before(tmp_path: Path) -> None:
     assert read_yaml(tmp_path / "a.yaml", "job")["own"] == {"x": 1, "y": 3}
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("true", True), ("False", False), ("off", "off"), ("no", "no"), ("yes", "yes"), ("On", "On"), ("~", None), ("", None),
+        ("1e-5", 1e-5), ("1e6", 1e6), ("4e1", 40.0), ("-2.5E+3", -2500.0), (".5", 0.5), ("1.", 1.0), ("-.inf", -math.inf), ("007", 7),
+        ("0777", 777), ("-12", -12), ("0x1f", 31), ("0o17", 15), ("1:30", "1:30"), ("1_000", "1_000"), ("2024-13-45", "2024-13-45"),
+        ("2024-01-05", "2024-01-05"), ("e5", "e5"), ("=", "="), ("'1e5'", "1e5"),
+    ],
+)  # fmt: skip
+def test_yaml_means_what_its_newer_version_says(text: str, value: Any) -> None:
+    found = parsed_yaml(f"a: {text}", "a.yaml", "job")["a"]
+    assert (found, type(found)) == (value, type(value))
+    assert math.isnan(parsed_yaml(".nan", "a.yaml", "job"))
+
+
+@pytest.mark.parametrize("value", ["1e5", "off", "true", "0o17", "1:30", "2024-01-05", "~", "", "<<", 1e-5, 7, None, True, "a " * 9000])
+def test_what_is_written_as_yaml_comes_back_in_either_version(value: Any) -> None:
+    text = yaml_text({"a": [value]})
+    assert text.count("\n") == 1 and parsed_yaml(text, "a.yaml", "job") == yaml.safe_load(text) == {"a": [value]}
+
+
+def test_many_keys_are_compared_in_no_time() -> None:
+    text = "".join(f"k{number}: 0\n" for number in range(20_000))
+
+    def took_s(read: Callable[[], dict[str, int]]) -> float:
+        begin = time.process_time()
+        assert len(read()) == 20_000
+        return time.process_time() - begin
+
+    assert took_s(lambda: parsed_yaml(text, "a.yaml", "job")) < 2 * took_s(lambda: yaml.safe_load(text))
+
+
 @pytest.mark.parametrize("name", ["", ".", "n" * 300, "file/plan.json", "file/deep/plan.json"])
 def test_names_that_no_file_can_have_are_told_before_the_work(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -115,6 +162,22 @@ def test_names_that_no_file_can_have_are_told_before_the_work(tmp_path: Path, na
         check_writable(name)
     check_writable(tmp_path / "new" / "deep" / "plan.json")
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_is_to_be_written_is_neither_read_nor_written_twice(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "link").symlink_to("file")
+    with outputs_apart():
+        assert read_text(tmp_path / "link", "plan") == "kept"
+        reserve_output(tmp_path / "link")
+        with pytest.raises(InputError, match=r"plan '.*file' would be overwritten"):
+            read_text(tmp_path / "file", "plan")
+        with pytest.raises(InputError, match="writes something else"):
+            reserve_output(tmp_path / "folder" / ".." / "file")
+        for _ in range(2):
+            reserve_output("/dev/null")
+    reserve_output(tmp_path / "file")
+    assert read_text(tmp_path / "file", "plan") == "kept"
 
 
 def test_a_million_problems_are_told_in_a_few_lines() -> None:
@@ -141,6 +204,19 @@ def test_files_written_together_appear_all_or_none(tmp_path: Path) -> None:
         assert not (tmp_path / "made" / "second").exists()
     assert [path.read_text() for path in (tmp_path / "first", tmp_path / "made" / "second")] == ["new", "new"]
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["first", "made", "second"]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o755, 0o640])
+def test_a_replaced_file_keeps_its_mode(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "file").chmod(mode)
+    (tmp_path / "link").symlink_to("file")
+    for name in ("file", "link"):
+        write_text(tmp_path / name, "new")
+        assert (tmp_path / "file").stat().st_mode & 0o7777 == mode
+    (tmp_path / "plain").write_text("new")
+    write_text(tmp_path / "other", "new")
+    assert (tmp_path / "other").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
 def test_a_full_disk_leaves_no_folder_either(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
+import re
 import reprlib
 import stat
 import tempfile
@@ -14,15 +16,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import InputError, near_misses
 
 __all__ = [
-    "check_folder", "check_new_folder", "check_writable", "csv_text", "decoded", "describe_validation_error", "parsed_json", "read_json",
-    "read_text", "read_yaml", "readable_bytes", "readable_file", "short_repr", "write_bytes", "write_json", "write_text",
-    "written_together",
+    "check_folder", "check_new_folder", "check_writable", "csv_rows", "csv_text", "decoded", "describe_validation_error", "outputs_apart",
+    "parsed_json", "parsed_yaml", "read_json", "read_text", "read_yaml", "readable_bytes", "readable_file", "reserve_output", "short_repr",
+    "write_bytes", "write_json", "write_text", "written_together", "yaml_text",
 ]  # fmt: skip
 
 
@@ -44,6 +47,9 @@ def readable_file(path: str | Path, what: str) -> Path:
         raise InputError(f"{what} '{path}' does not exist. Check the path, or create the file first.") from None
     except (OSError, ValueError) as error:  # a name too long, a part that is no directory, a NUL in the name
         raise InputError(f"{what} '{path}' cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    outputs = _OUTPUTS.get()
+    if outputs and os.path.realpath(path) in outputs:
+        raise InputError(f"{what} '{path}' would be overwritten by this command, which is to write there. Choose another name to write to.")
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFDIR: "directory", stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket"}
         raise InputError(f"{what} '{path}' is a {kinds.get(stat.S_IFMT(mode), 'device')}, a file was expected.")
@@ -56,9 +62,13 @@ def read_text(path: str | Path, what: str) -> str:
 
 
 def decoded(data: bytes, path: str | Path, what: str) -> str:
-    """The UTF-8 text in the bytes of a file."""
+    """The UTF-8 text in the bytes of a file, its lines ended by \\n alone."""
+    return _utf8(data, path, what).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _utf8(data: bytes, path: str | Path, what: str) -> str:
     try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{what} '{path}' is not UTF-8 text (byte {error.start}).") from None
 
@@ -82,13 +92,22 @@ def read_json(path: str | Path, what: str) -> Any:
 def parsed_json(text: str, path: str | Path, what: str) -> Any:
     """The JSON value of a text that was read from `path`."""
     try:
-        return json.loads(text, object_pairs_hook=_once_each)
+        value = json.loads(text, object_pairs_hook=_once_each)
+        if _SURROGATE.search(text):  # of a pair, usually, which is a character
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except json.JSONDecodeError as error:
         raise InputError(f"{what} '{path}' is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}.") from None
     except RecursionError:
         raise InputError(f"{what} '{path}' is not valid JSON: its lists are nested too deep to be read.") from None
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise InputError(f"{what} '{path}' is not valid JSON: {half!a} is half of a character, which no text can hold.") from None
     except ValueError as error:
         raise InputError(f"{what} '{path}' is not valid JSON: {error}.") from None
+
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -101,23 +120,16 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_yaml(path: str | Path, what: str) -> Any:
-    """The YAML value in a file, read with the safe loader; keys given twice are refused."""
+    """The YAML value in a file; see `parsed_yaml`."""
+    return parsed_yaml(read_text(path, what), path, what)
+
+
+def parsed_yaml(text: str, path: str | Path, what: str) -> Any:
+    """The YAML value of a text that was read from `path`, by the core schema of YAML 1.2; keys given twice are refused."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        """Refuses a key that is given twice, which YAML forbids and PyYAML does not notice."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-            for index, key in enumerate(keys):
-                if key in keys[:index]:
-                    mark = node.value[index][0].start_mark
-                    raise yaml.constructor.ConstructorError(None, None, f"the key {short_repr(key)} is given twice", mark)
-            return super().construct_mapping(node, deep)
-
-    text = read_text(path, what)
     try:
-        return yaml.load(text, Loader)
+        return yaml.load(text, _yaml_loader())
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
@@ -125,8 +137,85 @@ def read_yaml(path: str | Path, what: str) -> Any:
         raise InputError(f"{what} '{path}' is not valid YAML:{where} {problem}.") from None
     except RecursionError:
         raise InputError(f"{what} '{path}' is not valid YAML: its lists are nested too deep to be read.") from None
+    except (LookupError, AttributeError):  # !!bool maybe, !!timestamp soon
+        raise InputError(f"{what} '{path}' is not valid YAML: a value is not of the type that its tag names.") from None
     except (ValueError, TypeError) as error:
         raise InputError(f"{what} '{path}' is not valid YAML: {error}.") from None
+
+
+def yaml_text(value: Any) -> str:
+    """A value as one line of YAML that means the same to `parsed_yaml` and to readers of YAML 1.1."""
+    import yaml
+
+    return str(yaml.dump(value, Dumper=_yaml_dumper(), default_flow_style=True, allow_unicode=True, width=math.inf, sort_keys=False))
+
+
+# YAML 1.1, which PyYAML reads, takes `off` and `no` for booleans, 1:30 for ninety, 0777 for octal and 1e-5 for text.
+_YAML_WORDS = {
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "null": r"~|null|Null|NULL|",
+    "merge": "<<",
+}
+
+
+@cache
+def _yaml_loader() -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that is given twice, which YAML forbids and PyYAML does not notice."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen: set[Any] = set()
+            for key_node, _ in node.value:
+                if key_node.tag == "tag:yaml.org,2002:merge":
+                    continue
+                key = self.construct_object(key_node, deep=True)
+                if key in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {short_repr(key)} is given twice", key_node.start_mark)
+                seen.add(key)
+            return super().construct_mapping(node, deep)
+
+    Loader.yaml_implicit_resolvers = {}
+    _resolve_core(Loader)
+    Loader.add_constructor("tag:yaml.org,2002:int", _yaml_int)
+    return Loader
+
+
+@cache
+def _yaml_dumper() -> Any:
+    """Puts in quotes what either version would not read as text."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    _resolve_core(Dumper)
+    return Dumper
+
+
+def _resolve_core(kind: Any) -> None:
+    for word, pattern in _YAML_WORDS.items():
+        kind.add_implicit_resolver(f"tag:yaml.org,2002:{word}", re.compile(rf"(?:{pattern})\Z"), None)
+
+
+def _yaml_int(loader: Any, node: Any) -> int:
+    """Decimal unless it says otherwise: 0777 is 777."""
+    text = str(loader.construct_scalar(node))
+    return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+
+
+def csv_rows(path: str | Path, what: str, delimiter: str = ",") -> Iterator[list[str]]:
+    """The rows of a CSV file, blank lines as empty ones; a cell may hold any text, line ends too, of any length."""
+    csv.field_size_limit(MAX_TEXT_BYTES)  # 128 KiB otherwise
+    text = _utf8(readable_bytes(path, what, MAX_TEXT_BYTES), path, what)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise InputError(f"{what} '{path}', line {reader.line_num}: not valid CSV: {error}.") from None
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -184,9 +273,7 @@ class _Group:
                 stream.write(data)
                 stream.flush()
                 os.fsync(stream.fileno())
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(temporary, 0o666 & ~umask)
+            os.chmod(temporary, _mode(path))
         except OSError as error:
             raise InputError(f"'{path}' cannot be written: {error.strerror}.") from None
 
@@ -208,6 +295,16 @@ class _Group:
                 os.rmdir(folder)
 
 
+def _mode(path: Path) -> int:
+    """Who may do what with a file that is to be at `path`: as with the one that is there, or as with any new file."""
+    try:
+        return stat.S_IMODE(os.stat(path).st_mode) & 0o777
+    except FileNotFoundError:
+        umask = os.umask(0)
+        os.umask(umask)
+        return 0o666 & ~umask
+
+
 _GROUP: ContextVar[_Group | None] = ContextVar("files that are written together", default=None)
 
 
@@ -218,6 +315,29 @@ def check_writable(path: str | Path) -> None:
     _check_no_directory(path)
     if not _is_special(path):  # /dev/stdout, a named pipe: written through, not replaced
         _check_takes_files(_home(Path(os.path.realpath(path)) if path.is_symlink() else path), path)
+
+
+def reserve_output(path: str | Path) -> None:
+    """Takes a name for one output: inside `outputs_apart`, another that has it is refused, and nobody reads the file."""
+    outputs, place = _OUTPUTS.get(), os.path.realpath(path)
+    if outputs is None or _is_special(Path(path)):  # of a terminal or a pipe nothing is lost
+        return
+    if place in outputs:
+        raise InputError(f"'{path}' is where this command writes something else. Choose another name.")
+    outputs.add(place)
+
+
+@contextmanager
+def outputs_apart() -> Iterator[None]:
+    """While entered, a file that `reserve_output` has named is neither read as an input nor written as another output."""
+    token = _OUTPUTS.set(set())
+    try:
+        yield
+    finally:
+        _OUTPUTS.reset(token)
+
+
+_OUTPUTS: ContextVar[set[str] | None] = ContextVar("files that a command is to write", default=None)
 
 
 def check_folder(path: str | Path) -> None:

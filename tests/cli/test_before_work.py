@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.cli.export import LAUNCHERS
 from penstock.cli.main import run
 
 PLAN = str(Path(__file__).parents[2] / "examples" / "plans" / "gpt-1.3b-pp4.json")
@@ -63,6 +64,79 @@ def test_it_is_told_at_once(
     assert run([PLAN if word == "PLAN" else word for word in command.split()]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "search --model @.yaml --cluster 2xcpu --global-batch 8 --out @.yaml",
+        "search --model gpt-small --cluster @.yaml --global-batch 8 --out @.yaml",
+        f"{SEARCH} --costs profile:@ --out @",
+        f"{SEARCH} --lengths @ --out @",
+        f"{SEARCH} --lengths @.2.json --out @.json",
+        f"{SEARCH} --costs profile:@.search.json --out @.json",
+        f"{SEARCH} --lengths @ --export megatron:@",
+        f"{SEARCH} --out @.json --export megatron:@.json",
+        f"{SEARCH} --out @.json --export megatron:@.search.json",
+        f"{SEARCH} --out @.json --export megatron:@.2.json",
+        "search --model module:@.py:make --cluster 2xcpu --global-batch 8 --out @.py",
+        "batch --lengths @ --plan PLAN --out @",
+        "batch --lengths lengths.csv --plan @ --out @",
+        "batch --lengths lengths.csv --plan PLAN --costs profile:@ --out @",
+        "simulate @ --trace @",
+        "simulate @.svg --figure @.svg",
+        "simulate PLAN --lengths @ --trace @",
+        "simulate PLAN --batch @ --trace @",
+        "simulate PLAN --costs profile:@ --trace @",
+        "simulate PLAN --trace @.svg --figure @.svg",
+        "simulate PLAN --trace @.svg --figure link.svg",
+        "simulate PLAN --trace @.svg --figure ./folder/../@.svg",
+        "report @ --out @",
+        "report PLAN @ --out @",
+        "report PLAN --against @ --out @",
+        "report link.svg --out @.svg",
+        "trace run --out run/plan.json",
+        "report run --out run/plan.json",
+        "import module:@.json:make --out @.json",
+        "import aceso:@.json --model gpt-small --cluster 2xcpu --out @.json",
+        "import fasop:@.json --model gpt-small --cluster 2xcpu --global-batch 8 --out @.json",
+        "import dynpipe:@.json --model gpt-small --cluster 2xcpu --global-batch 8 --out @.json",
+        "import dynpipe:map.json --partition @.json --model gpt-small --cluster 2xcpu --global-batch 8 --out @.json",
+        "import aceso:PLAN --model @.json --cluster 2xcpu --out @.json",
+        *(f"export @ --to {system}:@" for system in ("megatron", "torchtitan", "deepspeed", "aceso", "fasop", *LAUNCHERS)),
+        "export topology.json --to dynpipe:.",
+        "profile --model @ --out @",
+        "profile --model gpt-small --merge @ --out @",
+        "store start --out @",
+    ],
+)  # fmt: skip
+def test_no_file_is_read_and_written(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every verb that writes a file, that file being each of its inputs, or another output."""
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("run").mkdir()
+    Path("lengths.csv").write_text("length\n5\n9\n")
+    for name in ("@", "@.yaml", "@.py", "@.svg", "@.json", "@.2.json", "@.search.json", "run/plan.json", "topology.json"):
+        Path(name.replace("@", "both")).write_bytes(Path(PLAN).read_bytes())
+    Path("map.json").write_text('{"module_to_stage_map": [0, 0], "stage_to_rank_map": {"0": [0]}}')
+    Path("link.svg").symlink_to("both.svg")
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    assert run([PLAN if word == "PLAN" else word.replace("@", "both") for word in command.split()]) == 2
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+    said = capsys.readouterr().err
+    assert said.count("error:") == 1
+    if command.split()[0] not in ("profile", "store"):  # which go on with what is theirs, and refuse what is not
+        assert "would be overwritten" in said or "writes something else" in said
+
+
+def test_names_are_free_again_for_the_next_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lengths.csv").write_text("length\n5\n9\n")
+    assert run(["batch", "--lengths", "lengths.csv", "--plan", PLAN, "--budget-steps", "0", "--out", "batch.json"]) == 0
+    assert run(["simulate", PLAN, "--batch", "batch.json", "--trace", "t.json"]) == 0
+    assert run(["simulate", PLAN, "--trace", "/dev/null", "--json"]) == 0
 
 
 def test_a_search_whose_plan_cannot_be_exported_keeps_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,12 @@ def test_a_file_with_everything(tmp_path: Path) -> None:
     assert cluster_from_dict(cluster_to_dict(cluster)) == cluster
 
 
+def test_numbers_with_an_exponent_and_names_that_were_words_once(tmp_path: Path) -> None:
+    text = "nodes: [{name: no, device: a100-40gb, gpus: 1, memory_limit_gb: 3e1}, {name: on, device: a100-40gb, gpus: 1}]\n"
+    cluster = resolve_cluster(_write(tmp_path, text + "links: [{between: [no, on], bandwidth_gb_per_s: 1e1}]\n"))
+    assert cluster.device(0).memory_bytes == 30e9 and cluster.link(0, 1).bandwidth_bytes_per_s == 10e9
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [

@@ -101,6 +101,34 @@ def test_files_that_are_no_jobs(tmp_path: Path) -> None:
         path.write_text(text, encoding="utf-8")
         with pytest.raises(InputError, match=message):
             read_job(path)
-    for text in ("train.lr", "train.lr=[1"):
-        with pytest.raises(InputError, match="--set is"):
-            parse_changes([text])
+
+
+@pytest.mark.parametrize("text", ["train.lr", "train.lr=[1", f"train.lr={'[' * 3000}", "train.lr=!!bool maybe", f"train.lr={'9' * 5000}"])
+def test_changes_that_are_no_values(text: str) -> None:
+    with pytest.raises(InputError, match="--set is") as error:
+        parse_changes([text])
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("train.adapt=off", "off"), ("train.lr=1e-5", 1e-5), ("train.lr=2024-13-45", "2024-13-45"), ("train.steps=010", 10)]
+)
+def test_values_of_changes(text: str, value: Any) -> None:
+    assert list(parse_changes([text]).values()) == [value]
+
+
+def test_times_of_day_are_no_numbers_of_steps() -> None:
+    with pytest.raises(InputError, match=r"train\.steps: Input should be a valid integer"):
+        job_from(LEAST, parse_changes(["train.steps=1:30"]), "the job")
+
+
+def test_adapting_is_switched_off_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("out: run\nmodel: {source: gpt-350m}\ndata: {path: a.jsonl}\ntrain: {adapt: off, lr: 1e-5}\n", encoding="utf-8")
+    assert job_from(read_job(path), {}, "the file").train.adapt == "off"
+
+
+def test_names_that_look_like_numbers_come_back(tmp_path: Path) -> None:
+    job = job_from({**LEAST, "out": "1e5", "data": {"path": ["0o17", "no"]}}, {}, "the job")
+    write_job(tmp_path / "job.yaml", job)
+    assert job_from(read_job(tmp_path / "job.yaml"), {}, "the file") == job

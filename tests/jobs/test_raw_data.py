@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.data.dataset import open_data
+from penstock.data.text.lines import PAIRS
 from penstock.data.text.tokenizer import train_tokenizer
 from penstock.errors import InputError
-from penstock.jobs.raw_data import prepare_raw, sample_lengths
+from penstock.jobs.raw_data import _as_jsonl, prepare_raw, sample_lengths
 from penstock.models.catalog import resolve_model
 
 MODEL = resolve_model("gpt-tiny")
@@ -50,6 +55,25 @@ def test_tables_and_plain_texts(name: str, content: str, sides: dict[str, int], 
     (tmp_path / name).write_text(content, encoding="utf-8")
     data = open_data(prepared(tmp_path / name, split="1,0,0"))
     assert {side: len(part) for side, part in data.ragged.items()} == sides
+
+
+CELLS = st.text(st.characters(codec="utf-8"), max_size=20) | st.text("a,\t\"\r\n\x0b\x0c\x1c\x1e\x85\u2028\u2029\0", max_size=8)
+
+
+@given(st.lists(st.tuples(CELLS, CELLS), min_size=1), st.sampled_from([("a.csv", ","), ("a.tsv", "\t")]))
+def test_cells_of_tables_come_back_as_they_were_written(pairs: list[tuple[str, str]], kind: tuple[str, str]) -> None:
+    name, delimiter = kind
+    with TemporaryDirectory() as folder, (path := Path(folder) / name).open("w", encoding="utf-8", newline="") as stream:
+        csv.writer(stream, delimiter=delimiter).writerows([PAIRS, *pairs])
+        stream.flush()
+        lines = _as_jsonl(path, Path(folder), ()).read_text(encoding="ascii").splitlines()
+    assert [json.loads(line) for line in lines] == [dict(zip(PAIRS, pair, strict=True)) for pair in pairs]
+
+
+def test_a_cell_may_be_long(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"id,text\n1,{'x' * 200_000}\n\n2\n", encoding="utf-8")
+    lines = _as_jsonl(tmp_path / "a.csv", tmp_path, ()).read_text(encoding="ascii").splitlines()
+    assert [len(json.loads(line)["text"]) for line in lines] == [200_000, 0]
 
 
 def test_a_folder_that_is_prepared_is_taken_as_it_is(data: str) -> None:

@@ -39,6 +39,26 @@ def test_a_yaml_file_of_sizes(tmp_path: Path) -> None:
     assert model.num_parameters == 100 * 64 + 3 * (attention + 3 * 64 * 96 + 2 * 64) + 64
 
 
+def test_numbers_with_an_exponent(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("base: llama-1b\neps: 1e-5\nrope_theta: 1e6\n", encoding="utf-8")
+    model = resolve_model(str(path))
+    assert (model.config["eps"], model.config["rope_theta"]) == (1e-5, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("base", "field", "value"),
+    [("vgg-tiny", "convs", "[100000000000, 1, 1]"), ("resnet-tiny", "blocks", "[3, 4, 100000000000, 3]"), ("gpt-tiny", "layers", "10001"),
+     ("t5-tiny", "vocab", "1" + "0" * 400), ("bert-tiny", "eps", "1" + "0" * 400)],
+)  # fmt: skip
+def test_sizes_beyond_any_model(base: str, field: str, value: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"base: {base}\n{field}: {value}\n", encoding="utf-8")
+    with pytest.raises(InputError, match=f"field '{field}' is ") as error:
+        resolve_model(str(path))
+    assert len(str(error.value)) < 300 + len(str(path))
+
+
 def test_a_base_with_changes(tmp_path: Path) -> None:
     path = tmp_path / "deeper.yml"
     path.write_text("base: gpt2\nname: deep\nlayers: 24\ndtype: fp32\n", encoding="utf-8")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from penstock.errors import InputError
@@ -137,3 +139,13 @@ def test_wrong_sizes_are_refused() -> None:
         resnet(ResNetConfig(blocks=(3, 0)))
     with pytest.raises(InputError, match="num_classes"):
         resnet(ResNetConfig(num_classes=0))
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [({"stem_stride": 0}, "'stem_stride' is 0; expected at least 1"), ({"stem_kernel": 0}, "'stem_kernel' is 0"),
+     ({"num_classes": 0}, "'num_classes' is 0"), ({"blocks": (1,) * 1100}, "1100 stages")],
+)  # fmt: skip
+def test_sizes_that_make_no_net(fields: dict[str, Any], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        resnet(ResNetConfig(**fields))

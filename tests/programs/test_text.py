@@ -56,7 +56,7 @@ def test_programs_parse_back(program: i.Program) -> None:
 
 
 def test_comments_and_empty_lines_are_skipped() -> None:
-    noisy = PROGRAM.replace("step\n", "\n# the end\nstep   # last\n")
+    noisy = PROGRAM.replace("step\n", "\n# the end\x85step\nstep   # last\u2028step\r\n")
     assert parse_program(noisy) == parse_program(PROGRAM)
 
 

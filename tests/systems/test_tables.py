@@ -33,6 +33,11 @@ def test_malformed_tables_are_refused(tmp_path: Path, text: str, message: str) -
     assert str(path) in str(caught.value)
 
 
+def test_a_cell_may_be_long(tmp_path: Path) -> None:
+    rows = read_rows(write(tmp_path / "t.csv", f"a,b\n1,{'x' * 200_000}\n"), ("a", "b"))
+    assert [len(row.text("b")) for row in rows] == [200_000]
+
+
 def test_cells_are_checked(tmp_path: Path) -> None:
     row = read_rows(write(tmp_path / "t.csv", "word,float,nan,negative,empty\nx,1.5,nan,-1,\n"), ("word",))[0]
     assert (row.text("word"), row.number("float"), row.choice("word", ["x"])) == ("x", 1.5, "x")

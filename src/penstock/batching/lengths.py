@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.batching.plan import SampleLengths
 from penstock.errors import InputError
-from penstock.files import read_text, short_repr
+from penstock.files import csv_rows, short_repr
 
 __all__ = ["read_lengths"]
 
@@ -20,12 +18,9 @@ _ID, _LENGTH, _DEC_LENGTH = ("sample_id", "id"), ("enc_len", "length"), ("dec_le
 
 def read_lengths(path: str | Path) -> list[SampleLengths]:
     """The samples of a file; without ids they are numbered from 0."""
-    rows = csv.reader(io.StringIO(read_text(path, "lengths")))
-    try:
-        columns = _columns([name.strip() for name in next(rows, [])], path)
-        lines = [row for row in rows if row]
-    except csv.Error as error:
-        raise InputError(f"lengths '{path}' are not valid CSV: line {rows.line_num}: {error}.") from None
+    rows = csv_rows(path, "lengths")
+    columns = _columns([name.strip() for name in next(rows, [])], path)
+    lines = [row for row in rows if row]
     if not lines:
         raise InputError(f"lengths '{path}' hold no samples.")
     try:  # column by column: there may be a million

@@ -19,6 +19,8 @@ from penstock.schedules.actions import Schedule, format_schedule, parse_schedule
 __all__ = ["VERSION", "BatchPlan", "ReplicaBatch", "SampleLengths", "read_batch_plan"]
 
 VERSION = 1
+_MOST = 1e30
+"""Seconds and bytes: beyond it sums are no longer finite."""
 _WRITTEN = ("samples", "layout", "lengths", "row_length", "dec_lengths", "dec_row_length", "recompute", "row_sizes")
 """What a file says of a micro-batch, by name; where it stands is its number."""
 
@@ -126,9 +128,24 @@ class BatchPlan(Shown):
                 }
                 for one in plain["replicas"]
             ]
-            return msgspec.convert(plain, cls)
-        except (msgspec.ValidationError, KeyError, TypeError) as error:
+            found = msgspec.convert(plain, cls)
+            _check(found)
+            return found
+        except (msgspec.ValidationError, KeyError, TypeError, ValueError) as error:
             raise InputError(f"{where} is not a batch plan: {error}. Write one with `penstock batch --out`.") from None
+
+
+def _check(plan: BatchPlan) -> None:
+    """Refuses numbers that no planner gives, and micro-batches whose samples have other numbers of lengths."""
+    times = [plan.predicted_s, plan.bound_s, *(replica.predicted_s for replica in plan.replicas)]
+    peaks = [peak for replica in plan.replicas for peak in replica.peak_bytes]
+    limits = [limit for replica in plan.limit_bytes for limit in replica]  # of which some have none
+    if wrong := [value for value in (*times, *peaks) if not 0 <= value <= _MOST] + [value for value in limits if not value >= 0]:
+        raise ValueError(f"a time or a size is {wrong[0]}")
+    for micro in (micro for replica in plan.replicas for micro in replica.micro_batches):
+        for name, count in (("lengths", len(micro.lengths)), ("dec_lengths", len(micro.dec_lengths)), ("row_sizes", sum(micro.row_sizes))):
+            if count not in (0, len(micro.samples)):
+                raise ValueError(f"a micro-batch of {len(micro.samples)} samples has {name} of {count}")
 
 
 def _array(index: int, written: Mapping[str, Any]) -> list[Any]:

@@ -11,7 +11,7 @@ import typer
 
 from penstock.cli.console import JsonFlag, out, print_json
 from penstock.errors import InputError, near_misses
-from penstock.files import check_folder, check_writable
+from penstock.files import check_folder, check_writable, reserve_output
 from penstock.systems import SYSTEMS
 
 if TYPE_CHECKING:
@@ -77,10 +77,12 @@ def parse_target(text: str, option: str = "--to") -> Target:
         raise InputError(f"{option} is '{text}': there is no export to '{system}'. {near_misses(system, _EXAMPLES)} Write SYSTEM:PATH.")
     if not colon or not path or "\0" in path:
         raise InputError(f"{option} is '{text}'; {system}:PATH was expected, as in {system}:{_EXAMPLES[system]}.")
-    files = _PLAN_FILES.get(system)
-    check = check_folder if system == WEIGHTS or (files and files.writes_folder) else check_writable
+    inside = _PLAN_FILES[system].folder_files if system in _PLAN_FILES else ()
+    in_folder = bool(inside) or system == WEIGHTS
     try:
-        check(path)
+        (check_folder if in_folder else check_writable)(path)
+        for place in [Path(path) / name for name in inside] if in_folder else [path]:
+            reserve_output(place)
     except InputError as error:
         raise InputError(f"{option}: {error}") from None
     return Target(system, Path(path))

@@ -18,6 +18,7 @@ import penstock
 from penstock.cli import console
 from penstock.cli.once import OnceCommand, refuse_twice
 from penstock.errors import InputError, PenstockError, near_misses
+from penstock.files import outputs_apart
 
 __all__ = ["VERBS", "Verb", "main", "run"]
 
@@ -148,7 +149,8 @@ def run(arguments: Sequence[str]) -> int:
     """Runs one command line and returns its exit status: 0 done, 1 failed, 2 wrong input, 3 no feasible plan, 130 interrupted."""
     try:
         _check_text(arguments)
-        found = _command()(args=list(arguments) or ["--help"], prog_name="penstock", standalone_mode=False)
+        with outputs_apart():
+            found = _command()(args=list(arguments) or ["--help"], prog_name="penstock", standalone_mode=False)
         return found if isinstance(found, int) else 0
     except _UsageError as error:
         verb = next((word for word in arguments if not word.startswith("-")), "")

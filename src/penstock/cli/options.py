@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from penstock.errors import InputError
-from penstock.files import check_folder, check_new_folder, check_writable
+from penstock.files import check_folder, check_new_folder, check_writable, reserve_output, short_repr
 
 __all__ = [
-    "BATCH", "BIG", "MAX_PLANNERS", "MAX_SEARCH_STEPS", "SEED", "Gradients", "Precision", "SeqLength", "file_to_write", "folder_to_write",
-    "new_folder_to_write", "options_said", "slower_ranks", "within",
+    "BATCH", "BIG", "MAX_PLANNERS", "MAX_SEARCH_STEPS", "SEED", "Gradients", "Precision", "SeqLength", "file_to_go_on_with",
+    "file_to_write", "folder_to_write", "new_folder_to_write", "options_said", "parse_steps", "slower_ranks", "within",
 ]  # fmt: skip
 
 SEED = 2**63 - 1
@@ -57,7 +57,15 @@ def within(low: float, high: float, *, above: bool = False) -> Callback:
 
 
 def file_to_write(param: typer.CallbackParam, value: Any) -> Any:
-    """A callback that refuses a name under which no file can be written."""
+    """A callback that refuses a name under which no file can be written, or which another option has."""
+    if value is not None:
+        file_to_go_on_with(param, value)
+        _named(param, lambda: reserve_output(value))
+    return value
+
+
+def file_to_go_on_with(param: typer.CallbackParam, value: Any) -> Any:
+    """A callback that refuses a name under which no file can be written; one that is there is read first, and gets more into it."""
     if value is not None:
         _named(param, lambda: check_writable(value))
     return value
@@ -82,6 +90,16 @@ def _named(param: typer.CallbackParam, check: Callable[[], None]) -> None:
         check()
     except InputError as error:
         raise InputError(f"{param.opts[0]}: {error}") from None
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """`--steps` of a run: the first and the last of 20 or 20-24."""
+    first, dash, last = (part.strip() for part in text.partition("-"))
+    if not first.isdecimal() or (dash and not last.isdecimal()) or max(len(first), len(last)) > len(str(BIG)):
+        raise InputError(f"--steps is {short_repr(text)}; a step such as 3, or a range such as 10-19, was expected.")
+    if dash and int(last) < int(first):
+        raise InputError(f"--steps is '{text}', which ends before it begins.")
+    return int(first), int(last or first)
 
 
 def slower_ranks(given: list[str]) -> dict[int, float]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.console import JsonFlag, out, print_json, progress, table
-from penstock.cli.options import BIG, file_to_write, within
+from penstock.cli.options import BIG, file_to_go_on_with, within
 
 __all__ = ["profile"]
 
@@ -17,7 +17,9 @@ _NOISY = 0.5
 
 
 def profile(
-    path: Annotated[str, typer.Option("--out", callback=file_to_write, help="Profile to write, or to go on with (`.json`, `.json.gz`).")],
+    path: Annotated[
+        str, typer.Option("--out", callback=file_to_go_on_with, help="Profile to write, or to go on with (`.json`, `.json.gz`).")
+    ],
     model: Annotated[
         list[str] | None, typer.Option("--model", help="Model name, YAML file, hf:PATH or module:FILE.py:FUNCTION; may be repeated.")
     ] = None,

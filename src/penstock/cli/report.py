@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.console import JsonFlag, out, print_json
-from penstock.cli.options import file_to_write, folder_to_write
-from penstock.errors import InputError
+from penstock.cli.options import file_to_write, folder_to_write, parse_steps
 
 __all__ = ["report"]
 
@@ -41,7 +40,7 @@ def report(
     from penstock.reports.report import report_of
     from penstock.reports.tables import tables_of
 
-    found = report_of([*sources, *(against or [])], _steps(steps))
+    found = report_of([*sources, *(against or [])], (None, None) if steps is None else parse_steps(steps))
     page = found.html(with_paths=with_paths)
     written = tables_of(found) if tables is not None else {}
     drawn = pictures_of(found) if figures is not None else {}
@@ -61,14 +60,3 @@ def report(
                 out().print(f"wrote {count} {what} to {folder}", markup=False, soft_wrap=True)
     if open_it:
         typer.launch(path.absolute().as_uri())
-
-
-def _steps(text: str | None) -> tuple[int | None, int | None]:
-    if text is None:
-        return None, None
-    first, dash, last = (part.strip() for part in text.partition("-"))
-    if not first.isdecimal() or (dash and not last.isdecimal()) or len(first) > 15 or len(last) > 15:
-        raise InputError(f"--steps is '{text}'; a step such as 3, or a range such as 10-19, was expected.")
-    if dash and int(last) < int(first):
-        raise InputError(f"--steps is '{text}', which ends before it begins.")
-    return int(first), int(last or first)

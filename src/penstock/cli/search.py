@@ -16,9 +16,10 @@ from penstock.cli.options import Gradients, Precision, SeqLength, options_said
 from penstock.cli.plan_words import choice_row, choices_table
 from penstock.cli.search_answer import SearchAnswer, why_first
 from penstock.cli.search_options import MAX_HOPS, SCHEDULE_NAMES, TOP, limit_bytes, parse_schedules, parse_sizes
-from penstock.cli.search_record import Trail, write_record
-from penstock.cli.search_tables import TABLES, search_tables
+from penstock.cli.search_record import Trail, record_path, write_record
+from penstock.cli.search_tables import TABLES, beside, search_tables
 from penstock.errors import InputError, near_misses, shell_words
+from penstock.files import reserve_output
 from penstock.schedules.rules import SCHEDULES
 from penstock.systems import TableSearch
 
@@ -74,6 +75,7 @@ def search(
     from penstock.search import Objective, Request, num_steps
 
     said = options_said(search, locals())
+    _reserve_beside(path, top)
     target = _target(export)
     _check_for(for_)
     if costs.partition(":")[0] in TABLES:
@@ -270,6 +272,12 @@ def _export(plan: Plan, target: Target, path: Path | None) -> None:
         raise InputError(f"{error} The search was not in vain: its plans are in '{path}'." if path else str(error)) from None
 
 
+def _reserve_beside(path: Path | None, top: int) -> None:
+    """What a search writes beside the file that `--out` names."""
+    for place in () if path is None else (record_path(path), *beside(path, top)):
+        reserve_output(place)
+
+
 def write_plans(path: Path | None, plans: Sequence[Plan]) -> list[Path]:
     """Writes the best plan to `path` and the next ones beside it; the files written."""
     from penstock.files import written_together
@@ -277,7 +285,7 @@ def write_plans(path: Path | None, plans: Sequence[Plan]) -> list[Path]:
 
     if path is None:
         return []
-    paths = [path, *(path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(2, len(plans) + 1))]
+    paths = [path, *beside(path, len(plans))]
     with written_together():
         for target, plan in zip(paths, plans, strict=True):
             write_plan(target, plan)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from penstock.cli.search_answer import SearchAnswer
     from penstock.search import Choice
 
-__all__ = ["Trail", "write_record"]
+__all__ = ["Trail", "record_path", "write_record"]
 
 FORMAT, VERSION = "penstock-search", 1
 
@@ -33,6 +33,11 @@ class Trail:
         self.points.append(point)
 
 
+def record_path(path: Path) -> Path:
+    """Where the record of a search is whose best plan is in `path`."""
+    return path.with_name(f"{path.stem}.search.json")
+
+
 def write_record(path: Path, asked: Mapping[str, Any], answer: SearchAnswer, trail: Trail) -> None:
     """Writes the record of a search (`plan.search.json`) beside its best plan, which is in `path`."""
     from penstock.cli.plan_words import choice_row
@@ -45,7 +50,7 @@ def write_record(path: Path, asked: Mapping[str, Any], answer: SearchAnswer, tra
          "because": _because(choice, best)}
         for choice, file in zip(answer.choices, answer.files, strict=True)
     ]  # fmt: skip
-    write_json(path.with_name(f"{path.stem}.search.json"), {
+    write_json(record_path(path), {
         "format": FORMAT, "version": VERSION, "request": dict(asked), "bound_s": outcome.bound_s, "formula_s": outcome.formula_s,
         "gap": outcome.gap, "error": outcome.error, "stopped": outcome.stopped, "candidates": candidates,
         "baselines": baseline_rows(answer.request, outcome) if answer.baselines else [],

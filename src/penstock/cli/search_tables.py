@@ -12,7 +12,7 @@ from penstock.cli.search_options import TOP
 from penstock.errors import InputError
 from penstock.systems import SYSTEMS, TableAnswer, TableSearch
 
-__all__ = ["TABLES", "search_tables", "show_stages"]
+__all__ = ["TABLES", "beside", "search_tables", "show_stages"]
 
 TABLES = tuple(name for name, system in SYSTEMS.items() if system.search is not None)
 """Systems whose own tables are searched."""
@@ -63,7 +63,12 @@ def search_tables(asked: TableSearch, path: Path | None, steps: int | None, json
 
 def _places(path: Path, answer: TableAnswer) -> list[Path]:
     """Where the plans go: the best one to `path`, the next ones beside it."""
-    return [path, *(path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(2, 2 + len(answer.others)))]
+    return [path, *beside(path, 1 + len(answer.others))]
+
+
+def beside(path: Path, count: int) -> list[Path]:
+    """Names of the second and later ones of `count` plans, of which the first is in `path`."""
+    return [path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(2, count + 1)]
 
 
 def _require_unused(costs: str, said: Collection[str]) -> None:

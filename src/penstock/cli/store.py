@@ -15,7 +15,7 @@ import typer
 
 from penstock.cli.console import JsonFlag, err, out, print_json
 from penstock.cli.once import OnceCommand
-from penstock.cli.options import file_to_write
+from penstock.cli.options import file_to_go_on_with
 from penstock.errors import InputError, PenstockError, shell_words
 
 __all__ = ["store"]
@@ -39,7 +39,7 @@ def start(
     host: Annotated[str, typer.Option(help="Address to listen on; strangers can reach any but loopback.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 0,
     path: Annotated[
-        Path, typer.Option("--out", callback=file_to_write, help="File for address, password and job key, yours alone.")
+        Path, typer.Option("--out", callback=file_to_go_on_with, help="File for address, password and job key, yours alone.")
     ] = Path("store.json"),
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate (PEM): the server then speaks TLS only.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Key of the certificate (PEM).")] = None,

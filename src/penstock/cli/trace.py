@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli.console import JsonFlag, err, out, print_json, table
-from penstock.cli.options import file_to_write
+from penstock.cli.options import file_to_write, parse_steps
 from penstock.errors import InputError, PenstockError
 
 if TYPE_CHECKING:
@@ -72,17 +72,11 @@ def _chosen(text: str, known: list[int], run: Path) -> list[int]:
         raise InputError(f"run '{run}' has not begun its first step: its span files hold no iteration.")
     if not text:
         return known[-_LAST:]
-    first, dash, last = (part.strip() for part in text.partition("-"))
-    if not first.isdecimal() or (dash and not last.isdecimal()):
-        raise InputError(f"--steps is '{text}'; a step such as 3, or a range such as 10-19, was expected.")
-    wanted = range(int(first), int(last or first) + 1)
-    there = f"Run '{run}' has steps {known[0]} to {known[-1]}."
-    if not wanted:
-        raise InputError(f"--steps is '{text}', which ends before it begins. {there}")
-    for end in (wanted[0], wanted[-1]):
+    first, last = parse_steps(text)
+    for end in (first, last):
         if end not in known:
-            raise InputError(f"--steps is '{text}', but step {end} was not run. {there}")
-    return [step for step in known if step in wanted]
+            raise InputError(f"--steps is '{text}', but step {end} was not run. Run '{run}' has steps {known[0]} to {known[-1]}.")
+    return [step for step in known if first <= step <= last]
 
 
 def _predicted(run: Path, plans: Mapping[int, Plan], steps: Mapping[int, int]) -> Predictions | None:

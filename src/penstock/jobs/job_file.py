@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.errors import InputError, near_misses
-from penstock.files import describe_validation_error, read_yaml, write_text
+from penstock.files import describe_validation_error, parsed_yaml, read_yaml, short_repr, write_text, yaml_text
 
 __all__ = [
     "DataGroup", "JobFile", "ModelGroup", "PlanGroup", "SaveGroup", "TrainGroup", "absolute_source", "anywhere", "changed",
@@ -216,17 +216,17 @@ def job_from(values: Mapping[str, Any], changes: Mapping[str, Any], where: str) 
 
 def parse_changes(texts: Sequence[str]) -> dict[str, Any]:
     """What `--set train.lr=1e-5` means: dotted names and YAML values."""
-    import yaml
-
     found = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
             raise InputError(f"--set is '{text}'; a field and a value such as train.lr=1e-5 were expected.")
         try:
-            found[name.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise InputError(f"--set is '{text}': '{value}' is not a value. Put text with special characters in quotes.") from None
+            found[name.strip()] = parsed_yaml(value, "--set", "the value of")
+        except InputError:
+            raise InputError(
+                f"--set is {short_repr(text)}, of which {short_repr(value)} is not a value. Put text with special characters in quotes."
+            ) from None
     return found
 
 
@@ -291,10 +291,8 @@ def _value(job: JobFile, name: str) -> Any:
 
 def write_job(path: str | Path, job: JobFile) -> None:
     """Writes a job with what each field means above it."""
-    import yaml
-
     def line(indent: str, name: str, value: Any, meaning: str | None) -> str:
-        text = yaml.safe_dump({name: value}, default_flow_style=True, allow_unicode=True, width=10_000).strip()[1:-1]
+        text = yaml_text({name: value}).strip()[1:-1]
         return (f"{indent}# {meaning}\n" if meaning else "") + f"{indent}{text}\n"
 
     parts = ["# `penstock train` with this file repeats the training, or goes on with it; see docs/reference/job.md.\n"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import InputError, PenstockError
+from penstock.files import yaml_text
 from penstock.jobs.cache import cache_folder, digest, only_one
 
 if TYPE_CHECKING:
@@ -80,12 +81,10 @@ def _measure(path: Path, model: Model, device: str, degrees: list[int], sharing:
 
 def _named(model: Model, source: str, scratch: Path) -> str:
     """The model with its precision, in a file where it is of a family; else as the user names it."""
-    import yaml
-
     from penstock.models.catalog import FAMILIES
 
     if model.family not in FAMILIES:
         return source
     path, sizes = scratch / "model.yaml", json.loads(json.dumps(dict(model.config)))  # YAML knows no tuples
-    path.write_text(yaml.safe_dump({"family": model.family, "name": model.name, **sizes, "dtype": model.dtype}), encoding="utf-8")
+    path.write_text(yaml_text({"family": model.family, "name": model.name, **sizes, "dtype": model.dtype}), encoding="utf-8")
     return str(path)

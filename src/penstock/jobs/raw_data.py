@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import tempfile
@@ -20,7 +19,7 @@ from penstock.data.text.cleaning import parse_split
 from penstock.data.text.lines import PAIRS, TEXT, LineFields, parse_fields
 from penstock.data.workers import Report
 from penstock.errors import InputError
-from penstock.files import read_text, readable_file
+from penstock.files import csv_rows, read_text, readable_file
 from penstock.jobs.cache import cache_folder, digest, digest_of_files, made_once
 from penstock.jobs.columns import column_files, column_rows, is_columns
 from penstock.models.huggingface import hf_folder
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PreparedData", "fitted", "prepare_raw", "sample_lengths"]
 
-_RECIPE = 1
+_RECIPE = 2
 """Raised when the same texts would be prepared otherwise."""
 _TRAINED_VOCAB = 8192
 """Tokens of a tokenizer that is trained on the texts, at most."""
@@ -198,11 +197,13 @@ def _as_jsonl(path: Path, scratch: Path, fields: LineFields) -> Path:
 
 
 def _csv_rows(path: Path, fields: LineFields) -> Iterator[dict[str, str]]:
-    reader = csv.DictReader(read_text(path, "data").splitlines(keepends=True), delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
-    columns = reader.fieldnames or []
+    rows = csv_rows(path, "data", "\t" if path.suffix.lower() == ".tsv" else ",")
+    columns = next(rows, [])
     wanted = fields or (PAIRS if set(PAIRS) <= set(columns) else TEXT)
     if not set(wanted) <= set(columns):
         expected = " and ".join(f"`{name}`" for name in fields) if fields else "`text`, or `input` and `target`,"
         raise InputError(f"data '{path}' has columns {', '.join(columns) or 'none'}; {expected} were expected.")
-    for row in reader:
-        yield {name: row[name] or "" for name in wanted}
+    for row in rows:
+        if row:
+            cells = dict(zip(columns, row, strict=False))
+            yield {name: cells.get(name, "") for name in wanted}

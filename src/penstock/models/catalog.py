@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import InputError, near_misses
-from penstock.files import read_json, read_yaml
+from penstock.files import read_json, read_yaml, short_repr
 from penstock.models.config import MAX_LAYERS, config_from_mapping
 from penstock.models.ops import ITEM_BYTES, Model
 
@@ -128,8 +128,9 @@ def _check_sizes(config: Any, where: str) -> None:
         optional = name == "head_width"
         if getattr(config, name, 1) < (0 if optional else 1):
             raise InputError(f"{where}: field '{name}' is {getattr(config, name)}; expected at least 1.")
-    for name in ("layers", "dec_layers"):
-        if getattr(config, name, 0) > MAX_LAYERS:
-            raise InputError(f"{where}: field '{name}' is {getattr(config, name)}; expected at most {MAX_LAYERS}.")
+    for name in ("layers", "dec_layers", "blocks", "convs"):
+        value = getattr(config, name, 0)
+        if (sum(value) if isinstance(value, tuple) else value) > MAX_LAYERS:
+            raise InputError(f"{where}: field '{name}' is {short_repr(value)}; expected at most {MAX_LAYERS} in all.")
     if config.dtype not in ITEM_BYTES or config.dtype == "int64":
         raise InputError(f"{where}: field 'dtype' is {config.dtype!r}; expected bf16, fp16 or fp32.")

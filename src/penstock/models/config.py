@@ -9,14 +9,17 @@ from collections.abc import Mapping
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from penstock.errors import InputError, near_misses
+from penstock.files import short_repr
 
-__all__ = ["MAX_LAYERS", "config_from_mapping", "expected_number", "require_divides"]
+__all__ = ["MAX_LAYERS", "MAX_SIZE", "config_from_mapping", "expected_number", "require_divides"]
 
 Config = TypeVar("Config")
 
 MAX_LAYERS = 10_000
 """Far beyond any model; a number above it is a slip that would take hours to build."""
-_EXPECTED = {int: "an int of 0 or more", float: "a finite number"}
+MAX_SIZE = 10**15
+"""Beyond any width, vocabulary or count; products of a few such numbers still fit into a float."""
+_EXPECTED = {int: "an int of 0 or more, up to 10^15", float: "a finite number"}
 
 
 def expected_number(name: str, value: float) -> str:
@@ -40,7 +43,7 @@ def config_from_mapping(kind: type[Config], values: Mapping[str, Any], where: st
             raise InputError(f"{where}: unknown field '{name}'. {near_misses(str(name), hints)}")
         if not _fits(value, hints[name]):
             expected = _EXPECTED.get(hints[name]) or getattr(hints[name], "__name__", str(hints[name]))
-            raise InputError(f"{where}: field '{name}' is {value!r}; expected {expected}.")
+            raise InputError(f"{where}: field '{name}' is {short_repr(value)}; expected {expected}.")
         if isinstance(value, float | int) and (expected := expected_number(name, value)):
             raise InputError(f"{where}: field '{name}' is {value!r}; expected {expected}.")
     missing = [f.name for f in dataclasses.fields(kind) if _required(f) and f.name not in values]  # type: ignore[arg-type]
@@ -70,7 +73,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is not None:
         return isinstance(value, origin)
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e300
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_SIZE
     return isinstance(value, hint)

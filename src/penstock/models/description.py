@@ -12,16 +12,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from penstock.errors import InputError, near_misses
+from penstock.files import short_repr
+from penstock.models.config import MAX_LAYERS, MAX_SIZE
 from penstock.models.ops import ITEM_BYTES, Block, Model, Op, TensorSpec
 from penstock.models.shapes import FEATURES, Form
 
 __all__ = ["FORMAT", "VERSION", "model_from_description", "model_to_description"]
 
 FORMAT, VERSION = "penstock-model", 1
+MAX_OPS = 32 * MAX_LAYERS
+"""More than any family makes of the most layers that it may have."""
 
 T = TypeVar("T")
 
@@ -56,7 +61,10 @@ def _run(value: Any, where: str, path: str) -> tuple[Block, int]:
     copies = reader.read(value["copies"], int, f"{path}.copies")
     if copies < 1:
         raise InputError(f"{where}: {path}.copies is {copies}; at least 1 was expected.")
-    return reader.dataclass(Block, {"name": value["block"], "ops": value["ops"]}, path), copies
+    block = reader.dataclass(Block, {"name": value["block"], "ops": value["ops"]}, path)
+    if not block.ops:
+        raise InputError(f"{where}: {path} holds no ops.")
+    return block, copies
 
 
 def _encode(value: Any) -> Any:
@@ -88,7 +96,7 @@ class _Reader:
         self.where = where
 
     def wrong(self, path: str, value: Any, expected: str) -> InputError:
-        return InputError(f"{self.where}: {path} is {value!r}; expected {expected}.")
+        return InputError(f"{self.where}: {path} is {short_repr(value)}; expected {expected}.")
 
     def read(self, value: Any, hint: Any, path: str) -> Any:
         origin = get_origin(hint)
@@ -117,7 +125,7 @@ class _Reader:
         for name, amount in value.items():
             if name not in FEATURES:
                 raise InputError(f"{self.where}: {path} has unknown feature '{name}'. {near_misses(name, FEATURES)}")
-            if isinstance(amount, bool) or not isinstance(amount, int | float) or not math.isfinite(amount):
+            if isinstance(amount, bool) or not isinstance(amount, int | float) or not abs(amount) <= 1e300:
                 raise self.wrong(f"{path}.{name}", amount, "a number")
         return Form.of(**value)
 
@@ -140,10 +148,12 @@ def _check(model: Model, where: str) -> None:
     """Refuses what no chain can mean: names that lead nowhere, unknown dtypes and sizes."""
     if not model.num_ops:
         raise InputError(f"{where}: runs holds no ops.")
+    if model.num_ops > MAX_OPS:
+        raise InputError(f"{where}: runs holds {model.num_ops:,} ops with all copies; at most {MAX_OPS:,} were expected.")
     if model.dtype not in ITEM_BYTES:
         raise InputError(f"{where}: dtype is {model.dtype!r}. {near_misses(model.dtype, ITEM_BYTES)}")
-    names = [placed.name for placed in model.ops]
-    double = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+    names = Counter(placed.name for placed in model.ops)
+    double = [name for name, count in names.items() if count > 1]
     if double:
         raise InputError(f"{where}: op name '{min(double)}' appears more than once.")
     _check_carry(model.inputs, "inputs", where)
@@ -162,14 +172,18 @@ def _check_carry(carry: tuple[TensorSpec, ...], owner: str, where: str) -> None:
         if spec.dtype != "compute" and spec.dtype not in ITEM_BYTES:
             raise InputError(f"{where}: {owner}: tensor '{spec.name}' has dtype {spec.dtype!r}. {near_misses(spec.dtype, ITEM_BYTES)}")
         features = [dim for dim in spec.dims if isinstance(dim, str)]
-        if len(features) > 1 or not set(features) <= set(FEATURES):
-            raise InputError(f"{where}: {owner}: tensor '{spec.name}' has sizes {list(spec.dims)}; at most one may be text, a feature "
-                             f"such as 'tokens'.")  # fmt: skip
+        sizes = [dim for dim in spec.dims if isinstance(dim, int)]
+        if len(features) > 1 or not set(features) <= set(FEATURES) or min(sizes, default=1) < 1 or math.prod(sizes) > MAX_SIZE:
+            raise InputError(f"{where}: {owner}: tensor '{spec.name}' has sizes {short_repr(list(spec.dims))}; at most one may be text, a "
+                             f"feature such as 'tokens', and numbers at least 1, with a product up to 10^15.")  # fmt: skip
 
 
 def _check_splits(op: Op, name: str, entering: set[str], where: str) -> None:
     if not op.splits:
         raise InputError(f"{where}: op '{name}' has no splits; one is needed even without tensor parallelism.")
+    made = op.config.get("made", [])
+    if not isinstance(made, list) or not all(isinstance(tensor, str) for tensor in made):
+        raise InputError(f"{where}: op '{name}': config.made is {short_repr(made)}; a list of names of tensors was expected.")
     leaving = {spec.name for spec in op.carry}
     for split in op.splits:
         for what, saved, there in (("saves_in", split.saves_in, entering), ("saves_out", split.saves_out, leaving)):

@@ -13,6 +13,9 @@ __all__ = ["RESNET_SIZES", "ResNetConfig", "resnet"]
 EXPANSION = 4
 """A bottleneck block returns this many times the channels of its stage."""
 
+MAX_STAGES = 16
+"""After as many, maps of any size are a point, and channels millions."""
+
 
 @dataclass(frozen=True)
 class ResNetConfig:
@@ -100,8 +103,11 @@ def resnet(config: ResNetConfig, name: str = "resnet") -> Model:
     """The chain of a ResNet: stem, stages of bottleneck blocks (`entry`, then `block`s), average, classes, loss."""
     if not config.blocks or 0 in config.blocks:
         raise InputError(f"{name}: field 'blocks' is {config.blocks}; every stage needs at least one block, as in (3, 4, 6, 3).")
-    if not (config.base_width and config.width_factor and config.num_classes and config.image_size):
-        raise InputError(f"{name}: base_width, width_factor, num_classes and image_size must be at least 1.")
+    if len(config.blocks) > MAX_STAGES:
+        raise InputError(f"{name}: field 'blocks' names {len(config.blocks)} stages, each twice as wide as the last; at most {MAX_STAGES}.")
+    for field in ("base_width", "width_factor", "num_classes", "image_size", "stem_kernel", "stem_stride"):
+        if getattr(config, field) < 1:
+            raise InputError(f"{name}: field '{field}' is {getattr(config, field)}; expected at least 1.")
     stem, size = _stem(config)
     runs = [(stem, 1)]
     channels = config.base_width

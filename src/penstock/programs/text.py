@@ -343,7 +343,7 @@ def format_program(program: i.Program) -> str:
 
 def parse_program(text: str, where: str = "the program") -> i.Program:
     """The program that `format_program` wrote, or a person; `where` names it in the error."""
-    lines = [(number, line.split("#")[0].strip()) for number, line in enumerate(text.splitlines(), start=1)]
+    lines = [(number, line.split("#")[0].strip()) for number, line in enumerate(text.split("\n"), start=1)]
     lines = [(number, line) for number, line in lines if line]
     title = lines[0][1].split() if lines else []
     if len(title) != 2 or title[0] != TITLE or not (title[1].isascii() and title[1].isdigit()):

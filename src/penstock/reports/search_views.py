@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,8 @@ _CHOICE = (
     ("price_usd", "usd"),
 )  # fmt: skip
 """Fields of a choice that are shown, with their units."""
+_MOST = 1e30
+"""Seconds, bytes and money: beyond it sums are no longer finite."""
 _AXES = (("hours", "number"), ("usd", "usd"), ("devices", "number"), ("peak_bytes", "bytes"), ("time_s", "time"))
 
 
@@ -49,7 +50,7 @@ def search_views(record: Mapping[str, Any], where: str, opens: Mapping[str, int]
             (*(opens.get(one["file"]) for one in candidates), *(None for _ in baselines)),
         )  # fmt: skip
         return [View("candidates", "Candidates", [table]), View("bound", "Bound", _bound(record))]
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, OverflowError) as error:
         raise InputError(f"search record '{where}' lacks or mistakes {error}. Write it again with `penstock search --out`.") from None
 
 
@@ -67,18 +68,18 @@ def _because(slower: float, parts: Sequence[Mapping[str, Any]]) -> str:
 
 def _bound(record: Mapping[str, Any]) -> list[Block]:
     points = record["progress"]
-    bound_s, formula_s = float(record["bound_s"]), float(record["formula_s"])
+    bound_s, formula_s, gap = (_given(record, name) for name in ("bound_s", "formula_s", "gap"))
     blocks: list[Block] = [Text(
         f"By formula no such plan takes less than {format_time(bound_s)}; the best found takes {format_time(formula_s)}, at most "
-        f"{record['gap']:.1%} more than the best possible."
+        f"{gap:.1%} more than the best possible."
         + (f" The search was stopped: {record['stopped']}." if record["stopped"] else "")
     )]  # fmt: skip
     if points:
         curves = (
-            ChartLine("best plan so far", "time", as_array(one["best_s"] for one in points)),
-            ChartLine("bound so far", "time", as_array(one["bound_s"] for one in points)),
+            ChartLine("best plan so far", "time", as_array(_number(one["best_s"]) for one in points)),
+            ChartLine("bound so far", "time", as_array(_number(one["bound_s"]) for one in points)),
         )
-        x = np.array([round(1e6 * one["after_s"]) for one in points], np.int64)
+        x = np.array([round(1e6 * _given(one, "after_s")) for one in points], np.int64)
         blocks.append(Charts("best and bound over the time of the search", "µs", x, (curves,), steps=True))
     rows = tuple(
         (one["replicas"], one["micro_batch"], one["max_stages"], ", ".join(map(str, one["devices_of_a_stage"])), one["by_ops_s"],
@@ -112,4 +113,12 @@ def pareto_views(record: Mapping[str, Any], where: str, opens: Mapping[str, int]
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return float(value) if isinstance(value, int | float) and abs(value) <= _MOST else None
+
+
+def _given(record: Mapping[str, Any], name: str) -> float:
+    """A number that the record has to hold."""
+    number = _number(record[name])
+    if number is None:
+        raise TypeError(f"'{name}'")
+    return number

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -38,10 +39,10 @@ class _Facts:
     """Data, steps, seed and options: with the plan, they decide every batch of a run."""
 
     data: str
-    steps: int
-    seed: int
+    steps: Annotated[int, msgspec.Meta(ge=0, le=10**15)]
+    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
     prompt_loss: bool
-    search_steps: int
+    search_steps: Annotated[int, msgspec.Meta(ge=0, le=100_000_000)]
 
 
 def last_step(folder: str | Path) -> int:
@@ -92,10 +93,10 @@ def refuse_other_run(out: Path, resume: str) -> None:
     if resume and Path(resume).resolve().is_relative_to(out.resolve()):
         return
     found = "steps, but no checkpoint" if saved is None else f"checkpoints up to {saved.name}"
-    go_on = "" if saved is None else f"  go on with it:       penstock train … --out '{out}' --resume '{out}'\n"
+    go_on = "" if saved is None else f"  go on with it:       penstock train … --out {shell_words(out)} --resume {shell_words(out)}\n"
     raise InputError(
         f"'{out}' holds a run already ({found}), which this one would overwrite. Nothing was changed. Either\n{go_on}"
-        f"  keep both apart:     penstock train … --out '{out}-2'"
+        f"  keep both apart:     penstock train … --out {shell_words(f'{out}-2')}"
     )
 
 

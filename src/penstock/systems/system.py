@@ -51,7 +51,8 @@ class PlanFiles:
     """Those without which a file means no plan."""
     lack: str
     """The beginning of "… not name it", told where one of them is missing."""
-    writes_folder: bool = False
+    folder_files: tuple[str, ...] = ()
+    """What it writes into a folder; one file where there is nothing here."""
     require_model: Callable[[Model], object] = lambda model: None
     """Refuses a model that no plan of the system can be of, or its dtype."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +12,7 @@ from typing import Annotated, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 
 from penstock.errors import InputError, near_misses
-from penstock.files import describe_validation_error, read_json, read_text, short_repr
+from penstock.files import csv_rows, describe_validation_error, read_json, short_repr
 from penstock.models.ops import Op, Split, TensorSpec
 from penstock.models.shapes import Form, Quantity
 
@@ -85,7 +83,7 @@ class Row:
 
 def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
     """The rows of a CSV file whose header holds at least these columns; the header is row 1."""
-    lines = list(csv.reader(io.StringIO(read_text(path, "table"))))
+    lines = list(csv_rows(path, "table"))
     expected = ",".join(columns)
     if not lines:
         raise InputError(f"table '{path}' is empty; expected the header '{expected}' and rows below it.")

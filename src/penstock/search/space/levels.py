@@ -50,7 +50,7 @@ def levels_of(costs: OptionCosts, blocks: Blocks) -> Levels:
 
     num_ops, num_types = len(costs.compute), max(blocks.num_types, 1)
     counted = (costs.kept > 1e-3 * costs.kept.max()) & (costs.forward > 0)
-    ratios = costs.forward[counted] / costs.kept[counted]
+    ratios = costs.forward[counted] / costs.kept[counted] if counted.any() else np.ones(1)  # where nothing is kept any price will do
     prices = np.concatenate([[0.0], np.geomspace(0.3 * ratios.min(), 4 * ratios.max(), PRICES), [1e6 * ratios.max()]])
     head, tail = np.zeros((len(prices), num_ops, 3)), np.zeros((len(prices), num_ops + 1, 3))
     for kind in range(blocks.num_types):

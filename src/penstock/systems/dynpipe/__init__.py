@@ -43,6 +43,6 @@ def _require_model(model: Model) -> None:
 
 DYNPIPE = System(
     "dynpipe", PlanFiles(_read, _write, "hybrid_conf.json", "folder", ("model", "cluster", "global_batch", "partition", "mini_batch"),
-                         ("model", "cluster", "global_batch"), "DynPipe's files do", writes_folder=True,
+                         ("model", "cluster", "global_batch"), "DynPipe's files do", folder_files=("topology.json", "partition.json"),
                          require_model=_require_model),
 )  # fmt: skip
