@@ -1030,8 +1030,8 @@ _REPRODUCE = (
 _KEPT = (
     _bug("a file has its name before its content", "files.py", "                os.fsync(stream.fileno())\n", "",
          "a power cut leaves an empty plan under a good name", "test_files.py", pick="on_disk"),
-    _bug("nobody else may read what is written", "files.py", "            os.chmod(temporary, 0o666 & ~umask)\n",
-         "            os.chmod(temporary, 0o600)\n", "a temporary file's rights stay", "test_files.py", pick="umask"),
+    _bug("nobody else may read what is written", "files.py", "return 0o666 & ~umask",
+         "return 0o600", "a temporary file's rights stay", "test_files.py", pick="umask"),
     _bug("a formula hides behind a blank", "files.py", "value.lstrip()[:1] in", "value[:1] in", "spreadsheets pass over blanks",
          "test_files.py", pick="formula"),
     _bug("token files have their names before their content", "data/indexed.py", "    stream.flush()\n    os.fsync(stream.fileno())\n",

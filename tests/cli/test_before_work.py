@@ -75,7 +75,7 @@ def test_it_is_told_at_once(
         f"{SEARCH} --lengths @ --out @",
         f"{SEARCH} --lengths @.2.json --out @.json",
         f"{SEARCH} --costs profile:@.search.json --out @.json",
-        f"{SEARCH} --lengths @ --export megatron:@",
+        f"{SEARCH} --lengths @ --export slurm:@",
         f"{SEARCH} --out @.json --export megatron:@.json",
         f"{SEARCH} --out @.json --export megatron:@.search.json",
         f"{SEARCH} --out @.json --export megatron:@.2.json",

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from command_lines import with_last_values
 
 from penstock.cli.main import run
 from penstock.costs.profile import DeviceProfile, Profile, WholeFactors, read_profile, series_key
@@ -178,7 +179,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_wrong_input_is_told(arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["profile", "--out", str(tmp_path / "profile.json"), *arguments]) == 2
+    assert run(with_last_values(["profile", "--out", str(tmp_path / "profile.json"), *arguments])) == 2
     assert said in " ".join(capsys.readouterr().err.split())
     assert not list(tmp_path.iterdir())
 

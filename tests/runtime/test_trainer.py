@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from command_lines import with_last_values
 from torchrun_ranks import run_ranks
 from training_jobs import train_slowly
 
@@ -173,7 +174,8 @@ def test_wrong_input_is_refused_before_anything_starts(
     fields = {"model_ref": "gpt-tiny", "cluster_ref": "4xcpu", "global_batch": 16, "micro_batch": 4, "pp": 2, "layout": "packed"} | changes
     write_plan(tmp_path / "plan.json", uniform_plan(**fields))  # type: ignore[arg-type]
     where = () if "--data" in options else ("--data", data)
-    assert run(["train", str(tmp_path / "plan.json"), *where, "--steps", "3", "--out", str(tmp_path / "run"), *options]) == 2
+    words = ["train", str(tmp_path / "plan.json"), *where, "--steps", "3", "--out", str(tmp_path / "run"), *options]
+    assert run(with_last_values(words)) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
 

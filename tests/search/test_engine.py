@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 
+from penstock.files import write_json
+from penstock.models.catalog import resolve_model
+from penstock.models.description import model_to_description
+from penstock.models.ops import Split
 from penstock.schedules.rules import DEFAULT_SCHEDULE, SEARCHED_SCHEDULES
 from penstock.search import Outcome, Request, search, search_plans
 
@@ -49,3 +54,11 @@ def test_a_search_of_more_is_no_slower_by_the_clock(cluster: str, batch: int, li
     request = Request.of(str(model), cluster, batch, "roofline", None, (), limit_gb * 1e9)
     with_grid, without = (search(request, top=1, prove=prove).choices[0].estimate.time_s for prove in (True, False))
     assert with_grid <= without * 1.001
+
+
+def test_a_model_that_keeps_nothing_is_planned(tmp_path: Path) -> None:
+    model = resolve_model("vgg-tiny")
+    runs = [(replace(block, ops=tuple(replace(op, splits=(Split(),)) for op in block.ops)), copies) for block, copies in model.runs]
+    write_json(tmp_path / "net.json", model_to_description(replace(model, runs=tuple(runs))))
+    outcome = search_plans(str(tmp_path / "net.json"), "2xcpu", 8)
+    assert outcome.choices and 0 < outcome.bound_s <= outcome.formula_s

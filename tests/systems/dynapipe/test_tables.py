@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_lines import with_last_values
 from counted_work import counted_calls
 from small_tables import dynapipe_pickle, dynapipe_tables
 
@@ -106,12 +107,12 @@ def test_the_best_degrees_are_found_for_a_batch(folder: Path, capsys: pytest.Cap
     assert config["tp"] * config["pp"] * config["dp"] == 2 and len(wide["stages"]) == config["pp"]
     assert run([*asked, "--memory-limit", "3", "--baselines"]) == 0  # 32 layers of 160 MB: only half of them fit
     assert set(json.loads(capsys.readouterr().out)["baselines"]) == {"tp 1, pp 2, dp 1"}
-    assert run([*asked, "--cluster", "1x3", "--baselines"]) == 0
+    assert run(with_last_values([*asked, "--cluster", "1x3", "--baselines"])) == 0
     assert set(json.loads(capsys.readouterr().out)["baselines"]) == {"tp 1, pp 1, dp 3"}  # 32 layers are no multiple of 3
     assert run([*asked, "--memory-limit", "0.1"]) == 3
     assert "no configuration" in capsys.readouterr().err
     for more, message in ((["--global-batch", "4"], "are the batch"), (["--cluster", "2xt4"], "nodes x GPUs")):
-        assert run([*asked, *more]) == 2
+        assert run(with_last_values([*asked, *more])) == 2
         assert message in " ".join(capsys.readouterr().err.split())
     assert run([*asked[:7], "--json"]) == 2
     assert "--lengths is missing" in capsys.readouterr().err

@@ -194,6 +194,8 @@ def _prices(costs: Sequence[MixedCosts]) -> Floats:
     """No price, and a range around what recomputation saves per second."""
     counted = [(c.kept > 1e-3 * c.kept.max()) & (c.forward > 0) for c in costs]
     ratios = np.concatenate([c.forward[chosen] / c.kept[chosen] for c, chosen in zip(costs, counted, strict=True)])
+    if not len(ratios):  # nothing is kept, so that memory has no price
+        return np.zeros(1)
     return np.concatenate([[0.0], np.geomspace(0.3 * np.quantile(ratios, 0.05), 30 * np.quantile(ratios, 0.95), PRICES)])
 
 
