@@ -31,6 +31,7 @@ KERNEL_MODULES: tuple[str, ...] = (
     "penstock.search.interleaved.balance_kernels",
     "penstock.search.replicas.common_kernels",
     "penstock.search.bounds.path_kernels",
+    "penstock.search.partition.simplex_kernels",
 )
 
 
