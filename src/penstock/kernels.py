@@ -18,6 +18,7 @@ KERNEL_MODULES: tuple[str, ...] = (
     "penstock.systems.fasop.kernels",
     "penstock.systems.fasop.bound_kernels",
     "penstock.search.partition.chain_kernels",
+    "penstock.search.partition.counting_kernels",
     "penstock.search.partition.partition_kernels",
     "penstock.search.partition.annealing_kernels",
     "penstock.search.space.recompute_kernels",
@@ -31,6 +32,7 @@ KERNEL_MODULES: tuple[str, ...] = (
     "penstock.search.interleaved.balance_kernels",
     "penstock.search.replicas.common_kernels",
     "penstock.search.bounds.path_kernels",
+    "penstock.search.partition.simplex_kernels",
 )
 
 

@@ -131,8 +131,11 @@ def test_no_plan_is_below_the_bound(data: st.DataObject, networks: list[float], 
     plan = drawn_plan(data, family)
     if plan is None or check_plan(plan, request.model, request.cluster):
         return
-    time_s = request.estimator.estimate(plan).formula_s
-    assert neighbours_bound_s(family, family.subspaces[0], time_s * (1 + 1e-6), math.inf, 8) <= time_s * (1 + 1e-9)
+    estimate, divisions = request.estimator.estimate(plan), data.draw(st.sampled_from([8, 60]))  # devices are counted in narrow boxes
+    time_s = estimate.formula_s
+    if not estimate.fits:
+        return
+    assert neighbours_bound_s(family, family.subspaces[0], time_s * (1 + 1e-6), math.inf, divisions) <= time_s * (1 + 1e-9)
 
 
 @given(

@@ -11,7 +11,8 @@ on given kinds. Its stages take at most the most of τ, and of A after the last 
 With a price for each of these, a plan costs at least the cheapest way to cut the chain into stages that pay them (`chain_kernels`), less
 what all of it would cost, at the τ and A of the box for which that is least: a bound whatever the prices are. Each chain that was the
 cheapest once limits what other prices can give, so that a small linear programme (`chain_prices`) says which to try next. The box with the
-least bound is divided until that is good enough.
+least bound is divided until that is good enough. In a narrow box devices are counted besides (`counting_kernels`): a mix of two chains, of
+which one takes too many of a kind and the other too few, is no plan.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ from penstock.search.space.families import PlanFamily, Subspace
 
 __all__ = ["NeighbourBound"]
 
-_ROUNDS, _GOOD = 3, 1e-3
+_ROUNDS, _GOOD = 8, 1e-3
 """How often the prices of a box are improved, if there is more than this share to be gained."""
 _NARROW = 0.5
 """Share of the time within which the τ and A of a box lie before it is divided by the kinds at the ends of a shared weight."""
-_DONE = 0.005
+_DONE = 0.001
 """A box as narrow as this share has what prices can give."""
+_COUNTED, _ABOVE = 0.03, 1.03
+"""In a box as narrow as this share devices are counted, of chains up to so many times the bound that prices give."""
 _ANY = (-1, -1)
 _FAR = 8.0
 """Where no plan is known, plans of up to so many times the bound by ops are looked at."""
@@ -131,7 +134,18 @@ class NeighbourBound:
                 break
             limits = limits.below(self._good_s - found.cost_s, prices)
             chains.append(found.chain)
-        return best_s, replace(box, limits=limits, prices=best, chains=tuple(chains)), looked
+        part = replace(box, limits=limits, prices=best, chains=tuple(chains))
+        if best_s < self._good_s and limits.width_s < _COUNTED * self._good_s:
+            counted_s, more = self._counted(part, best_s)
+            best_s, looked = max(best_s, counted_s), looked + more
+        return best_s, part, looked
+
+    def _counted(self, box: _Box, priced_s: float) -> tuple[float, int]:
+        """The bound of a box whose devices are counted, at its best prices, which give `priced_s`; and how many stages were looked at."""
+        stages, top_s = self._orders[box.side_by_side], min(self._good_s, _ABOVE * priced_s)
+        found, least_s = stages.cheapest(box.limits, box.ends, box.prices), box.limits.least(box.prices)
+        counted_s, looked = stages.counted(box.limits, box.ends, box.prices, top_s - least_s)
+        return min(top_s, counted_s + least_s), found.looked + looked
 
     @cached_property
     def _orders(self) -> dict[bool, OrderedStages]:

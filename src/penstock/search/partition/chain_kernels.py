@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numba import njit
 
-__all__ = ["cheapest_stages", "warm"]
+if TYPE_CHECKING:
+    from penstock.search.partition.neighbour_stages import NeighbourStages, NeighbourTables, StagePrices
+
+__all__ = ["allowed_groups", "cheapest_stages", "tiny", "warm"]
 
 
 @njit(cache=True, nogil=True)
@@ -19,16 +24,17 @@ def cheapest_stages(stages, prices, longest, latest, ends, tables, places):  # t
     it has none or they lie in its node.
     """
     offset, width, times, hidden, whole, shared_s, near_in, near_out, far_in, far_out, by_in, by_out = stages[:12]
-    pool_of, class_of, taken, room, tied = stages[12:]
+    pool_of, class_of, taken, room, tied, groups, group_s, grain, most_groups, again_s = stages[12:]
     price, rate, after = prices
     near, far, near_choice, far_choice, behind, behind_choice, top = tables
     end, num_classes = near_in.shape[1] - 1, far.shape[1]
-    near[:], far[:] = np.inf, np.inf
+    far[:] = np.inf
     best, best_b, best_right = np.zeros(num_classes), np.zeros(num_classes, np.int64), np.zeros(num_classes, np.int64)
     least, start, looked = np.inf, np.zeros(3, np.int64), 0
     for a in range(end - 1, -1, -1):
+        near[a, :, :, : most_groups + 1, : most_groups + 1] = np.inf
         for c in range(len(pool_of)):
-            p, k, n = pool_of[c], class_of[c], taken[c]
+            p, k, n, own = pool_of[c], class_of[c], taken[c], groups[c]
             if a == 0 and ends[0] >= 0 and p != ends[0]:
                 continue
             inside, widest = n < room[p], num_classes - 1 if a else 0
@@ -46,12 +52,16 @@ def cheapest_stages(stages, prices, longest, latest, ends, tables, places):  # t
                 has_tied = a <= tied < b
                 if has_tied and ends[1] >= 0 and p != ends[1]:
                     continue
-                if (a == 0) != has_tied and own_after + shared_s[c] > latest:
+                if (a == 0) != has_tied and own_after + shared_s[c] + (again_s[c, 0] if a else 0.0) > latest:
                     continue
                 cost, left = rate[c] * alone + price[c] + after[c, b] - after[c, a], longest - alone
                 if a > 0 or b < end:  # with one stage there is nothing to fill
                     cost -= hidden[c, b] - hidden[c, a]
-                stay, there = inside and b < end, near[b, p, n] + rate[c] * near_out[c, b] if inside else np.inf
+                again = again_s[c, 1] if has_tied and a else 0.0
+                allowed = allowed_groups(group_s[c, b] - group_s[c, a] + again, latest, most_groups)
+                stay, there = inside and b < end, np.inf
+                if inside:
+                    there = near[b, p, n, min(own, most_groups), allowed] + rate[c] * near_out[c, b]
                 rest = 0.0 if b == end else min(behind[c, b, top[c, b]] if top[c, b] >= 0 else np.inf, there)
                 # Of stages elsewhere before it, those with the shortest messages first; all that leave time for the best behind it are
                 # told by the last of them.
@@ -73,22 +83,38 @@ def cheapest_stages(stages, prices, longest, latest, ends, tables, places):  # t
                     e -= 1
                 left -= near_in[c, a]
                 cost += rate[c] * near_in[c, a]
-                if a == 0 or not inside or left < 0 or cost + rest >= near[a, p, room[p] - n]:
+                if a == 0 or not inside or left < 0 or (allowed <= own and allowed < most_groups):
                     continue
-                value, right = 0.0, -1
-                if b < end:
+                value, right = np.inf, -1
+                if b == end:
+                    value = 0.0
+                else:
                     i = top[c, b]
                     while i >= 0 and far_out[c, b, by_out[c, b, i]] > left:
                         i -= 1
-                    value, right = (behind[c, b, i], behind_choice[c, b, i]) if i >= 0 else (np.inf, -1)
+                    if i >= 0:
+                        value, right = behind[c, b, i], behind_choice[c, b, i]
                 stay = stay and near_out[c, b] <= left
                 for at in range(1, room[p] - n + 1):
-                    there, towards = value, right
-                    if stay and at + n < room[p] and rate[c] * near_out[c, b] + near[b, p, at + n] < there:
-                        there, towards = rate[c] * near_out[c, b] + near[b, p, at + n], -1
-                    if cost + there < near[a, p, at]:
-                        near[a, p, at] = cost + there
-                        near_choice[a, p, at, 0], near_choice[a, p, at, 1], near_choice[a, p, at, 2] = c, b, towards
+                    goes_on = stay and at + n < room[p]
+                    for g in range(1, min(at * grain[p], most_groups) + 1):
+                        if allowed < most_groups and g + own > allowed:
+                            break
+                        looked += 1
+                        more = min(g + own, most_groups)
+                        most_there = value
+                        if goes_on:
+                            most_there = min(value, near[b, p, at + n, more, allowed] + rate[c] * near_out[c, b])
+                        if cost + most_there >= near[a, p, at, g, more]:  # where fewest may be there, which do for more
+                            continue
+                        for limit in range(more, allowed + 1):
+                            there, towards = value, right
+                            if goes_on and near[b, p, at + n, more, limit] + rate[c] * near_out[c, b] < there:
+                                there, towards = near[b, p, at + n, more, limit] + rate[c] * near_out[c, b], -1
+                            if cost + there < near[a, p, at, g, limit]:
+                                near[a, p, at, g, limit] = cost + there
+                                choice = near_choice[a, p, at, g, limit]
+                                choice[0], choice[1], choice[2] = c, b, towards
             if a == 0:
                 if best[0] < least:
                     least = best[0]
@@ -102,8 +128,27 @@ def cheapest_stages(stages, prices, longest, latest, ends, tables, places):  # t
                 if best[last] + rate[c] * far_in[c, a, e] < far[a, e, k]:
                     far[a, e, k] = best[last] + rate[c] * far_in[c, a, e]
                     far_choice[a, e, k, 0], far_choice[a, e, k, 1], far_choice[a, e, k, 2] = c, best_b[last], best_right[last]
+        _allow_more(near[a], near_choice[a], room, most_groups)
         _fill_behind(a, stages, rate, longest, tables)
-    return least, _followed(start, stages, tables, places) if least < np.inf else 0, looked
+    return least, _followed(start, stages, latest, tables, places) if least < np.inf else 0, looked
+
+
+@njit(cache=True, nogil=True)
+def allowed_groups(each_s, latest, most):  # type: ignore[no-untyped-def]
+    """How many groups of ranks, of which one alone would take so long, may sum gradients over one network at once, up to `most`."""
+    return most if each_s * most <= latest else int(latest / each_s * (1 + 1e-12))
+
+
+@njit(cache=True, nogil=True)
+def _allow_more(near, near_choice, room, most_groups):  # type: ignore[no-untyped-def]
+    """Where more groups may be in a node, stages with fewer are possible as well."""
+    for p in range(near.shape[0]):
+        for at in range(1, room[p]):
+            for g in range(1, most_groups + 1):
+                for limit in range(2, most_groups + 1):
+                    if near[p, at, g, limit - 1] < near[p, at, g, limit]:
+                        near[p, at, g, limit] = near[p, at, g, limit - 1]
+                        near_choice[p, at, g, limit] = near_choice[p, at, g, limit - 1]
 
 
 @njit(cache=True, nogil=True)
@@ -123,31 +168,43 @@ def _fill_behind(a, stages, rate, longest, tables):  # type: ignore[no-untyped-d
 
 
 @njit(cache=True, nogil=True)
-def _followed(start, stages, tables, places):  # type: ignore[no-untyped-def]
+def _followed(start, stages, latest, tables, places):  # type: ignore[no-untyped-def]
     """Puts the stages that the tables chose into `places`, from the first one's option, end and next size on; returns their number."""
     end, (c, b, right) = stages.near_in.shape[1] - 1, start
-    a, before, at, number = 0, -1, 0, 0
+    a, before, at, number, most = 0, -1, 0, 0, stages.most_groups
+    shared, limit = 0, most
     while True:
         places[number] = a, b, c, before, right
         number += 1
         if b == end:
             return number
-        p, k, at, a = stages.pool_of[c], stages.class_of[c], (at if before < 0 else 0) + stages.taken[c], int(b)
-        before = k if right >= 0 else -1
+        if before >= 0:
+            at, shared, limit = 0, 0, most
+        p, k = stages.pool_of[c], stages.class_of[c]
+        at, shared = at + stages.taken[c], min(shared + stages.groups[c], most)
+        again = stages.again_s[c, 1] if 0 < a <= stages.tied < b else 0.0
+        limit = min(limit, allowed_groups(stages.group_s[c, b] - stages.group_s[c, a] + again, latest, most))
+        a, before = int(b), k if right >= 0 else -1
         if right >= 0:
             c, b, right = tables.far_choice[a, k, right]
         else:
-            c, b, right = tables.near_choice[a, p, at]
+            c, b, right = tables.near_choice[a, p, at, shared, limit]
 
 
-def warm() -> None:
-    """Compiles the kernel for the types it is called with."""
+def tiny() -> tuple[NeighbourStages, StagePrices, NeighbourTables]:
+    """Arguments of the types that kernels are called with: one op and one option."""
     from penstock.search.partition.neighbour_stages import NeighbourStages, NeighbourTables, StagePrices
 
     one, two, far = np.ones((1, 1), np.int64), np.zeros((1, 2)), np.zeros((1, 2, 1))
     ones, none, classes = np.ones(1, np.int64), np.zeros(1, np.int64), np.zeros((1, 2, 1), np.int64)
     stages = NeighbourStages(
-        0 * one, one, np.ones(1), two, two, np.zeros(1), two, two, far, far, classes, classes, none, none, ones, ones, -1
+        0 * one, one, np.ones(1), two, two, np.zeros(1), two, two, far, far, classes, classes, none, none, ones, ones, -1, ones, two,
+        ones, 1, two,
     )  # fmt: skip
-    prices, tables = StagePrices(np.ones(1), np.ones(1), two), NeighbourTables.of(2, 1, 1, 1, 1)
+    return stages, StagePrices(np.ones(1), np.ones(1), two), NeighbourTables.of(2, 1, 1, 1, 1, 1)
+
+
+def warm() -> None:
+    """Compiles the kernel for the types it is called with."""
+    stages, prices, tables = tiny()
     cheapest_stages(stages, prices, 9.0, 9.0, np.array([-1, -1]), tables, np.zeros((2, 5), np.int64))

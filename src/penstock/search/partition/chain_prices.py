@@ -19,6 +19,9 @@ __all__ = ["CutChain", "PlanLimits", "dearest"]
 _MOST = 3.0
 """Times the time that is good enough, which all of something may cost."""
 
+_STEPS = 200
+"""Of the simplex method; a few dozen are enough for a few chains."""
+
 
 class CutChain(NamedTuple):
     """A way to cut the chain of ops into stages."""
@@ -78,18 +81,20 @@ class PlanLimits:
 
 def dearest(chains: Sequence[CutChain], limits: PlanLimits, good_s: float) -> tuple[float, Floats]:
     """The prices at which the cheapest of some chains, and so a bound, is the most, and what it is there."""
-    from scipy.optimize import linprog
+    from penstock.search.partition.simplex_kernels import largest
 
-    sizes = [len(group) for group in chains[0].taken]
-    of_chains = np.array([np.concatenate(chain.taken) for chain in chains])
-    # The cheapest chain, and the least of A and of τ at what is left of their prices, are variables besides the prices.
-    rows = np.zeros((len(chains) + 4, sum(sizes) + 3))
-    rows[:-4, : sum(sizes)], rows[:-4, -3] = -of_chains, 1
-    rows[-4:-2, sizes[0] : -3 - sizes[2]], rows[-4:-2, -2] = np.array(limits.after_s)[:, None], 1
-    rows[-2:, sizes[0] + sizes[1] : -3], rows[-2:, -1] = np.array(limits.stage_s)[:, None], 1
-    right = [*(chain.cost_s for chain in chains), *limits.after_s, *(limits.more * s for s in limits.stage_s)]
-    most = _MOST * good_s
-    bounds = [(0, most)] * sizes[0] + [(0, _MOST * 10)] * sizes[1] + [(0, _MOST * limits.more)] * sizes[2] + [(None, None)] * 3
-    goal = np.concatenate([np.ones(sizes[0]), np.zeros(sizes[1] + sizes[2]), -np.ones(3)])
-    found = linprog(goal, rows, right, bounds=bounds, method="highs")
-    return float(-found.fun), np.asarray(found.x[:-3])
+    of_chains, (fixed, after, busy) = np.array([np.concatenate(chain.taken) for chain in chains]), map(len, chains[0].taken)
+    num, most = fixed + after + busy, np.repeat([_MOST * good_s, _MOST * 10, _MOST * limits.more], [fixed, after, busy])
+    # The cheapest chain, and the least of A and of τ at what is left of their prices, are variables besides the prices; as none may be
+    # negative, the last two are told from the least that they can be.
+    lowest = np.array([limits.after_s[1] * most[fixed : fixed + after].sum(), limits.stage_s[1] * most[fixed + after :].sum()])
+    rows, right = np.zeros((len(chains) + 4 + num, num + 3)), np.zeros(len(chains) + 4 + num)
+    rows[: -4 - num, :num], rows[: -4 - num, num], right[: -4 - num] = -of_chains, 1, [chain.cost_s for chain in chains]
+    times_s, left = np.array([*limits.after_s, *limits.stage_s]), np.array([1, 1, limits.more, limits.more])
+    rows[-4 - num : -2 - num, fixed : fixed + after], rows[-4 - num : -2 - num, -2] = times_s[:2, None], 1
+    rows[-2 - num : -num, fixed + after : num], rows[-2 - num : -num, -1] = times_s[2:, None], 1
+    right[-4 - num : -num] = times_s * left + lowest[[0, 0, 1, 1]]
+    rows[-num:, :num], right[-num:] = np.eye(num), most
+    goal = np.concatenate([-np.ones(fixed), np.zeros(after + busy), np.ones(3)])
+    found = largest(goal, rows, right, _STEPS)
+    return float(goal @ found - lowest.sum()), found[:num]

@@ -113,6 +113,19 @@ class LeastLinks:
         after_s, on = self.prices.op_after_s(option), self._nodes_of_a_stage()
         return np.maximum(after_s, self._over_node_s(option, on)) if on > 1 else np.asarray(after_s)
 
+    def group_after_s(self, option: StageOption) -> Floats:
+        """[O] what each distinct op adds to the time in which one of the groups that hold equal weights of a stage sums its gradients, if
+        it is alone on the networks of the stage's nodes; of several, each takes as many times as long."""
+        on = self._nodes_of_a_stage()
+        return self._over_node_s(option, on) / option.tp if on > 1 else np.zeros_like(self.prices.op_weights(option))
+
+    def again_s(self, option: StageOption) -> tuple[float, float]:
+        """What a weight that another stage has as well adds to `whole_after_s` and to `group_after_s` of a stage that has it."""
+        weights, shared_bytes = self.prices.op_weights(option), max(self.prices.shared[1], 0.0)
+        largest = int(weights.argmax())
+        times = shared_bytes / self.prices.sent_bytes[1] / option.tp / weights[largest]  # all of it grows with the weights
+        return float(times * self.whole_after_s(option)[largest]), float(times * self.group_after_s(option)[largest])
+
     def _nodes_of_a_stage(self) -> int:
         """Nodes over whose networks every stage of the kind sums gradients at least; 0 where that is not known."""
         if not self.side_by_side:

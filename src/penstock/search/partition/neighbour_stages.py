@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,14 @@ from penstock.search.partition.stage_space import StageSpace
 from penstock.search.space.families import PlanFamily, Subspace
 from penstock.search.space.stage_costs import Ints, sums_before
 
-__all__ = ["Cheapest", "NeighbourStages", "NeighbourTables", "OrderedStages", "StagePrices"]
+__all__ = ["Cheapest", "Labels", "NeighbourStages", "NeighbourTables", "OrderedStages", "StagePrices"]
+
+
+_GROUPS = 8
+"""Groups that sum gradients over one network at once which are told apart: more count as so many."""
+
+_LABELS, _STEPS = 1 << 17, 2_000_000
+"""Ways to have come to a cut that are kept at most where devices are counted, and stages that are looked at."""
 
 
 class NeighbourStages(NamedTuple):
@@ -48,6 +56,16 @@ class NeighbourStages(NamedTuple):
     """[P] units of a node; 0 where nothing is known of nodes."""
     tied: int
     """The last op that shares a weight with the first one, or less than 0."""
+    groups: Ints
+    """[C] groups of ranks that sum gradients, each of them over the networks of all nodes of the stage."""
+    group_s: Floats
+    """[C, cuts] prefix sums of what each of them takes, if no other uses these networks."""
+    grain: Ints
+    """[P] devices of a unit."""
+    most_groups: int
+    """How many groups on one network are told apart: more count as so many, and so many may always be there."""
+    again_s: Floats
+    """[C, 2] what a stage with op `tied` but not the first one adds to `whole` and to `group_s`, since it holds their weight again."""
 
 
 class StagePrices(NamedTuple):
@@ -64,7 +82,8 @@ class NeighbourTables(NamedTuple):
     """What the kernel fills: the cost of all stages from a cut on."""
 
     near: Floats
-    """[cuts, P, room] of those whose first lies in the node of the stage before it, of which so much is taken."""
+    """[cuts, P, room, groups, groups] of those whose first lies in the node of the stage before it, of which so much is taken, by stages
+    of so many groups that sum gradients, of which so many may be there together."""
     far: Floats
     """[cuts, K, K] where a stage of one size is before them and their first, of another size, lies elsewhere."""
     near_choice: Ints
@@ -77,13 +96,34 @@ class NeighbourTables(NamedTuple):
     """[C, cuts] the first of these that is the best of all; -1 where there is none."""
 
     @classmethod
-    def of(cls, cuts: int, options: int, pools: int, sizes: int, room: int) -> NeighbourTables:
+    def of(cls, cuts: int, options: int, pools: int, sizes: int, room: int, groups: int) -> NeighbourTables:
         """Empty ones."""
-        near, far, behind = (cuts, pools, max(room, 1)), (cuts, sizes, sizes), (options, cuts, sizes)
+        near, far, behind = (cuts, pools, max(room, 1), groups + 1, groups + 1), (cuts, sizes, sizes), (options, cuts, sizes)
         return cls(
             np.zeros(near), np.zeros(far), np.zeros((*near, 3), np.int64), np.zeros((*far, 3), np.int64), np.zeros(behind),
             np.zeros(behind, np.int64), np.zeros(behind[:2], np.int64),
         )  # fmt: skip
+
+
+class Labels(NamedTuple):
+    """Ways to have come to a cut, as many as were kept, in a table by what tells them apart."""
+
+    cost: Floats
+    cut: Ints
+    state: Ints
+    used: Ints
+    """What each has cost, where it is, and how it came there."""
+    next: Ints
+    head: Ints
+    """The first of those at each cut, and the next of each; -1 where there is none."""
+    slots: Ints
+    """Numbers of labels, by their hashes."""
+
+    @classmethod
+    def of(cls, cuts: int, most: int) -> Labels:
+        """Room for so many, a power of two."""
+        cut, state, used, after = (np.zeros(most, np.int64) for _ in range(4))
+        return cls(np.zeros(most), cut, state, used, after, np.zeros(cuts, np.int64), np.zeros(2 * most, np.int64))
 
 
 class Cheapest(NamedTuple):
@@ -118,27 +158,52 @@ class OrderedStages:
             near_s[0], near_s[1], far_s[0], far_s[1], np.argsort(far_s[0], axis=2), np.argsort(far_s[1], axis=2),
             np.array([option.pool for option in options]), np.array([of_size.index((o.pool, o.num_devices)) for o in options]),
             np.array([option.num_devices // grains[option.pool] for option in options]), room, prices.shared[0],
+            np.array([option.tp for option in options]),
+            sums_before([link.group_after_s(option)[ops] for link, option in zip(own, options, strict=True)]),
+            np.array([grains.get(p, 1) for p in range(pools)]), _GROUPS,
+            np.array([link.again_s(option) for link, option in zip(own, options, strict=True)]),
         )  # fmt: skip
         self._average = sums_before([link.average_after_s(option)[ops] for link, option in zip(own, options, strict=True)])
         self._of_pool = np.array([[float(option.pool == p) for p in range(pools)] for option in options])
         share = [option.num_devices / family.pools[option.pool].num_devices for option in options]
         self._share = np.column_stack([self._of_pool * np.array(share)[:, None], np.full(len(options), 1 / subspace.max_stages)])
         """[C, P + 1] of the devices of each pool, and of the stages that there may be."""
-        self._tables = NeighbourTables.of(len(space.cuts), len(options), pools, len(sizes), int(room.max()))
+        self._tables = NeighbourTables.of(len(space.cuts), len(options), pools, len(sizes), int(room.max()), _GROUPS)
+        self._units = np.array([family.pools[p].num_devices // grains.get(p, 1) for p in range(pools)], float)
         self._places = np.zeros((len(space.cuts), 5), np.int64)
 
     def cheapest(self, limits: PlanLimits, ends: tuple[int, int], prices: Floats) -> Cheapest:
         """The cheapest chain of stages within limits, at some prices of what they take."""
         from penstock.search.partition.chain_kernels import cheapest_stages
 
+        s, paid = self._paid(ends, prices)
+        found = cheapest_stages(s, paid, limits.stage_s[1], limits.after_s[1], np.array(ends), self._tables, self._places)
+        cost_s, length, looked = found
+        return Cheapest(cost_s, self._chain(length, cost_s, prices) if length else None, looked)
+
+    def counted(self, limits: PlanLimits, ends: tuple[int, int], prices: Floats, budget_s: float) -> tuple[float, int]:
+        """The least cost of a chain with no more devices than there are, after `cheapest` at the same prices, if that is below the budget;
+        minus infinity where it would take too long to tell. And how many stages were looked at."""
+        from penstock.search.partition.counting_kernels import counted_stages
+
+        s, paid = self._paid(ends, prices)
+        devices = np.stack([self._units, prices[: len(self._units)] / np.maximum(self._units, 1)])
+        cost_s, looked = counted_stages(
+            s, paid, limits.stage_s[1], limits.after_s[1], np.array(ends), self._tables, devices, budget_s, _STEPS, self._labels
+        )  # fmt: skip
+        return float(cost_s), int(looked)
+
+    @cached_property
+    def _labels(self) -> Labels:
+        return Labels.of(len(self._places), _LABELS)
+
+    def _paid(self, ends: tuple[int, int], prices: Floats) -> tuple[NeighbourStages, StagePrices]:
+        """Stages between given ends, and what they cost."""
         s, pools = self._stages, self._of_pool.shape[1]
         if ends[0] == ends[1]:
             s = s._replace(shared_s=np.zeros_like(s.shared_s))
         fixed, after, busy = np.split(prices, [pools + 1, 2 * pools + 1])
-        paid = StagePrices(self._share @ fixed, 1 + self._share @ busy, (self._of_pool @ after)[:, None] * self._average)
-        found = cheapest_stages(s, paid, limits.stage_s[1], limits.after_s[1], np.array(ends), self._tables, self._places)
-        cost_s, length, looked = found
-        return Cheapest(cost_s, self._chain(length, cost_s, prices) if length else None, looked)
+        return s, StagePrices(self._share @ fixed, 1 + self._share @ busy, (self._of_pool @ after)[:, None] * self._average)
 
     def _chain(self, length: int, cost_s: float, prices: Floats) -> CutChain:
         """The stages that were the cheapest."""

@@ -26,8 +26,11 @@ _BY_CLOCK, _HIDDEN = 12, 0.02
 """Plans that are timed to see how much of messages is hidden, and families that are solved for the clock where it is more than this."""
 _PAID = 0.04
 """Over several kinds, whose stages are bounded with their neighbours already, devices are paid for only where that bound is so near."""
-_LOOKED, _LOOKED_OF_ONE = 150_000_000, 20_000_000
+_LOOKED, _LOOKED_OF_ONE = 650_000_000, 80_000_000
 """Stages that the bounds of all subspaces of several kinds look at, one stage often several times; and of each, where there are few."""
+_AIM, _QUICK = 0.095, 0.125
+"""Bounds over several kinds come this near to the best plan first: boxes of slower plans are left out, which is quicker the fewer plans
+are left. Nearer ones are tried where that took no more than this share of the stages."""
 
 _ANNEALED = ((1.15, 6, 50_000, 2), (1.1, 1, 150_000, 8))
 """How many families of several kinds are annealed, in how many steps from how many ways to begin: first roughly, then the best of them.
@@ -133,13 +136,21 @@ class Partitions:
 
     def _prove_several_kinds(self, progress: Progress, weak: Sequence[tuple[Bound, PlanFamily, Subspace]]) -> None:
         """Bounds subspaces of several kinds with their neighbours, always the weakest of all."""
-        lines, best_s, good_s, looked = self._lines or [], progress.best_s, progress.enough_s, 0
-        bounds = {
-            index: NeighbourBound(family, subspace, bound, best_s, good_s) for index, (bound, family, subspace) in enumerate(weak)
-            if len(family.pools) > 1
-        }  # fmt: skip
-        most = min(_LOOKED, _LOOKED_OF_ONE * len(bounds))
-        while looked < most and not progress.out_of_time():
+        several = [index for index, (_, family, _) in enumerate(weak) if len(family.pools) > 1]
+        most, good_s = min(_LOOKED, _LOOKED_OF_ONE * len(several)), progress.enough_s
+        looked = self._sharpened(progress, weak, several, min(good_s, progress.best_s / (1 + _AIM)), most)
+        if looked < _QUICK * most and self.bound() < good_s:
+            self._sharpened(progress, weak, several, good_s, most)
+
+    def _sharpened(
+        self, progress: Progress, weak: Sequence[tuple[Bound, PlanFamily, Subspace]], several: Sequence[int], good_s: float, most: int
+    ) -> int:
+        """Bounds some subspaces until all are `good_s` or so many stages were looked at; returns how many were."""
+        lines, bounds, looked = self._lines or [], dict[int, NeighbourBound](), 0
+        for index in several:
+            plain, family, subspace = weak[index]
+            bounds[index] = NeighbourBound(family, subspace, plain, progress.best_s, good_s)
+        while looked < most and bounds and not progress.out_of_time():
             index = min(bounds, key=lambda index: bounds[index].time_s)
             progress.tell(f"bound: {weak[index][1]}")
             if bounds[index].time_s >= good_s or not (more := bounds[index].sharpen()):
@@ -147,3 +158,4 @@ class Partitions:
             looked += more
         for index, neighbours in bounds.items():
             lines[index] = replace(lines[index], by_stages_s=max(neighbours.time_s, lines[index].bound_s))
+        return looked
