@@ -24,17 +24,20 @@ def cheapest_stages(stages, prices, longest, latest, ends, tables, places):  # t
     it has none or they lie in its node.
     """
     offset, width, times, hidden, whole, shared_s, near_in, near_out, far_in, far_out, by_in, by_out = stages[:12]
-    pool_of, class_of, taken, room, tied, groups, group_s, grain, most_groups, again_s = stages[12:]
+    pool_of, class_of, taken, room, tied, groups, group_s, grain, _, again_s = stages[12:]
     price, rate, after = prices
-    near, far, near_choice, far_choice, behind, behind_choice, top = tables
+    near, far, near_choice, far_choice, behind, behind_choice, top, told = tables
     end, num_classes = near_in.shape[1] - 1, far.shape[1]
     far[:] = np.inf
+    _tell_apart(stages, longest, latest, told)
     best, best_b, best_right = np.zeros(num_classes), np.zeros(num_classes, np.int64), np.zeros(num_classes, np.int64)
     least, start, looked = np.inf, np.zeros(3, np.int64), 0
     for a in range(end - 1, -1, -1):
-        near[a, :, :, : most_groups + 1, : most_groups + 1] = np.inf
+        for p in range(len(room)):
+            near[a, p, :, : told[p] + 1, : told[p] + 1] = np.inf
         for c in range(len(pool_of)):
             p, k, n, own = pool_of[c], class_of[c], taken[c], groups[c]
+            most_groups = told[p]
             if a == 0 and ends[0] >= 0 and p != ends[0]:
                 continue
             inside, widest = n < room[p], num_classes - 1 if a else 0
@@ -85,6 +88,11 @@ def cheapest_stages(stages, prices, longest, latest, ends, tables, places):  # t
                 cost += rate[c] * near_in[c, a]
                 if a == 0 or not inside or left < 0 or (allowed <= own and allowed < most_groups):
                     continue
+                fullest = min((room[p] - n) * grain[p], most_groups)
+                if allowed < most_groups:
+                    fullest = min(fullest, allowed - own)
+                if cost + rest >= near[a, p, room[p] - n, fullest, min(fullest + own, most_groups)]:  # what does there does anywhere
+                    continue
                 value, right = np.inf, -1
                 if b == end:
                     value = 0.0
@@ -113,8 +121,9 @@ def cheapest_stages(stages, prices, longest, latest, ends, tables, places):  # t
                                 there, towards = near[b, p, at + n, more, limit] + rate[c] * near_out[c, b], -1
                             if cost + there < near[a, p, at, g, limit]:
                                 near[a, p, at, g, limit] = cost + there
-                                choice = near_choice[a, p, at, g, limit]
-                                choice[0], choice[1], choice[2] = c, b, towards
+                                near_choice[a, p, at, g, limit, 0] = c
+                                near_choice[a, p, at, g, limit, 1] = b
+                                near_choice[a, p, at, g, limit, 2] = towards
             if a == 0:
                 if best[0] < least:
                     least = best[0]
@@ -128,9 +137,24 @@ def cheapest_stages(stages, prices, longest, latest, ends, tables, places):  # t
                 if best[last] + rate[c] * far_in[c, a, e] < far[a, e, k]:
                     far[a, e, k] = best[last] + rate[c] * far_in[c, a, e]
                     far_choice[a, e, k, 0], far_choice[a, e, k, 1], far_choice[a, e, k, 2] = c, best_b[last], best_right[last]
-        _allow_more(near[a], near_choice[a], room, most_groups)
+        _allow_more(a, stages, near, near_choice, told)
         _fill_behind(a, stages, rate, longest, tables)
     return least, _followed(start, stages, latest, tables, places) if least < np.inf else 0, looked
+
+
+@njit(cache=True, nogil=True)
+def _tell_apart(stages, longest, latest, told):  # type: ignore[no-untyped-def]
+    """How many groups on one network of each pool are told apart: only one where no stage is kept from being there with all others."""
+    told[:] = 1
+    for c in range(len(stages.pool_of)):
+        for a in range(stages.offset.shape[1]):
+            b = a + stages.width[c, a]
+            while b > a + 1 and stages.times[stages.offset[c, a] + b - a - 1] > longest:
+                b -= 1
+            each_s = stages.group_s[c, b] - stages.group_s[c, a] + (stages.again_s[c, 1] if 0 < a <= stages.tied < b else 0.0)
+            if each_s * stages.most_groups > latest:
+                told[stages.pool_of[c]] = stages.most_groups
+                break
 
 
 @njit(cache=True, nogil=True)
@@ -140,15 +164,17 @@ def allowed_groups(each_s, latest, most):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _allow_more(near, near_choice, room, most_groups):  # type: ignore[no-untyped-def]
+def _allow_more(a, stages, near, near_choice, told):  # type: ignore[no-untyped-def]
     """Where more groups may be in a node, stages with fewer are possible as well."""
-    for p in range(near.shape[0]):
+    room, grain = stages.room, stages.grain
+    for p in range(len(room)):
         for at in range(1, room[p]):
-            for g in range(1, most_groups + 1):
-                for limit in range(2, most_groups + 1):
-                    if near[p, at, g, limit - 1] < near[p, at, g, limit]:
-                        near[p, at, g, limit] = near[p, at, g, limit - 1]
-                        near_choice[p, at, g, limit] = near_choice[p, at, g, limit - 1]
+            for g in range(1, min(at * grain[p], told[p]) + 1):
+                for limit in range(g + 1, told[p] + 1):
+                    if near[a, p, at, g, limit - 1] < near[a, p, at, g, limit]:
+                        near[a, p, at, g, limit] = near[a, p, at, g, limit - 1]
+                        for i in range(3):
+                            near_choice[a, p, at, g, limit, i] = near_choice[a, p, at, g, limit - 1, i]
 
 
 @njit(cache=True, nogil=True)
@@ -171,16 +197,16 @@ def _fill_behind(a, stages, rate, longest, tables):  # type: ignore[no-untyped-d
 def _followed(start, stages, latest, tables, places):  # type: ignore[no-untyped-def]
     """Puts the stages that the tables chose into `places`, from the first one's option, end and next size on; returns their number."""
     end, (c, b, right) = stages.near_in.shape[1] - 1, start
-    a, before, at, number, most = 0, -1, 0, 0, stages.most_groups
-    shared, limit = 0, most
+    a, before, at, number, shared, limit = 0, -1, 0, 0, 0, stages.most_groups
     while True:
         places[number] = a, b, c, before, right
         number += 1
         if b == end:
             return number
-        if before >= 0:
-            at, shared, limit = 0, 0, most
         p, k = stages.pool_of[c], stages.class_of[c]
+        most = tables.told[p]
+        if before >= 0 or number == 1:
+            at, shared, limit = 0, 0, most
         at, shared = at + stages.taken[c], min(shared + stages.groups[c], most)
         again = stages.again_s[c, 1] if 0 < a <= stages.tied < b else 0.0
         limit = min(limit, allowed_groups(stages.group_s[c, b] - stages.group_s[c, a] + again, latest, most))

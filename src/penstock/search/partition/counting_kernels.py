@@ -35,6 +35,7 @@ def counted_stages(stages, prices, longest, latest, ends, tables, devices, budge
                 before, first, node = _state(labels.state[label], stages, far.shape[1])
             for c in range(len(stages.pool_of)):
                 p, n = stages.pool_of[c], stages.taken[c]
+                most_groups = tables.told[p]
                 if (first >= 0 and stages.class_of[c] != first) or (a == 0 and ends[0] >= 0 and p != ends[0]):
                     continue
                 if node[0] >= 0 and (p != node[0] or n >= stages.room[p] or node[1] + n > stages.room[p]):
@@ -56,11 +57,11 @@ def counted_stages(stages, prices, longest, latest, ends, tables, devices, budge
                     if a > 0 or b < end:
                         cost -= stages.hidden[c, b] - stages.hidden[c, a]
                     again = stages.again_s[c, 1] if has_tied and a else 0.0
-                    allowed = allowed_groups(stages.group_s[c, b] - stages.group_s[c, a] + again, latest, stages.most_groups)
+                    allowed = allowed_groups(stages.group_s[c, b] - stages.group_s[c, a] + again, latest, most_groups)
                     at, groups, limit = n, stages.groups[c], allowed
                     if node[0] >= 0:
                         at, groups, limit = at + node[1], groups + node[2], min(limit, node[3])
-                    if cost > budget or (node[0] >= 0 and groups > limit and limit < stages.most_groups):
+                    if cost > budget or (node[0] >= 0 and groups > limit and limit < most_groups):
                         continue
                     if b == end:
                         rest = 0.0
@@ -69,7 +70,7 @@ def counted_stages(stages, prices, longest, latest, ends, tables, devices, budge
                         if cost + rest <= budget:
                             found = min(found, cost + rest)
                         continue
-                    groups = min(groups, stages.most_groups)
+                    groups = min(groups, most_groups)
                     if n < stages.room[p] and at < stages.room[p] and stages.near_out[c, b] <= left:
                         more = cost + prices.rate[c] * stages.near_out[c, b]
                         if more + tables.near[b, p, at, groups, limit] <= budget:

@@ -94,6 +94,8 @@ class NeighbourTables(NamedTuple):
     behind_choice: Ints
     top: Ints
     """[C, cuts] the first of these that is the best of all; -1 where there is none."""
+    told: Ints
+    """[P] how many groups on one network were told apart."""
 
     @classmethod
     def of(cls, cuts: int, options: int, pools: int, sizes: int, room: int, groups: int) -> NeighbourTables:
@@ -101,7 +103,7 @@ class NeighbourTables(NamedTuple):
         near, far, behind = (cuts, pools, max(room, 1), groups + 1, groups + 1), (cuts, sizes, sizes), (options, cuts, sizes)
         return cls(
             np.zeros(near), np.zeros(far), np.zeros((*near, 3), np.int64), np.zeros((*far, 3), np.int64), np.zeros(behind),
-            np.zeros(behind, np.int64), np.zeros(behind[:2], np.int64),
+            np.zeros(behind, np.int64), np.zeros(behind[:2], np.int64), np.ones(pools, np.int64),
         )  # fmt: skip
 
 
