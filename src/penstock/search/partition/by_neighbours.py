@@ -43,6 +43,8 @@ _DONE = 0.001
 """A box as narrow as this share has what prices can give."""
 _COUNTED, _ABOVE = 0.03, 1.03
 """In a box as narrow as this share devices are counted, of chains up to so many times the bound that prices give."""
+_DEARER = 8
+"""Stages that are looked at in the time in which one is where devices are counted."""
 _ANY = (-1, -1)
 _FAR = 8.0
 """Where no plan is known, plans of up to so many times the bound by ops are looked at."""
@@ -145,7 +147,7 @@ class NeighbourBound:
         stages, top_s = self._orders[box.side_by_side], min(self._good_s, _ABOVE * priced_s)
         found, least_s = stages.cheapest(box.limits, box.ends, box.prices), box.limits.least(box.prices)
         counted_s, looked = stages.counted(box.limits, box.ends, box.prices, top_s - least_s)
-        return min(top_s, counted_s + least_s), found.looked + looked
+        return min(top_s, counted_s + least_s), found.looked + _DEARER * looked
 
     @cached_property
     def _orders(self) -> dict[bool, OrderedStages]:

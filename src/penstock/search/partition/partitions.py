@@ -28,7 +28,7 @@ _PAID = 0.04
 """Over several kinds, whose stages are bounded with their neighbours already, devices are paid for only where that bound is so near."""
 _LOOKED, _LOOKED_OF_ONE = 350_000_000, 45_000_000
 """Stages that the bounds of all subspaces of several kinds look at, one stage often several times; and of each, where there are few."""
-_AIM, _QUICK = 0.098, 0.125
+_AIM, _QUICK = 0.098, 0.5
 """Bounds over several kinds come this near to the best plan first: boxes of slower plans are left out, which is quicker the fewer plans
 are left. Nearer ones are tried where that took no more than this share of the stages."""
 
