@@ -26,11 +26,11 @@ def test_a_process_that_a_signal_stopped() -> None:
 
 def test_processor_time_of_a_server_and_of_the_workers_that_it_saw_end() -> None:
     """The server lives on, as the one that forks ranks does, so that nobody has waited for it."""
-    burn = "import time\nwhile time.process_time() < 0.3: pass"
+    burn = "import time\nwhile time.process_time() < 0.6: pass"
     server = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}]); print('ended', flush=True); sys.stdin.read()"
     before = family_cpu_s()
     with subprocess.Popen([sys.executable, "-c", server], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ended\n"
         seen = family_cpu_s()
-    assert seen - before >= 0.3
+    assert seen - before >= 0.4  # the system counts in hundredths, of each process that lives
     assert family_cpu_s() >= seen  # the same, now that the server has ended
