@@ -5,7 +5,7 @@
         --micro-batches 1,2,4,8 --memory-mb 28000                   any other; --layers 1024 repeats its layer so often
     python benchmarks/search.py --fasop-dir DIR [--setting NAME]    one of FASOP's experiments, or all that spell a cluster
     python benchmarks/search.py --fasop-dir DIR --setting NAME --pareto [--most A=8,B=8]    every cluster of up to so many nodes
-    python benchmarks/search.py --scale                             long chains and thousands of devices, roofline costs
+    python benchmarks/search.py --scale                             long chains, thousands of devices, hundreds of two kinds; roofline costs
     python benchmarks/search.py --op-degrees                        stages with degrees of each op against stages with one for all
     python benchmarks/search.py --unequal                           replicas of unequal speed against replicas that are alike
     python benchmarks/search.py --money                             all choices of nodes from a pool by time and money, on all cores
@@ -113,6 +113,8 @@ SCALE = (
     ("GPT, 1,024 layers, 8 H100", {"base": "gpt-1.3b", "layers": 1024, "hidden": 1024, "heads": 16}, "8xh100", 64),
     ("GPT 175B, 1,024 H100", "gpt-175b", "128xp5.48xlarge", 1536),
     ("GPT 175B, 16,384 H100", "gpt-175b", "2048xp5.48xlarge", 8192),
+    ("GPT 350M, 128 A100 and 384 V100", "gpt-350m", "16xp4d.24xlarge+48xp3.16xlarge", 2048),
+    ("GPT 1.3B, 32 A100 and 48 A10G", "gpt-1.3b", "4xp4d.24xlarge+12xg5.24xlarge", 2048),
 )
 """Name, model (or the fields of a model file), cluster, global batch."""
 
