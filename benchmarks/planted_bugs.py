@@ -1296,6 +1296,8 @@ _WATCHED = (
     _bug("samples beyond the sixteenth are not counted", "runtime/steps/divergence.py",
          'more = f" and {count - len(ids)} more" if count > len(ids) else ""', 'more = ""',
          "whoever leaves those out that are named meets it again", "runtime/steps/test_divergence.py", pick="of_many"),
+    _bug("a device is judged by work that waits for its host", "profiling/whole.py", "> AHEAD * parts_s", "> 1e9 * parts_s",
+         "all of a model's ops seem slower", "profiling/test_whole.py", pick="says_nothing"),
     _bug("hidden messages take time of an iteration", "timing/estimate.py", "transfers_s = min(messages_s * times, idle_s)",
          "transfers_s = messages_s * times", "its bubble is less than nothing", "timing/test_estimate.py", pick="clock_hides"),
 )  # fmt: skip

@@ -63,7 +63,7 @@ def test_each_round_has_shapes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     chain = chain_of(passes_s, monkeypatch)
     for number in range(1, ROUNDS + 1):
         known = len(timed)
-        found = chain._device_factor(number)
+        found = chain._device_factor(number, 1.0)
         assert found == pytest.approx(statistics.geometric_mean([took_s / 2.0 for _, took_s in timed[known:]]))
     shapes = [shape for shape, _ in timed]
     assert len(set(shapes)) == len(shapes) == 4 * ROUNDS and {shape.layout for shape in shapes} == {"padded", "packed"}
@@ -76,7 +76,16 @@ def test_work_that_does_not_fit_is_not_compared(monkeypatch: pytest.MonkeyPatch)
         return 3.0
 
     chain = chain_of(passes_s, monkeypatch)
-    assert [chain._device_factor(number) for number in (1, 2, 3)] == pytest.approx([1.5, 1.0, 1.0])
+    assert [chain._device_factor(number, 1.0) for number in (1, 2, 3)] == pytest.approx([1.5, 1.0, 1.0])
+
+
+def test_work_that_waits_for_its_host_says_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of less than 10,000 tokens take as long as the host, which needs 1.7 s where the device needs 2."""
+    chain = chain_of(lambda batch, recompute, count: 4.0 if batch.shape.tokens < 10_000 else 3.0, monkeypatch)
+    host_s = {HOST_COLUMNS: lambda shape: 0.85 if shape.tokens < 10_000 else 0.5}
+    monkeypatch.setattr(WholeChain, "_sum_of_parts", lambda _, shape, names: host_s.get(names, lambda shape: 2.0)(shape))
+    assert chain._device_factor(1, 2.0) == pytest.approx(1.5)
+    assert chain._device_factor(1, 1.0) == pytest.approx((4.0 * 3.0) ** 0.5 / 2.0)
 
 
 def test_real_passes_take_time() -> None:

@@ -32,6 +32,8 @@ TURNS = 9
 """How often it runs at least."""
 USUAL_TOKENS = (7_000, 9_500, 13_000, 17_000, 22_000, 28_000)
 """Sizes of large work, some for each round."""
+AHEAD = 0.8
+"""Of the device's time that the host may need at most where the two are told apart: beyond, a pass takes as long as the host."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class WholeChain:
         plain_s, again_s = self._calmest_s(small, ((), flags))
         host_s = self._sum_of_parts(small.shape, HOST_COLUMNS)
         recompute_host_s = max(again_s - plain_s, 0.0) / len(rerun_positions(self.model.ops, flags))
-        return WholeFactors(self._device_factor(round_number), plain_s / host_s, recompute_host_s)
+        host = plain_s / host_s
+        return WholeFactors(self._device_factor(round_number, host), host, recompute_host_s)
 
     def _calmest_s(self, batch: Batch, ways: Sequence[Sequence[int]]) -> list[float]:
         """The shortest times of a forward and a backward pass that recompute this and that, taken in turns: what is compared sees the same
@@ -62,18 +65,21 @@ class WholeChain:
                 found.append(self._passes_s(batch, recompute))
         return [min(found) for found in times]
 
-    def _device_factor(self, round_number: int) -> float:
-        """Of large work: the (geometric) mean over shapes that are none of the grid, others each round."""
+    def _device_factor(self, round_number: int, host: float) -> float:
+        """Of large work: the (geometric) mean over shapes that are none of the grid, others each round, which the host is well ahead of."""
         ratios = []
         for lengths in (one for size in USUAL_TOKENS[round_number - 1 :: ROUNDS] for one in usual_lengths(self.model, size)):
             batch = random_model_batch(self.model, lengths, self.device)
+            parts_s = self._sum_of_parts(batch.shape, ("forward_s", "backward_s"))
+            if host * self._sum_of_parts(batch.shape, HOST_COLUMNS) > AHEAD * parts_s:
+                continue
             try:
                 self._passes_s(batch, (), 1)
                 took_s = self._passes_s(batch, (), 2)
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
                 continue
-            ratios.append(took_s / self._sum_of_parts(batch.shape, ("forward_s", "backward_s")))
+            ratios.append(took_s / parts_s)
         return statistics.geometric_mean(ratios) if ratios else 1.0
 
     def _sum_of_parts(self, shape: Shape, names: Sequence[str]) -> float:
