@@ -62,11 +62,8 @@ class Sequences:
         for name, values in made.items():
             setattr(self, name, torch.from_numpy(values).to(self.ids.device))
 
-    def pieces(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def piece_edges(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens,) int32 where the piece of each token begins, and where it ends."""
-        return self.memo("pieces", self._pieces)
-
-    def _pieces(self) -> tuple[torch.Tensor, torch.Tensor]:
         sizes, tokens = self.bounds.diff(), self.ids.numel()
         begins, ends = (edges.repeat_interleave(sizes, output_size=tokens) for edges in (self.bounds[:-1], self.bounds[1:]))
         return begins, ends

@@ -1,8 +1,8 @@
 """Ops that one kernel runs where torch has several: on a GPU, where that and not its host takes the time. A function of ours takes the host
 about twice as long as torch's own.
 
-    norm                its input's gradient comes with that of the residual stream, with its weights', and with the sums of its columns,
-                        which are the gradient of a bias before it
+    norm                its input's gradient comes with that of the residual stream, with its weights', which are added where they are
+                        kept, and with the sums of its columns, which are the gradient of a bias before it
     gelu                its gradient comes with such sums too
     linear              adds weight gradients where they are kept instead of making them first
 """
@@ -58,6 +58,8 @@ class _Norm(torch.autograd.Function):
 
         y, mean, rstd = triton_kernels.norm(x.contiguous(), weight, bias, eps, rms)
         ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.trained = [weight] if bias is None else [weight, bias]
+        ctx.in_place = all(map(_is_kept, ctx.trained))
         ctx.set_materialize_grads(False)
         return y, x
 
@@ -70,9 +72,15 @@ class _Norm(torch.autograd.Function):
         if grad is None:
             return added, None, None, None, None
         added = None if added is None else added.contiguous()
-        dx, for_weight, for_bias, parts = triton_kernels.norm_gradient(grad.contiguous(), x.contiguous(), weight, mean, rstd, added)
-        _bring_sums(dx, parts)
-        return dx, for_weight, for_bias, None, None
+        dx, parts = triton_kernels.norm_gradient(grad.contiguous(), x.contiguous(), weight, mean, rstd, added)
+        _bring_sums(dx, None if mean is None else parts[2])
+        if not ctx.in_place:
+            for_weight, *for_bias = parts[: len(ctx.trained)].sum(1).to(weight.dtype)
+            return dx, for_weight, for_bias[0] if for_bias else None, None, None
+        for parameter, own in zip(ctx.trained, parts, strict=False):  # the last part is the sums of dx
+            triton_kernels.add_column_sums(own, parameter.grad)
+            _tell(parameter)
+        return dx, None, None, None, None
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, rms: bool) -> tuple[torch.Tensor, torch.Tensor]:

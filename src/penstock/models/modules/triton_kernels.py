@@ -33,7 +33,7 @@ class _Tile(NamedTuple):
 
 _SUMS = _Tile(32, 128, 4, 8)
 _GELU = _Tile(16, 256, 8, 8)
-_PARTS = _Tile(16, 64, 4, 0)
+_PARTS = _Tile(64, 16, 4, 0)
 
 
 @triton.jit
@@ -223,19 +223,19 @@ def norm(
 
 def norm_gradient(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor | None, rstd: torch.Tensor, added: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of input (plus `added`) and weight; of a layer norm also that of its bias, and parts of the columns' sums of the first."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient of the input (plus `added`), and (sums, programs, width) parts of the columns' sums that are the gradients of weight and, of
+    a layer norm, bias; its last are those of the gradient of the input."""
     rows, width = x.shape
     programs = min(rows, _programs(x.device))
     dx = torch.empty_like(x)
     parts = torch.empty((1 if mean is None else 3, programs, width), dtype=torch.float32, device=x.device)
-    for_bias_parts, of_dx = (parts[0], None) if mean is None else (parts[1], parts[2])
+    for_bias, of_dx = (parts[0], None) if mean is None else (parts[1], parts[2])
     _norm_gradient[(programs,)](
-        grad, x, weight, mean, rstd, added, dx, parts[0], for_bias_parts, of_dx, rows, width, RMS=mean is None, ADDED=added is not None,
+        grad, x, weight, mean, rstd, added, dx, parts[0], for_bias, of_dx, rows, width, RMS=mean is None, ADDED=added is not None,
         **_block(width),
     )  # fmt: skip
-    for_weight, *for_bias = parts[:2].sum(1).to(weight.dtype)
-    return dx, for_weight, for_bias[0] if for_bias else None, of_dx
+    return dx, parts
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
