@@ -48,11 +48,6 @@ class Decision:
     """Both pauses."""
     alternatives: tuple[Remedy, ...] = ()
 
-    @property
-    def saving_s(self) -> float:
-        """What is expected to be saved before speeds change again."""
-        return self.gain_s * self.expected_steps
-
 
 @dataclass
 class Decider:

@@ -71,8 +71,8 @@ class _Content:
             yield from self._transfer_problems(transfer)
             step = transfer.receive
             received[transfer.receiver, step.cut, step.micro_batch, step.what].append(transfer)
-        for (rank, cut, m, what), transfers in received.items():
-            yield from self._complete(rank, cut, m, what == "gradient", transfers)
+        for (rank, cut, _, what), transfers in received.items():
+            yield from self._complete(rank, cut, what == "gradient", transfers)
         yield from self._sum_problems(received)
         yield from self._weight_problems()
 
@@ -141,7 +141,7 @@ class _Content:
                 text = f"rows and columns {regions[0]} of '{part.name}' are sent, {regions[1]} are expected"
                 yield Problem(transfer.receiver, transfer.receive_at, text)
 
-    def _complete(self, rank: int, cut: int, m: int, gradient: bool, transfers: Sequence[Transfer]) -> Iterator[Problem]:
+    def _complete(self, rank: int, cut: int, gradient: bool, transfers: Sequence[Transfer]) -> Iterator[Problem]:
         """All tensors arrive; those without rows may have no gradient here."""
         tensors = self.carries[cut + 1].values()
         wanted = {tensor.name for tensor in tensors if not gradient or (tensor.differentiable and tensor.feature)}

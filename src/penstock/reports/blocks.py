@@ -138,7 +138,6 @@ class Charts:
     x: Array
     charts: tuple[tuple[ChartLine, ...], ...]
     """Charts of one chart share its y axis, and a unit."""
-    x_unit: str = "number"
     steps: bool = False
     """Whether a value holds until the next."""
 
