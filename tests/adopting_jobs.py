@@ -33,7 +33,7 @@ from penstock.runtime.rank_state import (
 )
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.transport.generations import DESTROYING
-from penstock.runtime.workers import Worker
+from penstock.runtime.worker import Worker
 from penstock.stores import Job
 
 __all__ = ["Part", "train_abandoning", "train_adopting", "train_handing_over", "train_loaded"]

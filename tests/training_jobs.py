@@ -31,7 +31,7 @@ from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.source import Source, load_share
 from penstock.runtime.telemetry.observing import Observer
 from penstock.runtime.transport.world import ProcessGroups, World
-from penstock.runtime.workers import Worker
+from penstock.runtime.worker import Worker
 from penstock.timing.workload import Workload
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.profiling.run import Profiler, Unit
-from penstock.runtime.workers import Worker, WorkerPool
+from penstock.runtime.worker import Worker
+from penstock.runtime.workers import WorkerPool
 
 __all__ = ["measure_together"]
 

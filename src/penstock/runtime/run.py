@@ -49,7 +49,7 @@ from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
 from penstock.runtime.telemetry.steps import StepRecord, padding_share
 from penstock.runtime.transport.allocator import reserve
 from penstock.runtime.transport.world import World
-from penstock.runtime.workers import Worker
+from penstock.runtime.worker import Worker
 from penstock.stores import StoreError
 
 if TYPE_CHECKING:

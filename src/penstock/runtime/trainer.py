@@ -35,7 +35,7 @@ from penstock.runtime.run_folder import own_folder
 from penstock.runtime.run_inputs import run_inputs
 from penstock.runtime.run_predictions import keep_inputs
 from penstock.runtime.telemetry.predicting import PredictedSteps, predict_peaks, predict_steps
-from penstock.runtime.workers import joined
+from penstock.runtime.worker import joined
 
 __all__ = ["PlanTrainer"]
 

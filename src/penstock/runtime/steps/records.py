@@ -16,7 +16,7 @@ from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
 from penstock.runtime.telemetry.spans import SpanRecorder
 from penstock.runtime.telemetry.steps import LineLog, StepRecord
 from penstock.runtime.telemetry.tensorboard import tensorboard_sink
-from penstock.runtime.workers import Worker
+from penstock.runtime.worker import Worker
 
 __all__ = ["RunRecords", "TrainedStep"]
 
