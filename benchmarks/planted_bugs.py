@@ -470,8 +470,6 @@ _RUNTIME = (
          "            pass\n", "an overflow stays in them", "runtime/test_parallel_module.py", pick="fp16"),
     _bug("a loop of one's own runs any plan", "runtime/parallel_module.py", "    _require_runs(plan, described)\n", "",
          "stages update by themselves, and are updated again", "runtime/test_parallel_module.py", pick="refused"),
-    _bug("an adoption is known by its step", "runtime/rank_state.py", "token=before.fresh_word()", 'token=f"adopt_{step}"', "the same",
-         "runtime/test_rank_state.py", pick="adoptions"),
     _bug("the loss scale is not read", "runtime/rank_state.py", "            setattr(rank.update.scale, name, value)", "            pass",
          "the run starts anew from 65536", "runtime/test_rank_state.py", pick="come"),
     _bug("the loss scale is not saved", "runtime/rank_state.py", '"loss_scale": None if scale is None else asdict(scale)',
