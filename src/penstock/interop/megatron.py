@@ -48,7 +48,7 @@ def megatron_text(plan: Plan, model: Model | None = None, cluster: Cluster | Non
 
 
 def require_model(model: Model) -> None:
-    """Refuses a model that Megatron-LM has none like, or that has what no flag of its own says."""
+    """Refuses a model of a family that Megatron-LM lacks, or with a detail that none of its flags can say."""
     c = model.config
     if model.family not in _SIZES or "source" in c:
         raise InputError(f"{TARGET} has no model like '{model.name}' ({model.family}). It has {', '.join(_SIZES)}.")

@@ -22,7 +22,7 @@ __all__ = ["content_problems"]
 
 
 def content_problems(programs: Sequence[i.Program], plan: Plan, model: Model) -> Iterator[Problem]:
-    """All that does not fit the plan and the model."""
+    """Everything in which the programs contradict the plan or the model."""
     placed = list(_place_problems(programs, plan))
     yield from placed
     if not placed:

@@ -42,7 +42,7 @@ class _Buffer:
 
 
 def follow(program: i.Program) -> list[Problem]:
-    """Everything that is wrong within one rank."""
+    """Follows one rank's program instruction by instruction; everything that is wrong in it by itself."""
     return _Flow(program).run()
 
 

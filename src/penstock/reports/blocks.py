@@ -168,7 +168,7 @@ class Heat:
 
 @dataclass(frozen=True)
 class SpanKind:
-    """A kind of what is drawn in a timeline."""
+    """A category of spans in a timeline, such as forward passes or waits, and how it is drawn."""
 
     name: str
     letter: str

@@ -57,7 +57,7 @@ ModuleKey = tuple[int, int, int, int]
 
 
 def module_key(place: PlacedOp, module: OpModule) -> ModuleKey:
-    """Of an op as it was built."""
+    """The key of a module that is built already, by which ops that stay on a rank keep theirs under another plan."""
     return place.index, module.tp.rank, module.tp.size, module.algo
 
 

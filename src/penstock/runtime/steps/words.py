@@ -28,7 +28,7 @@ _DIGEST_BITS = 44
 
 @dataclass(frozen=True)
 class StepWord:
-    """What one process says; nothing of what it does not know."""
+    """What one process tells all others after a step. A field keeps its default where the process does not know."""
 
     lost: bool = False
     """It gets no more programs."""

@@ -23,7 +23,7 @@ __all__ = ["RankFigures", "StepMeter"]
 
 @dataclass(frozen=True)
 class RankFigures:
-    """One rank in one step, in seconds; 0 where nothing is known."""
+    """What one rank measured in one step, and what its costs predicted of it, in seconds; 0 where nothing is known."""
 
     compute_s: float = 0.0
     """Its passes, without waiting for other stages."""

@@ -395,7 +395,7 @@ def _settings(plan: Plan) -> Iterator[Setting]:
 
 
 def require_precision(model: Model, precision: str) -> None:
-    """Refuses one that Aceso does not train the model's family in."""
+    """Refuses a precision in which Aceso does not train the model's family."""
     usual = PRECISIONS[model.family]
     if precision != usual:
         text = f"Aceso cannot express precision {precision}; it trains {model.family} in {usual}"

@@ -220,7 +220,7 @@ def _require_known(plan: Plan) -> None:
 
 
 def require_precision(precision: str) -> None:
-    """Refuses one that DynPipe does not train in."""
+    """Refuses a precision that DynPipe does not train in."""
     if precision != PRECISION:
         raise InputError(f"{TARGET} cannot express precision {precision}: it trains in {PRECISION}. Search with --precision {PRECISION}.")
 
