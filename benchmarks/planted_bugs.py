@@ -206,9 +206,9 @@ _TIMING = (
          "INPUT_GRAD: -1, WEIGHT_GRAD: 0}\n_WAITING", "weight gradients still need the activations", "schedules", "timing"),
     _bug("a share of samples is rounded down", "timing/pipeline.py", "(-(-samples // dp),) * dp", "(max(1, samples // dp),) * dp",
          "the largest share decides", "timing"),
-    _bug("the first group's gradients decide", "timing/estimate.py", "time_s = pipeline + max(sum(_after(stages, group))",
-         "time_s = pipeline + min(sum(_after(stages, group))", "the last to end decides", "timing/test_estimate.py"),
-    _bug("slower is cheaper", "timing/estimate.py", "self.price_usd * slower", "self.price_usd / slower",
+    _bug("the first group's gradients decide", "timing/estimate.py", "time_s = pipeline + max(sum(update_s(stages, group))",
+         "time_s = pipeline + min(sum(update_s(stages, group))", "the last to end decides", "timing/test_estimate.py"),
+    _bug("slower is cheaper", "timing/iteration_estimate.py", "self.price_usd * slower", "self.price_usd / slower",
          "a quotient upside down", "timing/test_estimate.py"),
     _bug("pipelines of ragged samples wait for no host", "timing/recorded.py", " or (ragged and plan.num_stages > 1)", "",
          "predictions are too fast where shapes do not come again", "timing/test_recorded.py", pick="pipeline"),
@@ -1296,7 +1296,7 @@ _WATCHED = (
     _bug("samples beyond the sixteenth are not counted", "runtime/steps/divergence.py",
          'more = f" and {count - len(ids)} more" if count > len(ids) else ""', 'more = ""',
          "whoever leaves those out that are named meets it again", "runtime/steps/test_divergence.py", pick="of_many"),
-    _bug("hidden messages take time of an iteration", "timing/estimate.py", "transfers_s = min(messages_s * times, idle_s)",
+    _bug("hidden messages take time of an iteration", "timing/iteration_estimate.py", "transfers_s = min(messages_s * times, idle_s)",
          "transfers_s = messages_s * times", "its bubble is less than nothing", "timing/test_estimate.py", pick="clock_hides"),
 )  # fmt: skip
 PLANTED = (

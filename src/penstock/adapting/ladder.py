@@ -31,7 +31,8 @@ from penstock.plans.ranks import pairs_of
 from penstock.plans.validity import check_plan
 from penstock.schedules.rules import SCHEDULES
 from penstock.search.present_cuts import with_cuts, with_present_cuts
-from penstock.timing.estimate import Estimate, Estimator
+from penstock.timing.estimate import Estimator
+from penstock.timing.iteration_estimate import Estimate
 from penstock.timing.pipeline import at_plan_speeds, micro_batches
 from penstock.timing.planned import clocked
 
