@@ -151,12 +151,18 @@ class Run:
         if self.goes_on:
             self.faults.look(self.first_step)
             self.faults.meet(RECOVERING)
-        if going_on is not None and from_copies and self.has_work:
-            assert worker.copies is not None
-            load_state(worker.copies.state(going_on.step), self.rank)
-        elif request.resume and self.has_work:
+        if self.has_work:
+            self._load(going_on)
+
+    def _load(self, going_on: GoingOn | None) -> None:
+        """What this rank begins with, unless that is random weights: copies of what others had learned, a checkpoint, or weights alone."""
+        request, copies = self.request, self.worker.copies
+        if going_on is not None and going_on.from_copies:
+            assert copies is not None
+            load_state(copies.state(going_on.step), self.rank)
+        elif request.resume:
             load_rank(Checkpoint(request.resume), self.rank)
-        elif request.weights and self.has_work:
+        elif request.weights:
             load_weights(open_weights(request.weights, self.model), self.rank)
 
     def _rank(self) -> Rank:
@@ -278,6 +284,10 @@ class Run:
             self.times.paused(start_s - end_s)
         self.saves.finish(self.step)
         self.times.settle()
+        return self._result(losses, times, tokens, ended_by)
+
+    def _result(self, losses: Sequence[float], times: Sequence[float], tokens: Sequence[int], ended_by: int) -> TrainResult:
+        """What the run came to, of loss, seconds and tokens of its steps: speed is that of the plan in force, warmed up."""
         steps_of_plan = self.step - self.plan_since
         usual = statistics.median(times[-steps_of_plan:][WARM_UP:] or times[-steps_of_plan:] or times)
         mean_tokens, gather = statistics.fmean(tokens), self.worker.groups.gather
