@@ -100,6 +100,7 @@ class Estimator:
         if not math.isfinite(pipeline):
             raise ProfileMissingError(f"costs '{self.source.name}' hold no time for the degrees of this plan. Use other degrees or costs.")
         stages = self._stages(plan, samples, counts, work, [pipeline - count * time_s for time_s in times_s], replica)
+        # All groups update behind the last backward pass, beside each other; chunks of one group in turn.
         time_s = pipeline + max(sum(update_s(stages, group)) for group in range(groups))
         slowest = max(range(groups), key=lambda group: times_s[group])
         price_per_h = self.cluster.price_usd_per_h
@@ -128,9 +129,10 @@ class Estimator:
     def _pace(self, plan: Plan, work: list[StagePasses], messages: list[tuple[float, float]]) -> Pace:
         """Of a replica whose stages take so long without messages; of each cut, the one there and the one back."""
         work = list(work)
-        if SCHEDULES[plan.schedule].asynchronous:
+        if SCHEDULES[plan.schedule].asynchronous:  # a stage updates after the backward pass of every micro-batch
             steps_s = list(map(sum, self._updates_s(plan)))
             work = [dataclasses.replace(own, backward_s=own.backward_s + step_s) for own, step_s in zip(work, steps_s, strict=True)]
+        # Each message counts at its receiver alone: the sum over stages is then the way through the pipeline and back.
         for cut, (there, back) in enumerate(messages):
             work[cut + 1] = dataclasses.replace(work[cut + 1], transfer_in_s=there)
             work[cut] = dataclasses.replace(work[cut], transfer_out_s=back)

@@ -264,10 +264,6 @@ class StageModule:
             del self._running[micro_batch]
         return gradients
 
-    def whole_weights(self) -> AbstractContextManager[None]:
-        """All weights of the stage are there; where they are divided, all ranks that have parts of them must ask."""
-        return nullcontext() if self.weights is None else self.weights.whole()
-
     def _weights_of(self, piece: int, backward: bool = False) -> AbstractContextManager[None]:
         return nullcontext() if self.weights is None else self.weights.around(piece, backward)
 
