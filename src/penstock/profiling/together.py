@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from penstock.profiling.run import Profiler, Unit
+from penstock.profiling.run import Profiler
+from penstock.profiling.units import Unit
 from penstock.runtime.worker import Worker
 from penstock.runtime.workers import WorkerPool
 
