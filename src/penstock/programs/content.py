@@ -46,6 +46,8 @@ def _place_problems(programs: Sequence[i.Program], plan: Plan) -> Iterator[Probl
 
 
 class _Content:
+    """The programs of one iteration beside what the plan and the model say should be in them."""
+
     def __init__(self, programs: Sequence[i.Program], plan: Plan, model: Model) -> None:
         self.programs, self.plan, self.model = programs, plan, model
         self.by_rank = {program.rank: program for program in programs}

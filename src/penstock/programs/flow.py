@@ -47,6 +47,8 @@ def follow(program: i.Program) -> list[Problem]:
 
 
 class _Flow:
+    """What a program has done so far. A method for each kind of instruction says what is wrong with it, and notes what it did."""
+
     def __init__(self, program: i.Program) -> None:
         self.program = program
         self.places = {place.stage: place for place in program.places}

@@ -209,6 +209,7 @@ def _require_node(request: TrainRequest) -> None:
 
 
 def _require_devices(request: TrainRequest) -> None:
+    """Refuses a run for which this machine, or torchrun, has not the devices or processes that the plan asks for."""
     plan, device, share_gpus, count = request.plan, request.device, request.share_gpus, len(ranks_here(request))
     if device not in ("cpu", "cuda", *_CLOCKED):
         raise InputError(f"device is '{device}'; cpu or cuda was expected, or {TIMED} to rehearse a plan, or {PACED} to train at its pace.")

@@ -113,6 +113,7 @@ class StageModule:
         self.recordings = self._recordings()
 
     def _build(self, transport: Transport, seed: int) -> list[StageRun]:
+        """The modules of the stage in pieces: runs of ops of one degree, cut further where ZeRO-2 and 3 gather weights block by block."""
         pieces: list[StageRun] = []
         shared: dict[str, OpModule] = {}
         algos = self.stage.algos()
