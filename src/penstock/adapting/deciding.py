@@ -81,7 +81,7 @@ class Decider:
         self.refined(speeds)
 
     def refined(self, speeds: Speeds) -> None:
-        """The same phase, but its speeds are known better."""
+        """Speeds are known better than before, but have not changed: the phase goes on."""
         self.speeds = speeds
         self._options = ()
         if self._before is not None:

@@ -35,7 +35,7 @@ _SAME = 0.005
 
 
 def plan_name(plan: Plan) -> str:
-    """Such as `DP 8 + ZeRO-1`."""
+    """What a plan is called, such as `DP 8 + ZeRO-1`."""
     from penstock.search import short_name
 
     shares = plan.micro_batching.per_replica

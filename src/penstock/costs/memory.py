@@ -191,7 +191,7 @@ class GradientRoom(NamedTuple):
 def gradient_room(
     counts: Sequence[tuple[Op, float]], precision: str, optimizer: str = "adamw", zero: int = 0, dp: int = 1, gradients: str = ""
 ) -> GradientRoom:
-    """That of a rank with these weights (`rank_parameters`), of which `dp` ranks hold the same."""
+    """What a rank with these weights (`rank_parameters`) needs; `dp` ranks hold the same ones."""
     weight, gradient, master, _ = bytes_per_parameter(precision, optimizer, gradients)
     trained = [(op, count) for op, count in counts if op.trainable]
     cast = [(op, gradient * count) for op, count in trained if gradient != weight]

@@ -260,7 +260,7 @@ class PlannerPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the planners that are at work."""
+        """The process ids of the planners that are at work."""
         return [process.pid for process in self._processes.values() if process.is_alive()]
 
     def stop(self) -> None:

@@ -59,7 +59,7 @@ class PlanningSettings:
 
     @property
     def address(self) -> str:
-        """Of a store that others serve; empty if the job serves its own."""
+        """The address of a store that others serve; empty if the job serves its own."""
         return self.store or os.environ.get(ADDRESS_VARIABLE, "")
 
 

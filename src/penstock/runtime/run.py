@@ -174,7 +174,7 @@ class Run:
 
     @property
     def world(self) -> World:
-        """That of the plan in force."""
+        """The ranks and process groups of the plan in force."""
         return self.rank.world
 
     @property

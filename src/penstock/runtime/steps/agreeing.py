@@ -28,7 +28,7 @@ class Order:
     """Whether it is to be in force with the next step, so that nothing can travel beside one."""
 
     def packed(self) -> bytes:
-        """As a message."""
+        """The order as a message."""
         return msgspec.json.encode((plan_to_dict(self.plan), self.exact))
 
     @classmethod

@@ -67,13 +67,13 @@ class RunRecords:
             self._notes += notes
 
     def note_once(self, topic: str, note: str) -> None:
-        """The same, but nothing more of that topic later."""
+        """Notes something, and nothing more of that topic later."""
         if topic not in self._noted:
             self._noted.add(topic)
             self.note(note)
 
     def tell(self, trained: TrainedStep) -> None:
-        """Of a step that all have ended."""
+        """Writes down, and tells the launcher of, a step that all have ended."""
         if trained.evaluated is not None:
             self.evaluated.append(trained.evaluated)
         if self._log is None:

@@ -65,7 +65,7 @@ class AcesoScore:
 
     @property
     def memory_mb(self) -> float:
-        """Of the fullest GPU."""
+        """Memory of the fullest GPU."""
         return max(stage.memory_mb for stage in self.stages)
 
 
