@@ -179,7 +179,7 @@ def _fitting(batch: BatchPlan, path: Path, plan: Plan) -> BatchPlan:
 def _reordered(
     name: str, own: SimulatedReplica, dynamic: bool, plan: Plan, model: Model, cluster: Cluster, source: CostSource
 ) -> SimulatedReplica:
-    """The same stages and micro-batches in another order."""
+    """The replica with its stages and micro-batches in another order."""
     from penstock.ordering.choose import MADE, ORDERS
     from penstock.plans.validity import require_valid
     from penstock.schedules.rules import SCHEDULES
@@ -196,7 +196,7 @@ def _reordered(
 
 
 def _made_order(name: str, own: SimulatedReplica) -> SimulatedReplica:
-    """The same micro-batches in an order made for them, or in that of a plain schedule."""
+    """The replica with its micro-batches in an order made for them, or in that of a plain schedule."""
     from penstock.ordering.choose import MADE, ORDERS, order_of
     from penstock.schedules.rules import SCHEDULES
 

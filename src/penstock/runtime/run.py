@@ -349,11 +349,11 @@ class Run:
         return figures.compute_s / figures.predicted_s if figures.predicted_s else 0.0
 
     def _idle_words(self) -> list[StepWord]:
-        """Of a process without work, for each step that the others have as one program."""
+        """What a process without work says of each step that the others have as one program."""
         return [StepWord(figures=self._idle_figures())] * (self._window_end - self.step)
 
     def _idle_figures(self) -> RankFigures:
-        """Of a process without work: what a probe takes over what it took when it was left without."""
+        """What a process without work measures: a probe, over what that took when the process was left without."""
         if self.watcher is None or not self.watcher.measures:
             return RankFigures()
         probe_s = self.rank.probe_s(self.step)
@@ -408,8 +408,8 @@ class Run:
         self.spans.mark_sync(number)
 
     def _loaded_programs(self) -> Iterator[LoadedProgram]:
-        """Those of the steps that are left. A rank that loses the store plans one more step itself: others may have their programs of
-        it, and learn after it that it is the last."""
+        """The programs of the steps that are left. A rank that loses the store plans one more step itself: others may have their programs
+        of it, and learn after it that it is the last."""
         try:
             yield from self.loader
         except StoreError as error:

@@ -127,7 +127,7 @@ class Estimator:
         return paces
 
     def _pace(self, plan: Plan, work: list[StagePasses], messages: list[tuple[float, float]]) -> Pace:
-        """Of a replica whose stages take so long without messages; of each cut, the one there and the one back."""
+        """The pace of a replica whose stages take `work` without messages; of each cut, `messages` are the one there and the one back."""
         work = list(work)
         if SCHEDULES[plan.schedule].asynchronous:  # a stage updates after the backward pass of every micro-batch
             steps_s = list(map(sum, self._updates_s(plan)))

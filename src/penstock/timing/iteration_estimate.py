@@ -124,5 +124,5 @@ def with_prediction(plan: Plan, found: Estimate) -> Plan:
 
 
 def _whole_bytes(memory: MemoryBreakdown) -> StageMemory:
-    """As plans hold it, which have the same purposes."""
+    """The memory of a stage as plan files have it: whole bytes, by the same purposes."""
     return StageMemory(*(round(getattr(memory, field.name)) for field in dataclasses.fields(StageMemory)))

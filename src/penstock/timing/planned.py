@@ -101,7 +101,7 @@ def _workload(plan: Plan, found: Estimate, held: Floats, window: int) -> Workloa
 
 
 def _repeated(values: Floats, count: int) -> Floats:
-    """The same for each micro-batch, as the last axis."""
+    """Values repeated for each micro-batch, along a last axis."""
     return np.repeat(values[:, :, None], count, axis=2)
 
 

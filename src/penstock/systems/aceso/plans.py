@@ -256,7 +256,7 @@ def from_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None = 
 
 
 def _settings(plan: Plan) -> Iterator[Setting]:
-    """Those of each op of a plan."""
+    """The setting of each op of a plan."""
     for index, stage in enumerate(plan.stages):
         again = stage.recomputed()
         for op in range(stage.first, stage.last):
