@@ -13,7 +13,7 @@ quietly = @echo '$(1)'; { $(2); } > $(LOG).part 2>&1; status=$$?; cat $(LOG).par
 	rm $(LOG).part; exit $$status
 
 # The rooms that import no torch, or hardly any, are held to strict types; those not built yet are skipped.
-ROOMS := processes models clusters costs plans timing search batching schedules ordering programs stores data systems interop adapting jobs reports reproduce cli
+ROOMS := files processes models clusters costs plans timing search batching schedules ordering programs stores data systems interop adapting jobs reports reproduce cli
 TYPED := $(sort $(dir $(wildcard $(ROOMS:%=src/penstock/%/*.py)))) $(wildcard src/penstock/*.py)
 # One more than there are cores: tests that start processes wait for them. A file stays with one process unless another runs out of work,
 # so that what its tests share is made once.

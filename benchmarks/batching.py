@@ -14,10 +14,8 @@ Times are CPU seconds of one core in a warm process: kernels are compiled and ta
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from judges import load_judge
 
 from penstock.batching.baselines import packed_rows, run_baseline
 from penstock.batching.example import small_costs
@@ -191,19 +190,6 @@ def compare(model_name: str, source_name: str, cluster_name: str, stages: int, c
         for attention in ("inside", "across")
     ]
     return [style, *own, *rows, plan_batch(samples, both, bound=True).bound_s * 1e3]
-
-
-def load_judge(path: Path | None) -> Any:
-    """The independent scorer at this path."""
-    if path is None:
-        return None
-    spec = importlib.util.spec_from_file_location("judge", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise SystemExit(f"there is no judge at {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["judge"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def main() -> None:

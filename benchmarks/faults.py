@@ -51,7 +51,7 @@ from penstock.runtime.run_folder import plan_of_run
 from penstock.runtime.telemetry.phases import COMMITTING, MOVING, RECOVERING
 from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import PlanTrainer
-from penstock.runtime.workers import Worker
+from penstock.runtime.worker import Worker
 
 _EVERY, _COPIES = 4, 2
 """Steps between checkpoints and between copies of a run with faults, so that every phase comes soon."""

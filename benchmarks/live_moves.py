@@ -38,7 +38,8 @@ from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.telemetry.predicting import ProgramTimes, passes_s
 from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import PlanTrainer
-from penstock.runtime.workers import Worker, WorkerPool
+from penstock.runtime.worker import Worker
+from penstock.runtime.workers import WorkerPool
 
 __all__ = ["pauses", "watching_s"]
 

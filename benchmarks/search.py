@@ -18,16 +18,16 @@ all cases so far.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import os
 import resource
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from judges import load_judge
 
 from penstock.files import write_json
 from penstock.kernels import compile_all
@@ -193,18 +193,6 @@ def run_money() -> None:
     took = {"cores": cores, "search_time_s": round(time.perf_counter() - start, 1), "search_cpu_s": round(family_cpu_s() - cpu, 1)}
     worth = [offer.cluster.name for offer in found if not offer.dominated_by]
     print(json.dumps({"clusters": len(found) + len(left), **took, "worth_having": worth}))
-
-
-def load_judge(path: Path | None) -> Any:
-    """The scoring program as a module, or None."""
-    if path is None or not path.exists():
-        return None
-    spec = importlib.util.spec_from_file_location("judge", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["judge"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,18 +23,19 @@ from penstock.runtime.checkpoints.manifest import Box
 from penstock.runtime.checkpoints.reader import Checkpoint, PiecesInMemory
 from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.executor import ExecutionError
+from penstock.runtime.rank import Rank
 from penstock.runtime.rank_state import (
     TrainedState,
     adopt_state,
-    adopt_with_state,
     checkpoint_state,
     load_rank,
     rank_pieces,
     rank_state,
+    require_same_training,
 )
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.transport.generations import DESTROYING
-from penstock.runtime.workers import Worker
+from penstock.runtime.worker import Worker
 from penstock.stores import Job
 
 __all__ = ["Part", "train_abandoning", "train_adopting", "train_handing_over", "train_loaded"]
@@ -42,13 +44,33 @@ Part = tuple[Plan, Sequence[Sequence[Program]]]
 """A plan, and the programs of its iterations for all ranks."""
 
 
+def adopt_through_checkpoint(rank: Rank, plan: Plan, step: int, folder: Path) -> None:
+    """Puts `plan` in force before step `step` with all that training has reached, which travels through a checkpoint in `folder`: what
+    live moves are compared with. Every process of the job calls it, also one to which either plan gives nothing; the folder is empty again
+    afterwards, and the same plan moves nothing."""
+    if plan == rank.plan:
+        return
+    require_same_training(rank.plan, plan)
+    before = rank.world
+    if before.rank >= 0:
+        writer = CheckpointWriter(folder, rank=before.place, world_size=len(before.ranks), token=before.fresh_word())
+        writer.save(step, rank_pieces(rank), rank_state(rank))
+        writer.wait()
+    rank.groups.barrier()  # the first process completes the checkpoint
+    adopt_state(rank, plan, checkpoint_state(Checkpoint(folder), rank.model, rank.settings.optimizer.kind))
+    rank.groups.barrier()
+    if rank.groups.own == rank.groups.generation.members[0]:
+        shutil.rmtree(folder)
+        folder.mkdir()
+
+
 def train_adopting(worker: Worker, parts: Sequence[Part], settings: TrainingSettings, folder: Path) -> tuple[TrainedPrograms, int]:
     """Runs the programs of each part under its plan, adopted between two steps; with how many modules survived the last adoption."""
     rank = rank_of(parts[0][0], worker.groups, settings, observer=worker.status)
     losses, modules = [], 0
     for plan, programs in parts:
         before = {id(module) for stage in rank.stages.values() for module in stage.modules()}
-        adopt_with_state(rank, plan, programs[0][0].iteration, folder)
+        adopt_through_checkpoint(rank, plan, programs[0][0].iteration, folder)
         modules = len(before & {id(module) for stage in rank.stages.values() for module in stage.modules()})
         if rank.world.rank >= 0:
             losses += [rank.train(iteration[rank.world.place]).loss.item() for iteration in programs]
@@ -137,7 +159,7 @@ def train_loaded(
             losses.append(rank.train(loaded.program, loaded).loss.item())
             ran.append((loaded.program.iteration, loaded.program.num_stages))
             if (planner := later.pop(loader.step, None)) is not None:
-                adopt_with_state(rank, planner.plan, loader.step, folder)
+                adopt_through_checkpoint(rank, planner.plan, loader.step, folder)
                 loader.adopt(loader.step, planner)
                 assert not [thread for thread in threading.enumerate() if thread.name == "loader"]
                 if worker.rank == 0:

@@ -10,7 +10,7 @@ from penstock.plans.plan import Plan
 from penstock.programs.instructions import Program
 from penstock.runtime.parallel import gradients
 from penstock.runtime.settings import TrainingSettings
-from penstock.runtime.workers import Worker
+from penstock.runtime.worker import Worker
 
 __all__ = ["train_in_small_buckets"]
 

@@ -13,7 +13,7 @@ from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.rank_state import load_rank, rank_pieces, rank_state
 from penstock.runtime.settings import TrainingSettings
-from penstock.runtime.workers import Worker
+from penstock.runtime.worker import Worker
 
 __all__ = ["train_part"]
 

@@ -18,7 +18,7 @@ from penstock.plans.plan import Plan
 from penstock.programs.instructions import Program
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.transport.slices import DTYPES
-from penstock.runtime.workers import Worker
+from penstock.runtime.worker import Worker
 
 __all__ = ["in_doubles", "train_in_doubles"]
 

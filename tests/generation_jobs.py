@@ -19,7 +19,7 @@ from training_jobs import rank_of
 from penstock.plans.plan import Plan
 from penstock.programs.instructions import Program
 from penstock.runtime.settings import TrainingSettings
-from penstock.runtime.workers import Worker
+from penstock.runtime.worker import Worker
 
 __all__ = ["Footprint", "close_amid_transfers", "footprint", "policies", "train_generations", "wake_from_a_thread"]
 

@@ -31,7 +31,7 @@ from penstock.runtime.checkpoints.folder import LATEST
 from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.transport.world import World
-from penstock.runtime.workers import Worker
+from penstock.runtime.worker import Worker
 
 ZOO = Path(module_zoo.__file__)
 PLAIN: Choice = {"pp": 1, "tp": 1, "dp": 1, "replicas": 1, "schedule": "1f1b", "layout": "padded", "recompute": "some", "cuts": "even",

@@ -27,7 +27,7 @@ from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.rank_state import rank_pieces, rank_state
 from penstock.runtime.settings import TrainingSettings
-from penstock.runtime.workers import Worker
+from penstock.runtime.worker import Worker
 
 __all__ = ["Chain", "Failure", "differences", "drawn_chain", "move_to_and_fro", "placed", "train_moving", "train_on", "train_overlapping"]
 

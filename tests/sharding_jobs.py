@@ -12,7 +12,7 @@ from training_jobs import open_rank
 from penstock.plans.plan import Plan
 from penstock.programs.instructions import Program
 from penstock.runtime.settings import TrainingSettings
-from penstock.runtime.workers import Worker
+from penstock.runtime.worker import Worker
 
 __all__ = ["count_bytes"]
 

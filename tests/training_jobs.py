@@ -31,7 +31,7 @@ from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.source import Source, load_share
 from penstock.runtime.telemetry.observing import Observer
 from penstock.runtime.transport.world import ProcessGroups, World
-from penstock.runtime.workers import Worker
+from penstock.runtime.worker import Worker
 from penstock.timing.workload import Workload
 
 if TYPE_CHECKING:
@@ -150,7 +150,9 @@ def collected(rank: Rank) -> tuple[tuple[Weight, ...], tuple[torch.Tensor, ...]]
     """Weights and statistics of a rank; where weights are divided, all ranks must ask."""
     with ExitStack() as stack:
         for stage in rank.stages.values():
-            stack.enter_context(stage.whole_weights())
+            if stage.weights is not None:
+                for number in range(len(stage.pieces)):
+                    stack.enter_context(stage.weights.around(number, backward=False))
         held = [one for stage in rank.stages.values() for one in stage.held]
         weights = tuple(
             Weight(one.place.index, one.name, one.module.tp.rank, one.module.tp.size, one.module.algo, one.parameter.detach().cpu().clone())

@@ -14,7 +14,7 @@ from penstock.plans.plan import Plan
 from penstock.programs.instructions import Forward, Program
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.telemetry.process_files import named_process
-from penstock.runtime.workers import Worker
+from penstock.runtime.worker import Worker
 
 
 def identify(worker: Worker, word: str) -> tuple[int, int, int, str]:

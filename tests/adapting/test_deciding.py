@@ -61,7 +61,7 @@ def test_without_experience_a_move_waits_until_the_loss_is_worth_it() -> None:
     assert [own.decide(step).moves for step in range(8)] == [False] * 4 + [True] * 4
     decision = own.decide(4)
     assert decision.gain_s == pytest.approx(0.4) and decision.expected_steps == 5 and decision.cost_s == 1.8
-    assert decision.saving_s == pytest.approx(2.0) and "0.4 s a step for 5 expected steps save 2 s" in decision.reason
+    assert "0.4 s a step for 5 expected steps save 2 s" in decision.reason
     assert [option.rung for option in decision.alternatives] == [Rung.NOTHING, Rung.CUTS]
 
 

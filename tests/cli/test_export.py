@@ -18,7 +18,8 @@ from penstock.interop.megatron import megatron_flags
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.schema import plan_from_dict, read_plan, write_plan
-from penstock.systems.aceso.plans import from_plan, read_aceso_plan
+from penstock.systems.aceso.files import read_aceso_plan
+from penstock.systems.aceso.plans import from_plan
 from penstock.systems.fasop.rows import read_fasop_rows
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plans"

@@ -12,7 +12,8 @@ from command_lines import with_last_values
 from penstock.cli.main import run
 from penstock.models import resolve_model
 from penstock.plans.schema import read_plan
-from penstock.systems.aceso.plans import FAMILY_FIELDS, SIZES
+from penstock.systems.aceso.files import FAMILY_FIELDS
+from penstock.systems.aceso.plans import SIZES
 
 NET = """
 import torch

@@ -11,7 +11,7 @@ from command_lines import with_last_values
 
 from penstock.cli.main import run
 from penstock.plans.schema import read_plan
-from penstock.systems.aceso.plans import read_aceso_plan
+from penstock.systems.aceso.files import read_aceso_plan
 
 LAYER = ["enc-1st-layernorm", "enc-attention-qkv", "enc-attention-score", "enc-attention-softmax", "enc-attention-dropout",
          "enc-attention-context", "enc-attention-dense", "enc-post-attention-dropout", "enc-2nd-layernorm", "enc-MLP-GEMM-1",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.clusters import Link, cluster_from_dict, cluster_to_dict, resolve_cluster, with_measured_links, with_prices
+from penstock.clusters import Link, cluster_from_dict, cluster_to_dict, resolve_cluster, with_measured_links
 from penstock.clusters.cluster_file import parse_cluster
 from penstock.errors import InputError
 
@@ -127,31 +127,6 @@ def test_anything_else_is_a_cluster_or_an_input_error(data: object) -> None:
     except InputError:
         return
     assert cluster_from_dict(cluster_to_dict(cluster)) == cluster
-
-
-def test_prices_are_overridden_by_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "prices.yaml"
-    path.write_text("P4D.24xlarge: 10\nt4: 0.5\np5.48xlarge: 55\n")
-    cluster = with_prices(resolve_cluster("2xp4d.24xlarge+12xt4+1xg5.xlarge"), path)
-    assert cluster.price_usd_per_h == pytest.approx(2 * 10 + 12 * 0.5 + 1.006)
-    assert str(path) in cluster.node_of(0).price_source
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("p4d.24xlrge: 1", "'p4d.24xlrge'.*'p4d.24xlarge'"),
-        ("t4: -1", "t4.*-1"),
-        ("t4: cheap", "'cheap'"),
-        ("t4: true", "True"),
-        ("3", "map names"),
-    ],
-)
-def test_wrong_price_files(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "prices.yaml"
-    path.write_text(text)
-    with pytest.raises(InputError, match=message):
-        with_prices(resolve_cluster("1xt4"), path)
 
 
 def test_measured_links_replace_the_catalogue() -> None:

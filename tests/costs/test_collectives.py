@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clusters import Cluster, Link, Node, NodeRun, resolve_cluster, resolve_device
-from penstock.costs.collectives import COLLECTIVES, collective_s, group_of, point_to_point_s, sync_gradients_s, transfer_s
+from penstock.costs.collectives import COLLECTIVES, collective_s, group_of, point_to_point_s, sync_gradients_s
 from penstock.errors import InputError
 
 H200 = resolve_cluster("16xh200")  # two nodes of eight: NVLink 450 GB/s and 4 µs inside, 400 GB/s over 8 rails and 6 µs across
@@ -147,7 +147,6 @@ def test_many_sizes_at_once_are_the_same(kind: str, sizes: list[float], group: t
 
 
 def test_transfers() -> None:
-    assert transfer_s(1e9, Link("x", 10e9, 5e-6)) == pytest.approx(0.1 + 5e-6)
     assert point_to_point_s(1e9, H200, 0, 1) == pytest.approx(4e-6 + 1e9 / 450e9)
     assert point_to_point_s(1e9, H200, 0, 8) == pytest.approx(6e-6 + 1e9 / 50e9)
     assert point_to_point_s(1e9, H200, 0, 8, sharing=16) == pytest.approx(6e-6 + 1e9 / 25e9)

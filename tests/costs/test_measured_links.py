@@ -20,7 +20,7 @@ def points(link: Link, num_ranks: int, num_nodes: int = 1, sizes: list[float] = 
     group = Group(num_ranks, 1, link)
     found = [LinkPoint(kind, num_ranks, num_nodes, size, group.time_s(kind, size)) for kind in COLLECTIVES for size in sizes]
     if num_ranks == 2:
-        found += [LinkPoint("transfer", 2, num_nodes, size, link.transfer_time_s(size)) for size in sizes]
+        found += [LinkPoint("transfer", 2, num_nodes, size, link.latency_s + size / link.bandwidth_bytes_per_s) for size in sizes]
     return found
 
 

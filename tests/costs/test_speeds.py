@@ -14,7 +14,8 @@ from penstock.costs.speeds import OpClass, SlowedCosts, Speeds, class_of
 from penstock.errors import InputError
 from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
 from penstock.plans.references import cluster_of, model_of
-from penstock.timing.estimate import Estimate, Estimator
+from penstock.timing.estimate import Estimator
+from penstock.timing.iteration_estimate import Estimate
 from penstock.timing.planned import clocked, planned_pipeline
 
 

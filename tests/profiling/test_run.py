@@ -20,7 +20,8 @@ from penstock.models import Shape, resolve_model
 from penstock.profiling import run as profiling
 from penstock.profiling.grid import GridLimits
 from penstock.profiling.measure import OpMeasure
-from penstock.profiling.run import Profiler, Unit
+from penstock.profiling.run import Profiler
+from penstock.profiling.units import Unit
 from penstock.profiling.whole import ROUNDS, WholeChain
 
 GPT = resolve_model("gpt-tiny")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from penstock.programs.instructions import Program
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.optimizing.update import LossScale
-from penstock.runtime.rank_state import adopt_with_state, load_rank, rank_pieces, rank_state
+from penstock.runtime.rank_state import load_rank, rank_pieces, rank_state
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.transport.world import ProcessGroups
 from penstock.runtime.workers import WorkerError, WorkerPool
@@ -121,20 +120,6 @@ def test_running_statistics_come_back(tmp_path: Path) -> None:
     assert loaded.keys() == saved.keys() and len(saved) > 10
     for name, values in saved.items():
         assert torch.equal(loaded[name], values) and not torch.equal(values, fresh[name]), name
-
-
-def test_no_two_adoptions_of_a_step_write_into_one_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The second is that of a start after the first was killed, whose parts may still lie there."""
-    case, tokens = make_case(ONE, 3, iterations=1), []
-
-    def writer(folder: Path, **given: Any) -> CheckpointWriter:
-        tokens.append(given["token"])
-        return CheckpointWriter(folder, **given)
-
-    monkeypatch.setattr("penstock.runtime.rank_state.CheckpointWriter", writer)
-    for _ in range(2):
-        adopt_with_state(alone(case), replace(case.plan, global_batch=9), 1, tmp_path)
-    assert len(set(tokens)) == 2
 
 
 def test_the_loss_scale_comes_back(tmp_path: Path) -> None:

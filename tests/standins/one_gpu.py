@@ -14,7 +14,7 @@ from penstock.programs.instructions import Program
 from penstock.runtime import rank
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.transport import same_gpu
-from penstock.runtime.workers import Worker
+from penstock.runtime.worker import Worker
 
 
 class Stream:

@@ -29,7 +29,8 @@ from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.schema import plan_from_dict, plan_to_dict, read_plan
 from penstock.search import uniform_plans
-from penstock.timing.estimate import Estimate, Estimator, estimate, with_prediction
+from penstock.timing.estimate import Estimator, estimate
+from penstock.timing.iteration_estimate import Estimate, with_prediction
 from penstock.timing.pipeline import dp_shares, micro_batches, share_rows, share_shape
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "plans").glob("*.json"))

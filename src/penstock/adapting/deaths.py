@@ -19,7 +19,7 @@ _LOST_FACTOR = 1e3
 
 
 class RunWitness:
-    """Of one run, in its launcher."""
+    """The witness of one run, which its launcher asks after every death."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = folder

@@ -48,11 +48,6 @@ class Decision:
     """Both pauses."""
     alternatives: tuple[Remedy, ...] = ()
 
-    @property
-    def saving_s(self) -> float:
-        """What is expected to be saved before speeds change again."""
-        return self.gain_s * self.expected_steps
-
 
 @dataclass
 class Decider:
@@ -86,7 +81,7 @@ class Decider:
         self.refined(speeds)
 
     def refined(self, speeds: Speeds) -> None:
-        """The same phase, but its speeds are known better."""
+        """Speeds are known better than before, but have not changed: the phase goes on."""
         self.speeds = speeds
         self._options = ()
         if self._before is not None:

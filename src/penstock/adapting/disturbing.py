@@ -165,7 +165,7 @@ def _noted(target: RunningRun, change: DisturbanceChange, step: int) -> str:
 
 
 def _noted_end(target: RunningRun, change: DisturbanceChange, reached: float | None) -> str:
-    """The same of its end, with what it came to."""
+    """Writes the event that a disturbance has ended, with what it came to."""
     text = f"{change.subject} is no longer slowed down"
     if reached is not None:
         text += f"; it took {reached:.3g} times as long as before"

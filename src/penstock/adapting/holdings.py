@@ -64,7 +64,7 @@ class Sizes:
 
     @staticmethod
     def of(plan: Plan) -> Sizes:
-        """For a plan's precision and optimizer. Half-precision weights have fp32 masters; buffers are fp32."""
+        """The sizes for a plan's precision and optimizer. Half-precision weights have fp32 masters; buffers are fp32."""
         own = TORCH_DTYPES[plan.precision].itemsize
         state = (*((MASTER,) if own < _FP32_BYTES else ()), *_MOMENTS[plan.optimizer])
         return Sizes({
@@ -73,7 +73,7 @@ class Sizes:
         })  # fmt: skip
 
     def element_bytes(self, group: str) -> int:
-        """Of all kinds of a group together."""
+        """Bytes of one element of all kinds of a group together."""
         return sum(self.kinds[group].values())
 
     @property

@@ -31,7 +31,8 @@ from penstock.plans.ranks import pairs_of
 from penstock.plans.validity import check_plan
 from penstock.schedules.rules import SCHEDULES
 from penstock.search.present_cuts import with_cuts, with_present_cuts
-from penstock.timing.estimate import Estimate, Estimator
+from penstock.timing.estimate import Estimator
+from penstock.timing.iteration_estimate import Estimate
 from penstock.timing.pipeline import at_plan_speeds, micro_batches
 from penstock.timing.planned import clocked
 
@@ -140,12 +141,10 @@ class Ladder:
             rank = found.time_s if found.fits else math.inf
             if rung not in best or rank < best[rung][0]:
                 best[rung] = rank, candidate, found
-        taken = [self._option(plan, rung, *best[rung][1:], estimator, speeds, present.time_s) for rung in Rung if rung in best]
+        taken = [self._option(plan, rung, *best[rung][1:], estimator, present.time_s) for rung in Rung if rung in best]
         return (Remedy(Rung.NOTHING, plan, present.time_s), *taken)
 
-    def _option(
-        self, plan: Plan, rung: Rung, new: Plan, found: Estimate, estimator: Estimator, speeds: Speeds, step_s: float
-    ) -> Remedy:  # fmt: skip
+    def _option(self, plan: Plan, rung: Rung, new: Plan, found: Estimate, estimator: Estimator, step_s: float) -> Remedy:
         problems = [*check_plan(new, self.model, self.cluster), *unsupported(new, self.model)]
         if rung is Rung.SHARES or problems:
             return Remedy(rung, new, found.time_s, refused=problems[0] if problems else _unfit(found))

@@ -68,7 +68,7 @@ def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 class LinkProbes:
-    """Of one process; all processes of a job have one, and ask it after each step."""
+    """The probes of one process; all processes of a job have them, and ask them after each step."""
 
     def __init__(self, rank: Rank, members: Sequence[int]) -> None:
         self._rank = rank

@@ -55,7 +55,7 @@ class Slowdowns:
     covariance: Floats
 
     def of(self, op_class: OpClass) -> ClassSlowdown:
-        """Of one class."""
+        """The slow-down of one class."""
         return self.of_stage({op_class: 1.0}, spread=0.0)
 
     def of_stage(self, predicted_s: Mapping[OpClass, float], spread: float = OWN_SPREAD) -> ClassSlowdown:

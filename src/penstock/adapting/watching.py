@@ -66,17 +66,17 @@ def watch_run(run: Run, *, moves: bool = False, notices: bool = True) -> StepWat
 
 
 def move_run(run: Run) -> StepWatcher:
-    """The same for a run that moves to better plans."""
+    """The watcher of a run that moves to better plans (`--adapt move`)."""
     return watch_run(run, moves=True)
 
 
 def obey_run(run: Run) -> StepWatcher:
-    """The same for a run that notices nothing, and moves when it is asked to."""
+    """The watcher of a run that notices nothing, and moves only when `penstock replan` asks for it (`--adapt off`)."""
     return watch_run(run, notices=False)
 
 
 class _Follower:
-    """Of processes that do what the first one orders."""
+    """The watcher of every process but the first: it does what the first one orders."""
 
     def __init__(self, measures: bool, probes: LinkProbes | None = None) -> None:
         self.measures, self._probes = measures, probes
@@ -139,7 +139,7 @@ class _Follower:
 
 
 class Watch(_Follower):
-    """Of the first process: writes the events of a run into its folder, and with `moves` orders what it decides."""
+    """The watcher of the first process: writes the events of a run into its folder, and with `moves` orders what it decides."""
 
     def __init__(
         self, plan: Plan, out: str | Path, *, members: Sequence[int] = (), anew: bool = True, moves: bool = False, notices: bool = True,

@@ -119,7 +119,7 @@ def _entering(times_s: Floats, num_groups: int) -> Iterator[list[int]]:
 
 
 def _patterns(micro_batches: tuple[MicroBatch, ...], costs: PipelineCosts) -> Iterator[tuple[MicroBatch, ...]]:
-    """As chosen for the groups, the same on all their chunks, and each pattern everywhere."""
+    """Recomputation patterns to try: those chosen for the groups, the same on all their chunks, and each pattern everywhere."""
     yield tuple(msgspec.structs.replace(one, recompute=one.recompute * costs.num_chunks) for one in micro_batches)
     for mode in range(len(costs.modes)):
         all_ = (mode,) * (costs.num_stages * costs.num_chunks)

@@ -64,7 +64,7 @@ def _cells(axis: Floats, point: Floats) -> tuple[NDArray[np.int64], Floats]:
 
 @dataclass(frozen=True)
 class ChunkCosts:
-    """Of an interleaved pipeline, what each chunk costs by itself; stage s is on device group s % groups."""
+    """What each chunk of an interleaved pipeline costs by itself; stage s is on device group s % groups."""
 
     layouts: dict[Layout, LayoutCosts]
     stage_class: NDArray[np.int64]
@@ -141,7 +141,7 @@ class PipelineCosts:
 
     @cached_property
     def tables(self) -> Tables:
-        """The same as the kernels take it."""
+        """The costs as arrays, as the kernels take them."""
         from penstock.batching.kernels import Tables
 
         some = next(iter(self.layouts.values()))

@@ -22,7 +22,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Fitted:
-    """What is left to plan, and what was done to the rest."""
+    """The samples that can be trained on, and those that were too long for any device: left out, or cut off."""
 
     samples: tuple[SampleLengths, ...]
     dropped: tuple[SampleLengths, ...] = ()

@@ -51,14 +51,14 @@ def planned_costs(
     chosen: list[Layout] = [layout for layout in wanted if layout in model.layouts]
     if not chosen:
         raise InputError(f"model '{model.name}' takes {', '.join(model.layouts)} batches, not {' or '.join(wanted)}.")
-    asked = _Source(plan, model, source.links_of(cluster), source)
+    asked = _StageGrids(plan, model, source.links_of(cluster), source)
     costs = asked.costs(chosen, longest, longest_dec, memory_limit_bytes)
     return grouped(costs, plan.num_groups, asked.group_state_bytes()) if plan.num_chunks > 1 else costs
 
 
 def planned_hops(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> Floats:
     """What messages take from stage to stage, as `PipelineCosts.hops` has it, or `ChunkCosts.hops` where the plan is interleaved."""
-    return _Source(plan, model, source.links_of(cluster), source).hops()
+    return _StageGrids(plan, model, source.links_of(cluster), source).hops()
 
 
 def with_recompute_choices(plan: Plan, model: Model) -> Plan:
@@ -93,8 +93,8 @@ def _knots(longest: int, ratio: float) -> Floats:
     return np.array(knots, dtype=np.float64)
 
 
-class _Source:
-    """Asks one source about the stages of one plan."""
+class _StageGrids:
+    """Asks a source of costs about every stage of one plan, at the points of a grid of micro-batches."""
 
     def __init__(self, plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> None:
         self.plan, self.model, self.cluster, self.source = plan, model, cluster, source

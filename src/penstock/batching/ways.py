@@ -30,7 +30,7 @@ WAYS_SCHEDULES = (*(name for name, rules in SCHEDULES.items() if rules.whole_pas
 
 @dataclass(frozen=True)
 class BatchWays:
-    """What is decided beforehand; empty where the planner decides."""
+    """Choices of how a batch is ordered, cut, run and recomputed that are made beforehand; an empty one is left to the planner."""
 
     order: str = ""
     """Of samples before they are cut, one of `ORDERS`."""
@@ -102,7 +102,7 @@ class BatchWays:
 
 
 def _with_others_away(costs: PipelineCosts, mode: int) -> PipelineCosts:
-    """The same modes, of which all but one fit nowhere: batches name modes by their numbers."""
+    """The same costs where all recomputation modes but one fit nowhere; all stay in the list, since batches name modes by number."""
 
     def alone(grid: LayoutCosts) -> LayoutCosts:
         values = np.full_like(grid.values, np.inf)

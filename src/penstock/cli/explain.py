@@ -29,7 +29,7 @@ from penstock.systems import SYSTEMS
 
 if TYPE_CHECKING:
     from penstock.search import Choice, Relaxed, Rival
-    from penstock.timing.estimate import Estimate, StageEstimate
+    from penstock.timing.iteration_estimate import Estimate, StageEstimate
 
 __all__ = ["explain", "show_estimate"]
 

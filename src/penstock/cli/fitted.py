@@ -29,7 +29,7 @@ class Column:
 
     @property
     def width(self) -> int:
-        """Of the longest cell, on one line."""
+        """The width of its longest cell, on one line."""
         from rich.cells import cell_len
 
         return max(cell_len(self.name), *(cell.cell_len for cell in self.cells), 1)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
     from penstock.search import Choice
-    from penstock.timing.estimate import Estimate
+    from penstock.timing.iteration_estimate import Estimate
 
 __all__ = ["choice_row", "choices_table", "micro_batch_words", "next_steps", "plan_name", "plan_sentence", "ranks_words",
            "recomputed_words"]  # fmt: skip
@@ -35,7 +35,7 @@ _SAME = 0.005
 
 
 def plan_name(plan: Plan) -> str:
-    """Such as `DP 8 + ZeRO-1`."""
+    """What a plan is called, such as `DP 8 + ZeRO-1`."""
     from penstock.search import short_name
 
     shares = plan.micro_batching.per_replica

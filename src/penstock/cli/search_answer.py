@@ -42,7 +42,7 @@ class SearchAnswer:
     """Which of several clusters was chosen."""
 
     def tell_json(self) -> None:
-        """As one object."""
+        """Prints the answer as one JSON object."""
         best, outcome = self.choices[0], self.outcome
         print_json({
             **self.asked, "files": self.files,
@@ -55,7 +55,7 @@ class SearchAnswer:
         })  # fmt: skip
 
     def tell(self, verbose: bool) -> None:
-        """In sentences first, then as tables."""
+        """Prints the answer in sentences first, then as tables."""
         outcome, best, asked = self.outcome, self.choices[0], self.asked
         say(plan_sentence(best.plan, best.estimate, outcome.error, outcome.bound_s))
         say(next_steps(best.plan, self.request.model, self.files[0] if self.files else None), "")

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli.batch_options import MemoryLimit, Order, Recompute, Split, ways_of
-from penstock.cli.configured import CONFIGURED, configured_costs
 from penstock.cli.console import JsonFlag, VerboseFlag, format_bytes, format_part, format_share, format_time, out, print_json, say, table
 from penstock.cli.options import file_to_write
-from penstock.cli.plan_words import plan_name, ranks_words
-from penstock.errors import InputError, near_misses
+from penstock.cli.simulated import SimulatedReplica, subjects
 
 if TYPE_CHECKING:
-    from penstock.batching.costs import PipelineCosts
-    from penstock.batching.plan import BatchPlan
-    from penstock.batching.ways import BatchWays
-    from penstock.clusters import Cluster
-    from penstock.costs.source import CostSource
-    from penstock.models.ops import Model
-    from penstock.plans.plan import Plan
-    from penstock.schedules.actions import Schedule
     from penstock.timing.execution import Execution
-    from penstock.timing.workload import Workload
 
 __all__ = ["simulate"]
 
@@ -33,40 +21,6 @@ _COLUMNS = ("device", "ranks", "stages", "computes", "bubble", "share", "sends",
 _SPARE = ("ranks", "stages", "sends")
 _NAME_COLUMNS = 5
 _ORDER_COLUMNS = ("order", "time", "bubble of the busiest device", "peak memory", "fits")
-
-
-@dataclass(frozen=True)
-class _Words:
-    """What is told of a plan, or of a configuration of another system."""
-
-    title: str
-    """Which model on which devices."""
-    ranks: list[str]
-    """The ranks of each device group, in one replica or in all."""
-    training: str = ""
-    """Precision and the like with a semicolon, where something says it."""
-    schedule: str | None = None
-
-
-@dataclass(frozen=True)
-class _Subject:
-    """What is simulated: one replica."""
-
-    words: _Words
-    order: str
-    """The plan's schedule, how its batch was ordered, or the order to look at instead."""
-    replica: int | None
-    """None: all replicas run as many micro-batches, and the slowest stands for them."""
-    what: str
-    workload: Workload
-    schedule: Schedule
-    predicted: str
-    """Where `predicted_s` comes from."""
-    predicted_s: float
-    source: str
-    notes: tuple[str, ...] = ()
-    num_batches: int = 1
-    """Global batches without a break between them, under an asynchronous schedule; times are told of one."""
 
 
 def simulate(
@@ -105,25 +59,8 @@ def simulate(
 
     if figure is not None:
         check_figure_path(figure)
-    if lengths is not None and batch is not None:
-        raise InputError("--lengths plans a batch and --batch has one planned. Give one of them.")
     ways = ways_of(order, split, "", recompute, memory_limit)
-    if lengths is None and (ways.cuts or recompute or memory_limit is not None):
-        raise InputError("--order, --split, --recompute and --memory-limit say how a batch is planned. Give its --lengths.")
-    given = lengths or batch
-    if costs is not None and costs.partition(":")[0] in CONFIGURED:
-        if plan is not None or given is None:
-            raise InputError(f"--costs {costs}: the configuration is the plan. Give --lengths or --batch, and no plan file.")
-        own = subject = _configured(costs, given, lengths is None, ways)
-        if schedule is not None:
-            subject = _made_order(schedule, own)
-    elif plan is None:
-        raise InputError("a plan file is missing, as in `penstock simulate plan.json`; with --costs dynapipe:DIR/NAME there is none.")
-    else:
-        asked = _asked(plan, costs)
-        own = subject = _planned(*asked) if given is None else _batched(given, lengths is None, ways, *asked)
-        if schedule is not None:
-            subject = _reordered(schedule, own, given is not None, *asked)
+    own, subject = subjects(plan, costs, lengths, batch, schedule, ways)
     run = execute(subject.schedule, subject.workload)
     orders = [] if schedule is None else [_order_row(own, execute(own.schedule, own.workload)), _order_row(subject, run)]
     with written_together():
@@ -142,130 +79,7 @@ def simulate(
     say(*(f"{what} written to {path}" for path, what in ((trace, "trace"), (figure, "figure")) if path is not None))
 
 
-def _asked(path: Path, costs: str | None) -> tuple[Plan, Model, Cluster, CostSource]:
-    from penstock.costs.sources import open_costs
-    from penstock.plans.references import cluster_of, model_of
-    from penstock.plans.schema import read_plan
-    from penstock.plans.validity import require_valid
-
-    plan = read_plan(path)
-    require_valid(plan, where=f"plan '{path}'")
-    cluster = cluster_of(plan)
-    return plan, model_of(plan), cluster, open_costs(costs or plan.costs, cluster)
-
-
-def _planned(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> _Subject:
-    """Equal micro-batches, as the plan has them."""
-    from penstock.timing.planned import planned_pipeline
-
-    found = planned_pipeline(plan, model, cluster, source)
-    where = "by the closed formula that bounds are of, where no message is hidden behind compute"
-    replica = found.estimate.replica if plan.micro_batching.per_replica else None
-    what = f"schedule {plan.schedule}" if plan.num_groups > 1 else "one stage"
-    return _Subject(
-        _words(plan, replica), plan.schedule, replica, what, found.workload, found.schedule, where, found.estimate.time_s,
-        found.estimate.source, found.estimate.notes, found.num_batches,
-    )  # fmt: skip
-
-
-def _words(plan: Plan, replica: int | None) -> _Words:
-    from penstock.plans.precision import described_training
-    from penstock.plans.texts import format_ranks
-
-    groups = [stage.devices for stage in plan.stages[: plan.num_groups]]
-    ranks = [ranks_words(group) if replica is None else format_ranks(group[replica]) for group in groups]
-    return _Words(plan_name(plan), ranks, f"{described_training(plan)}; ", plan.schedule)
-
-
-def _batched(path: Path, is_planned: bool, ways: BatchWays, plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> _Subject:
-    """Micro-batches planned for the lengths of a batch: in a file already, or now."""
-    from penstock.batching.lengths import read_lengths
-    from penstock.batching.plan import read_batch_plan
-    from penstock.batching.planned import planned_costs
-
-    if is_planned:
-        batch = _fitting(read_batch_plan(path), path, plan)
-        prices = planned_costs(plan, model, cluster, source, *batch.longest)
-    else:
-        samples = read_lengths(path)
-        longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
-        prices = ways.limited(planned_costs(plan, model, cluster, source, longest, longest_dec))
-        batch = ways.planned(samples, prices)
-    replica = max(range(len(batch.replicas)), key=lambda index: batch.replicas[index].predicted_s)
-    return _slowest(batch, prices, path, replica, _words(plan, replica))
-
-
-def _slowest(batch: BatchPlan, prices: PipelineCosts, path: Path, replica: int, words: _Words) -> _Subject:
-    from penstock.batching.workloads import batch_workload
-
-    own = batch.replicas[replica]
-    what = f"{len(own.micro_batches)} of {batch.num_micro_batches} micro-batches of {path.name}"
-    return _Subject(
-        words, own.order, replica, what, batch_workload(prices, own.micro_batches, replica), own.schedule, "by the planner of batches",
-        batch.predicted_s, batch.costs,
-    )  # fmt: skip
-
-
-def _configured(costs: str, path: Path, is_planned: bool, ways: BatchWays) -> _Subject:
-    """A batch in a configuration of another system, planned already or now."""
-    from penstock.batching.lengths import read_lengths
-    from penstock.batching.plan import read_batch_plan
-    from penstock.batching.workloads import require_priced
-
-    samples = [] if is_planned else read_lengths(path)
-    prices = ways.limited(configured_costs(costs, samples))
-    batch = read_batch_plan(path) if is_planned else ways.planned(samples, prices)
-    require_priced(batch, prices, f"batch '{path}'")
-    replica = max(range(len(batch.replicas)), key=lambda index: batch.replicas[index].predicted_s)
-    return _slowest(batch, prices, path, replica, _Words(costs, [f"of stage {s}" for s in range(prices.num_stages)]))
-
-
-def _fitting(batch: BatchPlan, path: Path, plan: Plan) -> BatchPlan:
-    """The batch, if it was planned for as many replicas and stages as the plan has."""
-    replicas, stages = len(batch.replicas), {len(replica.schedule) for replica in batch.replicas}
-    if replicas != plan.num_replicas or stages != {plan.num_groups}:
-        raise InputError(
-            f"batch '{path}' is for {replicas} replicas of {', '.join(map(str, sorted(stages)))} stages, the plan has "
-            f"{plan.num_replicas} of {plan.num_groups}. Give the plan it was made with."
-        )
-    patterns = [len(stage.recompute) or 1 for stage in plan.stages]
-    for micro in (micro for replica in batch.replicas for micro in replica.micro_batches):
-        if len(micro.recompute) > len(patterns) or any(used >= known for used, known in zip(micro.recompute, patterns, strict=False)):
-            raise InputError(f"batch '{path}' uses recomputation patterns that the plan does not have. Give the plan it was made with.")
-    return batch
-
-
-def _reordered(name: str, own: _Subject, dynamic: bool, plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> _Subject:
-    """The same stages and micro-batches in another order."""
-    from penstock.ordering.choose import MADE, ORDERS
-    from penstock.plans.validity import require_valid
-    from penstock.schedules.rules import SCHEDULES
-
-    if name not in ORDERS:
-        raise InputError(f"--schedule is '{name}'. {near_misses(name, ORDERS)}")
-    if name in MADE and SCHEDULES[plan.schedule].asynchronous:
-        raise InputError(f"--schedule {name}: under '{plan.schedule}' the order says when weights are updated. Use one of the schedules.")
-    if name in SCHEDULES and not dynamic:
-        other = replace(plan, schedule=name, predicted=None)
-        require_valid(other, model, cluster, where=f"the plan under the schedule '{name}'")
-        return _planned(other, model, cluster, source)
-    return _made_order(name, own)
-
-
-def _made_order(name: str, own: _Subject) -> _Subject:
-    """The same micro-batches in an order made for them, or in that of a plain schedule."""
-    from penstock.ordering.choose import MADE, ORDERS, order_of
-    from penstock.schedules.rules import SCHEDULES
-
-    if name not in ORDERS:
-        raise InputError(f"--schedule is '{name}'. {near_misses(name, ORDERS)}")
-    if name in SCHEDULES and not SCHEDULES[name].whole_passes:
-        plain = ", ".join(known for known, rules in SCHEDULES.items() if rules.whole_passes)
-        raise InputError(f"--schedule {name}: micro-batches of a batch run in whole passes. Use {plain} or {', '.join(MADE)}.")
-    return replace(own, order=name, what=f"{own.what}, order {name}", schedule=order_of(name, own.workload))
-
-
-def _order_row(subject: _Subject, run: Execution) -> dict[str, Any]:
+def _order_row(subject: SimulatedReplica, run: Execution) -> dict[str, Any]:
     """What there is to compare orders by."""
     busiest_s = float(max(run.device_busy_s()))
     return {
@@ -286,7 +100,7 @@ def _show_orders(rows: list[dict[str, Any]]) -> None:
     out().print(table("the plan's own order, and the one asked for", _ORDER_COLUMNS, texts))
 
 
-def _devices(subject: _Subject, run: Execution) -> list[dict[str, Any]]:
+def _devices(subject: SimulatedReplica, run: Execution) -> list[dict[str, Any]]:
     """What is told of each device."""
     from penstock.timing.order_memory import in_flight
 
@@ -309,7 +123,7 @@ def _devices(subject: _Subject, run: Execution) -> list[dict[str, Any]]:
     return rows
 
 
-def _show(path: str, subject: _Subject, run: Execution, verbose: bool) -> None:
+def _show(path: str, subject: SimulatedReplica, run: Execution, verbose: bool) -> None:
     say(*_sentences(subject, run), "")
     rows = [
         [row["device"], row["ranks"], ",".join(map(str, row["stages"])), format_time(row["busy_s"]), format_time(row["bubble_s"]),
@@ -324,7 +138,7 @@ def _show(path: str, subject: _Subject, run: Execution, verbose: bool) -> None:
     say(legend, *(f"note: {note}" for note in subject.notes))
 
 
-def _sentences(subject: _Subject, run: Execution) -> list[str]:
+def _sentences(subject: SimulatedReplica, run: Execution) -> list[str]:
     """How long it takes, how much of that is waiting, how full devices get; by formula beside it."""
     rows = _devices(subject, run)
     fullest = max(rows, key=lambda row: row["peak_bytes"] / row["limit_bytes"])
@@ -357,7 +171,7 @@ def _drawing(run: Execution, width: int) -> str:
     return draw_text(run, width, until_s=usual_s * width / _NAME_COLUMNS or None, ascii_only="utf" not in out().encoding.lower())
 
 
-def _as_dict(subject: _Subject, run: Execution) -> dict[str, Any]:
+def _as_dict(subject: SimulatedReplica, run: Execution) -> dict[str, Any]:
     from penstock.schedules.actions import format_schedule
 
     return {

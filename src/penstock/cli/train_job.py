@@ -74,6 +74,7 @@ def told(found: ReadyJob) -> Iterator[str]:
 
 
 def _times(found: ReadyJob) -> Iterator[str]:
+    """What a step takes, what devices hold, how far that is from the best possible, and what else was found."""
     from penstock.search import short_name
 
     steps, unit = (found.job.train.steps or 0) - found.first_step, "tokens" if found.model.seq_length else "images"

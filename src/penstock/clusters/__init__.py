@@ -3,7 +3,7 @@
 Only the entry points are listed here; the modules behind them are internal.
 """
 
-from penstock.clusters.adjust import with_measured_links, with_prices
+from penstock.clusters.adjust import with_measured_links
 from penstock.clusters.cluster import Cluster, LinkOverride, NodeRun
 from penstock.clusters.devices import DEVICES, resolve_device
 from penstock.clusters.hardware import Device, Link, Node
@@ -26,5 +26,4 @@ __all__ = [
     "resolve_device",
     "resolve_instance",
     "with_measured_links",
-    "with_prices",
 ]

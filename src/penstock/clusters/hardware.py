@@ -60,10 +60,6 @@ class Link:
         if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
             raise InputError(f"link '{self.kind}': latency_s is {self.latency_s!r}, 0 or more was expected.")
 
-    def transfer_time_s(self, num_bytes: float) -> float:
-        """Seconds to move `num_bytes` over an otherwise idle link."""
-        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
-
 
 def slowest(links: Iterable[Link]) -> Link:
     """The link with the least bandwidth; of equals, the one with the longest latency."""

@@ -1,7 +1,8 @@
 """The instance catalogue: what clouds rent, with the network of a whole node and dated on-demand prices.
 
 Prices are list prices in US dollars per hour for Linux in each vendor's main US region (us-east-1, us-central1, East US). They
-were written down by hand, not fetched, and vendors change them (AWS cut p4 and p5 in mid-2025): override them with `with_prices`.
+were written down by hand, not fetched, and vendors change them (AWS cut p4 and p5 in mid-2025): a node of a cluster
+file may have a `price_usd_per_h` of its own.
 """
 
 from __future__ import annotations

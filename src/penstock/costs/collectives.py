@@ -34,7 +34,7 @@ from penstock.clusters.hardware import slowest
 from penstock.costs.table import Floats
 from penstock.errors import InputError, near_misses
 
-__all__ = ["BUCKET_BYTES", "COLLECTIVES", "Group", "Line", "collective_s", "group_of", "point_to_point_s", "sync_gradients_s", "transfer_s"]
+__all__ = ["BUCKET_BYTES", "COLLECTIVES", "Group", "Line", "collective_s", "group_of", "point_to_point_s", "sync_gradients_s"]
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 
@@ -151,11 +151,6 @@ def group_of(cluster: Cluster, ranks: Sequence[int], sharing: int = 1) -> Group:
 def collective_s(kind: str, size_bytes: float, cluster: Cluster, ranks: Sequence[int], sharing: int = 1) -> float:
     """Time of a collective among `ranks` on a tensor of this whole size."""
     return group_of(cluster, ranks, sharing).time_s(kind, size_bytes)
-
-
-def transfer_s(size_bytes: float, link: Link) -> float:
-    """Time of one message over an idle link."""
-    return link.transfer_time_s(size_bytes)
 
 
 def point_to_point_s(size_bytes: float, cluster: Cluster, sender: int, receiver: int, sharing: int = 1) -> float:

@@ -152,11 +152,13 @@ def stage_memory(
     activations = timeline.held_bytes * in_flight
     room = gradient_room(counts, precision, optimizer, zero, dp, gradients)
     fullest = max(timeline.forward_peak_bytes, timeline.backward_peak_bytes + room.cast_bytes, room.late_cast_bytes)
+    # The optimizer's step comes when no micro-batch is in flight, so that it may use the room of their activations.
     workspace = base_bytes + max(fullest - timeline.held_bytes, room.step_bytes - activations)
     buffers = _message_bytes(model, start, stop, shape, tp)
     buffers += _sync_bytes(model.ops[start:stop], counts, bytes_per_parameter(precision, optimizer, gradients), zero, dp, bucket_bytes)
     used = states.state_bytes + activations + workspace + buffers
     if context_bytes is None:
+        # A rank without peers makes no communicator.
         alone = tp == dp == 1 and start == 0 and stop == model.num_ops
         context_bytes = 0.0 if device.startswith("cpu") else CUDA_CONTEXT_BYTES + (0 if alone else NCCL_BYTES)
     return states + MemoryBreakdown(
@@ -189,7 +191,7 @@ class GradientRoom(NamedTuple):
 def gradient_room(
     counts: Sequence[tuple[Op, float]], precision: str, optimizer: str = "adamw", zero: int = 0, dp: int = 1, gradients: str = ""
 ) -> GradientRoom:
-    """That of a rank with these weights (`rank_parameters`), of which `dp` ranks hold the same."""
+    """What a rank with these weights (`rank_parameters`) needs; `dp` ranks hold the same ones."""
     weight, gradient, master, _ = bytes_per_parameter(precision, optimizer, gradients)
     trained = [(op, count) for op, count in counts if op.trainable]
     cast = [(op, gradient * count) for op, count in trained if gradient != weight]

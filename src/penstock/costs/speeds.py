@@ -73,11 +73,11 @@ class Speeds:
         return cls(slowed, {pair: factor for pair, factor in (links or {}).items() if factor != 1.0})
 
     def factor(self, rank: int, op_class: OpClass = OpClass.MATMUL) -> float:
-        """Of a rank's ops of one class."""
+        """How many times longer a rank's ops of one class take."""
         return self.ranks.get(rank, {}).get(op_class, 1.0)
 
     def link_factor(self, one: int, other: int) -> float:
-        """Of messages between two ranks."""
+        """How many times longer messages between two ranks take."""
         return self.links.get((min(one, other), max(one, other)), 1.0)
 
     def on(self, cluster: Cluster) -> Cluster:
@@ -144,7 +144,7 @@ class SlowedCosts:
         return factor * self.source.optimizer_s(num_parameters, kind, precision, optimizer, num_tensors, gradients)
 
     def memory_of(self, device: str, dtype: str) -> DeviceBytes:
-        """That of the device's kind."""
+        """The memory of the device's kind: a slow device holds no less."""
         return self.source.memory_of(device.partition(SLOWED_MARK)[0], dtype)
 
     def links_of(self, cluster: Cluster) -> Cluster:

@@ -23,7 +23,7 @@ def fingerprint(data: DataSet) -> str:
 
 
 def tokenizer_fingerprint(data: DataSet) -> str:
-    """Of the tokenizer beside the data, and the size of its vocabulary; empty if there is none."""
+    """The fingerprint of the tokenizer beside the data, and the size of its vocabulary; empty if there is none."""
     name = data.manifest.tokenizer
     return "" if name is None else f"{_sum([data.folder / name]):08x} of {data.manifest.vocab_size} tokens"
 

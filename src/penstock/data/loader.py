@@ -162,7 +162,7 @@ class ProgramLoader:
         return found
 
     def _first_steps(self, step: int, drains: Drains) -> Iterator[int]:
-        """Those of the programs from this one on."""
+        """The first steps of all programs from this one on."""
         while self.source.num_steps is None or step < self.source.num_steps:
             yield step
             step = drains.after(step)

@@ -120,7 +120,10 @@ def open_entry(entry: bytes, where: str) -> Any:
 
 
 def run_planner(source: BatchSource, planner: ProgramPlanner, address: str, job: Job, index: int, count: int, watch: Any) -> None:
-    """The life of planner `index` of `count`; `watch` tells its supervisor that it lives, what it is at, and since when."""
+    """What planner process `index` of `count` does until it is ended: it plans its share of the iterations.
+
+    `watch` tells its supervisor that it lives, what it is at, and since when.
+    """
     threading.Thread(target=_beat, args=(watch,), daemon=True).start()
     try:
         _plan_all(source, planner, address, job, index, count, watch)
@@ -257,7 +260,7 @@ class PlannerPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the planners that are at work."""
+        """The process ids of the planners that are at work."""
         return [process.pid for process in self._processes.values() if process.is_alive()]
 
     def stop(self) -> None:

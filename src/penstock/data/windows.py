@@ -12,7 +12,10 @@ __all__ = ["Drains"]
 
 @dataclass(frozen=True)
 class Drains:
-    """Before these steps nothing is under way. They depend on nothing that happens: all processes know them, whenever they began."""
+    """The steps before which the pipeline of an asynchronous plan is empty.
+
+    They follow from the settings alone, not from what happens: every process knows them, whenever it began.
+    """
 
     most: int = 1
     """Steps between two of them."""

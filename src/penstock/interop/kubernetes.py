@@ -94,6 +94,7 @@ def kubernetes_objects(
 
 
 def _job(job: str, name: str, labels: dict[str, str], group: Sequence[LaunchNode], agent: str, command: Sequence[str]) -> dict[str, Any]:
+    """An indexed Job whose pods are the nodes of a group, all of one kind."""
     node = group[0]
     container: dict[str, Any] = {
         "name": "penstock",

@@ -48,7 +48,7 @@ def megatron_text(plan: Plan, model: Model | None = None, cluster: Cluster | Non
 
 
 def require_model(model: Model) -> None:
-    """Refuses a model that Megatron-LM has none like, or that has what no flag of its own says."""
+    """Refuses a model of a family that Megatron-LM lacks, or with a detail that none of its flags can say."""
     c = model.config
     if model.family not in _SIZES or "source" in c:
         raise InputError(f"{TARGET} has no model like '{model.name}' ({model.family}). It has {', '.join(_SIZES)}.")
@@ -135,7 +135,7 @@ def _recompute(grid: Grid) -> Flags:
     return [full, ("--recompute-method", "block"), ("--recompute-num-layers", str(most))]
 
 
-def _common(plan: Plan, c: Mapping[str, Any], layers: str = "--num-layers") -> Flags:
+def _common(c: Mapping[str, Any], layers: str = "--num-layers") -> Flags:
     ffn = c["ffn"] or 4 * c["hidden"]
     return [
         (layers, str(c["layers"])), ("--hidden-size", str(c["hidden"])), ("--ffn-hidden-size", str(ffn)),
@@ -152,17 +152,17 @@ def _lengths(plan: Plan, most: int) -> Flags:
 
 
 def _gpt(plan: Plan, c: Mapping[str, Any]) -> Flags:
-    return [*_common(plan, c), *_lengths(plan, c["seq_length"]), ("--position-embedding-type", "learned_absolute")]
+    return [*_common(c), *_lengths(plan, c["seq_length"]), ("--position-embedding-type", "learned_absolute")]
 
 
 def _bert(plan: Plan, c: Mapping[str, Any]) -> Flags:
-    return [*_common(plan, c), *_lengths(plan, c["seq_length"]), *([] if c["next_sentence"] else [("--bert-no-binary-head",)])]
+    return [*_common(c), *_lengths(plan, c["seq_length"]), *([] if c["next_sentence"] else [("--bert-no-binary-head",)])]
 
 
 def _llama(plan: Plan, c: Mapping[str, Any]) -> Flags:
     switches = (("--add-qkv-bias", c["qkv_bias"]), ("--qk-layernorm", c["qk_norm"]))
     return [
-        *_common(plan, c), *_lengths(plan, max(plan.seq_length, c["seq_length"])), ("--normalization", "RMSNorm"), ("--swiglu",),
+        *_common(c), *_lengths(plan, max(plan.seq_length, c["seq_length"])), ("--normalization", "RMSNorm"), ("--swiglu",),
         ("--disable-bias-linear",), ("--position-embedding-type", "rope"), ("--rotary-base", str(round(c["rope_theta"]))),
         *_rope_scaling(c["rope_scaling"]), ("--group-query-attention",), ("--num-query-groups", str(c["kv_heads"])),
         *([("--kv-channels", str(c["head_width"]))] if c["head_width"] else []), *((flag,) for flag, on in switches if on),
@@ -181,7 +181,7 @@ def _rope_scaling(scaling: Mapping[str, Any] | None) -> Flags:
 
 def _t5(plan: Plan, c: Mapping[str, Any]) -> Flags:
     return [
-        *_common(plan, c, "--encoder-num-layers"), ("--decoder-num-layers", str(c["dec_layers"] or c["layers"])),
+        *_common(c, "--encoder-num-layers"), ("--decoder-num-layers", str(c["dec_layers"] or c["layers"])),
         ("--kv-channels", str(c["head_width"])), ("--encoder-seq-length", str(plan.seq_length)),
         ("--decoder-seq-length", str(plan.dec_length)), ("--max-position-embeddings", str(max(plan.seq_length, plan.dec_length))),
         ("--position-embedding-type", "relative"), ("--relative-attention-num-buckets", str(c["buckets"])),

@@ -145,7 +145,7 @@ def require_flavor(model: Model) -> str:
 
 
 def require_precision(precision: str) -> None:
-    """Refuses one that its recipes lack."""
+    """Refuses a precision that torchtitan's recipes lack."""
     if precision == "fp16":
         raise InputError(f"{TARGET} cannot express precision fp16. It has bf16 and fp32. Search with --precision bf16.")
 

@@ -104,6 +104,7 @@ def _folder(
     paths: Sequence[str], model: Model, source: str, tokenizer: str | None, split: str, keeps_weights: bool, fields: LineFields,
     report: Report,
 ) -> tuple[Path, bool]:  # fmt: skip
+    """The folder of prepared data, made now unless it is there, and whether it was."""
     if len(paths) == 1 and ((Path(paths[0]) / MANIFEST).is_file() or Path(f"{paths[0]}.idx").is_file()):
         return Path(paths[0]), True
     for path in paths:

@@ -63,6 +63,7 @@ def _changed(op: Op, dtype: str) -> Op:
 
 
 def _divided(amount: Quantity) -> Quantity:
+    """The same amount, of which each rank of a tensor-parallel group has its part."""
     return Quantity(split=amount.whole + amount.split)
 
 

@@ -28,7 +28,7 @@ def stored_name(place: PlacedOp, weight: str) -> str:
 
 
 def shared_weights(model: Model) -> dict[str, tuple[int, ...]]:
-    """Of each weight that several ops use, by its stored name: those ops in order."""
+    """The weights that several ops use, by their stored names, each with those ops in order."""
     found: dict[str, list[int]] = defaultdict(list)
     numbers = {place.name: place.index for place in model.ops}
     for place in model.ops:

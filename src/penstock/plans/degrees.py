@@ -98,7 +98,7 @@ class DegreeRun:
 
     @property
     def degrees(self) -> Degrees:
-        """Of all its ops."""
+        """The degrees of all its ops."""
         return Degrees(self.tp, self.dp)
 
 

@@ -101,7 +101,7 @@ class Burners:
 
     @property
     def pids(self) -> list[int]:
-        """Of all of them."""
+        """The process ids of all burners."""
         return [process.pid for process in self._processes]
 
     def set(self, share: float) -> None:

@@ -27,8 +27,8 @@ def family_cpu_s() -> float:
 
 
 def _fields(pid: int) -> list[str]:
-    """Of a process' line in /proc, from its state on: then its parent, and as 11 to 14 ticks of its own and of its children; none of one
-    that is gone."""
+    """The fields of a process' line in /proc from its state on; then comes its parent, and 11 to 14 are its own and its children's ticks.
+    None of one that is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -163,6 +163,8 @@ def measure_ops(
 
     clock = times_for(device)
     took_s, issued_s = _warm_up(partial(once, clock), clock, warmups, warmup_s)
+    # Where the device is done as soon as the host has issued its work, it is kept busy first: what lies between two marks is then the
+    # device's own time, and not how long it waited for the host.
     ahead_s = 0.0 if took_s > 1.3 * issued_s else 1.5 * issued_s
     passes = []
     for _ in range(repeats if took_s > 0.02 else 3 * repeats):
@@ -197,6 +199,7 @@ def _without_marks(times: Sequence[OpTimes], whole_s: tuple[float, float]) -> li
         column = columns[at]
         num = sum(value > 0 for value in column)
         excess_s = max(sum(column) - target_s, 0.0) / max(num, 1)
+        # Setting a mark takes about as long behind every op; no op is left with less than a fifth of what was seen of it.
         less = [max(value - excess_s, 0.2 * value) for value in column]
         columns[at] = [value * target_s / max(sum(less), 1e-12) for value in less]
     return list(zip(*columns, strict=True))  # type: ignore[arg-type]

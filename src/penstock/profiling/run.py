@@ -7,7 +7,6 @@ import datetime
 import gc
 import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,7 +18,6 @@ import torch
 from penstock.costs.profile import (
     BesidePoint,
     DeviceProfile,
-    OptimizerPoint,
     Profile,
     SeriesKey,
     coordinates,
@@ -29,7 +27,6 @@ from penstock.costs.profile import (
 from penstock.costs.profiled import DeviceCosts
 from penstock.costs.speeds import OpClass, class_of
 from penstock.errors import InputError
-from penstock.models.catalog import TRACED
 from penstock.models.modules import Batch, Chain, TensorParallel, build_chain
 from penstock.models.ops import ITEM_BYTES, Model, PlacedOp, TensorSpec
 from penstock.processes.burners import Burners
@@ -44,18 +41,16 @@ from penstock.profiling.grid import (
     sweep_size,
 )
 from penstock.profiling.local import device_facts
-from penstock.profiling.marks import times_for
 from penstock.profiling.measure import OpMeasure, Run, hold_gradients, measure_ops, random_model_batch
 from penstock.profiling.module_parts import run_units, window_chain, windows
+from penstock.profiling.optimizer_step import optimizer_points
 from penstock.profiling.stamp import stamp
-from penstock.profiling.whole import ROUNDS, WholeChain
-from penstock.runtime.optimizing.optimizer import make_adamw, squared_norms
+from penstock.profiling.units import COPIES, Unit, units_of
+from penstock.profiling.whole import WholeChain
 from penstock.runtime.parallel.module_chain import ModuleChain, cut_module
 
-__all__ = ["Profiler", "Unit", "random_model_batch"]
+__all__ = ["Profiler", "random_model_batch"]
 
-COPIES = 3
-"""Copies of a repeated block in a measured chain; the inner ones count."""
 WARMUP_S = 0.2
 """How long a GPU works on a large shape before it is timed."""
 RESTLESS = 0.1
@@ -64,32 +59,6 @@ NOISY = 0.25
 """Error of a held-out point above which a sweep is made once more: on a quiet device it is a few percent."""
 BESIDE_TOKENS = 4096
 """Of a pass that is measured beside a load: enough that ops, not their launches, are slowed."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One piece of profiling work: a sweep over sizes of the chain or over lengths of its attention ops, the chain as a whole, or beside a
-    load."""
-
-    model: Model
-    sweep: str
-    tp: int
-    algo: int = 0
-    layout: str = "padded"
-    load: float = 0.0
-    """Processes that keep the device busy meanwhile."""
-
-    @property
-    def round(self) -> int:
-        """Which of the comparisons with the whole it is; 0 for all else, which comes before them."""
-        sweep, _, number = self.sweep.partition(" ")
-        return int(number) if sweep == "whole" else 0
-
-    @property
-    def name(self) -> str:
-        """How the unit is remembered as done."""
-        load = f" {self.load:g} busy" if self.load else ""
-        return f"{self.model.name} {self.model.dtype} {self.sweep} tp{self.tp} algo{self.algo} {self.layout}{load}"
 
 
 class _OutOfTimeError(Exception):
@@ -131,25 +100,10 @@ class Profiler:
 
     def units(self, models: Sequence[Model], tps: Sequence[int], loads: Sequence[float] = ()) -> list[Unit]:
         """All work for these models that is not yet done; `loads` are numbers of processes beside which ops are measured too."""
-        units = sorted((unit for model in models for unit in self._units(model, tps)), key=lambda unit: (unit.tp, unit.round))
+        on_gpu = self.device.type == "cuda"
+        units = sorted((unit for model in models for unit in units_of(model, tps, on_gpu=on_gpu)), key=lambda unit: (unit.tp, unit.round))
         units += [Unit(model, "beside", 1, load=load) for model in models for load in loads]
         return [unit for unit in units if unit.name not in self.here.done]
-
-    def _units(self, model: Model, tps: Sequence[int]) -> Iterator[Unit]:
-        if model.family == TRACED:  # divided parts are modelled
-            count = len([*windows(model, COPIES)])
-            yield from (Unit(model, f"parts {number}", 1, layout=layout) for number in range(count) for layout in model.layouts)
-            return
-        degrees = [tp for tp in tps if model.max_tp() % tp == 0]
-        for tp in degrees:
-            yield Unit(model, "sizes", tp)
-            if tp > 1 and any(len(op.splits) > 1 for op in model.distinct_ops):
-                yield Unit(model, "sizes", tp, algo=1)
-            if any(op.kind == "attention" for op in model.distinct_ops):
-                for layout in model.layouts:
-                    yield Unit(model, "lengths", tp, layout=layout)
-            if tp == 1 and self.device.type == "cuda":
-                yield from (Unit(model, f"whole {number}", tp) for number in range(1, ROUNDS + 1))
 
     def run(self, units: Sequence[Unit], *, time_budget_s: float = float("inf"), progress: Callable[[str], None] = print) -> int:
         """Measures units until the budget is spent, saving after each; returns how many were done.
@@ -221,7 +175,7 @@ class Profiler:
         errors = refine(low, high, measure, depth=self.limits.depth if unit.tp == 1 else 1, snap=partial(sweep_size, model))
         self.here.held_out += [(f"{unit.name} size {size}", error) for size, error in errors]
         if unit.algo == 0:
-            self._optimizer(unit, chain)
+            self.here.optimizer += optimizer_points(unit.model.dtype, chain, self.device)
 
     def _sweep_lengths(self, unit: Unit) -> None:
         """Each distinct attention op between its neighbours, over sizes and lengths."""
@@ -258,7 +212,7 @@ class Profiler:
             if self._measure(unit, chain, chain.places, batch, start=first, model=model, run=partial(run_units, chain)) is None:
                 break
         if not number and unit.layout == model.layouts[0]:
-            self._optimizer(unit, chain)
+            self.here.optimizer += optimizer_points(unit.model.dtype, chain, self.device)
 
     def _part_lengths(self, model: Model, layout: str, longest: int) -> Iterator[Lengths]:
         if not model.seq_length:
@@ -322,30 +276,6 @@ class Profiler:
         """Ops that tp or algo do not change are measured once, in the plain sweep."""
         return unit.tp > 1 and (key.tp == 1 or (unit.algo == 1 and key.algo == 0))
 
-    def _optimizer(self, unit: Unit, chain: Chain | ModuleChain) -> None:
-        """The step over a whole short chain and over its largest op, so that weights and tensors can be told apart."""
-        largest = max(chain.ops, key=lambda op: sum(p.numel() for p in op.parameters()))
-        for num_ops, part in ((len(chain.ops), chain), (1, largest)):
-            unique = [p for p in part.parameters() if p.requires_grad]
-            hold_gradients(unique)
-            optimizer = make_adamw(unique)
-            clock = times_for(self.device)
-            times, host = [], []
-            for _ in range(5):
-                self._wait()
-                clock.get_ahead(0.01)
-                start = clock.mark()
-                optimizer.step(squared_norms([p.grad for p in unique]).sum().sqrt().float().clamp(max=1.0))
-                optimizer.zero_grad()
-                end = clock.mark()
-                clock.finish()
-                times.append(clock.between(start, end))
-                host.append(clock.host_between(start, end))
-            count = sum(p.numel() for p in unique)
-            medians = statistics.median(times[1:]), statistics.median(host[1:])
-            self.here.optimizer.append(OptimizerPoint(unit.model.dtype, count, num_ops, *medians))
-            del optimizer
-
     def _beside(self, unit: Unit) -> None:
         """Each class of ops in a pass of usual size, alone and beside processes that keep the device busy."""
         model = unit.model.shortened(COPIES)
@@ -383,10 +313,6 @@ class Profiler:
         if known:
             factors = self.here.whole[model.ops[0].op.signature].joined(factors, known)
         self.here.whole.update({op.signature: factors for op in model.distinct_ops})
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def _fits(self, model: Model) -> bool:
         """Whether the whole model leaves room for its activations."""

@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from penstock.profiling.run import Profiler, Unit
-from penstock.runtime.workers import Worker, WorkerPool
+from penstock.profiling.run import Profiler
+from penstock.profiling.units import Unit
+from penstock.runtime.worker import Worker
+from penstock.runtime.workers import WorkerPool
 
 __all__ = ["measure_together"]
 

@@ -22,7 +22,7 @@ __all__ = ["content_problems"]
 
 
 def content_problems(programs: Sequence[i.Program], plan: Plan, model: Model) -> Iterator[Problem]:
-    """All that does not fit the plan and the model."""
+    """Everything in which the programs contradict the plan or the model."""
     placed = list(_place_problems(programs, plan))
     yield from placed
     if not placed:
@@ -46,6 +46,8 @@ def _place_problems(programs: Sequence[i.Program], plan: Plan) -> Iterator[Probl
 
 
 class _Content:
+    """The programs of one iteration beside what the plan and the model say should be in them."""
+
     def __init__(self, programs: Sequence[i.Program], plan: Plan, model: Model) -> None:
         self.programs, self.plan, self.model = programs, plan, model
         self.by_rank = {program.rank: program for program in programs}
@@ -71,8 +73,8 @@ class _Content:
             yield from self._transfer_problems(transfer)
             step = transfer.receive
             received[transfer.receiver, step.cut, step.micro_batch, step.what].append(transfer)
-        for (rank, cut, m, what), transfers in received.items():
-            yield from self._complete(rank, cut, m, what == "gradient", transfers)
+        for (rank, cut, _, what), transfers in received.items():
+            yield from self._complete(rank, cut, what == "gradient", transfers)
         yield from self._sum_problems(received)
         yield from self._weight_problems()
 
@@ -141,7 +143,7 @@ class _Content:
                 text = f"rows and columns {regions[0]} of '{part.name}' are sent, {regions[1]} are expected"
                 yield Problem(transfer.receiver, transfer.receive_at, text)
 
-    def _complete(self, rank: int, cut: int, m: int, gradient: bool, transfers: Sequence[Transfer]) -> Iterator[Problem]:
+    def _complete(self, rank: int, cut: int, gradient: bool, transfers: Sequence[Transfer]) -> Iterator[Problem]:
         """All tensors arrive; those without rows may have no gradient here."""
         tensors = self.carries[cut + 1].values()
         wanted = {tensor.name for tensor in tensors if not gradient or (tensor.differentiable and tensor.feature)}

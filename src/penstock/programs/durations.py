@@ -34,7 +34,8 @@ def stage_weights(model: Model, plan: Plan) -> StageWeights:
 
 
 def priced_weights(model: Model, plan: Plan, cluster: Cluster, source: CostSource) -> list[StageWeights]:
-    """The same in seconds, for each replica: a stage's passes take what the costs say of a micro-batch as the plan was made for."""
+    """`stage_weights` in seconds, one for each replica: scaled so that a micro-batch of the size that the plan was made for takes what the
+    costs say of the stage's passes."""
     from penstock.timing.estimate import Estimator
     from penstock.timing.pipeline import micro_batches, share_shape
     from penstock.timing.workload import split_backward
@@ -68,6 +69,6 @@ def _work(model: Model, stage: Stage) -> Floats:
 
 
 def durations_of(weights: StageWeights, micro_batches: Sequence[MicroBatch]) -> list[list[list[float]]]:
-    """[kind][stage][micro-batch] for F, B, I and W."""
+    """How long every action takes, as [kind][stage][micro-batch] with the kinds F, B, I and W; in the unit of `weights`."""
     found: list[list[list[float]]] = (weights @ feature_matrix([micro.shape() for micro in micro_batches]).T).tolist()
     return found

@@ -43,14 +43,17 @@ def _ends(programs: Sequence[i.Program]) -> _Ends:
 
 
 def matched(programs: Sequence[i.Program]) -> Iterator[Transfer]:
-    """All transfers that have both ends."""
+    """Every send with the receive it belongs to; sends and receives without a partner are left out."""
     for (_, _, _, sender, receiver), (sends, receives) in _ends(programs).items():
         for (send_at, send), (receive_at, receive) in zip(sends, receives, strict=False):
             yield Transfer(send, send_at, receive, receive_at, sender, receiver)
 
 
 def exchange_problems(programs: Sequence[i.Program], mixed_stages: Collection[int] = ()) -> Iterator[Problem]:
-    """All that does not match between ranks; of `mixed_stages`, whose ops differ in degrees, groups are judged with their plan alone."""
+    """Everything in which two ranks contradict each other: transfers, their order, reductions, shared weights.
+
+    The groups that reduce `mixed_stages`, whose ops differ in degrees, are left to the rules that know the plan.
+    """
     replicas = {program.rank: program.replica for program in programs}
     for (what, cut, m, sender, receiver), (sends, receives) in _ends(programs).items():
         name = f"{what} over cut {cut} of micro-batch {m} from rank {sender} to rank {receiver}"

@@ -42,11 +42,13 @@ class _Buffer:
 
 
 def follow(program: i.Program) -> list[Problem]:
-    """Everything that is wrong within one rank."""
+    """Follows one rank's program instruction by instruction; everything that is wrong in it by itself."""
     return _Flow(program).run()
 
 
 class _Flow:
+    """What a program has done so far. A method for each kind of instruction says what is wrong with it, and notes what it did."""
+
     def __init__(self, program: i.Program) -> None:
         self.program = program
         self.places = {place.stage: place for place in program.places}

@@ -16,7 +16,7 @@ _COMMON = ("iteration", "num_replicas", "num_stages", "loss_tokens", "num_sample
 
 
 def header_problems(programs: Sequence[Program]) -> Iterator[Problem]:
-    """All problems that show without looking at instructions."""
+    """Problems of what programs say of themselves: their stages, samples and loss weights. Instructions are not looked at."""
     twice = [rank for rank, count in Counter(program.rank for program in programs).items() if count > 1]
     if twice:
         yield Problem(-1, -1, f"ranks {twice} have more than one program")
@@ -98,6 +98,7 @@ def _sample_problems(programs: Sequence[Program]) -> Iterator[Problem]:
 
 
 def _micro_batch_problems(micro: MicroBatch, degrees: set[int]) -> Iterator[str]:
+    """Where a micro-batch contradicts itself, or lacks the shares of ranks for one of these degrees of dp."""
     count = len(micro.samples)
     if not count:
         yield "has no samples"

@@ -65,7 +65,7 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """What travels of one tensor."""
+    """Which rows and columns of one tensor a transfer carries."""
 
     name: Word
     dtype: Dtype

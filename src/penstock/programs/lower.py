@@ -188,11 +188,13 @@ class _Replica:
         made = [timeline.backward[sender, m] if gradient else Action(sender, FORWARD, m) for m in count]
         used = [timeline.backward[receiver, m] if gradient else Action(receiver, FORWARD, m) for m in count]
         ends = [timeline.ends[timeline.device[receiver]][timeline.position[action]] for action in used]
+        # The receiver has `depth` buffers: a message finds room once the one that came `depth` uses before it has been used.
         in_use = sorted(count, key=ends.__getitem__)
         free = [0.0] * len(count)
         for place, m in enumerate(in_use[depth:]):
             free[m] = ends[in_use[place]]
         positions = [timeline.position[action] for action in made]
+        # So has the sender: a send has to be over before the pass that makes the message `depth` further on.
         in_making = sorted(count, key=positions.__getitem__)
         needed = [len(timeline.starts[timeline.device[sender]])] * len(count)
         for place, m in enumerate(in_making[: max(0, len(count) - depth)]):
@@ -231,6 +233,7 @@ class _Replica:
         out: _Key = (what, cut, m)
         for sender, receiver, sent, got in transfer.messages:
             a, b = senders[sender], receivers[receiver]
+            # Never before an earlier transfer of the pair: both ends have to begin all of theirs in one order.
             at = last[a, b] = max(last[a, b], moment)
             self.ranks[a].starts[at].append((False, out, b, sent))
             self.ranks[a].sends[out].append(b)

@@ -164,7 +164,7 @@ def _levels(
 
 
 class _PassBytes(NamedTuple):
-    """Of one micro-batch on one rank of a stage: held between its passes, and what each pass adds at its fullest moment."""
+    """Bytes of one micro-batch on one rank of a stage: held between its passes, and what each pass adds at its fullest moment."""
 
     held: float
     forward: float

@@ -52,7 +52,7 @@ class LoweringTimeline:
                     self.backward[action.stage, action.micro_batch] = action
 
     def _by_device(self, times_s: Floats) -> list[list[float]]:
-        """Of each device, in the order of its actions."""
+        """Values of actions as a list for each device, in the order of its schedule."""
         values = times_s.tolist()
         return [[values[action.kind][action.stage][action.micro_batch] for action in actions] for actions in self.schedule]
 

@@ -138,7 +138,6 @@ class Charts:
     x: Array
     charts: tuple[tuple[ChartLine, ...], ...]
     """Charts of one chart share its y axis, and a unit."""
-    x_unit: str = "number"
     steps: bool = False
     """Whether a value holds until the next."""
 
@@ -169,7 +168,7 @@ class Heat:
 
 @dataclass(frozen=True)
 class SpanKind:
-    """A kind of what is drawn in a timeline."""
+    """A category of spans in a timeline, such as forward passes or waits, and how it is drawn."""
 
     name: str
     letter: str

@@ -117,12 +117,16 @@ def serve(page: LivePage, port: int, told: Callable[[str], None], stop: Event | 
 
 
 class _Server(ThreadingHTTPServer):
+    """Serves one page, a thread for each connection."""
+
     daemon_threads = True
     page: LivePage
     stop: Event
 
 
 class _Handler(BaseHTTPRequestHandler):
+    """One connection: the page, its parts, and news as they come."""
+
     server: _Server
     server_version = "penstock"
     sys_version = ""

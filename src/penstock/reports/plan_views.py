@@ -17,8 +17,8 @@ from penstock.reports.blocks import Block, ChainOp, Command, Fact, Facts, Memory
 from penstock.reports.span_lanes import SpanLanes
 from penstock.reports.units import format_time
 from penstock.timing.critical_path import critical_path
-from penstock.timing.estimate import Estimate
 from penstock.timing.execution import Execution, execute
+from penstock.timing.iteration_estimate import Estimate
 from penstock.timing.planned import PlannedPipeline, clocked, planned_pipeline
 
 if TYPE_CHECKING:

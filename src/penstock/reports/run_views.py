@@ -114,7 +114,7 @@ def run_subject(run: RunFacts, first: int | None = None, last: int | None = None
     views += [
         View("timeline", "Timeline", [*note, *_timeline(run, chosen, predicted)]),
         View("run", "Run", _curves(run, predicted)),
-        View("devices", "Devices", _devices(run, predicted)),
+        View("devices", "Devices", _devices(run)),
     ]
     return Subject("run", run.name, tuple(views))
 
@@ -286,7 +286,7 @@ def _ratio(measured: float | None, expected: float | None) -> float | None:
     return measured / expected if measured is not None and expected else None
 
 
-def _devices(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block]:
+def _devices(run: RunFacts) -> list[Block]:
     """How long each rank computed in each step, against the median of the ranks of its stage; and what was noticed."""
     blocks: list[Block] = []
     known = run.spanned

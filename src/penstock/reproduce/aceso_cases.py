@@ -33,12 +33,12 @@ class AcesoCase:
 
     @property
     def num_gpus(self) -> int:
-        """Of all nodes."""
+        """GPUs of all nodes."""
         return self.nodes * self.gpus_per_node
 
     @property
     def title(self) -> str:
-        """For axes: the model, its size and the GPUs."""
+        """What axes of figures call it: the model, its size and the GPUs."""
         return f"{self.model} {self.size.replace('_', '.')}\n{self.num_gpus} × {self.memory_mb / 1000:g} GB"
 
 

@@ -91,7 +91,7 @@ def _under(micro_batches: Sequence[MicroBatch], costs: PipelineCosts, replica: i
 
 
 def _injections(count: int, times_s: np.ndarray) -> Iterator[list[int]]:
-    """As they come, and groups of similar cost in every order."""
+    """Orders to inject micro-batches in: as they come, and groups of similar cost in every order."""
     yield list(range(count))
     groups = np.array_split(np.argsort(times_s, kind="stable"), min(_GROUPS, count))
     for order in permutations(groups):

@@ -36,7 +36,7 @@ class LengthBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Of all samples, in encoder and decoder."""
+        """Tokens of all samples, in encoder and decoder."""
         return sum(sample.length + sample.dec_length for sample in self.samples)
 
     def tokens_per_s(self, plan: BatchPlan | None) -> float | None:

@@ -59,7 +59,7 @@ class GridPoint:
 
 
 def _costs(evidence: Evidence, table: str) -> _Costs:
-    """Of every configuration that the tables hold."""
+    """The costs of every configuration that the tables hold."""
 
     def work() -> Iterator[tuple[PlannerConfig, PipelineCosts]]:
         tables = DynaPipeTables.open(evidence.folder / table)

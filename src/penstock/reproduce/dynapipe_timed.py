@@ -28,7 +28,7 @@ from penstock.systems.dynapipe.tables import open_configuration
 from penstock.timing.workload import Workload
 
 if TYPE_CHECKING:
-    from penstock.runtime.workers import Worker
+    from penstock.runtime.worker import Worker
 
 __all__ = ["TIMED", "TimedIteration", "iteration_of", "run_iterations"]
 

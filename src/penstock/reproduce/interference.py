@@ -78,7 +78,7 @@ class BlockCosts:
         )  # fmt: skip
 
     def optimizer_s(self, *_: Any, **__: Any) -> float:
-        """In the profile's backward passes, if anywhere."""
+        """Zero: the profile has the update in its backward passes, if anywhere."""
         return 0.0
 
 

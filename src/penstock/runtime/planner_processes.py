@@ -44,7 +44,7 @@ class Planners:
             self.handover = self.handover[0], self.pool.adopt(step, planner)
 
     def begin_anew(self, step: int, planner: ProgramPlanner) -> None:
-        """The same for new ranks, after all others have ended: nobody will read what was planned for those."""
+        """Starts planners for new ranks, after all others have ended: nobody will read what was planned for those."""
         if self.pool is not None and self.store is not None:
             self.pool.stop()
             with suppress(StoreError):  # one that is away is told of by those who need it

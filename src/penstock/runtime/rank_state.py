@@ -6,10 +6,8 @@ the same share the work.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -29,7 +27,6 @@ from penstock.runtime.checkpoints.layout import (
     whole_layout,
 )
 from penstock.runtime.checkpoints.reader import Checkpoint
-from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.optimizing.optimizer import MASTER
 from penstock.runtime.parallel.gradients import holders_of
 
@@ -45,7 +42,6 @@ __all__ = [
     "PieceSource",
     "TrainedState",
     "adopt_state",
-    "adopt_with_state",
     "check_state",
     "checkpoint_state",
     "gradient_pieces",
@@ -181,13 +177,13 @@ def checkpoint_state(checkpoint: Checkpoint, model: Model, optimizer: str) -> Tr
 
 
 def load_rank(checkpoint: Checkpoint, rank: Rank) -> None:
-    """Sets this rank's weights, statistics and optimizer state."""
+    """Sets this rank's weights, statistics and optimizer state from a checkpoint."""
     load_state(checkpoint_state(checkpoint, rank.model, rank.settings.optimizer.kind), rank)
 
 
 @torch.no_grad()
 def load_state(state: TrainedState, rank: Rank) -> None:
-    """Sets this rank's weights, statistics and optimizer state."""
+    """Sets this rank's weights, statistics, optimizer state and loss scale."""
     _load(state.source, rank, state.kinds, state.scalars)
     if rank.update.scale is not None and state.loss_scale is not None:
         for name, value in state.loss_scale.items():
@@ -211,28 +207,6 @@ def require_same_training(old: Plan, new: Plan) -> None:
     if (new.model, new.precision) != (old.model, old.precision):
         raise InputError(f"a plan of model '{new.model}' in {new.precision} cannot go on with what one of '{old.model}' in "
                          f"{old.precision} has learned. Use plans of one model and precision.")  # fmt: skip
-
-
-def adopt_with_state(rank: Rank, plan: Plan, step: int, folder: str | Path) -> None:
-    """Puts `plan` in force before step `step` with all that training has reached: weights, optimizer state, statistics, loss scale.
-
-    Every process of the job calls it between the same two steps, also one to which either plan gives nothing. What differs travels through
-    a checkpoint in `folder`, which all processes share and which is empty again afterwards; the same plan moves nothing.
-    """
-    if plan == rank.plan:
-        return
-    require_same_training(rank.plan, plan)
-    before = rank.world
-    if before.rank >= 0:
-        writer = CheckpointWriter(folder, rank=before.place, world_size=len(before.ranks), token=before.fresh_word())
-        writer.save(step, rank_pieces(rank), rank_state(rank))
-        writer.wait()
-    rank.groups.barrier()  # the first process completes the checkpoint
-    adopt_state(rank, plan, checkpoint_state(Checkpoint(folder), rank.model, rank.settings.optimizer.kind))
-    rank.groups.barrier()
-    if rank.groups.own == rank.groups.generation.members[0]:
-        shutil.rmtree(folder)
-        Path(folder).mkdir()
 
 
 @torch.no_grad()

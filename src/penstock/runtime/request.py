@@ -59,7 +59,7 @@ class PlanningSettings:
 
     @property
     def address(self) -> str:
-        """Of a store that others serve; empty if the job serves its own."""
+        """The address of a store that others serve; empty if the job serves its own."""
         return self.store or os.environ.get(ADDRESS_VARIABLE, "")
 
 
@@ -125,7 +125,7 @@ class TrainRequest:
 
 @dataclass(frozen=True)
 class GoingOn:
-    """Where the processes of a run begin that take the place of others."""
+    """Where processes begin that take the place of others, after a death or a move to other nodes."""
 
     step: int
     """How many steps they go on from."""

@@ -49,7 +49,7 @@ from penstock.runtime.telemetry.spans import COMPUTE, SpanRecorder
 from penstock.runtime.telemetry.steps import StepRecord, padding_share
 from penstock.runtime.transport.allocator import reserve
 from penstock.runtime.transport.world import World
-from penstock.runtime.workers import Worker
+from penstock.runtime.worker import Worker
 from penstock.stores import StoreError
 
 if TYPE_CHECKING:
@@ -151,12 +151,18 @@ class Run:
         if self.goes_on:
             self.faults.look(self.first_step)
             self.faults.meet(RECOVERING)
-        if going_on is not None and from_copies and self.has_work:
-            assert worker.copies is not None
-            load_state(worker.copies.state(going_on.step), self.rank)
-        elif request.resume and self.has_work:
+        if self.has_work:
+            self._load(going_on)
+
+    def _load(self, going_on: GoingOn | None) -> None:
+        """What this rank begins with, unless that is random weights: copies of what others had learned, a checkpoint, or weights alone."""
+        request, copies = self.request, self.worker.copies
+        if going_on is not None and going_on.from_copies:
+            assert copies is not None
+            load_state(copies.state(going_on.step), self.rank)
+        elif request.resume:
             load_rank(Checkpoint(request.resume), self.rank)
-        elif request.weights and self.has_work:
+        elif request.weights:
             load_weights(open_weights(request.weights, self.model), self.rank)
 
     def _rank(self) -> Rank:
@@ -168,7 +174,7 @@ class Run:
 
     @property
     def world(self) -> World:
-        """That of the plan in force."""
+        """The ranks and process groups of the plan in force."""
         return self.rank.world
 
     @property
@@ -278,6 +284,10 @@ class Run:
             self.times.paused(start_s - end_s)
         self.saves.finish(self.step)
         self.times.settle()
+        return self._result(losses, times, tokens, ended_by)
+
+    def _result(self, losses: Sequence[float], times: Sequence[float], tokens: Sequence[int], ended_by: int) -> TrainResult:
+        """What the run came to, of loss, seconds and tokens of its steps: speed is that of the plan in force, warmed up."""
         steps_of_plan = self.step - self.plan_since
         usual = statistics.median(times[-steps_of_plan:][WARM_UP:] or times[-steps_of_plan:] or times)
         mean_tokens, gather = statistics.fmean(tokens), self.worker.groups.gather
@@ -339,11 +349,11 @@ class Run:
         return figures.compute_s / figures.predicted_s if figures.predicted_s else 0.0
 
     def _idle_words(self) -> list[StepWord]:
-        """Of a process without work, for each step that the others have as one program."""
+        """What a process without work says of each step that the others have as one program."""
         return [StepWord(figures=self._idle_figures())] * (self._window_end - self.step)
 
     def _idle_figures(self) -> RankFigures:
-        """Of a process without work: what a probe takes over what it took when it was left without."""
+        """What a process without work measures: a probe, over what that took when the process was left without."""
         if self.watcher is None or not self.watcher.measures:
             return RankFigures()
         probe_s = self.rank.probe_s(self.step)
@@ -398,8 +408,8 @@ class Run:
         self.spans.mark_sync(number)
 
     def _loaded_programs(self) -> Iterator[LoadedProgram]:
-        """Those of the steps that are left. A rank that loses the store plans one more step itself: others may have their programs of
-        it, and learn after it that it is the last."""
+        """The programs of the steps that are left. A rank that loses the store plans one more step itself: others may have their programs
+        of it, and learn after it that it is the last."""
         try:
             yield from self.loader
         except StoreError as error:

@@ -35,7 +35,7 @@ from penstock.runtime.run_folder import own_folder
 from penstock.runtime.run_inputs import run_inputs
 from penstock.runtime.run_predictions import keep_inputs
 from penstock.runtime.telemetry.predicting import PredictedSteps, predict_peaks, predict_steps
-from penstock.runtime.workers import joined
+from penstock.runtime.worker import joined
 
 __all__ = ["PlanTrainer"]
 
@@ -209,6 +209,7 @@ def _require_node(request: TrainRequest) -> None:
 
 
 def _require_devices(request: TrainRequest) -> None:
+    """Refuses a run for which this machine, or torchrun, has not the devices or processes that the plan asks for."""
     plan, device, share_gpus, count = request.plan, request.device, request.share_gpus, len(ranks_here(request))
     if device not in ("cpu", "cuda", *_CLOCKED):
         raise InputError(f"device is '{device}'; cpu or cuda was expected, or {TIMED} to rehearse a plan, or {PACED} to train at its pace.")

@@ -1,4 +1,4 @@
-"""Local worker processes: started once, used for many jobs, ended together, and never left behind.
+"""The launcher's side of worker processes: started once, used for many jobs, ended together, and never left behind.
 
     launcher ── pipe ──► worker 0 ─┐
              ── pipe ──► worker 1 ─┼─ process group over loopback (gloo, or NCCL on GPUs)
@@ -11,36 +11,28 @@ ones in their place (`revive`). A launcher that dies takes its workers along: ea
 from __future__ import annotations
 
 import multiprocessing.connection
-import os
 import signal
-import threading
 import time
-import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.errors import InputError, PenstockError
-from penstock.processes.fork_server import FORKED, SIGNALS, await_parent, start_process
-from penstock.runtime.telemetry.process_files import forget_this_process
-from penstock.runtime.telemetry.status import Status, StatusBoard
+from penstock.processes.fork_server import FORKED, start_process
+from penstock.runtime.telemetry.status import StatusBoard
+from penstock.runtime.worker import WorkerFailure, WorkerStart, serve_jobs
 from penstock.stores.listening import LOOPBACK
 
 if TYPE_CHECKING:
-    from penstock.processes.shared_memory import SharedMemory
     from penstock.runtime.recovering.copies import Copies
     from penstock.runtime.recovering.frozen import FrozenRanks
-    from penstock.runtime.transport.world import ProcessGroups
 
-__all__ = ["OtherNodes", "PoolSite", "Worker", "WorkerError", "WorkerPool", "joined", "launch"]
+__all__ = ["OtherNodes", "PoolSite", "WorkerError", "WorkerPool", "launch"]
 
 _GRACE_S = 1.0
 """How long after the first failure others are listened to: the first to be heard may only have lost its peer."""
 _START_S = 120.0
-_LONGEST_OPERATION_S = 1800.0
-"""Of transfers and collectives among the processes of torchrun."""
 _LONGEST_WAIT_S = 3600.0
 """The system's own wait cannot take weeks."""
 
@@ -85,28 +77,6 @@ class PoolSite:
     address: str
     """Of this machine."""
     others: OtherNodes
-
-
-@dataclass(frozen=True)
-class Worker:
-    """A worker process as the function of a job sees it: its number, device, process groups, and its line to the launcher."""
-
-    rank: int
-    size: int
-    groups: ProcessGroups
-    """Its process groups, which know its device too."""
-    status: Status
-    tell: Callable[[Any], None] = lambda word: None
-    """Says something to the launcher while the job runs."""
-    asked_to_end: Callable[[], int] = lambda: 0
-    """The signal that asks for an end of the job when it next can; 0: none came; below 0: one that asks this node alone to leave it."""
-    copies: Copies | None = None
-    """Where to leave what it has learned, for others to go on from."""
-
-    @property
-    def shared_gpu(self) -> bool:
-        """Whether several workers use this one's GPU."""
-        return self.groups.staged
 
 
 Job = Callable[..., Any]
@@ -166,11 +136,11 @@ class WorkerPool:
         self._processes = {}
         devices = range(self.size) if site is None else site.own
         for rank in self.members:
-            start = _Start(
+            start = WorkerStart(
                 rank, self.size, self.all_members, meets_at, here, devices.index(rank), len(devices), self._device, threads,
                 self.timeout_s, self.board.memory, dict(self._environment(rank)) if self._environment else {}, self._copies,
             )  # fmt: skip
-            self._processes[rank] = start_process(f"rank {rank}", _serve, start, pairs[rank][1])
+            self._processes[rank] = start_process(f"rank {rank}", serve_jobs, start, pairs[rank][1])
         for _, its in pairs.values():
             its.close()
         self._pipes = {rank: mine for rank, (mine, _) in pairs.items()}
@@ -278,7 +248,7 @@ class WorkerPool:
                     failure = found
         return failure
 
-    def _failed(self, rank: int, failure: _Failure | None) -> WorkerError:
+    def _failed(self, rank: int, failure: WorkerFailure | None) -> WorkerError:
         """What became of a worker: its own words, or how it died."""
         if failure is not None:
             return WorkerError(failure.text, [rank], is_lost=failure.is_lost)
@@ -330,29 +300,6 @@ def launch(function: Job, size: int, *arguments: Any, **options: Any) -> list[An
         return pool.run(function, *arguments)
 
 
-@contextmanager
-def joined(device: str, members: Sequence[int]) -> Iterator[Worker]:
-    """This process as a worker among those that torchrun (or Slurm with the same variables) started, which are these devices in turn."""
-    import torch
-
-    from penstock.runtime.transport.allocator import keep_freed_memory, use_expandable_segments
-    from penstock.runtime.transport.rendezvous import job_store
-    from penstock.runtime.transport.world import ProcessGroups
-
-    keep_freed_memory()
-    if device == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        if local >= torch.cuda.device_count():
-            raise InputError(f"local rank {local} has no CUDA device: this machine has {torch.cuda.device_count()}.")
-        device = f"cuda:{local}"
-        torch.cuda.set_device(device)
-        use_expandable_segments()
-    store, place, size = job_store()
-    groups = ProcessGroups(device, store=store, own=members[place], members=members, timeout_s=_LONGEST_OPERATION_S)
-    yield Worker(members[place], size, groups, Status(StatusBoard(size).memory, place))
-    groups.part()
-
-
 def _how(code: int | None) -> str:
     if code is not None and code < 0:
         return f"was killed by signal {-code} ({signal.Signals(-code).name})"
@@ -372,108 +319,3 @@ _LOST = (
 def _lost_peer(message: str) -> bool:
     """Whether a failure only says that another rank went away."""
     return any(text in message for text in _LOST)
-
-
-@dataclass(frozen=True)
-class _Start:
-    """The arguments of a worker process."""
-
-    rank: int
-    size: int
-    members: tuple[int, ...]
-    meets_at: tuple[str, int]
-    address: str
-    """Of its machine."""
-    place: int
-    num_here: int
-    """Which it is of how many on its machine."""
-    device: str
-    threads: int
-    timeout_s: float
-    board: SharedMemory
-    environment: dict[str, str]
-    copies: Copies | None
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """What a worker says of its own end."""
-
-    text: str
-    is_lost: bool
-    """Whether another in its place may go on; not where its input was at fault, which another would meet too."""
-
-
-def _serve(start: _Start, pipe: Any) -> None:
-    """A worker's whole life."""
-    threading.Thread(target=_follow, daemon=True).start()
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the launcher hears it, and ends its workers
-    status = 0
-    try:
-        worker = _open(start, lambda word: pipe.send((None, word)))
-        pipe.send((True, None))
-        while (job := pipe.recv()) is not None:
-            function, arguments = job
-            pipe.send((True, function(worker, *arguments)))
-    except EOFError:
-        status = 0
-    except BaseException as error:
-        pipe.send((False, _Failure(_told(start.rank, error), not isinstance(error, PenstockError) or _failed_in_program(error))))
-        status = 1
-    pipe.close()
-    # No tidy end: gloo's and NCCL's threads may abort a process that leaves while a peer is still talking to it.
-    os._exit(status)
-
-
-def _follow() -> None:
-    """Ends this process with its launcher."""
-    await_parent()
-    forget_this_process()
-    os._exit(1)
-
-
-def _open(start: _Start, tell: Callable[[Any], None]) -> Worker:
-    os.environ.update(start.environment)
-    import torch
-
-    from penstock.runtime.transport.allocator import keep_freed_memory, use_expandable_segments
-    from penstock.runtime.transport.rendezvous import find_rendezvous, talk_from
-    from penstock.runtime.transport.world import ProcessGroups
-
-    torch.set_num_threads(start.threads)
-    keep_freed_memory()
-    talk_from(start.address)
-    host, port = start.meets_at
-    store = find_rendezvous(port, host)
-    device, shared = start.device, False
-    if device == "cuda":
-        count = torch.cuda.device_count()
-        if not count:
-            raise InputError("device is cuda, but this machine has no CUDA device. Use cpu.")
-        device, shared = f"cuda:{start.place % count}", count < start.num_here
-        torch.cuda.set_device(device)
-        use_expandable_segments()
-    groups = ProcessGroups(
-        device, staged=shared, store=store, own=start.rank, members=start.members, timeout_s=start.timeout_s
-    )  # fmt: skip
-    status = Status(start.board, start.rank)
-    return Worker(start.rank, start.size, groups, status, tell, status.asked_to_end, start.copies)
-
-
-def _failed_in_program(error: PenstockError) -> bool:
-    from penstock.runtime.executor import ExecutionError
-
-    return isinstance(error, ExecutionError)
-
-
-def _told(rank: int, error: BaseException) -> str:
-    """The failure as the launcher tells it: what `ExecutionError` says, or where it happened."""
-    from penstock.runtime.executor import ExecutionError
-
-    if isinstance(error, PenstockError):
-        text = str(error)
-        if isinstance(error, ExecutionError) and os.environ.get("PENSTOCK_TRACEBACK", "0") not in ("", "0"):
-            text += "\n" + "".join(traceback.format_exception(error))
-        return text if text.startswith("rank ") else f"rank {rank}: {text}"
-    return f"rank {rank} failed: {type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"

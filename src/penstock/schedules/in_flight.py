@@ -24,12 +24,12 @@ def all_held(num_groups: int, group: int, num_micro_batches: int, num_chunks: in
 
 
 def as_stages_left(num_groups: int, group: int, num_micro_batches: int, num_chunks: int = 1) -> tuple[int, ...]:
-    """As many as stages are left in the pipeline, the group's own included."""
+    """One micro-batch for each stage that is left in the pipeline, the group's own included."""
     return (min(num_micro_batches, num_groups - group),)
 
 
 def as_many_as_groups(num_groups: int, group: int, num_micro_batches: int, num_chunks: int = 1) -> tuple[int, ...]:
-    """As many as the pipeline has stages, on every stage."""
+    """One micro-batch for each stage of the pipeline, on every stage."""
     return (min(num_micro_batches, num_groups),)
 
 

@@ -106,7 +106,7 @@ def _window(num_groups: int, num_micro_batches: int) -> int:
 
 
 def _in_window(num_groups: int, group: int, num_micro_batches: int, num_chunks: int = 1) -> tuple[int, ...]:
-    """As many as stages are left, also those of other global batches."""
+    """One micro-batch for each stage that is left, of other global batches too."""
     return as_stages_left(num_groups, group, _window(num_groups, num_micro_batches) * num_micro_batches, num_chunks)
 
 

@@ -24,7 +24,7 @@ from penstock.search.partition.pipelines import best_pipeline, equal_pipeline
 from penstock.search.space.families import MAX_DEPTH, families
 from penstock.search.space.request import Request, micro_batch_sizes
 from penstock.search.uniform import plans_of_grid
-from penstock.timing.estimate import Estimate
+from penstock.timing.iteration_estimate import Estimate
 
 __all__ = ["BASELINES", "Baseline", "amp_s", "best_of"]
 

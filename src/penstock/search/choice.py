@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.plans.telling import degree_range
-from penstock.timing.estimate import with_prediction
+from penstock.timing.iteration_estimate import with_prediction
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
-    from penstock.timing.estimate import Estimate
+    from penstock.timing.iteration_estimate import Estimate
 
 __all__ = ["FORMULA_OFF", "Choice"]
 

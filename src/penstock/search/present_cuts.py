@@ -20,7 +20,8 @@ from penstock.costs.collectives import point_to_point_s
 from penstock.costs.memory import bytes_per_parameter
 from penstock.plans.plan import OpRange, Plan
 from penstock.schedules.rules import SCHEDULES
-from penstock.timing.estimate import Estimate, Estimator
+from penstock.timing.estimate import Estimator
+from penstock.timing.iteration_estimate import Estimate
 from penstock.timing.pass_times import op_passes
 from penstock.timing.pipeline import micro_batches, share_shape
 

@@ -19,7 +19,7 @@ from penstock.search.choice import Choice
 from penstock.search.space.request import Request
 
 if TYPE_CHECKING:
-    from penstock.timing.estimate import Estimate
+    from penstock.timing.iteration_estimate import Estimate
 
 __all__ = ["MAX_HOPS", "refined", "simulated_s"]
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from penstock.clusters import Cluster
     from penstock.costs.source import CostSource
     from penstock.models.ops import Model
-    from penstock.timing.estimate import StageEstimate
+    from penstock.timing.iteration_estimate import StageEstimate
 
 __all__ = ["UniformPlans", "best_plans", "plans_of_grid", "uniform_choices", "uniform_plans"]
 

@@ -108,7 +108,7 @@ class KeyValues(Protocol):
         """What is there now, None for what is not."""
 
     def missing(self, keys: Sequence[str]) -> list[str]:
-        """Those of the keys that are not there; cheaper than reading what may be large."""
+        """Which of the keys are not there; cheaper than reading what may be large."""
 
     def wait(self, key: str, timeout_s: float) -> bytes | None:
         """Blocks until the key is there, a few seconds at most where the server may forget; None if it did not come. The value stays."""

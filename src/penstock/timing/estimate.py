@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,8 +28,9 @@ from penstock.models.ops import Model
 from penstock.models.sequence import divides_tokens, with_sequence_parallelism
 from penstock.models.shapes import Shape
 from penstock.plans.degrees import DegreeRun, algos_of, parts_of, recomputed_in
-from penstock.plans.plan import Degrees, Plan, Predicted, Stage, StageMemory
+from penstock.plans.plan import Plan, Stage
 from penstock.schedules.rules import SCHEDULES
+from penstock.timing.iteration_estimate import Estimate, StageEstimate, update_s
 from penstock.timing.messages import cut_times_s, gradient_sharing, reshard_s, slowdown, sync_s, tied_s, tp_group_of
 from penstock.timing.pass_times import OpSlice, StagePasses, stage_passes
 from penstock.timing.pipeline import micro_batches, share_rows, share_shape
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from penstock.clusters import Device
     from penstock.costs.collectives import Group
 
-__all__ = ["Estimate", "Estimator", "Pace", "StageEstimate", "estimate", "with_prediction"]
+__all__ = ["Estimator", "Pace", "estimate"]
 
 
 class Pace(NamedTuple):
@@ -60,127 +60,12 @@ class Pace(NamedTuple):
         return cls(work, [sum(one.total_s for one in group) for group in own], [sum(one.weight_s for one in group) for group in own])
 
 
-@dataclass(frozen=True, slots=True)
-class StageEstimate:
-    """One stage in the slowest replica."""
-
-    index: int
-    group: int
-    """Its devices; only the chunks of an interleaved schedule share a group."""
-    num_ops: int
-    device: str
-    degrees: Degrees
-    work: StagePasses
-    """For one micro-batch."""
-    bubble_s: float
-    """Idle in one iteration while the pipeline fills and drains, or waits for a slower stage."""
-    sync_s: float
-    """Gradients, once per iteration."""
-    optimizer_s: float
-    memory: MemoryBreakdown
-    """On the fullest device; of all chunks of the group together."""
-    limit_bytes: float
-    fits: bool
-    sequence_parallel: bool = False
-    """Whether it really is: with tp above 1, in a model that works token by token."""
-    zero: int = 0
-    """The same: among several ranks that hold the same weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """One iteration of a plan."""
-
-    time_s: float
-    pipeline_s: float
-    num_micro_batches: int
-    """Of the slowest replica."""
-    samples: int
-    """Samples of a micro-batch."""
-    samples_per_s: float
-    tokens_per_s: float | None
-    """None for images."""
-    price_usd: float | None
-    price_usd_per_h: float | None
-    mfu: float
-    """Arithmetic the model needs (recomputation not counted) over what the devices in use could do in that time."""
-    bottleneck: int
-    """The stage that the others wait for."""
-    fits: bool
-    stages: tuple[StageEstimate, ...]
-    source: str
-    notes: tuple[str, ...] = ()
-    """What the numbers leave out."""
-    replica: int = 0
-    """The slowest, of which the stages tell."""
-    per_replica: tuple[int, ...] = ()
-    """Micro-batches of each replica."""
-    formula_s: float = 0.0
-    """The iteration by closed formula, where no message is hidden behind compute; what bounds are of. `time_s` is the same until the
-    clock has been asked, see `planned.clocked`."""
-
-    @property
-    def peak_bytes(self) -> float:
-        """Memory of the fullest device."""
-        return max(stage.memory.total_bytes for stage in self.stages)
-
-    def with_times(self, time_s: float, pipeline_s: float) -> Estimate:
-        """The same iteration with other times; rates, money and idle time follow."""
-        slower, later_s = time_s / self.time_s, pipeline_s - self.pipeline_s
-        return dataclasses.replace(
-            self, time_s=time_s, pipeline_s=pipeline_s, samples_per_s=self.samples_per_s / slower, mfu=self.mfu / slower,
-            tokens_per_s=None if self.tokens_per_s is None else self.tokens_per_s / slower,
-            price_usd=None if self.price_usd is None else self.price_usd * slower,
-            stages=tuple(dataclasses.replace(stage, bubble_s=max(0.0, stage.bubble_s + later_s)) for stage in self.stages),
-        )  # fmt: skip
-
-    def shares(self) -> list[tuple[str, float]]:
-        """Where the iteration goes, as seen from the bottleneck's devices; the parts sum to `time_s`.
-
-        Of messages, gradient sync and the optimizer only what is not hidden behind compute.
-        """
-        own = [stage for stage in self.stages if stage.group == self.stages[self.bottleneck].group]
-        work = sum((stage.work for stage in own), StagePasses())
-        last = max({stage.group for stage in self.stages}, key=lambda group: sum(_after(self.stages, group)))
-        sync, optimizer = _after(self.stages, last)
-        shown = (self.time_s - self.pipeline_s) / (sync + optimizer) if sync + optimizer else 0.0
-        times = self.num_micro_batches
-        messages_s = work.transfer_in_s + work.transfer_out_s
-        idle_s = self.pipeline_s - (work.total_s - messages_s) * times
-        transfers_s = min(messages_s * times, idle_s)
-        return [
-            ("forward", work.forward_s * times), ("backward", work.backward_s * times), ("recomputation", work.recompute_s * times),
-            ("tp collectives", work.tp_s * times), ("transfers", transfers_s), ("waiting for the host", work.waiting_s * times),
-            ("bubble", idle_s - transfers_s), ("gradient sync", shown * sync), ("optimizer", shown * optimizer),
-        ]  # fmt: skip
-
-
-def _after(stages: tuple[StageEstimate, ...] | list[StageEstimate], group: int) -> tuple[float, float]:
-    """(gradient sync, optimizer step) of a device group."""
-    own = [stage for stage in stages if stage.group == group]
-    return sum(stage.sync_s for stage in own), sum(stage.optimizer_s for stage in own)
-
-
 def estimate(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> Estimate:
     """What one iteration of a valid plan takes."""
     from penstock.plans.validity import require_valid
 
     require_valid(plan, model, cluster)
     return Estimator(model, cluster, source).estimate(plan)
-
-
-def with_prediction(plan: Plan, found: Estimate) -> Plan:
-    """The plan with what was estimated for it."""
-    predicted = Predicted(
-        found.time_s, found.source, found.tokens_per_s, found.price_usd, found.price_usd_per_h,
-        memory=tuple(_whole_bytes(stage.memory) for stage in found.stages),
-    )  # fmt: skip
-    return dataclasses.replace(plan, costs=found.source, predicted=predicted)
-
-
-def _whole_bytes(memory: MemoryBreakdown) -> StageMemory:
-    """As plans hold it, which have the same purposes."""
-    return StageMemory(*(round(getattr(memory, field.name)) for field in dataclasses.fields(StageMemory)))
 
 
 class Estimator:
@@ -215,7 +100,8 @@ class Estimator:
         if not math.isfinite(pipeline):
             raise ProfileMissingError(f"costs '{self.source.name}' hold no time for the degrees of this plan. Use other degrees or costs.")
         stages = self._stages(plan, samples, counts, work, [pipeline - count * time_s for time_s in times_s], replica)
-        time_s = pipeline + max(sum(_after(stages, group)) for group in range(groups))
+        # All groups update behind the last backward pass, beside each other; chunks of one group in turn.
+        time_s = pipeline + max(sum(update_s(stages, group)) for group in range(groups))
         slowest = max(range(groups), key=lambda group: times_s[group])
         price_per_h = self.cluster.price_usd_per_h
         tokens = plan.global_batch * (plan.seq_length + plan.dec_length)
@@ -241,11 +127,12 @@ class Estimator:
         return paces
 
     def _pace(self, plan: Plan, work: list[StagePasses], messages: list[tuple[float, float]]) -> Pace:
-        """Of a replica whose stages take so long without messages; of each cut, the one there and the one back."""
+        """The pace of a replica whose stages take `work` without messages; of each cut, `messages` are the one there and the one back."""
         work = list(work)
-        if SCHEDULES[plan.schedule].asynchronous:
+        if SCHEDULES[plan.schedule].asynchronous:  # a stage updates after the backward pass of every micro-batch
             steps_s = list(map(sum, self._updates_s(plan)))
             work = [dataclasses.replace(own, backward_s=own.backward_s + step_s) for own, step_s in zip(work, steps_s, strict=True)]
+        # Each message counts at its receiver alone: the sum over stages is then the way through the pipeline and back.
         for cut, (there, back) in enumerate(messages):
             work[cut + 1] = dataclasses.replace(work[cut + 1], transfer_in_s=there)
             work[cut] = dataclasses.replace(work[cut], transfer_out_s=back)

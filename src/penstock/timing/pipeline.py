@@ -35,7 +35,7 @@ def micro_batches(plan: Plan) -> tuple[int, tuple[int, ...]]:
 
 
 def _shared_out(plan: Plan, count: int) -> tuple[int, ...]:
-    """So many micro-batches for each replica, or fewer for one with a slow rank and more for the others."""
+    """The micro-batches of each replica: equally many, or fewer for a replica with a slow rank and more for the others."""
     if not plan.micro_batching.slower:
         return (count,) * plan.num_replicas
     slower = [max(_slower(plan, rank) for stage in plan.stages for rank in stage.devices[own]) for own in range(plan.num_replicas)]

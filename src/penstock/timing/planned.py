@@ -17,8 +17,9 @@ from penstock.plans.degrees import algos_of, parts_of, recomputed_in
 from penstock.plans.plan import Plan, Stage
 from penstock.schedules.actions import Schedule
 from penstock.schedules.rules import SCHEDULES, schedule_of
-from penstock.timing.estimate import Estimate, Estimator
+from penstock.timing.estimate import Estimator
 from penstock.timing.execution import Execution, execute
+from penstock.timing.iteration_estimate import Estimate
 from penstock.timing.pipeline import share_shape
 from penstock.timing.workload import Floats, Workload, split_backward, workload_of
 
@@ -100,7 +101,7 @@ def _workload(plan: Plan, found: Estimate, held: Floats, window: int) -> Workloa
 
 
 def _repeated(values: Floats, count: int) -> Floats:
-    """The same for each micro-batch, as the last axis."""
+    """Values repeated for each micro-batch, along a last axis."""
     return np.repeat(values[:, :, None], count, axis=2)
 
 

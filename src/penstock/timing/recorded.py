@@ -29,7 +29,7 @@ def can_be_recorded(plan: Plan, stage: Stage, model: Model) -> bool:
 
 
 def is_recorded(plan: Plan, stage: Stage, model: Model, *, ragged: bool) -> bool:
-    """Whether they are in training: micro-batches of a fixed number of padded rows have few shapes, which come again and again.
+    """Whether training records the passes of a stage: fixed numbers of padded rows have few shapes, which come again and again.
 
     `ragged`: samples differ in length. Stages of a pipeline then see too many shapes.
     """

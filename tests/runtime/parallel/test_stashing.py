@@ -37,7 +37,8 @@ from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import PlanTrainer
 from penstock.runtime.workers import WorkerPool
 from penstock.schedules.rules import SCHEDULES, schedule_of
-from penstock.timing.estimate import Estimate, Estimator
+from penstock.timing.estimate import Estimator
+from penstock.timing.iteration_estimate import Estimate
 
 SGD = TrainingSettings(LearningRate(0.05), OptimizerSettings("sgd"), clip_norm=None)
 ADAMW = TrainingSettings(LearningRate(3e-3, warmup_steps=2), OptimizerSettings("adamw", eps=1e-3), clip_norm=None)

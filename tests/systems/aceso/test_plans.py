@@ -19,18 +19,8 @@ from penstock.models.ops import Model
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Degrees, OpRun, Plan
 from penstock.plans.references import with_precision
-from penstock.systems.aceso.plans import (
-    FAMILY_FIELDS,
-    SIZES,
-    AcesoPlan,
-    OpGroup,
-    aceso_text,
-    from_plan,
-    groups,
-    read_aceso_plan,
-    to_plan,
-    write_aceso_plan,
-)
+from penstock.systems.aceso.files import FAMILY_FIELDS, AcesoPlan, aceso_text, read_aceso_plan, write_aceso_plan
+from penstock.systems.aceso.plans import SIZES, OpGroup, from_plan, groups, to_plan
 from penstock.systems.aceso.scoring import score_plan
 from penstock.systems.aceso.tables import AcesoTables
 

@@ -12,7 +12,8 @@ from types import ModuleType
 import pytest
 
 from penstock.errors import InfeasibleError, InputError
-from penstock.systems.aceso.plans import AcesoPlan, searched_text
+from penstock.systems.aceso.files import AcesoPlan
+from penstock.systems.aceso.plans import searched_text
 from penstock.systems.aceso.scoring import grid_plans, score_plan
 from penstock.systems.aceso.search import AcesoAnswer, AcesoProblem, search_aceso
 from penstock.systems.aceso.tables import AcesoTables

@@ -16,7 +16,7 @@ from penstock.costs.table import Floats
 from penstock.errors import InputError
 from penstock.models.ops import Model
 from penstock.models.shapes import Shape
-from penstock.systems.aceso.plans import AcesoPlan
+from penstock.systems.aceso.files import AcesoPlan
 from penstock.systems.aceso.scoring import score_plan
 from penstock.systems.aceso.tables import AcesoTables
 from penstock.systems.tables import validated

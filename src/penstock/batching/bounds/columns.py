@@ -47,14 +47,15 @@ _WORTH_MORE = 1 + 1e-6
 
 @dataclass(frozen=True)
 class Prices:
-    """Of a second on each stage and of its room for a second, together 1, and what each sample is worth."""
+    """Dual prices of the linear programme: of a second on each stage, of its memory for a second (all of them sum to 1), and the worth of
+    each sample."""
 
     time: Floats
     room: Floats
     worth: Floats
 
     def towards(self, other: Prices, part: float) -> Prices:
-        """Between these and others."""
+        """Prices on the way from these (`part` 0) to others (1)."""
         pairs = ((self.time, other.time), (self.room, other.room), (self.worth, other.worth))
         return Prices(*((1 - part) * own + part * there for own, there in pairs))
 

@@ -104,6 +104,7 @@ def _parse(data: bytes) -> _Model:
 
 
 def _build(model: _Model) -> Tokenizer:
+    """The model in the steps of `tokenizers`: normalise, mark spaces, look up pieces, and back."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     if model.algorithm == _UNIGRAM:

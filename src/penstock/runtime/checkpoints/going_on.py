@@ -62,7 +62,7 @@ def _shown(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """As it comes back from JSON."""
+    """The value as it comes back from JSON, to compare with one that was kept there."""
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

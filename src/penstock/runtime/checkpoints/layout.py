@@ -99,7 +99,7 @@ class CheckpointLayout:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of the tensor on this rank."""
+        """The shape of the tensor on this rank."""
         return tuple(sum(run.length for run in runs) for runs in self.runs)
 
     def pieces(self, tensor: torch.Tensor, kind: str = "") -> Iterator[TensorPiece]:

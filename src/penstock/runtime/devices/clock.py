@@ -62,7 +62,7 @@ def sleep_until(moment: float) -> None:
 
 
 class DeviceClock:
-    """Of one rank. All ranks of the plan begin and end an iteration together."""
+    """The clock of one rank's device. All ranks of the plan begin and end an iteration together."""
 
     def __init__(self, world: World, settings: ClockSettings) -> None:
         self.world, self.settings = world, settings

@@ -68,7 +68,7 @@ class PacedRank(Rank):
         return result
 
     def probe_s(self, step: int) -> float:
-        """By the clock of the devices, work that takes a second where nothing slows it."""
+        """What work that takes a second where nothing slows the device takes now, by the clock of the devices."""
         return self.clock.slower(self.groups.own, step)
 
     def load(self, step: Load) -> None:

@@ -23,7 +23,7 @@ from penstock.runtime.transport.world import World
 
 if TYPE_CHECKING:
     from penstock.runtime.planner_processes import Handover
-    from penstock.runtime.workers import Worker
+    from penstock.runtime.worker import Worker
 
 __all__ = ["rehearse", "rehearse_rank"]
 

@@ -166,7 +166,7 @@ class Update:
 
     @torch.no_grad()
     def norm(self) -> torch.Tensor:
-        """Of all gradients of all ranks, which ask together, without fp16's scale."""
+        """The global norm: of all gradients of all ranks, which ask together, without fp16's scale."""
         shares = torch.zeros(self._num_ops, dtype=torch.float64, device=self.world.device)
         self._add_squares(shares)
         return self.world.gather(shares).sum(0).sum().sqrt() / self._scale_value()

@@ -29,6 +29,8 @@ class _Owed(NamedTuple):
 
 
 class _Linear(torch.autograd.Function):
+    """A matrix product whose backward pass gives the gradient of its input, and leaves those of its weights in `owed`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, owed: list[_Owed]) -> torch.Tensor:
         ctx.save_for_backward(x)
@@ -52,6 +54,8 @@ class _Linear(torch.autograd.Function):
 
 
 class _Conv(torch.autograd.Function):
+    """A convolution whose backward pass gives the gradient of its input, and leaves those of its weights in `owed`."""
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, shape: tuple[Any, ...], owed: list[_Owed]

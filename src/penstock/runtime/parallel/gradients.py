@@ -47,7 +47,8 @@ class Bucket:
 
 
 class Gradients:
-    """The gradients of one stage: summed over the ranks that hold the same weights, in the one or the other way."""
+    """The gradients of one stage: summed over the ranks that hold the same weights, in flat buffers (`BucketedGradients`) or as parts of
+    each (`ShardedGradients`)."""
 
     def __init__(self, stage: StageModule, world: World) -> None:
         self.stage, self.world = stage, world
@@ -130,7 +131,7 @@ class Gradients:
 
 
 class BucketedGradients(Gradients):
-    """In flat buffers, each summed once an iteration."""
+    """Gradients in flat buffers, each summed over its ranks once an iteration (ZeRO-0 and 1)."""
 
     def __init__(self, stage: StageModule, world: World, bucket_bytes: int) -> None:
         super().__init__(stage, world)
@@ -246,7 +247,7 @@ class BucketedGradients(Gradients):
 
 
 class ShardedGradients(Gradients):
-    """Each rank has its parts (ZeRO-2 and 3): the stage's own passes sum them."""
+    """Gradients of which each rank keeps its parts (ZeRO-2 and 3): they are summed within the stage's backward passes."""
 
     def __init__(self, stage: StageModule, weights: ShardedWeights, world: World) -> None:
         super().__init__(stage, world)
@@ -280,7 +281,7 @@ class ShardedGradients(Gradients):
 
 
 def gradients_of(stage: StageModule, world: World) -> Gradients:
-    """As the stage's ZeRO level wants them."""
+    """The gradients of a stage, in the form that its ZeRO level asks for."""
     return BucketedGradients(stage, world, BUCKET_BYTES) if stage.weights is None else ShardedGradients(stage, stage.weights, world)
 
 

@@ -163,11 +163,11 @@ class ModuleChain(nn.Module):
         self._hits: torch.Tensor | None = None
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Those of its units, each once."""
+        """The weights of its units, each once."""
         return iter({id(p): p for op in self.ops for _, p in op.named_parameters()}.values())
 
     def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        """Those of its units that checkpoints keep."""
+        """The buffers of its units that checkpoints keep."""
         return (b for op in self.ops for b in op.buffers())
 
     def forward(self, batch: Batch, carry: Carry | None = None, recompute: Collection[int] = ()) -> Carry:

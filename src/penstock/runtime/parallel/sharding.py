@@ -123,17 +123,6 @@ class ShardedWeights:
             with self.around(number, backward):
                 pass
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """All weights at once, on all ranks."""
-        if self.divides:
-            for number in range(len(self._units)):
-                self._fetch(number)
-        yield
-        if self.divides:
-            for number in range(len(self._units)):
-                self._release(number)
-
     def abandon(self) -> None:
         """Forgets what is under way; every rank has its parts, and nothing else."""
         self._arriving.clear()

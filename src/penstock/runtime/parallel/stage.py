@@ -57,7 +57,7 @@ ModuleKey = tuple[int, int, int, int]
 
 
 def module_key(place: PlacedOp, module: OpModule) -> ModuleKey:
-    """Of an op as it was built."""
+    """The key of a module that is built already, by which ops that stay on a rank keep theirs under another plan."""
     return place.index, module.tp.rank, module.tp.size, module.algo
 
 
@@ -113,6 +113,7 @@ class StageModule:
         self.recordings = self._recordings()
 
     def _build(self, transport: Transport, seed: int) -> list[StageRun]:
+        """The modules of the stage in pieces: runs of ops of one degree, cut further where ZeRO-2 and 3 gather weights block by block."""
         pieces: list[StageRun] = []
         shared: dict[str, OpModule] = {}
         algos = self.stage.algos()
@@ -263,10 +264,6 @@ class StageModule:
         if running.deferred is None:
             del self._running[micro_batch]
         return gradients
-
-    def whole_weights(self) -> AbstractContextManager[None]:
-        """All weights of the stage are there; where they are divided, all ranks that have parts of them must ask."""
-        return nullcontext() if self.weights is None else self.weights.whole()
 
     def _weights_of(self, piece: int, backward: bool = False) -> AbstractContextManager[None]:
         return nullcontext() if self.weights is None else self.weights.around(piece, backward)

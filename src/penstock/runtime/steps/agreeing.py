@@ -28,7 +28,7 @@ class Order:
     """Whether it is to be in force with the next step, so that nothing can travel beside one."""
 
     def packed(self) -> bytes:
-        """As a message."""
+        """The order as a message."""
         return msgspec.json.encode((plan_to_dict(self.plan), self.exact))
 
     @classmethod
@@ -72,7 +72,8 @@ class Agreed:
 
 
 def agree(groups: ProcessGroups, members: Sequence[int], own: Sequence[StepWord], order: Order | None) -> Agreed:
-    """Given what this process says of each step of a program, and the order of the first of `members`, which alone has any."""
+    """Exchanges what every process says of each step of a program (`own`: this one), and the `order` of the first of `members`, which alone
+    has any; all get the same."""
     message = b"" if order is None else order.packed()
     said = [*own[:-1], replace(own[-1], order_bytes=len(message))]
     table = groups.gather(torch.tensor([word.row() for word in said], dtype=torch.float64)).tolist()

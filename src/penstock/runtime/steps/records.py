@@ -16,7 +16,7 @@ from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
 from penstock.runtime.telemetry.spans import SpanRecorder
 from penstock.runtime.telemetry.steps import LineLog, StepRecord
 from penstock.runtime.telemetry.tensorboard import tensorboard_sink
-from penstock.runtime.workers import Worker
+from penstock.runtime.worker import Worker
 
 __all__ = ["RunRecords", "TrainedStep"]
 
@@ -67,13 +67,13 @@ class RunRecords:
             self._notes += notes
 
     def note_once(self, topic: str, note: str) -> None:
-        """The same, but nothing more of that topic later."""
+        """Notes something, and nothing more of that topic later."""
         if topic not in self._noted:
             self._noted.add(topic)
             self.note(note)
 
     def tell(self, trained: TrainedStep) -> None:
-        """Of a step that all have ended."""
+        """Writes down, and tells the launcher of, a step that all have ended."""
         if trained.evaluated is not None:
             self.evaluated.append(trained.evaluated)
         if self._log is None:

@@ -28,7 +28,7 @@ _DIGEST_BITS = 44
 
 @dataclass(frozen=True)
 class StepWord:
-    """What one process says; nothing of what it does not know."""
+    """What one process tells all others after a step. A field keeps its default where the process does not know."""
 
     lost: bool = False
     """It gets no more programs."""
@@ -50,7 +50,7 @@ class StepWord:
     evaluated: EvalRecord | None = None
 
     def row(self) -> list[float]:
-        """As numbers."""
+        """The word as a row of numbers, as it travels."""
         record = [_number(getattr(self.record, name, None)) for name in _RECORD]
         evaluated = [math.nan] * 3 if self.evaluated is None else list(astuple(self.evaluated))
         own = self.lost, self.asked_to_end, self.is_due, self.is_saving, self.order_bytes, self.copied, self.samples
@@ -123,5 +123,5 @@ def samples_digest(micro_batches: Iterable[MicroBatch]) -> int:
 
 
 def whole_digest(words: Iterable[StepWord]) -> str:
-    """Of all samples of a step: the same whatever replicas they went to."""
+    """The digest of all samples of a step: the same whatever replicas they went to."""
     return f"{sum(word.samples for word in words) % 2**_DIGEST_BITS:011x}"

@@ -23,7 +23,7 @@ __all__ = ["RankFigures", "StepMeter"]
 
 @dataclass(frozen=True)
 class RankFigures:
-    """One rank in one step, in seconds; 0 where nothing is known."""
+    """What one rank measured in one step, and what its costs predicted of it, in seconds; 0 where nothing is known."""
 
     compute_s: float = 0.0
     """Its passes, without waiting for other stages."""
@@ -39,7 +39,7 @@ class RankFigures:
     """Of the passes, how long the host took to issue them; 0 where it is the host that computes."""
 
     def shared_out(self, count: int) -> RankFigures:
-        """Of each of so many steps that were one program."""
+        """The figures of each of so many steps that were one program."""
         return self if count == 1 else RankFigures(*(value / count for value in astuple(self)))
 
     @property

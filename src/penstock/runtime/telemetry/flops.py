@@ -33,7 +33,7 @@ class PeakTimes:
                 self._coefficients += copies * np.array(op.needed_flops.form(1).coefficients) / peak_flops_per_s
 
     def time_s(self, micro_batches: Sequence[MicroBatch], tokens: int) -> float:
-        """Of a batch of so many tokens (images, where there are none) that cost on average what those of the micro-batches do."""
+        """Time at peak of a batch of so many tokens (images, where there are none) that cost on average what the micro-batches' do."""
         shapes = [
             Shape.packed(micro.lengths, micro.dec_lengths) if micro.lengths else Shape.images(len(micro.samples)) for micro in micro_batches
         ]

@@ -21,8 +21,9 @@ from penstock.programs.instructions import Backward, BackwardInput, BackwardWeig
 from penstock.runtime.telemetry.parts import StepParts
 from penstock.schedules.actions import BACKWARD, FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from penstock.schedules.rules import SCHEDULES
-from penstock.timing.estimate import Estimate, Estimator
+from penstock.timing.estimate import Estimator
 from penstock.timing.execution import Execution, execute
+from penstock.timing.iteration_estimate import Estimate
 from penstock.timing.pipeline import dp_shares
 from penstock.timing.workload import Floats, Workload
 

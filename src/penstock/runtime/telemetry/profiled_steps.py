@@ -36,7 +36,7 @@ class ProfiledSteps:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """To be put around a step: writes `profile-rank-R-step-S.json` if it is one of the chosen."""
+        """Entered around a step; writes `profile-rank-R-step-S.json` if the step is one of the chosen."""
         if step not in self._steps:
             yield
             return

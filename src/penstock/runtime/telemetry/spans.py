@@ -137,7 +137,7 @@ class SpanRecorder:
         self.record(kind, category, stage, -1 if micro_batch is None else micro_batch, start_ns, end_ns)
 
     def mark_sync(self, number: int) -> None:
-        """To be called right after a barrier of all ranks; several times with the same number make the comparison finer."""
+        """Stamps a barrier; called right after one of all ranks. Several times with the same number make the comparison finer."""
         self._mark(SYNC, number)
 
     def _mark(self, kind: int, number: int) -> None:

@@ -129,6 +129,7 @@ def aligned(ranks: Sequence[RankSpans]) -> list[RankSpans]:
 
 
 def _shifted(one: RankSpans, first: RankSpans) -> RankSpans:
+    """The spans of one rank in times of another's clock, by the barriers that both have stamped."""
     common = sorted(number for number in one.syncs if number in first.syncs)
     if one is first or not common or (one.clock and one.clock == first.clock):
         return one

@@ -28,7 +28,7 @@ def keep_freed_memory() -> None:
 
 
 def use_expandable_segments() -> None:
-    """For all that is allocated from now on, unless the environment says otherwise."""
+    """Lets segments of GPU memory grow, for all that is allocated from now on, unless the environment says otherwise."""
     _set("True")
 
 

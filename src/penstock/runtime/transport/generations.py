@@ -59,7 +59,7 @@ class Generation:
 
     @property
     def prefix(self) -> str:
-        """Of all that it keeps in the store."""
+        """What all its keys in the store begin with."""
         return _prefix(self.number)
 
     def group(self, processes: Iterable[int]) -> Any:

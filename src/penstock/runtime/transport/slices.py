@@ -38,7 +38,7 @@ class Landing:
     add: bool
 
     def finish(self) -> None:
-        """To be called once it has arrived."""
+        """Puts the part in place; called once it has arrived."""
         if self.add:
             self.target.add_(self.arrives)
         elif self.arrives is not self.target:

@@ -96,7 +96,7 @@ class World:
 
     @property
     def place(self) -> int:
-        """Of this rank among those that have work, in their order."""
+        """The place of this rank among those that have work, in their order."""
         return self.ranks.index(self.rank)
 
     def group(self, ranks: Iterable[int]) -> Any:

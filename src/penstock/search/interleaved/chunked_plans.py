@@ -22,7 +22,7 @@ from penstock.search.interleaved.ways import Interleaving, interleaved_s, side_b
 from penstock.search.space.stage_costs import Ints
 
 if TYPE_CHECKING:
-    from penstock.timing.estimate import Estimate
+    from penstock.timing.iteration_estimate import Estimate
 
 __all__ = ["best_interleaved", "divides_evenly", "simulated_pipeline_s"]
 

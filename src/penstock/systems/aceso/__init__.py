@@ -23,7 +23,8 @@ __all__ = ["ACESO"]
 
 def _read(file: PlanFile, model: Model, cluster: Cluster) -> tuple[Plan, list[str]]:
     from penstock.plans.references import cluster_reference, model_reference
-    from penstock.systems.aceso.plans import read_aceso_plan, to_plan
+    from penstock.systems.aceso.files import read_aceso_plan
+    from penstock.systems.aceso.plans import to_plan
 
     plan = to_plan(
         read_aceso_plan(file.path), model, model_ref=model_reference(file.model), cluster_ref=cluster_reference(file.cluster),
@@ -40,7 +41,8 @@ def _require_model(model: Model) -> None:
 
 
 def _write(plan: Plan, model: Model, path: Path) -> None:
-    from penstock.systems.aceso.plans import from_plan, write_aceso_plan
+    from penstock.systems.aceso.files import write_aceso_plan
+    from penstock.systems.aceso.plans import from_plan
 
     write_aceso_plan(path, from_plan(plan, model))
 
@@ -95,7 +97,8 @@ def _summary(plan: dict[str, Any]) -> str:
 
 def _best_of_grid(plan: dict[str, Any], model: Model, tables: AcesoTables, per_node: int, sizes: Sequence[int], memory_mb: float) -> float:
     """Seconds of the fastest plan of equal stages that fits, at any of the micro-batch sizes."""
-    from penstock.systems.aceso.plans import AcesoPlan, searched_text
+    from penstock.systems.aceso.files import AcesoPlan
+    from penstock.systems.aceso.plans import searched_text
     from penstock.systems.aceso.scoring import grid_plans, score_plan
     from penstock.systems.tables import validated
 
@@ -116,7 +119,7 @@ _PER_NODE = 8
 
 
 def _score(folder: str, path: Path) -> TableScore:
-    from penstock.systems.aceso.plans import read_aceso_plan
+    from penstock.systems.aceso.files import read_aceso_plan
     from penstock.systems.aceso.scoring import score_plan
     from penstock.systems.aceso.tables import AcesoTables
 

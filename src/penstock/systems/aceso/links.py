@@ -39,7 +39,7 @@ class MessageTable:
         return megabytes / (float(self.gb_per_s[index]) * 1e-3)
 
     def each_us(self, megabytes: Floats) -> Floats:
-        """The same for many messages, few of which differ in size."""
+        """Microseconds of many messages, few of which differ in size."""
         sizes, which = np.unique(megabytes, return_inverse=True)
         return np.array([self.exact_us(size) for size in sizes.tolist()])[which].reshape(megabytes.shape)
 

@@ -17,8 +17,8 @@ import numpy as np
 from penstock.costs.table import Floats
 from penstock.errors import InputError
 from penstock.search.partition import OptionCosts, StageChoice, StageOption
+from penstock.systems.aceso.files import AcesoPlan
 from penstock.systems.aceso.links import SENTINELS
-from penstock.systems.aceso.plans import AcesoPlan
 from penstock.systems.aceso.rules import AcesoProblem
 from penstock.systems.aceso.search import stage_memory_mb
 from penstock.systems.aceso.tables import AcesoTables
@@ -65,7 +65,7 @@ class AcesoScore:
 
     @property
     def memory_mb(self) -> float:
-        """Of the fullest GPU."""
+        """Memory of the fullest GPU."""
         return max(stage.memory_mb for stage in self.stages)
 
 

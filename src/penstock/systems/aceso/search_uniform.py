@@ -96,7 +96,7 @@ class UniformSearch:
 
     @property
     def bound(self) -> float:
-        """Of all sizes."""
+        """The bound of all micro-batch sizes."""
         return min(self.bounds.values())
 
     def best(self, b: int) -> tuple[StageSpace, Partition]:

@@ -48,7 +48,7 @@ class PlannerConfig:
 
     @property
     def memory_limit_bytes(self) -> float:
-        """The same limit in bytes."""
+        """The limit of memory in bytes."""
         return self.mem * 1e6
 
 

@@ -194,7 +194,7 @@ def from_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None = 
     _require_ranks(topology)
     return topology, DynPipePartition(
         partition=tuple(ends[stage.last] - ends[stage.first] for stage in plan.stages),
-        recompute_ratio=tuple(_share(index, stage, model, chain) for index, stage in enumerate(plan.stages)),
+        recompute_ratio=tuple(_share(index, stage, chain) for index, stage in enumerate(plan.stages)),
         batch_size_all=(samples,),
         batch_size=tuple(samples // len(own) for own in ranks),
     )
@@ -220,7 +220,7 @@ def _require_known(plan: Plan) -> None:
 
 
 def require_precision(precision: str) -> None:
-    """Refuses one that DynPipe does not train in."""
+    """Refuses a precision that DynPipe does not train in."""
     if precision != PRECISION:
         raise InputError(f"{TARGET} cannot express precision {precision}: it trains in {PRECISION}. Search with --precision {PRECISION}.")
 
@@ -237,7 +237,7 @@ def _require_plain(index: int, stage: Stage) -> None:
             raise refusal(TARGET, index, what, hint)
 
 
-def _share(index: int, stage: Stage, model: Model, chain: Sequence[BlockPiece]) -> float:
+def _share(index: int, stage: Stage, chain: Sequence[BlockPiece]) -> float:
     """The share of the stage's calculations that is recomputed; they must be the last ones."""
     own = [piece for piece in chain if stage.first <= piece.first < stage.last]
     again, end = sorted(stage.first + position for position in stage.recomputed()), own[-1].last

@@ -77,14 +77,6 @@ class FasopRow:
     fsdp_memory_gib: float | None = None
     train_cost_usd: float | None = None
 
-    @property
-    def fork_partition(self) -> str:
-        """The argument of FASOP's Megatron-LM fork: transformer layers of each stage, without embedding and head."""
-        counts = list(self.partition)
-        counts[0] -= 1
-        counts[-1] -= 1
-        return "-".join(map(str, counts))
-
 
 def read_fasop_rows(path: str | Path) -> list[FasopRow]:
     """Every row of a result file, in its order."""
