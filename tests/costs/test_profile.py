@@ -125,6 +125,9 @@ def test_merging_adds_devices_and_points() -> None:
     assert mine.series[LINEAR].columns["size"] == [256, 1024, 64]  # the point at 256 is the same in both
     assert mine.done == ["gpt sizes tp1", "gpt lengths tp1"] and mine.base_bytes == 2.0**26
     assert mine.whole == whole().devices["h200-141gb"].whole
+    compared = {"another": WholeFactors(1.1, 0.9, 2e-6), **dict.fromkeys(mine.whole, WholeFactors(1.3))}
+    first.merge(Profile({"h200-141gb": replace(device(), whole=compared)}))
+    assert mine.whole == compared  # what was measured last
 
 
 def test_merging_the_same_profile_again_changes_nothing() -> None:
