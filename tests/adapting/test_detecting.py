@@ -60,16 +60,26 @@ def test_a_little_slow_from_the_first_step_is_told_when_it_is_sure() -> None:
 def test_a_change_without_noise_is_told_with_the_step_in_which_it_began() -> None:
     factors = np.ones((120, 4))
     factors[40:80, 2] = 1.5
-    assert [(change.since, change.factor) for change in changes(factors, noise=0.0)[1]] == [(40, pytest.approx(1.5)), (80, pytest.approx(1.0))]
+    assert [(change.since, change.factor) for change in changes(factors, noise=0.0)[1]] == [
+        (40, pytest.approx(1.5)),
+        (80, pytest.approx(1.0)),
+    ]
+
+
+def test_a_rank_that_has_become_faster_is_told_once_and_stays_so() -> None:
+    factors = np.ones((120, 4))
+    factors[40:, 2] = 0.6
+    detector, found = changes(factors)
+    assert [(change.subject, change.factor) for change in found] == [((2,), pytest.approx(0.6, rel=0.05))]
+    assert detector.factors(Cause.COMPUTE)[2,] == pytest.approx(0.6, rel=0.05)
 
 
 def test_the_clearest_change_is_told_first() -> None:
-    """A rank that had begun to seem slow a little before another became so by far."""
-    factors = np.ones((60, 6))
-    factors[40:, 1], factors[44:, 4] = 1.04, 3.0
-    for _ in range(2):
-        found = changes(factors, noise=0.0)[1]
-        assert found[0].subject == (4,)
+    detector = Detector({Cause.COMPUTE: [(0,)], Cause.DATA: [(1,)]})
+    told = [Change(cause, (rank,), 2.0, 1.0, 3, 9) for rank, cause in enumerate((Cause.COMPUTE, Cause.DATA))]
+    for series, change, beyond in zip(detector._series.values(), told, (14.0, 15.0), strict=True):
+        series.add = lambda *_, found=(beyond, change): [found]  # type: ignore[method-assign,assignment]
+    assert detector.add(9, {cause: StepFigures([1.0], [1.0]) for cause in detector._series}) == told[::-1]
 
 
 def test_of_two_ranks_the_slower_is_named() -> None:

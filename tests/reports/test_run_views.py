@@ -100,7 +100,9 @@ def test_the_halves_of_a_backward_pass_are_one() -> None:
 
 def test_a_timeline_has_the_last_steps_unless_others_are_asked_for() -> None:
     run = facts_of(ranks=tuple(rank_spans(rank, steps=13) for rank in range(4)))
-    assert _chosen(run, None, None) == ([*range(3, 13)], []) and _chosen(run, 2, 4) == ([2, 3, 4], []) and _chosen(run, 5, None) == ([5], [])
+    assert (
+        _chosen(run, None, None) == ([*range(3, 13)], []) and _chosen(run, 2, 4) == ([2, 3, 4], []) and _chosen(run, 5, None) == ([5], [])
+    )
 
 
 def test_time_computed_is_held_against_the_median_of_the_stage() -> None:
