@@ -162,9 +162,10 @@ def test_a_faster_plan_that_does_not_fit_hides_none_that_does() -> None:
 
     cluster = cluster_of(large)
     ladder = Ladder(model_of(large), cluster, open_costs("roofline", cluster))
-    found = {one.rung: one for one in ladder.options(cut(ops // 2), Speeds.of({1: 1.5}), (cut(ops - 2),))}
-    assert ladder.time_s(cut(ops - 2), Speeds.of({1: 9.0})) < ladder.time_s(cut(ops // 2), Speeds.of({1: 9.0}))
-    assert found[Rung.CUTS].plan != cut(ops - 2) and not found[Rung.CUTS].refused.startswith("stage")
+    speeds, known = Speeds.of({1: 9.0}), cut(ops - 2)
+    found = {one.rung: one for one in ladder.options(cut(ops // 2), speeds, (known,))}
+    assert ladder.time_s(known, speeds) < found[Rung.CUTS].time_s and not ladder.estimator(speeds).estimate(known).fits
+    assert found[Rung.CUTS].plan != known and not found[Rung.CUTS].refused.startswith("stage")
 
 
 def test_a_move_without_room_for_both_plans_is_refused() -> None:
