@@ -165,3 +165,9 @@ def test_what_was_measured_beside_loads_is_kept_and_merged(tmp_path: Path) -> No
     profile.write(tmp_path / "profile.json")
     assert beside_loads(open_costs(f"profile:{tmp_path / 'profile.json'}")) == [point, replace(point, load=1.0)]
     assert beside_loads(open_costs("roofline")) == []
+
+
+def test_rounds_of_comparisons_count_alike_on_the_device_and_the_calmest_for_the_host() -> None:
+    first, second, third = WholeFactors(1.0, 1.5, 2e-6), WholeFactors(1.2, 1.1, 1e-6), WholeFactors(1.7, 1.3, 3e-6)
+    found = first.joined(second, 1).joined(third, 2)
+    assert found.device == pytest.approx(1.3) and (found.host, found.recompute_host_s) == (1.1, 1e-6)
