@@ -301,6 +301,10 @@ def test_a_small_data_set_fills_a_batch_more_than_once(folder: Path) -> None:
     assert len(set(ids)) == 200 and [identity % len(data) for identity in ids] == batches[0].samples.tolist()
     programs = planner.programs(data, batches[0])
     assert programs[0].num_samples == 200
+    samples = Samples(data, planner.form)
+    for place in range(3):
+        first, again = (samples.sample(0, identity, 5, 0) for identity in (place, place + 2 * len(data)))
+        assert first.inputs.tolist() == again.inputs.tolist() and first.labels.tolist() == again.labels.tolist()
 
 
 KEY = bytes(32)
