@@ -143,6 +143,19 @@ def test_dropout_and_layers_of_each_side_are_the_models() -> None:
     assert (t5["--encoder-num-layers"], t5["--decoder-num-layers"]) == ("3", "1")
 
 
+def test_ranks_of_a_group_are_in_its_order() -> None:
+    """Its first two ranks would be another pair of neighbours."""
+    plan = uniform_plan("gpt-tiny", "4xa100-40gb", tp=4, global_batch=8, micro_batch=1)
+    with pytest.raises(InputError, match="stage 0: replica 0 is on ranks 0,2,1,3"):
+        megatron_flags(replace(plan, stages=(replace(plan.stages[0], devices=((0, 2, 1, 3),)),)))
+
+
+def test_one_rank_has_no_distributed_optimizer() -> None:
+    plan = uniform_plan("gpt-tiny", "2xa100-40gb", replicas=2, zero=1, global_batch=8, micro_batch=1)
+    alone = uniform_plan("gpt-tiny", "2xa100-40gb", tp=2, zero=1, global_batch=8, micro_batch=1)
+    assert ["--use-distributed-optimizer" in options(one) for one in (plan, alone)] == [True, False]
+
+
 def test_what_a_micro_batch_is_there() -> None:
     """A stage's dp is data parallelism like replicas, so that a rank's micro-batch is a share of the plan's."""
     found = options(uniform_plan("gpt-tiny", "8xa100-40gb", dp=2, replicas=2, tp=2, global_batch=32, micro_batch=4))
