@@ -1635,6 +1635,17 @@ _BY_HAND = (
          "if run.tp * run.dp > stage.num_devices:", "a rank without work waits for ever", "plans/test_validity.py", pick="fewer"),
     _bug("what every rank has is divided in tables", "models/shapes.py", "return self.whole + self.split * (1 / tp)",
          "return (self.whole + self.split) * (1 / tp)", "norms and routers cost an eighth under tp 8", "models/test_shapes.py"),
+    _bug("gradients come back as the first ops of the next stage are divided", "timing/messages.py",
+         "before.run_of(after.first - 1), after.run_of(after.first)", "before.run_of(after.first + 1), after.run_of(after.first)",
+         "messages are half as large where degrees change", "timing/test_messages.py", pick="come_back"),
+    _bug("recorded rows are as short as the plan's", "timing/recorded.py", "return max(length, min(recorded_length",
+         "return min(length, min(recorded_length", "min for max", "timing/test_recorded.py", pick="no_further"),
+    _bug("the first rank leaves no copies", "runtime/recovering/saving.py",
+         "if self._copies is not None and world.rank >= 0 and done", "if self._copies is not None and world.rank > 0 and done",
+         "no death is survived", "runtime/recovering/test_saving.py", pick="every_rank_with"),
+    _bug("a rank without work has copies to wait for", "runtime/recovering/saving.py",
+         "math.inf if self._copies is None or world.rank < 0 else", "math.inf if self._copies is None else",
+         "no step is ever safe", "runtime/recovering/test_saving.py", pick="every_rank_with"),
 )  # fmt: skip
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
