@@ -1646,6 +1646,12 @@ _BY_HAND = (
     _bug("a rank without work has copies to wait for", "runtime/recovering/saving.py",
          "math.inf if self._copies is None or world.rank < 0 else", "math.inf if self._copies is None else",
          "no step is ever safe", "runtime/recovering/test_saving.py", pick="every_rank_with"),
+    _bug("ops before a stage are counted in it", "programs/durations.py", "total[:2, 0] += stage.last - stage.first",
+         "total[:2, 0] += stage.last + stage.first", "later stages seem slower where micro-batches are small",
+         "programs/test_durations.py", pick="arithmetic"),
+    _bug("weight gradients are on top of a backward pass", "programs/durations.py", "backward, backward - weight, weight])",
+         "backward, backward + weight, weight])", "a sign: split passes are half as long again",
+         "programs/test_durations.py", pick="arithmetic"),
 )  # fmt: skip
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,
