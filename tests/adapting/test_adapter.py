@@ -9,7 +9,7 @@ import pytest
 from slow_pipelines import FOUR, ladder_of
 
 from penstock.adapting.adapter import Adapter, measured_speeds
-from penstock.adapting.detecting import Cause, StepFigures
+from penstock.adapting.detecting import Cause, Change, Detector, StepFigures
 from penstock.adapting.ladder import Rung
 from penstock.adapting.slowdowns import Slowdowns
 from penstock.costs.speeds import OpClass, Speeds
@@ -55,6 +55,24 @@ def test_what_no_plan_would_help_brings_no_move(cause: Cause, index: int) -> Non
     adapter = Adapter(ladder, best, SUBJECTS)
     assert run(adapter, disturbed(cause, index, 2.0)) == []
     assert set(adapter.decider.speeds.links) == ({(1, 2)} if cause is Cause.LINK else set())
+
+
+def test_speeds_that_are_known_better_are_decided_by() -> None:
+    """Though no change is told any more; of several changes at once the phase begins with the first."""
+
+    class Told(Detector):
+        factor = 1.5
+
+        def factors(self, cause: Cause) -> dict[tuple[int, ...], float]:
+            return {(rank,): self.factor if rank == 1 else 1.0 for rank in range(4)} if cause is Cause.COMPUTE else {}
+
+    told = Told(SUBJECTS)
+    adapter = Adapter(ladder_of("4xa100-80gb"), FOUR, SUBJECTS, told)
+    adapter.decide(20, [Change(Cause.COMPUTE, (1,), 1.5, 1.0, since, 20) for since in (17, 12, 15)])
+    assert adapter.decider._since == 12 and adapter.decider.speeds.factor(1, OpClass.MATMUL) == pytest.approx(1.5, rel=0.03)
+    told.factor = 2.2
+    adapter.decide(21, [])
+    assert adapter.decider._since == 12 and adapter.decider.speeds.factor(1, OpClass.MATMUL) == pytest.approx(2.2, rel=0.03)
 
 
 def test_speeds_follow_ranks_links_and_classes() -> None:

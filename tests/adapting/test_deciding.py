@@ -155,6 +155,55 @@ def test_a_move_that_paid_starts_anew() -> None:
     assert moved(own, 301).chosen.plan == HOME and own._unpaid == 0
 
 
+def test_a_move_that_saves_less_than_its_pause_has_not_paid() -> None:
+    """0.4 s a step for three steps, against a pause of 2 s; for thirty steps it pays."""
+    for steps, unpaid in ((3, 1), (30, 0)):
+        own = decider(pause_s=2.0)
+        own.changed(SLOW, 100)
+        moved(own, 105)
+        for step in range(106, 106 + steps):
+            own.decide(step)
+        own.adopted(replace(own.decide(106 + steps), chosen=Remedy(Rung.CUTS, HOME, 1.0)))
+        assert own._unpaid == unpaid
+
+
+def test_what_a_move_saves_is_known_better_as_speeds_are() -> None:
+    """The load is over, and the plan that the run has left would be faster by now: every step costs what was saved before."""
+    own = decider(pause_s=0.0)
+    own.changed(SLOW, 100)
+    moved(own, 105)
+    assert own._last_gain_s == pytest.approx(0.4)
+    own.refined(Speeds())
+    assert own._last_gain_s == pytest.approx(-0.1)
+
+
+def test_what_was_refused_may_be_tried_again_once_speeds_are_others() -> None:
+    own = decider()
+    own.changed(SLOW, 100)
+    own.refuse(own.decide(400), "no room just now")
+    assert own.decide(401).chosen.rung is Rung.NOTHING
+    own.changed(Speeds.of({1: 2.5}), 410)
+    assert own.decide(800).chosen.rung is Rung.CUTS
+
+
+def test_a_gain_of_less_than_three_per_cent_is_not_worth_what_costs_cannot_tell() -> None:
+    """However long speeds stay, and though moving costs nothing."""
+    own = decider(slow_s=1.13, pause_s=0.0)
+    own.changed(SLOW, 0)
+    own._phases.extend([10**6] * 4)
+    decision = own.decide(10)
+    assert not decision.moves and decision.gain_s == pytest.approx(0.03) and "less than 3%" in decision.reason
+
+
+def test_the_last_few_plans_may_come_back() -> None:
+    """All of a long run's would make every decision slower than the one before."""
+    own = decider()
+    for number in range(9):
+        plan = replace(OTHER, notes=(str(number),))
+        own.adopted(Decision(number, Remedy(Rung.CUTS, plan, 1.0), True, ""))
+    assert [plan.notes for plan in own.left] == [("4",), ("5",), ("6",), ("7",)]
+
+
 def test_a_simulated_run_is_nearly_as_good_as_one_that_knew() -> None:
     """Rank 3 of eight is twice as slow from step 60 to 160, and then well again."""
     benchmark = load_benchmark("adapting")

@@ -46,6 +46,40 @@ def test_slow_from_the_first_step_is_told_after_a_few() -> None:
     factors[:, 3] = 1.3
     _, found = changes(factors)
     assert [(change.subject, change.since, change.noticed) for change in found] == [((3,), 0, 4)]
+    assert found[0].factor == pytest.approx(1.3, rel=0.03) and found[0].before == 1.0
+
+
+def test_a_little_slow_from_the_first_step_is_told_when_it_is_sure() -> None:
+    """After ten steps, and it never was faster, however slow it was taken to be usually after five."""
+    factors = np.ones((12, 4))
+    factors[:, 3] = 1.13
+    [slow] = changes(factors, noise=0.0)[1]
+    assert (slow.subject, slow.since, slow.noticed, slow.before) == ((3,), 0, 9, 1.0) and slow.factor == pytest.approx(1.13)
+
+
+def test_a_change_without_noise_is_told_with_the_step_in_which_it_began() -> None:
+    factors = np.ones((120, 4))
+    factors[40:80, 2] = 1.5
+    assert [(change.since, change.factor) for change in changes(factors, noise=0.0)[1]] == [
+        (40, pytest.approx(1.5)),
+        (80, pytest.approx(1.0)),
+    ]
+
+
+def test_a_rank_that_has_become_faster_is_told_once_and_stays_so() -> None:
+    factors = np.ones((120, 4))
+    factors[40:, 2] = 0.6
+    detector, found = changes(factors)
+    assert [(change.subject, change.factor) for change in found] == [((2,), pytest.approx(0.6, rel=0.05))]
+    assert detector.factors(Cause.COMPUTE)[2,] == pytest.approx(0.6, rel=0.05)
+
+
+def test_the_clearest_change_is_told_first() -> None:
+    detector = Detector({Cause.COMPUTE: [(0,)], Cause.DATA: [(1,)]})
+    told = [Change(cause, (rank,), 2.0, 1.0, 3, 9) for rank, cause in enumerate((Cause.COMPUTE, Cause.DATA))]
+    for series, change, beyond in zip(detector._series.values(), told, (14.0, 15.0), strict=True):
+        series.add = lambda *_, found=(beyond, change): [found]  # type: ignore[method-assign,assignment]
+    assert detector.add(9, {cause: StepFigures([1.0], [1.0]) for cause in detector._series}) == told[::-1]
 
 
 def test_of_two_ranks_the_slower_is_named() -> None:
@@ -59,6 +93,32 @@ def test_all_slow_alike_means_that_the_costs_are_off() -> None:
     assert [(change.cause, change.subject) for change in found] == [(Cause.COSTS, ())]
     assert found[0].factor == pytest.approx(1.4, rel=0.03)
     assert (found[0].since, found[0].noticed) == (0, 49)
+
+
+def test_pauses_of_all_ranks_say_nothing_of_the_costs() -> None:
+    """Every sixth step takes all of them four times as long: the mean is far off, the usual step is not."""
+    factors = np.ones((120, 4))
+    factors[::6] = 4.0
+    assert changes(factors)[1] == []
+
+
+def test_a_job_of_one_rank_tells_that_its_costs_are_off_and_blames_nobody() -> None:
+    factors = np.ones((120, 1))
+    factors[30:] = 1.5
+    assert {change.cause for change in changes(factors)[1]} == {Cause.COSTS}
+
+
+def test_of_one_link_it_is_known_by_itself_how_slow_it_is() -> None:
+    factors = np.ones((60, 1))
+    factors[30:] = 2.0
+    [slow] = changes(factors, cause=Cause.LINK)[1]
+    assert (slow.cause, slow.subject) == (Cause.LINK, (0,)) and slow.factor == pytest.approx(2.0, rel=0.05)
+
+
+def test_work_that_took_no_time_says_nothing() -> None:
+    """A clock that did not tick: neither a rank that is infinitely fast, nor an error."""
+    ratios = StepFigures([0.0, 1.0, 2.0], [1.0, 1.0, 0.0]).ratios()
+    assert np.isnan(ratios).tolist() == [True, False, True] and ratios[1] == 0.0
 
 
 def test_ranks_without_any_noise_are_taken_to_have_that_of_all() -> None:

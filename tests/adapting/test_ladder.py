@@ -8,6 +8,7 @@ import pytest
 from slow_pipelines import FOUR, MODEL, ladder_of, plan_of
 
 from penstock.adapting.ladder import Ladder, Remedy, Rung, _with_shares, rung_between
+from penstock.adapting.moves import moves
 from penstock.batching.misplanning import batch_s
 from penstock.batching.plan import SampleLengths
 from penstock.batching.planner import costs_for, plan_batch
@@ -149,6 +150,53 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     ladder = Ladder(model_of(large), cluster, open_costs("roofline", cluster))
     found = {one.rung: one for one in ladder.options(large, Speeds.of({1: 50.0}))}
     assert "would hold" in found[Rung.EVICTION].refused and "GB" in found[Rung.EVICTION].refused
+
+
+def test_a_faster_plan_that_does_not_fit_hides_none_that_does() -> None:
+    plan = plan_of([[(0,)], [(1,)]], "2xt4")
+    large = replace(plan, model={**MODEL, "hidden": 2560, "layers": 12, "heads": 20}, precision="fp16")
+    ops = model_of(large).num_ops
+
+    def cut(at: int) -> Plan:
+        return replace(large, stages=(Stage(0, at, ((0,),)), Stage(at, ops, ((1,),))))
+
+    cluster = cluster_of(large)
+    ladder = Ladder(model_of(large), cluster, open_costs("roofline", cluster))
+    speeds, known = Speeds.of({1: 9.0}), cut(ops - 2)
+    found = {one.rung: one for one in ladder.options(cut(ops // 2), speeds, (known,))}
+    assert ladder.time_s(known, speeds) < found[Rung.CUTS].time_s and not ladder.estimator(speeds).estimate(known).fits
+    assert found[Rung.CUTS].plan != known and not found[Rung.CUTS].refused.startswith("stage")
+
+
+def test_a_move_without_room_for_both_plans_is_refused() -> None:
+    ladder = Ladder(model_of(FOUR), cluster_of(FOUR), open_costs("roofline", cluster_of(FOUR)))
+    ladder.estimator(Speeds.of({1: 1.8}))  # to which both plans fit by themselves
+    node = next(iter(ladder.cluster.nodes))
+    ladder.cluster = ladder.cluster.with_nodes([replace(node, device=replace(node.device, memory_bytes=6 * 10**8))])
+    found = {one.rung: one for one in ladder.options(FOUR, Speeds.of({1: 1.8}))}
+    assert "of both plans" in found[Rung.CUTS].refused
+
+
+def test_a_pause_is_no_longer_than_if_all_travelled_while_training_stands_still() -> None:
+    found = options(FOUR, Speeds.of({1: 1.8}))[Rung.CUTS]
+    ladder, speeds = ladder_of("4xa100-80gb"), Speeds.of({1: 1.8})
+    whole_s = moves(FOUR, found.plan).time_s(ladder.estimator(speeds).cluster)
+    step_s = ladder.time_s(FOUR, speeds)
+    assert step_s < found.pause_s <= step_s + 1.5 * whole_s * (1 + 1e-9)
+
+
+def test_free_devices_take_the_place_of_slow_ones_of_their_kind_each_once() -> None:
+    plan = plan_of([[(0,)], [(1,)], [(2,)]], "4xa100-80gb")
+    found = options(plan, Speeds.of({1: 2.0, 2: 2.0}))[Rung.ADDITION]
+    assert not found.refused and len(set(found.plan.ranks)) == 3 and 3 in found.plan.ranks
+    whole = plan_of([[(rank,)] for rank in range(8)], "1xp4d.24xlarge+1xg5.24xlarge")
+    assert Rung.ADDITION not in options(whole, Speeds.of({2: 2.0}))  # what is free is no A100
+
+
+def test_costs_of_speeds_long_ago_are_let_go() -> None:
+    ladder = Ladder(model_of(FOUR), cluster_of(FOUR), open_costs("roofline", cluster_of(FOUR)))
+    known = [ladder.estimator(Speeds.of({1: 1.5 + number / 10})) for number in range(20)]
+    assert len(ladder._estimators) == 8 and ladder.estimator(Speeds.of({1: 1.5 + 19 / 10})) is known[-1]
 
 
 def test_steps_are_told_apart() -> None:

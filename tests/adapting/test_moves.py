@@ -229,6 +229,9 @@ def test_time_is_that_of_the_busiest_link_and_slow_links_count() -> None:
     alone_s = made.num_bytes / CLUSTER.flow_bandwidth_bytes_per_s(0, 4) + link.latency_s
     assert made.time_s(CLUSTER) == pytest.approx(alone_s)
     assert made.time_s(CLUSTER, lambda _a, _b: 4.0) == pytest.approx(4 * (alone_s - link.latency_s) + link.latency_s)
+    inside, link = by_hand((0, 1, 10**9)), CLUSTER.link(0, 1)
+    slow_s = inside.time_s(CLUSTER, lambda a, b: 4.0 if (a, b) == (0, 1) else 1.0)
+    assert slow_s == pytest.approx(4 * 10**9 / link.bandwidth_bytes_per_s + link.latency_s)
 
 
 @pytest.mark.parametrize(("word", "value"), [("precision", "fp32"), ("optimizer", "sgd"), ("model", "gpt-1.3b")])
@@ -291,3 +294,30 @@ def test_copies_before_a_step_are_made_by_all_ranks_at_once() -> None:
     early = tuple(Move(WEIGHTS, f"{source}", (1,), ((0, 1),), source, 3, size) for source, size in enumerate(sizes))
     split = SplitMoves(frozenset(), early, (late,), ())
     assert split.pause_s(by_hand((0, 3, 1)), cluster) == pytest.approx(1.0 + by_hand((0, 3, 10**6)).time_s(cluster))
+
+
+def test_gradients_of_what_travelled_beside_a_step_are_waited_for() -> None:
+    gradient = Move("gradient", "w", (1,), ((0, 1),), 0, 3, 10**9)
+    cluster = resolve_cluster("4xa100-40gb")
+    pause_s = SplitMoves(frozenset(), (), (), (gradient,)).pause_s(by_hand((0, 3, 1)), cluster)
+    assert pause_s == pytest.approx(by_hand((0, 3, 10**9)).time_s(cluster))
+
+
+def test_nothing_travels_beside_a_step_where_a_processor_has_no_room_for_copies() -> None:
+    room = (cluster := resolve_cluster("4xcpu")).device(0).memory_bytes
+    for size, fits in ((room // 4, True), (room // 2, False)):
+        early = (Move(WEIGHTS, "w", (1,), ((0, 1),), 0, 3, size),)
+        pause_s = SplitMoves(frozenset(), early, (), ()).pause_s(by_hand((0, 3, 1), before=room - room // 3), cluster)
+        assert (pause_s < 1e9) == fits
+
+
+def test_ops_whose_update_others_make_or_share_do_not_travel_beside_it() -> None:
+    """The owner of an op's state under ZeRO is another rank, and a shared weight learns from several ops."""
+    for zero in (0, 1, 2):
+        old, new = (replace(plan_of([[(rank, rank + 1)]], zero=zero), precision="bf16") for rank in (0, 4))
+        old, new = (replace(one, stages=(replace(one.stages[0], degrees=Degrees(1, 2)),)) for one in (old, new))
+        layouts = Layouts(model_of(old))
+        assert layouts.shared
+        found = split_moves(old, new, moves(old, new), layouts)
+        expected = set() if zero else {*range(layouts.model.num_ops)} - layouts.shared
+        assert {op for op, _ in found.ops} == expected and bool(found.early) == (not zero)

@@ -104,6 +104,13 @@ def test_what_was_measured_beside_loads_tells_classes_apart() -> None:
     assert 1.0 < between[OpClass.MATMUL] < 1.5 < between[OpClass.MEMORY] < 2.5
 
 
+def test_a_heavier_load_that_slowed_less_is_taken_for_what_it_did() -> None:
+    points = [BesidePoint("gpt", "matmul", 1.0, 1.0, 3.0), BesidePoint("gpt", "memory", 1.0, 1.0, 5.0),
+              BesidePoint("gpt", "matmul", 2.0, 1.0, 2.0), BesidePoint("gpt", "memory", 2.0, 1.0, 2.0)]  # fmt: skip
+    assert usual_slowdowns(points, 2.0) == pytest.approx(dict.fromkeys(OpClass, 2.0))
+    assert usual_slowdowns(points, 4.0)[OpClass.MEMORY] == pytest.approx(5.0)
+
+
 def test_speeds_of_a_slow_rank_follow_what_was_measured_beside_loads() -> None:
     points = [BesidePoint("gpt", "matmul", 1.0, 2.0, 3.0), BesidePoint("gpt", "memory", 1.0, 2.0, 5.0)]
     own = measured_speeds({(3,): 2.0}, {}, {}, points).ranks[3]

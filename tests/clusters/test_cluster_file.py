@@ -38,7 +38,7 @@ def test_a_file_with_everything(tmp_path: Path) -> None:
     assert cluster.describe() == "2 × p4d.24xlarge (8 × a100-40gb) + 1 × box (3 × npu) + 2 × desk (2 × rtx4090)"
     assert (cluster.name, cluster.num_devices, cluster.price_usd_per_h) == ("mixed", 23, None)
     assert cluster.device(0).memory_bytes == 36e9
-    assert cluster.device(16).peak_flops_per_s("bf16") == 300e12
+    assert cluster.device(16).peak_flops_per_s("bf16") == 300e12 and cluster.device(16).memory_bytes == 64e9
     assert cluster.link(0, 1).kind == "nvlink3"
     assert cluster.link(0, 8) == Link("custom", 7e9, 20e-6)
     assert cluster.link(16, 18).kind == "nvlink4" and cluster.link(17, 18).kind == "nvlink3"
@@ -52,6 +52,23 @@ def test_numbers_with_an_exponent_and_names_that_were_words_once(tmp_path: Path)
     text = "nodes: [{name: no, device: a100-40gb, gpus: 1, memory_limit_gb: 3e1}, {name: on, device: a100-40gb, gpus: 1}]\n"
     cluster = resolve_cluster(_write(tmp_path, text + "links: [{between: [no, on], bandwidth_gb_per_s: 1e1}]\n"))
     assert cluster.device(0).memory_bytes == 30e9 and cluster.link(0, 1).bandwidth_bytes_per_s == 10e9
+
+
+def test_a_network_of_the_files_own_is_one_path_unless_it_says_more(tmp_path: Path) -> None:
+    """A p4d has four rails of 12.5 GB/s, of which one device alone drives one."""
+    alone = []
+    for more in ("", ", inter: {bandwidth_gb_per_s: 40}", ", inter: {bandwidth_gb_per_s: 40}, rails: 2", ", rails: 8"):
+        cluster = resolve_cluster(_write(tmp_path, f"nodes: [{{instance: p4d.24xlarge, count: 2{more}}}]\n"))
+        alone.append(cluster.flow_bandwidth_bytes_per_s(0, 8))
+    assert alone == [12.5e9, 40e9, 20e9, 6.25e9]
+
+
+def test_what_is_given_for_nothing_costs_nothing(tmp_path: Path) -> None:
+    """And not what the catalogue says."""
+    cluster = resolve_cluster(
+        _write(tmp_path, "nodes: [{instance: p4d.24xlarge, price_usd_per_h: 0}, {instance: g5.24xlarge, price_usd_per_h: 2}]\n")
+    )
+    assert cluster.price_usd_per_h == 2.0
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.clusters import Cluster, Link, Node, NodeRun, resolve_cluster, resolve_device
+from penstock.clusters.cluster import LinkOverride
 from penstock.costs.collectives import COLLECTIVES, collective_s, group_of, point_to_point_s, sync_gradients_s
 from penstock.errors import InputError
 
@@ -78,6 +80,7 @@ def test_one_rank_per_node_drives_one_rail_and_groups_share_the_network() -> Non
 
 def test_uneven_groups_have_only_the_flat_way() -> None:
     assert len(group_of(one_rail(2), [0, 1, 2, 4]).lines("all_reduce")) == 1
+    assert len(group_of(one_rail(2), [0, 1, 2, 4, 5]).lines("all_reduce")) == 1
     assert len(group_of(one_rail(2), [0, 1, 4, 5]).lines("all_reduce")) == 2
 
 
@@ -91,6 +94,24 @@ def test_the_slowest_link_of_a_mixed_group_counts() -> None:
     fast = collective_s("all_reduce", 1e9, MIXED, range(8))
     slow = collective_s("all_reduce", 1e9, MIXED, range(8, 12))
     assert collective_s("all_reduce", 1e9, MIXED, [0, 1, 2, 3, 8, 9, 10, 11]) > max(fast, slow)
+
+
+def test_a_ring_is_as_slow_as_its_slowest_link_wherever_that_is() -> None:
+    """Also between its last node and its first; and as late as its latest."""
+    cluster, ranks = one_rail(3, per_node=1), [0, 1, 2]
+    usual_s = 2 * 2 * 10e-6 + 2 * 2 / 3 * 1e9 / 10e9
+    assert collective_s("all_reduce", 1e9, cluster, ranks) == pytest.approx(usual_s)
+    for a, b in ((0, 1), (1, 2), (0, 2)):
+        slow = LinkOverride(((a, a + 1),), ((b, b + 1),), Link("slow", 5e9, 10e-6))
+        late = LinkOverride(((a, a + 1),), ((b, b + 1),), Link("late", 10e9, 500e-6))
+        assert collective_s("all_reduce", 1e9, replace(cluster, overrides=(slow,)), ranks) == pytest.approx(4e-5 + 4 / 3 * 1e9 / 5e9)
+        assert collective_s("all_reduce", 1e9, replace(cluster, overrides=(late,)), ranks) == pytest.approx(4 * 500e-6 + 4 / 3 * 1e9 / 10e9)
+
+
+def test_a_flat_ring_has_the_longer_of_both_latencies() -> None:
+    node = Node("n", resolve_device("cpu"), 2, Link("in", 100e9, 50e-6), Link("out", 10e9, 10e-6))
+    flat, _ = group_of(Cluster("test", (NodeRun(node, 2),)), range(4)).lines("all_gather")
+    assert flat == pytest.approx((2 * 50e-6, 0.75 / 10e9))
 
 
 @settings(deadline=None)

@@ -9,7 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.costs.efficiency import CALIBRATION_FILE, Calibration, Curve, Point, calibrate, load_calibration, op_class
+from penstock.costs.efficiency import (
+    CALIBRATION_FILE,
+    Calibration,
+    Curve,
+    Curves,
+    DeviceEfficiency,
+    Point,
+    calibrate,
+    load_calibration,
+    op_class,
+    predicted_s,
+)
 from penstock.errors import InputError
 
 PEAK, BANDWIDTH = 1e15, 5e12
@@ -31,6 +42,29 @@ def test_more_work_is_done_more_efficiently_but_takes_longer(work: float, factor
     assert curve.time_s(work, PEAK) <= curve.time_s(work * factor, PEAK) * (1 + 1e-12)
     assert curve.time_s(work, PEAK) == pytest.approx(work / (PEAK * curve.efficiency(work, PEAK)))
     assert curve.efficiency(work * factor, PEAK * factor) == pytest.approx(curve.efficiency(work, PEAK))
+
+
+def test_a_pass_by_hand() -> None:
+    """Arithmetic of 4 ms and traffic of 3 ms: products hide one behind the other, attention adds them; each kernel is launched."""
+    curves = Curves(Curve(0.5, 0.0), Curve(0.8, 4e-4))
+    efficiency = DeviceEfficiency(1e-3, {"gemm": curves, "attention": curves})
+    for name, expected_s in (("gemm", 4e-3), ("gemm_backward", 4e-3), ("attention", 7e-3), ("attention_rotary_packed", 7e-3)):
+        for kernels in (1, 3):
+            point = Point(name, 2e12, 1e10, 0.0, 1e15, 5e12, kernels)
+            assert predicted_s(efficiency, point) == pytest.approx(expected_s + kernels * 1e-3)
+
+
+def test_attention_of_mixed_lengths_is_a_class_of_its_own() -> None:
+    found = [
+        op_class("attention", config, layout) for config in ({}, {"rotary": True}, {"fused": False}) for layout in ("padded", "packed")
+    ]
+    assert found == ["attention", "attention_packed", "attention_rotary", "attention_rotary_packed", *["attention_unfused"] * 2]
+
+
+def test_nothing_is_faster_than_its_peak() -> None:
+    """Whatever a clock said of the one size that was measured."""
+    point = Point("gemm", 1e12, 1e3, LAUNCH_S + 0.5e-3, PEAK, BANDWIDTH)
+    assert Calibration.from_dict(calibrate([point, point]), "fit").of("h200-141gb").curves("gemm").flops.e_max == 1.0
 
 
 def test_the_package_has_curves_for_every_class() -> None:

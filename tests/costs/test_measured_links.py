@@ -52,7 +52,9 @@ def test_what_was_not_measured_is_left_out() -> None:
 def test_small_messages_alone_tell_the_latency() -> None:
     few = [LinkPoint("transfer", 2, 1, size, 1e-5) for size in (1.0, 2.0, 4.0)]
     link = measured_links(DeviceProfile({}, links=few), "cpu")["intra:cpu"]
-    assert link.latency_s == pytest.approx(1e-5, rel=0.01) and link.bandwidth_bytes_per_s > 0
+    assert link.latency_s == pytest.approx(1e-5, rel=0.01) and link.bandwidth_bytes_per_s == pytest.approx(
+        4 / 1e-5
+    )  # the best that was seen
 
 
 def test_a_cluster_takes_them() -> None:

@@ -166,6 +166,11 @@ def test_stage_memory_by_hand() -> None:
     assert memory.buffers_bytes == 2 * boundary + 2 * boundary + 25 * 2**20
     assert memory.context_bytes == CUDA_CONTEXT_BYTES + NCCL_BYTES
     assert stage_memory(model, 0, model.num_ops, shape).context_bytes == CUDA_CONTEXT_BYTES  # nobody to talk to
+    for start, stop in ((0, 97), (97, model.num_ops)):  # the other stage
+        assert stage_memory(model, start, stop, shape).context_bytes == CUDA_CONTEXT_BYTES + NCCL_BYTES
+    small, few = Shape.padded(1, 256), activation_timeline(model, 1, 97, Shape.padded(1, 256))
+    assert few.peak_bytes - few.kept_bytes < 4 * OPTIMIZER_CHUNK < few.kept_bytes  # which are gone when the optimizer takes its piece
+    assert stage_memory(model, 1, 97, small).workspace_bytes == pytest.approx(few.peak_bytes - few.kept_bytes)
     assert memory.slack_bytes == pytest.approx((memory.total_bytes - memory.slack_bytes - memory.context_bytes) * 0.1)
 
 

@@ -125,6 +125,9 @@ def test_merging_adds_devices_and_points() -> None:
     assert mine.series[LINEAR].columns["size"] == [256, 1024, 64]  # the point at 256 is the same in both
     assert mine.done == ["gpt sizes tp1", "gpt lengths tp1"] and mine.base_bytes == 2.0**26
     assert mine.whole == whole().devices["h200-141gb"].whole
+    compared = {"another": WholeFactors(1.1, 0.9, 2e-6), **dict.fromkeys(mine.whole, WholeFactors(1.3))}
+    first.merge(Profile({"h200-141gb": replace(device(), whole=compared)}))
+    assert mine.whole == compared  # what was measured last
 
 
 def test_merging_the_same_profile_again_changes_nothing() -> None:
@@ -162,3 +165,9 @@ def test_what_was_measured_beside_loads_is_kept_and_merged(tmp_path: Path) -> No
     profile.write(tmp_path / "profile.json")
     assert beside_loads(open_costs(f"profile:{tmp_path / 'profile.json'}")) == [point, replace(point, load=1.0)]
     assert beside_loads(open_costs("roofline")) == []
+
+
+def test_rounds_of_comparisons_count_alike_on_the_device_and_the_calmest_for_the_host() -> None:
+    first, second, third = WholeFactors(1.0, 1.5, 2e-6), WholeFactors(1.2, 1.1, 1e-6), WholeFactors(1.7, 1.3, 3e-6)
+    found = first.joined(second, 1).joined(third, 2)
+    assert found.device == pytest.approx(1.3) and (found.host, found.recompute_host_s) == (1.1, 1e-6)

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.clusters import resolve_cluster
 from penstock.costs.memory import OpPeaks, formula_bytes, stage_memory
-from penstock.costs.profile import DeviceProfile, Profile, coordinates, read_profile, series_key
+from penstock.costs.profile import DeviceProfile, OptimizerPoint, Profile, coordinates, read_profile, series_key
 from penstock.costs.profiled import Profiled
 from penstock.costs.roofline import Roofline
 from penstock.costs.sources import shipped_profiles
@@ -114,9 +114,31 @@ def test_the_optimizer_step_comes_from_measured_steps() -> None:
     assert measured_s == pytest.approx(1.3e9 * 1.05e-11, rel=0.1)  # 2.7 ms for 260 million weights
     assert costs.optimizer_s(2.6e9, H200, gradients="fp32") == pytest.approx(2 * measured_s)
     assert costs.optimizer_s(1.3e9, H200) == costs.optimizer_s(1.3e9, H200, gradients="bf16") == pytest.approx(16 / 18 * measured_s)
+    assert costs.optimizer_s(1e9, H200, optimizer="sgd") == Roofline(in_company=False).optimizer_s(1e9, H200, optimizer="sgd")
     bare = Profiled(Profile({H200: DeviceProfile({})}))
     assert bare.optimizer_s(1e9, H200) == Roofline().optimizer_s(1e9, H200)
     assert bare.optimizer_s(1e9, H200, gradients="fp32") == Roofline().optimizer_s(1e9, H200, gradients="fp32")
+
+
+def test_an_optimizer_step_takes_as_long_as_the_slower_of_device_and_host() -> None:
+    points = [OptimizerPoint("bf16", n, t, n * 1e-11, t * 1e-5) for n, t in ((1e8, 100.0), (1e8, 300.0), (4e8, 100.0))]
+    costs = Profiled(Profile({H200: DeviceProfile({}, optimizer=points)}))
+    assert costs.optimizer_s(1e9, H200, num_tensors=10, gradients="fp32") == pytest.approx(1e-2)
+    assert costs.optimizer_s(1e6, H200, num_tensors=400, gradients="fp32") == pytest.approx(4e-3)
+    assert costs.optimizer_s(1e6, H200, num_tensors=400, gradients="bf16") == pytest.approx(4e-3)  # the host issues as much
+
+
+def test_what_recomputing_costs_the_host_is_measured_by_itself() -> None:
+    model, device = resolve_model("gpt-1.3b"), PROFILE.devices[H200]
+    table = Profiled(PROFILE).table(model, [Shape.padded(8, 512)], [1], CLUSTER)
+    for o, op in enumerate(model.distinct_ops):
+        expected_s = device.whole[op.signature].recompute_host_s or table.host_s[o, 0, 0, 0, 0]
+        assert table.host_s[o, 0, 2, 0, 0] == pytest.approx(expected_s)
+    assert any(device.whole[op.signature].recompute_host_s for op in model.distinct_ops)
+
+
+def test_libraries_hold_what_was_measured() -> None:
+    assert Profiled(PROFILE).memory_of(H200, "bf16").base_bytes == PROFILE.devices[H200].base_bytes > 0
 
 
 def test_measured_peaks_give_about_the_memory_that_formulas_give() -> None:

@@ -62,6 +62,17 @@ def test_classes_of_ops_are_slowed_apart() -> None:
     assert kinds["attention"] is OpClass.ATTENTION
 
 
+def test_an_update_is_as_slow_as_what_memory_bounds_and_a_link_both_ways() -> None:
+    cluster = cluster_of(PIPELINE)
+    source = open_costs("roofline", cluster)
+    speeds = Speeds({4: {OpClass.MATMUL: 1.0, OpClass.ATTENTION: 1.0, OpClass.MEMORY: 3.0}}, {(1, 4): 2.0})
+    slowed = SlowedCosts(source, speeds)
+    for rank, factor in ((1, 1.0), (4, 3.0)):
+        device = slowed.links_of(cluster).device(rank).name
+        assert slowed.optimizer_s(1e8, device) == pytest.approx(factor * source.optimizer_s(1e8, "a100-80gb"))
+    assert [speeds.link_factor(*pair) for pair in ((1, 4), (4, 1), (1, 5))] == [2.0, 2.0, 1.0]
+
+
 def test_measured_costs_are_slowed_like_modelled_ones() -> None:
     """A profile has times of the host, which are no slower."""
     plan = replace(plan_of([[(0,)], [(1,)]], cluster="2xh200-141gb"), costs="profile:h200-141gb")

@@ -127,3 +127,13 @@ def test_steps_before_the_first() -> None:
 def test_samples_without_tokens_never_fill_a_budget() -> None:
     with pytest.raises(InputError, match="no sample has any tokens"):
         make([[0, 0, 0]], tokens_per_batch=5)[0]
+
+
+def test_a_sample_may_fill_a_batch_but_not_exceed_it() -> None:
+    """Whatever its limits would allow: what is refused is what there is."""
+    full = make([[3, 8, 2]], tokens_per_batch=8)
+    assert max(full[step].num_tokens for step in range(3)) == 8
+    with pytest.raises(InputError, match="sample 1 has 9 tokens, more than a batch of 8"):
+        make([[3, 9, 2]], tokens_per_batch=8, limits=Limits((12,)))
+    cut = make([[3, 9, 2]], tokens_per_batch=8, limits=Limits((8,)))
+    assert max(cut[step].num_tokens for step in range(3)) == 8

@@ -33,7 +33,7 @@ from penstock.data.loader import ProgramLoader
 from penstock.data.manifest import DataManifest, DataSplit, TaskRange, write_manifest
 from penstock.data.planners import BatchSource, PlannerPool, entries_of, open_entry
 from penstock.data.planning import PlanningError, ProgramPlanner, sample_ids
-from penstock.data.samples import Samples
+from penstock.data.samples import Samples, _shares
 from penstock.data.text.prepare import TextRequest, prepare_text
 from penstock.errors import InputError
 from penstock.models.catalog import model_from_mapping
@@ -41,10 +41,10 @@ from penstock.models.micro_batch import MicroBatch
 from penstock.models.modules.batch import Batch
 from penstock.models.ops import Model
 from penstock.models.shapes import Layout
-from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
+from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
 from penstock.processes.fork_server import FORKED, warm_up
 from penstock.programs.binary import encode
-from penstock.programs.instructions import Program
+from penstock.programs.instructions import Place, Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.runtime.source import load_share
@@ -195,8 +195,20 @@ def test_micro_batches_that_the_plan_fixes(folder: Path) -> None:
     assert [len(micro.samples) for micro in programs[0].micro_batches] == [5, 5, 5, 5, 4]
     assert [identity for micro in programs[0].micro_batches for identity in micro.samples] == batches[0].samples.tolist()
     assert all(micro.row_length == max(micro.lengths) for micro in programs[0].micro_batches)
+    two_sided = make_planner(folder, "t5")
+    planned = replace(two_sided, costs=None, plan=fixed_plan(two_sided.model, 5)).batch_plan(data, batches[0])
+    micros = [micro for replica in planned.replicas for micro in replica.micro_batches]
+    assert all((micro.row_length, micro.dec_row_length) == (max(micro.lengths), max(micro.dec_lengths)) for micro in micros)
+    assert any(micro.row_length != micro.dec_row_length for micro in micros)
     with pytest.raises(InputError, match="costs are needed"):
         replace(dynamic, costs=None)
+
+
+def test_a_rank_reads_its_share_wherever_degrees_change() -> None:
+    """The last of four ranks: a quarter at the entry, half inside, where it is one of two tensor-parallel ranks, and all at the exit."""
+    stage = Stage(0, 9, ((0, 1, 2, 3),), Degrees(1, 4), (OpRun(3, 6, 2, 2), OpRun(6, 9, 4, 1)))
+    assert set(_shares(Place(0, 0, 9, 3, 1, 4, 4, 1), stage)) == {(4, 3), (2, 1), (1, 0)}
+    assert set(_shares(Place(0, 0, 9, 1, 1, 4, 4, 1), replace(stage, runs=()))) == {(4, 1), (1, 0)}
 
 
 def test_unequal_shares_that_the_plan_fixes(folder: Path) -> None:
@@ -289,6 +301,10 @@ def test_a_small_data_set_fills_a_batch_more_than_once(folder: Path) -> None:
     assert len(set(ids)) == 200 and [identity % len(data) for identity in ids] == batches[0].samples.tolist()
     programs = planner.programs(data, batches[0])
     assert programs[0].num_samples == 200
+    samples = Samples(data, planner.form)
+    for place in range(3):
+        first, again = (samples.sample(0, identity, 5, 0) for identity in (place, place + 2 * len(data)))
+        assert first.inputs.tolist() == again.inputs.tolist() and first.labels.tolist() == again.labels.tolist()
 
 
 KEY = bytes(32)

@@ -72,6 +72,11 @@ def test_apportion_is_whole_and_fair(total: int, weights: list[float]) -> None:
         assert abs(part - total * (weight / sum(weights))) <= 1 and (weight or not part)
 
 
+def test_what_is_left_goes_to_the_largest_remainders() -> None:
+    assert apportion(3, [0.55, 0.45]) == [2, 1] and apportion(3, [0.45, 0.55]) == [1, 2]
+    assert apportion(10, [1.0, 1.0, 1.0]) == [4, 3, 3] and apportion(7, [3.4, 2.0, 1.6]) == [3, 2, 2]
+
+
 @pytest.mark.parametrize(
     ("sizes", "weights", "message"),
     [([0], None, "no samples"), ([5, 0], [1.0, 1.0], "has weight 1.0, but no samples"), ([5], [-1.0], "must be zero or more"),

@@ -91,6 +91,18 @@ def options(call: list[str]) -> dict[str, str]:
     return dict(part.removeprefix("--").split("=", 1) for part in call if part.startswith("--") and "=" in part)
 
 
+def test_a_part_of_a_node_is_asked_for_as_that() -> None:
+    plan = uniform_plan("gpt-tiny", "2xa100-40gb", global_batch=8, micro_batch=1, pp=2)
+    cluster = resolve_cluster("4xa100-40gb")
+    assert "#SBATCH --gres=gpu:2\n" in slurm_script(replace(plan, cluster="4xa100-40gb"), cluster, COMMAND)
+
+
+def test_as_many_nodes_may_fail_as_there_are() -> None:
+    plan, cluster = CASES["mixed"]
+    *_, first, second = kubernetes_objects(plan, cluster, "{}", COMMAND, supervised=True)
+    assert [(job["spec"]["completions"], job["spec"]["maxFailedIndexes"]) for job in (first, second)] == [(2, 2), (1, 1)]
+
+
 def test_nodes_and_their_processes() -> None:
     for name, (plan, cluster) in CASES.items():
         assert [node.num_processes for node in launch_nodes(plan, cluster)] == PROCESSES[name]

@@ -20,6 +20,7 @@ from penstock.models.catalog import resolve_model
 from penstock.models.llama import LlamaConfig
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Degrees, OpRun, Plan, Stage
+from penstock.plans.references import model_of
 from penstock.systems.aceso.plans import groups
 
 GPT = uniform_plan("gpt-tiny", "4xa100-40gb", pp=4, global_batch=16, micro_batch=2)
@@ -130,6 +131,29 @@ def test_bert_and_t5_come_with_a_note() -> None:
     found = options(t5)
     assert found["--encoder-num-layers"] == found["--decoder-num-layers"] == "24" and found["--kv-channels"] == "64"
     assert found["--encoder-seq-length"] == "2048" and found["--decoder-seq-length"] == "512"
+
+
+def test_dropout_and_layers_of_each_side_are_the_models() -> None:
+    model = {"base": "gpt-tiny", "dropout": 0.2, "attention_dropout": 0.3, "fused_attention": False}
+    found = options(replace(uniform_plan("gpt-tiny", "1xa100-40gb", global_batch=8, micro_batch=1), model=model))
+    assert (found["--hidden-dropout"], found["--attention-dropout"], found["--attention-backend"]) == ("0.2", "0.3", "unfused")
+    plan = uniform_plan("t5-tiny", "1xa100-40gb", global_batch=8, micro_batch=1)
+    plan = replace(plan, model={"base": "t5-tiny", "layers": 3, "dec_layers": 1})
+    t5 = options(recut(replace(plan, stages=(replace(plan.stages[0], last=model_of(plan).num_ops),))))
+    assert (t5["--encoder-num-layers"], t5["--decoder-num-layers"]) == ("3", "1")
+
+
+def test_ranks_of_a_group_are_in_its_order() -> None:
+    """Its first two ranks would be another pair of neighbours."""
+    plan = uniform_plan("gpt-tiny", "4xa100-40gb", tp=4, global_batch=8, micro_batch=1)
+    with pytest.raises(InputError, match="stage 0: replica 0 is on ranks 0,2,1,3"):
+        megatron_flags(replace(plan, stages=(replace(plan.stages[0], devices=((0, 2, 1, 3),)),)))
+
+
+def test_one_rank_has_no_distributed_optimizer() -> None:
+    plan = uniform_plan("gpt-tiny", "2xa100-40gb", replicas=2, zero=1, global_batch=8, micro_batch=1)
+    alone = uniform_plan("gpt-tiny", "2xa100-40gb", tp=2, zero=1, global_batch=8, micro_batch=1)
+    assert ["--use-distributed-optimizer" in options(one) for one in (plan, alone)] == [True, False]
 
 
 def test_what_a_micro_batch_is_there() -> None:

@@ -32,11 +32,12 @@ def test_shares_may_be_unequal() -> None:
     packed = MicroBatch(0, tuple(range(4)), "packed", (10, 20, 30, 60))
     assert packed.even_bounds(2, (0.5, 0.5)) == packed.even_bounds(2) == (0, 3, 4)
     assert packed.even_bounds(2, (1.0, 3.0)) == (0, 2, 4)
+    assert MicroBatch(0, (0, 1), "packed", (5, 3)).even_bounds(2) == (0, 1, 2)  # nearest to its share, not below it
 
 
 def test_rows_of_several_samples_are_shared_whole() -> None:
     batch = MicroBatch(0, (0, 1, 2, 3, 4), "padded", (5, 5, 9, 4, 4), row_length=10, row_sizes=(2, 1, 2))
-    assert batch.shape() == Shape.padded(3, 10)
+    assert batch.shape() == Shape.padded(3, 10) and batch.num_rows == 3 and replace(batch, row_sizes=()).num_rows == 5
     assert batch.even_bounds(2) == (0, 3, 5)
     assert [replace(batch, bounds={2: (0, 3, 5)}).shape(2, index) for index in range(2)] == [Shape.padded(2, 10), Shape.padded(1, 10)]
 

@@ -8,10 +8,14 @@ import pytest
 
 from penstock.errors import InputError
 from penstock.models import resolve_model
-from penstock.plans.build import uniform_cuts, uniform_plan
+from penstock.plans.build import join_ranges, uniform_cuts, uniform_plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.schema import read_plan, write_plan
 from penstock.plans.validity import check_plan
+
+
+def test_ranges_are_joined_where_they_touch_alone() -> None:
+    assert join_ranges([(0, 2), (2, 3), (4, 6), (6, 7), (9, 10)]) == ((0, 3), (4, 7), (9, 10))
 
 
 def test_cuts_fall_between_layers() -> None:

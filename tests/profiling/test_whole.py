@@ -95,3 +95,16 @@ def test_real_passes_take_time() -> None:
     batch = random_model_batch(model, Lengths(2, 8), CPU)
     assert WholeChain(model, chain, DeviceCosts(DeviceProfile({})), CPU)._passes_s(batch, (1, 2), 1) > 0
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in chain.parameters())
+
+
+def test_the_time_of_a_pass_is_the_mean_of_those_that_were_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only passes move: two or four of them take as long each."""
+    now = [0.0]
+
+    def passes(batch: Any, recompute: Any) -> dict[str, torch.Tensor]:
+        now[0] += 3.0
+        return {"loss": torch.zeros((), requires_grad=True)}
+
+    monkeypatch.setattr("penstock.profiling.whole.time.perf_counter", lambda: now[0])
+    whole = WholeChain(GPT, passes, DeviceCosts(DeviceProfile({})), CPU)  # type: ignore[arg-type]
+    assert [whole._passes_s(None, (), count) for count in (1, 2, 4)] == [3.0] * 3  # type: ignore[arg-type]

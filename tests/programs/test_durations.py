@@ -13,11 +13,12 @@ from penstock.batching.workloads import batch_durations_s, batch_workload
 from penstock.costs.sources import open_costs
 from penstock.models.micro_batch import MicroBatch
 from penstock.models.ops import Model
+from penstock.models.shapes import Shape
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.programs.check import check_programs
-from penstock.programs.durations import StageWeights, durations_of, priced_weights
+from penstock.programs.durations import StageWeights, durations_of, priced_weights, stage_weights
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.schedules.rules import schedule_of
@@ -91,3 +92,17 @@ def test_a_micro_batch_without_a_price_is_left_to_arithmetic() -> None:
     values[-1] = np.inf
     unpriced = replace(costs, layouts={"padded": replace(costs.layouts["padded"], values=values)})
     assert batch_durations_s(unpriced, [huge], 0) is None
+
+
+def test_arithmetic_of_a_stage_is_that_of_its_ops() -> None:
+    """Of both stages, with one operation more for each op; halves of a backward pass add up to it."""
+    plan = uniform_plan("gpt-tiny", "4xcpu", pp=2, tp=2, global_batch=8, micro_batch=4)
+    model, shape = model_of(plan), Shape.padded(4, 16)
+    micro = MicroBatch(0, (0, 1, 2, 3), "padded", (16,) * 4, (), 16)
+    kinds = durations_of(stage_weights(model, plan), [micro])
+    for number, stage in enumerate(plan.stages):
+        ops = [place.op for place in model.ops[stage.first : stage.last]]
+        forward, backward, input_half, weight_half = (kind[number][0] for kind in kinds)
+        assert forward == pytest.approx(sum(op.flops.at(shape, 2) for op in ops) + len(ops))
+        assert backward == pytest.approx(sum(op.backward_flops.at(shape, 2) for op in ops) + len(ops))
+        assert input_half + weight_half == pytest.approx(backward) and 0 < weight_half < backward / 2

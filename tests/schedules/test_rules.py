@@ -76,3 +76,11 @@ def test_unknown_names_and_stages_that_do_not_divide_are_refused() -> None:
         schedule_of("1f1", 2, 2)
     with pytest.raises(InputError, match="no multiple of 2"):
         schedule_of("interleaved", 5, 2, 2)
+
+
+def test_batches_of_very_many_micro_batches_fill_a_pipeline_each_by_itself() -> None:
+    """And of few, as many run without a break as make up for it."""
+    rules = SCHEDULES["pipedream"]
+    counts = [rules.window(4, count) for count in (1, 3, 10**6)]
+    assert counts[0] >= counts[1] > counts[2] == 1
+    assert rules.pipeline_s([1.0] * 4, 10**6) == 10**6 + 3

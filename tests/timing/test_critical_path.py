@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,3 +62,18 @@ def test_what_is_on_it_holds_the_iteration_up(name: str) -> None:
 def test_one_device_is_all_computing() -> None:
     run = execute(schedule_of("1f1b", 1, 4), workload_of(np.ones((2, 1, 4)), np.zeros((2, 0, 4))))
     assert Counter(one.cause for one in critical_path(run)) == {"F": 4, "B": 4}
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"contention": "pair"}, "F00 activation00 activation01 F11 B10 B11 gradient01 B01"),
+        ({"overlap": False}, "F00 activation00 F01 activation01 F11 B10 gradient00 B11 gradient01 B01"),
+    ],
+    ids=["the link was taken", "the device was sending"],
+)
+def test_what_held_up_a_message_or_a_pass_by_hand(more: dict[str, Any], expected: str) -> None:
+    """Two stages, two micro-batches, passes of a second, messages of five there and a quarter back: by cause, stage, micro-batch."""
+    work = workload_of(np.ones((2, 2, 2)), np.array([[[5.0, 5.0]], [[0.25, 0.25]]]), **more)
+    path = critical_path(execute(schedule_of("gpipe", 2, 2), work))
+    assert " ".join(f"{one.cause}{one.stage}{one.micro_batch}" for one in path) == expected

@@ -14,7 +14,7 @@ from penstock.clusters import DEVICES, Cluster, Link, Node, NodeRun
 from penstock.models import Model, TensorSpec
 from penstock.models.catalog import model_from_mapping
 from penstock.plans.degrees import DegreeRun
-from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
+from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
 from penstock.timing.messages import cut_times_s, gradient_sharing, reshard_s, sync_s, tied_s
 
 INSIDE, NETWORK = 1000.0, 100.0
@@ -132,6 +132,13 @@ def test_a_rank_serves_those_of_a_wider_stage_one_after_the_other() -> None:
     assert cut_s(wider, nodes(1, 4)) == [both(INSIDE)]
     narrower = plan_of(Stage(0, 9, ((1, 2),), Degrees(1, 2)), Stage(9, 20, ((0,),)))
     assert cut_s(narrower, nodes(1, 4)) == [both(INSIDE)]
+
+
+def test_gradients_come_back_as_the_last_ops_of_the_stage_are_divided() -> None:
+    """Those are not divided by samples any more: each of the two ranks gets all of them."""
+    stages = Stage(0, 9, ((1, 2),), Degrees(1, 2), (OpRun(8, 9, 2, 1),)), Stage(9, 20, ((0,),))
+    ((there_s, back_s),) = cut_s(plan_of(*stages), nodes(1, 4))
+    assert (there_s, back_s) == pytest.approx((CARRY_BYTES / INSIDE, 2 * CARRY_BYTES / INSIDE))
 
 
 def test_nothing_comes_back_for_what_has_no_gradient() -> None:

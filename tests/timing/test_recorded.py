@@ -11,7 +11,7 @@ from penstock.models.shapes import Shape
 from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
 from penstock.plans.references import cluster_of, model_of
 from penstock.timing.estimate import Estimator
-from penstock.timing.recorded import can_be_recorded, is_recorded, recorded_length
+from penstock.timing.recorded import can_be_recorded, is_recorded, recorded_length, recorded_rows
 
 SMALL = {"family": "gpt", "layers": 2, "hidden": 64, "heads": 4, "seq_length": 32, "vocab": 64}
 
@@ -54,6 +54,12 @@ def test_rows_have_few_lengths() -> None:
         lengths = {length: recorded_length(length, has_decoder=has_decoder) for length in range(64, 4096)}
         assert all(length <= own <= max(length + 7, dearest * length) and own % 8 == 0 for length, own in lengths.items())
         assert len({own for length, own in lengths.items() if 256 <= length < 512}) <= most + 1
+
+
+def test_rows_are_padded_no_further_than_the_plans_own() -> None:
+    """And never cut, where a sample is longer."""
+    assert [recorded_rows(100, 0, (most, 0)) for most in (512, 102, 90)] == [(104, 0), (102, 0), (100, 0)]
+    assert recorded_rows(100, 50, (512, 52)) == (112, 52)
 
 
 def test_a_recorded_stage_waits_for_no_host() -> None:

@@ -401,9 +401,10 @@ def test_damage_is_found(tmp_path: Path) -> None:
         Checkpoint(tmp_path).verify()
     with pytest.raises(InputError, match="is damaged"):
         Checkpoint(tmp_path).read("weights/w")
-    file.write_bytes(data[:-1])
-    with pytest.raises(InputError, match=r"has \d+ bytes, \d+ were written"):
-        Checkpoint(tmp_path)
+    for other in (data[:-1], data + b"x"):
+        file.write_bytes(other)
+        with pytest.raises(InputError, match=r"has \d+ bytes, \d+ were written"):
+            Checkpoint(tmp_path)
     data[8:20] = b"x" * 12
     file.write_bytes(data)
     with pytest.raises(InputError, match="cannot be read from"):

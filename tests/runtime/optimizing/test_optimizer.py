@@ -148,9 +148,9 @@ def test_state_is_twelve_bytes_for_each_weight() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rules_without_decay_of_vectors(kind: str, dtype: torch.dtype) -> None:
     """Of some weights, in pieces that begin inside of others: as whole tensors in two groups."""
-    settings = OptimizerSettings(kind, weight_decay=0.4, no_decay=("vectors",))  # type: ignore[arg-type]
+    settings = OptimizerSettings(kind, 0.4, (0.8, 0.95), 1e-2, no_decay=("vectors",))  # type: ignore[arg-type]
     mine = weights(dtype)
-    copies = [nn.Parameter(parameter.detach().float()) for parameter in mine]
+    copies = [nn.Parameter(parameter.detach().float().clone()) for parameter in mine]  # `float` alone gives fp32 weights themselves
     optimizer = make_optimizer(mine, settings, 1e-2, undecayed={id(one) for one in mine if one.dim() <= 1})
     reference = torch_optimizer(settings, copies, 1e-2)
     for step in range(4):
@@ -167,6 +167,26 @@ def test_rules_without_decay_of_vectors(kind: str, dtype: torch.dtype) -> None:
     for copy, parameter in zip(copies, mine, strict=True):
         torch.testing.assert_close(parameter.detach(), copy.detach().to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
         assert {"exp_avg", "exp_avg_sq", "step"} <= set(optimizer.state(parameter)) or kind == "sgd"
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_of_some_weights_leaves_the_others(kind: str, dtype: torch.dtype) -> None:
+    """Their gradients too: they may still be needed."""
+    settings = OptimizerSettings(kind)  # type: ignore[arg-type]
+    mine, whole = weights(dtype), weights(dtype)
+    optimizers = [
+        make_optimizer(own, settings, 1e-2, op_of={id(one): number // 2 for number, one in enumerate(own)}) for own in (mine, whole)
+    ]
+    for own in (mine, whole):
+        give_gradients(own, 0)
+    gradients = [parameter.grad.clone() for parameter in mine if parameter.grad is not None]
+    optimizers[0].step(torch.tensor(0.5), only=mine[:2])
+    optimizers[1].step(torch.tensor(0.5))
+    assert all(map(torch.equal, mine, [*whole[:2], *weights(dtype)[2:]])) and not torch.equal(mine[0], weights(dtype)[0])
+    assert all(
+        parameter.grad is not None and torch.equal(parameter.grad, given) for parameter, given in zip(mine[2:], gradients[2:], strict=True)
+    )
 
 
 def test_what_decays_is_told_by_dimensions_and_names() -> None:

@@ -15,6 +15,7 @@ from penstock.models.modules import build_chain
 from penstock.models.modules.build import TORCH_DTYPES
 from penstock.runtime.optimizing.optimizer import make_optimizer
 from penstock.runtime.optimizing.update import LossScale
+from penstock.runtime.parallel.gradients import Gradients
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.source import load_share
 from penstock.runtime.transport.world import ProcessGroups
@@ -45,7 +46,7 @@ def test_state_moves_from_one_optimizer_to_another(kind: str, dtype: torch.dtype
 
     def fresh() -> list[nn.Parameter]:
         generator = torch.Generator().manual_seed(0)
-        return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in ((3, 4), (5,))]
+        return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in ((3, 4), (5,), ())]
 
     def give(weights: list[nn.Parameter], step: int) -> None:
         for number, weight in enumerate(weights):
@@ -62,7 +63,7 @@ def test_state_moves_from_one_optimizer_to_another(kind: str, dtype: torch.dtype
     after = make_optimizer(second, settings, 0.1)
     for old, new in zip(first, second, strict=True):
         state = before.state(old)
-        assert {value.shape for value in state.values() if value.dim()} == {old.shape}
+        assert {value.shape for name, value in state.items() if name != "step"} == {old.shape}
         after.load_state(new, state)
     for step in range(2, 4):
         give(whole, step)
@@ -118,6 +119,46 @@ def test_a_loss_that_is_not_finite_changes_nothing_though_its_gradients_are(loss
     assert result.skipped and result.norm is not None and result.norm.isfinite()
     assert all(map(torch.equal, before, rank.update.optimizer.parameters))
     assert not any(held.parameter.grad.any() for held in rank.stages[0].held if held.parameter.grad is not None)
+
+
+def test_the_loss_scale_falls_with_the_update_that_overflowed_and_with_no_other() -> None:
+    """Which moves no weight; and what the last update exchanged is all that is remembered of it."""
+    case = make_case(ONE, 3, iterations=1, precision="fp16")
+    rank = rank_of(case.plan, ProcessGroups(), TrainingSettings())
+    assert rank.update.scale is not None
+    values = [rank.update.scale.value]
+    for step, gradient in enumerate((1.0, math.inf, 1.0)):
+        before = [own.detach().clone() for own in rank.update.optimizer.parameters]
+        for held in rank.stages[0].held:
+            assert held.parameter.grad is not None
+            held.parameter.grad.fill_(gradient)
+        result = rank.update.step(step, torch.tensor(1.0), 1)
+        values.append(rank.update.scale.value)
+        assert result.skipped == math.isinf(gradient) == all(map(torch.equal, before, rank.update.optimizer.parameters))
+        assert len(rank.update.exchanges) == (1 if result.skipped else 2)
+    assert values == [65536.0, 65536.0, 32768.0, 32768.0]
+
+
+def test_an_update_is_that_of_all_stages_of_the_rank() -> None:
+    """Chunks of an interleaved schedule: the weights of each are handed on, and its gradients forgotten."""
+
+    class Counted(Gradients):
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def share_updates(self) -> None:
+            self.calls.append("shared")
+
+        def zero(self) -> None:
+            self.calls.append("zero")
+
+    rank = rank_of(make_case(ONE, 3, iterations=1).plan, ProcessGroups(), TrainingSettings())
+    chunks = [Counted(), Counted(), Counted()]
+    rank.update.gradients = chunks
+    rank.update.step(0, torch.tensor(1.0), 1)
+    assert [own.calls for own in chunks] == [["shared", "zero"]] * 3
+    rank.update.step_alone(1)
+    assert [own.calls for own in chunks] == [["shared", "zero", "zero"]] * 3
 
 
 def test_gradients_are_multiplied_in_fp32() -> None:

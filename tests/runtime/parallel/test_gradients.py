@@ -15,7 +15,8 @@ from training_jobs import RandomSource, rank_of, train_programs
 
 from penstock.models.modules import build_chain
 from penstock.plans.references import model_of
-from penstock.runtime.parallel.gradients import BucketedGradients
+from penstock.programs.instructions import ReduceStart
+from penstock.runtime.parallel.gradients import Bucket, BucketedGradients
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.source import load_share
 from penstock.runtime.transport.world import ProcessGroups
@@ -48,6 +49,55 @@ def test_weights_go_into_buckets_until_one_is_full() -> None:
         assert len(bucket.held) == 1 or bucket.flat.nbytes <= BUCKET_BYTES
     for bucket in buckets:
         assert all(held.parameter.grad.untyped_storage()._cdata == bucket.flat.untyped_storage()._cdata for held in bucket.held)
+
+
+def test_every_bucket_is_summed_once_whatever_is_complete_by_then() -> None:
+    """In one order on all ranks: no weight before those in front of it, and those that are left when the last backward pass is over."""
+    case = make_case(TWO | {"replicas": 1}, 3)
+    rank = rank_of(case.plan, ProcessGroups(), SGD)
+    (stage,) = rank.stages.values()
+    own, launched = BucketedGradients(stage, rank.world, BUCKET_BYTES), list[Bucket]()
+    own._launch = launched.append  # type: ignore[method-assign]
+    own.start(ReduceStart(0, ()))
+    assert launched == own.buckets
+    for complete in (0, 1, 3, len(own.buckets)):
+        launched.clear()
+        own.start(ReduceStart(0, (), 1))
+        for bucket in [*own.buckets[1:complete], *own.buckets[: min(1, complete)]]:  # the first of them comes last
+            assert not launched
+            for held in bucket.held:
+                own.completed(held.parameter)
+        own.passed(0)
+        assert launched == own.buckets[:complete]
+        own.passed(1)
+        assert launched == own.buckets
+
+
+def test_nothing_of_a_step_is_left_for_the_next() -> None:
+    """Neither sums that were waited for, nor whoever listens for weights of a step that was abandoned."""
+    case = make_case(TWO | {"replicas": 1}, 3)
+    rank = rank_of(case.plan, ProcessGroups(), SGD)
+    (stage,) = rank.stages.values()
+    own, launched, waited = BucketedGradients(stage, rank.world, BUCKET_BYTES), list[Bucket](), list[int]()
+
+    class Work:
+        def wait(self) -> None:
+            waited.append(1)
+
+    statistics = torch.zeros(2)
+    own._works.append(Work())
+    own._statistics.append(([statistics], torch.tensor([2.0, 6.0]), 2))
+    own.wait()
+    statistics.add_(1.0)  # by the passes of the next step
+    own.wait()
+    assert statistics.tolist() == [2.0, 4.0] and len(waited) == 1
+    own._launch = launched.append  # type: ignore[method-assign]
+    own.start(ReduceStart(0, (), 0))
+    own.abandon()
+    for held in own.buckets[0].held:
+        own.completed(held.parameter)
+        assert not held.parameter._post_accumulate_grad_hooks
+    assert not launched
 
 
 @pytest.mark.parametrize("zero", [0, 1])

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from runtime_cases import Case, Choice, evaluation_programs, largest_difference, make_case, plain_evaluation, reference
 from sharding_jobs import count_bytes
+from torch import nn
 from training_jobs import train_programs
 
 from penstock.models.modules import build_chain
 from penstock.plans.references import model_of
 from penstock.programs.check import check_programs
+from penstock.runtime.parallel.held import Held
+from penstock.runtime.parallel.sharding import Done, ShardedWeights, _Pending
 from penstock.runtime.rank import Evaluated
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.workers import WorkerPool
@@ -75,6 +80,59 @@ def test_weights_that_do_not_divide(pool: WorkerPool, zero: int) -> None:
     sizes = [math.prod(shape) for op in build_chain(case.model).ops for shape in op.whole_shapes.values()]
     assert sum(size % 3 > 0 for size in sizes) > 5 and min(sizes) < 3
     assert differences(pool, case, ADAMW) <= TOLERANCE
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_ranks_may_stand_in_any_order(pool: WorkerPool, zero: int) -> None:
+    """Process groups have them in theirs: whoever counted parts in the order of the plan would take the other's."""
+    case = make_case(PLAIN | {"zero": zero}, 3)
+    stages = tuple(replace(stage, devices=tuple(ranks[::-1] for ranks in stage.devices)) for stage in case.plan.stages)
+    assert differences(pool, replace(case, plan=replace(case.plan, stages=stages)), ADAMW) <= TOLERANCE
+
+
+class Alone(ShardedWeights):
+    """Weights of the first of two ranks, the other of which has nothing but zeros."""
+
+    def __init__(self, zero: int, *pieces: nn.Parameter) -> None:
+        super().__init__(SimpleNamespace(rank=0, plan=SimpleNamespace(gradients="")), zero)  # type: ignore[arg-type]
+        self.calls: list[str] = []
+        for number, whole in enumerate(pieces):
+            self.add((1, 0), [whole], [Held(None, str(number), whole, None, number)])  # type: ignore[arg-type]
+
+    def _gather(self, own: torch.Tensor, ranks: tuple[int, ...]) -> _Pending:
+        self.calls.append("gather")
+        return _Pending(Done(), torch.cat([own, torch.zeros_like(own)]), own)
+
+    def _scatter(self, table: torch.Tensor, ranks: tuple[int, ...]) -> _Pending:
+        self.calls.append("scatter")
+        return _Pending(Done(), table[0], table)
+
+
+def test_what_is_divided_is_there_around_its_piece_alone_and_the_next_is_on_its_way() -> None:
+    wholes = [nn.Parameter(torch.arange(1.0, 6.0) * 10**number) for number in range(3)]
+    own = Alone(3, *wholes)
+    assert [shard.part.tolist() for shard in own.shards.values()] == [[one, 2 * one, 3 * one] for one in (1.0, 10.0, 100.0)]
+    assert [whole.untyped_storage().nbytes() for whole in wholes] == [0, 0, 0]  # from the first moment on: all at once would not fit
+    for number, gathered in enumerate((2, 3, 3)):
+        with own.around(number, backward=False):
+            assert len(own.calls) == gathered
+            assert wholes[number].tolist() == [10.0**number, 2 * 10.0**number, 3 * 10.0**number, 0, 0]
+            assert [whole.untyped_storage().nbytes() > 0 for whole in wholes] == [one == number for one in range(3)]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_nothing_of_an_abandoned_step_is_learned(zero: int) -> None:
+    wholes = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    own = Alone(zero, *wholes)
+    with own.around(1, backward=True):
+        wholes[1].grad = torch.ones(4)
+    with suppress(ZeroDivisionError), own.around(0, backward=True):
+        wholes[0].grad = torch.ones(4)
+        raise ZeroDivisionError
+    own.abandon()
+    own.finish()
+    parts = [shard.part.grad for shard in own.shards.values()]
+    assert all(part is not None and not part.any() for part in parts) and [whole.grad for whole in wholes] == [None, None]
 
 
 def test_both_levels_give_the_same_bits(pool: WorkerPool) -> None:

@@ -104,3 +104,15 @@ def test_time_alone_asks_for_none_where_none_are_wanted(every: int, tmp_path: Pa
     assert not saves.is_late and not saves.is_saving
     saves._interval = SaveInterval(_last_s=time.monotonic() - 601.0)
     assert saves.is_late == bool(every)
+
+
+def test_every_rank_with_work_leaves_copies_and_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one too; for who has none nobody has to wait."""
+    for rank, copied, elsewhere in ((0, [3], 7.0), (1, [3], 7.0), (-1, [], math.inf)):
+        lists = _Lists()
+        lists.safe_step = lambda rank: 7  # type: ignore[attr-defined]
+        saves = saves_of(lists, tmp_path, monkeypatch, copies=3)
+        saves._rank.world.rank = rank
+        saves.copy(3)
+        saves.copy(20)  # the last step: nobody goes on from it
+        assert (lists.copied, saves.copied) == (copied, elsewhere)

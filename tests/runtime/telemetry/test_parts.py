@@ -48,6 +48,21 @@ def test_a_step_that_is_faster_has_a_cause_too() -> None:
     assert "backward passes of stages 0 and 2 took 300 ms less than predicted" in cause_sentence(cause, [0, 2])
 
 
+def test_hosts_are_not_what_made_passes_faster() -> None:
+    """Though they issue them no faster than they run; passes that take longer are slow by them."""
+    for by_s, is_host in ((-0.3, False), (0.3, True)):
+        own = RankTimes(slower("backward_s", by_s), issuing_s=2.0)
+        cause = largest_cause({0: PREDICTED}, {0: own})
+        assert cause is not None and (cause.part, cause.is_host) == ("backward", is_host)
+
+
+def test_the_direction_is_that_of_the_rank_whose_step_took_longest() -> None:
+    """Another one that was done early, and has nothing to wait for, does not make the step a fast one."""
+    early = replace(PREDICTED, backward_s=0.3, transfers_s=0.0)
+    cause = largest_cause({0: PREDICTED, 1: PREDICTED}, {0: RankTimes(early), 1: RankTimes(replace(PREDICTED, forward_s=0.6))})
+    assert cause is not None and (cause.part, cause.rank, cause.difference_s) == ("forward", 1, pytest.approx(0.2))
+
+
 def test_who_is_waited_for_is_the_cause_and_not_who_waits() -> None:
     """Rank 1 shows the time that rank 0 takes for its samples as waiting, and more of it than anything is off on rank 0."""
     slow = replace(PREDICTED, loading_s=0.3)

@@ -173,6 +173,16 @@ def test_every_instruction_has_a_span(tmp_path: Path) -> None:
     assert list(found.iterations) == [41]
 
 
+def test_what_the_ring_has_no_more_is_not_counted_again(tmp_path: Path) -> None:
+    recorder = SpanRecorder(tmp_path / "a.spans", capacity=4)
+    for number in range(7):
+        while recorder.position - recorder._tail >= 4:
+            time.sleep(0.01)
+        recorder.record(F, COMPUTE, 0, number, 0, 10**number)
+    assert recorder.busy_ns(0).tolist() == [1_111_000, 0, 0] and recorder.busy_ns(5).tolist() == [1_100_000, 0, 0]
+    recorder.close()
+
+
 def test_it_observes_an_executor(tmp_path: Path) -> None:
     recorder = SpanRecorder(tmp_path / "a.spans")
     executor = Executor(recorder)
@@ -295,6 +305,22 @@ def test_a_trace_shows_both(name: str, tmp_path: Path) -> None:
     begins = [event["ts"] for event in trace if event["ph"] == "i" and event["pid"] == 0]  # rank 0 was the first to begin
     assert [event["ts"] for event in spans if event["pid"] == 3 and event["name"] == "F0"] == begins
     assert list(trace_events([])) == []
+
+
+def test_a_trace_is_the_same_whenever_its_machine_was_started(tmp_path: Path) -> None:
+    ranks, late = recorded(tmp_path), []
+    for one in ranks:
+        spans = one.spans.copy()
+        for name in ("start_ns", "end_ns"):
+            spans[name] += 10**15
+        late.append(replace(one, spans=spans, iterations={step: begin + 10**15 for step, begin in one.iterations.items()}))
+    assert list(trace_events(late)) == list(trace_events(ranks))
+
+
+def test_predictions_that_touch_share_a_lane(tmp_path: Path) -> None:
+    guesses = {1: [PredictedSpan(f"F{number}", number * 1e-6, (number + 1) * 1e-6) for number in range(3)]}
+    trace = list(trace_events(recorded(tmp_path), {0: guesses}))
+    assert [event["tid"] for event in trace if event["pid"] == 3 and event["name"] == "thread_name"] == [0]
 
 
 def test_predictions_that_overlap_get_lanes(tmp_path: Path) -> None:

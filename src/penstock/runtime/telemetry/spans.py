@@ -153,9 +153,8 @@ class SpanRecorder:
         """Nanoseconds of each category recorded since a `position`, for the record of a step; what the ring no longer has is left out."""
         first, head = max(since, self._head - self.capacity), self._head
         records = self._records[np.arange(first, head) % self.capacity]
-        spans = records[records["kind"] < FIRST_MARK]
-        lengths = (spans["end_ns"] - spans["start_ns"]).astype(np.float64)
-        return np.bincount(spans["category"], lengths, NUM_CATEGORIES).astype(np.int64)
+        lengths = (records["end_ns"] - records["start_ns"]).astype(np.float64)  # marks have none
+        return np.bincount(records["category"], lengths, NUM_CATEGORIES).astype(np.int64)
 
     def close(self) -> None:
         """Writes what is left and closes the file."""
