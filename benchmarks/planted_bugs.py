@@ -820,6 +820,13 @@ _LINKS = (
          "a rank waits for two peers in a circle", "adapting/test_link_probes.py", pick="round"),
 )  # fmt: skip
 _RECOVERING = (
+    _bug("whoever goes on needs what the run began with", "runtime/run.py", "        if going_on is not None:  # whatever",
+         "        if going_on is not None and (not request.resume or Checkpoint(request.resume)):  # whatever",
+         "a checkpoint that has made room for newer ones ends the run", "adapting/test_deaths.py", pick="made_room"),
+    _bug("a job for a dead worker ends the launcher", "runtime/workers.py", "with suppress(OSError):  # one that has died is told",
+         "with suppress(EOFError):  # one that has died is told", "nobody takes its place", "runtime/test_workers.py", pick="within_a_word"),
+    _bug("half a word of a dead worker ends the launcher", "runtime/workers.py", "except (EOFError, OSError):  # it may",
+         "except (EOFError, ConnectionResetError):  # it may", "nobody takes its place", "runtime/test_workers.py", pick="within_a_word"),
     _bug("copies count before they are whole", "runtime/recovering/copies.py", "_HEAD.pack_into(memory, 0, 0, *whose,",
          "_HEAD.pack_into(memory, 0, step + 1, *whose,", "half a copy is gone on from",
          "runtime/recovering/test_copies.py", pick="outlive"),
