@@ -170,7 +170,7 @@ class Supervisor:
         def tell(led: LedBy) -> None:
             write_led(request.out, msgspec.structs.replace(led, term=term, command=node.command, folder=os.getcwd()))
 
-        nodes = LeadingNode(number, met_at, node_key(), ranks, node_facts(request), copies, tell)
+        nodes = LeadingNode(number, met_at, node_key(), ranks, node_facts(request, self._watching), copies, tell)
         end: End | Leaving = End("the node that leads has ended.")
         try:
             with beating(lock):
@@ -214,8 +214,9 @@ class Supervisor:
             while True:
                 try:
                     where = replace(place, host=led.host, port=led.port)
+                    facts = node_facts(request, self._watching)
                     with (
-                        closing(FollowingNode(where, node_key(), ranks, node_facts(request), copies, wait_s)) as node,
+                        closing(FollowingNode(where, node_key(), ranks, facts, copies, wait_s)) as node,
                         self._pool(copies, PoolSite(ranks, node.address, node)) as pool,
                         named_process(request.out, place.number, request.device, NODE),
                     ):
