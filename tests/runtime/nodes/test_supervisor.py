@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from penstock.plans.build import uniform_plan
+from penstock.runtime.checkpoints.layout import TensorPiece
 from penstock.runtime.nodes.supervisor import Supervisor
+from penstock.runtime.recovering.copies import Copies, CopyPlace
 from penstock.runtime.recovering.recovery import RunRecovery
 from penstock.runtime.request import GoingOn, TrainRequest
 from penstock.runtime.run_folder import put_in_force
+from penstock.runtime.workers import WorkerError
 
 
 def test_steps_from_before_the_run_went_back_are_done_again(tmp_path: Path) -> None:
@@ -25,3 +31,19 @@ def test_steps_from_before_the_run_went_back_are_done_again(tmp_path: Path) -> N
     taken: Any = SimpleNamespace(node=0, why="it is silent", has_left=False)
     found = Supervisor(request, 50, lambda: None)._taken_over(recovery, nodes, taken)
     assert found == GoingOn(50, False) and recovery.done == 62
+
+
+def test_what_ended_a_run_is_told_though_its_copies_cannot_be_written(tmp_path: Path) -> None:
+    """As on a disk that is full, which may be what ended it."""
+    plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2)
+    request = TrainRequest(plan, "data", 100, str(tmp_path / "run"))
+    copies = Copies(1)
+    copies.save(0, 5, CopyPlace(0, 0, 1), [TensorPiece("weights/w", (1,), ((0, 1),), torch.ones(1))], {})
+    put_in_force(request.out, 0, plan)
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    supervisor = Supervisor(request, 0, lambda: None)
+    found = supervisor._given_up(WorkerError("rank 0 was killed."), RunRecovery(request, 0, copies, (0,), None))
+    assert isinstance(found, WorkerError) and re.fullmatch(
+        r"rank 0 was killed\.\nThe copies of the last steps could not be written as a checkpoint: .*cannot hold checkpoints.*\n"
+        r"No checkpoint had been written: there is nothing to go on from\. .*", str(found),
+    )  # fmt: skip

@@ -200,8 +200,7 @@ class Supervisor:
         text = f"{lost_words(f'node {taken.node}', lost, taken.why, has_left=taken.has_left)}. Node {nodes.number} leads now"
         going_on = recovery.go_on(lost, text, nodes.gone_ranks(), has_left=taken.has_left)
         if going_on is None:
-            recovery.save_copies()
-            raise with_safe_step(WorkerError(f"{text}."), self.request, self._first_step)
+            raise self._given_up(WorkerError(f"{text}."), recovery)
         return going_on
 
     def _store_place(self, nodes: LeadingNode | None) -> tuple[str, bytes] | tuple[()]:
@@ -273,11 +272,18 @@ class Supervisor:
                 if recovery is not None and error.is_lost:
                     going_on = recovery.go_on(error.ranks, str(error), gone, has_left=error.has_left, lost_peer=error.lost_peer)
                 if recovery is None or going_on is None:
-                    if recovery is not None:
-                        recovery.save_copies()
-                    raise with_safe_step(error, self.request, self._first_step) from None
+                    raise self._given_up(error, recovery) from None
             request, members = recovery.request, recovery.members
             planners.begin_anew(going_on.step, program_planner(request))
+
+    def _given_up(self, error: PenstockError, recovery: RunRecovery | None) -> PenstockError:
+        """What ends the run, with the step that is safe: that of the newest copies too, unless they cannot be written down."""
+        try:
+            if recovery is not None:
+                recovery.save_copies()
+        except PenstockError as hindered:
+            error = type(error)(f"{str(error).rstrip()}\nThe copies of the last steps could not be written as a checkpoint: {hindered}")
+        return with_safe_step(error, self.request, self._first_step)
 
     def _require_lead(self, nodes: LeadingNode | None, lock: RunLock) -> None:
         """Ends a node that stood still for so long that another leads in its place: nothing in the folder is its own any more."""
