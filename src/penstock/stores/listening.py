@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import time
 from collections.abc import Iterator
 from ipaddress import ip_address
 
@@ -11,7 +13,7 @@ from penstock.errors import InputError
 __all__ = ["LOOPBACK", "bound_socket", "connections", "means_loopback"]
 
 LOOPBACK = "127.0.0.1"
-_BACKLOG = 1024
+_BACKLOG, _AGAIN_S = 1024, 0.1
 
 
 def means_loopback(name: str) -> bool:
@@ -45,6 +47,9 @@ def connections(listener: socket.socket) -> Iterator[tuple[socket.socket, str]]:
     while True:
         try:
             connection, place = listener.accept()
-        except OSError:  # closed
-            return
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.EBADF):  # it was shut down, or closed
+                return
+            time.sleep(_AGAIN_S)  # whoever came has gone, or there are too many files open just now
+            continue
         yield connection, place[0]
