@@ -7,11 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from penstock.adapting.deaths import RunWitness
+from penstock.adapting.events import read_events
 from penstock.plans.build import uniform_plan
 from penstock.runtime.checkpoints.layout import TensorPiece
-from penstock.runtime.nodes.supervisor import Supervisor
+from penstock.runtime.nodes.supervisor import Supervisor, _NodeJoins
 from penstock.runtime.recovering.copies import Copies, CopyPlace
 from penstock.runtime.recovering.recovery import RunRecovery
 from penstock.runtime.request import GoingOn, TrainRequest
@@ -47,3 +50,15 @@ def test_what_ended_a_run_is_told_though_its_copies_cannot_be_written(tmp_path: 
         r"rank 0 was killed\.\nThe copies of the last steps could not be written as a checkpoint: .*cannot hold checkpoints.*\n"
         r"No checkpoint had been written: there is nothing to go on from\. .*", str(found),
     )  # fmt: skip
+
+
+def test_a_node_that_is_lost_while_another_joins_is_done_without(tmp_path: Path) -> None:
+    """All ranks are ended so that one can join; nobody then waits for those of one that is gone."""
+    plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2, pp=2)
+    request = TrainRequest(plan, "data", 100, str(tmp_path))
+    put_in_force(tmp_path, 0, plan)
+    recovery = RunRecovery(request, 0, None, (0, 1, 2), RunWitness(tmp_path))
+    lost = WorkerError("node 2 is lost, with rank 2", (2,), is_lost=True)
+    nodes: Any = SimpleNamespace(stop=lambda: [lost], gone_ranks=lambda: (2,), admit=lambda: pytest.fail("it joins later"))
+    assert Supervisor(request, 0, lambda: None)._after(_NodeJoins(), recovery, nodes) == GoingOn(0, False)
+    assert recovery.members == (0, 1) and [one.text for one in read_events(tmp_path)] == ["node 2 is lost, with rank 2"]

@@ -188,9 +188,10 @@ class LeadingNode:
                 node.is_stopped, node.held = True, held
         return None
 
-    def stop(self) -> None:
-        """Has all nodes end their ranks, and tell of their copies. Returns when all have, or are lost."""
+    def stop(self) -> list[WorkerError]:
+        """Has all nodes end their ranks, and tell of their copies. Returns when all have, or are lost: which of them meanwhile."""
         self._end_mirror()
+        lost = list[WorkerError]()
         for node in self._nodes.values():
             if not node.is_stopped:
                 node.channel.send(Stop(self._attempt))
@@ -198,9 +199,12 @@ class LeadingNode:
         while waiting := [(number, node) for number, node in self._nodes.items() if not node.is_stopped]:
             number, node = waiting[0]
             if multiprocessing.connection.wait([node.channel], max(0.0, end - time.monotonic())):
-                self.hear(node.channel)
+                heard = self.hear(node.channel)
             else:
-                self._lost(number, "did not end its ranks in time")
+                heard = self._lost(number, "did not end its ranks in time")
+            if heard is not None and number in self.gone:
+                lost.append(heard)
+        return lost
 
     def newest(self, before: int) -> int | None:
         """The newest step below `before` of which all nodes that are there have every rank's copy."""

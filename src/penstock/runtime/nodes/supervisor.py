@@ -259,22 +259,28 @@ class Supervisor:
                 found: list[TrainResult] = pool.run(*job, timeout_s=_RUN_S, listen=listen)
                 self._ended_by = found[0].ended_by
                 return found[0]
-            except _NodeJoins:
-                assert nodes is not None and recovery is not None
-                nodes.stop()
-                going_on = recovery.join(nodes.admit())
-            except WorkerError as error:
+            except (WorkerError, _NodeJoins) as ended:
                 self._require_lead(nodes, lock)
-                if nodes is not None:
-                    nodes.stop()
-                gone = () if nodes is None else nodes.gone_ranks()
-                going_on = None
-                if recovery is not None and error.is_lost:
-                    going_on = recovery.go_on(error.ranks, str(error), gone, has_left=error.has_left, lost_peer=error.lost_peer)
-                if recovery is None or going_on is None:
-                    raise self._given_up(error, recovery) from None
+                going_on = self._after(ended, recovery, nodes)
+            assert recovery is not None
             request, members = recovery.request, recovery.members
             planners.begin_anew(going_on.step, program_planner(request))
+
+    def _after(self, ended: WorkerError | _NodeJoins, recovery: RunRecovery | None, nodes: LeadingNode | None) -> GoingOn:
+        """Where new processes begin once all that there were have ended: because of a failure, or so that a node can join. One that waits to
+        join while another is lost does so later."""
+        lost = [] if nodes is None else nodes.stop()
+        error = ended if isinstance(ended, WorkerError) else next(iter(lost), None)
+        if error is None:
+            assert nodes is not None and recovery is not None
+            return recovery.join(nodes.admit())
+        going_on = None
+        if recovery is not None and error.is_lost:
+            gone = () if nodes is None else nodes.gone_ranks()
+            going_on = recovery.go_on(error.ranks, str(error), gone, has_left=error.has_left, lost_peer=error.lost_peer)
+        if going_on is None:
+            raise self._given_up(error, recovery) from None
+        return going_on
 
     def _given_up(self, error: PenstockError, recovery: RunRecovery | None) -> PenstockError:
         """What ends the run, with the step that is safe: that of the newest copies too, unless they cannot be written down."""
