@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.errors import InputError, PenstockError
-from penstock.processes.fork_server import FORKED, start_process
+from penstock.processes.fork_server import FORKED, end_processes, start_process
 from penstock.runtime.telemetry.status import StatusBoard
 from penstock.runtime.worker import WorkerFailure, WorkerStart, serve_jobs
 from penstock.stores.listening import LOOPBACK
@@ -266,11 +266,7 @@ class WorkerPool:
     def _kill(self) -> None:
         """Ends all workers at once."""
         self._broken = True
-        for process in self._processes.values():
-            if process.is_alive():
-                process.kill()
-        for process in self._processes.values():
-            process.join()
+        end_processes(*self._processes.values())
         for connection in self._pipes.values():
             connection.close()
 
