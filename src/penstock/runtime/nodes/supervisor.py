@@ -267,8 +267,8 @@ class Supervisor:
             planners.begin_anew(going_on.step, program_planner(request))
 
     def _after(self, ended: WorkerError | _NodeJoins, recovery: RunRecovery | None, nodes: LeadingNode | None) -> GoingOn:
-        """Where new processes begin once all that there were have ended: because of a failure, or so that a node can join. One that waits to
-        join while another is lost does so later."""
+        """Where new processes begin once all that there were have ended: because of a failure, or so that a node can join. One that
+        waits to join while another is lost does so later."""
         lost = [] if nodes is None else nodes.stop()
         error = ended if isinstance(ended, WorkerError) else next(iter(lost), None)
         if error is None:
