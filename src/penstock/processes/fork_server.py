@@ -76,6 +76,7 @@ def start_process(name: str, target: Callable[..., Any], *arguments: Any) -> For
     folder = util.get_temp_dir() if parent_process() is None else None
     process = FORKED.Process(target=_begin, args=(name, dict(os.environ), folder, target, arguments), name=name, daemon=True)
     process.start()
+    assert process.pid is not None
     with suppress(OSError):  # it has ended already, or this is an old system
         _HANDLES[process] = handle = os.pidfd_open(process.pid)
         weakref.finalize(process, os.close, handle)
