@@ -52,13 +52,14 @@ def test_what_ended_a_run_is_told_though_its_copies_cannot_be_written(tmp_path: 
     )  # fmt: skip
 
 
-def test_a_node_that_is_lost_while_another_joins_is_done_without(tmp_path: Path) -> None:
-    """All ranks are ended so that one can join; nobody then waits for those of one that is gone."""
+@pytest.mark.parametrize("ended", [_NodeJoins(), WorkerError("rank 0: Connection reset by peer", (0,), is_lost=True)])
+def test_a_node_that_is_lost_while_ranks_end_is_told_of_and_done_without(ended: Any, tmp_path: Path) -> None:
+    """So that another can join, or since they only know that a peer went away: nobody then waits for ranks of a node that is gone."""
     plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2, pp=2)
     request = TrainRequest(plan, "data", 100, str(tmp_path))
     put_in_force(tmp_path, 0, plan)
     recovery = RunRecovery(request, 0, None, (0, 1, 2), RunWitness(tmp_path))
     lost = WorkerError("node 2 is lost, with rank 2", (2,), is_lost=True)
     nodes: Any = SimpleNamespace(stop=lambda: [lost], gone_ranks=lambda: (2,), admit=lambda: pytest.fail("it joins later"))
-    assert Supervisor(request, 0, lambda: None)._after(_NodeJoins(), recovery, nodes) == GoingOn(0, False)
+    assert Supervisor(request, 0, lambda: None)._after(ended, recovery, nodes) == GoingOn(0, False)
     assert recovery.members == (0, 1) and [one.text for one in read_events(tmp_path)] == ["node 2 is lost, with rank 2"]

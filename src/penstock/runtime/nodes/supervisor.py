@@ -270,8 +270,9 @@ class Supervisor:
         """Where new processes begin once all that there were have ended: because of a failure, or so that a node can join. One that
         waits to join while another is lost does so later."""
         lost = [] if nodes is None else nodes.stop()
-        error = ended if isinstance(ended, WorkerError) else next(iter(lost), None)
-        if error is None:
+        knows_why = isinstance(ended, WorkerError) and not ended.lost_peer
+        error = ended if knows_why or not lost else lost[0]
+        if isinstance(error, _NodeJoins):
             assert nodes is not None and recovery is not None
             return recovery.join(nodes.admit())
         going_on = None
