@@ -144,6 +144,16 @@ def test_without_copies_it_goes_back_to_a_checkpoint_or_the_beginning(data: str,
     assert events[1].step == 0 and events[4].step % 10 == 0  # whichever checkpoint was whole by then
 
 
+def test_a_run_recovers_whose_first_checkpoint_has_made_room_for_others(data: str, tmp_path: Path) -> None:
+    """The one that it was resumed from is of no account once there are newer ones."""
+    run = request(plan_of(), data, tmp_path / "run", 8, on_death="recover", copies=2, keep=1)
+    PlanTrainer(replace(run, steps=2)).train()
+    story = Disturbance(strikes=(DisturbanceStrike("kill", 0, "backward", 7),))
+    found = struck(replace(run, resume=run.out, checkpoint_every=2, disturbance=story), {})
+    assert [one.event for one in read_events(run.out)] == ["lost", "replaced"]
+    assert (found.first_step, found.num_steps) == (2, 6)
+
+
 def test_a_failure_that_another_would_meet_too_ends_the_run(data: str, tmp_path: Path) -> None:
     """Here a checkpoint that cannot be written; nobody is started again for it."""
     run = request(plan_of(), data, tmp_path / "run", 3, on_death="recover")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
@@ -59,3 +60,36 @@ def test_waiting_threads_leave_their_core_soon_unless_somebody_says_how(
         patch.setattr(forkserver, "ensure_running", lambda: found.append(os.environ.get("GOMP_SPINCOUNT")))
         warm_up()
     assert [*found, told()[-1]] == [spins, spins]
+
+
+_ORPHANED = """
+import os, signal, time
+from multiprocessing import forkserver, util
+from penstock.processes import fork_server
+
+def begin():
+    return fork_server.start_process("rank 0", time.sleep, 1000)
+
+if __name__ == "__main__":
+    fork_server.PRELOADED.clear()
+    process = begin()
+    server = forkserver._forkserver._forkserver_pid
+    os.kill(server, signal.SIGKILL)
+    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
+    assert not process.is_alive()  # as far as anybody tells
+    pid, handle = process.pid, os.pidfd_open(process.pid)
+    fork_server.end_processes(process)
+    assert fork_server.wait([handle], 0), "it lives on"
+    del process
+    again = begin()
+    assert again.is_alive() and os.path.isdir(util.get_temp_dir())
+    fork_server.end_processes(again)
+    print("well")
+"""
+
+
+def test_processes_end_though_their_server_was_killed(tmp_path: Path) -> None:
+    """As by the system, for want of memory. Others can then be started, by another server."""
+    (tmp_path / "launcher.py").write_text(_ORPHANED)
+    found = subprocess.run([sys.executable, str(tmp_path / "launcher.py")], capture_output=True, text=True, check=False, timeout=120)
+    assert found.stdout == "well\n", found.stderr

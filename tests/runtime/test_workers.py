@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from runtime_cases import make_case
-from worker_jobs import fail_in_program, fail_on, hang_on, identify, kill_in_program, sleep
+from worker_jobs import fail_in_program, fail_on, hang_on, identify, kill_in_program, kill_in_word, sleep
 
 from penstock.errors import InputError
 from penstock.runtime.workers import WorkerError, WorkerPool, launch
@@ -81,6 +81,20 @@ def test_a_kill_from_outside_ends_the_job() -> None:
     with pytest.raises(WorkerError, match="rank 0 was killed by signal 9"):
         pool.run(sleep, 1000.0)
     await_end(pids)
+
+
+def test_a_rank_that_dies_between_two_jobs_or_within_a_word_is_named() -> None:
+    """Whether it can still be told its job, or has told half of something, its death is what counts: others may take its place."""
+    pool = WorkerPool(2)
+    pids = pool.pids()
+    os.kill(pids[0], signal.SIGKILL)
+    await_end(pids[:1])
+    for job, rank in ((identify, 0), (kill_in_word, 1)):
+        with pytest.raises(WorkerError, match=rf"rank {rank} was killed by signal 9 \(SIGKILL\)") as found:
+            pool.run(job, rank)
+        assert found.value.is_lost
+        pool.revive((0, 1), threads=1)
+    pool.close()
 
 
 def test_a_rank_that_hangs_is_told_when_time_is_up() -> None:

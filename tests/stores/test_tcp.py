@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -127,6 +130,19 @@ def test_other_servers_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
             TcpValues("127.0.0.1", port, KEY)
     with pytest.raises(StoreError, match="does not answer"):
         TcpValues("127.0.0.1", port, KEY)
+
+
+def test_who_was_stopped_blames_nobody(server: TcpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-Z and `fg`: time in which this process did not run is none in which the launcher said nothing."""
+    monkeypatch.setattr(tcp_module, "_ANSWER_S", 2.0)
+    before = signal.signal(signal.SIGUSR1, lambda *_: time.sleep(2.1))
+    try:
+        with closing(TcpValues("127.0.0.1", server.port, KEY)) as values:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            assert values.wait("nothing", 0.5) is None
+            assert values.names("") == []
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_who_proves_nothing_is_sent_away(server: TcpServer, monkeypatch: pytest.MonkeyPatch) -> None:

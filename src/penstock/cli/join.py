@@ -14,7 +14,7 @@ from penstock.errors import InputError
 
 __all__ = ["join"]
 
-_REPLACED = ("--node-rank", "--master")
+_REPLACED, _RESUMED = ("--node-rank", "--master"), "--resume"
 
 
 def join(
@@ -32,8 +32,9 @@ def join(
     Example: penstock join run
     """
     from penstock.cli.main import run as run_command
+    from penstock.runtime.checkpoints.folder import latest_checkpoint
     from penstock.runtime.nodes.succession import read_led
-    from penstock.runtime.run_folder import plan_of_run
+    from penstock.runtime.run_folder import CHECKPOINTS, plan_of_run
 
     plan_of_run(run)
     led = read_led(run)
@@ -45,16 +46,20 @@ def join(
     if node_rank is None and not missing:
         raise InputError(f"run '{run}' has all of its {led.num_nodes} nodes. There is none to take the place of.")
     number = missing[0] if node_rank is None else node_rank
+    newest = latest_checkpoint(run.resolve() / CHECKPOINTS)
     os.chdir(led.folder)
     host = f"[{led.host}]" if ":" in led.host else led.host
-    raise typer.Exit(run_command([*_others(led.command), "--node-rank", str(number), "--master", f"{host}:{led.port}"]))
+    raise typer.Exit(run_command([*_others(led.command, newest), "--node-rank", str(number), "--master", f"{host}:{led.port}"]))
 
 
-def _others(words: Sequence[str]) -> Iterator[str]:
-    """All words but the node and where it was met."""
+def _others(words: Sequence[str], newest: Path | None = None) -> Iterator[str]:
+    """All words but the node and where it was met. What the run was resumed from may have made room for its newest checkpoint."""
     left = iter(words)
     for word in left:
-        if word in _REPLACED:
-            next(left, None)
-        elif not word.startswith(tuple(f"{option}=" for option in _REPLACED)):
+        name, given, value = word.partition("=")
+        if name not in (*_REPLACED, _RESUMED):
             yield word
+            continue
+        value = value if given else next(left, "")
+        if name == _RESUMED:
+            yield from (name, value if newest is None else str(newest))

@@ -24,7 +24,7 @@ from penstock.data.dataset import DataSet, open_data
 from penstock.data.limits import NO_LIMITS, Limits
 from penstock.data.planning import PlanningError, ProgramPlanner, describe_samples
 from penstock.errors import InputError
-from penstock.processes.fork_server import FORKED, await_parent, start_process
+from penstock.processes.fork_server import FORKED, await_parent, end_processes, start_process
 from penstock.processes.states import is_stopped
 from penstock.stores import Job, Store, StoreError, open_store
 
@@ -268,9 +268,7 @@ class PlannerPool:
         self._stopping.close()
         self._thread.join()
         self._wake.close()
-        for process in self._processes.values():
-            process.kill()
-            process.join()
+        end_processes(*self._processes.values())
 
     def __enter__(self) -> PlannerPool:
         return self
@@ -296,9 +294,7 @@ class PlannerPool:
                 if hung and not self._hangs(index):
                     continue
                 process, step = self._processes[index], int(self._watches[index][_STEP])
-                if hung:
-                    process.kill()
-                process.join()
+                end_processes(process)
                 how = "hung" if hung else f"died with status {process.exitcode}"
                 if process.exitcode != 0 and (process.exitcode == _NO_STORE or self._may_replace(index, step, how)):
                     self._processes[index] = self._start(index)

@@ -14,14 +14,16 @@ import gc
 import os
 import shutil
 import signal
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, get_context, parent_process, resource_tracker, util
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FORKED", "PRELOADED", "SIGNALS", "await_parent", "start_process", "unheard", "warm_up"]
+__all__ = ["FORKED", "PRELOADED", "SIGNALS", "await_parent", "end_processes", "start_process", "unheard", "warm_up"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FORKED: ForkServerContext = get_context("forkserver")
@@ -41,6 +43,8 @@ _FEW_SPINS = "1000"
 """How often a thread of torch on processors looks whether there is work before it sleeps: what libgomp itself takes where it knows that
 there are more threads than cores. Its usual 300,000 keep a core busy for milliseconds that another process could use."""
 _NAME = Path("/proc/self/comm")
+_HANDLES = weakref.WeakKeyDictionary[ForkServerProcess, int]()
+"""A descriptor for each process that was started, which is that process for good, as its number is not."""
 _LEFT: list[str] = []
 """The folder with the fork server's socket, which the process that started this one removes at its end unless it is killed."""
 
@@ -72,7 +76,26 @@ def start_process(name: str, target: Callable[..., Any], *arguments: Any) -> For
     folder = util.get_temp_dir() if parent_process() is None else None
     process = FORKED.Process(target=_begin, args=(name, dict(os.environ), folder, target, arguments), name=name, daemon=True)
     process.start()
+    assert process.pid is not None
+    with suppress(OSError):  # it has ended already, or this is an old system
+        _HANDLES[process] = handle = os.pidfd_open(process.pid)
+        weakref.finalize(process, os.close, handle)
     return process
+
+
+def end_processes(*processes: ForkServerProcess) -> None:
+    """Ends processes at once, and returns when they have ended: also where the server that forked them is gone, from which alone this one
+    would hear of it. One that lived on would take this one's end to have come as soon as nobody here holds it any more."""
+    for process in processes:
+        with suppress(ProcessLookupError):  # it has ended already
+            if process in _HANDLES:
+                signal.pidfd_send_signal(_HANDLES[process], signal.SIGKILL)
+            else:
+                process.kill()
+    for process in processes:
+        if process in _HANDLES:
+            wait([_HANDLES[process]])
+        process.join()
 
 
 def _begin(name: str, environment: Mapping[str, str], folder: str | None, target: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

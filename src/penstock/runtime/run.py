@@ -103,8 +103,10 @@ class Run:
         if request.settings.deterministic:
             always_the_same()
         self.model = model_of(request.plan)
-        begun = Checkpoint(request.resume).step if request.resume else 0
-        self.first_step = begun if going_on is None else going_on.step
+        if going_on is not None:  # whatever the run began with may have made room for newer checkpoints
+            self.first_step = going_on.step
+        else:
+            self.first_step = Checkpoint(request.resume).step if request.resume else 0
         self.is_new = not self.first_step and going_on is None
         """Whether there is nothing of this run yet."""
         self.goes_on = going_on is not None

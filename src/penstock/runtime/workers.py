@@ -14,12 +14,13 @@ import multiprocessing.connection
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.errors import InputError, PenstockError
-from penstock.processes.fork_server import FORKED, start_process
+from penstock.processes.fork_server import FORKED, end_processes, start_process
 from penstock.runtime.telemetry.status import StatusBoard
 from penstock.runtime.worker import WorkerFailure, WorkerStart, serve_jobs
 from penstock.stores.listening import LOOPBACK
@@ -169,7 +170,8 @@ class WorkerPool:
             raise WorkerError("the workers were ended by an earlier failure. Start new ones.")
         try:
             for pipe, own in zip(self._pipes.values(), arguments, strict=True):
-                pipe.send((function, own))
+                with suppress(OSError):  # one that has died is told of when its answer is waited for
+                    pipe.send((function, own))
             return self._collect(time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s), listen, whole=True)
         except BaseException:
             self._kill()
@@ -224,7 +226,7 @@ class WorkerPool:
         try:
             ok, answer = self._pipes[rank].recv()
             return ok, answer
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # it may have died within a word
             return False, None
 
     def _cause(self, failure: WorkerError, heard: Collection[int] = ()) -> WorkerError:
@@ -264,11 +266,7 @@ class WorkerPool:
     def _kill(self) -> None:
         """Ends all workers at once."""
         self._broken = True
-        for process in self._processes.values():
-            if process.is_alive():
-                process.kill()
-        for process in self._processes.values():
-            process.join()
+        end_processes(*self._processes.values())
         for connection in self._pipes.values():
             connection.close()
 

@@ -1,17 +1,22 @@
-"""Sockets that listen on one address alone, and whether an address is loopback."""
+"""Sockets that listen on one address alone, waiting on one, and whether an address is loopback."""
 
 from __future__ import annotations
 
+import errno
+import select
 import socket
+import time
 from collections.abc import Iterator
 from ipaddress import ip_address
 
 from penstock.errors import InputError
 
-__all__ = ["LOOPBACK", "bound_socket", "connections", "means_loopback"]
+__all__ = ["LOOPBACK", "await_readable", "bound_socket", "connections", "means_loopback"]
 
 LOOPBACK = "127.0.0.1"
-_BACKLOG = 1024
+_BACKLOG, _AGAIN_S = 1024, 0.1
+_LOOKS = 10
+"""In which silence is counted."""
 
 
 def means_loopback(name: str) -> bool:
@@ -45,6 +50,18 @@ def connections(listener: socket.socket) -> Iterator[tuple[socket.socket, str]]:
     while True:
         try:
             connection, place = listener.accept()
-        except OSError:  # closed
-            return
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.EBADF):  # it was shut down, or closed
+                return
+            time.sleep(_AGAIN_S)  # whoever came has gone, or there are too many files open just now
+            continue
         yield connection, place[0]
+
+
+def await_readable(connection: socket.socket, timeout_s: float) -> None:
+    """Returns when there is something to receive; `TimeoutError` if nothing comes. Time in which this process did not run counts as one
+    look: who is stopped, as by Ctrl-Z, or gets no core, blames nobody."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    if not any(poll.poll(1000 * timeout_s / _LOOKS) for _ in range(_LOOKS)):
+        raise TimeoutError

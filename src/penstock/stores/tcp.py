@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from penstock.stores.listening import await_readable
 from penstock.stores.proof import GREETING, NONCE_BYTES, PROOF_BYTES, fresh_nonce, is_proof, proof
 from penstock.stores.protocol import StoreError
 from penstock.stores.tcp_server import LENGTH_BYTES
@@ -48,11 +48,12 @@ class TcpValues:
         return found
 
     def wait(self, key: str, timeout_s: float) -> bytes | None:
-        deadline = time.monotonic() + timeout_s
-        while (left_s := deadline - time.monotonic()) > 0:
+        left_s = timeout_s
+        while left_s > 0:  # counted in waits: time in which this process did not run is none in which nothing came
             value: bytes | None = self._ask("wait", key, min(left_s, _LONGEST_WAIT_S))
             if value is not None:
                 return value
+            left_s -= _LONGEST_WAIT_S
         return None
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -109,6 +110,7 @@ class TcpValues:
         parts, left = [], count
         while left:
             try:
+                await_readable(self._connected(), _ANSWER_S)
                 part = self._connected().recv(min(left, 1 << 20))
             except OSError as error:
                 raise self._gone(error) from None

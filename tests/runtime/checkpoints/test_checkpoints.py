@@ -367,6 +367,16 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
 
 
+def test_what_the_disk_refuses_besides_bytes_is_told(tmp_path: Path) -> None:
+    """No place for a folder, or for a name: another process would meet that too, so that none is started for it."""
+    writer = CheckpointWriter(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").rmdir()
+    (tmp_path / "checkpoints").write_text("in the way")
+    writer.save(7, one(7), {})
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 7 cannot be written in '.*checkpoints': Not a directory"):
+        writer.wait()
+
+
 def test_wrong_models_are_refused(tmp_path: Path) -> None:
     model = small_model("gpt", layers=3)
     chain = build_chain(model)

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.adapting.watching import move_run, obey_run
 from penstock.cli.main import run as main
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.references import cluster_of
 from penstock.runtime.nodes.place import node_facts, node_key, node_place, ranks_of_nodes, store_key, threads_here
-from penstock.runtime.request import NodePlace, TrainRequest
+from penstock.runtime.request import NodePlace, PlanningSettings, TrainRequest
 from penstock.runtime.settings import LearningRate, TrainingSettings
 from penstock.stores.sealing import KEY_FILE_VARIABLE, KEY_VARIABLE
 
@@ -66,9 +67,12 @@ def test_nodes_are_asked_for_the_same(data: str) -> None:
     changes = {
         "--steps": {"steps": 11}, "--on-death": {"on_death": "recover"}, "--copies": {"copies": 3}, "--spares": {"spares": 1},
         "plan": {"plan": replace(plan, schedule="gpipe")}, "--seed": {"settings": TrainingSettings(seed=1)},
-        "learning": {"settings": TrainingSettings(LearningRate(1.0))},
+        "learning": {"settings": TrainingSettings(LearningRate(1.0))}, "--device": {"device": "paced"}, "--eval-every": {"eval_every": 2},
+        "--eval-batches": {"eval_batches": 1}, "--checkpoint-every": {"checkpoint_every": 7}, "--weights": {"weights": "hf:folder"},
+        "prompt loss": {"prompt_loss": True}, "--budget-steps": {"planning": PlanningSettings(search_steps=9)},
     }  # fmt: skip
     facts = node_facts(request)
     for name, change in changes.items():
         other = node_facts(replace(request, **change))
-        assert other.keys() == facts.keys() and other[name] != facts[name], name
+        assert facts.keys() <= other.keys() and other[name] != facts[name], name
+    assert node_facts(request, move_run) != node_facts(request, obey_run) == node_facts(request, obey_run)

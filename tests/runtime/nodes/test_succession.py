@@ -44,6 +44,7 @@ def test_a_leader_that_stands_still_loses_the_lock(tmp_path: Path, monkeypatch: 
         with beating(lock), pytest.raises(LeaderLostError, match="still holds"):
             succeed(tmp_path, 1, 0, "silent.")
         assert lock.is_held
+        monkeypatch.setattr(succession, "_SUCCESSION_S", 1000.0)  # on a busy machine a look takes longer than the pause before it
         found = succeed(tmp_path, 1, 0, "silent.")
         assert isinstance(found, tuple) and found[1].is_held and not lock.is_held
         with found[0]:
@@ -55,9 +56,13 @@ def test_a_leader_that_stands_still_loses_the_lock(tmp_path: Path, monkeypatch: 
 def test_joining_is_the_same_command_as_another_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "p.json", "--node-rank", "0", "--master=a:1", "--out", "run", "--node-rank=3", "--master", "b:2", "--json"]
     assert list(_others(words)) == ["train", "p.json", "--out", "run", "--json"]
+    for resumed in (["--resume", "run/checkpoints/gone"], ["--resume=run/checkpoints/gone"]):
+        assert list(_others([*words, *resumed], Path("new"))) == ["train", "p.json", "--out", "run", "--json", "--resume", "new"]
+        assert list(_others([*words, *resumed]))[-2:] == ["--resume", "run/checkpoints/gone"]  # all that there is yet
     put_in_force(tmp_path, 0, uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2))
     for led, told in ((None, "is not led by a node"), (LedBy(0, "a", 1, 0, (0, 1), 2), "was not started from a command line"),
                       (LedBy(0, "a", 1, 0, (0, 1), 2, ("train",), "."), "has all of its 2 nodes")):  # fmt: skip
         if led is not None:
             write_led(tmp_path, led)
+            assert (tmp_path / "leader.json").stat().st_mode & 0o777 == 0o600  # a command may hold a password
         assert main(["join", str(tmp_path)]) == 2 and told in capsys.readouterr().err.replace("\n", " ")

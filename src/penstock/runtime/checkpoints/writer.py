@@ -118,6 +118,8 @@ class CheckpointWriter:
             self._write_part(partial, step, heads, copies)
             if self.rank == 0:
                 self._complete(partial, step, state)
+        except OSError as error:  # no fault of this process: any other would meet it too
+            self._error = CheckpointError(f"checkpoint of step {step} cannot be written in '{self.folder}': {error.strerror or error}.")
         except BaseException as error:
             self._error = error
 

@@ -84,7 +84,7 @@ class LeadingNode:
         self._nodes: dict[int, _Node] = {}
         self._arrived: dict[int, _Node] = {}
         """Nodes that have come since others were met."""
-        self._changed = threading.Condition()
+        self._changed, self._is_closed = threading.Condition(), False
         self.gone: set[int] = set()
         """Nodes that were lost."""
         self._attempt = 0
@@ -188,9 +188,10 @@ class LeadingNode:
                 node.is_stopped, node.held = True, held
         return None
 
-    def stop(self) -> None:
-        """Has all nodes end their ranks, and tell of their copies. Returns when all have, or are lost."""
+    def stop(self) -> list[WorkerError]:
+        """Has all nodes end their ranks, and tell of their copies. Returns when all have, or are lost: which of them meanwhile."""
         self._end_mirror()
+        lost = list[WorkerError]()
         for node in self._nodes.values():
             if not node.is_stopped:
                 node.channel.send(Stop(self._attempt))
@@ -198,9 +199,12 @@ class LeadingNode:
         while waiting := [(number, node) for number, node in self._nodes.items() if not node.is_stopped]:
             number, node = waiting[0]
             if multiprocessing.connection.wait([node.channel], max(0.0, end - time.monotonic())):
-                self.hear(node.channel)
+                heard = self.hear(node.channel)
             else:
-                self._lost(number, "did not end its ranks in time")
+                heard = self._lost(number, "did not end its ranks in time")
+            if heard is not None and number in self.gone:
+                lost.append(heard)
+        return lost
 
     def newest(self, before: int) -> int | None:
         """The newest step below `before` of which all nodes that are there have every rank's copy."""
@@ -226,6 +230,8 @@ class LeadingNode:
     def close(self, end: End | Leaving | None = None) -> None:
         """The run is over, for all, or for this node."""
         self._end_mirror()
+        with self._changed:
+            self._is_closed = True
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
@@ -274,27 +280,31 @@ class LeadingNode:
             self._mirror = None
 
     def _accept(self) -> None:
-        for connection, address in connections(self._listener):
-            try:
-                self._welcome(Channel(SealedSocket(connection, self._key, f"the node at {address}", serves=True)))
-            except SealedSocketError:
-                connection.close()  # a stranger, or somebody who left
+        for connection, address in connections(self._listener):  # nobody waits for a stranger who says nothing
+            threading.Thread(target=self._welcome, args=(connection, f"the node at {address}"), name="welcome", daemon=True).start()
 
-    def _welcome(self, channel: Channel) -> None:
+    def _welcome(self, connection: socket.socket, who: str) -> None:
         """A node is one of this job, or told why not."""
+        try:
+            channel = Channel(SealedSocket(connection, self._key, who, serves=True))
+        except SealedSocketError:
+            connection.close()  # a stranger, or somebody who left
+            return
         hello = channel.take(SILENT_S)
         if not isinstance(hello, Hello):
             channel.close()
             return
-        wrong = self._refusal(hello)
+        with self._changed:
+            wrong = self._refusal(hello)
+            if not wrong:
+                self._arrived[hello.node] = _Node(channel, hello.address, hello.held)
+                self._changed.notify_all()
         if wrong:
             part(channel, Refused(wrong))
-            return
-        with self._changed:
-            self._arrived[hello.node] = _Node(channel, hello.address, hello.held)
-            self._changed.notify_all()
 
     def _refusal(self, hello: Hello) -> str:
+        if self._is_closed:
+            return f"node {self.number} leads this run no more."
         if not 0 <= hello.node < len(self.ranks) or hello.node == self.number:
             return f"--node-rank is {hello.node}, but the plan's other nodes are {[n for n in range(len(self.ranks)) if n != self.number]}."
         if self._attempt and self._copies is None:

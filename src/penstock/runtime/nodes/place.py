@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.clusters import Cluster
     from penstock.plans.plan import Plan
     from penstock.runtime.request import TrainRequest
+    from penstock.runtime.run import Watching
 
 __all__ = [
     "ADDRESS_VARIABLE", "members_of", "node_facts", "node_key", "node_place", "nodes_of", "processes_of", "ranks_here", "ranks_of_nodes",
@@ -102,8 +103,9 @@ def store_key() -> bytes:
     return hmac.digest(_secret(), b"penstock programs", "sha256")
 
 
-def node_facts(request: TrainRequest) -> dict[str, Any]:
-    """What all nodes of a job have to be asked for alike, by the names that a user knows."""
+def node_facts(request: TrainRequest, watching: Watching | None = None) -> dict[str, Any]:
+    """What all nodes of a job have to be asked for alike, by the names that a user knows: else ranks would train for different things, or
+    wait for each other where they never meet."""
     import penstock
     from penstock.plans.references import model_of
     from penstock.plans.schema import plan_to_dict
@@ -115,6 +117,8 @@ def node_facts(request: TrainRequest) -> dict[str, Any]:
     plan = hashlib.sha256(json.dumps(plan_to_dict(request.plan)).encode()).hexdigest()[:16]
     return {
         "version of Penstock": penstock.__version__, "plan": plan, "--steps": request.steps,
-        "--on-death": request.on_death, "--copies": request.copies, "--spares": request.spares,
-        "learning": repr(request.settings), **facts,
+        "--on-death": request.on_death, "--copies": request.copies, "--spares": request.spares, "--device": request.device,
+        "--eval-every": request.eval_every, "--eval-batches": request.eval_batches, "--checkpoint-every": request.checkpoint_every,
+        "--weights": request.weights, "prompt loss": request.prompt_loss, "--budget-steps": request.planning.search_steps,
+        "--adapt, carried out by": getattr(watching, "__name__", repr(watching)), "learning": repr(request.settings), **facts,
     }  # fmt: skip

@@ -9,11 +9,11 @@ A frame that was changed, left out, said twice, or overheard on another connecti
 from __future__ import annotations
 
 import hmac
-import select
 import socket
 from contextlib import suppress
 
 from penstock.errors import PenstockError
+from penstock.stores.listening import await_readable
 from penstock.stores.proof import NONCE_BYTES, PROOF_BYTES, fresh_nonce, is_proof, proof
 
 __all__ = ["SealedSocket", "SealedSocketError"]
@@ -23,8 +23,6 @@ _LENGTH_BYTES, _NUMBER_BYTES, _MAC_BYTES = 8, 8, 32
 _MOST_BYTES = 1 << 28
 """Of one frame; whoever asks for more is not one of us."""
 _PROOF_S = 10.0
-_LOOKS = 10
-"""In which silence is counted."""
 _SERVER, _CLIENT = "serving node", "calling node"
 
 
@@ -128,7 +126,7 @@ class SealedSocket:
         parts, left = list[bytes](), count
         while left:
             try:
-                self._await()
+                await_readable(self._socket, self._timeout_s)
                 part = self._socket.recv(min(left, 1 << 20))
             except OSError as error:
                 raise self._gone(error) from None
@@ -137,14 +135,6 @@ class SealedSocket:
             parts.append(part)
             left -= len(part)
         return b"".join(parts)
-
-    def _await(self) -> None:
-        """Returns when there is something to receive. Time in which this process did not run counts as one look: who is stopped, or gets
-        no core, blames nobody."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        if not any(poll.poll(1000 * self._timeout_s / _LOOKS) for _ in range(_LOOKS)):
-            raise TimeoutError
 
     def _gone(self, error: OSError) -> SealedSocketError:
         if isinstance(error, TimeoutError):

@@ -16,8 +16,9 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import InputError, PenstockError
-from penstock.files import readable_bytes, write_bytes
+from penstock.files import readable_bytes
 from penstock.runtime.run_lock import RunLock, lock_word, run_lock, take_away
+from penstock.stores.sealing import write_private
 
 __all__ = ["LeaderLostError", "LedBy", "beating", "forget_led", "read_led", "succeed", "write_led"]
 
@@ -57,8 +58,8 @@ class LedBy(msgspec.Struct, frozen=True):
 
 
 def write_led(folder: str | Path, led: LedBy) -> None:
-    """Tells all who look who leads."""
-    write_bytes(Path(folder) / _FILE, msgspec.json.encode(led) + b"\n")
+    """Tells all of this user's who look who leads: the words of a command may hold a password, as a store's address does."""
+    write_private(Path(folder) / _FILE, msgspec.json.encode(led).decode() + "\n")
 
 
 def read_led(folder: str | Path) -> LedBy | None:

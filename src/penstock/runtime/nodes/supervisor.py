@@ -170,7 +170,7 @@ class Supervisor:
         def tell(led: LedBy) -> None:
             write_led(request.out, msgspec.structs.replace(led, term=term, command=node.command, folder=os.getcwd()))
 
-        nodes = LeadingNode(number, met_at, node_key(), ranks, node_facts(request), copies, tell)
+        nodes = LeadingNode(number, met_at, node_key(), ranks, node_facts(request, self._watching), copies, tell)
         end: End | Leaving = End("the node that leads has ended.")
         try:
             with beating(lock):
@@ -200,8 +200,7 @@ class Supervisor:
         text = f"{lost_words(f'node {taken.node}', lost, taken.why, has_left=taken.has_left)}. Node {nodes.number} leads now"
         going_on = recovery.go_on(lost, text, nodes.gone_ranks(), has_left=taken.has_left)
         if going_on is None:
-            recovery.save_copies()
-            raise with_safe_step(WorkerError(f"{text}."), self.request, self._first_step)
+            raise self._given_up(WorkerError(f"{text}."), recovery)
         return going_on
 
     def _store_place(self, nodes: LeadingNode | None) -> tuple[str, bytes] | tuple[()]:
@@ -214,8 +213,9 @@ class Supervisor:
             while True:
                 try:
                     where = replace(place, host=led.host, port=led.port)
+                    facts = node_facts(request, self._watching)
                     with (
-                        closing(FollowingNode(where, node_key(), ranks, node_facts(request), copies, wait_s)) as node,
+                        closing(FollowingNode(where, node_key(), ranks, facts, copies, wait_s)) as node,
                         self._pool(copies, PoolSite(ranks, node.address, node)) as pool,
                         named_process(request.out, place.number, request.device, NODE),
                     ):
@@ -259,24 +259,38 @@ class Supervisor:
                 found: list[TrainResult] = pool.run(*job, timeout_s=_RUN_S, listen=listen)
                 self._ended_by = found[0].ended_by
                 return found[0]
-            except _NodeJoins:
-                assert nodes is not None and recovery is not None
-                nodes.stop()
-                going_on = recovery.join(nodes.admit())
-            except WorkerError as error:
+            except (WorkerError, _NodeJoins) as ended:
                 self._require_lead(nodes, lock)
-                if nodes is not None:
-                    nodes.stop()
-                gone = () if nodes is None else nodes.gone_ranks()
-                going_on = None
-                if recovery is not None and error.is_lost:
-                    going_on = recovery.go_on(error.ranks, str(error), gone, has_left=error.has_left, lost_peer=error.lost_peer)
-                if recovery is None or going_on is None:
-                    if recovery is not None:
-                        recovery.save_copies()
-                    raise with_safe_step(error, self.request, self._first_step) from None
+                going_on = self._after(ended, recovery, nodes)
+            assert recovery is not None
             request, members = recovery.request, recovery.members
             planners.begin_anew(going_on.step, program_planner(request))
+
+    def _after(self, ended: WorkerError | _NodeJoins, recovery: RunRecovery | None, nodes: LeadingNode | None) -> GoingOn:
+        """Where new processes begin once all that there were have ended: because of a failure, or so that a node can join. One that
+        waits to join while another is lost does so later."""
+        lost = [] if nodes is None else nodes.stop()
+        knows_why = isinstance(ended, WorkerError) and not ended.lost_peer
+        error = ended if knows_why or not lost else lost[0]
+        if isinstance(error, _NodeJoins):
+            assert nodes is not None and recovery is not None
+            return recovery.join(nodes.admit())
+        going_on = None
+        if recovery is not None and error.is_lost:
+            gone = () if nodes is None else nodes.gone_ranks()
+            going_on = recovery.go_on(error.ranks, str(error), gone, has_left=error.has_left, lost_peer=error.lost_peer)
+        if going_on is None:
+            raise self._given_up(error, recovery) from None
+        return going_on
+
+    def _given_up(self, error: PenstockError, recovery: RunRecovery | None) -> PenstockError:
+        """What ends the run, with the step that is safe: that of the newest copies too, unless they cannot be written down."""
+        try:
+            if recovery is not None:
+                recovery.save_copies()
+        except PenstockError as hindered:
+            error = type(error)(f"{str(error).rstrip()}\nThe copies of the last steps could not be written as a checkpoint: {hindered}")
+        return with_safe_step(error, self.request, self._first_step)
 
     def _require_lead(self, nodes: LeadingNode | None, lock: RunLock) -> None:
         """Ends a node that stood still for so long that another leads in its place: nothing in the folder is its own any more."""
