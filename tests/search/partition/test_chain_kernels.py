@@ -101,6 +101,15 @@ def test_the_kernel_equals_trying_everything(seed: int, num_ops: int, longest: f
             assert _of_places(stages, prices, places[:length]) == pytest.approx(value)
 
 
+def test_groups_that_count_as_many_hide_no_stage_of_few() -> None:
+    """Of 16 devices in a node: behind a stage that leaves room for two groups, a cheaper one of three says nothing of one of one group."""
+    stages, prices = drawn(np.random.default_rng(3129), 2, False, 7)
+    tables, places = NeighbourTables.of(3, 4, 2, 3, 7, stages.most_groups), np.zeros((3, 5), np.int64)
+    limits = (1.16, 1.5, (-1, -1))
+    value, *_ = cheapest_stages(stages, prices, *limits[:2], np.array(limits[2]), tables, places)
+    assert value == pytest.approx(cheapest_by_trying(stages, prices, limits))
+
+
 @given(
     seed=st.integers(0, 2**32 - 1), num_ops=st.integers(1, 4), longest=st.floats(0.5, 3.0), latest=st.floats(0.5, 4.0), tied=st.booleans(),
     room=st.integers(0, 7), units=st.tuples(st.integers(0, 2), st.integers(0, 9)), budget=st.floats(1.0, 20.0),

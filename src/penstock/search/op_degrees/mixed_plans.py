@@ -152,7 +152,9 @@ def _rows(family: PlanFamily, option: StageOption, algo: int, share: float) -> O
         forward, compute = family.prices.times(option, algo)
         table, shape = family.prices.table(option)
         at = table.chain, table.shape_index(shape), 0, algo
-        light = np.array([not rerun([place], [min(algo, len(place.op.splits) - 1)]) for place in family.request.model.ops])
+        numbers, firsts = family.prices.chain
+        distinct = [family.request.model.ops[first] for first in firsts]
+        light = np.array([not rerun([place], [min(algo, len(place.op.splits) - 1)]) for place in distinct])[numbers]
         costs = replace(
             costs, forward=forward, compute=compute, light=light, kept=table.kept_bytes[at], forward_reserve=table.workspace_bytes[at],
             backward_reserve=table.backward_workspace_bytes[at],

@@ -91,7 +91,12 @@ def cheapest_stages(stages, prices, longest, latest, ends, tables, places):  # t
                 fullest = min((room[p] - n) * grain[p], most_groups)
                 if allowed < most_groups:
                     fullest = min(fullest, allowed - own)
-                if cost + rest >= near[a, p, room[p] - n, fullest, min(fullest + own, most_groups)]:  # what does there does anywhere
+                # What does where most is taken does anywhere; but where more groups count as so many, any may be behind this stage, and
+                # elsewhere only as many as it has.
+                beaten = near[a, p, room[p] - n, fullest, min(fullest + own, most_groups)]
+                if own < n * grain[p] and own + 1 < most_groups <= fullest + own:
+                    beaten = max(beaten, near[a, p, room[p] - n, most_groups - own - 1, most_groups - 1])
+                if cost + rest >= beaten:
                     continue
                 value, right = np.inf, -1
                 if b == end:

@@ -123,10 +123,11 @@ class ReplicaFamily:
     @cached_property
     def paces(self) -> tuple[tuple[float, float], ...]:
         """(first, more) of each class at least: stages of equal work, no messages, nothing recomputed."""
-        found = []
+        found, of_kind = [], {kind: self._option(kind) for kind in self.layout.kinds}
+        each = {kind: self.prices.times(option)[1] for kind, option in of_kind.items()}
         for own in self.layout.classes:
-            times = np.stack([self.prices.times(self._option(kind))[1] for kind in own.options])
-            filling = np.stack([self.prices.filling(self._option(kind)) for kind in set(own.options)])
+            times = np.stack([each[kind] for kind in own.options])
+            filling = np.stack([self.prices.filling(of_kind[kind]) for kind in set(own.options)])
             speed = 1 / times.sum(axis=1)
             # An op counts on each stage by that stage's part of the speed of all, so that no way to place ops is below this.
             slowest = max(float((times * (speed / speed.sum())[:, None]).min(axis=0).sum()), float(times.min(axis=0).max()))
@@ -134,11 +135,14 @@ class ReplicaFamily:
         return tuple(found)
 
     @cached_property
+    def pipelines_s(self) -> float:
+        """What all micro-batches take at least, from the ops alone; infinite where an op cannot be split so."""
+        return least_time_s(self.total, self._each()) if all(math.isfinite(more) for _, more in self.paces) else math.inf
+
+    @cached_property
     def bound_s(self) -> float:
-        """What no plan of the family can be below, from its ops alone; infinite where an op cannot be split so."""
-        if not all(math.isfinite(more) for _, more in self.paces):
-            return math.inf
-        return least_time_s(self.total, self._each()) + self.layout.after_s
+        """What no plan of the family can be below: with what follows the last micro-batch."""
+        return self.pipelines_s + self.layout.after_s if math.isfinite(self.pipelines_s) else math.inf
 
     def _each(self, without: int = -1) -> list[tuple[float, float]]:
         """The paces of all replicas, or of all but one of a class."""

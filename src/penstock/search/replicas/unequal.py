@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Iterator
 
 from penstock.search.progress import Progress, ProofLine
-from penstock.search.replicas.replica_families import replica_families
+from penstock.search.replicas.replica_families import ReplicaFamily, replica_families
 from penstock.search.space.request import Request
 
 __all__ = ["UnequalReplicas"]
@@ -15,19 +17,30 @@ class UnequalReplicas:
     """Plans whose replicas have the same stages, each on devices of its own kind with as many micro-batches as suit its speed."""
 
     def __init__(self, request: Request) -> None:
-        """Bounds each family by its ops."""
-        self._ranked = sorted(replica_families(request), key=lambda family: family.bound_s)
+        """Bounds the pipelines of each family by their ops."""
+        self._families = sorted(replica_families(request), key=lambda family: family.pipelines_s)
         self._proven_s: float | None = None
+
+    def _ranked(self) -> Iterator[ReplicaFamily]:
+        """The families with the least bounds first. What follows the last micro-batch takes long to work out where many replicas sum
+        gradients, and is, as far as somebody asks for more: most families are beaten by what their pipelines take."""
+        waiting: list[tuple[float, int, ReplicaFamily]] = []
+        for number, family in enumerate(self._families):
+            while waiting and waiting[0][0] <= family.pipelines_s:
+                yield heapq.heappop(waiting)[2]
+            heapq.heappush(waiting, (family.bound_s, number, family))
+        while waiting:
+            yield heapq.heappop(waiting)[2]
 
     def bound(self) -> float:
         """Of the family with the least; after the proof, of its weakest line."""
         if self._proven_s is not None:
             return self._proven_s
-        return self._ranked[0].bound_s if self._ranked else math.inf
+        return next((family.bound_s for family in self._ranked()), math.inf)
 
     def best(self, progress: Progress) -> None:
         """Solves families in the order of their bounds."""
-        for family in self._ranked:
+        for family in self._ranked():
             if family.bound_s >= progress.best_s or progress.out_of_time():
                 return
             progress.tell(str(family))
@@ -36,7 +49,7 @@ class UnequalReplicas:
     def prove(self, progress: Progress) -> None:
         """Bounds families by the programme over all cuts, as far as they would be the weakest of all."""
         enough_s, proven_s = progress.enough_s, math.inf
-        for family in self._ranked:
+        for family in self._ranked():
             if family.bound_s >= progress.best_s:
                 break
             sharper_s = None
