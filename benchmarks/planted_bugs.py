@@ -287,6 +287,8 @@ _SEARCH = (
          '"bounded out"', "the wrong reason is told", "cli/test_pareto.py", pick="plan_or_a_reason"),
     _bug("clusters of one wave do not beat each other", "search/money.py", "_settled(answer, found, steps)",
          "_settled(answer, known, steps)", "what a part of a cluster beats is offered", "search/test_money.py", pick="same_wave"),
+    _bug("choices worth having are searched in haste alone", "search/money.py", "found = _as_searched(found, team)", "pass",
+         "a search of the same nodes finds a faster plan", "search/test_money.py", pick="worth_having"),
     _bug("members of a team that are at work outlive it", "processes/team.py", "for connection in list(self._members):",
          "for connection in list(self._idle):", "an interrupt leaves processes behind", "processes/test_team.py", pick="interrupt"),
     _bug("the fastest plan is taken for expressible", "search/expressible.py", "if not refusal(choice.plan)", "if choice.plan",
