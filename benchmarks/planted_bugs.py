@@ -317,6 +317,9 @@ _SEARCH = (
     _bug("fewer stages are simpler whatever else", "search/simplicity.py",
          "return one != two and all(a <= b for a, b in zip(one, two, strict=True))", "return one < two", "tp instead of stages",
          "search/test_simplicity.py"),
+    _bug("stages of the grid lie in the order of nodes alone", "search/uniform.py", "(stages, _backwards(stages)) if pp > 1",
+         "(stages, stages) if pp > 1", "a cluster whose nodes are named in another order is faster", "search/test_uniform.py",
+         pick="order_of_nodes"),
     _bug("the slowest plan first", "search/uniform.py", "return sorted(fitting, key=lambda choice: (choice.estimate.time_s,",
          "return sorted(fitting, key=lambda choice: (-choice.estimate.time_s,", "a sign", "search/test_uniform.py"),
 )  # fmt: skip
