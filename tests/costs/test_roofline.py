@@ -19,6 +19,7 @@ from penstock.costs.source import CostSource
 from penstock.costs.table import CostTable
 from penstock.errors import InputError
 from penstock.models import Shape, resolve_model
+from penstock.models.catalog import model_from_mapping
 from penstock.models.kept import kept_bytes
 
 GPT = resolve_model("gpt-1.3b")
@@ -196,3 +197,22 @@ def test_rates_that_are_guesses_are_told() -> None:
     (note,) = Roofline(cluster=resolve_cluster("2xcpu")).notes(GPT)
     assert "rates of cpu are a guess" in note and "penstock profile" in note
     assert Roofline(cluster=H200).notes(GPT) == ()
+
+
+@pytest.mark.parametrize("lengths", [[200, 200], [64, 64], [40, 24], [300, 50, 10]])
+def test_a_window_takes_what_packed_sequences_see_of_it(lengths: list[int]) -> None:
+    """Counted pair by pair; where lengths are unequal it may be a little more, but never as much as without a window."""
+    window, rest = 64, {"base": "llama-tiny", "seq_length": 512}
+    model, full = (model_from_mapping({**rest, "window": size}, "test", "test") for size in (window, 0))
+    [own] = [op for op in model.distinct_ops if op.kind == "attention"]
+    packed, padded = Shape.packed(lengths), Shape.padded(len(lengths), max(lengths))
+    seen = sum(min(at + 1, window) for length in lengths for at in range(length))
+    share, all_pairs = own.seen_share(packed), sum(length * (length + 1) / 2 for length in lengths)
+    assert share >= 0.99 * seen / all_pairs
+    if len(set(lengths)) == 1:
+        assert share == pytest.approx(seen / all_pairs, rel=0.01)
+    times = [Roofline().table(each, [packed, padded], [1], resolve_cluster("1xa10g")) for each in (model, full)]
+    for name in ("forward_s", "backward_s"):
+        of_window, of_full = (getattr(table, name).sum(axis=0).ravel() for table in times)
+        assert of_window[0] == of_full[0] if share == 1 else of_window[0] < of_full[0]
+        assert of_window[1] == of_full[1], "padded rows work on a mask"

@@ -135,7 +135,7 @@ def test_a_mixture_of_experts_says_what_becomes_of_its_experts(tmp_path: Path) -
     assert note == "mixture of experts: cut and trained as it is; experts are not spread over devices yet."
 
 
-def test_a_window_that_is_priced_as_full_attention_is_told() -> None:
+def test_a_window_that_is_priced_as_full_attention_in_padded_rows_is_told() -> None:
     sizes = {"base": "llama-tiny", "seq_length": 128}
     notes = [model_from_mapping({**sizes, "window": window}, "test", "test").notes for window in (0, 32, 128)]
-    assert notes[0] == notes[2] == () and "window of 32 tokens is priced as full attention" in notes[1][0]
+    assert notes[0] == notes[2] == () and "window of 32 tokens take the time of full attention" in notes[1][0]

@@ -14,7 +14,8 @@ from penstock.models import resolve_model
 from penstock.plans.build import uniform_plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import check_plan
-from penstock.search import Choice, best_plans, uniform_plans
+from penstock.search import Choice, Request, best_plans, uniform_plans
+from penstock.search.uniform import uniform_choices
 from penstock.timing.estimate import estimate
 
 
@@ -153,3 +154,13 @@ def test_given_micro_batches_that_divide_nothing_name_a_batch_that_works() -> No
 def test_no_family_uses_more_than_its_devices_can_do() -> None:
     for name in ("vgg16", "resnet-50", "bert-large", "t5-base", "llama-1b"):
         assert best_plans(name, "4xa100-80gb", 256, top=1)[0].estimate.mfu < 0.8
+
+
+def test_the_order_of_nodes_makes_no_difference() -> None:
+    """Stages may lie the other way round: the head of a model is not as long as its first half."""
+    times = []
+    for cluster in ("1xp3.8xlarge+1xg6.12xlarge", "1xg6.12xlarge+1xp3.8xlarge"):
+        request = Request.of("llama-tiny", cluster, 16, "roofline", None, (1,), math.inf)
+        pipelines = [choice for choice in uniform_choices(request, 1000, lambda: None) if choice.plan.num_stages == 2]
+        times.append(pipelines[0].estimate.time_s)
+    assert times[0] == pytest.approx(times[1])

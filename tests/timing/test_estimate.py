@@ -186,7 +186,7 @@ def test_tied_weights_are_added_up_between_their_stages() -> None:
 
 def test_dp_divides_the_samples_of_a_micro_batch() -> None:
     plan = plan_of(Stage(0, 20, ((0, 1),), Degrees(1, 2)))
-    model, source = gpt(), Roofline()
+    model, source = gpt(), Roofline(in_company=False)
     found = estimate(plan, model, cluster(), source)
     alone = estimate(plan_of(Stage(0, 20, ((0,),)), samples=1, global_batch=4), model, cluster(), source)
     assert found.stages[0].work == alone.stages[0].work and found.num_micro_batches == alone.num_micro_batches
@@ -246,8 +246,8 @@ def test_tensor_parallel_over_a_network_is_slower_than_inside_a_node() -> None:
 def test_the_slowest_replica_counts() -> None:
     mixed = resolve_cluster("1xa100-40gb+1xt4")
     plan = plan_of(Stage(0, 20, ((0,), (1,))), num_replicas=2)
-    found = estimate(plan, gpt(), mixed, Roofline())
-    slow = estimate(plan_of(Stage(0, 20, ((1,),)), global_batch=4), gpt(), mixed, Roofline())
+    found = estimate(plan, gpt(), mixed, Roofline(in_company=False))
+    slow = estimate(plan_of(Stage(0, 20, ((1,),)), global_batch=4), gpt(), mixed, Roofline(in_company=False))
     assert found.stages[0].device == "t4" and found.pipeline_s == slow.pipeline_s
     assert found.stages[0].limit_bytes == DEVICES["t4"].memory_bytes
 
@@ -465,3 +465,10 @@ def test_bf16_where_it_is_emulated_is_as_slow_as_fp32_and_said() -> None:
     found = {name: estimate(plan, model_of(plan), cluster_of(plan), Roofline()) for name, plan in plans.items()}
     assert found["bf16"].time_s > 2 * found["fp16"].time_s and not found["fp16"].notes
     assert "bf16 is emulated at the rate of fp32 on t4" in found["bf16"].notes[0]
+
+
+@pytest.mark.parametrize("name", ["2xh100", "1xh100+1xt4"])
+def test_devices_that_idle_slow_nobody_down(name: str) -> None:
+    plan, own = plan_of(Stage(0, 20, ((0,),))), Roofline()
+    times = [estimate(plan, gpt(), resolve_cluster(on), own).time_s for on in ("1xh100", name)]
+    assert times[0] == times[1]

@@ -198,8 +198,8 @@ class _StageGrids:
         """The distinct shapes and their costs, asked once."""
         distinct = tuple(dict.fromkeys(shapes))
         if (distinct, tp, sequence) not in self._tables:
-            model = self._estimator.model_under(sequence)
-            self._tables[distinct, tp, sequence] = self.source.table(model, list(distinct), [tp], self.cluster)
+            model, cluster = self._estimator.model_under(sequence), dataclasses.replace(self.cluster, at_work=len(self.plan.ranks))
+            self._tables[distinct, tp, sequence] = self.source.table(model, list(distinct), [tp], cluster)
         return list(distinct), self._tables[distinct, tp, sequence]
 
     def _bytes(

@@ -69,6 +69,8 @@ class Cluster:
     """Of two that cover the same pair, the later one counts."""
     slowed: frozenset[int] = frozenset()
     """Ranks that differ in speed from others of their kind: their devices have a name of their own, and times (`costs.speeds`)."""
+    at_work: int = 0
+    """Devices that a plan has work for, where the others idle; 0: all."""
 
     def __post_init__(self) -> None:
         if not self.runs:
@@ -90,6 +92,11 @@ class Cluster:
     def num_devices(self) -> int:
         """How many ranks there are."""
         return self._rank_stops[-1]
+
+    @property
+    def num_at_work(self) -> int:
+        """How many of them work at once."""
+        return self.at_work or self.num_devices
 
     @property
     def num_nodes(self) -> int:
@@ -214,6 +221,12 @@ class Cluster:
     def describe(self) -> str:
         """The content in one line: '2 × p4d.24xlarge (8 × a100-40gb) + 6 × g5.24xlarge (4 × a10g)'."""
         return " + ".join(_describe_run(run) for run in self.runs)
+
+    def one_of(self, rank: int) -> Cluster:
+        """The device of a rank as a cluster of its own."""
+        node = self.node_of(rank)
+        one = dataclasses.replace(node, num_devices=1, device_ids=(self.device_id(rank),) if node.device_ids else ())
+        return Cluster(self.name, (NodeRun(one),))
 
     def with_nodes(self, nodes: Iterable[Node]) -> Cluster:
         """The same cluster with the node of each run replaced, in order; the numbers of devices must stay."""

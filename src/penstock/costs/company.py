@@ -6,8 +6,8 @@ depends on the model:
     power       eight H100s at work under their power limits hold about 88 % of the clock that one alone holds; the matrix units slow down
                 with it, memory does not. A100s hold theirs.
     the slowest devices of one kind differ in speed, with a standard deviation of about 2 %, and every synchronous step waits for the
-                slowest of them: of 64 that is expected 2.4 deviations below the mean. So many are assumed wherever there are several,
-                so that more devices never make the same plan slower.
+                slowest of them: of 64 that is expected 2.4 deviations below the mean. So many are assumed wherever several
+                work, so that more devices never make the same plan slower; those that idle do not count.
     links       collectives reach four fifths of what NVLink and PCIe signal, and nine tenths of a network's.
 
 Sources are in docs/costs.md.

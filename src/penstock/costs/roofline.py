@@ -57,7 +57,7 @@ class Roofline:
         num_algos = max(len(op.splits) for op in ops)
         amounts = _Amounts(model, shapes, tps, num_algos)
         groups = [[tp_group(cluster, device, tp) for device in devices] for tp in tps]
-        num_devices = cluster.num_devices if self._in_company else 1
+        num_devices = cluster.num_at_work if self._in_company else 1
         forward, backward = (self._times(model, amounts, devices, when, num_devices) for when in ("forward", "backward"))
         possible = _possible(ops, tps, num_algos, groups)
         return CostTable(
@@ -74,7 +74,7 @@ class Roofline:
     def _times(self, model: Model, amounts: _Amounts, devices: Sequence[Device], when: Pass, num_devices: int) -> Floats:
         """[O, S, T, 1, D] times of the ops themselves, on the slowest of so many devices; splits differ in what they communicate only."""
         backward = when == "backward"
-        flops = amounts.of(_backward_flops if backward else lambda op: op.flops)
+        flops = amounts.of(_backward_flops if backward else lambda op: op.flops) * amounts.seen()
         traffic = amounts.of(lambda op: op.backward_traffic if backward else op.traffic)
         kernels = _column([op.num_kernels * (BACKWARD_KERNELS if backward else 1) for op in model.distinct_ops])
         idle = (flops == 0) & (traffic == 0)
@@ -173,6 +173,12 @@ class _Amounts:
     def of(self, amount: Callable[[Op], Quantity]) -> Floats:
         """[O, S, T] of an amount of each op."""
         return self.evaluate([amount(op) for op in self.ops])
+
+    def seen(self) -> Floats:
+        """[O, S, 1] share of their arithmetic that ops do: kernels of packed sequences pass over keys outside of a window, those of padded
+        rows work on a mask."""
+        shares = [[op.seen_share(shape) if shape.layout == "packed" else 1.0 for shape in self.shapes] for op in self.ops]
+        return np.array(shares)[:, :, None]
 
     def per_algo(self, amount: Callable[[Op], Quantity]) -> Floats:
         """[O, S, T, A] of an amount that is the same for every split."""

@@ -94,8 +94,8 @@ def llama(config: LlamaConfig, name: str = "llama") -> Model:
         t.loss("loss", stream, c.vocab, c.dtype),
     ))  # fmt: skip
     note = (
-        f"attention's window of {c.window:,} tokens is priced as full attention. Longer samples take less time than that if packed; if "
-        "padded, every layer keeps a mask of them, which is counted."
+        f"padded rows longer than attention's window of {c.window:,} tokens take the time of full attention, since their kernel works on a "
+        "mask, which every layer keeps; packed ones take less. Both are counted."
     )
     return Model(
         name, "llama", c.dtype, ((head, 1), (_layer(c), c.layers), (tail, 1)), seq_length=c.seq_length, config=vars(c),

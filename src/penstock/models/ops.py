@@ -125,6 +125,12 @@ class Op:
         fused = self.kind == "attention" and self.config.get("fused", False)
         return self.flops * 3 if fused else self.flops + self.backward_flops
 
+    def seen_share(self, shape: Shape) -> float:
+        """The share of the pairs of causal attention that its window lets through; of samples of unequal lengths, as if all had the length
+        that a token meets on average, which is a little more than they see."""
+        window, length = self.config.get("window", 0), shape.squares / max(shape.tokens, 1)
+        return window / length * (2 - window / length) if 0 < window < length else 1.0
+
     def mask_pairs(self, shape: Shape) -> float:
         """Pairs of positions in the mask that attention with a window keeps where padded rows are longer: one for all rows and heads.
 

@@ -10,7 +10,8 @@ Clusters are searched in waves, those of one wave by several processes and witho
     1  1  2  4  8  16  16  16 …
 
 Each wave is as large as all before it, so that rivals are at hand early, and has a size of its own whatever the number of processes, so
-that they make no difference to the answer.
+that they make no difference to the answer. Those that are worth having are then searched once more as `penstock search` does, which meets
+other plans while it proves: both give one answer.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, product
+from typing import TypeAlias
 
 from penstock.clusters import Cluster
 from penstock.errors import InfeasibleError, InputError
 from penstock.processes.team import Team
 from penstock.search.choice import FORMULA_OFF, Choice
-from penstock.search.engine import search
+from penstock.search.engine import Outcome, search
 from penstock.search.space.request import Request
 
 __all__ = ["LeftOut", "Objective", "Offer", "chosen", "clusters_of", "num_steps", "offers"]
@@ -34,6 +36,8 @@ __all__ = ["LeftOut", "Objective", "Offer", "chosen", "clusters_of", "num_steps"
 MAX_CLUSTERS = 2000
 _WAVE, _SHARED = 16, 8
 """Clusters of a wave at most, and at least where processes share them, each of which takes a second to start."""
+_Item: TypeAlias = "tuple[Cluster, Sequence[Offer] | None]"
+"""A cluster, and the offers that its plan would have to be worth having beside; None to search it whatever there is."""
 _OBJECTIVE = re.compile(r"(time|cost)(?:@(time|cost)<=([0-9.eE+]+))?")
 
 
@@ -137,19 +141,31 @@ def offers(
     with Team(partial(_searched, request, steps), min(workers, _WAVE), _SHARED) as team:
         for wave in _waves(clusters):
             known = tuple(found)
-            answers = team.each([(cluster, known) for cluster in wave], lambda item: watch(item[0].name, next(begun), len(clusters)))
+            items: list[_Item] = [(cluster, known) for cluster in wave]
+            answers = team.each(items, lambda item: watch(item[0].name, next(begun), len(clusters)))
             for answer in answers:
                 settled = _settled(answer, found, steps) if isinstance(answer, Offer) else answer
                 if isinstance(settled, Offer):
                     found.append(settled)
                 else:
                     left.append(settled)
+        found = _as_searched(found, team)
     if not found:
         raise InfeasibleError(
             f"no choice of nodes from {request.cluster.describe()} can train {request.model.name} with a global batch of "
             f"{request.frame.global_batch}. Use more or larger nodes, or smaller micro-batches."
         )
     return [replace(offer, dominated_by=_dominator(offer, found)) for offer in found], left
+
+
+def _as_searched(found: Sequence[Offer], team: Team[_Item, Offer | LeftOut]) -> list[Offer]:
+    """The offers, those that none beats with the plans that a search of their clusters alone finds."""
+    offers, looked = {offer.cluster.name: offer for offer in found}, set[str]()
+    while new := [offer for name, offer in offers.items() if name not in looked and not _dominator(offer, [*offers.values()])]:
+        answers = team.each([(offer.cluster, None) for offer in new])
+        offers.update((answer.cluster.name, answer) for answer in answers if isinstance(answer, Offer))
+        looked.update(offer.cluster.name for offer in new)
+    return list(offers.values())
 
 
 def _waves(clusters: Sequence[Cluster]) -> Iterator[Sequence[Cluster]]:
@@ -161,9 +177,11 @@ def _waves(clusters: Sequence[Cluster]) -> Iterator[Sequence[Cluster]]:
         first = last
 
 
-def _searched(request: Request, steps: int, item: tuple[Cluster, Sequence[Offer]]) -> Offer | LeftOut:
-    """The best plan of a cluster, as far as it may be worth having beside some offers."""
+def _searched(request: Request, steps: int, item: _Item) -> Offer | LeftOut:
+    """The best plan of a cluster, as far as it may be worth having beside some offers; without any, as a search of it alone finds it."""
     cluster, found = item
+    if found is None:
+        return _offer(cluster, search(request.on(cluster), top=1), steps)
     price = cluster.price_usd_per_h or 0.0
     beaten: list[str] = []
 
@@ -181,10 +199,15 @@ def _searched(request: Request, steps: int, item: tuple[Cluster, Sequence[Offer]
         outcome = search(request.on_all_of(cluster), top=1, prove=False, known_s=known_s, worth=worth)
     except InfeasibleError as error:
         return LeftOut(cluster, *(_reason(error, beaten) if beaten or rival is None else rival.reason()))
+    return _offer(cluster, outcome, steps)
+
+
+def _offer(cluster: Cluster, outcome: Outcome, steps: int) -> Offer:
+    """What was found for a cluster."""
     if outcome.stopped:  # half of a search would answer for this cluster alone
         raise KeyboardInterrupt
     hours = outcome.choices[0].estimate.time_s * steps / 3600
-    return Offer(cluster, outcome.choices[0], outcome.bound_s, hours, hours * price)
+    return Offer(cluster, outcome.choices[0], outcome.bound_s, hours, hours * (cluster.price_usd_per_h or 0.0))
 
 
 def _settled(offer: Offer, found: Sequence[Offer], steps: int) -> Offer | LeftOut:
@@ -239,7 +262,7 @@ def _is_part(some: Cluster, more: Cluster) -> bool:
     return all(run.count <= counts.get(run.node, 0) for run in some.runs)
 
 
-def _dominator(offer: Offer, found: list[Offer]) -> str:
+def _dominator(offer: Offer, found: Sequence[Offer]) -> str:
     better = [other for other in found if other.beats(offer.hours, offer.usd)]
     return min(better, key=lambda other: (other.usd, other.hours)).cluster.name if better else ""
 

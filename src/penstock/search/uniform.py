@@ -7,19 +7,21 @@ micro-batch   the sizes given, or powers of two that divide a replica's share of
 recompute     none, or every block ("full")
 sequence      with tp, tokens divided between products or not
 zero          0, or where several ranks hold the same weights 1, which is no slower and holds less; without a pipeline 2 and 3, too
+order         stages from the first node to the last, and over several kinds of devices from the last to the first
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
 from penstock.errors import InfeasibleError, InputError
 from penstock.models.sequence import divides_tokens
 from penstock.plans.build import BESIDE, block_ranges, uniform_stages
-from penstock.plans.plan import Plan
+from penstock.plans.plan import Plan, Stage
 from penstock.plans.validity import check_plan
 from penstock.search.assemble import assembled
 from penstock.search.choice import Choice
@@ -106,8 +108,9 @@ def _fitting(
     fitting, least, too_large, fits = [], None, set(), set()
     for plan in plans:
         progress()
-        way = (plan.num_stages, plan.stages[0].degrees.tp, _recompute(plan), plan.stages[0].sequence_parallel)
-        kind, size = (*way, plan.stages[0].zero), (*way, plan.micro_batching.samples)
+        first = plan.stages[0]
+        way = (plan.num_stages, first.degrees.tp, _recompute(plan), first.sequence_parallel, first.devices)
+        kind, size = (*way, first.zero), (*way, plan.micro_batching.samples)
         if kind in too_large or size in fits:  # a smaller micro-batch did not fit already, or a faster level of ZeRO does
             continue
         choice = Choice(plan, request.estimator.estimate(plan))
@@ -149,10 +152,16 @@ def _plans(
                 stages = uniform_stages(
                     model, pp=pp, tp=tp, replicas=replicas, recompute=recompute, zero=zero, sequence_parallel=rows
                 )  # fmt: skip
-                for samples in sizes:
-                    plan = assembled(frame, stages, samples)
+                orders = (stages, _backwards(stages)) if pp > 1 and len(cluster.kinds) > 1 else (stages,)
+                for ordered, samples in product(orders, sizes):
+                    plan = assembled(frame, ordered, samples)
                     if not check_plan(plan, model, cluster):
                         yield plan
+
+
+def _backwards(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The same stages, the first on the devices of the last."""
+    return tuple(replace(stage, devices=other.devices) for stage, other in zip(stages, reversed(stages), strict=True))
 
 
 def _tp_degrees(model: Model, cluster: Cluster, max_tp: int | None) -> list[int]:

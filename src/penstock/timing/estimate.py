@@ -78,7 +78,7 @@ class Estimator:
         self.model, self.cluster, self.source = model, source.links_of(cluster), source
         self._limit_bytes = memory_limit_bytes
         self._shapes = set(shapes)
-        self._tables: dict[tuple[Shape, int, bool], CostTable] = {}
+        self._tables: dict[tuple[Shape, int, bool, bool], CostTable] = {}
         self._work: dict[tuple[object, ...], StagePasses] = {}
         self._memory: dict[tuple[object, ...], MemoryBreakdown] = {}
         self._parameters: dict[tuple[int, int, int], float] = {}
@@ -141,10 +141,11 @@ class Estimator:
     def _stage_passes(self, plan: Plan, stage: Stage, samples: int, replica: int) -> StagePasses:
         """Time of a stage's ops on the slowest of its devices, and of moving the carry where degrees change inside the stage."""
         ranks, parts, recorded = stage.devices[replica], parts_of(stage), is_recorded(plan, stage, self.model, ragged=False)
+        alone = plan.num_groups == plan.num_replicas == len(ranks) == 1 < self.cluster.num_devices
 
         def passes(part: DegreeRun, device: Device) -> StagePasses:
             shape = self._share(plan, stage, part, samples, device, replica)
-            return self._part_passes(stage, part, shape, device, self._tp_group(ranks, part.tp), recorded)
+            return self._part_passes(stage, part, shape, device, self._tp_group(ranks, part.tp), recorded, alone)
 
         if len(parts) == 1:
             return max((passes(parts[0], device) for device in self._kinds(ranks)), key=lambda passes: passes.total_s)
@@ -160,14 +161,16 @@ class Estimator:
         rows, ranks = share_rows(plan, samples, replica, part.dp), enumerate(stage.devices[replica])
         return share_shape(plan, samples, part.dp, max(rows[at // part.tp] for at, rank in ranks if self.cluster.device(rank) == device))
 
-    def _part_passes(self, stage: Stage, part: DegreeRun, shape: Shape, device: Device, group: Group, recorded: bool) -> StagePasses:
+    def _part_passes(
+        self, stage: Stage, part: DegreeRun, shape: Shape, device: Device, group: Group, recorded: bool, alone: bool
+    ) -> StagePasses:  # fmt: skip
         algos, again = algos_of(stage, part), recomputed_in(stage, part)
         sequence = self.by_rows(stage, part.tp)
-        key = (part, shape, sequence, device.name, algos, again, group, recorded)
+        key = (part, shape, sequence, device.name, algos, again, group, recorded, alone)
         if key not in self._work:
             ops = OpSlice(self.model_under(sequence), part.first, part.last, device.name, part.tp, algos, again, recorded)
             slower = slowdown(self.cluster, device, ops, shape, group)
-            self._work[key] = stage_passes(self.table(shape, part.tp, sequence), ops, shape, slower)
+            self._work[key] = stage_passes(self.table(shape, part.tp, sequence, alone), ops, shape, slower)
         return self._work[key]
 
     def by_rows(self, stage: Stage, tp: int) -> bool:
@@ -191,13 +194,14 @@ class Estimator:
         """The model as one of a stage's ops runs it."""
         return self.model_under(self.by_rows(stage, stage.run_of(op).tp))
 
-    def table(self, shape: Shape, tp: int, sequence: bool = False) -> CostTable:
-        """Op costs at one shape and degree, under sequence parallelism if asked."""
-        if (shape, tp, sequence) not in self._tables:
+    def table(self, shape: Shape, tp: int, sequence: bool = False, alone: bool = False) -> CostTable:
+        """Op costs at one shape and degree, under sequence parallelism if asked; `alone` for a device beside which all others idle."""
+        if (shape, tp, sequence, alone) not in self._tables:
             shapes = list(self._shapes) if shape in self._shapes else [shape]
-            table = self.source.table(self.model_under(sequence), shapes, [tp], self.cluster)
-            self._tables.update({(known, tp, sequence): table for known in shapes})
-        return self._tables[shape, tp, sequence]
+            cluster = dataclasses.replace(self.cluster, at_work=1) if alone else self.cluster
+            table = self.source.table(self.model_under(sequence), shapes, [tp], cluster)
+            self._tables.update({(known, tp, sequence, alone): table for known in shapes})
+        return self._tables[shape, tp, sequence, alone]
 
     def _stages(
         self, plan: Plan, samples: int, counts: tuple[int, ...], work: list[StagePasses], bubbles_s: list[float], replica: int
@@ -322,7 +326,7 @@ class Estimator:
         for block, copies in self.model.runs:
             for op in block.ops:
                 dtype = arithmetic_dtype(op_class(op.kind, op.config), self.model.dtype)
-                flops[dtype] = flops.get(dtype, 0.0) + copies * op.needed_flops.at(one)
+                flops[dtype] = flops.get(dtype, 0.0) + copies * op.needed_flops.at(one) * op.seen_share(one)
         devices = [self.cluster.device(rank) for rank in plan.ranks]
         at_peak_s = sum(needed / sum(device.peak_flops_per_s(dtype) for device in devices) for dtype, needed in flops.items())
         return at_peak_s * plan.global_batch / time_s

@@ -50,7 +50,7 @@ def test_the_bound_is_below_every_plan_of_its_family(nodes: tuple[tuple[str, int
     request = request_on(*nodes, gigabit=gigabit)
     for family in families(request):
         found = best_pipeline(family, math.inf)
-        if found is None:
+        if found is None or len(found.plan.ranks) == 1:  # one device alone, which waits for no other, is bounded by itself
             continue
         known_s = found.estimate.time_s * (1 + 1e-6)
         bounds = [neighbours_bound_s(family, part, known_s, known_s, 20) for part in family.subspaces]

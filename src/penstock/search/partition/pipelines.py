@@ -43,7 +43,7 @@ def best_pipeline(family: PlanFamily, known_s: float) -> Choice | None:
     """The fastest plan of a family that fits, if it is faster than `known_s`."""
     best: Choice | None = None
     schedules = family.request.unchunked
-    for subspace in (*family.subspaces, *_alone(family)):
+    for subspace in family.subspaces:
         for schedule in schedules if subspace.max_stages > 1 else schedules[-1:]:
             for depth, fewer in pairwise(_depths(subspace, schedule)):
                 shallow, in_flight = replace(subspace, max_stages=depth), _in_flight(family, schedule, fewer)
@@ -58,17 +58,9 @@ def best_pipeline(family: PlanFamily, known_s: float) -> Choice | None:
     return best
 
 
-def _alone(family: PlanFamily) -> tuple[Subspace, ...]:
-    """Plans for one device of several, which needs no memory to talk to the others."""
-    options = tuple(variant for option in family.options if option.num_devices == 1 for variant in family.variants(option))
-    return (Subspace(options, 1, True),) if options and family.replicas == 1 < family.num_devices else ()
-
-
-def _machine(family: PlanFamily, subspace: Subspace, share: float) -> Machine:
-    """The devices of a replica, with a share of the memory that stages of a subspace can have."""
-    alone = family.replicas == subspace.max_stages == max(option.num_devices for option in subspace.options) == 1
-    pools = tuple((replace(pool, talking_bytes=0.0) if alone else pool).with_share(share) for pool in family.pools)
-    return Machine(pools, 1.0, 0.0, idle=alone or len(pools) > 1)
+def _machine(family: PlanFamily, share: float) -> Machine:
+    """The devices of a replica, with a share of their memory."""
+    return Machine(tuple(pool.with_share(share) for pool in family.pools), 1.0, 0.0, idle=len(family.pools) > 1)
 
 
 def _all_fit(family: PlanFamily, subspace: Subspace, schedule: str, known_s: float) -> bool:
@@ -77,7 +69,7 @@ def _all_fit(family: PlanFamily, subspace: Subspace, schedule: str, known_s: flo
     cuts = None if subspace.fine else blocks.every(blocks.stride(COARSE_CUTS))
 
     def able(share: float, in_flight: int) -> NDArray[np.bool_]:
-        machine = _machine(family, subspace, share)
+        machine = _machine(family, share)
         return np.isfinite(_plain_space(family, costs, machine, 1, known_s, cuts, in_flight).times)
 
     return np.array_equal(able(MEMORY_SHARES[-1], min(subspace.max_stages, family.count)), able(1.0, 1))
@@ -148,7 +140,7 @@ def _stages(
     """The programme's best stages with this share of the memory, of those that take at most so long after the last micro-batch; None where
     nothing can be faster than `known_s`."""
     blocks, count = family.request.blocks, family.count
-    machine = _machine(family, subspace, share)
+    machine = _machine(family, share)
 
     def space_of(costs: Sequence[OptionCosts], cuts: Ints | None) -> StageSpace:
         depth = subspace.max_stages

@@ -36,9 +36,9 @@ class Kind:
         """What one of so many replicas has of this kind."""
         count = len(self.ranks) // replicas
         node = self.per_node if count % self.per_node == 0 else math.gcd(count, self.per_node)
-        context, talking = (0, 0) if self.device.name.startswith("cpu") else (CUDA_CONTEXT_BYTES, NCCL_BYTES * self.talks)
+        context = 0 if self.device.name.startswith("cpu") else CUDA_CONTEXT_BYTES + NCCL_BYTES * self.talks
         limit = min(memory_limit_bytes, self.device.memory_bytes)
-        return DevicePool(count, max(node, 1), (limit - context) / (1 + SLACK), talking / (1 + SLACK))
+        return DevicePool(count, max(node, 1), (limit - context) / (1 + SLACK))
 
 
 def kinds_of(cluster: Cluster) -> list[Kind]:

@@ -42,13 +42,10 @@ class DevicePool:
     num_devices: int
     per_node: int
     memory_limit: float
-    """What no stage exceeds; bounds go by it."""
-    talking_bytes: float = 0.0
-    """What is taken of that on devices that talk to others: all but that of a plan for one device."""
 
     def with_share(self, share: float) -> DevicePool:
-        """With a share of what stages of several devices can have."""
-        return replace(self, memory_limit=share * (self.memory_limit - self.talking_bytes))
+        """With a share of the memory."""
+        return replace(self, memory_limit=share * self.memory_limit)
 
 
 @dataclass(frozen=True)
