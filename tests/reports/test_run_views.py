@@ -108,7 +108,7 @@ def test_a_timeline_has_the_last_steps_unless_others_are_asked_for() -> None:
 def test_time_computed_is_held_against_the_median_of_the_stage() -> None:
     """Waits, messages and evaluations are not computing; a rank is not held against those of another stage."""
     ranks = (rank_spans(0), rank_spans(1, 6, 12), rank_spans(2, 20, 10), rank_spans(3, 20, 10))
-    [heat] = [block for block in _devices(facts_of(ranks=ranks), {}) if isinstance(block, Heat)]
+    [heat] = [block for block in _devices(facts_of(ranks=ranks)) if isinstance(block, Heat)]
     assert heat.rows == ("rank 0", "rank 1", "rank 2", "rank 3") and heat.x.tolist() == [0, 1, 2]
     assert heat.values == pytest.approx(np.array([[0.5] * 3, [1.5] * 3, [1.0] * 3, [1.0] * 3]))
 
