@@ -129,8 +129,8 @@ def test_no_plan_is_below_the_bound(data: st.DataObject, networks: list[float], 
     request = request_of_nodes(dict(zip(["a100-40gb", "v100-32gb"], sizes, strict=True)), networks, model)
     family = data.draw(st.sampled_from([family for family in families(request) if family.subspaces]))
     plan = drawn_plan(data, family)
-    if plan is None or check_plan(plan, request.model, request.cluster):
-        return
+    if plan is None or len(plan.ranks) == 1 or check_plan(plan, request.model, request.cluster):
+        return  # one device alone is bounded by itself
     estimate, divisions = request.estimator.estimate(plan), data.draw(st.sampled_from([8, 60]))  # devices are counted in narrow boxes
     time_s = estimate.formula_s
     if not estimate.fits:

@@ -142,4 +142,6 @@ def test_what_no_uniform_plan_can_do_may_still_be_possible() -> None:
 
 def test_more_devices_than_work_are_told_apart_from_too_few() -> None:
     with pytest.raises(InfeasibleError, match=r"no plan gives 4096 devices .* work on a global batch of 2: .* Use at most 128 devices"):
-        search_plans("gpt-tiny", "4096xh100", 2)
+        search_plans("gpt-6.7b", "4096xh100", 2)
+    alone = search_plans("gpt-tiny", "4096xh100", 2).choices[0]  # fits on one, which leaves the others idle
+    assert len(alone.plan.ranks) == 1 and alone.estimate.fits
