@@ -141,7 +141,8 @@ class Estimator:
     def _stage_passes(self, plan: Plan, stage: Stage, samples: int, replica: int) -> StagePasses:
         """Time of a stage's ops on the slowest of its devices, and of moving the carry where degrees change inside the stage."""
         ranks, parts, recorded = stage.devices[replica], parts_of(stage), is_recorded(plan, stage, self.model, ragged=False)
-        alone = plan.num_groups == plan.num_replicas == len(ranks) == 1 < self.cluster.num_devices
+        # Groups come last: to tell them apart takes long where a plan has thousands of ranks.
+        alone = len(ranks) == plan.num_replicas == 1 < self.cluster.num_devices and plan.num_groups == 1
 
         def passes(part: DegreeRun, device: Device) -> StagePasses:
             shape = self._share(plan, stage, part, samples, device, replica)
