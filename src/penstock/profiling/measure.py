@@ -52,7 +52,7 @@ def hold_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Gives weights the gradients that passes add to: in fp32, as plans sum them unless they say otherwise."""
     for parameter in parameters:
         if parameter.grad is None:
-            parameter.grad_dtype = torch.float32
+            parameter.grad_dtype = None  # as in a rank
             parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
 
 

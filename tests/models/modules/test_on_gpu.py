@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from penstock.models.modules.batch import Sequences
 from penstock.models.modules.fused import has_triton
 
 if not torch.cuda.is_available() or not has_triton():
@@ -18,15 +19,14 @@ LENGTHS = ([96] * 8, [31, 76, 200, 12, 55, 90, 130, 77], [511, 3], [1], [2048, 7
 @pytest.mark.parametrize(("lengths", "width"), list(itertools.product(LENGTHS, (16, 32, 64, 128))))
 @pytest.mark.parametrize(("counts", "causal", "window"), [((4, 4, 4), True, 0), ((4, 2, 2), True, 50), ((2, 1, 1), False, 0)])
 def test_ragged_attention(lengths: list[int], width: int, counts: tuple[int, int, int], causal: bool, window: int) -> None:
-    from penstock.models.modules.ragged_attention import pieces_of, ragged_attention
+    from penstock.models.modules.ragged_attention import ragged_attention
 
     torch.manual_seed(0)
     joint = torch.randn(sum(lengths), sum(counts), width, device="cuda", dtype=torch.bfloat16)
     ours, theirs = joint.clone().requires_grad_(), joint.double().requires_grad_()
-    sizes = torch.tensor(lengths, device="cuda")
-    ends = sizes.cumsum(0)
-    pieces = (edges.repeat_interleave(sizes).int() for edges in (ends - sizes, ends))
-    found = ragged_attention([ours], counts, pieces_of(*pieces, causal=causal), scale=width**-0.5, causal=causal, window=window)
+    ids = torch.zeros(sum(lengths), dtype=torch.int64, device="cuda")
+    pieces = Sequences(ids, tuple(lengths), "packed", max(lengths), torch.arange(len(lengths))).pieces(causal=causal)
+    found = ragged_attention([ours], counts, pieces, scale=width**-0.5, causal=causal, window=window)
     wanted = torch.cat([_alone(part, counts, width**-0.5, causal, window) for part in theirs.split(lengths)])
     grad = torch.randn_like(found)
     found.backward(grad)

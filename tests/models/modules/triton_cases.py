@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from penstock.models.modules import fused
 from penstock.models.modules import triton_kernels as kernels
-from penstock.models.modules.ragged_attention import pieces_of, ragged_attention
+from penstock.models.modules.batch import Sequences
+from penstock.models.modules.ragged_attention import ragged_attention
 
 
 def norms() -> None:
@@ -136,10 +137,9 @@ def attention() -> None:
     for lengths, counts, causal, window, cuts in cases:
         joint = torch.randn(sum(lengths), sum(counts), 16)
         ours, theirs = ([part.clone().requires_grad_() for part in joint.split(cuts, 1)] for _ in range(2))
-        sizes = torch.tensor(lengths)
-        ends = sizes.cumsum(0)
-        pieces = (edges.repeat_interleave(sizes).int() for edges in (ends - sizes, ends))
-        found = ragged_attention(ours, counts, pieces_of(*pieces, causal=causal), scale=0.2, causal=causal, window=window)
+        ids = torch.zeros(sum(lengths), dtype=torch.int64)
+        pieces = Sequences(ids, tuple(lengths), "packed", max(lengths), torch.arange(len(lengths))).pieces(causal=causal)
+        found = ragged_attention(ours, counts, pieces, scale=0.2, causal=causal, window=window)
         wanted = plain_attention(theirs, counts, lengths, causal, window)
         grad = torch.randn_like(found)
         found.backward(grad)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from bucket_jobs import train_in_small_buckets
 from runtime_cases import Case, Choice, largest_difference, make_case, reference
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_jobs import RandomSource, rank_of, train_programs
 
 from penstock.models.modules import build_chain
@@ -27,6 +28,18 @@ BUCKET_BYTES = 2**13
 TOLERANCE = 1e-5
 TWO: Choice = {"family": "llama", "pp": 1, "tp": 1, "dp": 1, "replicas": 2, "schedule": "1f1b", "layout": "packed", "recompute": "none",
                "cuts": "even", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
+
+
+class CountedCasts(TorchDispatchMode):
+    """Counts tensors of half precision that are copied into tensors of fp32."""
+
+    to_fp32 = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.to_fp32 += args[0].dtype == torch.bfloat16 and result.dtype == torch.float32
+        return result
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +62,22 @@ def test_weights_go_into_buckets_until_one_is_full() -> None:
         assert len(bucket.held) == 1 or bucket.flat.nbytes <= BUCKET_BYTES
     for bucket in buckets:
         assert all(held.parameter.grad.untyped_storage()._cdata == bucket.flat.untyped_storage()._cdata for held in bucket.held)
+
+
+def test_what_a_pass_brings_is_added_as_it_is() -> None:
+    """Gradients in half precision go into sums in fp32 without a copy in fp32 first: one kernel for each, and half of the traffic."""
+    case = make_case(TWO | {"replicas": 1}, 3)
+    plan = replace(case.plan, precision="bf16", gradients="fp32")
+    rank = rank_of(plan, ProcessGroups(), SGD)
+    (stage,) = rank.stages.values()
+    for held in stage.held:
+        assert held.parameter.grad is not None and held.parameter.grad.dtype == torch.float32
+        brought = torch.full_like(held.parameter, 0.1)
+        with CountedCasts() as casts:
+            for _ in range(3):
+                (held.parameter * brought).sum().backward()
+        assert casts.to_fp32 == 0
+        torch.testing.assert_close(held.parameter.grad, 3 * brought.float())
 
 
 def test_every_bucket_is_summed_once_whatever_is_complete_by_then() -> None:

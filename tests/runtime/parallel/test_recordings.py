@@ -46,7 +46,7 @@ def test_a_micro_batch_is_read_where_another_was() -> None:
     _fill(recording, second, {"hidden": torch.ones(4)})
     assert kept.own is not None and second.own is not None and first.own is not None
     assert torch.equal(kept.own.ids, second.own.ids) and not torch.equal(first.own.ids, second.own.ids)
-    assert all(map(torch.equal, kept.own.piece_edges(), second.own.piece_edges()))
+    assert all(map(torch.equal, kept.own.pieces(causal=True), second.own.pieces(causal=True)))
     assert torch.equal(kept.own.key_padding(), second.own.key_padding()) and entering["hidden"].all()
 
 

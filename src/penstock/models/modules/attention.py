@@ -211,12 +211,11 @@ class Attention(OpModule):
         return own.layout == "packed" or not c["causal"] or (is_busy(part.shape[0], self.heads * self.width) and not own.full)
 
     def _ragged(self, parts: list[torch.Tensor], own: Sequences) -> torch.Tensor:
-        from penstock.models.modules.ragged_attention import pieces_of, ragged_attention
+        from penstock.models.modules.ragged_attention import ragged_attention
 
         counts = self.heads, self.kv_heads, self.kv_heads
         causal, window = self.config["causal"], self.config["window"] or 0
-        pieces = own.memo(("pieces", causal), lambda: pieces_of(*own.piece_edges(), causal=causal))
-        return ragged_attention(parts, counts, pieces, scale=self.scale, causal=causal, window=window)
+        return ragged_attention(parts, counts, own.pieces(causal=causal), scale=self.scale, causal=causal, window=window)
 
     def _varlen(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, own: Sequences, keys: Sequences) -> torch.Tensor:
         from torch.nn.attention.varlen import varlen_attn

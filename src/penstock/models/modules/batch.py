@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
+from penstock.models.modules.pieces import Pieces, tiled
 from penstock.models.shapes import Layout, Shape
 
 __all__ = ["Batch", "Sequences", "random_batch"]
@@ -36,6 +37,16 @@ class Sequences:
     bounds: torch.Tensor = field(init=False)
     """(pieces + 1,) int32 starts of the pieces attention stays inside; padding forms pieces of its own."""
     longest: int = field(init=False)
+    piece_starts: torch.Tensor = field(init=False)
+    """(tokens,) int32 where the piece of each token begins."""
+    piece_ends: torch.Tensor = field(init=False)
+    """(tokens,) int32 where it ends."""
+    causal_query_order: torch.Tensor = field(init=False)
+    """(tiles,) int32 in which attention starts the tiles of queries, if these see earlier keys alone."""
+    causal_key_order: torch.Tensor = field(init=False)
+    """(tiles,) int32 likewise those of keys."""
+    tile_order: torch.Tensor = field(init=False)
+    """(tiles,) int32 in which both are started if queries see all keys of their piece."""
     first_tokens: torch.Tensor = field(init=False)
     """(sequences,) index of each sequence's first token."""
     full: bool = field(init=False)
@@ -59,14 +70,13 @@ class Sequences:
         made = {
             "positions": np.arange(tokens) - starts[rows], "_row_of": rows, "bounds": edges, "first_tokens": starts[:-1], "_sizes": lengths
         }  # fmt: skip
-        for name, values in made.items():
+        for name, values in (made | tiled(edges)).items():
             setattr(self, name, torch.from_numpy(values).to(self.ids.device))
 
-    def piece_edges(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens,) int32 where the piece of each token begins, and where it ends."""
-        sizes, tokens = self.bounds.diff(), self.ids.numel()
-        begins, ends = (edges.repeat_interleave(sizes, output_size=tokens) for edges in (self.bounds[:-1], self.bounds[1:]))
-        return begins, ends
+    def pieces(self, *, causal: bool) -> Pieces:
+        """The pieces that attention stays inside, with the order of tiles that suits its direction."""
+        orders = (self.causal_query_order, self.causal_key_order) if causal else (self.tile_order, self.tile_order)
+        return Pieces(self.piece_starts, self.piece_ends, *orders)
 
     def memo(self, key: object, make: Callable[[], T]) -> T:
         """`make()`, made once for this micro-batch and shared by all ops that ask for `key`."""

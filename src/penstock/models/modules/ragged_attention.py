@@ -15,17 +15,17 @@ before the next: started as they lie, a GPU would wait for a few long ones at th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["Pieces", "pieces_of", "ragged_attention"]
+from penstock.models.modules.pieces import TILE, Pieces
+
+__all__ = ["ragged_attention"]
 
 _LOG2E = 1.4426950408889634
-_TILE = 64
-"""Tokens of a tile: queries of the two kernels that walk over keys, keys of the one that walks over queries."""
 
 
 @triton.jit
@@ -245,34 +245,10 @@ def _key_gradient(
     tl.store(for_value + to_value + row * for_value_stride + column, sum_value.to(for_value.dtype.element_ty), mask=inside[:, None])
 
 
-FORWARD = {"QUERIES": _TILE, "KEYS": 64, "num_warps": 4, "num_stages": 3}
-FOR_QUERY = {"QUERIES": _TILE, "KEYS": 32, "num_warps": 4, "num_stages": 3}
-FOR_KEY = {"QUERIES": 64, "KEYS": _TILE, "num_warps": 4, "num_stages": 2}
+FORWARD = {"QUERIES": TILE, "KEYS": 64, "num_warps": 4, "num_stages": 3}
+FOR_QUERY = {"QUERIES": TILE, "KEYS": 32, "num_warps": 4, "num_stages": 3}
+FOR_KEY = {"QUERIES": 64, "KEYS": TILE, "num_warps": 4, "num_stages": 2}
 """Tiles and warps of the three kernels."""
-
-
-class Pieces(NamedTuple):
-    """The pieces of a row of tokens, and the order in which its tiles are started."""
-
-    starts: torch.Tensor
-    """(tokens,) int32 where the piece of each token begins."""
-    ends: torch.Tensor
-    """(tokens,) int32 where it ends."""
-    query_order: torch.Tensor
-    """(tiles,) int32, those whose queries see most keys first."""
-    key_order: torch.Tensor
-    """(tiles,) int32, those whose keys are seen by most queries first."""
-
-
-def pieces_of(starts: torch.Tensor, ends: torch.Tensor, *, causal: bool) -> Pieces:
-    """Orders the tiles of a row whose tokens' pieces are [starts[t], ends[t])."""
-    tokens = starts.shape[0]
-    first = torch.arange(0, tokens, _TILE, device=starts.device)
-    last = (first + (_TILE - 1)).clamp_(max=tokens - 1)
-    begin, end = starts[first], ends[last]
-    seen, seeing = (last - begin, end - first) if causal else (end - begin, end - begin)
-    orders = (work.argsort(descending=True, stable=True).int() for work in (seen, seeing))
-    return Pieces(starts, ends, *orders)
 
 
 def _places(parts: Sequence[torch.Tensor], counts: Sequence[int], width: int) -> list[tuple[torch.Tensor, int, int]]:

@@ -325,7 +325,7 @@ def _bucket(held: list[Held], ranks: tuple[int, ...], owner: int | None, dtype: 
     flat = torch.zeros(sum(one.parameter.numel() for one in held), dtype=dtype, device=held[0].parameter.device)
     at = 0
     for one in held:
-        one.parameter.grad_dtype = dtype
+        one.parameter.grad_dtype = None  # torch then adds what a pass brings as it is, where it would otherwise cast it first
         one.parameter.grad = flat[at : at + one.parameter.numel()].view_as(one.parameter)
         at += one.parameter.numel()
     return Bucket(list(held), flat, ranks, owner)

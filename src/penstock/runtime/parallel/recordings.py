@@ -182,16 +182,19 @@ def _sides(batch: Batch) -> Iterator[Batch | Sequences]:
             yield side
 
 
+def _tensors(side: Batch | Sequences) -> list[tuple[str, torch.Tensor]]:
+    """All that passes read, by name. Where a row is padded, nobody reads `bounds`, of which a full row has fewer."""
+    unread = "bounds" if isinstance(side, Sequences) and side.layout == "padded" else ""
+    return [(name, one) for name, one in vars(side).items() if isinstance(one, torch.Tensor) and name != unread]
+
+
 def _shape_key(batch: Batch) -> Hashable:
     """All that a pass's kernels depend on but the values that tensors hold."""
     found: list[Hashable] = [batch.repeats]
     for side in _sides(batch):
-        ragged = ""
         if isinstance(side, Sequences):
-            padded = side.layout == "padded"
-            found += [side.layout, side.row_length, side.full, 0 if padded else side.longest]
-            ragged = "bounds" if padded else ""
-        found += [(name, one.shape, one.dtype) for name, one in vars(side).items() if isinstance(one, torch.Tensor) and name != ragged]
+            found += [side.layout, side.row_length, side.full, 0 if side.layout == "padded" else side.longest]
+        found += [(name, one.shape, one.dtype) for name, one in _tensors(side)]
     return tuple(found)
 
 
@@ -200,25 +203,16 @@ def _own_batch(batch: Batch) -> Batch:
     own = copy.copy(batch)
     own.own, own.decoder = copy.copy(batch.own), copy.copy(batch.decoder)
     for side in _sides(own):
-        for name, one in list(vars(side).items()):
-            if isinstance(one, torch.Tensor):
-                setattr(side, name, one.clone())
+        for name, one in _tensors(side):
+            setattr(side, name, one.clone())
         if isinstance(side, Sequences):
             side._memo = {}
-            if side.layout == "padded":
-                side.bounds = side.bounds.new_empty(2 * side.num_rows + 1)
     return own
 
 
 def _fill(recording: _Recording, batch: Batch, carry: Carry) -> None:
     """Puts a micro-batch where the recording reads it."""
-    here, given = [], []
-    for mine, side in zip(_sides(recording.batch), _sides(batch), strict=True):
-        for name, one in vars(mine).items():
-            if isinstance(one, torch.Tensor):
-                value = getattr(side, name)
-                if value.shape != one.shape:  # fewer pieces: the rest have no tokens
-                    value = torch.cat([value, value[-1:].expand(len(one) - len(value))])
-                here.append(one)
-                given.append(value)
+    sides = list(zip(_sides(recording.batch), _sides(batch), strict=True))
+    here = [one for mine, _ in sides for _, one in _tensors(mine)]
+    given = [getattr(side, name) for mine, side in sides for name, _ in _tensors(mine)]
     torch._foreach_copy_([*here, *recording.carry.values()], [*given, *(carry[name] for name in recording.carry)])
