@@ -13,6 +13,7 @@ order         stages from the first node to the last, and over several kinds of 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
@@ -73,10 +74,6 @@ class UniformPlans:
         """Nothing is left to prove."""
 
 
-def _recompute(plan: Plan) -> str:
-    return "full" if any(stage.recompute for stage in plan.stages) else "none"
-
-
 def best_plans(
     model_ref: str, cluster_ref: str, global_batch: int, *, costs: str | CostSource = "roofline", seq_length: int | None = None,
     micro_batches: Sequence[int] = (), memory_limit_bytes: float = math.inf, max_tp: int | None = None, top: int = 5,
@@ -105,18 +102,19 @@ def _fitting(
 ) -> list[Choice]:  # fmt: skip
     """All that fit, but those that others of the same kind make needless, fastest first; predictions are not in the plans yet."""
     plans = _plans(request.model, request.cluster, request.frame, request.micro_batches, max_tp, max_pp)
-    fitting, least, too_large, fits = [], None, set(), set()
+    fitting, least, too_large, fits = [], None, set(), defaultdict[object, list[tuple[bool, int]]](list)
     for plan in plans:
         progress()
-        first = plan.stages[0]
-        way = (plan.num_stages, first.degrees.tp, _recompute(plan), first.sequence_parallel, first.devices)
-        kind, size = (*way, first.zero), (*way, plan.micro_batching.samples)
-        if kind in too_large or size in fits:  # a smaller micro-batch did not fit already, or a faster level of ZeRO does
+        first, recomputes = plan.stages[0], any(stage.recompute for stage in plan.stages)
+        shape = (plan.num_stages, first.degrees.tp, first.sequence_parallel, first.devices)
+        kind, alike = (*shape, recomputes, first.zero), fits[*shape, plan.micro_batching.samples]
+        # A smaller micro-batch did not fit already; or the same plan fits that recomputes nothing, or divides less, and is faster so.
+        if kind in too_large or any(again <= recomputes and zero <= first.zero for again, zero in alike):
             continue
         choice = Choice(plan, request.estimator.estimate(plan))
         if choice.estimate.fits:
             fitting.append(choice)
-            fits.add(size)
+            alike.append((recomputes, first.zero))
             continue
         too_large.add(kind)
         least = choice if least is None else min(least, choice, key=lambda c: max(map(_fullness, c.estimate.stages)))

@@ -10,6 +10,7 @@ programme misses.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -120,7 +121,8 @@ class AnnealedPipelines:
 
     def best(self, steps: int, begun: int) -> Choice | None:
         """The best plan met in so many steps from each of the most promising pipelines to begin with, if it fits."""
-        found = [self._annealed(pipeline, steps) for _, pipeline in self.looked[:begun]]
+        with ThreadPoolExecutor() as pool:
+            found = list(pool.map(lambda pair: self._annealed(pair[1], steps), self.looked[:begun]))
         choice = self._choice(min(found, key=lambda pipeline: pipeline.time_s)) if found else None
         return choice if choice is not None and choice.estimate.fits else None
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -29,7 +30,7 @@ import numpy as np
 from penstock.costs.table import Floats
 from penstock.search.bounds.by_ops import Bound, subspace_bound
 from penstock.search.partition.chain_prices import CutChain, PlanLimits, dearest
-from penstock.search.partition.neighbour_stages import OrderedStages
+from penstock.search.partition.neighbour_stages import NeighbourTables, OrderedStages
 from penstock.search.partition.stage_space import Machine, StageSpace, build_space
 from penstock.search.space.families import PlanFamily, Subspace
 
@@ -45,6 +46,8 @@ _COUNTED, _ABOVE = 0.03, 1.03
 """In a box as narrow as this share devices are counted, of chains up to so many times the bound that prices give."""
 _DEARER = 8
 """Stages that are looked at in the time in which one is where devices are counted."""
+_AT_ONCE = 4
+"""Boxes that are divided together."""
 _ANY = (-1, -1)
 _FAR = 8.0
 """Where no plan is known, plans of up to so many times the bound by ops are looked at."""
@@ -92,16 +95,19 @@ class NeighbourBound:
         return self._boxes[0][0] if self._boxes else self._plain_s
 
     def sharpen(self) -> int:
-        """Divides the weakest box; returns how many stages were looked at, 0 where nothing can be made sharper."""
-        if not self._boxes or self._boxes[0][2].limits.width_s < _DONE * self._good_s:
-            return 0
-        least_s, _, box = heapq.heappop(self._boxes)
-        looked = 0
-        for part in self._parts(box):
-            found_s, part, stages = self._bounded(part)
-            looked += stages
+        """Divides the weakest boxes, whose parts are bounded at once where there are processors for them; returns how many stages were
+        looked at, 0 where nothing can be made sharper."""
+        weakest = [heapq.heappop(self._boxes) for _ in range(_AT_ONCE) if self._divides()]
+        parts = [(least_s, part) for least_s, _, box in weakest for part in self._parts(box)]
+        with ThreadPoolExecutor() as pool:
+            bounded = list(pool.map(self._bounded, (part for _, part in parts)))
+        for (least_s, _), (found_s, part, _) in zip(parts, bounded, strict=True):
             self._add(max(least_s, found_s), part)
-        return looked
+        return sum(looked for _, _, looked in bounded)
+
+    def _divides(self) -> bool:
+        """Whether the weakest box holds plans that count, and is not too narrow to be made sharper."""
+        return bool(self._boxes) and self._boxes[0][0] < self._good_s and self._boxes[0][2].limits.width_s >= _DONE * self._good_s
 
     def _add(self, time_s: float, box: _Box) -> None:
         heapq.heappush(self._boxes, (min(time_s, self._good_s), next(self._numbers), box))
@@ -118,6 +124,7 @@ class NeighbourBound:
         """The bound of a box; the box with its best prices, and without the parts that hold nothing better than what is good enough; and
         how many stages were looked at."""
         stages, limits, prices, best, best_s, looked = self._orders[box.side_by_side], box.limits, box.prices, box.prices, -np.inf, 0
+        tables = stages.tables()
         chains = [chain for chain in box.chains if chain.slowest_s <= limits.stage_s[1] and chain.latest_s <= limits.after_s[1]]
         for number in range(_ROUNDS):
             if chains:
@@ -125,7 +132,7 @@ class NeighbourBound:
                 if most_s <= best_s * (1 + _GOOD):
                     break
                 prices = (prices + best) / 2 if number else prices
-            found = stages.cheapest(limits, box.ends, prices)
+            found = stages.cheapest(limits, box.ends, prices, tables)
             looked += found.looked
             if found.chain is None:
                 return self._good_s, box, looked
@@ -138,15 +145,15 @@ class NeighbourBound:
             chains.append(found.chain)
         part = replace(box, limits=limits, prices=best, chains=tuple(chains))
         if best_s < self._good_s and limits.width_s < _COUNTED * self._good_s:
-            counted_s, more = self._counted(part, best_s)
+            counted_s, more = self._counted(part, best_s, tables)
             best_s, looked = max(best_s, counted_s), looked + more
         return best_s, part, looked
 
-    def _counted(self, box: _Box, priced_s: float) -> tuple[float, int]:
+    def _counted(self, box: _Box, priced_s: float, tables: NeighbourTables) -> tuple[float, int]:
         """The bound of a box whose devices are counted, at its best prices, which give `priced_s`; and how many stages were looked at."""
         stages, top_s = self._orders[box.side_by_side], min(self._good_s, _ABOVE * priced_s)
-        found, least_s = stages.cheapest(box.limits, box.ends, box.prices), box.limits.least(box.prices)
-        counted_s, looked = stages.counted(box.limits, box.ends, box.prices, top_s - least_s)
+        found, least_s = stages.cheapest(box.limits, box.ends, box.prices, tables), box.limits.least(box.prices)
+        counted_s, looked = stages.counted(box.limits, box.ends, box.prices, tables, top_s - least_s)
         return min(top_s, counted_s + least_s), found.looked + _DEARER * looked
 
     @cached_property

@@ -28,7 +28,7 @@ def cheapest_stages(stages, prices, longest, latest, ends, tables, places):  # t
     price, rate, after = prices
     near, far, near_choice, far_choice, behind, behind_choice, top, told = tables
     end, num_classes = near_in.shape[1] - 1, far.shape[1]
-    far[:] = np.inf
+    far[:], near[end], top[:, end] = np.inf, np.inf, -1  # nothing is behind the end
     _tell_apart(stages, longest, latest, told)
     best, best_b, best_right = np.zeros(num_classes), np.zeros(num_classes, np.int64), np.zeros(num_classes, np.int64)
     least, start, looked = np.inf, np.zeros(3, np.int64), 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -99,11 +98,11 @@ class NeighbourTables(NamedTuple):
 
     @classmethod
     def of(cls, cuts: int, options: int, pools: int, sizes: int, room: int, groups: int) -> NeighbourTables:
-        """Empty ones."""
+        """Room for them."""
         near, far, behind = (cuts, pools, max(room, 1), groups + 1, groups + 1), (cuts, sizes, sizes), (options, cuts, sizes)
         return cls(
-            np.zeros(near), np.zeros(far), np.zeros((*near, 3), np.int64), np.zeros((*far, 3), np.int64), np.zeros(behind),
-            np.zeros(behind, np.int64), np.zeros(behind[:2], np.int64), np.ones(pools, np.int64),
+            np.empty(near), np.empty(far), np.empty((*near, 3), np.int32), np.empty((*far, 3), np.int32), np.empty(behind),
+            np.empty(behind, np.int32), np.empty(behind[:2], np.int64), np.empty(pools, np.int64),
         )  # fmt: skip
 
 
@@ -170,34 +169,36 @@ class OrderedStages:
         share = [option.num_devices / family.pools[option.pool].num_devices for option in options]
         self._share = np.column_stack([self._of_pool * np.array(share)[:, None], np.full(len(options), 1 / subspace.max_stages)])
         """[C, P + 1] of the devices of each pool, and of the stages that there may be."""
-        self._tables = NeighbourTables.of(len(space.cuts), len(options), pools, len(sizes), int(room.max()), _GROUPS)
+        self._shape = len(space.cuts), len(options), pools, len(sizes), int(room.max()), _GROUPS
         self._units = np.array([family.pools[p].num_devices // grains.get(p, 1) for p in range(pools)], float)
-        self._places = np.zeros((len(space.cuts), 5), np.int64)
 
-    def cheapest(self, limits: PlanLimits, ends: tuple[int, int], prices: Floats) -> Cheapest:
+    def tables(self) -> NeighbourTables:
+        """Room for what `cheapest` fills: megabytes, so that a box has them only while it is bounded."""
+        return NeighbourTables.of(*self._shape)
+
+    def cheapest(self, limits: PlanLimits, ends: tuple[int, int], prices: Floats, tables: NeighbourTables) -> Cheapest:
         """The cheapest chain of stages within limits, at some prices of what they take."""
         from penstock.search.partition.chain_kernels import cheapest_stages
 
         s, paid = self._paid(ends, prices)
-        found = cheapest_stages(s, paid, limits.stage_s[1], limits.after_s[1], np.array(ends), self._tables, self._places)
-        cost_s, length, looked = found
-        return Cheapest(cost_s, self._chain(length, cost_s, prices) if length else None, looked)
+        places = np.zeros((self._shape[0], 5), np.int64)
+        cost_s, length, looked = cheapest_stages(s, paid, limits.stage_s[1], limits.after_s[1], np.array(ends), tables, places)
+        return Cheapest(cost_s, self._chain(places[:length], cost_s, prices) if length else None, looked)
 
-    def counted(self, limits: PlanLimits, ends: tuple[int, int], prices: Floats, budget_s: float) -> tuple[float, int]:
-        """The least cost of a chain with no more devices than there are, after `cheapest` at the same prices, if that is below the budget;
-        minus infinity where it would take too long to tell. And how many stages were looked at."""
+    def counted(
+        self, limits: PlanLimits, ends: tuple[int, int], prices: Floats, tables: NeighbourTables, budget_s: float
+    ) -> tuple[float, int]:
+        """The least cost of a chain with no more devices than there are, if that is below the budget; minus infinity where it would take
+        too long to tell. And how many stages were looked at. `tables` are as `cheapest` filled them for the same arguments."""
         from penstock.search.partition.counting_kernels import counted_stages
 
         s, paid = self._paid(ends, prices)
         devices = np.stack([self._units, prices[: len(self._units)] / np.maximum(self._units, 1)])
+        labels = Labels.of(self._shape[0], _LABELS)
         cost_s, looked = counted_stages(
-            s, paid, limits.stage_s[1], limits.after_s[1], np.array(ends), self._tables, devices, budget_s, _STEPS, self._labels
+            s, paid, limits.stage_s[1], limits.after_s[1], np.array(ends), tables, devices, budget_s, _STEPS, labels
         )  # fmt: skip
         return float(cost_s), int(looked)
-
-    @cached_property
-    def _labels(self) -> Labels:
-        return Labels.of(len(self._places), _LABELS)
 
     def _paid(self, ends: tuple[int, int], prices: Floats) -> tuple[NeighbourStages, StagePrices]:
         """Stages between given ends, and what they cost."""
@@ -207,9 +208,9 @@ class OrderedStages:
         fixed, after, busy = np.split(prices, [pools + 1, 2 * pools + 1])
         return s, StagePrices(self._share @ fixed, 1 + self._share @ busy, (self._of_pool @ after)[:, None] * self._average)
 
-    def _chain(self, length: int, cost_s: float, prices: Floats) -> CutChain:
+    def _chain(self, places: Ints, cost_s: float, prices: Floats) -> CutChain:
         """The stages that were the cheapest."""
-        s, (first, last, option, before, behind) = self._stages, self._places[:length].T
+        s, (first, last, option, before, behind) = self._stages, places.T
         come_s = np.where(before >= 0, s.far_in[option, first, before], s.near_in[option, first] * (first > 0))
         go_s = np.where(behind >= 0, s.far_out[option, last, behind], s.near_out[option, last] * (last < s.near_out.shape[1] - 1))
         times_s = s.times[s.offset[option, first] + last - first - 1] + come_s + go_s
