@@ -389,6 +389,8 @@ _DATA = (
          "a step is trained twice", "data/test_loader.py", pick="plans_for_itself"),
 )  # fmt: skip
 _SERVING = (
+    _bug("a password in a job's file", "stores/addresses.py", 'parts.password is not None or "password" in', '"password" in',
+         "only those of a query are refused", "jobs/test_job_file.py"),
     _bug("a stranger is served", "stores/tcp_server.py", "if not is_proof(said[NONCE_BYTES:], self._key, \"client\", mine, its):",
          "if len(said) < NONCE_BYTES:", "the proof is not looked at", "stores/test_tcp.py"),
     _bug("the same challenge for all", "stores/tcp_server.py", "mine = fresh_nonce()", "mine = bytes(NONCE_BYTES)",

@@ -44,7 +44,7 @@ ARROWS = {
     "runtime": "errors files notebooks processes clusters models schedules plans costs timing batching programs stores data",
     "adapting": "errors files processes clusters models schedules plans costs timing batching search programs runtime",
     "profiling": "errors processes clusters models costs timing runtime",
-    "jobs": "errors files clusters models plans timing batching search data runtime adapting profiling",
+    "jobs": "errors files clusters models plans timing batching search stores data runtime adapting profiling",
     "reports": "errors files models schedules plans costs timing batching programs runtime adapting",
     "reproduce": "errors files processes clusters models schedules plans costs timing ordering batching search programs data systems "
                  "runtime adapting profiling",

@@ -24,6 +24,20 @@ def test_a_file_repeats_a_job_and_says_what_its_fields_mean(tmp_path: Path) -> N
     assert {name for name, _ in dotted_fields() if "." in name} == written
 
 
+@pytest.mark.parametrize("address", ["redis://user:word@there:1/0", "rediss://:word@there", "redis://there:1?db=0&password=word"])
+def test_no_password_of_a_store_gets_into_the_file(address: str) -> None:
+    """Nor onto a terminal: the message says where a password may be, and not which it was."""
+    with pytest.raises(InputError, match="address holds a password") as refused:
+        job_from(LEAST, {"train.store": address}, "the job")
+    assert "word@" not in str(refused.value) and "=word" not in str(refused.value) and "--store file:" in str(refused.value)
+
+
+@pytest.mark.parametrize("address", ["redis://there:1/0", "rediss://there?ssl_ca_certs=ca.pem", "file:password:a@b.json", "tcp://[::1"])
+def test_addresses_without_a_password_pass(address: str) -> None:
+    """What is wrong with an address is told where it is connected to."""
+    assert job_from(LEAST, {"train.store": address}, "the job").train.store == address
+
+
 def test_every_field_is_explained() -> None:
     assert [name for name, meaning in dotted_fields() if not meaning] == []
 

@@ -33,7 +33,7 @@ from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
 from penstock.runtime.settings import LearningRate, TrainingSettings
 from penstock.runtime.trainer import PlanTrainer
 from penstock.runtime.workers import WorkerError
-from penstock.stores.addresses import connect
+from penstock.stores.addresses import ADDRESS_VARIABLE, StoreFile, connect, write_store_file
 from penstock.stores.server import RedisServer, start_redis
 
 STEPS, BATCH = 14, 8
@@ -169,13 +169,14 @@ def start(servers: list[RedisServer]) -> None:
 
 
 def test_a_store_that_restarts_is_survived(
-    case: Case, tmp_path: Path, redis: list[RedisServer], capfd: pytest.CaptureFixture[str]
+    case: Case, tmp_path: Path, redis: list[RedisServer], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(ADDRESS_VARIABLE, redis[0].address)
     def restart() -> None:
         kill(redis)
         start(redis)
 
-    done = run(case, tmp_path / "run", capfd, {3: restart}, "--store", redis[0].address, "--store-timeout", "200")
+    done = run(case, tmp_path / "run", capfd, {3: restart}, "--store-timeout", "200")
     assert done.status == 0, done.said[-2000:]
     assert json.loads(done.told)["losses"] == case.losses and len(redis) == 2
     values = connect(redis[0].address, b"")
@@ -186,8 +187,12 @@ def test_a_store_that_restarts_is_survived(
 def test_a_store_that_stays_away_ends_the_run_with_a_checkpoint(
     case: Case, tmp_path: Path, redis: list[RedisServer], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    out, store = tmp_path / "run", ("--store", redis[0].address)
+    out = tmp_path / "run"
+    write_store_file(str(tmp_path / "store.json"), StoreFile(redis[0].address, b"k" * 32))
+    store = ("--store", f"file:{tmp_path / 'store.json'}")
     ended = run(case, out, capfd, {5: lambda: kill(redis)}, *store, "--store-timeout", "2")
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert files and not any(str(redis[0].password).encode() in path.read_bytes() for path in files)
     done = steps_done(out)
     assert ended.status == 1 and 5 <= done < STEPS
     assert "Traceback" not in ended.said and ended.said.count("error:") == 1 and str(redis[0].password) not in ended.said
@@ -262,6 +267,7 @@ def test_two_nodes_share_the_planning(case: Case, tmp_path: Path) -> None:
         ("--planners", "-1", 2, "--planners is -1; 0 or more was expected"),
         ("--store", "ftp://there", 2, "store address begins with 'ftp:'"),
         ("--store", "redis://127.0.0.1:1", 1, "does not answer"),
+        ("--store", "redis://user:word@127.0.0.1:1", 2, "the store's address holds a password"),
         ("--store-timeout", "-1", 2, "--store-timeout is -1.0; 0 or more was expected"),
         ("--budget-steps", "-1", 2, "--budget-steps is -1"),
     ],

@@ -16,6 +16,14 @@ __all__ = [
     "SlowRanks", "Spares", "Steps", "StoreAddress", "StoreTimeout", "TokensPerBatch", "TorchProfile", "WarmUp",
 ]  # fmt: skip
 
+
+
+def _without_password(address: str) -> str:
+    from penstock.stores.addresses import without_password
+
+    return without_password(address)
+
+
 # What is trained, on what, and where it goes.
 PlanOrJob = Annotated[
     Path | None,
@@ -134,7 +142,11 @@ BudgetSteps = Annotated[
     ),
 ]
 StoreAddress = Annotated[
-    str, typer.Option(help="Store between planners and ranks, such as file:store.json; PENSTOCK_STORE, or one of its own if not given.")
+    str,
+    typer.Option(
+        callback=_without_password,
+        help="Store between planners and ranks, such as file:store.json; PENSTOCK_STORE, or one of its own if not given.",
+    ),
 ]
 StoreTimeout = Annotated[
     float, typer.Option(callback=within(0, BIG), help="Seconds that the store may be away before the run ends with a checkpoint.")

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.errors import InputError, near_misses
 from penstock.files import describe_validation_error, parsed_yaml, read_yaml, short_repr, write_text, yaml_text
+from penstock.stores.addresses import without_password
 
 __all__ = [
     "DataGroup", "JobFile", "ModelGroup", "PlanGroup", "SaveGroup", "TrainGroup", "absolute_source", "anywhere", "changed",
@@ -139,7 +140,7 @@ class TrainGroup(_Fields):
     """Planner processes on each node; 0: every rank plans for itself."""
     budget_steps: Annotated[int, Field(ge=0, le=100_000_000)] = 0
     """Steps of search for each batch of dynamic micro-batches."""
-    store: str = ""
+    store: Annotated[str, AfterValidator(without_password)] = ""
     """Store between planners and ranks; empty: one of its own."""
     store_timeout: Amount = 60.0
     """Seconds that the store may be away."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from penstock.errors import InputError, near_misses
 from penstock.stores.protocol import Job, KeyValues, Store
@@ -13,7 +13,8 @@ from penstock.stores.ring import Ring
 from penstock.stores.sealing import KEY_FILE_VARIABLE, KEY_VARIABLE, job_key, read_private, write_private
 
 __all__ = [
-    "ADDRESS_VARIABLE", "JOB_VARIABLE", "StoreFile", "connect", "job_from_environment", "open_store", "read_store_file", "write_store_file",
+    "ADDRESS_VARIABLE", "JOB_VARIABLE", "StoreFile", "connect", "job_from_environment", "open_store", "read_store_file",
+    "without_password", "write_store_file",
 ]  # fmt: skip
 
 ADDRESS_VARIABLE = "PENSTOCK_STORE"
@@ -66,6 +67,21 @@ def connect(address: str, key: bytes) -> KeyValues:
     from penstock.stores.redis import RedisValues
 
     return RedisValues(address)
+
+
+def without_password(address: str) -> str:
+    """The address itself, refused if it holds a password: every process of a machine reads command lines, and run folders are shared."""
+    try:
+        parts = urlsplit(address)
+        secret = parts.password is not None or "password" in parse_qs(parts.query, keep_blank_values=True)
+    except ValueError:  # no URL, as `connect` will say
+        secret = False
+    if secret:
+        raise InputError(
+            "the store's address holds a password, which a command line and the folder of a run would show to others. Put the address into "
+            f"{ADDRESS_VARIABLE}, or give the file that `penstock store start` wrote: --store file:store.json."
+        )
+    return address
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
