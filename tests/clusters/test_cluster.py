@@ -154,3 +154,12 @@ def test_sixteen_thousand_devices_take_few_looks(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Cluster, "link", lambda self, a, b: (looks.append((a, b)), usual(self, a, b))[1])
     assert cluster.slowest_link(range(16384)).bandwidth_bytes_per_s == 1e9 and len(looks) < 100
     assert len(json.dumps(cluster_to_dict(cluster))) < 5000
+
+
+def test_the_first_nodes_are_whole_ones() -> None:
+    cluster = resolve_cluster("2xp4d.24xlarge+3xg5.12xlarge")
+    assert [cluster.first_nodes(count).describe() for count in (1, 8, 9)] == [
+        "1 × p4d.24xlarge (8 × a100-40gb)", "1 × p4d.24xlarge (8 × a100-40gb)", "2 × p4d.24xlarge (8 × a100-40gb)"
+    ]  # fmt: skip
+    assert cluster.first_nodes(17).describe() == "2 × p4d.24xlarge (8 × a100-40gb) + 1 × g5.12xlarge (4 × a10g)"
+    assert cluster.first_nodes(100) == cluster

@@ -56,6 +56,19 @@ def test_a_search_of_more_is_no_slower_by_the_clock(cluster: str, batch: int, li
     assert with_grid <= without * 1.001
 
 
+def test_devices_that_a_batch_has_no_work_for_slow_nothing_down() -> None:
+    """On thousands of them stages would come in such coarse steps that one device alone was the answer."""
+    enough, many = (search_plans("gpt-tiny", cluster, 1, top=2) for cluster in ("16xp5.48xlarge", "300xp5.48xlarge"))
+    assert many.bound_s == enough.bound_s
+    assert [(choice.plan.stages, choice.estimate.time_s) for choice in many.choices] == [
+        (choice.plan.stages, choice.estimate.time_s) for choice in enough.choices
+    ]
+    for choice in (*many.choices, many.offered):
+        assert choice.plan.cluster == "300xp5.48xlarge"
+        assert choice.plan.notes[-1] == "a global batch of 1 has work for 128 of the 2400 devices at most; the others idle."
+    assert search_plans("gpt-tiny", "17xp5.48xlarge", 2, top=1).choices[0].plan.notes == enough.choices[0].plan.notes
+
+
 def test_a_model_that_keeps_nothing_is_planned(tmp_path: Path) -> None:
     model = resolve_model("vgg-tiny")
     runs = [(replace(block, ops=tuple(replace(op, splits=(Split(),)) for op in block.ops)), copies) for block, copies in model.runs]

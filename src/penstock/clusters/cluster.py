@@ -228,6 +228,15 @@ class Cluster:
         one = dataclasses.replace(node, num_devices=1, device_ids=(self.device_id(rank),) if node.device_ids else ())
         return Cluster(self.name, (NodeRun(one),))
 
+    def first_nodes(self, num_devices: int) -> Cluster:
+        """As many nodes as it takes for so many devices, or all, as a cluster of their own."""
+        runs: list[NodeRun] = []
+        for run in self.runs:
+            if num_devices > 0:
+                runs.append(NodeRun(run.node, min(run.count, -(-num_devices // run.node.num_devices))))
+                num_devices -= runs[-1].num_devices
+        return Cluster(self.name, tuple(runs))
+
     def with_nodes(self, nodes: Iterable[Node]) -> Cluster:
         """The same cluster with the node of each run replaced, in order; the numbers of devices must stay."""
         runs = tuple(NodeRun(node, run.count) for node, run in zip(nodes, self.runs, strict=True))

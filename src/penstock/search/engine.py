@@ -40,8 +40,8 @@ from penstock.search.uniform import UniformPlans
 
 __all__ = ["Outcome", "search", "search_plans"]
 
-_MOST_PER_SAMPLE = 64
-"""Devices that can share the work on one sample with any use: eight in a tensor-parallel group, eight such stages."""
+_MOST_PER_SAMPLE = 128
+"""Devices that can share the work on one sample with any use: eight in a tensor-parallel group, sixteen such stages."""
 _CLOCKED = 24
 """Plans, the best by formula, that are timed by the clock; formulas are a few percent off, most of all with few micro-batches."""
 _CLOCKED_ACTIONS = 1_000_000
@@ -77,6 +77,16 @@ class Outcome:
         others = (choice for choice in self.choices if choice is not self.offered)
         return (self.offered, *others)[: len(self.choices)]
 
+    def as_part_of(self, request: Request, note: str) -> Outcome:
+        """The same plans on the first devices of a larger cluster."""
+
+        def placed(choice: Choice) -> Choice:
+            plan = replace(choice.plan, cluster=request.frame.cluster, notes=(*choice.plan.notes, note))
+            return replace(choice, plan=plan)
+
+        moved = {id(choice): placed(choice) for choice in (*self.choices, self.offered)}
+        return replace(self, choices=tuple(moved[id(choice)] for choice in self.choices), offered=moved[id(self.offered)])
+
 
 def search_plans(
     model_ref: str, cluster_ref: str, global_batch: int, *, costs: str | CostSource = "roofline", seq_length: int | None = None,
@@ -111,6 +121,12 @@ def search(
     """
     if top < 1:
         raise InputError(f"top is {top}; 1 or more was expected.")
+    if (part := _part_with_work(request)) is not None:
+        found = search(
+            part, top=top, time_budget_s=time_budget_s, watch=watch, prove=prove, max_hops=max_hops, known_s=known_s, worth=worth
+        )  # fmt: skip
+        most = f"a global batch of {request.frame.global_batch} has work for {part.cluster.num_devices}"
+        return found.as_part_of(request, f"{most} of the {request.cluster.num_devices} devices at most; the others idle.")
     progress = Progress(watch, time.monotonic() + time_budget_s, known_s)
     grid, unequal = UniformPlans(request, max(_CLOCKED, 3 * top)), UnequalReplicas(request)
     partitions = Partitions(list(families(request)))
@@ -142,6 +158,16 @@ def search(
         for searcher in sorted(searchers, key=lambda searcher: searcher is unequal) if prove else ():
             searcher.prove(progress)
     return _outcome(request, progress, min(searcher.bound() for searcher in searchers), top)
+
+
+def _part_with_work(request: Request) -> Request | None:
+    """The request for the first nodes alone where a batch has no work for the others: they would only hide good plans, since stages come in
+    the coarser steps the more devices there are. None where all may be of use."""
+    cluster, most = request.cluster, _MOST_PER_SAMPLE * request.frame.global_batch
+    if request.every_node or len(cluster.kinds) > 1 or cluster.overrides:
+        return None
+    part = cluster.first_nodes(most)
+    return request.on(part) if part.num_devices < cluster.num_devices else None
 
 
 def _outcome(request: Request, progress: Progress, bound_s: float, top: int) -> Outcome:
