@@ -80,7 +80,7 @@ class PlanFamily:
     """Of a micro-batch."""
 
     def __str__(self) -> str:
-        return f"{self.replicas} replicas, micro-batches of {self.samples}"
+        return f"{self.replicas} replica{'s' if self.replicas > 1 else ''}, micro-batches of {self.samples}"
 
     @property
     def count(self) -> int:
