@@ -66,6 +66,7 @@ def test_devices_that_a_batch_has_no_work_for_slow_nothing_down() -> None:
     for choice in (*many.choices, many.offered):
         assert choice.plan.cluster == "300xp5.48xlarge"
         assert choice.plan.notes[-1] == "a global batch of 1 has work for 128 of the 2400 devices at most; the others idle."
+        assert choice.plan.notes[-1] in choice.estimate.notes, "`penstock search` tells those"
     assert search_plans("gpt-tiny", "17xp5.48xlarge", 2, top=1).choices[0].plan.notes == enough.choices[0].plan.notes
 
 

@@ -147,5 +147,8 @@ def _proof_table(outcome: Outcome) -> FittedTable:
         for row in proof_rows(outcome)[:_PROVEN]
     ]  # fmt: skip
     columns = ["replicas", "micro-batch", "stages up to", "devices", "by ops", "by stages", "bound"]
-    title = "nothing else can be faster than this, by ops alone or by whole stages of so many devices; the weakest first (docs/search.md)"
+    title = (
+        "nothing else can be faster than this, by ops alone or by whole stages of so many devices; the weakest first "
+        "(docs/how-search-works.md)"
+    )
     return table(title, columns, rows)

@@ -25,14 +25,14 @@ ModelName = Annotated[
     str,
     typer.Option(
         help="Model name (`penstock list models`), YAML file, traced description (.json), hf:PATH or module:FILE.py:FUNCTION. With "
-        "aceso:DIR one of its models, such as gpt_1_3B, with fasop:DIR one of its settings."
+        "aceso:DIR or dynapipe:DIR one of its models, such as gpt_1_3B, with fasop:DIR one of its settings."
     ),
 ]
 ClusterName = Annotated[
     str,
     typer.Option(
-        help="Cluster file, `local`, or a shorthand such as 4xa100-40gb (`penstock list devices`, `list clusters`). With aceso:DIR nodes x "
-        "GPUs, such as 2x8; fasop:DIR's settings have their own."
+        help="Cluster file, `local`, or a shorthand such as 4xa100-40gb (`penstock list devices`, `list clusters`). With aceso:DIR or "
+        "dynapipe:DIR nodes x GPUs, such as 2x8; fasop:DIR's settings have their own."
     ),
 ]
 GlobalBatch = Annotated[
@@ -41,8 +41,8 @@ GlobalBatch = Annotated[
 Costs = Annotated[
     str,
     typer.Option(
-        help="roofline, profile:FILE (or the name of a shipped profile); aceso:DIR or fasop:DIR: search that planner's own tables by "
-        "its own rules."
+        help="roofline, profile:FILE (or the name of a shipped profile); aceso:DIR, fasop:DIR or dynapipe:DIR: search that planner's own "
+        "tables by its own rules."
     ),
 ]
 Goal = Annotated[str, typer.Option(help="time, cost, time@cost<=USD or cost@time<=HOURS; all but time may leave nodes out.")]

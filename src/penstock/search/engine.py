@@ -82,7 +82,7 @@ class Outcome:
 
         def placed(choice: Choice) -> Choice:
             plan = replace(choice.plan, cluster=request.frame.cluster, notes=(*choice.plan.notes, note))
-            return replace(choice, plan=plan)
+            return replace(choice, plan=plan, estimate=replace(choice.estimate, notes=(*choice.estimate.notes, note)))
 
         moved = {id(choice): placed(choice) for choice in (*self.choices, self.offered)}
         return replace(self, choices=tuple(moved[id(choice)] for choice in self.choices), offered=moved[id(self.offered)])
