@@ -10,7 +10,7 @@ import pytest
 from penstock.errors import InfeasibleError
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import check_plan
-from penstock.search import Outcome, Request, search_plans
+from penstock.search import Outcome, Request, search, search_plans
 from penstock.search.bounds.by_ops import family_bound
 from penstock.search.partition.pipelines import best_pipeline
 from penstock.search.space.families import families
@@ -141,7 +141,10 @@ def test_what_no_uniform_plan_can_do_may_still_be_possible() -> None:
 
 
 def test_more_devices_than_work_are_told_apart_from_too_few() -> None:
-    with pytest.raises(InfeasibleError, match=r"no plan gives 4096 devices .* work on a global batch of 2: .* Use at most 128 devices"):
-        search_plans("gpt-6.7b", "4096xh100", 2)
-    alone = search_plans("gpt-tiny", "4096xh100", 2).choices[0]  # fits on one, which leaves the others idle
-    assert len(alone.plan.ranks) == 1 and alone.estimate.fits
+    """Those without work idle; where none may, that is what is wrong, and not that nothing fits."""
+    some = search_plans("gpt-6.7b", "4096xh100", 2, top=1).choices[0]
+    assert 2 < len(some.plan.ranks) <= 256 and some.estimate.fits
+    request = Request.of("gpt-6.7b", "4096xh100", 2, "roofline", None, (), math.inf)
+    every_node = r"no plan gives 4096 devices .* work on a global batch of 2: .* Use at most 256 devices"
+    with pytest.raises(InfeasibleError, match=every_node):
+        search(request.on_all_of(request.cluster))

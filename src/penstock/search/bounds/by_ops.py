@@ -39,9 +39,6 @@ from penstock.search.space.stage_costs import StageOption
 
 __all__ = ["Bound", "family_bound", "promise_s", "subspace_bound"]
 
-_STEPS, _GOOD = 40, 1e-3
-"""Rounds in which the weights of several pools are improved, and how near to the best they need to come."""
-
 _PRICES, _GOOD_PRICE = 24, 2e-3
 """Rounds in which the price of memory is improved, and how near it needs to come; it grows fourfold until memory is too dear for what does
 not fit."""
@@ -89,7 +86,7 @@ def _bound(
     family: PlanFamily, subspace: Subspace, known_s: float, filled: float, schedule: str, in_flight: int, extra: Floats | None
 ) -> Bound:
     """(m - filled) · slowest stage + filled · sum of stages, at least."""
-    from penstock.search.bounds.path_kernels import cheapest_path
+    from penstock.search.bounds.path_kernels import WeighedOps, best_weights, cheapest_path
 
     known = _arrays(family, subspace.options)
     # A change of option is a cut between two stages: half of its messages count there, so that neither half counts twice.
@@ -114,24 +111,26 @@ def _bound(
     if schedule and not SCHEDULES[schedule].recomputes:
         memory = replace(memory, again_s=np.full_like(memory.again_s, np.inf))
 
-    def value(weights: Floats, price: float = 0.0, priced: bool = True) -> tuple[float, Floats, float]:
-        """The bound at these weights and this price of memory, and how fast it grows with each of them, with the latter if `priced`."""
-        busy = devices @ weights
-        factor = filled + busy
-        costs, changes = fixed + time * busy[:, None], (1 - half) * messages * factor[:, None]
-        if price:
-            costs += memory.costs(price, factor)
-        found = cheapest_path(costs, chain, np.ascontiguousarray(changes[:, 0]), np.ascontiguousarray(changes[:, 1]), counts)
-        # The first stage gets no message and the last sends none, though the shares above count them.
-        ends = half * float(np.max(messages.sum(axis=1) * factor)) if np.isfinite(known_s) else 0.0
-        over = float((counts * memory.held(price, factor)).sum()) - family.num_devices if priced else 0.0
-        found += filled * float(besides[-1]) + float(besides @ weights)
-        return found - ends - price * family.num_devices, (counts * time).sum(axis=1) @ devices + besides, over
+    # The first stage gets no message and the last sends none, though the shares above count them.
+    ends = half * messages.sum(axis=1) if np.isfinite(known_s) else np.zeros(len(options))
+    ops = WeighedOps(chain, fixed, time, (1 - half) * messages, ends, devices, besides, filled)
+    weights = best_weights(ops, sizes, family.count - filled, known_s)
+    busy = devices @ weights
+    factor = filled + busy
+    least = fixed + time * busy[:, None]
+    arriving, leaving = (ops.changes * factor[:, None]).T.copy()
+    outside = filled * float(besides[-1]) + float(besides @ weights) - float((ends * factor).max())
 
-    weights = _best_weights(lambda weights: value(weights, priced=False)[:2], sizes, family.count - filled, known_s)
-    free, _, over = value(weights)
+    def value(price: float) -> tuple[float, float]:
+        """The bound at these weights and this price of memory, and how fast it grows with it."""
+        costs = least + memory.costs(price, factor) if price else least
+        found = cheapest_path(costs, chain, arriving, leaving, counts) + outside
+        over = float((counts * memory.held(price, factor)).sum()) - family.num_devices
+        return found - price * family.num_devices, over
+
+    free, over = value(0.0)
     chosen = tuple((option, int(number)) for option, number in zip(options, counts.sum(axis=1), strict=True) if number)
-    bound = _dearest(lambda price: value(weights, price)[::2], free, over, known_s)
+    bound = _dearest(value, free, over, known_s)
     return Bound(bound, tuple(map(float, weights)), chosen, tight=over > 0)
 
 
@@ -243,25 +242,3 @@ def _dearest(value: Callable[[float], tuple[float, float]], found: float, slope:
             return found
     return found if high is not None else np.inf
 
-
-def _best_weights(value: Callable[[Floats], tuple[float, Floats]], sizes: Floats, more: float, known_s: float) -> Floats:
-    """Weights with Σ weight · size = more that make a concave value large, or no less than `known_s`: a pool that is given more work is
-    made dearer."""
-    present = sizes > 0
-    shares = present / present.sum()
-
-    def weights_of(shares: Floats) -> Floats:
-        return np.asarray(np.divide(more * shares, sizes, out=np.zeros_like(sizes), where=present))
-
-    best, found = shares, -np.inf
-    for step in range(_STEPS if more > 0 else 1):
-        now, worked = value(weights_of(shares))
-        if now > found:
-            best, found = shares, now
-        load = np.divide(worked, sizes, out=np.zeros_like(sizes), where=present)
-        most = now + more * float(load.max() - shares @ load)  # a concave value is nowhere above its tangent
-        if found >= known_s or most <= found * (1 + _GOOD):
-            break
-        shares = shares * np.exp(3.0 / (1 + step / 4) * (load / max(load.max(), 1e-300) - 1))
-        shares = shares / shares.sum()
-    return weights_of(best)
