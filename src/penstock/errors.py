@@ -1,4 +1,4 @@
-"""The one family of exceptions a user can meet: each says what, where, the numbers, and the next step."""
+"""The one family of exceptions a user can meet, each with what, where, the numbers and the next step, and what they are worded with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import shlex
 from collections.abc import Iterable
 
-__all__ = ["InfeasibleError", "InputError", "PenstockError", "ProfileMissingError", "near_misses", "shell_words"]
+__all__ = ["InfeasibleError", "InputError", "PenstockError", "ProfileMissingError", "near_misses", "plural", "shell_words"]
 
 
 class PenstockError(Exception):
@@ -29,6 +29,17 @@ class InfeasibleError(PenstockError):
     """The request is well formed, but no plan can satisfy it."""
 
     exit_status = 3
+
+
+def plural(number: int, noun: str) -> str:
+    """A number and what it counts, in the singular or the plural.
+
+    >>> plural(1, "micro-batch"), plural(1_536, "micro-batch"), plural(0, "more entry")
+    ('1 micro-batch', '1,536 micro-batches', '0 more entries')
+    """
+    if number != 1:
+        noun = f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}es" if noun.endswith(("ch", "s")) else f"{noun}s"
+    return f"{number:,} {noun}"
 
 
 def near_misses(name: str, known: Iterable[str]) -> str:

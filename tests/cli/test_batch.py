@@ -59,7 +59,7 @@ def test_wrong_input_is_refused(lengths: Path, tmp_path: Path, capsys: pytest.Ca
     assert run(["batch", "--lengths", str(long), "--plan", str(PLAN)]) == 3
     assert "sample 0 (900000 tokens) does not fit" in capsys.readouterr().err
     assert run(["batch", "--lengths", str(long), "--plan", str(PLAN), "--too-long", "drop", "--budget-steps", "0"]) == 0
-    assert "sample 0 of 900000 tokens was dropped" in capsys.readouterr().out
+    assert "sample 0 of 900,000 tokens was dropped" in capsys.readouterr().out
 
 
 @pytest.fixture

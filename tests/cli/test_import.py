@@ -236,7 +236,7 @@ def test_a_plan_of_aceso_becomes_a_plan_and_the_same_file_again(tmp_path: Path, 
     [
         ("aceso:", ACESO_FOR, "aceso:PATH was expected, as in aceso:gpt_1_3B.json"),
         ("aceso:{folder}/none.json", ACESO_FOR, "none.json' does not exist"),
-        ("aceso:{folder}/broken.json", ACESO_FOR, "num_gpus has 1 entries, num_stages is 2"),
+        ("aceso:{folder}/broken.json", ACESO_FOR, "num_gpus has 1 entry, num_stages is 2"),
         ("aceso:{folder}/plan.json", ACESO_FOR[2:], "--model is missing: Aceso's plan does not name it"),
         ("aceso:{folder}/plan.json", ACESO_FOR[:2], "--cluster is missing"),
         ("aceso:{folder}/plan.json", [*ACESO_FOR, "--global-batch", "64"], "--global-batch belongs to dynpipe:PATH or fasop:PATH"),

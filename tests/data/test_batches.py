@@ -105,8 +105,8 @@ def test_batches_of_more_samples_than_a_chunk() -> None:
     ("options", "message"),
     [({}, "give one of the two"), ({"samples_per_batch": 1, "tokens_per_batch": 1}, "give one of the two"),
      ({"samples_per_batch": 0}, "0 samples holds nothing"), ({"tokens_per_batch": 8}, "sample 1 has 9 tokens, more than a batch of 8"),
-     ({"samples_per_batch": 1, "limits": Limits((1, 1))}, "1 sides"), ({"samples_per_batch": 1, "limits": Limits((0,))}, "at least 1"),
-     ({"samples_per_batch": 1, "limits": Limits(together=9)}, "1 sides")],
+     ({"samples_per_batch": 1, "limits": Limits((1, 1))}, "1 side;"), ({"samples_per_batch": 1, "limits": Limits((0,))}, "at least 1"),
+     ({"samples_per_batch": 1, "limits": Limits(together=9)}, "1 side;")],
 )  # fmt: skip
 def test_what_cannot_be_batched(options: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):

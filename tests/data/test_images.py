@@ -49,7 +49,7 @@ def test_files_called_test_are_all_of_the_test_split(tmp_path: Path) -> None:
     assert rows(found[2], 10) == {record.tobytes() for record in test}
 
 
-@pytest.mark.parametrize(("content", "message"), [(b"", "0 bytes"), (bytes(3072), "3072 bytes"), (b"\x0b" + bytes(3072), "label 11")])
+@pytest.mark.parametrize(("content", "message"), [(b"", "0 bytes"), (bytes(3072), "3,072 bytes"), (b"\x0b" + bytes(3072), "label 11")])
 def test_what_is_no_cifar_10(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "data_batch_1.bin").write_bytes(content)
     with pytest.raises(InputError, match=message):

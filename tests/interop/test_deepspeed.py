@@ -91,7 +91,7 @@ def test_the_batch_sizes_agree(pp: int, tp: int, replicas: int, micro: int, roun
     [
         (replace(BASE, schedule="gpipe"), "the schedule 'gpipe'. It has 1f1b."),
         (uniform_plan("gpt-tiny", "2xa100-40gb", tp=2, sequence_parallel=True, global_batch=8, micro_batch=2), "stage 0: sequence paral"),
-        (replace(BASE, stages=(BASE.stages[0], replace(BASE.stages[1], recompute=()))), "stage 1: it recomputes 0 of its 2 layers"),
+        (replace(BASE, stages=(BASE.stages[0], replace(BASE.stages[1], recompute=()))), "stage 1: it recomputes 0 of 2 layers"),
         (replace(BASE, stages=(BASE.stages[0], replace(BASE.stages[1], recompute=(((17, 20),),)))), "stage 1: it recomputes norm1, qkv"),
         (replace(BASE, stages=(replace(BASE.stages[0], last=18, recompute=()), replace(BASE.stages[1], first=18, recompute=()))),
          "stage 1: it starts at op 18 'layers.2.qkv'"),

@@ -46,7 +46,7 @@ def test_given_lengths_spare_reading() -> None:
         ([{"input_ids": [1], "labels": [1]}], None, "sample 0 has labels of its own"),
         (["text"], None, "sample 0 is not a list of token ids"),
         ([[0.5]], None, "sample 0 is not a list of token ids, but float64"),
-        ([[1, 2]], [1, 2], "2 lengths were given for 1 samples"),
+        ([[1, 2]], [1, 2], "2 lengths given for 1 sample."),
     ],
 )
 def test_what_are_no_samples(rows: list[Any], lengths: list[int] | None, message: str) -> None:

@@ -50,11 +50,11 @@ BROKEN: dict[str, tuple[Plan, list[str]]] = {
     "recompute nothing": (stage(GOOD, 0, recompute=(((9, 9),),)), ["stages.0.recompute.0", "9:9"]),
     "run outside": (stage(GOOD, 0, runs=(OpRun(16, 18, 1, 1),)), ["stages.0.runs", "16:18"]),
     "runs overlap": (stage(GOOD, 0, runs=(OpRun(1, 9, 1, 1), OpRun(8, 9, 1, 1))), ["stages.0.runs", "8:9"]),
-    "run product": (stage(GOOD, 0, runs=(OpRun(1, 9, 2, 1),)), ["stages.0.runs.0", "tp 2 × dp 1 = 2", "1 devices"]),
+    "run product": (stage(GOOD, 0, runs=(OpRun(1, 9, 2, 1),)), ["stages.0.runs.0", "tp 2 × dp 1 = 2", "1 device"]),
     "run of fewer": (stage(WIDE, 0, runs=(OpRun(1, 9, 1, 1),)), ["stages.0.runs.0", "tp 1 × dp 1 = 1", "2 devices"]),
     "five patterns": (stage(GOOD, 0, recompute=((),) * 5), ["stages.0.recompute", "at most 4"]),
     "replicas": (replace(GOOD, num_replicas=4), ["stages.0.devices has 2 entries", "num_replicas is 4"]),
-    "too few ranks": (stage(WIDE, 0, devices=((0,),)), ["stages.0.devices.0 has 1 ranks (0)", "tp 2 × dp 1 needs 2"]),
+    "too few ranks": (stage(WIDE, 0, devices=((0,),)), ["stages.0.devices.0 has 1 rank (0)", "tp 2 × dp 1 needs 2"]),
     "too many ranks": (stage(GOOD, 0, devices=((0, 3), (1,))), ["stages.0.devices.0 has 2 ranks", "needs 1"]),
     "rank in two stages": (stage(GOOD, 1, devices=((2,), (1,))), ["stages.1.devices.1 and stages.0.devices.1 both have rank 1"]),
     "rank in two replicas": (stage(GOOD, 1, devices=((2,), (2,))), ["stages.1.devices.1 and stages.1.devices.0 both have rank 2"]),
@@ -92,11 +92,11 @@ BROKEN: dict[str, tuple[Plan, list[str]]] = {
     ),
     "unequal shares": (shared(GOOD, 5, 3), []),
     "equal shares": (shared(GOOD, 4, 4), []),
-    "shares of too few replicas": (shared(GOOD, 8), ["micro_batching.per_replica has 1 entries", "num_replicas is 2"]),
+    "shares of too few replicas": (shared(GOOD, 8), ["micro_batching.per_replica has 1 entry", "num_replicas is 2"]),
     "shares of too many replicas": (shared(GOOD, 4, 3, 1), ["micro_batching.per_replica has 3 entries", "num_replicas is 2"]),
     "shares that are no batch": (
         shared(GOOD, 5, 4),
-        ["micro_batching.per_replica is [5, 4]: 9 micro-batches of 2 samples are 18", "global_batch is 16", "sum is 8", "global_batch 18"],
+        ["micro_batching.per_replica is [5, 4]: 9 micro-batches of 2 samples make 18", "global_batch is 16", "sum is 8", "global_batch 18"],
     ),
     "shares of a batch that does not divide": (
         replace(shared(GOOD, 5, 3), global_batch=17),
@@ -124,7 +124,7 @@ BROKEN: dict[str, tuple[Plan, list[str]]] = {
     "length of images": (replace(RESNET, seq_length=224), ["seq_length is 224", "no such input"]),
     "schedule": (replace(GOOD, schedule="dapple"), ["schedule", "'dapple'", "'1f1b'"]),
     "interleaved without chunks": (replace(GOOD, schedule="interleaved"), ["2 stages on 2 groups", "4 stages"]),
-    "interleaved on one group": (stage(replace(CHUNKS, stages=(CHUNKS.stages[0],)), 0, last=36), ["1 stages on 1 groups"]),
+    "interleaved on one group": (stage(replace(CHUNKS, stages=(CHUNKS.stages[0],)), 0, last=36), ["1 stage on 1 group"]),
     "interleaved in another order": (
         stage(stage(CHUNKS, 2, devices=((1,),)), 3, devices=((0,),)),
         ["stages.2.devices differ from those of stages.0"],
@@ -134,7 +134,7 @@ BROKEN: dict[str, tuple[Plan, list[str]]] = {
     "zero-bubble recomputes": (replace(stage(GOOD, 1, recompute=(((17, 25),),)), schedule="zero-bubble"), ["stages.1.recompute", "1f1b"]),
     "ZeRO-2 in a pipeline": (stage(GOOD, 0, zero=2), ["stages.0.zero is 2", "ZeRO-2/3 only without a pipeline"]),
     "ZeRO-3 alone": (stage(BERT, 0, zero=3), []),
-    "memory of too few stages": (replace(GOOD, predicted=Predicted(1.0, "x", memory=(StageMemory(),))), ["predicted.memory has 1 entries"]),
+    "memory of too few stages": (replace(GOOD, predicted=Predicted(1.0, "x", memory=(StageMemory(),))), ["predicted.memory has 1 entry"]),
     "no such model": (replace(GOOD, model="gpt-tiy"), ["unknown model 'gpt-tiy'", "'gpt-tiny'"]),
     "no such field of a model": (replace(GOOD, model={"base": "gpt-tiny", "layer": 4}), ["field 'model'", "'layers'"]),
     "no such cluster": (replace(GOOD, cluster="4xa100-40g"), ["a100-40gb"]),
@@ -204,7 +204,7 @@ def test_remarks() -> None:
     lonely = replace(stage(GOOD, 0, sequence_parallel=True), global_batch=4)
     said = remarks(lonely, resolve_cluster("4xa100-40gb"))
     assert said[0] == "stages.0.sequence_parallel is without effect: tp is 1."
-    assert said[1] == "1 micro-batches per replica cannot fill a pipeline of 2 device groups."
+    assert said[1] == "1 micro-batch per replica cannot fill a pipeline of 2 device groups."
     assert "not a multiple of 2" in remarks(replace(CHUNKS, global_batch=6), resolve_cluster("2xa100-40gb"))[0]
     assert remarks(GOOD, resolve_cluster("4xa100-40gb")) == []
     assert remarks(shared(GOOD, 7, 1), resolve_cluster("4xa100-40gb")) == [said[1]]

@@ -217,7 +217,7 @@ def test_ops_of_different_degrees_need_samples_on_every_rank() -> None:
     plan, model = plan_of((1, 2), (1, 1)), small("gpt")
     first = dataclasses.replace(plan.stages[0], runs=(OpRun(0, 1, 2, 1),))
     plan = dataclasses.replace(plan, stages=(first, plan.stages[1]))
-    with pytest.raises(InputError, match=r"micro-batch 1 \(1 samples\) leaves a rank of dp 2 without any"):
+    with pytest.raises(InputError, match=r"micro-batch 1 \(1 sample\) leaves a rank of dp 2 without any"):
         micro_batches = (MicroBatch(0, (4, 5), "packed", (3, 3), bounds={2: (0, 1, 2)}), packed(2, bounds={2: (0, 1, 1)})[1])
         lower(plan, model, [ReplicaWork(micro_batches, schedule_of("1f1b", 2, 2))])
 

@@ -73,7 +73,7 @@ def test_a_glance_has_medians_and_the_last_loss() -> None:
 def test_lost_spans_of_all_ranks_and_missing_ranks_are_told() -> None:
     ranks = tuple(replace(rank_spans(rank), num_lost=rank) for rank in range(3))
     notes = [block.text for block in _notes(facts_of(ranks=ranks), "")]  # type: ignore[union-attr]
-    assert notes == ["3 spans were not recorded, since the disk was slow", "no spans of ranks 3"]
+    assert notes == ["3 spans not recorded, since the disk was slow", "no spans of ranks 3"]
 
 
 def test_mean_passes_are_held_against_those_that_were_predicted() -> None:

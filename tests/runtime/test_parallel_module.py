@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"the plan is of another module: it has 'embed' where llama has 'model.embed_tokens'"):
         parallelize(origin.replace(":long_skips", ":llama"), one_rank())
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(InputError, match=r"the plan has 1 ranks, but 3 processes were started"):
+    with pytest.raises(InputError, match=r"the plan has 1 rank, but 3 processes were started"):
         parallelize(origin, one_rank())
     monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(InputError, match=r"tp_plan names 'layers.\*': no part of LongSkips is called so."):

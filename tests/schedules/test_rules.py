@@ -74,7 +74,7 @@ def test_names() -> None:
 def test_unknown_names_and_stages_that_do_not_divide_are_refused() -> None:
     with pytest.raises(InputError, match="1f1b"):
         schedule_of("1f1", 2, 2)
-    with pytest.raises(InputError, match="no multiple of 2"):
+    with pytest.raises(InputError, match="5 stages cannot be 2 chunks"):
         schedule_of("interleaved", 5, 2, 2)
 
 

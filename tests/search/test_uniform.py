@@ -147,7 +147,7 @@ def test_the_grid_of_sixteen_devices_takes_a_second_or_two() -> None:
 
 
 def test_a_cluster_too_large_to_search_is_refused_at_once() -> None:
-    with pytest.raises(InputError, match=r"999999999 devices .* up to 100000"):
+    with pytest.raises(InputError, match=r"999,999,999 devices .* up to 100000"):
         best_plans("gpt-1.3b", "999999999xa100-40gb", 64)
 
 

@@ -22,7 +22,7 @@ def write(path: Path, text: str) -> Path:
         ("", "is empty; expected the header 'a,b'"),
         ("a,c\n1,2\n", "row 1: no column 'b'. The header is 'a,c', expected 'a,b'"),
         ("a,b\n", "has a header but no rows"),
-        ("a,b\n1,2\n3\n", "row 3: 1 cells, the header has 2 columns"),
+        ("a,b\n1,2\n3\n", "row 3: 1 cell, the header has 2 columns"),
     ],
 )
 def test_malformed_tables_are_refused(tmp_path: Path, text: str, message: str) -> None:

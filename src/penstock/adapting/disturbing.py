@@ -16,7 +16,7 @@ from typing import Literal
 
 from penstock.adapting.events import RunEvent, append_event
 from penstock.adapting.loads import LOOK_S, LoadBeside, LoadWithin
-from penstock.errors import InputError, shell_words
+from penstock.errors import InputError, plural, shell_words
 from penstock.plans.plan import Plan
 from penstock.plans.ranks import pairs_of
 from penstock.processes.burners import MAX_FACTOR
@@ -72,7 +72,9 @@ def changes_of(
     """What is asked for, as changes; refused where the run has no such rank, link or step."""
     behind = last_step(target.folder) + 1
     if first is not None and first < behind:
-        raise InputError(f"--from is {first}, but run '{target.folder}' has {behind} steps behind it. Give a later one, or none: soon.")
+        raise InputError(
+            f"--from is {first}, but run '{target.folder}' has {plural(behind, 'step')} behind it. Give a later one, or none: soon."
+        )
     begin = behind + SOON - 1 if first is None else first
     if begin > target.last_step:
         raise InputError(f"step {begin} would be the first, but the last step of run '{target.folder}' is {target.last_step}.")
@@ -157,7 +159,7 @@ def _await_step(target: RunningRun, step: int) -> bool:
 
 def _noted(target: RunningRun, change: DisturbanceChange, step: int) -> str:
     """Writes the event of a disturbance; what it says."""
-    long = f" for {change.steps} steps" if change.steps else ""
+    long = f" for {plural(change.steps, 'step')}" if change.steps else ""
     text = f"{change.subject} is made to take {change.factor:.3g} times as long from step {step} on{long}"
     cause = ("data", "compute", "link")[len(change.ranks)]
     append_event(target.folder, RunEvent("disturbed", step, time.time(), text, cause, tuple(sorted(change.ranks)), change.factor))

@@ -18,7 +18,7 @@ from penstock.batching.fitting import TooLong, fit_samples, positions
 from penstock.batching.ordering import Ints, by_length
 from penstock.batching.plan import BatchPlan, ReplicaBatch, SampleLengths
 from penstock.batching.workloads import batch_workload, is_priced
-from penstock.errors import InfeasibleError, InputError
+from penstock.errors import InfeasibleError, InputError, plural
 from penstock.models.micro_batch import MicroBatch
 from penstock.timing.execution import execute
 
@@ -163,7 +163,7 @@ def run_baseline(batches: Sequence[MicroBatch], costs: PipelineCosts, method: st
     """The baseline's plan in the fastest mode that fits everywhere."""
     plans = [plan for mode in range(len(costs.modes)) if (plan := _run(batches, costs, mode, method)) is not None]
     if not plans:
-        raise InfeasibleError(f"{method}: {len(batches)} micro-batches fit in no recomputation mode. Make them smaller.")
+        raise InfeasibleError(f"{method}: no recomputation mode has room for {plural(len(batches), 'micro-batch')}. Make them smaller.")
     return min(plans, key=lambda plan: plan.predicted_s)
 
 

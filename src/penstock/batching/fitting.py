@@ -12,7 +12,7 @@ from penstock.batching.costs import PipelineCosts
 from penstock.batching.ordering import Ints
 from penstock.batching.plan import SampleLengths
 from penstock.batching.search import new_state
-from penstock.errors import InfeasibleError, InputError
+from penstock.errors import InfeasibleError, InputError, plural
 
 __all__ = ["Fitted", "TooLong", "fit_samples", "positions"]
 
@@ -46,7 +46,7 @@ def fit_samples(samples: Sequence[SampleLengths], costs: PipelineCosts, too_long
     if not bad:
         return Fitted(tuple(samples))
     if too_long == "refuse":
-        most = f" The model takes {costs.max_length} positions." if max(enc) > costs.max_length else ""
+        most = f" The model takes {plural(costs.max_length, 'position')}." if max(enc) > costs.max_length else ""
         raise InfeasibleError(
             f"{_list(bad, costs)} in the memory of every device, not even alone.{most} Drop or truncate, or change the plan."
         )

@@ -19,7 +19,7 @@ from penstock.batching.plan import BatchPlan, SampleLengths
 from penstock.batching.result import finish
 from penstock.batching.search import improve, start, usual_steps
 from penstock.batching.split import best_splits
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 
 if TYPE_CHECKING:
     from penstock.models.shapes import Layout
@@ -51,7 +51,7 @@ def plan_batch(
         raise InputError(f"steps is {steps}; 0 or more were expected.")
     fitted = fit_samples(samples, costs, too_long)
     if not fitted.samples:
-        raise InputError(f"none of the {len(samples)} samples fits; nothing is left of the batch.")
+        raise InputError(f"none of {plural(len(samples), 'sample')} fits; nothing is left of the batch.")
     if order and "padded" not in costs.layouts:
         raise InputError(f"the order '{order}' is one of padded micro-batches, which costs '{costs.name}' do not hold.")
     cuts = [partial(_planned, fitted, steps=count, seed=seed, order=order) for count in sorted({0, steps})]

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.batching.costs import QUANTITIES, PipelineCosts
 from penstock.batching.plan import BatchPlan
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.models.micro_batch import MicroBatch
 from penstock.timing.recorded import recorded_rows
 from penstock.timing.workload import Floats, Workload, workload_of
@@ -46,8 +46,9 @@ def require_priced(batch: BatchPlan, costs: PipelineCosts, where: str) -> None:
     used = max((mode for replica in batch.replicas for one in replica.micro_batches for mode in one.recompute), default=0)
     if len(batch.replicas) != costs.num_replicas or stages != {costs.num_stages} or used >= len(costs.modes):
         raise InputError(
-            f"{where} is for {len(batch.replicas)} replicas of {', '.join(map(str, sorted(stages)))} stages; the configuration has "
-            f"{costs.num_replicas} of {costs.num_stages} and {len(costs.modes)} modes of recomputation. Give the one it was planned with."
+            f"{where} is for {plural(len(batch.replicas), 'replica')} of {', '.join(map(str, sorted(stages)))} stages; the configuration "
+            f"has {costs.num_replicas} of {costs.num_stages} and {plural(len(costs.modes), 'mode')} of recomputation. Give the one it "
+            "was planned with."
         )
     if not all(is_priced(costs, replica.micro_batches, index) for index, replica in enumerate(batch.replicas) if replica.micro_batches):
         raise InputError(f"{where} has micro-batches that the configuration has no costs of. Give the one it was planned with.")

@@ -23,7 +23,7 @@ from penstock.cli.console import (
     table,
 )
 from penstock.cli.options import MAX_SEARCH_STEPS, SEED, file_to_write, within
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -81,7 +81,7 @@ def batch(
     ways = ways_of(order, split, schedule, recompute, memory_limit)
     with progress("reading lengths", quiet=True) as bar:
         samples = read_lengths(lengths)
-        bar.describe(f"planning {len(samples):,} samples")
+        bar.describe(f"planning {plural(len(samples), 'sample')}")
         found, prepared = _planned(samples, plan, costs, free_layers, budget_steps, seed, too_long, ways)
     usual = baseline_rows(samples, prepared, too_long) if baselines else []
     if path is not None:
@@ -149,9 +149,9 @@ def _show(found: BatchPlan, verbose: bool) -> None:
     speed = format_count(found.num_tokens / found.predicted_s)
     gap = f"; no way to cut it takes less than {format_time(found.bound_s)}" if found.bound_s else ""
     say(
-        f"{found.num_micro_batches} micro-batches: {format_time(found.predicted_s)} a step, {speed} tokens/s, "
-        f"{format_bytes(found.peak_bytes)} at most, {format_share(found.padding_share)} padding{gap}; "
-        f"{format_count(found.num_tokens)} tokens, {found.steps} steps of search ({found.costs}).", ""
+        f"{plural(found.num_micro_batches, 'micro-batch')}: {format_time(found.predicted_s)} a step, {speed} tokens/s, "
+        f"{format_bytes(found.peak_bytes)} at most, {format_share(found.padding_share)} padding{gap}; {format_count(found.num_tokens)} "
+        f"tokens, {plural(found.steps, 'step')} of search ({found.costs}).", ""
     )  # fmt: skip
     for index, replica in enumerate(found.replicas):
         order = "" if replica.order == "planned" else f", in the order '{replica.order}'"
@@ -159,12 +159,12 @@ def _show(found: BatchPlan, verbose: bool) -> None:
         title = f"replica {index}: {format_time(replica.predicted_s)}{order}"
         out().print(table(title, _COLUMNS, [_row(number, one) for number, one in enumerate(shown)]))
         if more := len(replica.micro_batches) - len(shown):
-            say(f"and {more} more micro-batches (--verbose shows all)", "")
+            say(f"and {plural(more, 'more micro-batch')} (--verbose shows all)", "")
         peaks = zip(replica.warm_up, replica.peak_bytes, found.limit_bytes[index], strict=True)
         stages = [[s, ahead, format_bytes(peak), format_bytes(limit)] for s, (ahead, peak, limit) in enumerate(peaks)]
         out().print(table("", ("stage", "forwards ahead", "peak memory", "limit"), stages))
     for what, samples in (("dropped", found.dropped), ("truncated", found.truncated)):
-        say(*(f"note: sample {sample.id} of {sample.length} tokens was {what}." for sample in samples))
+        say(*(f"note: sample {sample.id} of {plural(sample.length, 'token')} was {what}." for sample in samples))
 
 
 _BASELINE_COLUMNS = ("way", "time", "longer by", "micro-batches", "padding", "peak memory")

@@ -10,7 +10,7 @@ import typer
 from penstock.cli.check_programs import check_programs_at
 from penstock.cli.console import JsonFlag, format_bytes, format_count, format_time, format_usd, out, print_json, say, table
 from penstock.cli.plan_words import plan_name, ranks_words
-from penstock.errors import InfeasibleError, InputError, PenstockError
+from penstock.errors import InfeasibleError, InputError, PenstockError, plural
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -94,7 +94,7 @@ def _show(plan: Plan, model: Model, cluster: Cluster) -> None:
     facts = [
         f"{plan_name(plan)}: {model.name} ({format_count(model.num_parameters)} parameters, {described_training(plan)}) on "
         f"{cluster.describe()}",
-        f"{_plural(plan.num_stages, 'stage')}, {_plural(plan.num_replicas, 'replica')}",
+        f"{plural(plan.num_stages, 'stage')}, {plural(plan.num_replicas, 'replica')}",
         *order,
         f"global batch {plan.global_batch}{division} ({batching.policy}, {batching.layout})",
     ]
@@ -108,10 +108,6 @@ def _show(plan: Plan, model: Model, cluster: Cluster) -> None:
         row.append(format_bytes(used.total_bytes))
     columns = ["stage", "ops", "from", "devices", "tp", "dp", "runs", "recomputed", "ZeRO", *(["memory"] if memory else [])]
     out().print(table("stages", columns, rows, more=["from"]))
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _row(index: int, stage: Stage, model: Model) -> list[Any]:

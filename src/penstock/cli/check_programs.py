@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from penstock.cli.console import out, print_error, print_json, say, table
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,8 +72,9 @@ def _show(programs: Sequence[Program]) -> None:
     first = programs[0]
     out().print("programs are safe", style="green")
     say(
-        f"iteration {first.iteration}: {len(programs)} ranks, {first.num_stages} stages, {first.num_replicas} replicas, "
-        f"{first.num_samples} samples, {first.loss_tokens} positions in the loss"
+        f"iteration {first.iteration}: {plural(len(programs), 'rank')}, {plural(first.num_stages, 'stage')}, "
+        f"{plural(first.num_replicas, 'replica')}, {plural(first.num_samples, 'sample')}, {plural(first.loss_tokens, 'position')} in the "
+        "loss"
     )
     rows = []
     for program in programs:

@@ -13,7 +13,7 @@ import typer
 
 from penstock.cli.console import JsonFlag, format_time, out, print_json, progress, say
 from penstock.cli.options import folder_to_write
-from penstock.errors import shell_words
+from penstock.errors import plural, shell_words
 
 if TYPE_CHECKING:
     from penstock.costs.profiled import Profiled
@@ -74,7 +74,7 @@ def _trained(folder: Path, quiet: bool) -> list[float]:
     shutil.rmtree(folder / "run", ignore_errors=True)
     plan = read_plan(folder / "plan.json")
     trainer = PlanTrainer(TrainRequest(plan, str(_prepared(folder / "data")), _STEPS, str(folder / "run")))
-    with progress(f"training {_MODEL} with {len(plan.ranks)} processes", _STEPS, quiet=quiet) as bar:
+    with progress(f"training {_MODEL} with {plural(len(plan.ranks), 'process')}", _STEPS, quiet=quiet) as bar:
 
         def told(step: StepTold) -> None:
             bar.describe(f"loss {step.loss:.4f}")

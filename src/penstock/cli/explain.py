@@ -24,7 +24,7 @@ from penstock.cli.console import (
     table,
 )
 from penstock.cli.plan_words import choice_row, micro_batch_words, plan_name, plan_sentence
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.systems import SYSTEMS
 
 if TYPE_CHECKING:
@@ -189,8 +189,7 @@ def _shares_table(found: Estimate) -> Any:
 def _facts(found: Estimate) -> list[str]:
     from penstock.plans.texts import format_counts
 
-    count = found.num_micro_batches
-    micro_batches = f"{count} micro-batch{'es' if count > 1 else ''} of {found.samples} per replica"
+    micro_batches = f"{plural(found.num_micro_batches, 'micro-batch')} of {found.samples} per replica"
     if len(set(found.per_replica)) > 1:
         micro_batches = f"{format_counts(found.per_replica)} micro-batches of {found.samples}, replica {found.replica} being last"
     facts = [

@@ -10,7 +10,7 @@ import typer
 from penstock.cli.console import JsonFlag, format_count, out, print_json
 from penstock.cli.import_plans import import_plan
 from penstock.cli.options import BATCH, file_to_write, within
-from penstock.errors import InputError, PenstockError, near_misses, shell_words
+from penstock.errors import InputError, PenstockError, near_misses, plural, shell_words
 from penstock.systems import SYSTEMS, PlanFile
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _tell(model: Model, path: Path, json: bool) -> None:
         })  # fmt: skip
         return
     blocks = ", ".join(f"{copies} × {block.name}" if copies > 1 else block.name for block, copies in model.runs)
-    facts = f"{model.num_ops} ops ({blocks}), {format_count(model.num_parameters)} parameters, {model.dtype}"
+    facts = f"{plural(model.num_ops, 'op')} ({blocks}), {format_count(model.num_parameters)} parameters, {model.dtype}"
     out().print(f"{model.name}: {facts}", markup=False, soft_wrap=True)
     search = shell_words("penstock", "search", "--model", path, "--cluster", "4xa100-40gb", "--global-batch", 64)
     out().print(f"wrote {path}; next: {search}", markup=False, soft_wrap=True)

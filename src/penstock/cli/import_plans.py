@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.cli.console import out, print_json
-from penstock.errors import InputError, shell_words
+from penstock.errors import InputError, plural, shell_words
 from penstock.systems import SYSTEMS, PlanFile
 
 __all__ = ["import_plan"]
@@ -33,9 +33,8 @@ def import_plan(kind: str, source: PlanFile, path: Path, json: bool) -> None:
     if json:
         print_json({"out": path, "model": source.model, **facts, "schedule": plan.schedule, "notes": notes})
         return
-    told = ", ".join(f"{stage.last - stage.first} ops on {stage.num_devices * plan.num_replicas}" for stage in plan.stages)
-    count = "1 stage" if plan.num_stages == 1 else f"{plan.num_stages} stages"
-    out().print(f"{source.model}: {count} ({told}), schedule {plan.schedule}", markup=False, soft_wrap=True)
+    told = ", ".join(f"{plural(stage.last - stage.first, 'op')} on {stage.num_devices * plan.num_replicas}" for stage in plan.stages)
+    out().print(f"{source.model}: {plural(plan.num_stages, 'stage')} ({told}), schedule {plan.schedule}", markup=False, soft_wrap=True)
     for note in notes:
         out().print(f"note: {note}", markup=False, soft_wrap=True)
     out().print(f"wrote {path}; next: {shell_words('penstock', 'check', path)}", markup=False, soft_wrap=True)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.options import BIG, within
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 
 __all__ = ["join"]
 
@@ -44,7 +44,7 @@ def join(
         raise InputError(f"run '{run}' was not started from a command line. Start the node as the others were, with its --node-rank.")
     missing = [node for node in range(led.num_nodes) if node not in led.nodes]
     if node_rank is None and not missing:
-        raise InputError(f"run '{run}' has all of its {led.num_nodes} nodes. There is none to take the place of.")
+        raise InputError(f"run '{run}' has all of its {plural(led.num_nodes, 'node')}. There is none to take the place of.")
     number = missing[0] if node_rank is None else node_rank
     newest = latest_checkpoint(run.resolve() / CHECKPOINTS)
     os.chdir(led.folder)

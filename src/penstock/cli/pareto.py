@@ -17,6 +17,7 @@ from penstock.cli.console import JsonFlag, VerboseFlag, format_time, format_usd,
 from penstock.cli.options import BATCH, BIG, Gradients, Precision, SeqLength, folder_to_write, within
 from penstock.cli.plan_words import choice_row, plan_name
 from penstock.cli.search_options import parse_sizes
+from penstock.errors import plural
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -89,13 +90,13 @@ def pareto(
     ]  # fmt: skip
     cells += [[one["cluster"], *["-"] * 4, one["status"], *["-"] * 4] for one in others if every]
     columns = ["nodes", "iteration", "hours", "money", "plan", "beaten by", "devices", "pp", "tp", "replicas"]
-    title = f"{model}, global batch {global_batch}, {count:,} iteration{'s' if count > 1 else ''}: choices from {cluster}"
+    title = f"{model}, global batch {global_batch}, {plural(count, 'iteration')}: choices from {cluster}"
     out().print(table(title, columns, cells, more=columns[-4:], verbose=verbose))
     notes = (*request.frame.notes, *request.estimator.source.notes(request.model))
     say(described_training(request.frame), *(f"note: {note}" for note in notes))
     beaten = sum(bool(row["dominated_by"]) for row in rows)
     if not (dominated or every):
-        say(f"{beaten} more choices were searched and are beaten by one of these (--dominated shows them).")
+        say(f"{plural(beaten, 'more choice')} searched, beaten by one of these (--dominated shows all).")
     if others:
         listed = others if every else others[:_SHOWN]
         say(f"left out ({len(others)}):", *(f"  {one['cluster']}: {one['reason']}" for one in listed))

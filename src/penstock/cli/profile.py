@@ -9,6 +9,7 @@ import typer
 
 from penstock.cli.console import JsonFlag, out, print_json, progress, table
 from penstock.cli.options import BIG, file_to_go_on_with, within
+from penstock.errors import plural
 
 __all__ = ["profile"]
 
@@ -161,7 +162,7 @@ def _tell(profiler, path: str, left: int, json: bool) -> None:  # type: ignore[n
     if worst > _NOISY:
         out().print(f"note: a held-out point is off by {worst:.0%}: something else kept the device busy. Measure again, to another file.")
     if left:
-        out().print(f"{left} units of work are left: run the same command again to go on.")
+        out().print(f"{plural(left, 'unit')} of work left: run the same command again to go on.")
 
 
 def _slower(points) -> dict[float, dict[str, float]]:  # type: ignore[no-untyped-def]

@@ -23,7 +23,7 @@ from penstock.cli.console import (
 )  # fmt: skip
 from penstock.cli.plan_words import next_steps, plan_name
 from penstock.cli.search_answer import iterations_line, why_first
-from penstock.errors import shell_words
+from penstock.errors import plural, shell_words
 
 if TYPE_CHECKING:
     from penstock.batching.plan import SampleLengths
@@ -99,16 +99,18 @@ def search_lengths(
     longest = max(sample.length for sample in samples)
     where = str(path) if path.is_dir() else "DIR"
     say(_sentence(best, request), next_steps(best.plan, request.model, paths[0] if paths else None, where), "")
-    title = f"best plans of {request.model.name} for {len(samples):,} lengths up to {longest}, global batch {request.frame.global_batch}"
+    title = (
+        f"best plans of {request.model.name} for {plural(len(samples), 'length')} up to {longest}, "
+        f"global batch {request.frame.global_batch}"
+    )
     out().print(table(title, _COLUMNS, map(_cells, choices), more=_SPARE, verbose=verbose))
     offer = why_first(best.plan, best.time_s, fastest.plan, fastest.time_s, request.estimator.source)
     price = best.plan.predicted.price_usd if best.plan.predicted else None
     say(*offer, *(f"note: {note}" for note in notes), *iterations_line(count, best.time_s, price))
-    count = len(best.batches)
     for name, time_s in usual.items():
         more = "" if time_s is None else f"{format_time(time_s)} a step, {format_share(time_s / best.time_s - 1)} more"
         say(f"the same pipeline with {_WAYS[name]}: {more or 'nothing fits'}")
-    say(f"judged by {count} batch{'es' if count > 1 else ''}; a bound is what no micro-batching of the same pipeline is below")
+    say(f"judged by {plural(len(best.batches), 'batch')}; a bound is what no micro-batching of the same pipeline is below")
     if paths:
         batch = shell_words("penstock", "batch", "--lengths", path, "--plan", paths[0])
         shown = "" if path.is_dir() else f" `{batch}` shows micro-batches."

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.console import format_share, format_time, format_usd, out, print_json, progress, say, table
+from penstock.cli.search_answer import iterations_line
 from penstock.cli.search_options import TOP
 from penstock.errors import InputError
 from penstock.systems import SYSTEMS, TableAnswer, TableSearch
@@ -100,9 +101,7 @@ def _tell(answer: TableAnswer, path: Path | None, steps: int | None) -> None:
         say(f"{name} " + ("holds no plan that fits" if math.isinf(time_s) else f"takes {format_time(time_s)}, {more} more"))
     for number, one in enumerate(answer.others, 2):
         say(f"plan {number}: {one.what}, {format_time(one.time_s)}, {format_share(one.time_s / answer.time_s - 1)} more")
-    if steps is not None:
-        total = "" if usd is None else f" and {format_usd(usd * steps)}"
-        say(f"{steps:,} iterations take {answer.time_s * steps / 3600:,.2f} hours{total}")
+    say(*iterations_line(steps or 1, answer.time_s, usd))
     if path is not None:
         say(f"wrote {', '.join(map(str, _places(path, answer)))}")
 

@@ -11,6 +11,7 @@ from penstock.cli.batch_options import MemoryLimit, Order, Recompute, Split, way
 from penstock.cli.console import JsonFlag, VerboseFlag, format_bytes, format_part, format_share, format_time, out, print_json, say, table
 from penstock.cli.options import file_to_write
 from penstock.cli.simulated import SimulatedReplica, subjects
+from penstock.errors import plural
 
 if TYPE_CHECKING:
     from penstock.timing.execution import Execution
@@ -146,9 +147,9 @@ def _sentences(subject: SimulatedReplica, run: Execution) -> list[str]:
     number = subject.num_batches
     several = "" if number == 1 else f" of {number} global batches without a break"
     sentences = [
-        f"{subject.words.title}, {subject.workload.num_micro_batches} micro-batches{several}: {format_time(run.makespan_s / number)} "
-        f"{'' if number == 1 else 'each '}simulated, devices idle {format_share(idle)} of the pipeline, "
-        f"{format_part(fullest['peak_bytes'], fullest['limit_bytes'])}; "
+        f"{subject.words.title}, {plural(subject.workload.num_micro_batches, 'micro-batch')}{several}: "
+        f"{format_time(run.makespan_s / number)} {'' if number == 1 else 'each '}simulated, devices idle {format_share(idle)} of the "
+        f"pipeline, {format_part(fullest['peak_bytes'], fullest['limit_bytes'])}; "
         f"{subject.words.training}{format_time(subject.predicted_s)} {subject.predicted} ({subject.source})."
     ]
     if run.violation is not None:

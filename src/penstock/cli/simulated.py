@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.configured import CONFIGURED, configured_costs
 from penstock.cli.plan_words import plan_name, ranks_words
-from penstock.errors import InputError, near_misses
+from penstock.errors import InputError, near_misses, plural
 
 if TYPE_CHECKING:
     from penstock.batching.costs import PipelineCosts
@@ -166,7 +166,7 @@ def _fitting(batch: BatchPlan, path: Path, plan: Plan) -> BatchPlan:
     replicas, stages = len(batch.replicas), {len(replica.schedule) for replica in batch.replicas}
     if replicas != plan.num_replicas or stages != {plan.num_groups}:
         raise InputError(
-            f"batch '{path}' is for {replicas} replicas of {', '.join(map(str, sorted(stages)))} stages, the plan has "
+            f"batch '{path}' is for {plural(replicas, 'replica')} of {', '.join(map(str, sorted(stages)))} stages, the plan has "
             f"{plan.num_replicas} of {plan.num_groups}. Give the plan it was made with."
         )
     patterns = [len(stage.recompute) or 1 for stage in plan.stages]

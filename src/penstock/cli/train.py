@@ -17,7 +17,7 @@ from penstock.cli import train_options as option
 from penstock.cli.compare import comparison, show_comparison
 from penstock.cli.console import JsonFlag, err, format_count, format_time, print_json, progress, say
 from penstock.cli.options import slower_ranks
-from penstock.errors import InputError, shell_words
+from penstock.errors import InputError, plural, shell_words
 from penstock.processes.fork_server import warm_up
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def run_training(trainer: PlanTrainer, *, compare: bool, json: bool, go_on: str,
 
 
 def _show(plan: Plan, result: TrainResult, predicted: PredictedSteps | None, unit: str) -> None:
-    done = "1 step" if result.num_steps == 1 else f"{result.num_steps} steps"
+    done = plural(result.num_steps, "step")
     speed = f"{format_time(result.time_s)} a step, {format_count(result.tokens_per_s)} {unit}/s"
     if result.losses:
         told = f"trained {done}: loss {result.losses[0]:.4f} → {result.losses[-1]:.4f}, {speed}; checkpoint in {result.checkpoint}"
@@ -231,7 +231,7 @@ def _interrupted(result: TrainResult, steps: int, go_on: str) -> Interrupted:
 
     name, done = signal.Signals(result.ended_by).name, result.first_step + result.num_steps
     where = f"Its checkpoint is in {result.checkpoint}; {go_on}."
-    return Interrupted(result.ended_by, f"{name} ended the run after {done} of {steps} steps. {where}")
+    return Interrupted(result.ended_by, f"{name} ended the run after {done} of {plural(steps, 'step')}. {where}")
 
 
 _LEARNING = (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.console import format_bytes, format_count, format_time, print_json, progress, say
 from penstock.cli.train import run_training
-from penstock.errors import InputError, shell_words
+from penstock.errors import InputError, plural, shell_words
 from penstock.processes.fork_server import warm_up
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def told(found: ReadyJob) -> Iterator[str]:
     yield f"model    {found.model.name}, {format_count(found.model.num_parameters)} weights ({begins})"
     lengths = f" of {filled.own.min():,} to {filled.own.max():,} tokens, {filled.mean:,.0f} on average" if has_tokens else ""
     where = "prepared earlier" if found.prepared.was_there else "prepared now"
-    yield f"data     {len(filled.own):,} samples{lengths} ({where}: {found.prepared.folder})"
+    yield f"data     {plural(len(filled.own), 'sample')}{lengths} ({where}: {found.prepared.folder})"
     yield f"devices  {cluster.describe()}"
     yield f"costs    {found.costs}"
     yield f"plan     {short_name(plan)}: {described_training(plan)}"
@@ -78,17 +78,21 @@ def _times(found: ReadyJob) -> Iterator[str]:
     from penstock.search import short_name
 
     steps, unit = (found.job.train.steps or 0) - found.first_step, "tokens" if found.model.seq_length else "images"
+
+    def in_all(time_s: float) -> str:
+        return f"; {steps:,} steps take {format_time(time_s * steps)}" if steps > 1 else ""
+
     if found.found is None:
         known = found.plan.predicted
-        expected = "" if known is None else f": {format_time(known.time_s)}; {steps:,} steps take {format_time(known.time_s * steps)}"
-        yield f"step     {found.plan.global_batch:,} samples{expected}"
+        expected = "" if known is None else f": {format_time(known.time_s)}{in_all(known.time_s)}"
+        yield f"step     {plural(found.plan.global_batch, 'sample')}{expected}"
         yield f"chosen   {'as given: ' + found.job.plan.file if found.job.plan.file else 'earlier, when this run began'}"
         return
     best = found.found.found[0]
     yield (
-        f"step     {found.plan.global_batch:,} samples, {format_count(best.tokens)} {unit} in {_micro_batches(best.num_micro_batches)}: "
-        f"{format_time(best.time_s)} ±{found.found.error:.0%}, {format_count(best.tokens / best.time_s)} {unit}/s; "
-        f"{steps:,} steps take {format_time(best.time_s * steps)}"
+        f"step     {plural(found.plan.global_batch, 'sample')}, {format_count(best.tokens)} {unit} in "
+        f"{plural(round(best.num_micro_batches), 'micro-batch')}: {format_time(best.time_s)} ±{found.found.error:.0%}, "
+        f"{format_count(best.tokens / best.time_s)} {unit}/s{in_all(best.time_s)}"
     )
     yield f"memory   {format_bytes(best.peak_bytes)} of {format_bytes(best.limit_bytes)} on the fullest device"
     yield f"bound    at most {best.gap:.1%} above the best possible on these stages"
@@ -97,10 +101,6 @@ def _times(found: ReadyJob) -> Iterator[str]:
     if found.found.fixed_padded_s:
         padded_s = found.found.fixed_padded_s
         yield f"beside   fixed padded micro-batches: {format_time(padded_s)} ({padded_s / best.time_s:.2f} times as long)"
-
-
-def _micro_batches(count: float) -> str:
-    return "one micro-batch" if count == 1 else f"{count:.0f} micro-batches"
 
 
 def _begins(weights: str, source: str) -> str:

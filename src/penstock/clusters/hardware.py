@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.errors import InputError, near_misses
+from penstock.errors import InputError, near_misses, plural
 
 __all__ = ["SLOWED_MARK", "Device", "Link", "Node", "slowest", "unknown_name", "unnamed"]
 
@@ -154,7 +154,7 @@ class Node:
         if price is not None and not (math.isfinite(price) and price >= 0):
             raise InputError(f"node '{self.name}': price_usd_per_h is {price!r}, 0 or more was expected.")
         if self.device_ids and len(self.device_ids) != self.num_devices:
-            raise InputError(f"node '{self.name}': {len(self.device_ids)} device_ids for {self.num_devices} devices.")
+            raise InputError(f"node '{self.name}': {len(self.device_ids)} device_ids for {plural(self.num_devices, 'device')}.")
 
     @property
     def label(self) -> str:

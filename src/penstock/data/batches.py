@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from penstock.data.limits import NO_LIMITS, Limits
 from penstock.data.mixture import Mixture
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 
 __all__ = ["GlobalBatch", "GlobalBatches", "Lengths"]
 
@@ -65,7 +65,7 @@ class GlobalBatches:
             if value is not None and value < 1:
                 raise InputError(f"a global batch of {value} {name} holds nothing; give at least 1.")
         if not self.limits.suit(len(self.lengths)):
-            raise InputError(f"{self.limits} do not suit data with {len(self.lengths)} sides; each must be at least 1.")
+            raise InputError(f"{self.limits} do not suit data with {plural(len(self.lengths), 'side')}; each must be at least 1.")
         if self.tokens_per_batch is not None:
             self._check_budget(self.tokens_per_batch)
 

@@ -17,7 +17,7 @@ from penstock.data.indexed import IndexedTokens
 from penstock.data.limits import NO_LIMITS, Limits
 from penstock.data.manifest import SPANS, DataManifest, read_manifest
 from penstock.data.mixture import Mixture, Task
-from penstock.errors import InputError, near_misses
+from penstock.errors import InputError, near_misses, plural
 from penstock.files import readable_bytes
 
 __all__ = ["BERT_PARTS", "DataSet", "lengths_file", "open_data"]
@@ -101,7 +101,7 @@ def open_data(folder: str | Path, split: str = "train") -> DataSet:
     sizes = {name: len(part) for name, part in ragged.items()} | {name: len(part) for name, part in fixed.items()}
     for name, size in sizes.items():
         if size != manifest.splits[split].samples:
-            raise InputError(f"'{folder}/{split}_{name}' has {size} samples, data.json says {manifest.splits[split].samples}.")
+            raise InputError(f"'{folder}/{split}_{name}' has {plural(size, 'sample')}, data.json says {manifest.splits[split].samples}.")
     return DataSet(folder, split, manifest, ragged, fixed)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 
 if TYPE_CHECKING:
     from penstock.data.dataset import DataSet
@@ -99,6 +99,6 @@ def _check_images(model: Model, data: DataSet) -> None:
         )
     if classes and len(data.manifest.classes) > classes:
         raise InputError(
-            f"data '{data.folder}' has {len(data.manifest.classes)} classes, model '{model.name}' only {classes}. Use a model with "
-            f"`num_classes: {len(data.manifest.classes)}`."
+            f"data '{data.folder}' has {plural(len(data.manifest.classes), 'class')}, model '{model.name}' only {classes}. Use a model "
+            f"with `num_classes: {len(data.manifest.classes)}`."
         )

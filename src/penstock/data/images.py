@@ -15,7 +15,7 @@ from penstock.data.mixture import apportion
 from penstock.data.permutation import shuffled
 from penstock.data.text.cleaning import SPLITS
 from penstock.data.workers import Report, new_folder
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 
 __all__ = ["is_cifar10", "is_image_folder", "prepare_images"]
 
@@ -82,7 +82,7 @@ def _prepare_cifar10(files: list[Path], out: Path, split: Sequence[float], repor
 def _cifar_rows(file: Path) -> Array:
     size = file.stat().st_size
     if not size or size % _CIFAR_RECORD_BYTES:
-        raise InputError(f"'{file}' has {size} bytes, not a multiple of {_CIFAR_RECORD_BYTES}: it is no binary file of CIFAR-10.")
+        raise InputError(f"'{file}' has {plural(size, 'byte')}, not a multiple of {_CIFAR_RECORD_BYTES}: it is no binary file of CIFAR-10.")
     rows: Array = np.memmap(file, np.uint8, "r").reshape(-1, _CIFAR_RECORD_BYTES)
     if rows[:, 0].max() >= len(_CIFAR_CLASSES):
         raise InputError(f"'{file}' has label {rows[:, 0].max()}; CIFAR-10 has {len(_CIFAR_CLASSES)} classes. Is it CIFAR-100?")

@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.files import readable_file
 
 __all__ = ["IndexedTokens", "IndexedWriter", "token_dtype"]
@@ -63,7 +63,9 @@ class IndexedTokens:
         tokens = _map(Path(f"{prefix}.bin"), "token file")
         expected = int(places[-1]) + int(lengths[-1]) * dtype.itemsize if count else 0
         if len(tokens) < expected:
-            raise InputError(f"token file '{prefix}.bin' has {len(tokens)} bytes, but its index ends at {expected}: it was cut short.")
+            raise InputError(
+                f"token file '{prefix}.bin' has {plural(len(tokens), 'byte')}, but its index ends at {expected}: it was cut short."
+            )
         return cls(prefix, lengths, places, documents, tokens[: len(tokens) // dtype.itemsize * dtype.itemsize].view(dtype))
 
     @classmethod
@@ -112,7 +114,10 @@ def _read_index(path: Path) -> tuple[Ints, int, int, np.dtype[Any]]:
         raise InputError(f"index '{path}' has version {version} and dtype code {code}; version 1 and codes 1 to 8 can be read.")
     needed = _HEAD.size + 12 * count + 8 * marks
     if len(data) not in (needed, needed + count):  # the latter has a mode for each sequence, of multimodal data
-        raise InputError(f"index '{path}' has {len(data)} bytes, but {count} sequences and {marks} marks take {needed}: it is damaged.")
+        raise InputError(
+            f"index '{path}' has {plural(len(data), 'byte')}, but {plural(count, 'sequence')} and {plural(marks, 'mark')} take {needed}: "
+            "it is damaged."
+        )
     return data, count, marks, np.dtype(_DTYPES[code])
 
 

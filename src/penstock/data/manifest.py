@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.files import read_text, write_bytes
 
 __all__ = ["MANIFEST", "SPANS", "DataManifest", "DataSplit", "TaskRange", "read_manifest", "write_manifest"]
@@ -83,7 +83,7 @@ def _problem(split: DataSplit) -> str:
         if not at == task.start <= task.stop <= split.samples:
             return f"task '{task.name}' has samples {task.start} to {task.stop}, but {at} to at most {split.samples} was expected"
         at = task.stop
-    return "" if at == split.samples else f"its tasks have {at} samples, the split {split.samples}"
+    return "" if at == split.samples else f"its tasks have {plural(at, 'sample')}, the split {split.samples}"
 
 
 def write_manifest(folder: str | Path, manifest: DataManifest) -> None:

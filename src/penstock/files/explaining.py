@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from penstock.errors import near_misses
+from penstock.errors import near_misses, plural
 
 __all__ = ["MAX_PROBLEMS", "describe_validation_error", "short_repr"]
 
@@ -31,7 +31,7 @@ def describe_validation_error(error: Any, what: str, fields: Mapping[str, Iterab
         given = "" if problem["type"] == "missing" else f" (got {short_repr(problem.get('input'))})"
         lines.append(f"  {field}: {_explained(problem, fields or {})}{given}")
     if len(problems) > MAX_PROBLEMS:
-        lines.append(f"  … and {len(problems) - MAX_PROBLEMS:,} more problems")
+        lines.append(f"  … and {plural(len(problems) - MAX_PROBLEMS, 'more problem')}")
     return f"{what} is not valid:\n" + "\n".join(lines)
 
 

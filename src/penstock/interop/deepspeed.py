@@ -16,6 +16,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from penstock.errors import plural
 from penstock.plans.grid import Grid, grid_of, refusal, whole_layers
 from penstock.plans.references import cluster_of, model_of
 from penstock.schedules.rules import DEFAULT_SCHEDULE
@@ -40,7 +41,7 @@ def deepspeed_config(plan: Plan, model: Model | None = None, cluster: Cluster | 
     recomputed = [again for stage in layers for again in stage]
     if any(recomputed) and not all(recomputed):
         index = next(index for index, stage in enumerate(layers) if not all(stage))
-        what = f"it recomputes {sum(layers[index])} of its {len(layers[index])} layers, where other layers are recomputed"
+        what = f"it recomputes {sum(layers[index])} of {plural(len(layers[index]), 'layer')}, where other layers are recomputed"
         raise refusal(TARGET, index, what, "Recompute all layers, or none.")
     zero = _zero(plan, grid)
     config: dict[str, Any] = {

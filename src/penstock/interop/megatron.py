@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.interop.torchrun import comment
 from penstock.plans.grid import BlockPart, Grid, grid_of, refusal, whole_layers
 from penstock.plans.references import cluster_of, model_of
@@ -37,8 +37,8 @@ def megatron_text(plan: Plan, model: Model | None = None, cluster: Cluster | Non
     script = f"pretrain_{'gpt' if model.family == 'llama' else model.family}.py"
     world = grid.tp * grid.pp * grid.dp
     remarks = [
-        f"{comment(model.name)} on {world} GPUs: tensor {grid.tp} x data {grid.dp} x pipeline {grid.pp}, "
-        f"{grid.num_micro_batches} micro-batches.",
+        f"{comment(model.name)} on {plural(world, 'GPU')}: tensor {grid.tp} x data {grid.dp} x pipeline {grid.pp}, "
+        f"{plural(grid.num_micro_batches, 'micro-batch')}.",
         f"Use: grep -v '^#' THIS_FILE | xargs torchrun --nproc-per-node {world} {script}  (several nodes: as torchrun wants it)",
         "Still to be given: data, tokenizer, learning rate, number of iterations.",
         *_NOTES.get(model.family, ()),
@@ -102,7 +102,7 @@ def _precision(plan: Plan) -> Flags:
 def _pipeline(grid: Grid) -> Flags:
     """Nothing where Megatron-LM would cut alike, else the layout: E embedding, t layer, L head."""
     if grid.chunks > 1 and grid.num_micro_batches % grid.pp:
-        what = f"{grid.num_micro_batches} micro-batches are no multiple of {grid.pp} pipeline ranks"
+        what = f"{plural(grid.num_micro_batches, 'micro-batch')} cannot be shared out evenly over {grid.pp} pipeline ranks"
         raise refusal(TARGET, 0, f"{what}, as its interleaved schedule wants", "Change the micro-batch or the global batch.")
     if len(set(grid.num_layers)) == 1:
         return [("--num-layers-per-virtual-pipeline-stage", str(grid.num_layers[0]))] if grid.chunks > 1 else []
@@ -130,8 +130,8 @@ def _recompute(grid: Grid) -> Flags:
         return [full, ("--recompute-method", "uniform"), ("--recompute-num-layers", "1")]
     for index, layers in enumerate(stages):
         if layers != [place < most for place in range(len(layers))]:
-            what = f"it recomputes {sum(layers)} of its {len(layers)} layers, another stage {most}"
-            raise refusal(TARGET, index, what, f"Recompute the first {most} layers of every stage, or all of them.")
+            what = f"it recomputes {sum(layers)} of {plural(len(layers), 'layer')}, another stage {most}"
+            raise refusal(TARGET, index, what, f"Recompute the first {plural(most, 'layer')} of every stage, or all of them.")
     return [full, ("--recompute-method", "block"), ("--recompute-num-layers", str(most))]
 
 

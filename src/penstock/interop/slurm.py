@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from penstock.errors import plural
 from penstock.interop.torchrun import (
     MAKE_KEY,
     NOTICE_S,
@@ -36,7 +37,9 @@ def slurm_script(plan: Plan, cluster: Cluster, command: Sequence[str], *, superv
         title=comment(plan_title(plan)),
         name=safe_name(f"penstock-{plan_title(plan)}"),
         directives=directives,
-        nodes="\n".join(f"#   {len(group)} × {comment(group[0].node.label)}, {group[0].num_processes} processes each" for group in groups),
+        nodes="\n".join(
+            f"#   {len(group)} × {comment(group[0].node.label)}, {plural(group[0].num_processes, 'process')} each" for group in groups
+        ),
         processes=bash_list([str(node.num_processes) for node in nodes]),
         command=bash_list(command),
         het_group=f" --het-group=0-{len(groups) - 1}" if mixed else "",

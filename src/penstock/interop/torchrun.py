@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from penstock.clusters.hardware import Node
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.plans.placement import cluster_problems
 
 if TYPE_CHECKING:
@@ -125,12 +125,13 @@ def torchrun_script(plan: Plan, cluster: Cluster, command: Sequence[str], *, sup
     """A bash script that runs `command` (a module or a file, and arguments) in one process for each rank of the plan; `supervised`: in a
     supervisor on each node."""
     nodes = launch_nodes(plan, cluster, idle=supervised)
-    lines = [f"#   {index}  {comment(node.node.label)}: {node.num_processes} processes" for index, node in enumerate(nodes)]
+    lines = [f"#   {index}  {comment(node.node.label)}: {plural(node.num_processes, 'process')}" for index, node in enumerate(nodes)]
     return _SCRIPT.format(
         title=comment(plan_title(plan)),
         example=" ".join(f"host{index}" for index in range(len(nodes))) if len(nodes) <= 4 else "host0 host1 …",
         nodes="\n".join(lines),
         num_nodes=len(nodes),
+        hosts_told=plural(len(nodes), "host"),
         processes=bash_list([str(node.num_processes) for node in nodes]),
         devices=bash_list([node.visible_devices for node in nodes]),
         command=bash_list(command),
@@ -171,7 +172,7 @@ exit 1
 
 _SCRIPT = """\
 #!/usr/bin/env bash
-# Trains {title}, started by {starter} on {num_nodes} hosts:
+# Trains {title}, started by {starter} on {hosts_told}:
 #
 #   HOSTS="{example}" bash THIS_FILE --data DATA --steps STEPS --out RUN
 #

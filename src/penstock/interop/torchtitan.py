@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.interop.torchrun import comment
 from penstock.plans.grid import BlockPart, Grid, grid_of, refusal, whole_layers
 from penstock.plans.references import cluster_of, model_of
@@ -49,7 +49,7 @@ torchtitan's FSDP sums gradients with every micro-batch, where the plan (ZeRO-1)
 """
 
 _RECIPE = '''\
-"""{model} on {world} GPUs, {stages}. Written by Penstock for torchtitan 0.3.
+"""{model} on {gpus}, {stages}. Written by Penstock for torchtitan 0.3.
 
 PYTHONPATH=<folder of this file> NGPU={world} MODULE=<name of this file, without .py> CONFIG=penstock_plan ./run_train.sh
 {note}"""
@@ -91,9 +91,10 @@ def torchtitan_recipe(plan: Plan, model: Model | None = None, cluster: Cluster |
         imports.insert(-1, "from torchtitan.models.llama3 import model_registry")
         settings.insert(0, ("model_spec", f'model_registry("{flavor}")'))
     narrow, oftener = plan.precision == "bf16" and plan.gradients != "fp32", grid.zero == 1 and grid.num_micro_batches > 1
+    world = grid.tp * grid.pp * grid.dp
     return _RECIPE.format(
-        model=_documented(model.name), world=grid.tp * grid.pp * grid.dp, imports="\n".join(imports), base=base,
-        stages=f"{len(grid.parts)} {'stage' if len(grid.parts) == 1 else 'stages'}",
+        model=_documented(model.name), world=world, imports="\n".join(imports), base=base, gpus=plural(world, "GPU"),
+        stages=plural(len(grid.parts), "stage"),
         parts=_parts(grid) if grid.pp > 1 else "", note=narrow * _NARROW + oftener * _OFTENER,
         body="\n".join(f"    config.{name} = {value}" for name, value in settings), rope=_rope(model.config),
     )  # fmt: skip

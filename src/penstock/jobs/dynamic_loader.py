@@ -14,9 +14,10 @@ from penstock.data.filled import sample_limits
 from penstock.data.forms import form_of
 from penstock.data.planning import ProgramPlanner
 from penstock.data.samples import LoadedProgram, Samples
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.jobs.finding import open_samples
 from penstock.plans.plan import Plan
+from penstock.plans.ranks import wrongly_started
 from penstock.plans.references import model_of
 
 __all__ = ["DynamicLoader"]
@@ -59,8 +60,8 @@ class DynamicLoader:
         self._data, form = prepared.data, form_of(self._model, prepared.data)
         if len(self._data) < plan.global_batch:
             raise InputError(
-                f"the data has {len(self._data):,} samples, fewer than the plan's global batch of {plan.global_batch:,}. Use more, or a "
-                "plan for a smaller batch (tokens_per_batch)."
+                f"the data has {plural(len(self._data), 'sample')}, fewer than the plan's global batch of {plan.global_batch:,}. Use "
+                "more, or a plan for a smaller batch (tokens_per_batch)."
             )
         costs = None
         if plan.micro_batching.policy == "dynamic":
@@ -152,10 +153,8 @@ class DynamicLoader:
 
 def _rank(plan: Plan, given: int | None) -> int:
     """The plan's rank of this process, if there is a process for each."""
-    started = int(os.environ.get("WORLD_SIZE", "1")) if given is None else len(plan.ranks)
-    if started != len(plan.ranks):
-        raise InputError(
-            f"the plan has {len(plan.ranks)} ranks, but {started} {'process was' if started == 1 else 'processes were'} started. Start one "
-            f"for each: torchrun --nproc-per-node {len(plan.ranks)} …"
-        )
-    return plan.ranks[int(os.environ.get("RANK", "0")) if given is None else given]
+    if given is None:
+        if (started := int(os.environ.get("WORLD_SIZE", "1"))) != len(plan.ranks):
+            raise wrongly_started(plan, started)
+        given = int(os.environ.get("RANK", "0"))
+    return plan.ranks[given]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.clusters import cluster_to_dict, resolve_cluster
-from penstock.errors import InfeasibleError, InputError
+from penstock.errors import InfeasibleError, InputError, plural
 from penstock.files import read_json, write_json
 from penstock.jobs.cache import cache_folder, digest, made_once
 from penstock.jobs.job_file import absolute_source
@@ -106,8 +106,9 @@ def job_cluster(text: str) -> str:
         return f"{started}xcpu"
     if started != here.num_devices:
         raise InputError(
-            f"{started} processes were started, but the cluster 'local' is {here.describe()}. Start one process for each device "
-            f"(torchrun --nproc-per-node {here.num_devices}), or say which there are, such as --cluster {started}x{here.device(0).name}."
+            f"{plural(started, 'process')} {'was' if started == 1 else 'were'} started, but the cluster 'local' is {here.describe()}. "
+            f"Start one process for each device (torchrun --nproc-per-node {here.num_devices}), or say which there are, such as "
+            f"--cluster {started}x{here.device(0).name}."
         )
     return text
 
@@ -122,7 +123,7 @@ def batch_of(tokens_per_batch: int | None, lengths: Sequence[int], has_tokens: b
         return min(samples, len(lengths))
     if samples > len(lengths):
         raise InputError(
-            f"a global batch of {tokens_per_batch:,} tokens is about {samples:,} samples of {mean:,.0f} tokens, but the data has "
+            f"a global batch of {tokens_per_batch:,} tokens is about {plural(samples, 'sample')} of {mean:,.0f} tokens, but the data has "
             f"{len(lengths):,}. Use more data, or --tokens-per-batch {int(mean * len(lengths))} at most."
         )
     return samples

@@ -13,7 +13,7 @@ from penstock.data.dataset import DataSet
 from penstock.data.indexed import IndexedTokens, IndexedWriter
 from penstock.data.manifest import DataManifest, DataSplit, TaskRange, write_manifest
 from penstock.data.workers import new_folder
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.jobs.cache import cache_folder, digest, made_once
 
 __all__ = ["data_of_rows", "folder_of_rows", "is_path"]
@@ -32,7 +32,7 @@ def data_of_rows(rows: Sequence[Any], lengths: Sequence[int] | None = None) -> D
     if not len(rows):
         raise InputError("the data has no samples. Give at least one, a dict with `input_ids` or its token ids.")
     if lengths is not None and len(lengths) != len(rows):
-        raise InputError(f"{len(lengths):,} lengths were given for {len(rows):,} samples. Give one for each.")
+        raise InputError(f"{plural(len(lengths), 'length')} given for {plural(len(rows), 'sample')}. Give one for each.")
     tokens = _RowTokens(rows, lengths)
     return DataSet(Path("rows"), "train", _manifest(len(rows), tokens.vocab), {"input": cast(IndexedTokens, tokens)}, {})
 

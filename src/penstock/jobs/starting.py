@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.clusters import cluster_to_dict, resolve_cluster
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.jobs.job_file import JobFile, SaveGroup, TrainGroup, anywhere, changed, job_from, read_job, write_job
 from penstock.jobs.measuring import chosen_costs
 from penstock.jobs.models import first_weights
@@ -120,7 +120,7 @@ def ready(job: JobFile, progress: Progress = lambda text: None) -> ReadyJob:
     )  # fmt: skip
     if first_step >= steps:
         raise AllDoneError(
-            f"'{job.out}' has all of its {steps:,} steps behind it. Ask for more with --steps, or train anew into another --out."
+            f"'{job.out}' has all of its {plural(steps, 'step')} behind it. Ask for more with --steps, or train anew into another --out."
         )
     kept = None if before is None else changed(before, whole)
     plan = own_plan or _kept_plan(job.out, kept, place)

@@ -48,7 +48,7 @@ def config_from_mapping(kind: type[Config], values: Mapping[str, Any], where: st
             raise InputError(f"{where}: field '{name}' is {value!r}; expected {expected}.")
     missing = [f.name for f in dataclasses.fields(kind) if _required(f) and f.name not in values]  # type: ignore[arg-type]
     if missing:
-        raise InputError(f"{where}: missing field{'s' if len(missing) > 1 else ''} {', '.join(missing)}.")
+        raise InputError(f"{where}: missing {'field' if len(missing) == 1 else 'fields'} {', '.join(missing)}.")
     return kind(**values)
 
 

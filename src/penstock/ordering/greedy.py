@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import InfeasibleError, InputError
+from penstock.errors import InfeasibleError, InputError, plural
 from penstock.schedules.actions import Action, Schedule
 from penstock.timing.workload import Integers, Workload
 
@@ -79,7 +79,7 @@ def _check(workload: Workload, greed: Greed) -> None:
     if greed.split and not workload.splits:
         raise InputError("greedy: the backward pass is to be split, but durations are of F and B alone. Give all four kinds.")
     if greed.depths and (len(greed.depths) != workload.num_stages or min(greed.depths) < 1):
-        raise InputError(f"greedy: depths are {greed.depths}; expected 1 or more for each of {workload.num_stages} stages.")
+        raise InputError(f"greedy: depths are {greed.depths}; expected 1 or more for each of {plural(workload.num_stages, 'stage')}.")
 
 
 def _feasible(workload: Workload, greed: Greed, injection: Integers) -> _Found | None:
@@ -91,7 +91,7 @@ def checked_order(order: Sequence[int], count: int) -> Integers:
     """The order of injection as an array; as numbered if none is given."""
     injection = np.array(order if len(order) else range(count), dtype=np.int64)
     if sorted(injection.tolist()) != list(range(count)):
-        raise InputError(f"the order of injection {list(order)} does not name each of {count} micro-batches once.")
+        raise InputError(f"the order of injection {list(order)} does not name each of {plural(count, 'micro-batch')} once.")
     return injection
 
 

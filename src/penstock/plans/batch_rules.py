@@ -7,6 +7,8 @@ import reprlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from penstock.errors import plural
+
 if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
@@ -49,7 +51,10 @@ def _share_problems(plan: Plan, samples: int) -> Iterator[str]:
     """Micro-batches given for each replica make up the global batch."""
     counts, replicas = plan.micro_batching.per_replica, plan.num_replicas
     if len(counts) != replicas:
-        yield f"micro_batching.per_replica has {len(counts)} entries, but num_replicas is {replicas}. Give one number for each replica."
+        yield (
+            f"micro_batching.per_replica has {plural(len(counts), 'entry')}, but num_replicas is {replicas}. Give one number for each "
+            "replica."
+        )
         return
     total = sum(counts)
     if total * samples == plan.global_batch:
@@ -57,8 +62,8 @@ def _share_problems(plan: Plan, samples: int) -> Iterator[str]:
     whole, rest = divmod(plan.global_batch, samples)
     other = f"numbers whose sum is {whole}" if not rest and whole >= replicas else "another micro_batching.samples"
     yield (
-        f"micro_batching.per_replica is {reprlib.repr(list(counts))}: {total} micro-batches of {samples} samples are {total * samples}, "
-        f"but global_batch is {plan.global_batch}. Use {other}, or global_batch {total * samples}."
+        f"micro_batching.per_replica is {reprlib.repr(list(counts))}: {plural(total, 'micro-batch')} of {plural(samples, 'sample')} make "
+        f"{total * samples}, but global_batch is {plan.global_batch}. Use {other}, or global_batch {total * samples}."
     )
 
 
@@ -71,7 +76,7 @@ def _division_problems(plan: Plan, samples: int) -> Iterator[str]:
     if plan.global_batch > step and plan.global_batch % samples == 0:
         other += f", or give replicas unequal numbers of micro-batches (micro_batching.per_replica, {plan.global_batch // samples} in all)"
     yield (
-        f"global_batch is {plan.global_batch}, not a multiple of {replicas} replicas × {samples} samples = {step}. "
+        f"global_batch is {plan.global_batch}, not a multiple of {plural(replicas, 'replica')} × {plural(samples, 'sample')} = {step}. "
         f"Use global_batch {_around(plan.global_batch, step)}{other}."
     )
 

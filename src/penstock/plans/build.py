@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
 from penstock.plans.precision import chosen_lengths
 from penstock.plans.ranks import stage_ranks
@@ -124,7 +124,9 @@ def uniform_cuts(model: Model, num_stages: int) -> list[OpRange]:
     """The ops of `num_stages` stages with equal numbers of blocks; embedding and head go with the first and the last."""
     starts = [first for name, (first, _) in block_ranges(model) if name not in BESIDE]
     if num_stages > len(starts):
-        raise InputError(f"model '{model.name}' has {len(starts)} blocks, too few for {num_stages} stages. Use at most {len(starts)}.")
+        raise InputError(
+            f"model '{model.name}' has {plural(len(starts), 'block')}, too few for {num_stages} stages. Use at most {len(starts)}."
+        )
     cuts = [0, *(starts[index * len(starts) // num_stages] for index in range(1, num_stages)), model.num_ops]
     return list(pairwise(cuts))
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.plans.degrees import AVAILABLE, Axis
 from penstock.plans.texts import format_ops, format_ranks
 from penstock.schedules.rules import CHUNKED_SCHEDULE, SCHEDULES
@@ -73,21 +73,21 @@ def degree_problems(plan: Plan) -> Iterator[str]:
                 yield f"stages.{index}.degrees.{axis} is {degrees.of(axis)}; this axis is not available yet. Set it to 1."
         if len(stage.devices) != plan.num_replicas:
             yield (
-                f"stages.{index}.devices has {len(stage.devices)} entries, but num_replicas is {plan.num_replicas}. "
+                f"stages.{index}.devices has {plural(len(stage.devices), 'entry')}, but num_replicas is {plan.num_replicas}. "
                 "Give one group of ranks for each replica."
             )
         wrong = [replica for replica, ranks in enumerate(stage.devices) if len(ranks) != stage.num_devices]
         if wrong:  # the first stands for all: with hundreds of replicas the rest would bury the other problems
             ranks = stage.devices[wrong[0]]
             yield (
-                f"stages.{index}.devices.{wrong[0]} has {len(ranks)} ranks ({format_ranks(ranks)}), but tp {degrees.tp} × dp "
+                f"stages.{index}.devices.{wrong[0]} has {plural(len(ranks), 'rank')} ({format_ranks(ranks)}), but tp {degrees.tp} × dp "
                 f"{degrees.dp} needs {stage.num_devices}. Change the ranks or the degrees."
             )
         for number, run in enumerate(stage.runs):
             if run.tp * run.dp != stage.num_devices:
                 yield (
                     f"stages.{index}.runs.{number} has tp {run.tp} × dp {run.dp} = {run.tp * run.dp}, but the stage has "
-                    f"{stage.num_devices} devices. Make the product {stage.num_devices}."
+                    f"{plural(stage.num_devices, 'device')}. Make the product {stage.num_devices}."
                 )
 
 
@@ -102,7 +102,7 @@ def split_problems(plan: Plan, model: Model) -> Iterator[str]:
             except InputError as error:
                 refusals.append(f"stages.{index}, op {placed.index} '{placed.name}': {error}")
         if refusals:
-            more = f" {len(refusals) - 1} more ops of the stage refuse as well." if len(refusals) > 1 else ""
+            more = f" As do {plural(len(refusals) - 1, 'more op')} of the stage." if len(refusals) > 1 else ""
             yield f"{refusals[0]}{more} {_fitting_tp(stage, model)}"
 
 
@@ -110,7 +110,7 @@ def _fitting_tp(stage: Stage, model: Model) -> str:
     limits = {placed.op.tp_limit for placed in model.ops[stage.first : stage.last]} - {0}
     divisor = math.gcd(stage.num_devices, *limits)
     fitting = [tp for tp in range(1, divisor + 1) if divisor % tp == 0]
-    return f"On {stage.num_devices} devices all ops of the stage allow tp {', '.join(map(str, fitting))}."
+    return f"On {plural(stage.num_devices, 'device')} all ops of the stage allow tp {', '.join(map(str, fitting))}."
 
 
 def rank_problems(plan: Plan) -> Iterator[str]:
@@ -143,7 +143,8 @@ def cluster_problems(plan: Plan, cluster: Cluster) -> Iterator[str]:
         if missing:
             yield (
                 f"stages.{index}.devices has rank {format_ranks(missing)}, but the cluster ({cluster.describe()}) has "
-                f"{cluster.num_devices} devices: ranks 0-{cluster.num_devices - 1}. Use those, or a larger cluster."
+                f"{plural(cluster.num_devices, 'device')}: ranks {format_ranks(range(cluster.num_devices))}. Use those, or a larger "
+                "cluster."
             )
 
 

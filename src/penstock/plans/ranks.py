@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import TYPE_CHECKING
 
+from penstock.errors import InputError, plural
 from penstock.plans.degrees import Axis, DegreeRun, parts_of
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Replica", "Seat", "device_of_ranks", "flat_part", "groups_of", "holders", "packed_replicas", "pairs_of", "seats_of", "stage_ranks",
-    "state_owners",
+    "state_owners", "wrongly_started",
 ]  # fmt: skip
 
 Replica = tuple[tuple[int, ...], ...]
@@ -97,6 +98,15 @@ def seats_of(plan: Plan) -> dict[int, list[Seat]]:
 def device_of_ranks(plan: Plan) -> dict[int, tuple[int, int]]:
     """The replica and the device group of each rank, as simulated timelines number them: a rank's first stage is that of its group."""
     return {rank: (first.replica, first.stage) for rank, (first, *_) in seats_of(plan).items()}
+
+
+def wrongly_started(plan: Plan, started: int) -> InputError:
+    """The error of a job with another number of processes than the plan has ranks."""
+    was, ranks = "was" if started == 1 else "were", len(plan.ranks)
+    return InputError(
+        f"the plan has {plural(ranks, 'rank')}, but {plural(started, 'process')} {was} started. Start one for each: "
+        f"torchrun --nproc-per-node {ranks} …"
+    )
 
 
 def holders(stage: Stage, run: DegreeRun, index: int = 0) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from penstock.errors import plural
 from penstock.plans.texts import format_ranks
 from penstock.schedules.rules import SCHEDULES
 
@@ -23,7 +24,10 @@ def remarks(plan: Plan, cluster: Cluster) -> list[str]:
 def _idle(plan: Plan, cluster: Cluster) -> Iterator[str]:
     idle = sorted(set(range(cluster.num_devices)).difference(plan.ranks))
     if idle:
-        yield f"{len(idle)} of {cluster.num_devices} devices are idle: ranks {format_ranks(idle)}."
+        yield (
+            f"{len(idle)} of {cluster.num_devices} devices {'is idle: rank' if len(idle) == 1 else 'are idle: ranks'} "
+            f"{format_ranks(idle)}."
+        )
 
 
 def _without_effect(plan: Plan) -> Iterator[str]:
@@ -38,7 +42,7 @@ def _slow(plan: Plan, cluster: Cluster) -> Iterator[str]:
     groups = plan.num_groups
     for micro_batches in sorted(set(plan.micro_batches_per_replica or ())):
         if micro_batches < groups:
-            yield f"{micro_batches} micro-batches per replica cannot fill a pipeline of {groups} device groups."
+            yield f"{plural(micro_batches, 'micro-batch')} per replica cannot fill a pipeline of {groups} device groups."
         elif SCHEDULES[plan.schedule].chunked and micro_batches % groups:
             yield (
                 f"{micro_batches} micro-batches per replica are not a multiple of {groups} device groups: '{plan.schedule}' has larger "

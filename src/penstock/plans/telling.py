@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from penstock.errors import plural
 from penstock.schedules.rules import DEFAULT_SCHEDULE
 
 if TYPE_CHECKING:
@@ -38,10 +39,10 @@ def plan_in_words(plan: Plan) -> str:
 
     model = plan.model if isinstance(plan.model, str) else str(plan.model.get("name", plan.model.get("family", "a model")))
     batching = plan.micro_batching
-    cut = "micro-batches cut for each batch" if batching.policy == "dynamic" else f"micro-batches of {batching.samples} samples"
+    cut = f"micro-batches of {plural(batching.samples, 'sample')}" if batching.samples else "micro-batches cut for each batch"
     lines = [
-        f"plan of {model} for {len(plan.ranks)} {'device' if len(plan.ranks) == 1 else 'devices'}: {short_name(plan)}",
-        f"  {plan.global_batch:,} samples a step in {batching.layout} {cut}; {described_training(plan)}",
+        f"plan of {model} for {plural(len(plan.ranks), 'device')}: {short_name(plan)}",
+        f"  {plural(plan.global_batch, 'sample')} a step in {batching.layout} {cut}; {described_training(plan)}",
     ]
     if (predicted := plan.predicted) is not None:
         speed = "" if predicted.tokens_per_s is None else f", {predicted.tokens_per_s:,.0f} tokens/s"

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 
 if TYPE_CHECKING:
     from penstock.models.ops import Model, PlacedOp
@@ -88,7 +88,7 @@ def described_ops(model: Model, indices: Iterable[int]) -> str:
     for (block, _, names), same in groupby(enumerate(copies), key=lambda one: (one[1][0][0], one[1][0][1] - one[0], tuple(one[1][1]))):
         numbers = [copy for _, ((_, copy), _) in same]
         if len(parts) == _MAX_DESCRIBED:
-            return f"{'; '.join(parts)}; {len(wanted) - described} more ops"
+            return f"{'; '.join(parts)}; {plural(len(wanted) - described, 'more op')}"
         described += len(numbers) * len(names)
         parts.append(_described(model, block, sizes[block], numbers, names))
     return "; ".join(parts)

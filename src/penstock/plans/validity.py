@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.files import MAX_PROBLEMS
 from penstock.plans import placement
 from penstock.plans.batch_rules import batch_problems, length_problems
@@ -87,7 +87,10 @@ def _schedule_problems(plan: Plan) -> Iterator[str]:
                 f"ZeRO-2/3 only without a pipeline. Use zero {MAX_ZERO_IN_PIPELINE}, or one stage."
             )
     if plan.predicted is not None and len(plan.predicted.memory) not in (0, plan.num_stages):
-        yield f"predicted.memory has {len(plan.predicted.memory)} entries for {plan.num_stages} stages. Give one each, or none."
+        yield (
+            f"predicted.memory has {plural(len(plan.predicted.memory), 'entry')} for {plural(plan.num_stages, 'stage')}. Give one each, "
+            "or none."
+        )
 
 
 def _chunk_problems(plan: Plan) -> Iterator[str]:
@@ -96,7 +99,8 @@ def _chunk_problems(plan: Plan) -> Iterator[str]:
     if groups < least or plan.num_stages < 2 * groups or plan.num_stages % groups:
         yield (
             f"schedule '{plan.schedule}' needs a multiple (2 or more) of {least} or more device groups as stages; there are "
-            f"{plan.num_stages} stages on {groups} groups. Use {2 * max(groups, least)} stages, or the schedule '{DEFAULT_SCHEDULE}'."
+            f"{plural(plan.num_stages, 'stage')} on {plural(groups, 'group')}. Use {2 * max(groups, least)} stages, or the schedule "
+            f"'{DEFAULT_SCHEDULE}'."
         )
         return
     for index, stage in enumerate(plan.stages):

@@ -60,5 +60,5 @@ def require_safe(programs: Sequence[Program], plan: Plan | None = None, model: M
     lines = [f"  {problem}" for problem in problems[:_SHOWN]]
     if len(problems) > _SHOWN:
         lines.append(f"  … and {len(problems) - _SHOWN} more")
-    count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
+    count = "a problem" if len(problems) == 1 else f"{len(problems):,} problems"
     raise InputError(f"the programs have {count}:\n" + "\n".join(lines) + "\n\n" + picture(programs, problems[0]))

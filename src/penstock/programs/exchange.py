@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
+from penstock.errors import plural
 from penstock.programs import instructions as i
 from penstock.programs.problems import Problem
 
@@ -62,7 +63,7 @@ def exchange_problems(programs: Sequence[i.Program], mixed_stages: Collection[in
             yield Problem(rank, at, f"{name}: they are not ranks of one replica")
         elif len(sends) != len(receives):
             at, rank = (sends[-1][0], sender) if len(sends) > len(receives) else (receives[-1][0], receiver)
-            yield Problem(rank, at, f"{name} is sent {len(sends)} times and received {len(receives)} times")
+            yield Problem(rank, at, f"{name} is sent {plural(len(sends), 'time')} and received {plural(len(receives), 'time')}")
         for (_, send), (at, receive) in zip(sends, receives, strict=False):
             sent = [(part.name, part.dtype, part.sent_shape) for part in send.parts]
             got = [(part.name, part.dtype, part.sent_shape) for part in receive.parts]

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
 
+from penstock.errors import plural
 from penstock.models.micro_batch import MicroBatch
 from penstock.programs.instructions import Place, Program
 from penstock.programs.problems import Problem
@@ -91,10 +92,10 @@ def _sample_problems(programs: Sequence[Program]) -> Iterator[Problem]:
     if twice:
         yield Problem(-1, -1, f"samples {sorted(twice)[:8]} are in more than one micro-batch, or twice in one")
     if seen.total() != programs[0].num_samples:
-        yield Problem(-1, -1, f"the micro-batches have {seen.total()} samples, but num_samples is {programs[0].num_samples}")
+        yield Problem(-1, -1, f"the micro-batches have {plural(seen.total(), 'sample')}, but num_samples is {programs[0].num_samples}")
     if tokens != programs[0].loss_tokens:
         weight = f"1/{programs[0].loss_tokens}"
-        yield Problem(-1, -1, f"loss weights do not sum to one: {tokens} positions count in the loss, each with weight {weight}")
+        yield Problem(-1, -1, f"loss weights do not sum to one: {plural(tokens, 'position')} in the loss, each with weight {weight}")
 
 
 def _micro_batch_problems(micro: MicroBatch, degrees: set[int]) -> Iterator[str]:
@@ -107,13 +108,13 @@ def _micro_batch_problems(micro: MicroBatch, degrees: set[int]) -> Iterator[str]
             yield f"has {len(getattr(micro, name))} {name} for {count} samples"
             return
     if micro.layout == "padded" and not micro.row_sizes and max(micro.lengths, default=0) > micro.row_length:
-        yield f"has a sample of {max(micro.lengths)} tokens in rows of {micro.row_length}"
+        yield f"has a sample of {plural(max(micro.lengths), 'token')} in rows of {micro.row_length}"
     if micro.layout == "padded" and not micro.row_sizes and max(micro.dec_lengths, default=0) > micro.dec_row_length:
-        yield f"has a decoder's sample of {max(micro.dec_lengths)} tokens in rows of {micro.dec_row_length}"
+        yield f"has a decoder's sample of {plural(max(micro.dec_lengths), 'token')} in rows of {micro.dec_row_length}"
     if micro.layout == "packed" and (micro.row_length or micro.dec_row_length or micro.row_sizes):
         yield "is packed, but has rows"
     if micro.row_sizes and sum(micro.row_sizes) != count:
-        yield f"has rows of {sum(micro.row_sizes)} samples, but {count} samples"
+        yield f"has rows of {plural(sum(micro.row_sizes), 'sample')}, but {plural(count, 'sample')}"
     limits = micro.dec_lengths or micro.lengths
     if micro.counted and limits and any(counted > length for counted, length in zip(micro.counted, limits, strict=True)):
         yield "counts more positions in the loss than a sample has"

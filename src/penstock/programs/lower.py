@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.models.ops import Model
 from penstock.plans.plan import Plan
 from penstock.programs import instructions as i
@@ -48,7 +48,7 @@ def lower(
     begin earlier and are waited for later; with 1 memory is least. `training` False makes programs of forward passes alone.
     """
     if len(work) != plan.num_replicas:
-        raise InputError(f"lower: work for {len(work)} replicas was given, the plan has {plan.num_replicas}.")
+        raise InputError(f"lower: work for {plural(len(work), 'replica')} was given, the plan has {plan.num_replicas}.")
     if depth < 1:
         raise InputError(f"lower: depth is {depth}, at least one buffer is needed.")
     common = _Common(plan, model, training, depth)
@@ -62,7 +62,10 @@ def _totals(work: Sequence[ReplicaWork]) -> tuple[int, int]:
     micro_batches = [micro for own in work for micro in own.micro_batches]
     tokens, samples = sum(micro.loss_tokens() for micro in micro_batches), sum(len(micro.samples) for micro in micro_batches)
     if not tokens or not samples:
-        raise InputError(f"lower: the global batch has {samples} samples with {tokens} positions that count in the loss; none to train on.")
+        raise InputError(
+            f"lower: the global batch has {plural(samples, 'sample')} with {plural(tokens, 'position')} that count in the loss; none to "
+            "train on."
+        )
     return tokens, samples
 
 
@@ -141,7 +144,7 @@ class _Replica:
         if (forward, backward, weights) != (passes, wanted, halves):
             raise InputError(
                 f"{where}: the schedule has {forward} forward and {backward} backward passes ({halves} split, {weights} second halves); "
-                f"{len(micro_batches)} micro-batches on {stages} stages need {passes} and {wanted}."
+                f"{plural(len(micro_batches), 'micro-batch')} on {plural(stages, 'stage')} need {passes} and {wanted}."
             )
         mixed = {run.dp for stage in self.common.plan.stages for run in stage.runs}
         mixed |= {stage.degrees.dp for stage in self.common.plan.stages if stage.runs}
@@ -151,8 +154,8 @@ class _Replica:
                     raise InputError(f"{where}: micro-batch {micro.index} has no bounds for dp {dp}.")
                 if dp in mixed and any(first == last for first, last in (micro.share(dp, index) for index in range(dp))):
                     raise InputError(
-                        f"{where}: micro-batch {micro.index} ({len(micro.samples)} samples) leaves a rank of dp {dp} without any, in a "
-                        "stage whose ops have different degrees. Give each rank a sample, or the stage one dp."
+                        f"{where}: micro-batch {micro.index} ({plural(len(micro.samples), 'sample')}) leaves a rank of dp {dp} without "
+                        "any, in a stage whose ops have different degrees. Give each rank a sample, or the stage one dp."
                     )
 
     def programs(self, iteration: int, loss_tokens: int, num_samples: int) -> list[i.Program]:

@@ -19,7 +19,7 @@ import msgspec
 from penstock.costs.memory import SLACK, MemoryBreakdown, gradient_room, rank_parameters
 from penstock.costs.roofline import Roofline
 from penstock.costs.sources import open_costs
-from penstock.errors import InfeasibleError, ProfileMissingError
+from penstock.errors import InfeasibleError, ProfileMissingError, plural
 from penstock.models.micro_batch import MicroBatch
 from penstock.plans.degrees import DegreeRun, parts_of
 from penstock.programs import instructions as i
@@ -114,7 +114,7 @@ def memory_problems(
         if size > device.memory_bytes * _ROUNDING:
             text = (
                 f"{device.name} has {device.memory_bytes / 1e9:,.2f} GB, but would hold {size / 1e9:,.2f} GB ({round(size):,} of "
-                f"{round(device.memory_bytes):,} bytes), {held} micro-batches among it"
+                f"{round(device.memory_bytes):,} bytes), {plural(held, 'micro-batch')} among it"
             )
             found.append((size / device.memory_bytes, Problem(program.rank, index, text)))
     return [problem for _, problem in sorted(found, key=lambda pair: -pair[0])]

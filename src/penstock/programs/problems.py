@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.errors import plural
 from penstock.programs import instructions as i
 from penstock.programs.text import format_instruction
 
@@ -71,7 +72,7 @@ def grid(programs: Sequence[i.Program], problem: Problem) -> str:
         more = (" … " if first else "", " …" if len(rows[rank]) > first + _COLUMNS else "")
         lines.append(f"rank {rank:>{label}} │{more[0]}{' '.join(cells)}{more[1]}".rstrip())
     if len(shown) < len(rows):
-        lines.append(f"({len(rows) - len(shown)} more ranks)")
+        lines.append(f"({plural(len(rows) - len(shown), 'more rank')})")
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.schedules.actions import BACKWARD, INPUT_GRAD, Action, Schedule
 from penstock.timing.simulator import simulate
 from penstock.timing.workload import Floats
@@ -42,7 +42,9 @@ class LoweringTimeline:
                 if self.device.setdefault(action.stage, device) != device:
                     raise InputError(f"schedule: stage {action.stage} has actions on devices {self.device[action.stage]} and {device}.")
                 if action.stage >= num_stages or action.micro_batch >= num_micro_batches:
-                    raise InputError(f"schedule: there is no {action} with {num_stages} stages and {num_micro_batches} micro-batches.")
+                    raise InputError(
+                        f"schedule: there is no {action} with {plural(num_stages, 'stage')} and {plural(num_micro_batches, 'micro-batch')}."
+                    )
                 if action in self.position:
                     raise InputError(f"schedule: action {action} is there twice.")
                 self.position[action] = position

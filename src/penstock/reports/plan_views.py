@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.errors import shell_words
+from penstock.errors import plural, shell_words
 from penstock.plans.plan import Plan
 from penstock.plans.precision import described_training
 from penstock.plans.references import cluster_of, model_of
@@ -76,8 +76,8 @@ def _glance(name: str, plan: Plan, found: Estimate) -> list[Block]:
     model = plan.model if isinstance(plan.model, str) else str(plan.model.get("name", plan.model.get("base", "a model")))
     cluster = plan.cluster if isinstance(plan.cluster, str) else str(plan.cluster.get("name", "a cluster"))
     sentence = (
-        f"{model} on {cluster}: {_counted(plan.num_groups, 'stage')}, {_counted(plan.num_replicas, 'replica')}, schedule {plan.schedule}, "
-        f"{format_time(found.time_s)} per iteration of {plan.global_batch:,} samples.{fits}"
+        f"{model} on {cluster}: {plural(plan.num_groups, 'stage')}, {plural(plan.num_replicas, 'replica')}, schedule {plan.schedule}, "
+        f"{format_time(found.time_s)} per iteration of {plural(plan.global_batch, 'sample')}.{fits}"
     )
     facts = [
         Fact("iteration", found.time_s, "time", f"simulated, {found.source}"),
@@ -94,10 +94,6 @@ def _glance(name: str, plan: Plan, found: Estimate) -> list[Block]:
     command = shell_words("penstock", "train", name, "--data", "DATA", "--steps", 1000, "--out", "run")
     notes = dict.fromkeys((*plan.notes, *found.notes))
     return [Text(sentence), Facts(tuple(fact for fact in facts if fact.value is not None)), Command(command), *map(Text, notes)]
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _ops(plan: Plan, model: Model, found: Estimate) -> list[Block]:
@@ -174,7 +170,7 @@ def execution_spans(run: Execution, names: list[str], title: str) -> Spans:
 def execution_subject(name: str, run: Execution) -> Subject:
     """A simulated iteration by itself."""
     busy, end_s = run.device_busy_s(), run.makespan_s
-    sentence = f"{_counted(len(run.schedule), 'device')}, {format_time(end_s)} in all, of which devices compute {busy.mean() / end_s:.1%}."
+    sentence = f"{plural(len(run.schedule), 'device')}, {format_time(end_s)} in all, of which devices compute {busy.mean() / end_s:.1%}."
     block = execution_spans(run, [f"device {number}" for number in range(len(run.schedule))], "simulated")
     facts = Facts((Fact("iteration", end_s, "time", "simulated"), Fact("devices compute", float(busy.mean() / end_s), "share"),
                    Fact("most held", float(run.peak_bytes.max()), "bytes", "by one device")))  # fmt: skip

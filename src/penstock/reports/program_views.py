@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from penstock.errors import plural
 from penstock.plans.references import model_of
 from penstock.programs.check import check_programs
 from penstock.programs.flow import follow
@@ -53,7 +54,7 @@ def _glance(programs: Sequence[Program]) -> list[Block]:
     alone = len(programs) == 1 and len(places) * first.num_replicas < first.num_stages * first.num_replicas
     problems = follow(first) if alone else check_programs(programs)
     safe = "they are not safe" if problems else "this rank alone is consistent" if alone else "they are proven safe"
-    sentence = f"Programs of {len(programs)} rank{'s' if len(programs) > 1 else ''} for iteration {first.iteration}: {safe}."
+    sentence = f"Programs of {plural(len(programs), 'rank')} for iteration {first.iteration}: {safe}."
     facts = (
         Fact("stages", first.num_stages, "count"), Fact("replicas", first.num_replicas, "count"),
         Fact("samples", first.num_samples, "count"), Fact("positions in the loss", first.loss_tokens, "count"),

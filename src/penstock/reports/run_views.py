@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.adapting.events import RunEvent, read_events
-from penstock.errors import InputError, PenstockError
+from penstock.errors import InputError, PenstockError, plural
 from penstock.plans.plan import Plan
 from penstock.plans.ranks import device_of_ranks, seats_of
 from penstock.reports.blocks import Block, ChartLine, Charts, Fact, Facts, Heat, SpanKind, Subject, Table, Text, View, as_array
@@ -163,7 +163,7 @@ def _notes(run: RunFacts, why: str) -> list[Block]:
     lost = sum(one.num_lost for one in run.ranks)
     missing = sorted(set(run.plan.ranks) - {one.rank for one in run.ranks})
     notes = [*(f"left out as damaged: {what}" for what in run.damaged), *([why] if why else [])]
-    notes += [f"{lost:,} spans were not recorded, since the disk was slow"] if lost else []
+    notes += [f"{plural(lost, 'span')} not recorded, since the disk was slow"] if lost else []
     notes += [f"no spans of ranks {', '.join(map(str, missing[:20]))}{' …' if len(missing) > 20 else ''}"] if missing and run.ranks else []
     return [Text(note, note=True) for note in notes]
 
@@ -187,7 +187,7 @@ def _glance(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block]
     steps = run.steps
     time_s, expected_s = _median([one.time_s for one in steps]), _median(list(_steps_s(run, predicted).values()))
     losses = [one.loss for one in steps if one.loss is not None]
-    done = f"{len(steps)} step{'' if len(steps) == 1 else 's'}" + (f", the last of them {steps[-1].step}" if steps else "")
+    done = plural(len(steps), "step") + (f", the last of them {steps[-1].step}" if steps else "")
     middle = "" if time_s is None else f", {format_time(time_s)} each in the median"
     beside = "" if time_s is None or expected_s is None else f", {time_s / expected_s:.2f} times what was predicted"
     facts = [

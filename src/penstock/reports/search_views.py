@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.reports.blocks import Block, ChartLine, Charts, Scatter, Table, Text, View, as_array
 from penstock.reports.units import format_time
 
@@ -96,7 +96,7 @@ def pareto_views(record: Mapping[str, Any], where: str, opens: Mapping[str, int]
     try:
         choices, left = record["choices"], record["left_out"]
         scatter = Scatter(
-            f"choices of nodes from {record['cluster']}, for {record['steps']:,} iterations", _columns(_AXES),
+            f"choices of nodes from {record['cluster']}, for {plural(record['steps'], 'iteration')}", _columns(_AXES),
             tuple(unit for _, unit in _AXES), tuple(str(one["cluster"]) for one in choices),
             tuple(tuple(_number(one.get(name)) for name, _ in _AXES) for one in choices),
             tuple(opens.get(str(one.get("file"))) for one in choices),

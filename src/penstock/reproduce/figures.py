@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from penstock.errors import InputError, near_misses
+from penstock.errors import InputError, near_misses, plural
 from penstock.processes.states import family_cpu_s
 from penstock.reproduce.peers.checkout import Peer, PeerError
 
@@ -125,7 +125,8 @@ class Evidence:
                     found[key] = work(peer, key)
                 except PeerError as error:
                     failures.append(str(error))
-            return found, f"{title} gave no answer {len(failures)} times, and earlier ones stand there: {failures[0]}" if failures else ""
+            failed = plural(len(failures), "time")
+            return found, f"{title} gave no answer {failed}, and earlier ones stand there: {failures[0]}" if failures else ""
 
         return self.once(f"beside {title}", attempt)
 

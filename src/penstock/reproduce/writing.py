@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from penstock.errors import plural
 from penstock.files import csv_text, write_bytes, write_json, write_text
 from penstock.reproduce.drawing import drawn
 from penstock.reproduce.figures import Drawing, FigureSpec, rows_of
@@ -55,6 +56,6 @@ def write_page(path: Path, results: Sequence[dict[str, Any]], missing: Sequence[
         parts.append(f"<p class=note>{escape(result['note'])} {took}</p>")
         files = "".join(f"<li><a href='{escape(at)}/{escape(one['path'])}'>{escape(one['path'])}</a>: {escape(one['what'])}"
                         for one in result["files"])  # fmt: skip
-        parts.append(f"<details><summary>{len(result['files'])} files</summary><ul>{files}</ul></details>" if files else "")
+        parts.append(f"<details><summary>{plural(len(result['files']), 'file')}</summary><ul>{files}</ul></details>" if files else "")
     parts += [f"<p class=no>{escape(text)}</p>" for text in missing]
     write_text(path, "\n".join(part for part in parts if part) + "\n")

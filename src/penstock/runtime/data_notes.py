@@ -7,7 +7,7 @@ from dataclasses import replace
 from penstock.data.dataset import open_data
 from penstock.data.filled import FilledPositions, filled_positions
 from penstock.data.forms import form_of
-from penstock.errors import PenstockError, shell_words
+from penstock.errors import PenstockError, plural, shell_words
 from penstock.plans.plan import MicroBatching
 from penstock.plans.references import model_of
 from penstock.runtime.request import TrainRequest
@@ -46,7 +46,7 @@ def _shorter(request: TrainRequest, filled: FilledPositions) -> str:
     gain = _gain(request)
     faster = f", about {gain:.1f}× faster by the plan's own costs" if gain >= 1.1 else ""
     return (
-        f"this plan assumes {plan.seq_length:,} tokens a sample; those of '{request.data}' have {filled.mean:,.0f} on average. "
+        f"this plan assumes {plural(plan.seq_length, 'token')} a sample; those of '{request.data}' have {filled.mean:,.0f} on average. "
         f"`{shell_words('penstock', 'search', '--data', request.data)} …` plans micro-batches for the lengths that are there{faster}."
     )
 

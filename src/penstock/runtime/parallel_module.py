@@ -33,6 +33,7 @@ from penstock.models.ops import Model
 from penstock.plans.capabilities import require_supported
 from penstock.plans.degrees import parts_of
 from penstock.plans.plan import Plan
+from penstock.plans.ranks import wrongly_started
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import require_valid
 from penstock.programs import instructions as i
@@ -134,10 +135,7 @@ def _joined(plan: Plan) -> ProcessGroups:
     """The processes of the job: those of torchrun, or this one alone."""
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started != len(plan.ranks):
-        raise InputError(
-            f"the plan has {len(plan.ranks)} ranks, but {started} {'process was' if started == 1 else 'processes were'} started. Start one "
-            f"for each: torchrun --nproc-per-node {len(plan.ranks)} …"
-        )
+        raise wrongly_started(plan, started)
     kinds = {cluster_of(plan).device(rank).name for rank in plan.ranks}
     device = "cpu" if kinds == {"cpu"} or not torch.cuda.is_available() else f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     if started == 1:

@@ -16,7 +16,7 @@ import torch
 from penstock.data.loader import ProgramLoader
 from penstock.data.planning import PlanningError, ProgramPlanner
 from penstock.data.samples import LoadedProgram, Samples
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, plural
 from penstock.models.micro_batch import MicroBatch
 from penstock.plans.references import cluster_of, model_of
 from penstock.programs.instructions import Program
@@ -532,7 +532,7 @@ class Run:
             return error
         self.saves.finish(self.step)
         meet()  # the first process to fail ends the others, rank 0 included, which completes the checkpoint
-        return type(error)(f"{str(error).rstrip('.')}. The run ended after {self.step} steps.")
+        return type(error)(f"{str(error).rstrip('.')}. The run ended after {plural(self.step, 'step')}.")
 
     def _peak_times(self) -> PeakTimes | None:
         """Nothing where the plan's devices are not those that it runs on."""

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 from penstock.data.dataset import open_data
 from penstock.data.forms import form_of
-from penstock.errors import InputError, PenstockError, near_misses
+from penstock.errors import InputError, PenstockError, near_misses, plural
 from penstock.models.ops import Model
 from penstock.plans.capabilities import require_supported
+from penstock.plans.ranks import wrongly_started
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import require_valid
 from penstock.processes.main_guard import require_guarded_main
@@ -126,7 +127,7 @@ def _checked(request: TrainRequest) -> TrainRequest:
     form_of(model, data, prompt_loss=request.prompt_loss)
     if len(data) < plan.global_batch:
         raise InputError(
-            f"data '{request.data}' has {len(data)} samples, fewer than one global batch of {plan.global_batch}. "
+            f"data '{request.data}' has {plural(len(data), 'sample')}, fewer than one global batch of {plan.global_batch}. "
             "Use more data, or a plan with a smaller global batch."
         )
     if request.eval_every and _EVAL_SPLIT not in data.manifest.splits:
@@ -176,7 +177,9 @@ def _require_steps(request: TrainRequest) -> None:
     """Refuses a run with nothing left to do, and steps to profile that it does not have."""
     first, steps = _first_step(request), request.steps
     if first >= steps:
-        raise InputError(f"checkpoint '{request.resume}' has {first} steps behind it, which --steps {steps} counts too. Ask for more.")
+        raise InputError(
+            f"checkpoint '{request.resume}' has {plural(first, 'step')} behind it, which --steps {steps} counts too. Ask for more."
+        )
     for step in request.profile_steps:
         if not first <= step < steps:
             raise InputError(f"step {step} is to be profiled, but this run has steps {first} to {steps - 1}. Choose among those.")
@@ -191,7 +194,7 @@ def _require_spares(request: TrainRequest) -> None:
                          "Add --on-death recover, or leave them out.")  # fmt: skip
     last, count = request.plan.ranks[-1], cluster_of(request.plan).num_devices
     if last + request.spares >= count:
-        raise InputError(f"--spares is {request.spares}, but the plan's cluster has {count} devices, of which {count - 1 - last} come "
+        raise InputError(f"--spares is {request.spares}, but the plan's cluster has {plural(count, 'device')}, {count - 1 - last} of them "
                          f"after rank {last}, the last with work. Ask for fewer, or plan for fewer of a larger cluster.")  # fmt: skip
 
 
@@ -204,7 +207,7 @@ def _require_node(request: TrainRequest) -> None:
         raise InputError(f"--node-rank is for supervisors, which start the ranks of their nodes themselves. Leave out it, or {what}.")
     count = len(nodes_of(request))
     if not 0 <= request.node.number < count:
-        raise InputError(f"--node-rank is {request.node.number}, but the plan has work for {count} nodes: 0 to {count - 1}.")
+        raise InputError(f"--node-rank is {request.node.number}, but the plan has work for {plural(count, 'node')}, numbered from 0.")
     node_key()
 
 
@@ -218,16 +221,18 @@ def _require_devices(request: TrainRequest) -> None:
             raise InputError(f"{device} devices keep one clock, that of one machine. Run them without torchrun.")
         started = int(os.environ["WORLD_SIZE"])
         if started != count:
-            raise InputError(f"the plan has {len(plan.ranks)} ranks, but {started} processes were started. Start one for each rank.")
+            raise wrongly_started(plan, started)
         if processes_of(plan)[0] not in plan.ranks:
-            raise InputError(f"the first process tells what a run does, but the plan leaves rank 0 out. Start {len(plan.ranks)} processes.")
+            raise InputError(
+                f"the first process tells what a run does, but the plan leaves rank 0 out. Start {plural(len(plan.ranks), 'process')}."
+            )
         return
     if device != "cuda":
         cores = len(os.sched_getaffinity(0))
         if count > cores * PROCESSES_PER_CORE:
             raise InputError(
-                f"the plan has {count} ranks, but this machine's {cores} processor cores run at most {cores * PROCESSES_PER_CORE} "
-                "processes. Use a plan for fewer devices, or more machines."
+                f"the plan has {count} ranks, but this machine's {plural(cores, 'processor core')} run at most "
+                f"{cores * PROCESSES_PER_CORE} processes. Use a plan for fewer devices, or more machines."
             )
         return
     import torch
@@ -235,8 +240,8 @@ def _require_devices(request: TrainRequest) -> None:
     found = torch.cuda.device_count()
     if count > found and not (share_gpus and found):
         raise InputError(
-            f"the plan has {count} ranks, but this machine has {found} CUDA devices. Use a plan for at most {found}, run it on more "
-            f"machines with torchrun, try it out with --device cpu, or rehearse it with --device {TIMED}."
+            f"the plan has {plural(count, 'rank')}, but this machine has {plural(found, 'CUDA device')}. Use a plan for at most {found}, "
+            f"run it on more machines with torchrun, try it out with --device cpu, or rehearse it with --device {TIMED}."
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from penstock.errors import InputError, near_misses
+from penstock.errors import InputError, near_misses, plural
 from penstock.schedules.actions import Schedule
 from penstock.schedules.in_flight import all_held, as_many_as_groups, as_stages_left, by_chunk
 from penstock.schedules.interleaved import interleaved
@@ -154,7 +154,7 @@ def schedule_of(name: str, num_stages: int, num_micro_batches: int, num_chunks: 
         raise InputError(f"schedule '{name}' has no fixed order. {near_misses(name, SCHEDULES)}")
     chunks = num_chunks if SCHEDULES[name].chunked else 1
     if chunks < 1 or num_stages % chunks:
-        raise InputError(f"schedule '{name}': {num_stages} stages are no multiple of {chunks} chunks per device.")
+        raise InputError(f"schedule '{name}': {plural(num_stages, 'stage')} cannot be {plural(chunks, 'chunk')} on each device.")
     return SCHEDULES[name].order(num_stages // chunks, chunks, num_micro_batches)
 
 

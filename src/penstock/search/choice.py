@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.errors import plural
 from penstock.plans.telling import degree_range
 from penstock.timing.iteration_estimate import with_prediction
 
@@ -54,4 +55,4 @@ class Choice:
         again = sum(len(stage.recomputed()) for stage in self.plan.stages)
         if self.kind == "grid":
             return "full" if again else "none"
-        return f"{again} ops" if again else "none"
+        return plural(again, "op") if again else "none"

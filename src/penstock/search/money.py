@@ -111,7 +111,7 @@ def clusters_of(pool: Cluster) -> Iterator[Cluster]:
         raise InputError(f"node '{unknown}' has no price; give one in a cluster file (`price_usd_per_h`) or use an instance name.")
     count = math.prod(run.count + 1 for run in pool.runs) - 1
     if count > MAX_CLUSTERS:
-        raise InputError(f"the pool has {count} choices of nodes; at most {MAX_CLUSTERS} are compared. Give fewer nodes or kinds.")
+        raise InputError(f"the pool has {count:,} choices of nodes; at most {MAX_CLUSTERS} are compared. Give fewer nodes or kinds.")
     choices = product(*(range(run.count + 1) for run in pool.runs))
     for counts in sorted(choices, key=lambda counts: (sum(map(bool, counts)), sum(counts), counts)):
         runs = tuple(replace(run, count=number) for run, number in zip(pool.runs, counts, strict=True) if number)

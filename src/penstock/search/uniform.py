@@ -19,7 +19,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from penstock.errors import InfeasibleError, InputError
+from penstock.errors import InfeasibleError, InputError, plural
 from penstock.models.sequence import divides_tokens
 from penstock.plans.build import BESIDE, block_ranges, uniform_stages
 from penstock.plans.plan import Plan, Stage
@@ -180,7 +180,7 @@ def _infeasible(request: Request, least: Choice | None) -> InfeasibleError:
         sizes = f" into micro-batches of {', '.join(map(str, micro_batches))}" if micro_batches else ""
         multiple = cluster.num_devices * min(micro_batches, default=1)
         return InfeasibleError(
-            f"no uniform plan divides a global batch of {global_batch}{sizes} over the {cluster.num_devices} devices of "
+            f"no uniform plan divides a global batch of {global_batch}{sizes} over the {plural(cluster.num_devices, 'device')} of "
             f"{cluster.describe()}. Use a global batch that is a multiple of {multiple}, or other micro-batches."
         )
     found, plan = least.estimate, least.plan
@@ -190,9 +190,10 @@ def _infeasible(request: Request, least: Choice | None) -> InfeasibleError:
     limit = f"--memory-limit allows {_gb(stage.limit_bytes)}" if given else f"{stage.device} has {_gb(stage.limit_bytes)}"
     return InfeasibleError(
         f"no uniform plan of {model.name} fits on {cluster.describe()}: the least that a device needs is {_gb(stage.memory.total_bytes)} "
-        f"({_gb(size)} of it {purpose}; stage {stage.index} with pp {plan.num_stages}, tp {least.tp}, {plan.num_replicas} replicas, "
-        f"micro-batch {plan.micro_batching.samples}, recompute {least.recompute}, zero {plan.stages[0].zero}), but {limit}. "
-        f"Use {'a higher limit, ' if given else ''}more or larger devices, shorter sequences or smaller micro-batches."
+        f"({_gb(size)} of it {purpose}; stage {stage.index} with pp {plan.num_stages}, tp {least.tp}, "
+        f"{plural(plan.num_replicas, 'replica')}, micro-batch {plan.micro_batching.samples}, recompute {least.recompute}, zero "
+        f"{plan.stages[0].zero}), but {limit}. Use {'a higher limit, ' if given else ''}more or larger devices, shorter sequences or "
+        "smaller micro-batches."
     )
 
 

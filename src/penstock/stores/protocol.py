@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from penstock.errors import InputError, PenstockError
+from penstock.errors import InputError, PenstockError, plural
 
 __all__ = ["ConnectionLost", "Job", "KeyValues", "Store", "StoreError"]
 
@@ -44,7 +44,7 @@ class Job:
         if not _JOB_ID.fullmatch(self.id):
             raise InputError(f"job id '{self.id}' is not a name of at most 64 letters, digits, '.', '_' and '-'.")
         if len(self.key) < _MIN_KEY_BYTES:
-            raise InputError(f"the key of job '{self.id}' has {len(self.key)} bytes; at least {_MIN_KEY_BYTES} are needed.")
+            raise InputError(f"the key of job '{self.id}' has {plural(len(self.key), 'byte')}; at least {_MIN_KEY_BYTES} are needed.")
         for name, value, least in (("num_ranks", self.num_ranks, 1), ("capacity", self.capacity, 1), ("first", self.first, 0)):
             if value < least:
                 raise InputError(f"{name} of job '{self.id}' is {value}; it must be at least {least}.")

@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from penstock.errors import InputError, near_misses
+from penstock.errors import InputError, near_misses, plural
 from penstock.files import csv_rows, describe_validation_error, read_json, short_repr
 from penstock.models.ops import Op, Split, TensorSpec
 from penstock.models.shapes import Form, Quantity
@@ -97,7 +97,7 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
         if not cells:
             continue
         if len(cells) != len(header):
-            raise InputError(f"table '{path}', row {number}: {len(cells)} cells, the header has {len(header)} columns.")
+            raise InputError(f"table '{path}', row {number}: {plural(len(cells), 'cell')}, the header has {plural(len(header), 'column')}.")
         rows.append(Row(path, number, dict(zip(header, cells, strict=True))))
     if not rows:
         raise InputError(f"table '{path}' has a header but no rows.")

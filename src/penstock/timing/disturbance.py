@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from penstock.errors import InputError, near_misses
+from penstock.errors import InputError, near_misses, plural
 
 __all__ = ["SHAPES", "Disturbance", "DisturbanceChange", "DisturbanceStrike"]
 
@@ -42,7 +42,7 @@ class DisturbanceChange:
         if self.first < 0:
             raise InputError(f"{self.subject} is to be slower from step {self.first} on; 0 or more was expected.")
         if self.shape != "step" and self.steps < 1:
-            raise InputError(f"{self.subject}: a {self.shape} of {self.steps} steps is none. Give `steps`, 1 or more.")
+            raise InputError(f"{self.subject}: a {self.shape} of {plural(self.steps, 'step')} is none. Give `steps`, 1 or more.")
         if len(self.ranks) == 2 and self.ranks[0] == self.ranks[1]:
             raise InputError(f"{self.subject} joins rank {self.ranks[0]} to itself. Name two ranks.")
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.notebooks import Shown
 from penstock.schedules.actions import Action, Schedule
 from penstock.timing.simulator import Timeline, as_arrays, check_shapes, deadlock_message
@@ -121,7 +121,7 @@ def event_arrays(schedule: Schedule, workload: Workload) -> tuple[Orders, Work, 
 def _check_placement(schedule: Schedule, workload: Workload) -> None:
     """Refuses actions on another device than their stage's, and actions that come twice."""
     if len(schedule) != workload.num_devices:
-        raise InputError(f"execute: the schedule is for {len(schedule)} devices, the workload for {workload.num_devices}.")
+        raise InputError(f"execute: the schedule is for {plural(len(schedule), 'device')}, the workload for {workload.num_devices}.")
     for device, actions in enumerate(schedule):
         for action in actions:
             if workload.devices[action.stage] != device:

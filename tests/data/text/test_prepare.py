@@ -199,7 +199,7 @@ TRAIN = ["--train-tokenizer", "300"]
     ("options", "message"),
     [
         (["--tokenizer", "nowhere"], "tokenizer 'nowhere' does not exist"), ([], "give a tokenizer"),
-        (["--train-tokenizer", "100"], "too small"), ([*TRAIN, "--weights", "1,2"], "2 weights were given for 1 inputs"),
+        (["--train-tokenizer", "100"], "too small"), ([*TRAIN, "--weights", "1,2"], "2 weights given for 1 input."),
         ([*TRAIN, "--weights", "x"], "--weights is 'x'"), ([*TRAIN, "--weights", "-1"], "not shares"),
         ([*TRAIN, "--split", "0,1"], "--split is '0,1'"), ([*TRAIN, "--max-input", "1"], "--max-input is 1; 2 or more"),
         ([*TRAIN, "--over-long", "dorp"], "Did you mean 'drop'"), ([*TRAIN, "--end-token", "<none>"], "'<|endoftext|>', not with '<none>'"),
@@ -267,7 +267,7 @@ def test_opening_what_is_not_prepared(tmp_path: Path) -> None:
     good = manifest.read_text()
     changes = (
         (good.replace('"version": 1', '"version": 2'), "version 2"),
-            (good.replace('"samples": 1', '"samples": 2'), "its tasks have 1 samples, the split 2"),
+            (good.replace('"samples": 1', '"samples": 2'), "its tasks have 1 sample, the split 2"),
             (good.replace('"samples": 1', '"samples": 2').replace('"stop": 1', '"stop": 2'), "data.json says 2"),
         (good[:50], "not valid"), (good.replace('"text"', '"song"'), "Invalid enum value"),
     )  # fmt: skip

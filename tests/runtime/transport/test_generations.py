@@ -80,7 +80,7 @@ def test_a_plan_that_leaves_devices_out_trains_as_one_that_does_not(pool: Worker
 
 def test_a_plan_for_more_processes_than_there_are_is_refused() -> None:
     plan = on_devices(make_case(ONE, 3, iterations=1).plan, 2)
-    with pytest.raises(InputError, match=r"rank 2 has none\. Start one for each rank"):
+    with pytest.raises(InputError, match=r"rank 2 has no process\. Start one for each rank"):
         World(plan, ProcessGroups())
 
 

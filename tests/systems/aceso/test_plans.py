@@ -257,7 +257,7 @@ GOOD = plan_for("gpt", "350M", [], 315).to_dict()
         ({"global_batch_size": 63}, "global_batch_size 63 is not a multiple"),
         ({"micro_batch_size": 0}, "micro_batch_size"),
         ({"micro_batch_size": 8.0}, "micro_batch_size"),
-        ({"num_stages": 2}, "num_gpus has 1 entries, num_stages is 2"),
+        ({"num_stages": 2}, "num_gpus has 1 entry, num_stages is 2"),
         ({"num_gpus": ["1"]}, "num_gpus.0"),
         ({"num_gpus": [2]}, "model_parallel_size_of_each_op.0.0 is 1 and dp 1, but num_gpus.0 is 2"),
         ({"num_gpus": [3], "data_parallel_size_of_each_op": [[3] * 315]}, "data_parallel_size_of_each_op.0.0 is 3, which does not divide"),

@@ -138,7 +138,7 @@ def test_wrong_folders_and_files_are_explained(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("1,2\n", "has 1 rows, expected two"),
+        ("1,2\n", "has 1 row, expected two"),
         ("1,2\n3\n", "2 sizes in row 1 but 1 bandwidths in row 2"),
         ("1,2\n3,x\n", "row 2, column 2: expected a number above 0, got 'x'"),
         ("2,1\n3,4\n", "sizes must rise"),

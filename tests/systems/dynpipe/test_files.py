@@ -69,7 +69,7 @@ def test_round_trips(tmp_path_factory: pytest.TempPathFactory, stages: list[tupl
     [
         ({"module_to_stage_map": [0, 2, 1, 1]}, "module_to_stage_map is [0, 2, 1, 1]"),
         ({"module_to_stage_map": [0, 1, 2]}, "the criterion shares"),
-        ({"module_to_stage_map": [0]}, "has 1 entries"),
+        ({"module_to_stage_map": [0]}, "has 1 entry"),
         ({"module_to_stage_map": [0, 1, 2, "2"]}, "module_to_stage_map.3"),
         ({"module_to_stage_map": [0, 1, 2, -2]}, "module_to_stage_map.3"),
         ({"module_to_stage_map": [0] * 99}, "[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, …]"),
@@ -78,7 +78,7 @@ def test_round_trips(tmp_path_factory: pytest.TempPathFactory, stages: list[tupl
         ({"stage_to_rank_map": {"0": [0], "1": [], "2": [1]}}, "every stage needs a rank"),
         ({"stage_to_rank_map": {"0": [0], "1": [0], "2": [1]}}, "every rank belongs to one stage"),
         ({"stage_to_rank_map": {"0": [True], "1": [0], "2": [1]}}, "stage_to_rank_map.0.0"),
-        ({"stage_to_depth_map": {"0": 1}}, "stage_to_depth_map has 1 entries for 3 stages"),
+        ({"stage_to_depth_map": {"0": 1}}, "stage_to_depth_map has 1 entry for 3 stages"),
         ({"stages": 3}, "stages"),
     ],
 )
@@ -117,7 +117,7 @@ def test_other_values(data: object, tmp_path: Path) -> None:
 
 def test_files_of_different_plans() -> None:
     partition = DynPipePartition((15, 23), (0, 0), (72,), (24, 72))
-    with pytest.raises(InputError, match="the DynPipe topology has 1 stages, the partition 2"):
+    with pytest.raises(InputError, match="the DynPipe topology has 1 stage, the partition 2"):
         require_match(Topology((0, 0), ((0,),)), partition)
     with pytest.raises(InputError, match="stage 0: batch_size 24 × 2 ranks is 48, but batch_size_all is 72"):
         require_match(Topology((0, 1, 1), ((0, 1), (2,))), partition)
@@ -147,7 +147,7 @@ def test_a_folder_of_both_files(tmp_path: Path) -> None:
 
 
 def test_files_that_do_not_belong_together_are_not_written(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="has 1 stages, the partition 2"):
+    with pytest.raises(InputError, match="has 1 stage, the partition 2"):
         write_files(tmp_path / "new", Topology((0, 0), ((0,),)), DynPipePartition((15, 23), (0, 0), (72,), (72, 72)))
     with pytest.raises(InputError, match="the criterion shares"):
         write_files(tmp_path / "new", Topology((0, 1), ((0,), (1,))), DynPipePartition((15, 23), (0, 0), (72,), (72, 72)))

@@ -164,7 +164,7 @@ def test_other_topologies_are_not() -> None:
         ({}, {"recompute_ratio": (0, 0.1)}, {}, r"recompute_ratio.1 is 0.1: the last 2 of the stage's 25 .* 'head.fc2'. Use 0.04 or 0.16"),
         ({}, {"batch_size_all": (24,)}, {}, "batch_size 24 × 3 ranks is 72, but batch_size_all is 24"),
         ({}, {}, {"mini_batch": 24}, "the mini-batch is given as 24, but batch_size_all of the DynPipe partition is 72"),
-        ({}, {}, {"global_batch": 100}, "global_batch is 100, not a multiple of 1 replicas × 72 samples"),
+        ({}, {}, {"global_batch": 100}, "global_batch is 100, not a multiple of 1 replica × 72 samples"),
         ({}, {}, {"global_batch": 0}, "global_batch"),
         ({}, {}, {"cluster": "2xv100-16gb"}, "stages.0.devices has rank 2, but the cluster .* has 2 devices"),
         (
@@ -179,7 +179,7 @@ def test_other_topologies_are_not() -> None:
             {"stage_to_rank_map": ((0,),), "module_to_stage_map": (0, 0), "stage_to_depth_map": None},
             {},
             {},
-            "has 1 stages, the partition 2",
+            "has 1 stage, the partition 2",
         ),
     ],
 )

@@ -27,7 +27,7 @@ from penstock.data.text.looking import Codes, look
 from penstock.data.text.tokenising import TokenJob, chosen, tokenise
 from penstock.data.text.tokenizer import check_own_end_token, check_vocab_size, find_end_token, load_tokenizer, train_tokenizer
 from penstock.data.workers import Pool, Report, in_order, new_folder, start_pool
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 
 __all__ = ["TextRequest", "check_weights", "prepare_text", "task_names"]
 
@@ -107,7 +107,7 @@ def check_weights(weights: Sequence[float] | None, num_inputs: int) -> None:
     if weights is None:
         return
     if len(weights) != num_inputs:
-        raise InputError(f"{len(weights)} weights were given for {num_inputs} inputs. Give one for each, in their order.")
+        raise InputError(f"{plural(len(weights), 'weight')} given for {plural(num_inputs, 'input')}. Give one for each, in their order.")
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not any(weights):
         raise InputError(f"weights {', '.join(map(str, weights))} are not shares: none may be negative, and one must be more than zero.")
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.errors import InputError, near_misses
+from penstock.errors import InputError, near_misses, plural
 from penstock.runtime.checkpoints.files import DTYPE_NAMES, checksum, tensor_bytes
 from penstock.runtime.checkpoints.folder import find_checkpoint
 from penstock.runtime.checkpoints.layout import TensorPiece
@@ -53,7 +53,9 @@ class Checkpoint:
         except OSError:
             raise InputError(f"{self._where}: file '{file}' is missing. Use an earlier checkpoint.") from None
         if found != size_bytes:
-            raise InputError(f"{self._where}: file '{file}' has {found} bytes, {size_bytes} were written. Use an earlier checkpoint.")
+            raise InputError(
+                f"{self._where}: file '{file}' has {plural(found, 'byte')}, {size_bytes} were written. Use an earlier checkpoint."
+            )
 
     @property
     def step(self) -> int:

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.runtime.request import PACED, NodePlace
 from penstock.stores.sealing import KEY_FILE_VARIABLE, KEY_VARIABLE, job_key
 
@@ -89,7 +89,7 @@ def _secret() -> bytes:
             "Make one with: python -c 'import secrets; print(secrets.token_hex(32))'"
         )
     if len(key) < _LEAST_KEY_BYTES:
-        raise InputError(f"the job's key has {len(key)} bytes; at least {_LEAST_KEY_BYTES} are needed.")
+        raise InputError(f"the job's key has {plural(len(key), 'byte')}; at least {_LEAST_KEY_BYTES} are needed.")
     return key
 
 

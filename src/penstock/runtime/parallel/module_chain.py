@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.models.modules.attention import cudnn_attention
 from penstock.models.modules.base import Carry
 from penstock.models.modules.build import TORCH_DTYPES
@@ -83,7 +83,7 @@ class CutModule:
         """Refuses a module that has changed since its plan was made."""
         ours, its = tuple(place.name for place in self.model.ops), tuple(_numbered(self.skipping.calls))
         if ours != its:
-            first = next((pair for pair in zip(ours, its, strict=False) if pair[0] != pair[1]), (f"{len(ours)} parts", f"{len(its)}"))
+            first = next((pair for pair in zip(ours, its, strict=False) if pair[0] != pair[1]), (plural(len(ours), "part"), f"{len(its)}"))
             raise InputError(
                 f"the plan is of another module: it has '{first[0]}' where {self.made.name} has '{first[1]}'. Search for a plan again."
             )

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from penstock.errors import plural
 from penstock.files import write_bytes
 from penstock.runtime.telemetry.spans import NO_STAGE
 from penstock.runtime.telemetry.spans_reader import RankSpans
@@ -75,7 +76,7 @@ def trace_events(
     origin = min([*begins.values(), *(int(one.spans["start_ns"].min()) for one in ranks if len(one.spans))], default=0)
     for one in ranks:
         measured, expected = 2 * one.rank, 2 * one.rank + 1
-        lost = f" ({one.num_lost} spans lost)" if one.num_lost else ""
+        lost = f" ({plural(one.num_lost, 'span')} lost)" if one.num_lost else ""
         yield from _process(measured, f"rank {one.rank}{lost}", dict(enumerate(_TRACKS)))
         for span in one.spans:
             yield _measured(one, span, measured, origin)

@@ -84,8 +84,7 @@ class World:
         missing = [rank for rank in self.ranks if rank not in members]
         if missing:
             raise InputError(
-                f"the plan has ranks {format_ranks(self.ranks)}, but {len(members)} processes were started: rank "
-                f"{format_ranks(missing)} has none. Start one for each rank."
+                f"the plan has ranks {format_ranks(self.ranks)}, but rank {format_ranks(missing)} has no process. Start one for each rank."
             )
         self.process = {rank: members.index(rank) for rank in self.ranks}
         """The number that torch's process groups have for each rank."""

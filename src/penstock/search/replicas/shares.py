@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from penstock.errors import plural
 from penstock.schedules.rules import SCHEDULES
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def best_shares(total: int, paces: Sequence[tuple[float, float]]) -> tuple[int, 
     (12, 4)
     """
     if total < len(paces):
-        raise ValueError(f"{total} micro-batches do not give {len(paces)} replicas one each")
+        raise ValueError(f"{plural(total, 'micro-batch')} cannot give {len(paces)} replicas one each")
     level_s = _level_s(total, paces) * (1 - 1e-9)
     counts = [max(1, 1 + math.floor((level_s - first) / more)) for first, more in paces]
     # Nobody ends before that level, so that all of these are needed; the few that are left go to whoever then ends first.

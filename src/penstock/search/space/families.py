@@ -16,6 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
+from penstock.errors import plural
 from penstock.plans.ranks import stage_ranks
 from penstock.search.space.device_kinds import Kind, kinds_of
 from penstock.search.space.prices import FamilyPrices
@@ -80,7 +81,7 @@ class PlanFamily:
     """Of a micro-batch."""
 
     def __str__(self) -> str:
-        return f"{self.replicas} replica{'s' if self.replicas > 1 else ''}, micro-batches of {self.samples}"
+        return f"{plural(self.replicas, 'replica')}, micro-batches of {self.samples}"
 
     @property
     def count(self) -> int:

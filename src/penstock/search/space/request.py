@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from penstock.costs.sources import open_costs
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.models.shapes import Quantity
 from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.plans.precision import chosen_gradients, chosen_lengths, chosen_precision
@@ -167,7 +167,8 @@ def frame_of(
     )
     if cluster.num_devices > _MAX_DEVICES:
         raise InputError(
-            f"the cluster has {cluster.num_devices} devices ({cluster.describe()}); the search takes up to {_MAX_DEVICES}. Use fewer."
+            f"the cluster has {plural(cluster.num_devices, 'device')} ({cluster.describe()}); the search takes up to {_MAX_DEVICES}. Use "
+            "fewer."
         )
     require_valid(frame, model, cluster, where="the request")
     return frame

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.systems.system import PlanFile, PlanFiles, System, TableAnswer, TableOther, TableScore, TableSearch, parse_nodes, unknown_name
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ def _search(asked: TableSearch, progress: Callable[[str], None]) -> TableAnswer:
 
 def _summary(plan: dict[str, Any]) -> str:
     """A plan in a few words."""
-    stages = f"{plan['num_stages']} stage{'s' if plan['num_stages'] > 1 else ''}"
-    return f"micro-batches of {plan['micro_batch_size']}, {stages} on {' + '.join(map(str, plan['num_gpus']))} GPUs"
+    gpus = " + ".join(map(str, plan["num_gpus"]))
+    return f"micro-batches of {plan['micro_batch_size']}, {plural(plan['num_stages'], 'stage')} on {gpus} GPUs"
 
 
 def _best_of_grid(plan: dict[str, Any], model: Model, tables: AcesoTables, per_node: int, sizes: Sequence[int], memory_mb: float) -> float:
@@ -132,9 +132,10 @@ def _score(folder: str, path: Path) -> TableScore:
             plan.num_ops_in_each_stage, plan.num_gpus, plan.model_parallel_size_of_each_op, plan.data_parallel_size_of_each_op,
             plan.recompute_ops, found.stages, strict=True)
     ]  # fmt: skip
-    micro_batches = f"{found.num_micro_batches} micro-batches of {plan.micro_batch_size}"
+    micro_batches = f"{plural(found.num_micro_batches, 'micro-batch')} of {plan.micro_batch_size}"
     note = f"the fullest GPU holds {found.memory_mb:,.0f} MB (of 2²⁰ bytes); nodes of {_PER_NODE} GPUs"
-    return TableScore(f"{plan.model_name} {plan.model_size} on {sum(plan.num_gpus)} GPUs, {micro_batches}", found.time_s, stages, note)
+    title = f"{plan.model_name} {plan.model_size} on {plural(sum(plan.num_gpus), 'GPU')}, {micro_batches}"
+    return TableScore(title, found.time_s, stages, note)
 
 
 def _nodes(text: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from penstock.errors import InputError, near_misses
+from penstock.errors import InputError, near_misses, plural
 from penstock.files import read_json, write_text
 from penstock.systems.tables import Count, validated
 
@@ -116,7 +116,7 @@ def _problems(plan: AcesoPlan) -> Iterator[str]:
     lists = ("num_gpus", "checkpoint_activations", "resharding_stages", "num_ops_in_each_stage", "model_parallel_size_of_each_op",
              "data_parallel_size_of_each_op", "recompute_ops", "algo_of_each_op")  # fmt: skip
     ragged = [name for name in lists if len(getattr(plan, name)) != plan.num_stages]
-    yield from (f"{name} has {len(getattr(plan, name))} entries, num_stages is {plan.num_stages}." for name in ragged)
+    yield from (f"{name} has {plural(len(getattr(plan, name)), 'entry')}, num_stages is {plan.num_stages}." for name in ragged)
     if not ragged:
         for stage in range(plan.num_stages):
             yield from _stage_problems(plan, stage, lists[4:])
@@ -126,7 +126,7 @@ def _stage_problems(plan: AcesoPlan, stage: int, lists: Sequence[str]) -> Iterat
     expected = plan.num_ops_in_each_stage[stage]
     wrong = [name for name in lists if len(getattr(plan, name)[stage]) != expected]
     if wrong:
-        yield f"{wrong[0]}.{stage} has {len(getattr(plan, wrong[0])[stage])} entries, num_ops_in_each_stage says {expected}."
+        yield f"{wrong[0]}.{stage} has {plural(len(getattr(plan, wrong[0])[stage]), 'entry')}, num_ops_in_each_stage says {expected}."
         return
     ops = plan.per_op(stage)
     for op, (tp, dp, _, _) in enumerate(ops):

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.costs.table import Floats
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.files import read_text
 from penstock.systems.tables import read_rows
 
@@ -48,7 +48,7 @@ def read_messages(path: Path) -> MessageTable:
     """Row 1 holds sizes in MB, row 2 bandwidths in GB/s."""
     lines = [line for line in read_text(path, "table").splitlines() if line.strip()]
     if len(lines) != 2:
-        raise InputError(f"table '{path}' has {len(lines)} rows, expected two: message sizes in MB, then GB/s.")
+        raise InputError(f"table '{path}' has {plural(len(lines), 'row')}, expected two: message sizes in MB, then GB/s.")
     size_mb, gb_per_s = (_numbers(path, number, line) for number, line in enumerate(lines, 1))
     if len(size_mb) != len(gb_per_s):
         raise InputError(f"table '{path}': {len(size_mb)} sizes in row 1 but {len(gb_per_s)} bandwidths in row 2.")

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.models.ops import Block, Op
 
 __all__ = ["FAMILIES", "SAME_TABLE", "AcesoFamily", "layer_runs", "residual_runs"]
@@ -53,7 +53,7 @@ def layer_runs(ops: Sequence[Op], family: AcesoFamily, layers: int, path: Path) 
     """A transformer: its repeated rows once per layer, the rows after them once."""
     expected = sum(count for _, count, _ in family.runs)
     if len(ops) <= expected:
-        raise InputError(f"table '{path}' has {len(ops)} ops; expected {expected} for the layers and at least one after them.")
+        raise InputError(f"table '{path}' has {plural(len(ops), 'op')}; expected {expected} for the layers and at least one after them.")
     runs, at = [], 0
     for name, count, repeats in family.runs:
         runs.append((Block(name, tuple(ops[at : at + count])), layers if repeats else 1))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import InputError, near_misses
+from penstock.errors import InputError, near_misses, plural
 from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
 from penstock.plans.references import cluster_of, model_of, with_precision
 from penstock.plans.validity import require_valid
@@ -161,7 +161,9 @@ def to_plan(
     pieces = groups(model)
     total = sum(len(piece.names) for piece in pieces)
     if sum(aceso.num_ops_in_each_stage) != total:
-        raise InputError(f"num_ops_in_each_stage: {sum(aceso.num_ops_in_each_stage)} ops, but model '{model.name}' has {total} in Aceso.")
+        raise InputError(
+            f"num_ops_in_each_stage: {plural(sum(aceso.num_ops_in_each_stage), 'op')}, but model '{model.name}' has {total} in Aceso."
+        )
     owners = [(stage, op) for stage in range(aceso.num_stages) for op in aceso.per_op(stage)]
     settings, at = [], 0
     for piece in pieces:

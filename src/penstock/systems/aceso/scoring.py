@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.costs.table import Floats
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.search.partition import OptionCosts, StageChoice, StageOption
 from penstock.systems.aceso.files import AcesoPlan
 from penstock.systems.aceso.links import SENTINELS
@@ -78,7 +78,9 @@ def score_plan(plan: AcesoPlan, tables: AcesoTables, per_node: int) -> AcesoScor
         tables, model, -(-gpus // per_node), per_node, plan.global_batch_size, (plan.micro_batch_size,), float("inf")
     )  # fmt: skip
     if sum(plan.num_ops_in_each_stage) != model.num_ops:
-        raise InputError(f"the plan has {sum(plan.num_ops_in_each_stage)} ops, {model.name} of {tables.name} has {model.num_ops}.")
+        raise InputError(
+            f"the plan has {plural(sum(plan.num_ops_in_each_stage), 'op')}, {model.name} of {tables.name} has {model.num_ops}."
+        )
     return AcesoScore(tuple(_stages(plan, problem)), plan.global_batch_size // plan.micro_batch_size)
 
 
@@ -107,8 +109,8 @@ def _row(problem: AcesoProblem, micro_batch: int, op: int, degrees: Sequence[int
     rows = problem.tables.op_rows(problem.model, micro_batch // dp, tp, algo, partial=True)
     if rows is None or not np.isfinite(rows[op, :2]).all():
         raise InputError(
-            f"{problem.tables.name} has no time of {problem.names[op]} for {micro_batch // dp} samples at tp {tp}, algo {algo}, which the "
-            "plan asks for."
+            f"{problem.tables.name} has no time of {problem.names[op]} for {plural(micro_batch // dp, 'sample')} at tp {tp}, algo "
+            f"{algo}, which the plan asks for."
         )
     return np.asarray(rows[op])
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.systems.system import System, TableAnswer, TableScore, TableSearch, parse_nodes
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ def _score(path: str, batch: Path) -> TableScore:
         for busy_s, held in zip(slowest.device_busy_s(), slowest.peak_bytes, strict=True)
     ]
     fullest_mb = max(float(max(run.peak_bytes)) for run in runs) / 1e6
-    note = f"{planned.num_micro_batches} micro-batches on {len(planned.replicas)} replicas; the fullest GPU holds {fullest_mb:,.0f} MB"
+    what = f"{plural(planned.num_micro_batches, 'micro-batch')} on {plural(len(planned.replicas), 'replica')}"
+    note = f"{what}; the fullest GPU holds {fullest_mb:,.0f} MB"
     return TableScore(f"the slowest replica of {batch.name} (dynapipe:{path})", slowest.makespan_s, stages, note)
 
 
@@ -68,9 +69,10 @@ def _search(asked: TableSearch, progress: Callable[[str], None]) -> TableAnswer:
     stages = [{"layers": layers, "gpus": config.tp * config.dp, "tp": [config.tp], "dp": [config.dp]} for _ in range(config.pp)]
     entry = {name: getattr(config, name) for name in ("model", "layers", "tp", "pp", "dp", "zero", "mem", "gpus_per_node", "rc")}
     return TableAnswer(
-        f"best configuration of {asked.model} on {nodes} × {per_node} GPUs for {len(samples)} samples ({asked.costs})", plan.predicted_s,
-        plan.bound_s, stages, {"num_gpus": nodes * per_node, "memory_limit_mb": memory_mb, "micro_batches": plan.num_micro_batches},
-        f"{plan.num_micro_batches} micro-batches; at most {memory_mb:,.0f} MB (10⁶ bytes) on a GPU",
+        f"best configuration of {asked.model} on {nodes} × {per_node} GPUs for {plural(len(samples), 'sample')} ({asked.costs})",
+        plan.predicted_s, plan.bound_s, stages,
+        {"num_gpus": nodes * per_node, "memory_limit_mb": memory_mb, "micro_batches": plan.num_micro_batches},
+        f"{plural(plan.num_micro_batches, 'micro-batch')}; at most {memory_mb:,.0f} MB (10⁶ bytes) on a GPU",
         json.dumps({"configs": {"found": entry}}, indent=2) + "\n", baselines=all_s if asked.baselines else {},
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from penstock.batching.costs import QUANTITIES, Floats, LayoutCosts, PipelineCosts
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 
 if TYPE_CHECKING:
     from penstock.batching.plan import BatchPlan
@@ -64,7 +64,10 @@ def _stages(tables: DynaPipeTables, config: PlannerConfig) -> list[_Stage]:
     sides = ["encoder"] * config.layers + ["decoder"] * (config.layers if tables.dimensions.has_decoder else 0)
     counts = config.layers_per_stage or (len(sides) // config.pp,) * config.pp
     if len(counts) != config.pp or sum(counts) != len(sides) or min(counts) < 1:
-        raise InputError(f"layers_per_stage {list(counts)} does not place {len(sides)} layers on {config.pp} stages; give one count each.")
+        raise InputError(
+            f"layers_per_stage {list(counts)} does not place {plural(len(sides), 'layer')} on {plural(config.pp, 'stage')}; give one "
+            "count each."
+        )
     cuts = list(accumulate(counts, initial=0))
     held = [Counter(sides[first:last]) for first, last in pairwise(cuts)]
     return [(count["encoder"], count["decoder"], s == config.pp - 1) for s, count in enumerate(held)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations, product
 from typing import TYPE_CHECKING
 
-from penstock.errors import InfeasibleError, ProfileMissingError
+from penstock.errors import InfeasibleError, ProfileMissingError, plural
 from penstock.systems.dynapipe.inputs import TABLES, PlannerConfig
 from penstock.systems.dynapipe.rules import dynapipe_costs
 
@@ -52,7 +52,9 @@ def best_configuration(
         except (InfeasibleError, ProfileMissingError):
             continue
     if not found:
-        raise InfeasibleError(f"no configuration of {tables.name} on {gpus} GPUs of {memory_mb:,.0f} MB fits these samples. Add some.")
+        raise InfeasibleError(
+            f"no configuration of {tables.name} on {plural(gpus, 'GPU')} of {memory_mb:,.0f} MB fits these samples. Add some."
+        )
     best, costs = min(found.values(), key=lambda pair: pair[0].plan.predicted_s)
     plan = plan_batch(samples, costs, steps=usual_steps(costs, len(samples)))
     bound_s = min(one.plan.bound_s for one, _ in found.values())

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.files import read_json, write_text, written_together
 from penstock.systems.tables import Count, validated
 
@@ -100,7 +100,7 @@ def write_topology(path: str | Path, topology: Topology) -> None:
 def _topology_problems(topology: Topology) -> Iterator[str]:
     stages, modules = topology.num_stages, topology.module_to_stage_map
     if len(modules) < 2:
-        yield f"module_to_stage_map has {len(modules)} entries; at least a module and the criterion were expected."
+        yield f"module_to_stage_map has {plural(len(modules), 'entry')}; at least a module and the criterion were expected."
         return
     if list(modules) != sorted(modules) or set(modules) != set(range(stages)):
         yield f"module_to_stage_map is {_short(modules)}; stages 0 to {stages - 1} in order, each with a module, were expected."
@@ -110,7 +110,7 @@ def _topology_problems(topology: Topology) -> Iterator[str]:
     if any(not group for group in topology.stage_to_rank_map) or len(set(ranks)) != len(ranks):
         yield "stage_to_rank_map: every stage needs a rank, and every rank belongs to one stage."
     if topology.stage_to_depth_map is not None and len(topology.stage_to_depth_map) != stages:
-        yield f"stage_to_depth_map has {len(topology.stage_to_depth_map)} entries for {stages} stages."
+        yield f"stage_to_depth_map has {plural(len(topology.stage_to_depth_map), 'entry')} for {plural(stages, 'stage')}."
 
 
 def _short(values: tuple[int, ...]) -> str:
@@ -138,7 +138,7 @@ def _partition_problems(partition: DynPipePartition) -> Iterator[str]:
     for field in fields(DynPipePartition):
         values = getattr(partition, field.name)
         if field.name != "batch_size_all" and len(values) != stages:
-            yield f"{field.name} has {len(values)} entries, partition has {stages}."
+            yield f"{field.name} has {plural(len(values), 'entry')}, partition has {stages}."
     for stage, samples in enumerate(partition.batch_size):
         if total % samples:
             yield f"batch_size.{stage} is {samples}, which does not divide batch_size_all {total}."
@@ -148,11 +148,11 @@ def require_match(topology: Topology, partition: DynPipePartition) -> None:
     """Refuses two files that do not belong together."""
     stages = len(partition.partition)
     if topology.num_stages != stages:
-        raise InputError(f"the DynPipe topology has {topology.num_stages} stages, the partition {stages}. Use files of one plan.")
+        raise InputError(f"the DynPipe topology has {plural(topology.num_stages, 'stage')}, the partition {stages}. Use files of one plan.")
     for stage, (ranks, samples) in enumerate(zip(topology.stage_to_rank_map, partition.batch_size, strict=True)):
         if samples * len(ranks) != partition.batch_size_all[0]:
             raise InputError(
-                f"stage {stage}: batch_size {samples} × {len(ranks)} ranks is {samples * len(ranks)}, "
+                f"stage {stage}: batch_size {samples} × {plural(len(ranks), 'rank')} is {samples * len(ranks)}, "
                 f"but batch_size_all is {partition.batch_size_all[0]}."
             )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.systems.system import PlanFile, PlanFiles, System, TableAnswer, TableSearch, unknown_name
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _search(asked: TableSearch, progress: Callable[[str], None]) -> TableAnswer:
     return TableAnswer(
         f"best plan of {setting.model} on nodes {setting.nodes}, global batch {batch} ({asked.costs})", answer.time_s,
         answer.bound_s or 0.0, stages, {"num_gpus": answer.num_devices, "usd_per_step": answer.usd_per_step},
-        f"{answer.num_devices} GPUs", json.dumps(answer.plan, indent=2) + "\n", answer.usd_per_step,
+        plural(answer.num_devices, "GPU"), json.dumps(answer.plan, indent=2) + "\n", answer.usd_per_step,
         simpler_spaces(tables, asked.model) if asked.baselines else {},
     )  # fmt: skip
 

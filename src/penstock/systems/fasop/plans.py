@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
 from penstock.plans.ranks import stage_ranks
 from penstock.plans.validity import require_valid
@@ -83,10 +83,12 @@ def to_plan(
             "Describe nodes with as many GPUs in a cluster file."
         )
     if len(row.partition) != row.pp or min(row.partition) < 1:
-        raise InputError(f"FASOP's row has the partition {list(row.partition)}; 1 layer or more for each of {row.pp} stages was expected.")
+        raise InputError(
+            f"FASOP's row has the partition {list(row.partition)}; 1 layer or more for each of {plural(row.pp, 'stage')} was expected."
+        )
     if sum(row.partition) != len(starts):
         raise InputError(
-            f"FASOP's row has {sum(row.partition)} layers, embedding and head included; model '{model.name}' has {len(starts)}. "
+            f"FASOP's row has {plural(sum(row.partition), 'layer')}, embedding and head included; model '{model.name}' has {len(starts)}. "
             "Use the model that the row is for."
         )
     bounds = [*starts, model.num_ops]

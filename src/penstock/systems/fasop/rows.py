@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.files import write_text
 from penstock.plans.build import block_ranges
 from penstock.plans.grid import grid_of, refusal
@@ -96,7 +96,7 @@ def _read(row: Row) -> FasopRow:
             raise row.error(column, "a value")
     found = FasopRow(**values)
     if len(found.partition) != found.pp:
-        raise row.error(COLUMNS["partition"], f"{found.pp} numbers, one for each of the stages (pp)")
+        raise row.error(COLUMNS["partition"], f"{plural(found.pp, 'number')}, one for each of the stages (pp)")
     return found
 
 

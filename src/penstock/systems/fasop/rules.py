@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.costs.table import Floats
-from penstock.errors import InfeasibleError, InputError, near_misses
+from penstock.errors import InfeasibleError, InputError, near_misses, plural
 from penstock.models.shapes import Shape
 from penstock.systems.fasop.inputs import FasopModel, NodeKind
 from penstock.systems.fasop.tables import FasopTables
@@ -249,6 +249,6 @@ def too_small(problem: FasopProblem) -> InfeasibleError:
         least = min(least, float((BYTES_PER_PARAMETER * weights / tp + once + each).max() * MEMORY_MARGIN / 2**30))
     largest = max(kind.usable_mem_gib for kind in problem.kinds.values())
     return InfeasibleError(
-        f"no plan fits {problem.num_devices} GPUs: the largest layer alone needs {least:.1f} GiB on a GPU that holds {largest:.1f} GiB "
-        f"at most, and all {len(model.layer_types)} layers must find room. Add nodes or GPUs with more memory."
+        f"no plan fits {plural(problem.num_devices, 'GPU')}: the largest layer alone needs {least:.1f} GiB on a GPU that holds "
+        f"{largest:.1f} GiB at most, and all {len(model.layer_types)} layers must find room. Add nodes or GPUs with more memory."
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from penstock.costs.table import Floats
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.files import readable_bytes
 from penstock.systems.fasop.inputs import FasopModel
 from penstock.systems.plain_pickle import read_plain_pickle
@@ -41,7 +41,7 @@ def layer_times(
         forward_s = _read_vector(path)
         if forward_s.shape != (len(model.layer_types),) or not (np.isfinite(forward_s) & (forward_s >= 0)).all():
             layers = f"{len(model.layer_types)} times, the layers of {name}"
-            raise InputError(f"costs '{path}' hold {forward_s.size} numbers; expected {layers}.")
+            raise InputError(f"costs '{path}' hold {plural(forward_s.size, 'number')}; expected {layers}.")
         for size in (size for size in range(1, model.global_batch_size + 1) if model.global_batch_size % size == 0):
             factors = [model.scaled(gpu, layer, size) for layer in model.layer_types]
             yield name, (gpu, tp, size), _FORWARD_AND_BACKWARD * forward_s * factors
