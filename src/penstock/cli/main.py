@@ -40,7 +40,7 @@ class Verb(NamedTuple):
 
 # In the order in which `penstock --help` lists them.
 VERBS: tuple[Verb, ...] = (
-    Verb("demo", "demo", "Measure a small model on this machine, plan for it, and explain the plan."),
+    Verb("demo", "demo", "Measure a small model on this machine, plan for it, train it, and move away from a slow device."),
     Verb("list", "list_", "List the models, devices, clusters, schedules and profiles that have names."),
     Verb("profile", "profile", "Measure a model's ops on this machine's device."),
     Verb("search", "search", "Find the best plans for a model on a cluster."),
@@ -48,7 +48,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("explain", "explain", "Say where a plan's time, memory and money go."),
     Verb("batch", "batch", "Plan one global batch: micro-batches, order, recomputation, time and memory."),
     Verb("simulate", "simulate", "Show the timeline a plan would give: who computes, sends, waits, and what memory holds."),
-    Verb("check", "check", "Prove a plan valid, or say everything that is wrong with it."),
+    Verb("check", "check", "Prove a plan valid, or programs safe, or say everything that is wrong."),
     Verb("train", "train", "Train a model on your own data in one command; or run a job file, or a plan."),
     Verb("trace", "trace", "Write what every rank of a run did and when, beside what was predicted, for Perfetto."),
     Verb("report", "report", "Write a page to look at: plans, searches, choices of nodes, batches and runs."),
@@ -58,9 +58,9 @@ VERBS: tuple[Verb, ...] = (
     Verb("replan", "replan", "Ask a running job to move to another plan."),
     Verb("disturb", "disturb", "Slow down ranks, links or data of a run that goes on."),
     Verb("join", "join", "Take the place of a node that a run on several nodes has lost."),
-    Verb("import", "import_", "Trace your own torch module into a model description, or turn DynPipe's files into a plan."),
+    Verb("import", "import_", "Trace your own torch module into a model description, or turn another planner's files into a plan."),
     Verb("export", "export", "Write a plan for another system or a launcher, or weights for Hugging Face."),
-    Verb("prepare-data", "prepare_data", "Turn text pairs, images or BERT shards into files that training maps."),
+    Verb("prepare-data", "prepare_data", "Turn texts, chats, images or BERT shards into files that training maps."),
     Verb("store", "store", "Serve the store through which planners hand programs to ranks on other machines."),
 )
 

@@ -27,7 +27,7 @@ def reproduce(
 ) -> None:
     """Make a system's published figures again: SVG, PNG, CSV and result.json of each, and one page with all of them.
 
-    Example: penstock reproduce aceso --figure 8 --data shared/data --out figures
+    Example: penstock reproduce aceso --figure 8 --data DIR --out figures
     """
     from penstock.reproduce import REPRODUCTIONS, Evidence, reproduced, write_figure, write_page
     from penstock.reproduce.peers import peers_of
