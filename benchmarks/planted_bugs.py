@@ -802,6 +802,11 @@ _SCREEN = (
          "terminals break words", "cli/test_screens.py", pick="check"),
     _bug("layers between are recomputed too", "plans/texts.py", "one[1][0][1] - one[0]", "0", "scattered layers look like a run",
          "plans/test_texts.py"),
+    _bug("a head that ours is not goes untold", "models/huggingface.py", "    fields.say_head()\n", "",
+         "a classifier is planned and trained as a language model, silently", "models/test_huggingface.py", pick="head"),
+    _bug("what our ops do not know nobody trains", "models/huggingface.py", "raise self.not_ours(name, supported)",
+         "raise self.wrong(name, supported)", "a Llama with biases in its MLP is refused, which transformers' own modules train",
+         "models/test_huggingface.py", pick="ops"),
     _bug("an expert is a near miss", "models/huggingface.py", 'or "moe" in kind', "", "qwen3_moe is not called what it is",
          "models/test_huggingface.py"),
 )  # fmt: skip

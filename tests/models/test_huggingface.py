@@ -393,6 +393,41 @@ def test_what_cannot_be_imported_is_refused(values: Any, message: str, tmp_path:
         _model(tmp_path, values)
 
 
+@pytest.mark.parametrize(
+    ("values", "wanted"),
+    [
+        ({**LLAMA, "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "original_max_position_embeddings": 32}},
+         "'rope_parameters' has rope_type 'yarn', and our own ops know default, linear, llama3"),
+        ({**LLAMA, "mlp_bias": True}, "'mlp_bias' is True"),
+        ({**QWEN2, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, "'max_window_layers' is 1"),
+    ],
+)  # fmt: skip
+def test_what_our_ops_do_not_know_is_trained_as_transformers_has_it(values: dict[str, Any], wanted: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    model = resolve_model(f"hf:{tmp_path}")
+    assert model.family == "traced" and any(wanted in note for note in model.notes)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert model.num_parameters == transformers.AutoModelForCausalLM.from_config(config).num_parameters()
+
+
+def test_a_model_that_fails_is_told_of_by_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "hidden_act": "no such"}))
+    with pytest.raises(InputError, match=r"'hidden_act' is 'no such'; supported: silu\. As transformers has it: .* KeyError"):
+        resolve_model(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize(("named", "told"), [("LlamaForSequenceClassification", True), ("LlamaForCausalLM", False)])
+def test_another_head_is_told_of(named: str, told: bool, tmp_path: Path) -> None:
+    notes = _model(tmp_path, {**LLAMA, "architectures": [named]}).notes
+    assert notes == ((f"its config names {named}; planned and trained as LlamaForCausalLM.",) if told else ())
+
+
+def test_a_config_without_its_prefix_is_pointed_at_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(InputError, match=r"is a Hugging Face config\. Give it as hf:.*config\.json"):
+        resolve_model(str(tmp_path / "config.json"))
+
+
 def test_missing_config(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Hugging Face config '.*config\.json' does not exist"):
         model_from_hf(str(tmp_path))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import InputError, near_misses
+from penstock.errors import InputError, PenstockError, near_misses
 from penstock.files import read_json, read_yaml, short_repr
 from penstock.models.config import MAX_LAYERS, config_from_mapping
 from penstock.models.ops import ITEM_BYTES, Model
@@ -57,34 +57,50 @@ def resolve_model(text: str) -> Model:
     if text.startswith("hf:"):
         return _hugging_face(text)
     if text.startswith(("module:", "transformers:")):
-        from penstock.models.modules.cutting.describing import describe_origin
-
-        return describe_origin(text.replace("transformers:", "hf:", 1))
+        return _described(text.replace("transformers:", "hf:", 1))
     if text.endswith((".yaml", ".yml")):
         return model_from_mapping(read_yaml(text, "model file"), f"model file '{text}'", Path(text).stem)
     if text.endswith(".json"):
-        from penstock.models.description import model_from_description
-
-        return model_from_description(read_json(text, "model description"), f"model description '{text}'")
+        return _from_json(text)
     return _named(text)
+
+
+def _from_json(file: str) -> Model:
+    from penstock.models.description import model_from_description
+
+    values = read_json(file, "model description")
+    if isinstance(values, dict) and "model_type" in values:
+        raise InputError(f"model '{file}' is a Hugging Face config. Give it as hf:{file}")
+    return model_from_description(values, f"model description '{file}'")
 
 
 def _hugging_face(text: str) -> Model:
     """A family of ours where it is one; otherwise the model as transformers has it, cut into the parts that it is made of."""
-    from penstock.models.huggingface import UnknownModelType, model_from_hf
+    from penstock.models.huggingface import NotOurs, model_from_hf
 
     try:
         return model_from_hf(text.removeprefix("hf:"))
-    except UnknownModelType as unknown:
+    except NotOurs as unknown:
         if importlib.util.find_spec("transformers") is None or importlib.util.find_spec("torch") is None:
             raise
-        from penstock.models.modules.cutting.describing import describe_origin
-
         try:
-            found = describe_origin(text)
+            found = _described(text)
             return replace(found, notes=(*found.notes, *unknown.notes))
         except InputError as error:
-            raise InputError(f"{unknown} As transformers has it: {error}") from None
+            raise InputError(f"{unknown} As transformers has it: {error}") from error.__cause__
+
+
+def _described(text: str) -> Model:
+    """Somebody's module, which is made and run to be described: whatever it raises is told as what is wrong with it."""
+    from penstock.models.modules.cutting.describing import describe_origin
+
+    try:
+        return describe_origin(text)
+    except PenstockError:
+        raise
+    except Exception as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise InputError(f"model '{text}' fails where it is made or tried on two samples: {type(error).__name__}: {first}") from error
 
 
 def _named(name: str) -> Model:

@@ -17,7 +17,7 @@ from penstock.models.ops import Model
 from penstock.models.t5 import T5Config, t5
 
 __all__ = [
-    "HF_ACTIVATIONS", "HF_DTYPES", "TRANSFORMERS", "UnknownModelType", "found_source", "hf_folder", "model_from_hf",
+    "HF_ACTIVATIONS", "HF_DTYPES", "TRANSFORMERS", "NotOurs", "found_source", "hf_folder", "model_from_hf",
 ]  # fmt: skip
 
 TRANSFORMERS = "transformers:"
@@ -36,8 +36,8 @@ _ROPE_TYPES = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_f
 """The rotary scalings our kernels know and the numbers each needs."""
 
 
-class UnknownModelType(InputError):
-    """A config of a model that is none of our families; `notes` are what to say of the model if transformers has it."""
+class NotOurs(InputError):
+    """A config of a model that no family of ours can be; `notes` are what to say of the model if transformers has it."""
 
     notes: tuple[str, ...] = ()
 
@@ -90,14 +90,16 @@ def model_from_hf(path: str, *, keep_attention_dropout: bool = False) -> Model:
         raise InputError(f"{where}: expected an object with a field 'model_type', got {type(values).__name__}.")
     kind = str(values.get("model_type", "missing"))
     if any(values.get(name) for name in _EXPERTS) or "moe" in kind or kind == "mixtral":
-        unknown = UnknownModelType(f"{where}: {kind!r} is a mixture of experts: {_AS_IT_IS}; experts are not spread over devices yet.")
+        unknown = NotOurs(f"{where}: {kind!r} is a mixture of experts: {_AS_IT_IS}; experts are not spread over devices yet.")
         unknown.notes = ("mixture of experts: cut and trained as it is; experts are not spread over devices yet.",)
         raise unknown
     if kind not in _READERS:
-        raise UnknownModelType(f"{where}: field 'model_type' is {kind!r}, none of {', '.join(_READERS)}: {_AS_IT_IS}.")
+        raise NotOurs(f"{where}: field 'model_type' is {kind!r}, none of {', '.join(_READERS)}: {_AS_IT_IS}.")
     fields = _Fields(values, where, kind, keep_attention_dropout)
-    fields.only("quantization_config", (), "weights in bf16, fp16 or fp32")
+    if values.get("quantization_config") is not None:
+        raise fields.wrong("quantization_config", "weights in bf16, fp16 or fp32")
     config, build = _READERS[kind](fields)
+    fields.say_head()
     try:
         model = build(config, file.resolve().parent.name or kind)
         return replace(model, notes=tuple(fields.notes), open_dtype=not (values.get("dtype") or values.get("torch_dtype")))
@@ -119,11 +121,24 @@ class _Fields:
         """The error for a field that has a value Penstock cannot honour."""
         return InputError(f"{self.where}: field '{name}' is {self.values.get(name)!r}; supported: {supported}.")
 
+    def not_ours(self, name: str, supported: str, has: str = "") -> NotOurs:
+        """The error for a field with which the model is none of our families'; `has` tells more of its value than that it is there."""
+        has = has or f"is {self.values.get(name)!r}"
+        error = NotOurs(f"{self.where}: field '{name}' {has}; supported: {supported}.")
+        error.notes = (f"cut and trained as transformers has it: field '{name}' {has}, and our own ops know {supported}.",)
+        return error
+
     def only(self, name: str, allowed: Collection[Any], supported: str) -> None:
         """Refuses a value that is neither null nor one of `allowed`."""
         value = self.values.get(name)
         if value is not None and value not in list(allowed):
-            raise self.wrong(name, supported)
+            raise self.not_ours(name, supported)
+
+    def say_head(self) -> None:
+        """Notes that the config names a model with another head than ours has."""
+        named, ours = self.values.get("architectures"), _HEADS[self.kind]
+        if isinstance(named, list) and named and named[0] not in ours:
+            self.notes.append(f"its config names {named[0]}; planned and trained as {ours[0]}.")
 
     def size(self, name: str, default: int | None = None) -> int:
         """A positive whole number; without a default it must be there."""
@@ -162,7 +177,7 @@ class _Fields:
         """Our name of an activation."""
         value = str(self.values.get(name) or default)
         if value not in HF_ACTIVATIONS:
-            raise self.wrong(name, ", ".join(HF_ACTIVATIONS))
+            raise self.not_ours(name, ", ".join(HF_ACTIVATIONS))
         return HF_ACTIVATIONS[value]
 
     def dtype(self) -> str:
@@ -193,7 +208,7 @@ def _gpt2(f: _Fields) -> tuple[GptConfig, Callable[[Any, str], Model]]:
     f.only("add_cross_attention", (False,), "false")
     dropout = f.number("resid_pdrop", 0.1)
     if f.number("embd_pdrop", 0.1) != dropout:
-        raise f.wrong("embd_pdrop", f"the same as 'resid_pdrop' ({dropout})")
+        raise f.not_ours("embd_pdrop", f"the same as 'resid_pdrop' ({dropout})")
     attention_dropout = f.attention_dropout("attn_pdrop", 0.1, unfused=True)
     return GptConfig(
         layers=f.size("n_layer"),
@@ -270,7 +285,7 @@ def _t5_mlp(f: _Fields) -> tuple[bool, str]:
     text = str(f.values.get("feed_forward_proj") or "relu")
     gate, _, function = text.rpartition("-")
     if gate not in ("", "gated") or function not in HF_ACTIVATIONS:
-        raise f.wrong("feed_forward_proj", f"FUNCTION or gated-FUNCTION with one of {', '.join(HF_ACTIVATIONS)}")
+        raise f.not_ours("feed_forward_proj", f"FUNCTION or gated-FUNCTION with one of {', '.join(HF_ACTIVATIONS)}")
     default = "gelu_new" if text == "gated-gelu" else function
     return f.flag("is_gated_act", gate == "gated"), f.activation("dense_act_fn", default)
 
@@ -310,11 +325,11 @@ def _rope(f: _Fields) -> tuple[float, dict[str, Any] | None]:
     name = "rope_scaling" if f.values.get("rope_scaling") else "rope_parameters"
     found = f.values.get(name) or {}
     if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
-        raise f.wrong(name, "one set of parameters for all layers")
+        raise f.not_ours(name, "one set of parameters for all layers")
     inner = _Fields({**f.values, **found}, f"{f.where}: {name}", f.kind, False)
     kind = str(found.get("rope_type") or found.get("type") or "default")
     if kind not in _ROPE_TYPES:
-        raise InputError(f"{f.where}: field '{name}' has rope_type {kind!r}; supported: {', '.join(_ROPE_TYPES)}.")
+        raise f.not_ours(name, ", ".join(_ROPE_TYPES), f"has rope_type {kind!r}")
     inner.only("partial_rotary_factor", (1,), "1: all of a head is rotated")
     theta = inner.number("rope_theta", 10000.0)
     missing = [part for part in _ROPE_TYPES[kind] if found.get(part) is None]
@@ -341,7 +356,7 @@ def _window(f: _Fields) -> int:
     if not window or set(kinds) == {"full_attention"}:
         return 0
     if set(kinds) != {"sliding_attention"}:
-        raise f.wrong("layer_types" if f.values.get("layer_types") else "max_window_layers", "a window in all layers or in none")
+        raise f.not_ours("layer_types" if f.values.get("layer_types") else "max_window_layers", "a window in all layers or in none")
     return window
 
 
@@ -354,3 +369,14 @@ _READERS: dict[str, Callable[[_Fields], tuple[Any, Callable[[Any, str], Model]]]
     "qwen3": _llama,
     "t5": _t5,
 }
+
+_HEADS = {
+    "bert": ("BertForPreTraining", "BertForMaskedLM"),
+    "gpt2": ("GPT2LMHeadModel",),
+    "llama": ("LlamaForCausalLM",),
+    "mistral": ("MistralForCausalLM",),
+    "qwen2": ("Qwen2ForCausalLM",),
+    "qwen3": ("Qwen3ForCausalLM",),
+    "t5": ("T5ForConditionalGeneration",),
+}
+"""What transformers calls the models that ours are."""
