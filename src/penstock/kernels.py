@@ -47,14 +47,14 @@ def compile_all(modules: Sequence[str] = KERNEL_MODULES) -> float:
     return time_s
 
 
-def compile_in_parallel(modules: Sequence[str] = KERNEL_MODULES) -> None:
-    """Compiles modules in as many processes as there are processors; what they leave on disk serves everyone."""
+def compile_in_parallel() -> None:
+    """Compiles all in as many processes as there are processors; what they leave on disk serves everyone."""
     start, done = time.perf_counter(), 0
-    with ProcessPoolExecutor(min(len(modules), os.cpu_count() or 1), get_context("spawn")) as pool:
-        for name, took_s in pool.map(_warmed, modules):
+    with ProcessPoolExecutor(min(len(KERNEL_MODULES), os.cpu_count() or 1), get_context("spawn")) as pool:
+        for name, took_s in pool.map(_warmed, KERNEL_MODULES):
             done += 1
-            print(f"[{done}/{len(modules)}] {name} {took_s:.1f} s", flush=True)
-    print(f"{len(modules)} kernel modules ready in {time.perf_counter() - start:.1f} s")
+            print(f"[{done}/{len(KERNEL_MODULES)}] {name} {took_s:.1f} s", flush=True)
+    print(f"{len(KERNEL_MODULES)} kernel modules ready in {time.perf_counter() - start:.1f} s")
 
 
 def _warmed(name: str) -> tuple[str, float]:

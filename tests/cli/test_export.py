@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from megatron_flags import megatron_flags
 
 from penstock.cli.export import LAUNCHERS, TARGETS
 from penstock.cli.main import run
-from penstock.interop.megatron import megatron_flags
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.schema import plan_from_dict, read_plan, write_plan

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.kept import kept_bytes
 
 from penstock.costs.memory import (
     CUDA_CONTEXT_BYTES,
@@ -23,7 +24,6 @@ from penstock.costs.memory import (
 )
 from penstock.errors import InputError
 from penstock.models import Block, Model, Op, Shape, TensorSpec, resolve_model
-from penstock.models.kept import kept_bytes
 from penstock.models.ops import Split
 from penstock.models.shapes import Form, Quantity
 

@@ -10,6 +10,7 @@ import pytest
 from counted_work import counted_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.kept import kept_bytes
 
 from penstock.clusters import resolve_cluster
 from penstock.costs.collectives import collective_s, group_of
@@ -20,7 +21,6 @@ from penstock.costs.table import CostTable
 from penstock.errors import InputError
 from penstock.models import Shape, resolve_model
 from penstock.models.catalog import model_from_mapping
-from penstock.models.kept import kept_bytes
 
 GPT = resolve_model("gpt-1.3b")
 H200 = resolve_cluster("8xh200")

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron_flags import megatron_flags
 from torchrun_ranks import run_ranks
 
 from penstock.errors import InputError
 from penstock.interop.deepspeed import deepspeed_config
-from penstock.interop.megatron import megatron_flags
 from penstock.interop.torchtitan import torchtitan_recipe
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan, Stage

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from oracles.kept import kept_bytes
 
 from penstock.errors import InputError
 from penstock.files import write_json
 from penstock.models.catalog import model_names, resolve_model
 from penstock.models.description import model_from_description, model_to_description
-from penstock.models.kept import kept_bytes
 from penstock.models.shapes import Shape
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from oracles.kept import kept_bytes
 
 from penstock.models.catalog import resolve_model
-from penstock.models.kept import kept_bytes, kept_per_op, shortened
+from penstock.models.kept import kept_per_op, shortened
 from penstock.models.segments import segments
 from penstock.models.shapes import Shape
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from distributed import run_ranks
 from live_bytes import Made, as_on_cpu
+from oracles.kept import kept_bytes
 from small_models import loud_chain, small_batch, small_model
 
 from penstock.models import resolve_model
-from penstock.models.kept import kept_bytes
 from penstock.models.modules import TORCH_DTYPES, TensorParallel
 from penstock.models.ops import Model, Op
 from penstock.models.sequence import by_rows, divides_tokens, with_sequence_parallelism

@@ -1,4 +1,4 @@
-"""The plain twin of `costs.stage.waiting_s`: a host that issues work and a device that does it, piece by piece."""
+"""The plain twin of `timing.pass_times.waited_s`: a host that issues work and a device that does it, piece by piece."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.columns import unpacked
 
 import penstock
 from penstock.batching.plan import BatchPlan, ReplicaBatch
@@ -27,7 +28,7 @@ from penstock.plans.plan import MicroBatching
 from penstock.plans.schema import write_plan
 from penstock.reports import span_lanes
 from penstock.reports.blocks import Facts, Lane, SpanKind, Spans, Text
-from penstock.reports.columns import packed, unpacked
+from penstock.reports.columns import packed
 from penstock.reports.document import document, script
 from penstock.reports.pictures import pictures_of
 from penstock.reports.report import kind_of, report_of

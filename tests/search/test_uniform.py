@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 from counted_work import counted_calls
@@ -12,11 +13,17 @@ from penstock.costs.roofline import Roofline
 from penstock.errors import InfeasibleError, InputError
 from penstock.models import resolve_model
 from penstock.plans.build import uniform_plan
+from penstock.plans.plan import Plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.validity import check_plan
-from penstock.search import Choice, Request, best_plans, uniform_plans
-from penstock.search.uniform import uniform_choices
+from penstock.search import Choice, Request, best_plans
+from penstock.search.uniform import plans_of_grid, uniform_choices
 from penstock.timing.estimate import estimate
+
+
+def grid(model: str, cluster: str, global_batch: int, micro_batches: Sequence[int] = ()) -> list[Plan]:
+    """All uniform plans."""
+    return list(plans_of_grid(Request.of(model, cluster, global_batch, "roofline", None, micro_batches, math.inf)))
 
 
 def kinds(choices: list[Choice]) -> list[tuple[int, int, int]]:
@@ -24,7 +31,7 @@ def kinds(choices: list[Choice]) -> list[tuple[int, int, int]]:
 
 
 def test_the_grid_of_four_devices() -> None:
-    plans = list(uniform_plans("gpt-tiny", "4xa100-40gb", 8, micro_batches=(2,)))
+    plans = grid("gpt-tiny", "4xa100-40gb", 8, micro_batches=(2,))
     found = {(p.num_stages, p.stages[0].degrees.tp, p.num_replicas, p.stages[0].zero, bool(p.stages[0].recompute)) for p in plans}
     degrees = [(pp, tp, 4 // pp // tp) for tp in (1, 2, 4) for pp in (1, 2, 4) if 4 % (pp * tp) == 0]
     levels = {d: (0,) if d[2] == 1 else (1,) if d[0] > 1 else (1, 2, 3) for d in degrees}
@@ -37,14 +44,14 @@ def test_the_grid_of_four_devices() -> None:
 @pytest.mark.parametrize("cluster", ["4xa100-40gb", "2xp4d.24xlarge+1xg5.24xlarge", "3xcpu"])
 def test_every_plan_is_valid_and_uses_every_device(cluster: str) -> None:
     model, found = resolve_model("gpt-tiny"), resolve_cluster(cluster)
-    plans = list(uniform_plans("gpt-tiny", cluster, 60, micro_batches=(1,)))
+    plans = grid("gpt-tiny", cluster, 60, micro_batches=(1,))
     assert plans
     for plan in plans:
         assert check_plan(plan, model, found) == [] and plan.ranks == tuple(range(found.num_devices))
 
 
 def test_plans_are_those_that_uniform_plan_builds() -> None:
-    for plan in uniform_plans("gpt-tiny", "4xa100-40gb", 8, micro_batches=(2,)):
+    for plan in grid("gpt-tiny", "4xa100-40gb", 8, micro_batches=(2,)):
         stage = plan.stages[0]
         assert plan == uniform_plan(
             "gpt-tiny", "4xa100-40gb", global_batch=8, micro_batch=2, pp=plan.num_stages, tp=stage.degrees.tp, replicas=plan.num_replicas,
@@ -55,7 +62,7 @@ def test_plans_are_those_that_uniform_plan_builds() -> None:
 
 def test_tensor_parallel_stays_inside_a_node_and_within_the_model() -> None:
     def degrees(model: str, cluster: str) -> set[int]:
-        return {plan.stages[0].degrees.tp for plan in uniform_plans(model, cluster, 64, micro_batches=(1,))}
+        return {plan.stages[0].degrees.tp for plan in grid(model, cluster, 64, micro_batches=(1,))}
 
     assert degrees("gpt-tiny", "16xa100-40gb") == {1, 2, 4}  # four heads
     assert degrees("gpt-1.3b", "8xa100-40gb+4xt4") == {1, 2, 4}
@@ -64,7 +71,7 @@ def test_tensor_parallel_stays_inside_a_node_and_within_the_model() -> None:
 
 def test_micro_batches_are_all_that_divide_the_batch_unless_given() -> None:
     def sizes(**more: list[int]) -> set[int | None]:
-        return {plan.micro_batching.samples for plan in uniform_plans("gpt-tiny", "1xcpu", 12, **more)}  # type: ignore[arg-type]
+        return {plan.micro_batching.samples for plan in grid("gpt-tiny", "1xcpu", 12, **more)}  # type: ignore[arg-type]
 
     assert sizes() == {1, 2, 3, 4, 6, 12} and sizes(micro_batches=[3, 5, 12]) == {3, 12}
 
@@ -84,7 +91,7 @@ def test_the_best_is_the_best_of_all() -> None:
     less recomputation or ZeRO would not have been faster."""
     model, cluster, source = resolve_model("gpt-1.3b"), resolve_cluster("2xa100-40gb"), Roofline()
     fitting: dict[tuple[object, ...], dict[tuple[bool, int], float]] = {}
-    for plan in uniform_plans("gpt-1.3b", "2xa100-40gb", 32):
+    for plan in grid("gpt-1.3b", "2xa100-40gb", 32):
         stage, found = plan.stages[0], estimate(plan, model, cluster, source)
         if found.fits:
             way = (plan.num_stages, stage.degrees.tp, stage.sequence_parallel, plan.micro_batching.samples)

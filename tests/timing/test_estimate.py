@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from oracles.kept import kept_bytes
 
 from penstock.clusters import DEVICES, Cluster, Link, Node, NodeRun, resolve_cluster
 from penstock.costs.collectives import collective_s
@@ -22,13 +23,13 @@ from penstock.costs.table import CostTable
 from penstock.errors import InputError
 from penstock.models import Model, Shape
 from penstock.models.catalog import model_from_mapping, resolve_model
-from penstock.models.kept import kept_bytes
 from penstock.models.sequence import with_sequence_parallelism
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.schema import plan_from_dict, plan_to_dict, read_plan
-from penstock.search import uniform_plans
+from penstock.search import Request
+from penstock.search.uniform import plans_of_grid
 from penstock.timing.estimate import Estimator, estimate
 from penstock.timing.iteration_estimate import Estimate, with_prediction
 from penstock.timing.pipeline import dp_shares, micro_batches, share_rows, share_shape
@@ -408,7 +409,7 @@ def test_no_estimate_is_below_the_compute_of_its_slowest_stage() -> None:
     """Of every plan of a grid: neither the slowest stage nor all devices together can be faster than their compute."""
     model, on = resolve_model("gpt-tiny"), resolve_cluster("8xa100-40gb")
     estimator = Estimator(model, on, Roofline())
-    plans = list(uniform_plans("gpt-tiny", "8xa100-40gb", 32, micro_batches=(1, 4)))
+    plans = list(plans_of_grid(Request.of("gpt-tiny", "8xa100-40gb", 32, "roofline", None, (1, 4), math.inf)))
     assert len(plans) > 20
     for plan in plans:
         found = estimator.estimate(plan)

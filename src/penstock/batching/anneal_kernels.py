@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from penstock.batching.kernels import charge, price_set, price_windows, run_replica, split
 
-__all__ = ["MOVES", "Annealing", "BestState", "State", "anneal", "compact", "deal", "evaluate", "fill", "warm"]
+__all__ = ["Annealing", "BestState", "State", "anneal", "compact", "deal", "evaluate", "fill", "warm"]
 
-MOVES = ("reorder", "replica", "ahead", "shift", "transfer", "swap", "split", "merge", "pool")
-"""Kinds of moves, in the order of their weights."""
 _REORDER, _REPLICA, _AHEAD, _SHIFT, _TRANSFER, _SWAP, _SPLIT, _MERGE, _POOL = range(9)
+"""Kinds of moves, in the order of their weights."""
 _MOST = 24
 """Micro-batches that one move may make."""
 _POOLED = 1024
@@ -58,7 +57,7 @@ class Annealing(NamedTuple):
     """How to search."""
 
     weights: NDArray[np.float64]
-    """How often each kind of move is tried, in the order of `MOVES`."""
+    """How often each kind of move is tried, from reordering to making micro-batches of a pool anew."""
     two_sided: bool
     """Whether samples have a second length."""
     steps: int

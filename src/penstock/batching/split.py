@@ -25,6 +25,8 @@ BOUNDS = 16
 """Values of τ that are tried, in a geometric series."""
 SPREAD = 8.0
 """From the least possible τ to this many times it."""
+_KEPT = 6
+"""Splits that are looked at further."""
 _COARSE, _FINE, _FINEST, _FEW = 4, 24, 48, 512
 """How finely sizes of windows are tried: to choose a curve, for many samples, for few, and how many are few."""
 
@@ -38,7 +40,7 @@ class BatchSplit(NamedTuple):
     """First place of each micro-batch, and the end."""
 
 
-def best_splits(costs: PipelineCosts, enc: Ints, dec: Ints, keep: int = 6, orders: Sequence[Ints] = ()) -> list[BatchSplit]:
+def best_splits(costs: PipelineCosts, enc: Ints, dec: Ints, orders: Sequence[Ints] = ()) -> list[BatchSplit]:
     """The most promising splits of some orders (`curves` if none are given), best first; all are split roughly and the best finely."""
     orders, found = orders or curves(enc, dec, costs.round_to), list[BatchSplit]()
     if len(orders) > 1:
@@ -46,7 +48,7 @@ def best_splits(costs: PipelineCosts, enc: Ints, dec: Ints, keep: int = 6, order
         orders = [min(rough, key=lambda splits: splits[0].objective_s)[0].order]
         found = [split for splits in rough for split in splits]
     found += _sweep(costs, enc, dec, orders[0], _FINE if len(enc) > _FEW else _FINEST)
-    return sorted(found, key=lambda split: split.objective_s)[:keep]
+    return sorted(found, key=lambda split: split.objective_s)[:_KEPT]
 
 
 def window_sizes(most: int, fine: int) -> NDArray[np.int64]:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from penstock.clusters import Cluster, Device, resolve_device
 from penstock.costs.collectives import Group, group_of
 from penstock.costs.company import slowest_of, sustained, with_achieved_links
-from penstock.costs.efficiency import Calibration, Curve, adds_up, arithmetic_dtype, load_calibration, op_class
+from penstock.costs.efficiency import Curve, adds_up, arithmetic_dtype, load_calibration, op_class
 from penstock.costs.memory import bytes_per_parameter
 from penstock.costs.replay import formula_bytes
 from penstock.costs.source import DeviceBytes
@@ -44,10 +44,10 @@ class Roofline:
     error = 0.06
     """Of two steps of one model against each other, on the device whose profile the curves were fitted to (docs/accuracy.md)."""
 
-    def __init__(self, calibration: Calibration | None = None, cluster: Cluster | None = None, in_company: bool = True) -> None:
+    def __init__(self, cluster: Cluster | None = None, in_company: bool = True) -> None:
         """`cluster` makes its devices known by name where they differ from the catalogue's. Without `in_company` every device is as fast as
         if it were alone, as those are that were measured."""
-        self._calibration = calibration or load_calibration()
+        self._calibration = load_calibration()
         self._in_company = in_company
         self._devices = {device.name: device for device, _ in cluster.kinds} if cluster is not None else {}
 

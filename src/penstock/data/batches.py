@@ -6,7 +6,7 @@ before (by count), or by reading their lengths once (by tokens; a saved state sp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -88,15 +88,6 @@ class GlobalBatches:
         start, stop = self._bounds(step)
         samples = self.mixture.samples(np.arange(start, stop))
         return GlobalBatch(step, start // self.mixture.epoch_size, samples, self._truncated(samples))
-
-    def __iter__(self) -> Iterator[GlobalBatch]:
-        return self.from_step(0)
-
-    def from_step(self, step: int) -> Iterator[GlobalBatch]:
-        """The batches from a step on, for ever."""
-        while True:
-            yield self[step]
-            step += 1
 
     def state(self, step: int) -> dict[str, int]:
         """What a checkpoint keeps, so that a run can go on at `step` at once."""

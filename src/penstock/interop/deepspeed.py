@@ -22,7 +22,6 @@ from penstock.plans.references import cluster_of, model_of
 from penstock.schedules.rules import DEFAULT_SCHEDULE
 
 if TYPE_CHECKING:
-    from penstock.clusters import Cluster
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
@@ -31,9 +30,9 @@ __all__ = ["deepspeed_config"]
 TARGET = "DeepSpeed"
 
 
-def deepspeed_config(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> dict[str, Any]:
+def deepspeed_config(plan: Plan, model: Model | None = None) -> dict[str, Any]:
     """The configuration; under `penstock` stands what `PipelineModule` takes as arguments instead."""
-    model, cluster = model or model_of(plan), cluster or cluster_of(plan)
+    model, cluster = model or model_of(plan), cluster_of(plan)
     grid = grid_of(plan, TARGET, (DEFAULT_SCHEDULE,), model, cluster)
     if grid.sequence_parallel:
         raise refusal(TARGET, 0, "sequence parallelism, which its pipeline does not have", "Set sequence_parallel to false.")

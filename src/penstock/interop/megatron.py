@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
-__all__ = ["megatron_flags", "megatron_text", "require_model"]
+__all__ = ["megatron_text", "require_model"]
 
 TARGET = "Megatron-LM"
 _SCHEDULES = (DEFAULT_SCHEDULE, CHUNKED_SCHEDULE)
@@ -25,15 +25,10 @@ _SCHEDULES = (DEFAULT_SCHEDULE, CHUNKED_SCHEDULE)
 Flags = list[tuple[str, ...]]
 
 
-def megatron_flags(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> list[str]:
-    """The flags as a list of words, as for `subprocess`."""
-    return [word for flag in _flags(plan, model or model_of(plan), cluster or cluster_of(plan))[1] for word in flag]
-
-
-def megatron_text(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> str:
+def megatron_text(plan: Plan, model: Model | None = None) -> str:
     """The flags, one on each line and quoted for a shell, below remarks on how to use them."""
     model = model or model_of(plan)
-    grid, flags = _flags(plan, model, cluster or cluster_of(plan))
+    grid, flags = _flags(plan, model, cluster_of(plan))
     script = f"pretrain_{'gpt' if model.family == 'llama' else model.family}.py"
     world = grid.tp * grid.pp * grid.dp
     remarks = [

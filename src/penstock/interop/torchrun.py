@@ -31,6 +31,9 @@ __all__ = [
     "train_command",
 ]
 
+_MOST_OF_A_NAME = 40
+"""Characters of the name of a job."""
+
 
 @dataclass(frozen=True)
 class LaunchNode:
@@ -83,9 +86,9 @@ def plan_title(plan: Plan) -> str:
     return str(plan.model.get("name") or plan.model.get("family") or "model")
 
 
-def safe_name(text: str, most: int = 40) -> str:
+def safe_name(text: str) -> str:
     """A name that schedulers and DNS take: small letters, digits and '-'."""
-    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:most].strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_MOST_OF_A_NAME].strip("-")
     return name or "plan"
 
 

@@ -11,7 +11,6 @@ from penstock.plans.grid import BlockPart, Grid, grid_of, refusal, whole_layers
 from penstock.plans.references import cluster_of, model_of
 
 if TYPE_CHECKING:
-    from penstock.clusters import Cluster
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
@@ -71,9 +70,9 @@ def module_fqns(part: Sequence[BlockPart]) -> list[str]:
     return [fqn for block in part for fqn in names.get(block.kind, [block.name])]
 
 
-def torchtitan_recipe(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> str:
+def torchtitan_recipe(plan: Plan, model: Model | None = None) -> str:
     """The text of a recipe."""
-    model, cluster = model or model_of(plan), cluster or cluster_of(plan)
+    model, cluster = model or model_of(plan), cluster_of(plan)
     flavor = require_flavor(model)
     grid = grid_of(plan, TARGET, tuple(_SCHEDULES), model, cluster)
     _require_expressible(plan, grid, tied=_FLAVORS[flavor][-1])

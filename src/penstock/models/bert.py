@@ -96,9 +96,9 @@ def bert(config: BertConfig, name: str = "bert") -> Model:
         t.activation("transform_act", stream, c.hidden, c.dtype, carry=carry, function=c.activation, gated=False, source="transform",
                      output="hidden", split=False),
         t.norm("transform_norm", stream, c.hidden, c.dtype, carry=carry, rms=False, eps=c.eps),
-        t.logits("logits", stream, c.hidden, c.vocab, c.dtype, tied_to="embedding" if c.tied else "", bias=True, keep=pooled),
+        t.logits(stream, c.hidden, c.vocab, c.dtype, tied_to="embedding" if c.tied else "", bias=True, keep=pooled),
         t.loss("loss", stream, c.vocab, c.dtype, next_sentence=c.next_sentence),
     )  # fmt: skip
-    pooling = (t.pooler("pooler", c.hidden, c.dtype, carry=carry),) if c.next_sentence else ()
+    pooling = (t.pooler(c.hidden, c.dtype, carry=carry),) if c.next_sentence else ()
     runs = ((head, 1), (_layer(c), c.layers), (Block("head", (*pooling, *tail_ops)), 1))
     return Model(name, "bert", c.dtype, runs, seq_length=c.seq_length, config=vars(c))

@@ -18,6 +18,9 @@ __all__ = [
     "avg_pool", "batch_norm", "class_loss", "conv", "conv_size", "downsample", "features", "fully_connected", "image", "max_pool", "relu",
 ]  # fmt: skip
 
+_NORM = {"eps": 1e-5, "momentum": 0.1}
+"""Of every batch norm, as torch has them unless told otherwise."""
+
 
 def image(name: str, channels: int, size: int) -> TensorSpec:
     """A carry tensor of square feature maps."""
@@ -84,16 +87,12 @@ def conv(
     )  # fmt: skip
 
 
-def batch_norm(
-    name: str, channels: int, size: int, dtype: str, *, carry: Sequence[TensorSpec], relu: bool = False, eps: float = 1e-5,
-    momentum: float = 0.1,
-) -> Op:  # fmt: skip
+def batch_norm(name: str, channels: int, size: int, dtype: str, *, carry: Sequence[TensorSpec], relu: bool = False) -> Op:
     """Batch normalisation over this micro-batch's samples, then a ReLU if asked for."""
     amount = _per_sample(channels * size**2 * ITEM_BYTES[dtype])
     # The input is read twice: once for the statistics, once to normalise; the ReLU works in place on the result.
     return Op(
-        name, "batch_norm", {"channels": channels, "size": size, "relu": relu, "eps": eps, "momentum": momentum, "source": "hidden",
-                             "output": "hidden"},
+        name, "batch_norm", {"channels": channels, "size": size, "relu": relu, **_NORM, "source": "hidden", "output": "hidden"},
         tuple(carry), parameters=Quantity(whole=_constant(2 * channels)),
         traffic=Quantity(whole=amount * (5 if relu else 3)), backward_traffic=Quantity(whole=amount * (8 if relu else 5)),
         backward_workspace=Quantity(whole=amount) if relu else Quantity(),
@@ -108,24 +107,23 @@ def _statistics(channels: int, dtype: str) -> Form:
 
 
 def downsample(
-    name: str, inputs: int, outputs: int, size: int, dtype: str, *, carry: Sequence[TensorSpec], stride: int = 1, project: bool = False,
-    eps: float = 1e-5, momentum: float = 0.1,
+    inputs: int, outputs: int, size: int, dtype: str, *, carry: Sequence[TensorSpec], stride: int, project: bool
 ) -> Op:  # fmt: skip
     """Adds the residual; `project` first brings it to the block's shape by a 1×1 convolution and a batch norm. `size` is the residual's."""
     item = ITEM_BYTES[dtype]
     out_size = conv_size(size, 1, stride, 0) if project else size
     size_in, size_out = _per_sample(inputs * size**2 * item), _per_sample(outputs * out_size**2 * item)
     config = {
-        "inputs": inputs, "outputs": outputs, "size": size, "stride": stride, "project": project, "eps": eps, "momentum": momentum,
+        "inputs": inputs, "outputs": outputs, "size": size, "stride": stride, "project": project, **_NORM,
         "source": "hidden", "output": "hidden", "residual": "add",
     }  # fmt: skip
     if not project:
-        return Op(name, "downsample", config, tuple(carry), traffic=Quantity(whole=size_out * 3), tp_limit=0)
+        return Op("downsample", "downsample", config, tuple(carry), traffic=Quantity(whole=size_out * 3), tp_limit=0)
     weights = inputs * outputs
     flops = Quantity(split=_per_sample(2 * weights * out_size**2))
     product = Quantity(whole=size_in, split=size_out + _constant(weights * item))
     return Op(
-        name, "downsample", config, tuple(carry), parameters=Quantity(whole=_constant(2 * outputs), split=_constant(weights)),
+        "downsample", "downsample", config, tuple(carry), parameters=Quantity(whole=_constant(2 * outputs), split=_constant(weights)),
         flops=flops, backward_flops=flops * 2,
         traffic=product + Quantity(whole=size_out * 6), backward_traffic=product * 2 + Quantity(whole=size_out * 5),
         workspace=Quantity(whole=size_out), backward_workspace=Quantity(whole=size_out, split=_constant(weights * item)),
@@ -145,30 +143,29 @@ def relu(name: str, channels: int, size: int, dtype: str, *, carry: Sequence[Ten
     )  # fmt: skip
 
 
-def max_pool(
-    name: str, channels: int, size: int, dtype: str, *, carry: Sequence[TensorSpec], kernel: int, stride: int, padding: int = 0
-) -> Op:
-    """The maximum of each window; keeps where it was found as int64 indices."""
-    item = ITEM_BYTES[dtype]
+def max_pool(channels: int, size: int, dtype: str, *, carry: Sequence[TensorSpec], kernel: int, padding: int = 0) -> Op:
+    """The maximum of each window, which lies two further than the last; keeps where it was found as int64 indices."""
+    item, stride = ITEM_BYTES[dtype], 2
     outputs = channels * conv_size(size, kernel, stride, padding) ** 2
     indices = _per_sample(outputs * ITEM_BYTES["int64"])
     moved = Quantity(whole=_per_sample((channels * size**2 + outputs) * item) + indices)
     return Op(
-        name, "max_pool", {"channels": channels, "size": size, "kernel": kernel, "stride": stride, "padding": padding,
+        "maxpool", "max_pool", {"channels": channels, "size": size, "kernel": kernel, "stride": stride, "padding": padding,
                            "source": "hidden", "output": "hidden"},
         tuple(carry), traffic=moved, backward_traffic=moved,
         splits=(Split(kept=Quantity(whole=indices), saves_in=("hidden",)),), tp_limit=0,
     )  # fmt: skip
 
 
-def avg_pool(name: str, channels: int, size: int, dtype: str, *, carry: Sequence[TensorSpec], out_size: int) -> Op:
+def avg_pool(channels: int, size: int, dtype: str, *, carry: Sequence[TensorSpec], out_size: int) -> Op:
     """Averages adaptively to `out_size` × `out_size`, then flattens; nothing happens to maps that already have that size."""
     moved = Quantity(whole=_per_sample(channels * (size**2 + out_size**2) * ITEM_BYTES[dtype]))
     idle = size == out_size
     # torch takes a plain mean for 1×1, whose gradient needs only the shape; otherwise its backward asks for the input.
     saves_in = () if idle or out_size == 1 else ("hidden",)
     return Op(
-        name, "avg_pool", {"channels": channels, "size": size, "out_size": out_size, "source": "hidden", "output": "hidden"}, tuple(carry),
+        "avgpool", "avg_pool", {"channels": channels, "size": size, "out_size": out_size, "source": "hidden", "output": "hidden"},
+        tuple(carry),
         traffic=Quantity() if idle else moved, backward_traffic=Quantity() if idle else moved,
         splits=(Split(saves_in=saves_in),), tp_limit=0, num_kernels=0 if idle else 1,
     )  # fmt: skip
@@ -199,12 +196,12 @@ def fully_connected(
     )  # fmt: skip
 
 
-def class_loss(name: str, classes: int, dtype: str) -> Op:
+def class_loss(classes: int, dtype: str) -> Op:
     """Cross entropy of the classes in fp32, summed with the micro-batch's weight of each sample."""
     size = _per_sample(classes * ITEM_BYTES[dtype])
     log_probabilities = _per_sample(classes * 4)
     return Op(
-        name, "class_loss", {"classes": classes, "source": "logits", "output": "loss"}, (TensorSpec("loss", (), dtype="fp32"),),
+        "loss", "class_loss", {"classes": classes, "source": "logits", "output": "loss"}, (TensorSpec("loss", (), dtype="fp32"),),
         traffic=Quantity(whole=size + log_probabilities), backward_traffic=Quantity(whole=size + log_probabilities),
         # Four bytes: the sum of class weights that torch's nll_loss hands to its backward.
         splits=(Split(kept=Quantity(whole=log_probabilities + _constant(4))),), tp_limit=0, num_kernels=4,

@@ -93,7 +93,7 @@ def gpt(config: GptConfig, name: str = "gpt") -> Model:
     ))  # fmt: skip
     tail = Block("head", (
         t.norm("norm", stream, c.hidden, c.dtype, carry=(hidden,), rms=False, eps=c.eps),
-        t.logits("logits", stream, c.hidden, c.vocab, c.dtype, tied_to="embedding" if c.tied else ""),
+        t.logits(stream, c.hidden, c.vocab, c.dtype, tied_to="embedding" if c.tied else ""),
         t.loss("loss", stream, c.vocab, c.dtype),
     ))  # fmt: skip
     return Model(name, "gpt", c.dtype, ((head, 1), (_layer(c), c.layers), (tail, 1)), seq_length=c.seq_length, config=vars(c))

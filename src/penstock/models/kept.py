@@ -11,44 +11,18 @@ save is held once; a tensor that an op only hands on, or puts aside as `residual
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.models.ops import Model, Op, Split, TensorSpec
-from penstock.models.segments import segments
-from penstock.models.shapes import NOTHING, Quantity, Shape
+from penstock.models.shapes import NOTHING, Quantity
 
-__all__ = ["Held", "KeptPart", "Tensor", "kept_bytes", "kept_parts", "kept_per_op", "shortened", "walk"]
+__all__ = ["Held", "KeptPart", "Tensor", "kept_parts", "kept_per_op", "shortened", "walk"]
 
 Tensor = tuple[int, str]
 """A tensor of the carry: the position of the op that made it, and the name it got there."""
 Held = dict[str, Tensor]
 """The tensor behind each name of a carry."""
-
-
-def kept_bytes(
-    model: Model, start: int, stop: int, shape: Shape, tp: int = 1, algos: Sequence[int] | None = None, recompute: Collection[int] = ()
-) -> float:
-    """Bytes that ops `start` to `stop` keep for one micro-batch on one of `tp` ranks.
-
-    As in `models.modules`, `algos` has one entry for each op of the slice and `recompute` holds positions within the slice:
-    a segment of them keeps only the carry that enters it.
-    """
-    again = set(recompute)
-    starts = {part.start for part in segments(model.ops[start:stop], recompute) if part.recomputed}
-    sizes: dict[Tensor, Quantity] = {}
-    own, masks = Quantity(), 0.0
-    for position, (op, split, before, after) in enumerate(walk(model, start, stop, algos)):
-        entering = _sizes(model, before, model.carry_before(start + position))
-        if position in again:
-            if position in starts:
-                sizes.update(entering)
-            continue
-        own, masks = own + split.kept, masks + op.mask_item_bytes * op.mask_pairs(shape)
-        leaving = _sizes(model, after, op.carry)
-        sizes.update({before[name]: entering[before[name]] for name in split.saves_in})
-        sizes.update({after[name]: leaving[after[name]] for name in split.saves_out})
-    return sum((size.at(shape, tp) for size in sizes.values()), own.at(shape, tp) + masks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +57,8 @@ def _same_block(model: Model, a: int, b: int) -> bool:
 def kept_per_op(model: Model, algos: Sequence[int] | None = None) -> tuple[Quantity, ...]:
     """The same bytes spread over the chain so that they add up: a shared tensor counts at the first op that saves it.
 
-    The sum over a slice is `kept_bytes` without recomputation, less the tensors that enter the slice, are saved in it, and
-    were already counted by an op before it.
+    The sum over a slice is what the slice keeps, less the tensors that enter it, are saved in it, and were already counted by an op
+    before it.
     """
     return tuple(sum((part.size_bytes for part in parts), Quantity()) for parts in kept_parts(model, algos))
 

@@ -90,7 +90,7 @@ def llama(config: LlamaConfig, name: str = "llama") -> Model:
     head = Block("embedding", (t.embedding(stream, c.vocab, c.hidden, c.dtype, carry=(hidden,)),))
     tail = Block("head", (
         t.norm("norm", stream, c.hidden, c.dtype, carry=(hidden,), rms=True, eps=c.eps),
-        t.logits("logits", stream, c.hidden, c.vocab, c.dtype, tied_to="embedding" if c.tied else ""),
+        t.logits(stream, c.hidden, c.vocab, c.dtype, tied_to="embedding" if c.tied else ""),
         t.loss("loss", stream, c.vocab, c.dtype),
     ))  # fmt: skip
     note = (

@@ -70,7 +70,7 @@ def _stem(config: ResNetConfig) -> tuple[Block, int]:
     ]  # fmt: skip
     if config.stem_pool:
         pooled = c.conv_size(size, 3, 2, 1)
-        ops.append(c.max_pool("maxpool", width, size, dtype, carry=(c.image("hidden", width, pooled),), kernel=3, stride=2, padding=1))
+        ops.append(c.max_pool(width, size, dtype, carry=(c.image("hidden", width, pooled),), kernel=3, padding=1))
         size = pooled
     return Block("stem", tuple(ops)), size
 
@@ -93,7 +93,7 @@ def _bottleneck(name: str, config: ResNetConfig, inputs: int, stage: int, size: 
         c.batch_norm("bn2", wide, out_size, dtype, carry=after[2], relu=True),
         c.conv("conv3", wide, outputs, out_size, dtype, carry=after[3], kernel=1),
         c.batch_norm("bn3", outputs, out_size, dtype, carry=after[3]),
-        c.downsample("downsample", inputs, outputs, size, dtype, carry=closed, stride=stride, project=project),
+        c.downsample(inputs, outputs, size, dtype, carry=closed, stride=stride, project=project),
         c.relu("relu", outputs, out_size, dtype, carry=closed),
     )
     return Block(name, ops)
@@ -118,9 +118,9 @@ def resnet(config: ResNetConfig, name: str = "resnet") -> Model:
         if copies > 1:
             runs.append((_bottleneck(f"stage{stage}.block", config, channels, stage, size, 1, project=False), copies - 1))
     head = Block("head", (
-        c.avg_pool("avgpool", channels, size, config.dtype, carry=(c.features("hidden", channels),), out_size=1),
+        c.avg_pool(channels, size, config.dtype, carry=(c.features("hidden", channels),), out_size=1),
         c.fully_connected("fc", channels, config.num_classes, config.dtype, carry=(c.features("logits", config.num_classes),),
                           output="logits"),
-        c.class_loss("loss", config.num_classes, config.dtype),
+        c.class_loss(config.num_classes, config.dtype),
     ))  # fmt: skip
     return Model(name, "resnet", config.dtype, (*runs, (head, 1)), layouts=("padded",), config=vars(config))

@@ -143,7 +143,7 @@ def t5(config: T5Config, name: str = "t5") -> Model:
          c.dec_layers or c.layers),
         (Block("head", (
             norm("norm", dec, decoder.hidden()),
-            t.logits("logits", dec, c.hidden, c.vocab, c.dtype, tied_to="embedding" if c.tied else "",
+            t.logits(dec, c.hidden, c.vocab, c.dtype, tied_to="embedding" if c.tied else "",
                      scale=c.hidden**-0.5 if (c.tied if c.scaled is None else c.scaled) else 1.0),
             t.loss("loss", dec, c.vocab, c.dtype),
         )), 1),

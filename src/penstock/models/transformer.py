@@ -43,22 +43,21 @@ def _constant(value: float) -> Form:
 
 def embedding(
     stream: Stream, vocab: int, width: int, dtype: str, *, carry: Sequence[TensorSpec], max_positions: int = 0, types: int = 0,
-    position_offset: int = 0, buckets: int = 0, heads: int = 0, bidirectional: bool = True, scale: float = 1.0, dropout: float = 0.0,
-    tied_to: str = "", name: str = "embedding", output: str = "hidden", bias_output: str = "",
+    buckets: int = 0, heads: int = 0, dropout: float = 0.0, tied_to: str = "", bias_output: str = "",
 ) -> Op:  # fmt: skip
     """Token ids → hidden; divides the vocabulary under tp. May add positions, token types, and a table of position biases."""
     item = ITEM_BYTES[dtype]
     extra = (max_positions + types) * width + buckets * heads
     moved = stream.per_token((3 if max_positions else 2) * width * item)
     config: dict[str, Any] = {
-        "vocab": vocab, "width": width, "max_positions": max_positions, "types": types, "position_offset": position_offset,
-        "buckets": buckets, "heads": heads, "bidirectional": bidirectional, "scale": scale, "dropout": dropout,
-        "side": stream.side, "output": output, "bias_output": bias_output,
+        "vocab": vocab, "width": width, "max_positions": max_positions, "types": types, "position_offset": 0,
+        "buckets": buckets, "heads": heads, "bidirectional": True, "scale": 1.0, "dropout": dropout,
+        "side": stream.side, "output": "hidden", "bias_output": bias_output,
     }  # fmt: skip
     if tied_to:
         config["untied_parameters"] = extra
     return Op(
-        name, "embedding", config, tuple(carry),
+        "embedding", "embedding", config, tuple(carry),
         parameters=Quantity(whole=_constant(extra), split=_constant(vocab * width)),
         traffic=Quantity(whole=moved), backward_traffic=Quantity(whole=moved * 1.5),
         backward_workspace=Quantity(split=_constant(vocab * width * item)),
@@ -135,7 +134,7 @@ def linear(
 
 def attention(
     name: str, stream: Stream, heads: int, kv_heads: int, head_width: int, dtype: str, *, carry: Sequence[TensorSpec], causal: bool,
-    source: str = "qkv", output: str = "context", cross_source: str = "", rotary: dict[str, Any] | None = None, qk_norm: float = 0.0,
+    source: str = "qkv", cross_source: str = "", rotary: dict[str, Any] | None = None, qk_norm: float = 0.0,
     bias_source: str = "", buckets: int = 0, max_distance: int = 0, bidirectional: bool = True, scale: float = 0.0,
     fused: bool = True, dropout: float = 0.0, window: int = 0,
 ) -> Op:  # fmt: skip
@@ -167,15 +166,16 @@ def attention(
     passes = 0 if fused else 6
     moved = Quantity(split=stream.per_token(2 * (width + kv_width) * item) + Form.of(**{squares: passes * heads * item}))
     config = {
-        "heads": heads, "kv_heads": kv_heads, "head_width": head_width, "causal": causal, "source": source, "output": output,
+        "heads": heads, "kv_heads": kv_heads, "head_width": head_width, "causal": causal, "source": source, "output": "context",
         "cross_source": cross_source, "rotary": rotary, "qk_norm": qk_norm, "bias_source": bias_source, "buckets": buckets,
         "max_distance": max_distance, "bidirectional": bidirectional, "scale": scale, "fused": fused, "dropout": dropout,
         "window": window, "side": stream.side,
     }  # fmt: skip
     return Op(
         name, "attention", config, tuple(carry), parameters=parameters, flops=flops, backward_flops=flops * (2.5 if fused else 2),
-        traffic=moved, backward_traffic=moved * 2, splits=(Split(kept=kept, saves_in=tuple(saves), saves_out=(output,) if fused else ()),),
-        tp_limit=kv_heads, num_kernels=7 if rotary else 1, mask_item_bytes=item if window and fused else 0,
+        traffic=moved, backward_traffic=moved * 2, tp_limit=kv_heads,
+        splits=(Split(kept=kept, saves_in=tuple(saves), saves_out=("context",) if fused else ()),),
+        num_kernels=7 if rotary else 1, mask_item_bytes=item if window and fused else 0,
     )  # fmt: skip
 
 
@@ -199,12 +199,12 @@ def activation(
     )  # fmt: skip
 
 
-def pooler(name: str, width: int, dtype: str, *, carry: Sequence[TensorSpec]) -> Op:
+def pooler(width: int, dtype: str, *, carry: Sequence[TensorSpec]) -> Op:
     """BERT's next-sentence head: first token of each sample → dense → tanh → two logits, kept beside the hidden state."""
     item = ITEM_BYTES[dtype]
     per_sample = Form.of(samples=2 * width * width + 4 * width)
     return Op(
-        name, "pooler", {"width": width, "side": "own", "output": "next_sentence"}, tuple(carry),
+        "pooler", "pooler", {"width": width, "side": "own", "output": "next_sentence"}, tuple(carry),
         parameters=Quantity(whole=_constant(width * width + width + 2 * width + 2)),
         flops=Quantity(whole=per_sample), backward_flops=Quantity(whole=per_sample * 2),
         traffic=Quantity(whole=Form.of(samples=4 * width * item, one=width * width * item)),
@@ -214,7 +214,7 @@ def pooler(name: str, width: int, dtype: str, *, carry: Sequence[TensorSpec]) ->
 
 
 def logits(
-    name: str, stream: Stream, width: int, vocab: int, dtype: str, *, tied_to: str = "", bias: bool = False, scale: float = 1.0,
+    stream: Stream, width: int, vocab: int, dtype: str, *, tied_to: str, bias: bool = False, scale: float = 1.0,
     keep: Sequence[TensorSpec] = (),
 ) -> Op:  # fmt: skip
     """hidden → vocabulary logits, divided over the vocabulary under tp."""
@@ -228,7 +228,7 @@ def logits(
     if tied_to:
         config["untied_parameters"] = vocab if bias else 0
     return Op(
-        name, "logits", config, (tensor("logits", stream, vocab, split=True), *keep),
+        "logits", "logits", config, (tensor("logits", stream, vocab, split=True), *keep),
         parameters=Quantity(split=_constant(weights + (vocab if bias else 0))), flops=flops, backward_flops=flops * 2,
         traffic=traffic, backward_traffic=traffic * 2, backward_workspace=Quantity(split=_constant(weights * item)),
         splits=(Split((Collective("all_reduce", "backward", size_in),),

@@ -47,7 +47,7 @@ def _stage(stage: int, config: VggConfig, inputs: int, size: int) -> Block:
         channels, first = (inputs if i == 0 else width), stage == 0 and i == 0
         ops.append(c.conv(f"conv{i + 1}", channels, width, size, dtype, carry=hidden, kernel=3, padding=1, bias=True, first=first))
         ops.append(c.relu(f"relu{i + 1}", width, size, dtype, carry=hidden))
-    ops.append(c.max_pool("maxpool", width, size, dtype, carry=(c.image("hidden", width, size // 2),), kernel=2, stride=2))
+    ops.append(c.max_pool(width, size, dtype, carry=(c.image("hidden", width, size // 2),), kernel=2))
     return Block(f"stage{stage}", tuple(ops))
 
 
@@ -68,10 +68,10 @@ def vgg(config: VggConfig, name: str = "vgg") -> Model:
     flat, width, dtype = channels * POOLED_SIZE**2, config.classifier_width, config.dtype
     hidden = (c.features("hidden", width),)
     head = Block("head", (
-        c.avg_pool("avgpool", channels, size, dtype, carry=(c.features("hidden", flat),), out_size=POOLED_SIZE),
+        c.avg_pool(channels, size, dtype, carry=(c.features("hidden", flat),), out_size=POOLED_SIZE),
         c.fully_connected("fc1", flat, width, dtype, carry=hidden, relu=True, dropout=config.dropout),
         c.fully_connected("fc2", width, width, dtype, carry=hidden, relu=True, dropout=config.dropout),
         c.fully_connected("fc3", width, config.num_classes, dtype, carry=(c.features("logits", config.num_classes),), output="logits"),
-        c.class_loss("loss", config.num_classes, dtype),
+        c.class_loss(config.num_classes, dtype),
     ))  # fmt: skip
     return Model(name, "vgg", dtype, (*runs, (head, 1)), layouts=("padded",), config=vars(config))

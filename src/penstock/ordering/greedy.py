@@ -41,13 +41,13 @@ class Greed:
 BACKWARD_FIRST = Greed()
 
 
-def greedy(workload: Workload, greed: Greed = BACKWARD_FIRST, order: Sequence[int] = ()) -> Schedule:
-    """The schedule of one such device policy; micro-batches come in `order`, and no device goes above its limit.
+def greedy(workload: Workload, greed: Greed = BACKWARD_FIRST) -> Schedule:
+    """The schedule of one such device policy; no device goes above its limit.
 
     Raises `InfeasibleError` if not even one micro-batch at a time fits.
     """
     _check(workload, greed)
-    found = _feasible(workload, greed, checked_order(order, workload.num_micro_batches))
+    found = _feasible(workload, greed, checked_order((), workload.num_micro_batches))
     if found is None:
         raise does_not_fit(workload)
     return _as_schedule(found)

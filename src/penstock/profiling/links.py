@@ -17,6 +17,7 @@ __all__ = ["join_ranks", "measure_links"]
 
 SIZES = tuple(4**k * 1024 for k in range(9))
 """1 kB to 64 MB."""
+_REPEATS = 7
 
 
 def join_ranks(device: str) -> int:
@@ -85,9 +86,9 @@ def _there_and_back(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         dist.send(tensor, 0, group=group)
 
 
-def _median_s(action: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
+def _median_s(action: Callable[[], object], device: torch.device) -> float:
     times = []
-    for _ in range(2 + repeats):
+    for _ in range(2 + _REPEATS):
         if device.type == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()

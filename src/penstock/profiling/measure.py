@@ -68,11 +68,11 @@ def random_carry(specs: Sequence[TensorSpec], shape: Shape, tp: int, device: tor
     return carry
 
 
-def random_model_batch(model: Model, lengths: Lengths, device: torch.device, seed: int = 0) -> Batch:
+def random_model_batch(model: Model, lengths: Lengths, device: torch.device) -> Batch:
     """A random micro-batch that `model` can train on."""
     if not model.seq_length:
         size, classes = model.config["image_size"], model.config["num_classes"]
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(0)
         images = torch.randn(lengths.rows, 3, size, size, device=device, dtype=TORCH_DTYPES[model.dtype])
         targets = torch.randint(0, classes, (lengths.rows,), generator=generator).to(device)
         return Batch(images=images, targets=targets, weights=torch.full((lengths.rows,), 1 / lengths.rows, device=device))
@@ -83,7 +83,7 @@ def random_model_batch(model: Model, lengths: Lengths, device: torch.device, see
         own[-1], decoder[-1:] = own[-1] - 1, [length - 1 for length in decoder[-1:]]
     return random_batch(
         own, model.config["vocab"], dec_lengths=decoder, layout=lengths.layout,
-        types=model.config.get("types", 0), next_sentence=bool(model.config.get("next_sentence")), device=device, seed=seed,
+        types=model.config.get("types", 0), next_sentence=bool(model.config.get("next_sentence")), device=device,
     )  # fmt: skip
 
 

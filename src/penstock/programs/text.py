@@ -243,14 +243,7 @@ def format_instruction(step: i.Instruction) -> str:
 
 
 def parse_instruction(line: str) -> i.Instruction:
-    """The instruction that `format_instruction` wrote."""
-    try:
-        return _instruction(line)
-    except (Unreadable, ValueError) as error:
-        raise InputError(f"'{line.strip()}' is not an instruction: {error}.") from None
-
-
-def _instruction(line: str) -> i.Instruction:
+    """The instruction that `format_instruction` wrote; raises `Unreadable` or `ValueError`."""
     words = Words(line)
     name = words.word()
     if name not in _KINDS:
@@ -370,7 +363,7 @@ def _read_line(
     words = Words(line)
     name = words.peek()
     if name not in ("program", "place", "micro-batch"):
-        steps.append(_instruction(line))
+        steps.append(parse_instruction(line))
         return
     words.word()
     if name == "program":

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Columns", "packed", "unpacked"]
+__all__ = ["Columns", "packed"]
 
 _LEVEL = 6
 
@@ -32,18 +32,6 @@ def packed(values: NDArray[Any]) -> dict[str, Any]:
     planes = np.stack([(numbers >> np.uint64(8 * plane)).astype(np.uint8) for plane in range(width)])
     data = base64.b64encode(gzip.compress(planes.tobytes(), _LEVEL, mtime=0)).decode("ascii")
     return {"n": len(values), "form": form, "width": width, "data": data}
-
-
-def unpacked(column: dict[str, Any]) -> NDArray[Any]:
-    """The array that `packed` was given, as a browser reads it: for tests, and for exports from a finished page."""
-    planes = np.frombuffer(gzip.decompress(base64.b64decode(column["data"])), np.uint8).reshape(column["width"], column["n"])
-    numbers = np.zeros(column["n"], np.uint64)
-    for number, plane in enumerate(planes):
-        numbers |= plane.astype(np.uint64) << np.uint64(8 * number)
-    if column["form"] == "f":
-        return numbers.astype(np.uint32).view(np.float32)
-    whole = numbers.astype(np.int64)
-    return (whole >> 1) ^ -(whole & 1) if column["form"] == "z" else whole
 
 
 @dataclass

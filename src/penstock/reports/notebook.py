@@ -18,6 +18,7 @@ __all__ = ["Framed", "static_html"]
 
 _MOST_BYTES = 200_000
 _MOST_SUBJECTS = 3
+_HEIGHT_PX = 720
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,12 @@ class Framed:
     """A page that a notebook shows in a frame: its script runs there, apart from the notebook and its origin."""
 
     html: str
-    height_px: int = 720
 
     def _repr_html_(self) -> str:
         """The frame; it may run its own script and save files, and nothing else."""
         return (
             '<iframe title="Penstock report" sandbox="allow-scripts allow-downloads" '
-            f'style="width: 100%; height: {self.height_px}px; border: 0" srcdoc="{escape(self.html)}"></iframe>'
+            f'style="width: 100%; height: {_HEIGHT_PX}px; border: 0" srcdoc="{escape(self.html)}"></iframe>'
         )
 
 

@@ -39,7 +39,7 @@ def pictures_of(report: Report) -> dict[str, bytes]:
     return found
 
 
-def picture_of(block: Block, width_in: float = 10.0) -> bytes | None:
+def picture_of(block: Block) -> bytes | None:
     """The block as SVG, the same bytes each time; None where there is nothing to draw."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -48,7 +48,7 @@ def picture_of(block: Block, width_in: float = 10.0) -> bytes | None:
     if draw is None:
         return None
     with rc_context({"svg.hashsalt": "penstock", "text.parse_math": False, "svg.fonttype": "none", "font.family": "sans-serif"}):
-        figure = Figure(figsize=(width_in, 4), layout="constrained")
+        figure = Figure(figsize=(10, 4), layout="constrained")
         draw(figure, block)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})

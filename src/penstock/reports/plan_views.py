@@ -52,14 +52,14 @@ def priced(plan: Plan, costs: str | None = None) -> tuple[Model, PlannedPipeline
     return model, planned_pipeline(plan, model, cluster, open_costs(costs or plan.costs, cluster))
 
 
-def plan_subject(name: str, plan: Plan, costs: str | None = None) -> Subject:
+def plan_subject(name: str, plan: Plan) -> Subject:
     """A plan, ready to be shown."""
-    return Subject("plan", name, tuple(plan_views(name, plan, costs)))
+    return Subject("plan", name, tuple(plan_views(name, plan)))
 
 
-def plan_views(name: str, plan: Plan, costs: str | None = None) -> list[View]:
+def plan_views(name: str, plan: Plan) -> list[View]:
     """Glance, Plan, Stages and Timeline of a valid plan."""
-    model, found = priced(plan, costs)
+    model, found = priced(plan)
     estimate = clocked(plan, found.estimate)
     return [
         View("glance", "Glance", _glance(name, plan, estimate)),
@@ -139,11 +139,10 @@ def _stages(found: Estimate) -> list[Block]:
     ]  # fmt: skip
 
 
-def device_names(plan: Plan, replica: int | None = None) -> list[str]:
-    """The ranks of each device group, in one replica or in the first of several alike."""
-    groups = [stage.devices for stage in plan.stages[: plan.num_groups]]
-    more = "" if replica is not None or plan.num_replicas == 1 else " …"
-    return [f"device {number}: ranks {format_ranks(group[replica or 0])}{more}" for number, group in enumerate(groups)]
+def device_names(plan: Plan) -> list[str]:
+    """The ranks of each device group, in the first of several replicas."""
+    groups, more = [stage.devices for stage in plan.stages[: plan.num_groups]], "" if plan.num_replicas == 1 else " …"
+    return [f"device {number}: ranks {format_ranks(group[0])}{more}" for number, group in enumerate(groups)]
 
 
 def _timeline(plan: Plan, found: PlannedPipeline) -> list[Block]:
@@ -178,7 +177,7 @@ def execution_subject(name: str, run: Execution) -> Subject:
                                       View("timeline", "Timeline", [block, *critical_causes(block)])))  # fmt: skip
 
 
-def add_execution(lanes: SpanLanes, run: Execution, names: list[str], begin_ns: int = 0, replica: int = 0) -> None:
+def add_execution(lanes: SpanLanes, run: Execution, names: list[str], replica: int = 0) -> None:
     """The lanes of a simulated iteration: passes of each device, what it sends and does after the last of them; then the critical path."""
     devices = run.workload.devices
     sends: list[list[tuple[float, float, str, int, int]]] = [[] for _ in names]
@@ -192,10 +191,10 @@ def add_execution(lanes: SpanLanes, run: Execution, names: list[str], begin_ns: 
         if start < end < np.inf:
             sends[devices[stage]].append((start, end, "after", stage, -1))
     for device, name in enumerate(names):
-        lanes.add(name, f"device {device}", "predicted", passes_of(run, device), begin_ns, replica)
+        lanes.add(name, f"device {device}", "predicted", passes_of(run, device), replica=replica)
         for row in _apart(sends[device]):
-            lanes.add(f"device {device} sends", f"device {device}", "sends", row, begin_ns, replica)
-    add_critical(lanes, run, begin_ns, replica)
+            lanes.add(f"device {device} sends", f"device {device}", "sends", row, replica=replica)
+    add_critical(lanes, run, 0, replica)
 
 
 def passes_of(run: Execution, device: int) -> list[tuple[float, float, str, int, int]]:
@@ -203,7 +202,7 @@ def passes_of(run: Execution, device: int) -> list[tuple[float, float, str, int,
     return [(*run.span_s(action), "FBIW"[action.kind], action.stage, action.micro_batch) for action in run.schedule[device]]
 
 
-def add_critical(lanes: SpanLanes, run: Execution, begin_ns: int = 0, replica: int = 0) -> None:
+def add_critical(lanes: SpanLanes, run: Execution, begin_ns: int, replica: int) -> None:
     """A lane of what the iteration could not be shorter than."""
     steps = [(one.start_s, one.end_s, one.cause, one.stage, one.micro_batch) for one in critical_path(run)]
     lanes.add("critical path", "critical path", "critical", steps, begin_ns, replica)

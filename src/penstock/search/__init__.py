@@ -18,11 +18,11 @@ from penstock.search.lengths import LengthsChoice, search_for_lengths
 from penstock.search.money import LeftOut, Objective, Offer, chosen, num_steps, offers
 from penstock.search.simplicity import complexity, simplest
 from penstock.search.space.request import Request
-from penstock.search.uniform import best_plans, uniform_plans
+from penstock.search.uniform import best_plans
 from penstock.search.what_if import Relaxed, Rival, found_beside, relaxed, request_of, rivals
 
 __all__ = [
     "BASELINES", "Baseline", "Choice", "LeftOut", "LengthsChoice", "Objective", "Offer", "Outcome", "Relaxed", "Request", "Rival",
     "best_of", "best_plans", "chosen", "complexity", "degree_range", "found_beside", "num_steps", "offers", "relaxed", "request_of",
-    "rivals", "search", "search_for_lengths", "search_plans", "short_name", "simplest", "uniform_plans",
+    "rivals", "search", "search_for_lengths", "search_plans", "short_name", "simplest",
 ]  # fmt: skip

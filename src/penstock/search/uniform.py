@@ -29,7 +29,7 @@ from penstock.search.choice import Choice
 from penstock.search.progress import Progress
 from penstock.search.simplicity import fastest_of_each
 from penstock.search.space.families import powers
-from penstock.search.space.request import Request, frame_of, micro_batch_sizes, resolved
+from penstock.search.space.request import Request, micro_batch_sizes
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
     from penstock.timing.iteration_estimate import StageEstimate
 
-__all__ = ["UniformPlans", "best_plans", "plans_of_grid", "uniform_choices", "uniform_plans"]
+__all__ = ["UniformPlans", "best_plans", "plans_of_grid", "uniform_choices"]
 
 
 _GRID_DEVICES, _GRID_OPS = 256, 2000
@@ -101,9 +101,8 @@ def _fitting(
     request: Request, progress: Callable[[], None], max_tp: int | None = None, max_pp: int | None = None
 ) -> list[Choice]:  # fmt: skip
     """All that fit, but those that others of the same kind make needless, fastest first; predictions are not in the plans yet."""
-    plans = _plans(request.model, request.cluster, request.frame, request.micro_batches, max_tp, max_pp)
     fitting, least, too_large, fits = [], None, set(), defaultdict[object, list[tuple[bool, int]]](list)
-    for plan in plans:
+    for plan in plans_of_grid(request, max_tp, max_pp):
         progress()
         first, recomputes = plan.stages[0], any(stage.recompute for stage in plan.stages)
         shape = (plan.num_stages, first.degrees.tp, first.sequence_parallel, first.devices)
@@ -123,27 +122,13 @@ def _fitting(
     return sorted(fitting, key=lambda choice: (choice.estimate.time_s, choice.estimate.peak_bytes))
 
 
-def uniform_plans(
-    model_ref: str, cluster_ref: str, global_batch: int, *, seq_length: int | None = None, micro_batches: Sequence[int] = (),
-    max_tp: int | None = None,
-) -> Iterator[Plan]:  # fmt: skip
-    """Every valid plan of the grid, small micro-batches before large ones."""
-    model, cluster, _ = resolved(model_ref, cluster_ref)
-    return _plans(model, cluster, frame_of(model_ref, cluster_ref, model, cluster, global_batch, seq_length), micro_batches, max_tp)
-
-
-def plans_of_grid(request: Request) -> Iterator[Plan]:
+def plans_of_grid(request: Request, max_tp: int | None = None, max_pp: int | None = None) -> Iterator[Plan]:
     """Every valid plan of the grid for a request, small micro-batches before large ones."""
-    return _plans(request.model, request.cluster, request.frame, request.micro_batches, None)
-
-
-def _plans(
-    model: Model, cluster: Cluster, frame: Plan, micro_batches: Sequence[int], max_tp: int | None, max_pp: int | None = None
-) -> Iterator[Plan]:
+    model, cluster, frame = request.model, request.cluster, request.frame
     for tp in _tp_degrees(model, cluster, max_tp):
         for pp in _pipeline_degrees(model, cluster.num_devices // tp)[:max_pp]:
             replicas = cluster.num_devices // tp // pp
-            if not (sizes := micro_batch_sizes(frame.global_batch, replicas, micro_batches)):
+            if not (sizes := micro_batch_sizes(frame.global_batch, replicas, request.micro_batches)):
                 continue
             levels = (0,) if replicas == 1 else (1,) if pp > 1 else (1, 2, 3)
             for recompute, rows, zero in product((False, True), (False, True) if tp > 1 and divides_tokens(model) else (False,), levels):

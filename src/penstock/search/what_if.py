@@ -39,6 +39,8 @@ _FACTOR = 2
 """Twice as much of what limits."""
 _WORTH = 1.5
 """A device is larger if it has this many times the memory or the arithmetic, and no less of anything."""
+_RIVALS = 3
+"""Other plans that are shown."""
 _NOTHING = "no plan was found that fits"
 
 Tell = Callable[[str], None]
@@ -103,7 +105,7 @@ def found_beside(request: Request, budget_s: float = math.inf, tell: Tell = lamb
     return sorted(found, key=lambda choice: (choice.estimate.time_s, choice.estimate.peak_bytes))
 
 
-def rivals(own: Choice, found: Sequence[Choice], top: int = 3) -> list[Rival]:
+def rivals(own: Choice, found: Sequence[Choice]) -> list[Rival]:
     """The best plan of each other way to divide the devices, and the best with other micro-batches on the same; best first."""
     mine = _kind(own)
     best: dict[tuple[object, ...], Choice] = {}
@@ -111,7 +113,7 @@ def rivals(own: Choice, found: Sequence[Choice], top: int = 3) -> list[Rival]:
         kind = _kind(choice)
         if kind != mine:
             best.setdefault(kind[:-1], choice)
-    return [_rival(own, choice) for choice in list(best.values())[:top]]
+    return [_rival(own, choice) for choice in list(best.values())[:_RIVALS]]
 
 
 def _kind(choice: Choice) -> tuple[object, ...]:

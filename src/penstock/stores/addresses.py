@@ -31,7 +31,7 @@ class StoreFile:
     key: bytes = field(repr=False)
 
 
-def job_from_environment(num_ranks: int, *, capacity: int = 4, first: int = 0) -> tuple[str, Job]:
+def job_from_environment(num_ranks: int, *, first: int = 0) -> tuple[str, Job]:
     """The store and the job that PENSTOCK_STORE, PENSTOCK_JOB and the key's variables (or the store file) name."""
     address, name = os.environ.get(ADDRESS_VARIABLE), os.environ.get(JOB_VARIABLE)
     if not address or not name:
@@ -41,7 +41,7 @@ def job_from_environment(num_ranks: int, *, capacity: int = 4, first: int = 0) -
         key = read_store_file(address.removeprefix("file:")).key
     if key is None:
         raise InputError(f"job '{name}' has no key: set {KEY_FILE_VARIABLE} (a file of mode 0600) or {KEY_VARIABLE} on all ranks.")
-    return address, Job(name, key, num_ranks, capacity, first)
+    return address, Job(name, key, num_ranks, first=first)
 
 
 def open_store(address: str, job: Job, *, wait_s: float = 1800.0) -> Store:

@@ -20,8 +20,8 @@ from penstock.models.segments import Segment, segments
 from penstock.models.shapes import NOTHING, Shape
 
 __all__ = [
-    "OpPasses", "OpSlice", "StagePasses", "has_weight_gradients", "issued_s", "op_passes", "pass_grid_s", "rerun", "rerun_positions",
-    "stage_passes", "waiting_s",
+    "OpPasses", "OpSlice", "StagePasses", "has_weight_gradients", "op_passes", "pass_grid_s", "rerun", "rerun_positions",
+    "stage_passes", "waited_s",
 ]  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def _sums(table: CostTable, ops: OpSlice, shape: Shape | None, slower: float) ->
     forward_wait = backward_wait = np.zeros(own.forward_s.shape[1:])
     if len(table.host_s) and not ops.recorded:
         device_s, host_s = _issued(table, ops, shape, own, parts, again)
-        waits = _waits(device_s, host_s)
+        waits = waited_s(device_s, host_s)
         forward_wait, backward_wait = waits[len(places) - 1], waits[-1] - waits[len(places) - 1]
     return {
         "forward_s": own.forward_s.sum(axis=0),
@@ -199,16 +199,10 @@ def _own_passes(table: CostTable, ops: OpSlice, shape: Shape | None, slower: flo
     return dataclasses.replace(own, forward_tp_s=slower * own.forward_tp_s, backward_tp_s=slower * own.backward_tp_s)
 
 
-def issued_s(table: CostTable, ops: OpSlice, shape: Shape) -> tuple[Floats, Floats]:
-    """(device, host) time of each piece of work of one micro-batch, in the order in which the host issues it."""
-    parts = segments(ops.places, ops.recompute)
-    again = _rerun_positions(ops.places, parts, ops.kinds.tolist())
-    return _issued(table, ops, shape, _own_passes(table, ops, shape, 1.0), parts, again)
-
-
 def _issued(
     table: CostTable, ops: OpSlice, shape: Shape | None, own: OpPasses, parts: Sequence[Segment], again: Sequence[int]
 ) -> tuple[Floats, Floats]:
+    """(device, host) time of each piece of work of one micro-batch, in the order in which the host issues it."""
     order = _issue_order(parts, set(again))
     device_s = np.stack([own.forward_pass_s, own.backward_pass_s, own.forward_pass_s])[order[:, 0], order[:, 1]]
     if not len(table.host_s):
@@ -227,12 +221,7 @@ def _issue_order(parts: Sequence[Segment], again: Collection[int]) -> NDArray[np
     return np.array(order, dtype=np.int64).reshape(-1, 2)
 
 
-def waiting_s(device_s: Floats, host_s: Floats) -> float:
-    """How long a device waits in all for a host that issues its work in this order, one piece after the other."""
-    return float(_waits(device_s, host_s)[-1]) if len(device_s) else 0.0
-
-
-def _waits(device_s: Floats, host_s: Floats) -> Floats:
+def waited_s(device_s: Floats, host_s: Floats) -> Floats:
     """How long a device has waited for its host when each piece of work begins.
 
     A piece starts when the one before has ended and the host has issued it, so the last ends at the largest, over all
@@ -257,9 +246,9 @@ def rerun(places: Sequence[PlacedOp], algos: Sequence[int]) -> int:
     return 0
 
 
-def rerun_positions(places: Sequence[PlacedOp], recompute: Collection[int], algos: Sequence[int] = ()) -> list[int]:
+def rerun_positions(places: Sequence[PlacedOp], recompute: Collection[int]) -> list[int]:
     """Positions of all ops that run again when those in `recompute` are recomputed."""
-    return _rerun_positions(places, segments(places, recompute), list(algos) or [0] * len(places))
+    return _rerun_positions(places, segments(places, recompute), [0] * len(places))
 
 
 def _rerun_positions(places: Sequence[PlacedOp], parts: Sequence[Segment], algos: Sequence[int]) -> list[int]:

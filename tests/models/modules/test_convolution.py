@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from distributed import run_ranks
+from oracles.kept import kept_bytes
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from penstock.models.kept import kept_bytes
 from penstock.models.modules import Batch, Carry, OpModule, TensorParallel, build_chain
 from penstock.models.modules.convolution import MODULES
 from penstock.models.ops import Model

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from live_bytes import as_on_cpu, measured_bytes
+from oracles.kept import kept_bytes
 from small_models import small_batch, small_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from penstock.models.catalog import FAMILIES
-from penstock.models.kept import kept_bytes
 from penstock.models.modules import TORCH_DTYPES, Batch, TensorParallel, build_chain, build_op
 from penstock.models.ops import Model, PlacedOp
 from penstock.models.shapes import Shape

@@ -9,9 +9,9 @@ import pytest
 import torch
 from distributed import run_ranks
 from live_bytes import as_on_cpu, measured_bytes
+from oracles.kept import kept_bytes
 from small_models import loud_chain, small_batch, small_model
 
-from penstock.models.kept import kept_bytes
 from penstock.models.modules import Chain, TensorParallel
 from penstock.models.ops import Model
 

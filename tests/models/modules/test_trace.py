@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracles.kept import kept_bytes
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -19,7 +20,6 @@ from penstock.errors import InputError
 from penstock.files import write_json
 from penstock.models.catalog import resolve_model
 from penstock.models.description import model_to_description
-from penstock.models.kept import kept_bytes
 from penstock.models.modules.cutting.absent import Absent
 from penstock.models.modules.trace import trace_module
 from penstock.models.ops import Model

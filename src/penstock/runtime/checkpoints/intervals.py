@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 
 __all__ = ["SaveInterval"]
 
+_USUAL_S = 600.0
+_MOST_LOST = 0.01
+"""The share of a run's time in which training may stand still for checkpoints."""
+
 
 @dataclass
 class SaveInterval:
-    """Ten minutes, or longer where training stood still for so long at the last checkpoint that it would cost more than `share`."""
+    """Ten minutes, or longer where training stood still for so long at the last checkpoint that more than a hundredth would be lost."""
 
-    longest_s: float = 600.0
-    share: float = 0.01
     _last_s: float = field(default_factory=time.monotonic)
     _stood_s: float = 0.0
 
@@ -23,4 +25,4 @@ class SaveInterval:
 
     def is_over(self, now_s: float) -> bool:
         """Whether it is time for the next."""
-        return now_s - self._last_s >= max(self.longest_s, self._stood_s / self.share)
+        return now_s - self._last_s >= max(_USUAL_S, self._stood_s / _MOST_LOST)

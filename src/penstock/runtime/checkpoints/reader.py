@@ -29,6 +29,8 @@ from penstock.runtime.checkpoints.manifest import (
 __all__ = ["Checkpoint", "PiecesInMemory"]
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_SMALL_BYTES = 2**32
+"""A checkpoint of so many is read whole by one process in seconds."""
 
 
 class Checkpoint:
@@ -115,9 +117,9 @@ class Checkpoint:
         stored = self._tensor(name)
         return (dtype or self._dtype(name, stored)).itemsize * math.prod(stored.shape)
 
-    def verify_small(self, limit_bytes: int = 2**32) -> None:
+    def verify_small(self) -> None:
         """Reads and compares all of a checkpoint that is not too large for one process; the ranks compare what they load of any."""
-        if sum(self.manifest.files.values()) <= limit_bytes:
+        if sum(self.manifest.files.values()) <= _SMALL_BYTES:
             self.verify()
 
     def verify(self) -> None:

@@ -23,6 +23,8 @@ __all__ = ["MASTER", "MasterAdamW", "Optimizer", "make_adamw", "make_optimizer",
 MASTER = "master"
 """What an optimizer calls the fp32 copy that a half-precision weight is rounded from, beside `exp_avg` and the like."""
 
+_USUAL_DECAY = 0.01
+"""As torch's AdamW has it."""
 _SMALL = 2**17
 """Values below which weights are updated together: the GPU reads and writes their state in about two microseconds."""
 
@@ -330,12 +332,12 @@ def make_own(parameters: Iterable[nn.Parameter], make: Callable[[list[nn.Paramet
     return _Plain(own, make) if not own or own[0].dtype == torch.float32 else _Masters(own, make, op_of=op_of)
 
 
-def make_adamw(parameters: Iterable[nn.Parameter], *, lr: float = 1e-4, weight_decay: float = 0.01) -> Optimizer:
+def make_adamw(parameters: Iterable[nn.Parameter], *, lr: float = 1e-4) -> Optimizer:
     """AdamW as the weights' dtype needs it."""
     own = list(parameters)
     if own and own[0].dtype == torch.float32:
-        return _Plain(own, lambda inner: update_rule(OptimizerSettings(weight_decay=weight_decay), inner, lr))
-    return MasterAdamW(own, lr=lr, weight_decay=weight_decay)
+        return _Plain(own, lambda inner: update_rule(OptimizerSettings(weight_decay=_USUAL_DECAY), inner, lr))
+    return MasterAdamW(own, lr=lr, weight_decay=_USUAL_DECAY)
 
 
 def _is_small(parameter: nn.Parameter) -> bool:

@@ -57,12 +57,12 @@ class Bound:
     """Whether memory makes it larger."""
 
 
-def family_bound(family: PlanFamily, known_s: float = np.inf) -> Bound:
-    """The bound of one family on plans faster than `known_s`; infinite where there can be none."""
+def family_bound(family: PlanFamily) -> Bound:
+    """The bound of one family; infinite where it has no plan."""
     found = Bound(np.inf, tight=True)
     for subspace in family.subspaces:
         if found.tight or not subspace.divided:  # dividing weights helps memory alone
-            found = min(found, subspace_bound(family, subspace, known_s), key=lambda bound: bound.time_s)
+            found = min(found, subspace_bound(family, subspace), key=lambda bound: bound.time_s)
     return found
 
 

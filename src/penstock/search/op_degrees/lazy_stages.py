@@ -178,7 +178,7 @@ class LazyStages:
             self._put(key, time)
         return min(found.bound, found.time)
 
-    def proven(self, known: float, good: float, rounds: int = TIGHTENED) -> float:
+    def proven(self, known: float, good: float) -> float:
         """A better bound on plans faster than `known`, where `bound` was asked for before; `good` is enough.
 
         Stages that begin as those of the programme's answer are bounded again, with the peaks of their recomputation, until its
@@ -200,7 +200,7 @@ class LazyStages:
             low[low > self._slowest] = np.inf
 
         with ThreadPoolExecutor() as pool:
-            for _ in range(rounds):
+            for _ in range(TIGHTENED):
                 found = best_partition(space, self.count, known)
                 least = min(found.bound, found.time)
                 rows = {(stage.option, stage.first, stage.behind) for stage in found.stages} - done

@@ -24,7 +24,6 @@ from penstock.schedules.rules import DEFAULT_SCHEDULE
 from penstock.systems.tables import Row, read_rows
 
 if TYPE_CHECKING:
-    from penstock.clusters import Cluster
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
 
@@ -171,9 +170,9 @@ def write_fasop_rows(path: str | Path, rows: Iterable[FasopRow]) -> None:
     write_text(path, fasop_text(rows))
 
 
-def row_of_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> FasopRow:
+def row_of_plan(plan: Plan, model: Model | None = None) -> FasopRow:
     """The row that says the same as a plan; several kinds of devices are what FASOP is for, other freedoms are refused."""
-    model, cluster = model or model_of(plan), cluster or cluster_of(plan)
+    model, cluster = model or model_of(plan), cluster_of(plan)
     grid = grid_of(plan, TARGET, (DEFAULT_SCHEDULE,), model, cluster, mixed=True)
     for index, (stage, part) in enumerate(zip(plan.stages, grid.parts, strict=True)):
         if any(block.recomputed for block in part):

@@ -114,8 +114,8 @@ class _Size:
     case: Case
 
 
-def search_fasop(tables: FasopTables, setting: str, *, bound: bool = True) -> FasopAnswer:
-    """The best plan found for one of the experiments, and, unless `bound` is off, a time that no plan is below."""
+def search_fasop(tables: FasopTables, setting: str) -> FasopAnswer:
+    """The best plan found for one of the experiments, and a time that no plan is below."""
     problem = FasopProblem.of(tables, setting)
     sizes = sizes_of(problem)
     if not sizes:
@@ -124,7 +124,7 @@ def search_fasop(tables: FasopTables, setting: str, *, bound: bool = True) -> Fa
     draft = _search(problem, sizes, THOROUGH, [])
     if draft is None:
         raise too_small(problem)
-    least = lower_bound_s(problem, [(size.options, size.case) for size in sizes.values()], draft.time_s) if bound else None
+    least = lower_bound_s(problem, [(size.options, size.case) for size in sizes.values()], draft.time_s)
     return _answer(problem, sizes, draft, setting, least)
 
 
