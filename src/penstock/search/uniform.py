@@ -136,10 +136,10 @@ def plans_of_grid(request: Request, max_tp: int | None = None, max_pp: int | Non
                     model, pp=pp, tp=tp, replicas=replicas, recompute=recompute, zero=zero, sequence_parallel=rows
                 )  # fmt: skip
                 orders = (stages, _backwards(stages)) if pp > 1 and len(cluster.kinds) > 1 else (stages,)
-                for ordered, samples in product(orders, sizes):
-                    plan = assembled(frame, ordered, samples)
-                    if not check_plan(plan, model, cluster):
-                        yield plan
+                for ordered in orders:
+                    plans = [assembled(frame, ordered, samples) for samples in sizes]
+                    if not check_plan(plans[0], model, cluster):  # all sizes divide the batch, and nothing else depends on them
+                        yield from plans
 
 
 def _backwards(stages: Sequence[Stage]) -> tuple[Stage, ...]:
