@@ -413,7 +413,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
         Checkpoint(tmp_path).read("weights/w")
     for other in (data[:-1], data + b"x"):
         file.write_bytes(other)
-        with pytest.raises(InputError, match=r"has \d+ bytes, \d+ were written"):
+        with pytest.raises(InputError, match=r"has [\d,]+ bytes, \d+ were written"):
             Checkpoint(tmp_path)
     data[8:20] = b"x" * 12
     file.write_bytes(data)
