@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.errors import plural
+from penstock.errors import first_of, plural
 
 
 @pytest.mark.parametrize(
@@ -16,3 +16,7 @@ from penstock.errors import plural
 )  # fmt: skip
 def test_numbers_are_told_with_their_noun_in_the_singular_or_the_plural(number: int, noun: str, told: str) -> None:
     assert plural(number, noun) == told
+
+
+def test_of_many_texts_the_first_are_told_and_how_many_more_there_are() -> None:
+    assert first_of(["a", "b", "c"], 2) == "a, b and 1 more" and first_of(["a", "b"], 2, "; ") == "a; b" and first_of([], 2) == ""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-__all__ = ["InfeasibleError", "InputError", "PenstockError", "ProfileMissingError", "near_misses", "plural", "shell_words"]
+__all__ = ["InfeasibleError", "InputError", "PenstockError", "ProfileMissingError", "first_of", "near_misses", "plural", "shell_words"]
 
 
 class PenstockError(Exception):
@@ -40,6 +40,16 @@ def plural(number: int, noun: str) -> str:
     if number != 1:
         noun = f"{noun[:-1]}ies" if noun.endswith("ry") else f"{noun}es" if noun.endswith(("ch", "s")) else f"{noun}s"
     return f"{number:,} {noun}"
+
+
+def first_of(texts: Sequence[str], most: int, between: str = ", ") -> str:
+    """The first few of many texts, and how many more there are.
+
+    >>> first_of(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + more
 
 
 def near_misses(name: str, known: Iterable[str]) -> str:

@@ -20,11 +20,12 @@ from penstock.cli.main import run
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.schema import write_plan
+from penstock.processes.states import started_ticks
 from penstock.runtime.devices.loads import LoadAsked, LoadTold, told_path
 from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
 from penstock.runtime.run_folder import own_folder
 from penstock.runtime.run_lock import run_lock
-from penstock.runtime.telemetry.process_files import RankProcess, named_process, read_process, started_ticks
+from penstock.runtime.telemetry.process_files import RankProcess, named_process, read_process
 from penstock.runtime.telemetry.steps import LineLog, StepRecord, read_steps
 from penstock.runtime.trainer import PlanTrainer
 from penstock.timing.asked import ASKED

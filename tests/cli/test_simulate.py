@@ -144,7 +144,7 @@ def test_a_batch_in_another_order(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_orders_that_do_not_suit_the_plan_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["simulate", str(GOOD), "--schedule", "interleaved"]) == 2
-    assert "the plan under the schedule 'interleaved' has a problem" in capsys.readouterr().err
+    assert "the plan under the schedule 'interleaved' has 1 problem" in capsys.readouterr().err
     assert run(["simulate", str(GOOD), "--schedule", "greedi"]) == 2
     assert "Did you mean 'greedy'" in capsys.readouterr().err
     plan = tmp_path / "stashed.json"

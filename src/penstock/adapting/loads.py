@@ -15,8 +15,9 @@ import msgspec
 from penstock.errors import InputError
 from penstock.files import write_bytes
 from penstock.processes.burners import Burners, Steering, waited_ns
+from penstock.processes.states import started_ticks
 from penstock.runtime.devices.loads import LoadAsked, LoadTold, load_path, told_path
-from penstock.runtime.telemetry.process_files import RankProcess, started_ticks
+from penstock.runtime.telemetry.process_files import RankProcess
 
 __all__ = ["LOOK_S", "LoadBeside", "LoadWithin"]
 

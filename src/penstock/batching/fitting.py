@@ -12,7 +12,7 @@ from penstock.batching.costs import PipelineCosts
 from penstock.batching.ordering import Ints
 from penstock.batching.plan import SampleLengths
 from penstock.batching.search import new_state
-from penstock.errors import InfeasibleError, InputError, plural
+from penstock.errors import InfeasibleError, InputError, first_of, plural
 
 __all__ = ["Fitted", "TooLong", "fit_samples", "positions"]
 
@@ -88,9 +88,8 @@ def _fits(costs: PipelineCosts, enc: Ints, dec: Ints) -> list[bool]:
 
 
 def _list(bad: Sequence[SampleLengths], costs: PipelineCosts) -> str:
-    texts = [f"{s.id} ({s.length}{f' + {s.dec_length}' if costs.has_decoder else ''} tokens)" for s in bad[:_SHOWN]]
-    more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-    return f"sample {', '.join(texts)}{more} {'does' if len(bad) == 1 else 'do'} not fit"
+    texts = [f"{s.id} ({s.length}{f' + {s.dec_length}' if costs.has_decoder else ''} tokens)" for s in bad]
+    return f"sample {first_of(texts, _SHOWN)} {'does' if len(bad) == 1 else 'do'} not fit"
 
 
 def _truncate(sample: SampleLengths, costs: PipelineCosts) -> SampleLengths:

@@ -10,6 +10,7 @@ import typer
 
 from penstock.cli.console import out, print_error, print_json, say, table
 from penstock.errors import InputError, plural
+from penstock.files import problem_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["check_programs_at"]
 
-_SHOWN = 20
 
 
 def check_programs_at(path: Path, json: bool) -> None:
@@ -40,8 +40,7 @@ def check_programs_at(path: Path, json: bool) -> None:
     if json:
         print_json({"valid": not problems, "problems": [str(problem) for problem in problems], **_summary(programs)})
     elif problems:
-        more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        print_error("\n".join([f"'{path}' is not safe:", *(f"  {problem}" for problem in problems[:_SHOWN]), *more]))
+        print_error(f"'{path}' is not safe:\n{problem_lines(problems)}")
         out().print(picture(programs, problems[0]), markup=False, highlight=False, soft_wrap=True)
     else:
         _show(programs)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.console import format_bytes, format_count, format_part, format_share, format_time, format_usd, table
-from penstock.errors import shell_words
+from penstock.errors import first_of, shell_words
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,9 +59,8 @@ def ranks_words(groups: Sequence[Sequence[int]]) -> str:
     """The ranks of a stage in each replica, of many replicas the first: `0-3 | 4-7 | 8-11 and 5 more`."""
     from penstock.plans.texts import format_ranks
 
-    shown = groups if len(groups) <= _SHOWN_REPLICAS else groups[: _SHOWN_REPLICAS - 1]
-    more = f" and {len(groups) - len(shown)} more" if len(groups) > len(shown) else ""
-    return " | ".join(map(format_ranks, shown)) + more
+    most = _SHOWN_REPLICAS - (len(groups) > _SHOWN_REPLICAS)
+    return first_of(list(map(format_ranks, groups)), most, " | ")
 
 
 def recomputed_words(plan: Plan, model: Model) -> str:

@@ -18,7 +18,7 @@ from penstock.data.forms import Ints, SampleForm
 from penstock.data.manifest import SPANS
 from penstock.data.mixture import apportion
 from penstock.data.windows import Drains
-from penstock.errors import InputError, PenstockError
+from penstock.errors import InputError, PenstockError, first_of
 
 if TYPE_CHECKING:
     from penstock.batching.costs import PipelineCosts
@@ -194,6 +194,4 @@ def sample_ids(batch: GlobalBatch, size: int) -> list[int]:
 
 def describe_samples(batch: GlobalBatch, size: int) -> str:
     """The samples of a batch in words."""
-    ids = sample_ids(batch, size)
-    more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
-    return f"Its samples are {', '.join(map(str, ids[:_SHOWN]))}{more}."
+    return f"Its samples are {first_of(list(map(str, sample_ids(batch, size))), _SHOWN)}."

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from penstock.errors import InputError, plural
-from penstock.files import MAX_PROBLEMS
+from penstock.files import problem_lines
 from penstock.plans import placement
 from penstock.plans.batch_rules import batch_problems, length_problems
 from penstock.plans.capabilities import MAX_ZERO_IN_PIPELINE
@@ -28,10 +28,7 @@ def require_valid(plan: Plan, model: Model | None = None, cluster: Cluster | Non
     """Refuses a plan that is not valid, naming every problem."""
     problems = check_plan(plan, model, cluster)
     if problems:
-        count = "a problem" if len(problems) == 1 else f"{len(problems):,} problems"
-        told = [f"  {problem}" for problem in problems[:MAX_PROBLEMS]]
-        more = [f"  … and {len(problems) - MAX_PROBLEMS:,} more"] if len(problems) > MAX_PROBLEMS else []
-        raise InputError(f"{where} has {count}:\n" + "\n".join([*told, *more]))
+        raise InputError(f"{where} has {plural(len(problems), 'problem')}:\n{problem_lines(problems)}")
 
 
 def check_plan(plan: Plan, model: Model | None = None, cluster: Cluster | None = None) -> list[str]:

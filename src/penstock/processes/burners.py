@@ -22,6 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from penstock.processes.states import processor_of
+
 __all__ = ["MAX_FACTOR", "PERIOD_S", "Burners", "Steering", "waited_ns"]
 
 MAX_FACTOR = 16.0
@@ -29,8 +31,6 @@ PERIOD_S = 0.02
 _LEAST_SHARE = 0.01
 _TOLD = 20
 """Of so many of the last looks it is told what was reached."""
-_PROCESSOR = 36
-"""Where `/proc/PID/stat` has the core that a thread ran on last, counted after its name."""
 _LARGE = 4096
 """Rows and columns of the products with which a GPU is kept busy."""
 
@@ -156,10 +156,9 @@ def _burn(device: str, victim: int) -> None:
     print("ready", flush=True)
     while True:
         start = time.perf_counter()
-        if victim:
-            with suppress(OSError, IndexError, ValueError):  # the victim has ended, and soon nobody will want burners
-                fields = Path(f"/proc/{victim}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-                os.sched_setaffinity(0, {int(fields[_PROCESSOR])})
+        if victim and (core := processor_of(victim)) is not None:
+            with suppress(OSError):  # the core is none of ours
+                os.sched_setaffinity(0, {core})
         work(start + share.now * PERIOD_S)
         time.sleep(max(0.0005, start + PERIOD_S - time.perf_counter()) if share.now < 1.0 else 0.0)
 

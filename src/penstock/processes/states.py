@@ -6,7 +6,7 @@ import os
 import resource
 from pathlib import Path
 
-__all__ = ["family_cpu_s", "is_stopped"]
+__all__ = ["family_cpu_s", "is_stopped", "processor_of", "started_ticks"]
 
 _STOPPED = "T"
 """One that is traced is `t`."""
@@ -15,6 +15,18 @@ _STOPPED = "T"
 def is_stopped(pid: int) -> bool:
     """Whether a signal has stopped a process, as SIGSTOP does; not so one that a debugger holds, nor one that is gone."""
     return _fields(pid)[:1] == [_STOPPED]
+
+
+def started_ticks(pid: int) -> int | None:
+    """When a process was started, in the kernel's ticks since the machine was; None if there is none."""
+    fields = _fields(pid)
+    return int(fields[19]) if fields else None
+
+
+def processor_of(pid: int) -> int | None:
+    """The processor that a process ran on last; None if there is none."""
+    fields = _fields(pid)
+    return int(fields[36]) if fields else None
 
 
 def family_cpu_s() -> float:

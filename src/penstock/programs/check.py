@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
+from penstock.files import problem_lines
 from penstock.programs.content import content_problems
 from penstock.programs.deadlock import deadlock_problems
 from penstock.programs.exchange import exchange_problems
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Problem", "check_programs", "require_safe"]
 
-_SHOWN = 20
 
 
 def check_programs(programs: Sequence[Program], plan: Plan | None = None, model: Model | None = None) -> list[Problem]:
@@ -57,8 +57,5 @@ def require_safe(programs: Sequence[Program], plan: Plan | None = None, model: M
     problems = check_programs(programs, plan, model)
     if not problems:
         return
-    lines = [f"  {problem}" for problem in problems[:_SHOWN]]
-    if len(problems) > _SHOWN:
-        lines.append(f"  … and {len(problems) - _SHOWN} more")
-    count = "a problem" if len(problems) == 1 else f"{len(problems):,} problems"
-    raise InputError(f"the programs have {count}:\n" + "\n".join(lines) + "\n\n" + picture(programs, problems[0]))
+    told = f"{plural(len(problems), 'problem')}:\n{problem_lines(problems)}"
+    raise InputError(f"the programs have {told}\n\n{picture(programs, problems[0])}")

@@ -16,6 +16,7 @@ from penstock.plans.texts import format_ranks
 from penstock.reports.blocks import Block, ChainOp, Command, Fact, Facts, MemoryLine, OpChain, Spans, Stack, Subject, Table, Text, View
 from penstock.reports.span_lanes import SpanLanes
 from penstock.reports.units import format_time
+from penstock.schedules.actions import KINDS
 from penstock.timing.critical_path import critical_path
 from penstock.timing.execution import Execution, execute
 from penstock.timing.iteration_estimate import Estimate
@@ -199,7 +200,7 @@ def add_execution(lanes: SpanLanes, run: Execution, names: list[str], replica: i
 
 def passes_of(run: Execution, device: int) -> list[tuple[float, float, str, int, int]]:
     """What a device computes, as a lane has it."""
-    return [(*run.span_s(action), "FBIW"[action.kind], action.stage, action.micro_batch) for action in run.schedule[device]]
+    return [(*run.span_s(action), KINDS[action.kind], action.stage, action.micro_batch) for action in run.schedule[device]]
 
 
 def add_critical(lanes: SpanLanes, run: Execution, begin_ns: int, replica: int) -> None:

@@ -14,8 +14,9 @@ import msgspec
 import pytest
 import torch
 
+from penstock.processes.states import started_ticks
 from penstock.runtime.devices.loads import GpuLoad, LoadAsked, LoadTold, RankLoads, forget_loads, load_path, told_path
-from penstock.runtime.telemetry.process_files import RankProcess, started_ticks
+from penstock.runtime.telemetry.process_files import RankProcess
 
 OWN = RankProcess(os.getpid(), started_ticks(os.getpid()) or 0, socket.gethostname(), "")
 

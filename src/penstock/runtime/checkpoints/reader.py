@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.errors import InputError, near_misses, plural
+from penstock.errors import InputError, first_of, near_misses, plural
 from penstock.runtime.checkpoints.files import DTYPE_NAMES, checksum, tensor_bytes
 from penstock.runtime.checkpoints.folder import find_checkpoint
 from penstock.runtime.checkpoints.layout import TensorPiece
@@ -81,13 +81,13 @@ class Checkpoint:
         """
         chosen = None if kinds is None else set(kinds)
         given = {name: t.shape for name, t in self.manifest.tensors.items() if chosen is None or name.partition("/")[0] in chosen}
-        missing, extra = [n for n in expected if n not in given], [n for n in given if n not in expected]
+        missing, extra = [repr(n) for n in expected if n not in given], [repr(n) for n in given if n not in expected]
         if missing:
             raise InputError(
-                f"{self._where} lacks {_listed(missing)}. It holds {', '.join(self.kinds)}. Is it of another model or optimizer?"
+                f"{self._where} lacks {first_of(missing, 4)}. It holds {', '.join(self.kinds)}. Is it of another model or optimizer?"
             )
         if extra:
-            raise InputError(f"{self._where} holds {_listed(extra)}, for which the model has no place. Is it of another model?")
+            raise InputError(f"{self._where} holds {first_of(extra, 4)}, for which the model has no place. Is it of another model?")
         for name, shape in expected.items():
             if given[name] != tuple(shape):
                 raise InputError(f"{self._where}: '{name}' has shape {list(given[name])}, the model needs {list(shape)}.")
@@ -196,8 +196,3 @@ class PiecesInMemory:
 def _inside(part: Box, whole: Box) -> tuple[slice, ...]:
     """Where a box lies in the tensor of one that covers it."""
     return tuple(slice(a - origin, b - origin) for (a, b), (origin, _) in zip(part, whole, strict=True))
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return ", ".join(repr(name) for name in names[:4]) + more

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, first_of
 from penstock.plans.ranks import seats_of
 
 if TYPE_CHECKING:
@@ -47,13 +46,13 @@ def describe_divergence(rank: Rank, program: Program, result: StepResult, number
             samples = ", ".join(str(one) for one in ids[:count])
             named.append(f"rank {number}, stage {stage}, micro-batch {micro_batch}, samples {samples}{more}")
     if named:
-        return f"{_listed(named, '; ')}: the loss of step {step} is {result.loss.item()}"
+        return f"{first_of(named, _MAX_NAMED, '; ')}: the loss of step {step} is {result.loss.item()}"
     for number, row in zip(rank.world.ranks, result.shares.cpu(), strict=True):
         ops = [rank.model.ops[int(place)].name for place in torch.nonzero(~torch.isfinite(row[:-2])).flatten()]
         if ops:
-            named.append(f"rank {number}, stage {stages[number]}, ops {_listed(ops)}")
+            named.append(f"rank {number}, stage {stages[number]}, ops {first_of(ops, _MAX_NAMED)}")
     norm = math.nan if result.norm is None else result.norm.item()
-    return f"{_listed(named, '; ')}: the norm of the gradients of step {step} is {norm:g}, its loss {result.loss.item():g}"
+    return f"{first_of(named, _MAX_NAMED, '; ')}: the norm of the gradients of step {step} is {norm:g}, its loss {result.loss.item():g}"
 
 
 def _bad_losses(rank: Rank, program: Program, iteration: int) -> list[list[int]]:
@@ -67,8 +66,3 @@ def _bad_losses(rank: Rank, program: Program, iteration: int) -> list[list[int]]
             break
     found: list[list[int]] = rank.world.gather(torch.tensor(row, device=rank.world.device)).tolist()
     return found
-
-
-def _listed(names: Sequence[str], between: str = ", ") -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return between.join(names[:_MAX_NAMED]) + more

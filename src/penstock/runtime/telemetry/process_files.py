@@ -12,8 +12,9 @@ import msgspec
 
 from penstock.errors import InputError
 from penstock.files import readable_bytes, write_text
+from penstock.processes.states import started_ticks
 
-__all__ = ["NODE", "RankProcess", "forget_processes", "forget_this_process", "named_process", "read_process", "started_ticks"]
+__all__ = ["NODE", "RankProcess", "forget_processes", "forget_this_process", "named_process", "read_process"]
 
 _FILES = "*.process.json"
 RANK, NODE = "rank", "node"
@@ -40,15 +41,6 @@ class RankProcess(msgspec.Struct, frozen=True):
     def user(self) -> int:
         """Whose it is; only of one that is here."""
         return os.stat(f"/proc/{self.pid}").st_uid
-
-
-def started_ticks(pid: int) -> int | None:
-    """When a process was started; None if there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    return int(text.rpartition(")")[2].split()[19])
 
 
 @contextmanager
