@@ -93,6 +93,13 @@ def test_links_lead_somewhere() -> None:
     assert broken == []
 
 
+def test_every_page_is_in_the_navigation_and_linked_from_the_first() -> None:
+    docs = ROOT / "docs"
+    named = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    linked = set(re.findall(r"\]\(([^)#]+\.md)", (docs / "index.md").read_text(encoding="utf-8")))
+    assert {str(path.relative_to(docs)) for path in docs.rglob("*.md")} == named == {*linked, "index.md"}
+
+
 def anchors(path: Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
@@ -257,6 +264,26 @@ def test_the_first_command_and_its_output_are_the_same_on_both_first_pages() -> 
     assert shown[0] == shown[1] and command[0] == command[1]
     assert command[0].startswith("penstock ") and len(command[0].splitlines()) == 1  # which `test_the_commands_run` runs
     assert all(len(line) <= 80 for line in shown[0].splitlines())
+
+
+SIMULATED = "simulate examples/plans/gpt-1.3b-pp4.json"
+
+
+@pytest.mark.parametrize(
+    ("path", "place", "command"),
+    [
+        ("docs/schedules.md", 0, SIMULATED),
+        ("docs/schedules.md", 1, f"{SIMULATED} --schedule zero-bubble"),
+        ("docs/getting-started.md", 0, "search --model gpt-1.3b --cluster 4xa100-40gb --global-batch 64"),
+    ],
+)
+def test_pages_show_what_commands_say(path: str, place: int, command: str) -> None:
+    """To the digit, up to where a line ends in dots."""
+    verb, *arguments = shlex.split(command)
+    status, said = on_terminal([verb, *(str(ROOT / one) if "/" in one else one for one in arguments)], 90)
+    assert status == 0
+    shown = blocks(path, "text")[place].replace(" …", "\n\n")
+    assert [part for part in shown.split("\n\n") if plain(part) not in plain(said)] == []
 
 
 def require_shown(arguments: list[str]) -> None:
