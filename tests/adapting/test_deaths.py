@@ -112,7 +112,7 @@ def test_a_spare_takes_the_place_of_a_device_that_is_broken(data: str, tmp_path:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"spares": 3, "on_death": "recover"}, "cluster has 4 devices, of which 2 come after rank 1"),
+    [({"spares": 3, "on_death": "recover"}, "cluster has 4 devices, 2 of them after rank 1"),
      ({"spares": 1}, "Add --on-death recover"),
      ({"disturbance": Disturbance(strikes=(DisturbanceStrike("kill", None, "update"),))}, "the store is to be struck, but this run has 1")],
 )  # fmt: skip

@@ -161,5 +161,5 @@ def test_nodes_that_were_started_for_something_else_are_refused(data: str, tmp_p
                 PlanTrainer(placed(wrong, 1, port)).train()
         assert PlanTrainer(placed(run, 1, port)).train().ended_by == 0  # the right one is met all the same
     assert len(steps_of(run)) == 3
-    with pytest.raises(InputError, match="--node-rank is 2, but the plan has work for 2 nodes: 0 to 1"):
+    with pytest.raises(InputError, match="--node-rank is 2, but the plan has work for 2 nodes, numbered from 0"):
         PlanTrainer(placed(run, 2, port))

@@ -82,7 +82,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(folder: Path, tmp_path: Path) 
         told, err = launcher.ended()
     assert launcher.status == 130, err
     done = len(losses_of(run))
-    assert f"SIGINT ended the run after {done} of {ENDLESS} steps" in err and f"go on from there with `--resume {run}`" in err
+    assert f"SIGINT ended the run after {done} of {ENDLESS:,} steps" in err and f"go on from there with `--resume {run}`" in err
     assert "Traceback" not in err and f"trained {done} steps" in told
     eventually(lambda: not processes_of(launcher.pid))
     assert Checkpoint(find_checkpoint(run)).step == done
@@ -119,6 +119,6 @@ def test_sigterm_as_processes_of_torchrun_get_it(folder: Path, tmp_path: Path) -
                 os.kill(rank.pid, signal.SIGTERM)
         err = "".join(rank.ended()[1] for rank in ranks)
     done = len(losses_of(run))
-    assert err.count(f"SIGTERM ended the run after {done} of {ENDLESS} steps") == 1, err
+    assert err.count(f"SIGTERM ended the run after {done} of {ENDLESS:,} steps") == 1, err
     assert [rank.status for rank in ranks] == [143, 143] and not any(processes_of(rank.pid) for rank in ranks)
     assert Checkpoint(find_checkpoint(run)).step == done

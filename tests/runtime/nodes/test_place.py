@@ -50,7 +50,7 @@ def test_the_key_is_never_used_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "ab" * 16)
     assert len({bytes.fromhex("ab" * 16), node_key(), store_key()}) == 3
     monkeypatch.setenv(KEY_VARIABLE, "ab")
-    with pytest.raises(InputError, match="has 1 bytes; at least 16"):
+    with pytest.raises(InputError, match="has 1 byte; at least 16"):
         node_key()
 
 
