@@ -25,7 +25,7 @@ class RunWitness:
         self._folder = folder
 
     def tell(self, event: str, step: int, text: str, *, ranks: Sequence[int] = (), pause_s: float | None = None) -> None:
-        """One more event."""
+        """Adds an event to those of the run."""
         append_event(self._folder, RunEvent(event, step, time.time(), text, ranks=tuple(ranks), pause_s=pause_s))
 
     def smaller_plan(self, plan: Plan, lost: Sequence[int], devices: Sequence[int]) -> Plan:

@@ -142,7 +142,7 @@ class Decider:
 
 
 def _cheapest_adequate(options: tuple[Remedy, ...]) -> Remedy:
-    """Of the options that can be done, the first that is no slower than the best by more than `ADEQUATE`."""
+    """The first option that can be done and is slower than the best by no more than `ADEQUATE`."""
     possible = [option for option in options if not option.refused]
     best_s = min(option.time_s for option in possible)
     return next(option for option in possible if option.time_s <= (1 + ADEQUATE) * best_s)

@@ -132,7 +132,7 @@ def aborted(step: int, time_s: float, error: PenstockError, request: str | None 
 
 
 def append_event(folder: str | Path, event: RunEvent) -> None:
-    """One more line, of another process than the run's first."""
+    """Adds an event to the file of a run, as processes other than the run's first do."""
     with open_lines(Path(folder) / EVENTS) as file:
         write_line(file, event)
 

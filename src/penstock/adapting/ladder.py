@@ -115,7 +115,7 @@ class Ladder:
         return self._estimators[key]
 
     def time_s(self, plan: Plan, speeds: Speeds) -> float:
-        """One iteration of a plan at some speeds."""
+        """Seconds of one iteration of a plan while devices have these speeds."""
         return self._timed(plan, speeds).time_s
 
     def _timed(self, plan: Plan, speeds: Speeds) -> Estimate:
@@ -251,7 +251,7 @@ def _reordered(plan: Plan, slow: Sequence[int], estimator: Estimator) -> Iterato
 
 
 def _without(plan: Plan, slow: Sequence[int], speeds: Speeds, estimator: Estimator) -> Iterator[Plan]:
-    """Of several replicas those that nothing slows, else the pipeline without the slow group."""
+    """The plan without what is slow: without its slow replicas where there are several, else without the slow device group."""
     if plan.num_replicas > 1:
         kept = [r for r in range(plan.num_replicas) if not any(_is_slow(speeds, stage.devices[r]) for stage in plan.stages)]
         if kept and len(kept) < plan.num_replicas:

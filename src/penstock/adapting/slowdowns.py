@@ -59,7 +59,8 @@ class Slowdowns:
         return self.of_stage({op_class: 1.0}, spread=0.0)
 
     def of_stage(self, predicted_s: Mapping[OpClass, float], spread: float = OWN_SPREAD) -> ClassSlowdown:
-        """Of a pass, or a whole stage, for which so many seconds are predicted in each class: also one that the rank does not have."""
+        """The slow-down of a pass, or of a whole stage, from the seconds that are predicted for it in each class; the rank need not have
+        that stage."""
         total = sum(predicted_s.values())
         shares = np.array([predicted_s.get(op_class, 0.0) / total for op_class in self.classes])
         factor = float(shares @ self.factors)

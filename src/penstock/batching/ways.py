@@ -102,7 +102,7 @@ class BatchWays:
 
 
 def _with_others_away(costs: PipelineCosts, mode: int) -> PipelineCosts:
-    """The same costs where all recomputation modes but one fit nowhere; all stay in the list, since batches name modes by number."""
+    """Costs in which all recomputation modes but one fit nowhere; all stay in the list, since batches name modes by number."""
 
     def alone(grid: LayoutCosts) -> LayoutCosts:
         values = np.full_like(grid.values, np.inf)
@@ -113,7 +113,7 @@ def _with_others_away(costs: PipelineCosts, mode: int) -> PipelineCosts:
 
 
 def one_mode(costs: PipelineCosts, mode: int) -> PipelineCosts:
-    """The same pipeline with one recomputation mode for all, as DynaPipe plans."""
+    """Costs that know one recomputation mode alone, which all micro-batches then have, as DynaPipe plans."""
     one = _changed(costs, lambda grid: LayoutCosts(grid.axes, grid.values[..., mode : mode + 1, :].copy()))
     return replace(one, modes=costs.modes[mode : mode + 1])
 

@@ -40,7 +40,7 @@ def cause_sentence(cause: StepDifference, stages: Sequence[int]) -> str:
 
 
 def comparison(plan: Plan, result: TrainResult, predicted: PredictedSteps) -> dict[str, Any]:
-    """The same as numbers, for `--json`."""
+    """Predicted and measured parts of a step and the largest cause of their difference, as plain data for `--json`."""
     from penstock.plans.ranks import seats_of
     from penstock.runtime.telemetry.parts import largest_cause
 

@@ -66,7 +66,7 @@ class MemoryBreakdown:
 
     @property
     def total_bytes(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         return sum(size for _, size in self._items())
 
     @property

@@ -41,7 +41,7 @@ class OpBytes(NamedTuple):
 
 
 class OpPeaks(NamedTuple):
-    """The same as measured: the fullest moments of both passes above the level when each began."""
+    """What an op was measured to keep, and the fullest moments of its passes above the level when each began."""
 
     kept: float
     forward_peak: float

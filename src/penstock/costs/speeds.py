@@ -68,7 +68,7 @@ class Speeds:
 
     @classmethod
     def of(cls, ranks: Mapping[int, float], links: Mapping[tuple[int, int], float] | None = None) -> Speeds:
-        """The same factor for all classes of a rank's ops; what is neither slower nor faster is left out."""
+        """Speeds with one factor for all classes of a rank's ops; what is neither slower nor faster is left out."""
         slowed = {rank: dict.fromkeys(OpClass, factor) for rank, factor in ranks.items() if factor != 1.0}
         return cls(slowed, {pair: factor for pair, factor in (links or {}).items() if factor != 1.0})
 

@@ -14,7 +14,7 @@ _ENDS_BYTES = 1 << 20
 
 
 def fingerprint(data: DataSet) -> str:
-    """The same for the same samples, wherever their folder lies."""
+    """A text that is equal for equal samples, wherever their folder lies."""
     if data.folder.is_dir():
         files = sorted(path for path in data.folder.glob(f"{data.split}_*") if path.is_file())
     else:  # a pair of files of Megatron-LM

@@ -117,7 +117,7 @@ class _Heard:
         self.state, self.control = state(global_step=found.first_step, max_steps=steps), control()
 
     def call(self, event: str, **more: Any) -> None:
-        """One event, to each of them; a control that one returns replaces the last."""
+        """Calls each callback's method of that event; a control that one returns replaces the last."""
         for callback in self._callbacks:
             none = dict.fromkeys(("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"))
             self.control = getattr(callback, event)(self.args, self.state, self.control, **none, **more) or self.control

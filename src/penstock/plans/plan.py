@@ -125,7 +125,7 @@ class StageMemory:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 

@@ -109,7 +109,7 @@ Run = Callable[[Carry, Batch, Marks, bool], Passed]
 
 
 def _run(ops: Sequence[OpModule], carry: Carry, batch: Batch, marks: Marks, whole: bool = False) -> Passed:
-    """One forward and backward pass with marks between its ops; `whole`, with those at its ends and between the two passes alone."""
+    """Runs a forward and a backward pass with marks between ops; with `whole` only at both ends and between the two passes."""
     forward, backward = [marks.mark()], {}
 
     def note(index: int, grad: torch.Tensor) -> None:

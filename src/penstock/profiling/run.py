@@ -260,7 +260,7 @@ class Profiler:
         self, unit: Unit, chain: Chain | ModuleChain, places: Sequence[PlacedOp], batch: Batch, inputs: Sequence[TensorSpec], repeats: int,
         run: Run | None = None,
     ) -> Iterator[list[OpMeasure]]:
-        """One measurement; a second one where the first was disturbed."""
+        """Measures once, and once more where the first measurement was disturbed."""
         usual_s = WARMUP_S if self.device.type == "cuda" else 0.0
         warm_up_s = usual_s if self.warm_up_s is None else self.warm_up_s
         for _ in range(2):

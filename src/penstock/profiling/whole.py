@@ -66,7 +66,8 @@ class WholeChain:
         return [min(found) for found in times]
 
     def _device_factor(self, round_number: int, host: float) -> float:
-        """Of large work: the (geometric) mean over shapes that are none of the grid, others each round, which the host is well ahead of."""
+        """Measured over predicted time of large work, which the host is well ahead of: the geometric mean over shapes that are not in the
+        grid, others each round."""
         ratios = []
         for lengths in (one for size in USUAL_TOKENS[round_number - 1 :: ROUNDS] for one in usual_lengths(self.model, size)):
             batch = random_model_batch(self.model, lengths, self.device)

@@ -159,7 +159,7 @@ class _Replica:
                     )
 
     def programs(self, iteration: int, loss_tokens: int, num_samples: int) -> list[i.Program]:
-        """One for each rank."""
+        """The program of each rank."""
         last: dict[tuple[int, int], int] = defaultdict(int)
         for transfer in self._transfers():
             self._begin(transfer, last)

@@ -41,6 +41,6 @@ class Columns:
     held: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, values: NDArray[Any]) -> int:
-        """One more array; its number."""
+        """Adds an array; returns its number."""
         self.held.append(packed(values))
         return len(self.held) - 1

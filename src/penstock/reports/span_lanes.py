@@ -57,7 +57,7 @@ class SpanLanes:
         self, name: str, group: str, role: str, start_ns: Integers, end_ns: Integers, kind: Integers, stage: Integers,
         micro_batch: Integers, begin_ns: int = 0, replica: int = 0,
     ) -> None:  # fmt: skip
-        """The same as arrays, `kind` as `kind` numbers them."""
+        """Adds a lane whose spans are given as arrays; `kind` has the numbers that the method of that name gives."""
         gap_ns = start_ns - np.concatenate([np.zeros(1, np.int64), end_ns])[:-1] if len(start_ns) else start_ns
         part = tuple(np.ascontiguousarray(one, dtype=np.int64) for one in (gap_ns, end_ns - start_ns, kind, stage, micro_batch))
         key = b"|".join(one.tobytes() for one in part)

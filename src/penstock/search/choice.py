@@ -34,7 +34,7 @@ class Choice:
         return cls(with_prediction(plan, estimate), estimate, kind)
 
     def clocked(self) -> Choice:
-        """The same plan, timed by the clock instead of the closed formula."""
+        """This choice, timed by the clock instead of the closed formula."""
         from penstock.timing.planned import clocked
 
         return Choice.of(self.plan, clocked(self.plan, self.estimate), self.kind)

@@ -73,12 +73,12 @@ class Outcome:
 
     @property
     def simple_first(self) -> tuple[Choice, ...]:
-        """As many plans as `choices`, the one to offer before the others."""
+        """As many plans as `choices`, with the one that is offered first."""
         others = (choice for choice in self.choices if choice is not self.offered)
         return (self.offered, *others)[: len(self.choices)]
 
     def as_part_of(self, request: Request, note: str) -> Outcome:
-        """The same plans on the first devices of a larger cluster."""
+        """This outcome with its plans on the first devices of a larger cluster."""
 
         def placed(choice: Choice) -> Choice:
             plan = replace(choice.plan, cluster=request.frame.cluster, notes=(*choice.plan.notes, note))

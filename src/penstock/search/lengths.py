@@ -51,32 +51,32 @@ class LengthsChoice:
 
     @property
     def time_s(self) -> float:
-        """Of an iteration, on average."""
+        """Seconds of an iteration, on average over the batches."""
         return fmean(batch.predicted_s for batch in self.batches)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens that count, padding left out."""
+        """Tokens a second, padding left out."""
         return self.num_tokens / self.time_s
 
     @property
     def num_tokens(self) -> float:
-        """The same in an iteration, on average."""
+        """Tokens of an iteration, padding left out, on average over the batches."""
         return fmean(batch.num_tokens for batch in self.batches)
 
     @property
     def num_micro_batches(self) -> float:
-        """Of an iteration, on average."""
+        """Micro-batches of an iteration, on average over the batches."""
         return fmean(batch.num_micro_batches for batch in self.batches)
 
     @property
     def padding_share(self) -> float:
-        """Of the computed token positions."""
+        """The share of computed token positions that is padding."""
         return fmean(batch.padding_share for batch in self.batches)
 
     @property
     def peak_bytes(self) -> float:
-        """Of the fullest device, in the worst of the batches."""
+        """What the fullest device holds at most, in the worst of the batches."""
         return max(batch.peak_bytes for batch in self.batches)
 
     @cached_property
@@ -125,7 +125,7 @@ def _drawn(samples: Sequence[SampleLengths], count: int) -> Iterator[list[Sample
 
 
 def _of_one_length(request: Request, samples: Sequence[SampleLengths]) -> Request:
-    """The same number of tokens in samples of one length, in a number that many devices can divide."""
+    """The request with as many tokens in samples of one length, whose number the devices can divide."""
     own, decoder = [sample.length for sample in samples], [sample.dec_length for sample in samples]
     length = _attended(own)
     wanted = request.frame.global_batch * fmean(own) / length

@@ -30,18 +30,18 @@ class OneDevice:
         self._parts = [(rank, Partitions([*families(request.on(cluster.one_of(rank)))])) for rank in firsts]
 
     def bound(self) -> float:
-        """Of the fastest kind."""
+        """The bound of the kind of device that is fastest alone."""
         return min((part.bound() for _, part in self._parts), default=math.inf)
 
     def best(self, progress: Progress) -> None:
-        """The fastest on each kind."""
+        """Adds the best plans on one device of each kind."""
         for rank, part in self._parts:
             own = replace(progress, known_s=progress.limit_s, choices=[])
             part.best(own)
             self._take(own, progress, rank)
 
     def prove(self, progress: Progress) -> None:
-        """As of a cluster of one device."""
+        """Sharpens the bounds as for clusters of one device."""
         for rank, part in self._parts:
             own = replace(progress, known_s=progress.best_s, choices=[])
             part.prove(own)

@@ -80,11 +80,11 @@ class Progress:
         return min([self.best_s / (1 + GOOD_GAP), *(line.bound_s for line in self.lines)])
 
     def fastest(self, number: int) -> list[Choice]:
-        """So many of the plans found."""
+        """The fastest `number` of the plans found."""
         return sorted(self.choices, key=lambda choice: choice.estimate.time_s)[:number]
 
     def add(self, choice: Choice | None) -> None:
-        """One more plan, if there is one."""
+        """Adds a plan to those found, if there is one."""
         if choice is not None:
             self.choices.append(choice)
 

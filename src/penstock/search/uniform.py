@@ -49,13 +49,13 @@ class UniformPlans:
     missing where nothing fits, and shows what a grid would have found."""
 
     def __init__(self, request: Request, top: int) -> None:
-        """Of which the `top` best are kept."""
+        """Keeps the `top` best."""
         self._request, self._top = request, top
         self.reason: InfeasibleError | None = None
         """Why no uniform plan fits, if none does."""
 
     def bound(self) -> float:
-        """Nothing of its own."""
+        """Infinite: exact partitions bound these plans too."""
         return math.inf
 
     def best(self, progress: Progress) -> None:
@@ -71,7 +71,7 @@ class UniformPlans:
         progress.choices += [Choice.of(choice.plan, choice.estimate) for choice in kept.values()]
 
     def prove(self, progress: Progress) -> None:
-        """Nothing is left to prove."""
+        """Does nothing: exact partitions prove what there is to prove."""
 
 
 def best_plans(

@@ -71,7 +71,7 @@ class Relaxed:
 
     @property
     def time_s(self) -> float | None:
-        """Of one iteration."""
+        """Seconds of one iteration, if a plan was found."""
         return None if self.choice is None else self.choice.estimate.time_s
 
 

@@ -52,7 +52,7 @@ class Job:
             raise InputError(f"the store of job '{self.id}' may be away for {self.away_s} s; a number of seconds was expected.")
 
     def adopted(self, first: int, num_ranks: int) -> Job:
-        """The same job under its next plan, which begins at iteration `first`; all who agree on this job agree on that one."""
+        """This job under its next plan, which begins at iteration `first`; all who agree on this job agree on that one."""
         return replace(self, first=first, num_ranks=num_ranks, generation=self.generation + 1)
 
     @classmethod

@@ -22,7 +22,7 @@ ASKED = "disturbance.jsonl"
 
 
 def ask(folder: str | Path, change: DisturbanceChange) -> None:
-    """One more line, written at once: several who ask at the same time do not get in each other's way."""
+    """Adds a line to the file, in one write: several who ask at the same time do not get in each other's way."""
     path = Path(folder) / ASKED
     try:
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)

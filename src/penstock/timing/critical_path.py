@@ -84,7 +84,7 @@ class _Known:
         return max([*ends, *sent, *passes], key=lambda one: one[0])[1]
 
     def span_s(self, event: _Event) -> tuple[float, float]:
-        """Its begin and end."""
+        """When an event begins and ends."""
         run = self._run
         if event.cause == _AFTER:
             return float(run.after_start_s[event.stage]), float(run.after_end_s[event.stage])

@@ -59,7 +59,7 @@ class TensorPiece:
 
     @property
     def key(self) -> str:
-        """Its name inside a file: that of the tensor, and where it begins unless it is the whole."""
+        """The piece's name inside a file: that of its tensor, and where it begins unless it is the whole."""
         if self.box == whole_box(self.shape):
             return self.name
         return f"{self.name}@{','.join(str(start) for start, _ in self.box)}"

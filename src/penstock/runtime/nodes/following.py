@@ -148,7 +148,7 @@ class FollowingNode(OtherNodes):
         return self._channel.take()
 
     def taken_lead(self, led: LedBy, why: str, *, has_left: bool = False) -> TakenLead:
-        """This node leads after `led`."""
+        """What this node says when it takes the lead from `led`."""
         assert self.started is not None
         expected = tuple(node for node in self.started.nodes if node not in (led.node, self._place.number))
         said = why.removeprefix(self._channel.who).strip(" .")

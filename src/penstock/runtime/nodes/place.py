@@ -76,7 +76,7 @@ def ranks_here(request: TrainRequest) -> tuple[int, ...]:
 
 
 def threads_here(request: TrainRequest, plan: Plan) -> int:
-    """Of each process under a plan, so that those with work share the cores of this machine."""
+    """How many threads each process has under a plan, so that those with work share the cores of this machine."""
     num_here = len(set(plan.ranks) & set(ranks_here(request)))
     return max(1, len(os.sched_getaffinity(0)) // max(1, num_here))
 

@@ -70,7 +70,7 @@ class _NodeJoins(Exception):
 
 
 class Supervisor:
-    """Of this node, for one run."""
+    """Starts and watches the ranks of this node for one run, and what leads or follows other nodes."""
 
     def __init__(
         self, request: TrainRequest, first_step: int, job: Callable[..., Any], watching: Any = None, witness: DeathWitness | None = None

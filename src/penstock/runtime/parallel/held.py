@@ -27,7 +27,7 @@ class Held:
 
     @property
     def stored_name(self) -> str:
-        """Its name in checkpoints, the same for all that share it."""
+        """The weight's name in checkpoints, one for all ops that share it."""
         return stored_name(self.place, self.name)
 
     @property

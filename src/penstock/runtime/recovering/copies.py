@@ -196,7 +196,7 @@ class Copies:
         return whole_copies((slot, head.step, head.generation, head.place, head.count) for slot, head in self.held())
 
     def slots(self, process: int) -> range:
-        """Those of one process."""
+        """The slots that belong to one process."""
         return range(process * SLOTS, (process + 1) * SLOTS)
 
     def head(self, slot: int) -> SlotHead:

@@ -104,7 +104,7 @@ def forget_faults(folder: str | Path) -> None:
 
 
 class RankFaults:
-    """One rank's view of them."""
+    """The faults that are asked of one rank."""
 
     def __init__(self, folder: str | Path, rank: int, *, is_first: bool = False) -> None:
         self._folder, self._names = Path(folder) / _FOLDER, [f"{who}-*.json" for who in (rank, *([FIRST_RANK] if is_first else []))]

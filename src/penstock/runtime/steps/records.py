@@ -86,7 +86,7 @@ class RunRecords:
         self._notes.clear()
 
     def _note_silence(self, errors: Iterable[tuple[str, object]]) -> None:
-        """Of each kind of record that a full disk has ended."""
+        """Notes once for each kind of record that it is no longer written, as on a full disk."""
         for what, error in errors:
             if error is not None:
                 self.note_once(what, f"{what} are no longer recorded: {error}.")

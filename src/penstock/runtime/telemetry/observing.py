@@ -44,7 +44,7 @@ class Observer(Protocol):
         """Instruction `index` of the program is about to run."""
 
     def done(self, index: int, start_ns: int, end_ns: int) -> None:
-        """It has run."""
+        """Instruction `index` has run."""
 
 
 class Observers:
@@ -64,7 +64,7 @@ class Observers:
             observer.at(index)
 
     def done(self, index: int, start_ns: int, end_ns: int) -> None:
-        """It has run."""
+        """Instruction `index` has run."""
         for observer in self._observers:
             observer.done(index, start_ns, end_ns)
 
@@ -127,7 +127,7 @@ class StageSpans:
             self._begun = moment(self.gpu)
 
     def done(self, index: int, start_ns: int, end_ns: int) -> None:
-        """It has run."""
+        """Instruction `index` has run."""
         if not self._instructions:
             return
         step, time_s = self._instructions[index], (end_ns - start_ns) * 1e-9

@@ -61,7 +61,7 @@ class ProfiledSteps:
             self._range.__enter__()
 
     def done(self, index: int, start_ns: int, end_ns: int) -> None:
-        """It has run."""
+        """An instruction has run."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None

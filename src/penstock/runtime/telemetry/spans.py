@@ -113,7 +113,7 @@ class SpanRecorder:
         self, kind: int, category: int, stage: int, micro_batch: int, start_ns: int, end_ns: int,
         _pack: object = _PACK.pack_into, _size: int = _SIZE,
     ) -> None:  # fmt: skip
-        """One span. The number of a kind is in `KINDS`."""
+        """Writes a span into the ring, or counts it as lost where there is no room; the number of a kind is in `KINDS`."""
         head = self._head
         if head - self._tail >= self.capacity:
             self.dropped += 1
@@ -130,7 +130,7 @@ class SpanRecorder:
         """An instruction is about to run."""
 
     def done(self, index: int, start_ns: int, end_ns: int) -> None:
-        """It has run."""
+        """An instruction has run."""
         step = self._instructions[index]
         kind, category, place = _HEADS[type(step)]
         stage, micro_batch = place(step)

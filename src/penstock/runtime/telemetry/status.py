@@ -92,6 +92,6 @@ class Status:
         )
 
     def done(self, index: int, start_ns: int, end_ns: int) -> None:
-        """It has run; after the last one the rank is between iterations."""
+        """An instruction has run; after the last one the rank is between iterations."""
         if index + 1 == self._count:
             _SLOT.pack_into(self._map, self._offset, self._iteration, -1, self._count, -1, -1, -1)

@@ -120,7 +120,7 @@ class LineLog:
         self._thread.start()
 
     def write(self, record: msgspec.Struct) -> None:
-        """One more record."""
+        """Has a record written by the log's own thread."""
         self._queue.put(record)
 
     def flush(self) -> None:

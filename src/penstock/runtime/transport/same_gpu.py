@@ -93,7 +93,7 @@ class _Mailbox:
         return first, over
 
     def views(self, first: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Its memory from a byte on, seen like each tensor in turn."""
+        """The mailbox's memory from a byte on, seen as tensors like the given ones, one after the other."""
         found = []
         for tensor in tensors:
             found.append(self.memory[first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape))

@@ -178,7 +178,7 @@ class _OptionArrays:
 
 
 def _arrays(family: PlanFamily, options: tuple[StageOption, ...]) -> _OptionArrays:
-    """Of the options of a family, put together once: a search bounds it many times."""
+    """Prices of a family's options as arrays, made once: a search bounds the family many times."""
     prices = family.prices
     if options in prices.bounded:
         return cast(_OptionArrays, prices.bounded[options])

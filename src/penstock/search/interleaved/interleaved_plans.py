@@ -19,13 +19,13 @@ class InterleavedPlans:
     """Plans of equal groups of devices with several chunks each, on devices of one kind."""
 
     def __init__(self, families: Sequence[PlanFamily]) -> None:
-        """Of all these families."""
+        """Looks for plans in all these families."""
         self._families = families
         self._lines: list[ProofLine] = []
         self._ways: list[Interleaving] = []
 
     def bound(self) -> float:
-        """Of the ways that might be faster than the best plan before they were searched."""
+        """The least bound of ways that might have been faster than the best plan when they were searched."""
         return weakest(self._lines)
 
     def best(self, progress: Progress) -> None:

@@ -48,7 +48,7 @@ class Interleaving:
 
     @property
     def subspace(self) -> Subspace:
-        """Its plans, as a proof names them."""
+        """The plans of this way, as a proof names them."""
         return Subspace((self.option,), self.groups * self.chunks, fine=True, equal=True)
 
     @cached_property
@@ -106,7 +106,7 @@ def _bound_s(family: PlanFamily, option: StageOption, groups: int, chunks: int) 
 
 
 def _work_bound_s(family: PlanFamily, option: StageOption, groups: int, chunks: int) -> float:
-    """Of the ops alone; infinite where all devices together cannot hold their weights and what they keep."""
+    """A bound from the ops alone; infinite where all devices together cannot hold their weights and what they keep."""
     numbers = family.prices.chain[0]
     state, kept, _ = family.prices.op_memory(option)
     held = _least_held(_before(family, option), groups, chunks, family.count)
@@ -128,7 +128,7 @@ def _least_held(before: Floats, groups: int, chunks: int, count: int) -> Ints:
 
 @cache
 def _in_flight(groups: int, chunks: int, count: int) -> tuple[tuple[int, ...], ...]:
-    """Of each group and chunk; no more than in two rounds, after which it is steady."""
+    """Micro-batches that each chunk of each group holds at once; counted over two rounds, after which it is steady."""
     return tuple(SCHEDULES[CHUNKED_SCHEDULE].in_flight(groups, group, min(count, 2 * groups), chunks) for group in range(groups))
 
 

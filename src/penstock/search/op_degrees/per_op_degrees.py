@@ -21,7 +21,7 @@ class PerOpDegrees:
         self._lines: list[ProofLine] = []
 
     def bound(self) -> float:
-        """Of the subspaces that were looked at."""
+        """The least bound of the subspaces that were looked at."""
         return weakest(self._lines)
 
     def best(self, progress: Progress) -> None:

@@ -34,7 +34,7 @@ class StageAfter:
         return float(before[last] - before[first]) + self._shared_s(option, first == 0, last == len(before) - 1)
 
     def longest(self, space: StageSpace, stages: Sequence[StageChoice]) -> float:
-        """Of the stage that takes longest."""
+        """What follows the last micro-batch in the stage where that takes longest."""
         return max(self.of(space.costs[stage.option].option, stage.first, stage.last) for stage in stages)
 
     def limited(self, space: StageSpace, limit_s: float) -> StageSpace:

@@ -86,7 +86,7 @@ class AnnealedPipelines:
 
     @cached_property
     def options(self) -> list[StageOption]:
-        """Of the subspace in which stages may differ."""
+        """Options of the subspace in which stages may differ."""
         return list(self.family.subspaces[0].options)
 
     @cached_property

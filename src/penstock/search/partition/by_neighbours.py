@@ -91,7 +91,7 @@ class NeighbourBound:
 
     @property
     def time_s(self) -> float:
-        """Of the weakest box."""
+        """The bound so far: that of the weakest box."""
         return self._boxes[0][0] if self._boxes else self._plain_s
 
     def sharpen(self) -> int:

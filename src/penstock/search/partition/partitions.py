@@ -48,11 +48,11 @@ class Partitions:
 
     @property
     def families(self) -> list[PlanFamily]:
-        """The least bound first."""
+        """The families, those with the least bounds first."""
         return [family for _, family in self._ranked]
 
     def bound(self) -> float:
-        """Of the family with the least; after the proof, of its weakest line."""
+        """The least bound of all families; after the proof, that of its weakest line."""
         if self._lines is not None:
             return weakest(self._lines)
         return self._ranked[0][0] if self._ranked else math.inf

@@ -149,7 +149,7 @@ def crossing(space: StageSpace, given: Sequence[StageChoice]) -> list[bool]:
 
 
 def _edges(space: StageSpace, given: Sequence[StageChoice]) -> list[tuple[bool, bool]]:
-    """Of each stage, whether it begins and ends where a node does."""
+    """For each stage whether it begins, and whether it ends, where a node does."""
     options = [space.costs[stage.option].option for stage in given]
     nodes = [space.machine.pools[option.pool].per_node for option in options]
     return [

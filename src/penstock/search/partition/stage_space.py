@@ -78,7 +78,7 @@ class Machine:
 
     @property
     def num_devices(self) -> int:
-        """Of all pools."""
+        """Devices of all pools together."""
         return sum(pool.num_devices for pool in self.pools)
 
     def memory(self, pool: int, spare: float = 0.0) -> MemoryRule:

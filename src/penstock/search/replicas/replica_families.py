@@ -89,22 +89,22 @@ class ReplicaFamily:
 
     @property
     def samples(self) -> int:
-        """Of a micro-batch."""
+        """Samples of a micro-batch."""
         return self.prices.samples
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """All of them."""
+        """The ranks of each stage in every replica."""
         return self.layout.replicas
 
     @property
     def tp(self) -> int:
-        """Of every stage."""
+        """The tensor-parallel degree of every stage."""
         return self.layout.tp
 
     @property
     def depth(self) -> int:
-        """Stages."""
+        """Stages of a replica."""
         return len(self.replicas[0])
 
     @property
@@ -117,7 +117,7 @@ class ReplicaFamily:
 
     @property
     def subspace(self) -> Subspace:
-        """Its plans, as a proof names them."""
+        """The plans of this family, as a proof names them."""
         return Subspace(tuple(self._option(kind) for kind in self.layout.kinds), self.depth, fine=True, equal=True)
 
     @cached_property

@@ -33,7 +33,7 @@ class UnequalReplicas:
             yield heapq.heappop(waiting)[2]
 
     def bound(self) -> float:
-        """Of the family with the least; after the proof, of its weakest line."""
+        """The least bound of all families; after the proof, that of its weakest line."""
         if self._proven_s is not None:
             return self._proven_s
         return next((family.bound_s for family in self._ranked()), math.inf)

@@ -95,7 +95,7 @@ class PlanFamily:
 
     @property
     def num_devices(self) -> int:
-        """Of one replica."""
+        """Devices of one replica."""
         return sum(pool.num_devices for pool in self.pools)
 
     @property

@@ -93,6 +93,7 @@ class FamilyPrices:
 
     @property
     def _of_batch(self) -> int:
+        """Micro-batches of a replica in one global batch."""
         return self.request.frame.global_batch // self.replicas // self.samples
 
     @cached_property
@@ -103,7 +104,7 @@ class FamilyPrices:
 
     @property
     def num_devices(self) -> int:
-        """Of one replica."""
+        """Devices of one replica."""
         return sum(pool.num_devices for pool in self.pools)
 
     @cached_property
@@ -245,7 +246,8 @@ class FamilyPrices:
         return self._common("shared", (), found)
 
     def ends_between_s(self, first: StageOption, last: StageOption) -> float:
-        """The same between stages of two options in different nodes, which divide the weight if both do."""
+        """Time to add up the gradients of the weight that the first op shares with a later one, between stages of two options in
+        different nodes; they divide the weight if both options do."""
         cluster, tp, (user, shared_bytes) = self.request.estimator.cluster, min(first.tp, last.tp), self.shared
         pairs = max(first.num_devices, last.num_devices)
         sharing = max(self._flows(option, pairs) for option in (first, last))

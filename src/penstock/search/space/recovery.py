@@ -80,7 +80,7 @@ class Recovery:
 
 
 def _passed(model: Model, chain: list[int], kept: tuple[tuple[KeptPart, ...], ...]) -> tuple[Quantity, ...]:
-    """Of each distinct op, the most of all its copies."""
+    """For each distinct op the bytes made in its block up to it that later ops keep: the most of all its copies."""
     total = [NOTHING] * len(chain)
     for keeper, parts in enumerate(kept):
         for part in parts:

@@ -46,7 +46,7 @@ class StageScore:
 
     @property
     def time_s(self) -> float:
-        """All of it."""
+        """Compute, recomputation and messages together."""
         return self.compute_s + self.recompute_s + self.messages_s
 
 
@@ -59,7 +59,7 @@ class AcesoScore:
 
     @property
     def time_s(self) -> float:
-        """One iteration."""
+        """Seconds of one iteration."""
         times = [stage.time_s for stage in self.stages]
         return (self.num_micro_batches - 1) * max(times) + sum(times)
 
