@@ -79,19 +79,15 @@ class Striker:
         self.now: FaultCase | None = None
         self.done: list[FaultCase] = []
         self.wrong: list[str] = []
-        self._after, self._until, self._moves = 3, 0, False
+        self._after, self._until = 3, 0
 
     def hear(self, told: StepTold) -> None:
         """A new step was done: the last fault is over if a few followed it."""
         if told.step < self._after:
             return
-        if self._moves:  # all have seen the fault that is to be met in it
-            other = next(plan for plan in self.plans if plan != plan_of_run(self.out))
-            ask_for(self.out, other, told.step + _LEAD)
-            self._after, self._moves = told.step + _LEAD, False
-            return
         if self.now is not None:
             if not self._is_over(told.step):
+                self._move(told.step + _LEAD)
                 return
             self.done.append(self.now)
         self.now = next(self.left, None)
@@ -101,9 +97,15 @@ class Striker:
             return
         first = told.step + _LEAD
         self._strike(self.now, first)
-        self._moves = self.now.phase in (MOVING, COMMITTING)
         begun = read_steps(self.out / "steps.jsonl")[-1].step + 1  # by now: on a busy machine more were done than were told of
-        self._after, self._until = begun + 2 * _LEAD, begun + _MOST_STEPS
+        self._after, self._until = begun + 2 * _LEAD, begun + _MOST_STEPS  # all have seen the fault by then
+
+    def _move(self, step: int) -> None:
+        """Asks for the move in which a fault is to be met, and again where one victim ended it before the others had met theirs."""
+        assert self.now is not None
+        if self.now.phase in (MOVING, COMMITTING) and not (self.out / "replan.json").exists():
+            ask_for(self.out, next(plan for plan in self.plans if plan != plan_of_run(self.out)), step)
+            self._after = step
 
     def _is_over(self, step: int) -> bool:
         """Whether all that was asked for has happened: whoever meets a fault, or makes a move, removes its file."""
