@@ -1,7 +1,7 @@
 """Load that comes and goes beside one device of a pipeline, as in DynPipe's Fig. 12 and 13: five policies, simulated by our clocks.
 
     python benchmarks/dynpipe.py                        VGG16 with DynPipe's published layer profile, ResNet-50 and BERT with ours
-    python benchmarks/dynpipe.py --data FOLDER          where `vgg16_layer_profile.csv` lies (../shared/data/dynpipe unless given)
+    python benchmarks/dynpipe.py --data FOLDER          where `vgg16_layer_profile.csv` lies (dynpipe/ in PENSTOCK_DATA unless given)
     python benchmarks/dynpipe.py vgg16 --out FOLDER     one model; raw times of every minibatch as CSV (into `dynpipe/` unless given)
     python benchmarks/dynpipe.py paced                  VGG16 that really trains, at the profile's pace (`dynpipe_paced.py`): static, ours
 
@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
 import sys
 import tempfile
 from itertools import pairwise
@@ -91,7 +92,7 @@ def main() -> int:
     """Prints tables and writes raw times; 1 if a figure of VGG16 is not reached."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{', '.join(MODELS)}; all unless given")
-    parser.add_argument("--data", type=Path, default=Path(__file__).parents[1].parent / "shared" / "data" / "dynpipe")
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("PENSTOCK_DATA", ".")) / "dynpipe")
     parser.add_argument("--out", type=Path, default=Path("dynpipe"), help="folder for raw times")
     given = parser.parse_args()
     if unknown := set(given.models) - {*MODELS, PACED}:
