@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from module_cases import PLAIN, GivenBatch, described, module_case, own_loop, plain_training, save_values
+from module_zoo import LongSkips
 from runtime_cases import Case, Choice, make_case
 from safetensors.torch import load_file
+from torch import nn
 from training_jobs import RandomSource
 
+from penstock import DynamicLoader, find_plans
 from penstock.errors import InputError
 from penstock.models.description import model_to_description
 from penstock.models.modules import build_chain
@@ -167,6 +170,8 @@ def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     origin = described("long_skips").config["origin"]
     with pytest.raises(InputError, match=r"the plan is of another module: it has 'embed' where llama has 'model.embed_tokens'"):
         parallelize(origin.replace(":long_skips", ":llama"), one_rank())
+    with pytest.raises(InputError, match=r"of another module: in 'embed' its weight 'weight' is 97 × 32, and 97 × 16 in LongSkips"):
+        parallelize(LongSkips(width=16), one_rank())
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(InputError, match=r"the plan has 1 rank, but 3 processes were started"):
         parallelize(origin, one_rank())
@@ -177,6 +182,27 @@ def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(model, Parallel)
     with pytest.raises(InputError, match=r"the optimizer holds weights of another rank: make it with model.optimizer\(…\)."):
         list(model.parameters())
+
+
+def test_weights_that_nothing_uses_stay_as_they_are() -> None:
+    """As under plain torch, which updates no weight without a gradient; an optimizer here would decay it."""
+
+    class Idle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head, self.idle = nn.Embedding(20, 8), nn.Linear(8, 20), nn.Linear(3, 3)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embed(ids))  # type: ignore[no-any-return]
+
+    net, rows = Idle(), [[1, 2, 3, 4]] * 8
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    plan = find_plans(net, "1xcpu", data=rows, tokens_per_batch=16, costs="roofline")[0]
+    model = parallelize(net, plan)
+    optimizer = model.optimizer(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    model.step(next(iter(DynamicLoader(rows, plan)))[1])
+    optimizer.step()
+    assert {name for name, p in net.named_parameters() if torch.equal(p, before[name])} == {"idle.weight", "idle.bias"}
 
 
 ONE: Choice = {"family": "llama", "pp": 1, "tp": 1, "dp": 1, "replicas": 1, "schedule": "gpipe", "layout": "packed", "recompute": "none",

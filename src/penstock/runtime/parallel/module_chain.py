@@ -61,8 +61,11 @@ class CutModule:
         self.division = Division(self.module, styles)  # before units are skipped: some divided parts are units
         self.skipping = Skipping(self.module)
         self.skipping.trace(lambda module: made.loss(module, self._tiny()))
-        self._require_same()
         self._table = WeightTable(self.skipping)
+        self._require_same()
+        for p in self.module.parameters():
+            if id(p) in self._table.unused:  # plain torch would leave it as it is too, where an optimizer decays all that it has
+                p.requires_grad_(False)
         self._stores: dict[int, list[tuple[dict[str, Any], str]]] = defaultdict(list)
         """Where the module has each weight, by id."""
         for part in self.module.modules():
@@ -80,13 +83,22 @@ class CutModule:
         return micro
 
     def _require_same(self) -> None:
-        """Refuses a module that has changed since its plan was made."""
+        """Refuses a module that has changed since its plan was made: its weights would be zeros of other shapes."""
         ours, its = tuple(place.name for place in self.model.ops), tuple(_numbered(self.skipping.calls))
         if ours != its:
             first = next((pair for pair in zip(ours, its, strict=False) if pair[0] != pair[1]), (plural(len(ours), "part"), f"{len(its)}"))
             raise InputError(
                 f"the plan is of another module: it has '{first[0]}' where {self.made.name} has '{first[1]}'. Search for a plan again."
             )
+        for index, place in enumerate(self.model.ops):
+            planned, found = ({name: tuple(shape) for name, shape in one.get("weights", {}).items()}
+                              for one in (place.op.config, self._table.config(index)))  # fmt: skip
+            for name in planned | found:
+                if planned.get(name) != found.get(name):
+                    raise InputError(
+                        f"the plan is of another module: in '{place.name}' its weight '{name}' is {_sizes(planned.get(name))}, and "
+                        f"{_sizes(found.get(name))} in {self.made.name}. Search for a plan again."
+                    )
 
     def compile(self) -> None:
         """Units run compiled, if nobody has to make their torch calls for them."""
@@ -199,6 +211,10 @@ class ModuleChain(nn.Module):
 def _inside(path: str, part: str) -> str:
     """The path of a unit's part in the module."""
     return f"{path}.{part}" if path and part else path or part
+
+
+def _sizes(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else " × ".join(map(str, shape)) or "a number"
 
 
 def described_styles(model: Model) -> Styles:
