@@ -102,7 +102,7 @@ def _note(change: Change) -> str:
     return "; no plan would help" if change.cause is Cause.COSTS else ""
 
 
-def decided(decision: Decision, time_s: float, *, moves: bool = False) -> RunEvent:
+def decided(decision: Decision, time_s: float, *, moves: bool) -> RunEvent:
     """The event of a decision, which a run that `moves` carries out."""
     chosen = decision.chosen
     move, stay = ("moves", "stays") if moves else ("would move", "would stay")
@@ -126,7 +126,7 @@ def moved(step: int, time_s: float, moved_bytes: int, pause_s: float, remedy: st
     return RunEvent("moved", step, time_s, text, remedy=remedy, moved_bytes=moved_bytes, pause_s=pause_s, request=request)
 
 
-def aborted(step: int, time_s: float, error: PenstockError, request: str | None = None) -> RunEvent:
+def aborted(step: int, time_s: float, error: PenstockError, request: str | None) -> RunEvent:
     """The run has stayed with its plan."""
     return RunEvent("aborted", step, time_s, f"the plan stays as it is: {error}", status=error.exit_status, request=request)
 

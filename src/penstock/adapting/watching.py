@@ -78,7 +78,7 @@ def obey_run(run: Run) -> StepWatcher:
 class _Follower:
     """The watcher of every process but the first: it does what the first one orders."""
 
-    def __init__(self, measures: bool, probes: LinkProbes | None = None) -> None:
+    def __init__(self, measures: bool, probes: LinkProbes | None) -> None:
         self.measures, self._probes = measures, probes
         self.exact = False
         self._made: Moves | None = None

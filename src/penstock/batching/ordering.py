@@ -17,7 +17,7 @@ def by_length(enc: Ints, dec: Ints) -> Ints:
     return np.lexsort((-dec, -enc))
 
 
-def hilbert(enc: Ints, dec: Ints, unit: int = 8, turn: int = 0) -> Ints:
+def hilbert(enc: Ints, dec: Ints, unit: int, turn: int) -> Ints:
     """Samples along a Hilbert curve over (length, decoder length) in steps of `unit`: near on the curve is near in both.
 
     The curve visits all cells of a square before it leaves it, at every scale. It is not symmetric: `turn` 0 to 3 swaps the axes

@@ -106,7 +106,7 @@ def costs_of_batch(plan: Plan, samples: Sequence[SampleLengths], costs: str = ""
 
 
 def plan_with_orders(
-    samples: Sequence[SampleLengths], costs: PipelineCosts, *, steps: int | None = None, seed: int = 0, too_long: TooLong = "refuse"
+    samples: Sequence[SampleLengths], costs: PipelineCosts, *, steps: int | None, seed: int = 0, too_long: TooLong = "refuse"
 ) -> BatchPlan:
     """`plan_batch` with the bound and with other orders of actions where these are better; `steps` None is what the batch suggests."""
     from penstock.batching.reorder import with_better_orders

@@ -87,7 +87,7 @@ class MemoryBreakdown:
         return MemoryBreakdown(*(mine + its for (_, mine), (_, its) in zip(self._items(), other._items(), strict=True)))
 
 
-def bytes_per_parameter(precision: str = "bf16", optimizer: str = "adamw", gradients: str = "") -> tuple[int, int, int, int]:
+def bytes_per_parameter(precision: str, optimizer: str, gradients: str) -> tuple[int, int, int, int]:
     """Bytes of a trained weight: itself, its gradient (summed in the dtype `gradients`, or its own), its fp32 master copy, its moments."""
     if precision not in _PRECISIONS:
         raise InputError(f"precision '{precision}' is not known. {near_misses(precision, _PRECISIONS)}")

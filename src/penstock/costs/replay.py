@@ -96,7 +96,7 @@ class _Step(NamedTuple):
 class _Ledger:
     """Tensors held at a moment, each counted once, and a log by which additions are taken back in reverse order."""
 
-    def __init__(self, sizes: dict[Tensor, float], held: Iterable[Tensor] = ()) -> None:
+    def __init__(self, sizes: dict[Tensor, float], held: Iterable[Tensor]) -> None:
         self.sizes, self.level = sizes, 0.0
         self.held = set(held)
         self._log: list[tuple[list[Tensor], float]] = []
@@ -139,7 +139,7 @@ class _Played:
 class Replay:
     """Replays slices of a model at one shape and degree; pieces that are alike are worked out once."""
 
-    def __init__(self, model: Model, shape: Shape, tp: int = 1, bytes_of: OpBytesSource = formula_bytes) -> None:
+    def __init__(self, model: Model, shape: Shape, tp: int, bytes_of: OpBytesSource = formula_bytes) -> None:
         self._model, self._shape, self._tp, self._bytes_of = model, shape, tp, bytes_of
         self._played: dict[tuple[object, ...], _Played] = {}
         self._op_bytes: dict[tuple[str, int], OpBytes | OpPeaks] = {}

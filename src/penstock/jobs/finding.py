@@ -68,7 +68,7 @@ def find_plans(
 
 
 def open_samples(
-    data: Any, model: Model, source: str, *, lengths: Sequence[int] | None = None, tokenizer: str | None = None, over_long: str = "refuse",
+    data: Any, model: Model, source: str, *, lengths: Sequence[int] | None, tokenizer: str | None, over_long: str,
     keeps_weights: bool | None = None,
 ) -> PreparedData:  # fmt: skip
     """Samples of any kind that is taken, as a model sees them."""

@@ -14,7 +14,7 @@ __all__ = ["hf_config"]
 _DTYPES, _ACTIVATIONS = ({ours: theirs for theirs, ours in reversed(names.items())} for names in (HF_DTYPES, HF_ACTIVATIONS))
 
 
-def hf_config(model: Model, dtype: str = "") -> dict[str, Any]:
+def hf_config(model: Model, dtype: str) -> dict[str, Any]:
     """What `AutoConfig` needs to build the same model; `dtype` is that of the weights beside it, the model's own if not given."""
     writers = {"gpt": _gpt2, "llama": _llama, "bert": _bert, "t5": _t5}
     if model.family not in writers:

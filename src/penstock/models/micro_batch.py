@@ -101,7 +101,7 @@ class MicroBatch(msgspec.Struct, frozen=True, array_like=True):
         return _balanced_bounds(weights, shares or (1.0,) * dp)
 
 
-def row_bounds(count: int, parts: int, shares: Sequence[float] = ()) -> tuple[int, ...]:
+def row_bounds(count: int, parts: int, shares: Sequence[float]) -> tuple[int, ...]:
     """Where each part of so many rows begins, and the end: equal parts, the larger ones first, or such as `shares` say."""
     if shares:
         return (0, *(math.floor(count * end / sum(shares) + 0.5) for end in accumulate(shares)))

@@ -144,9 +144,9 @@ def measure_ops(
     inputs: Sequence[TensorSpec],
     *,
     tp: int = 1,
-    warmups: int = 2,
+    warmups: int,
     warmup_s: float = 0.0,
-    repeats: int = 4,
+    repeats: int,
     run: Run | None = None,
 ) -> list[OpMeasure]:
     """Runs the ops a few times and returns the medians of each distinct op over its copies and the repeats; `run` runs them, where they

@@ -23,7 +23,7 @@ __all__ = ["measure_together"]
 
 
 def measure_together(
-    path: str | Path, units: Sequence[Unit], processes: int, *, time_budget_s: float = float("inf"), progress: Callable[[str], None] = print
+    path: str | Path, units: Sequence[Unit], processes: int, *, time_budget_s: float = float("inf"), progress: Callable[[str], None]
 ) -> None:
     """Measures units into the profile at `path`, in step with the other processes, whose results are not kept."""
     threads = max(1, len(os.sched_getaffinity(0)) // processes)

@@ -50,7 +50,7 @@ def matched(programs: Sequence[i.Program]) -> Iterator[Transfer]:
             yield Transfer(send, send_at, receive, receive_at, sender, receiver)
 
 
-def exchange_problems(programs: Sequence[i.Program], mixed_stages: Collection[int] = ()) -> Iterator[Problem]:
+def exchange_problems(programs: Sequence[i.Program], mixed_stages: Collection[int]) -> Iterator[Problem]:
     """Everything in which two ranks contradict each other: transfers, their order, reductions, shared weights.
 
     The groups that reduce `mixed_stages`, whose ops differ in degrees, are left to the rules that know the plan.

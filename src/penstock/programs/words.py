@@ -46,7 +46,7 @@ class Words:
         self.keyword(word)
         return self.number(prefix)
 
-    def optional(self, word: str, prefix: str = "") -> int | None:
+    def optional(self, word: str, prefix: str) -> int | None:
         """The number after a keyword, if the keyword comes next."""
         return self.named(word, prefix) if self.peek() == word else None
 

@@ -30,7 +30,7 @@ _SLOT_S = 1.0
 """Of an instruction whose time nobody knows."""
 
 
-def programs_subject(name: str, programs: Sequence[Program], plans: Sequence[Plan] = ()) -> Subject:
+def programs_subject(name: str, programs: Sequence[Program], plans: Sequence[Plan]) -> Subject:
     """Programs of one iteration; the first plan that has their ranks and stages says what they take."""
     plan = next((one for one in plans if _suits(one, programs)), None)
     micro_batches = {program.replica: program.micro_batches for program in programs}

@@ -143,8 +143,8 @@ def split_quantity(feature: str, at_tp1: float, at_tp2: float | None) -> Quantit
 
 
 def imported_op(
-    name: str, table: str, row: str, carry: Iterable[TensorSpec], *, parameters: Quantity, kept: Quantity = _NONE,
-    workspace: Quantity = _NONE, backward_workspace: Quantity = _NONE, num_algos: int = 1, tp_limit: int = 0, tied_to: str = "",
+    name: str, table: str, row: str, carry: Iterable[TensorSpec], *, parameters: Quantity, kept: Quantity,
+    workspace: Quantity = _NONE, backward_workspace: Quantity = _NONE, num_algos: int = 1, tp_limit: int, tied_to: str,
 ) -> Op:  # fmt: skip
     """An op that only a table describes: it can be planned with, not trained."""
     return Op(

@@ -160,7 +160,7 @@ def stage_passes(table: CostTable, ops: OpSlice, shape: Shape, slower: float = 1
     return StagePasses(**{name: float(value) for name, value in sums.items()})
 
 
-def pass_grid_s(table: CostTable, ops: OpSlice, slower: float = 1.0) -> Floats:
+def pass_grid_s(table: CostTable, ops: OpSlice, slower: float) -> Floats:
     """[shapes, 2] the whole forward and backward pass of a run of ops at every shape of a table, as `stage_passes` has them."""
     sums = _sums(table, ops, None, slower)
     forward = sums["forward_s"] + sums["forward_tp_s"] + sums["forward_wait_s"]

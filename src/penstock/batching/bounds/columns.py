@@ -64,7 +64,7 @@ class Prices:
         return float(self.worth.sum() + (self.time + self.room) @ reach)
 
 
-def column_bound_s(costs: PipelineCosts, enc: Ints, dec: Ints, reach: Floats, known: Prices, rising: Sequence[int] = KNOTS) -> float:
+def column_bound_s(costs: PipelineCosts, enc: Ints, dec: Ints, reach: Floats, known: Prices, rising: Sequence[int]) -> float:
     """The best bound found, from prices on that prove one already; `costs` know of as many rows as there are samples."""
     columns, best = _Columns(costs, enc, dec), known
     split = best_splits(costs, enc, dec)[0]

@@ -71,7 +71,7 @@ class _StopAsked(Exception):
 class NodeLeaves(Exception):
     """This node was asked to leave, and has nothing any more that others lack; `has_moved`: they go on without it already."""
 
-    def __init__(self, *, has_moved: bool = False) -> None:
+    def __init__(self, *, has_moved: bool) -> None:
         super().__init__()
         self.has_moved = has_moved
 
@@ -83,7 +83,7 @@ class FollowingNode(OtherNodes):
     """It is for the leader to wait for all."""
 
     def __init__(
-        self, place: NodePlace, key: bytes, ranks: Sequence[int], facts: dict[str, Any], copies: Copies | None, timeout_s: float = CALL_S
+        self, place: NodePlace, key: bytes, ranks: Sequence[int], facts: dict[str, Any], copies: Copies | None, timeout_s: float
     ) -> None:  # fmt: skip
         """`ranks` are this node's."""
         self._place, self._key, self._ranks, self._copies = place, key, tuple(ranks), copies
@@ -147,7 +147,7 @@ class FollowingNode(OtherNodes):
             self._channel.send(Failed(start.attempt, -1, f"copies to go on from cannot be had: {error}", True))
         return self._channel.take()
 
-    def taken_lead(self, led: LedBy, why: str, *, has_left: bool = False) -> TakenLead:
+    def taken_lead(self, led: LedBy, why: str, *, has_left: bool) -> TakenLead:
         """What this node says when it takes the lead from `led`."""
         assert self.started is not None
         expected = tuple(node for node in self.started.nodes if node not in (led.node, self._place.number))

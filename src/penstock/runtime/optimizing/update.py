@@ -60,7 +60,7 @@ class Update:
 
     def __init__(
         self, gradients: Sequence[Gradients], world: World, settings: TrainingSettings, num_ops: int, precision: str,
-        tensors: Sequence[str] = (), phase: Callable[[str], None] = lambda phase: None,
+        tensors: Sequence[str], phase: Callable[[str], None],
     ) -> None:  # fmt: skip
         """`tensors`: the names of all weights of the model, in the same order on every rank; needed for LAMB alone. `phase` is told where
         in an update this rank is."""

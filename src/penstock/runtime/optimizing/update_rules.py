@@ -105,6 +105,6 @@ class LambRule(UpdateRule):
 _RULES = {"adamw": AdamWRule, "lamb": LambRule, "sgd": SgdRule}
 
 
-def update_rule(settings: OptimizerSettings, parameters: Iterable[nn.Parameter], lr: float = 1e-4) -> UpdateRule:
+def update_rule(settings: OptimizerSettings, parameters: Iterable[nn.Parameter], lr: float) -> UpdateRule:
     """The rule that the settings name."""
     return _RULES[settings.kind](parameters, settings, lr)

@@ -45,7 +45,7 @@ def count_correct(stage: StageModule, micro: MicroBatch, batches: Mapping[int, B
     return result
 
 
-def most_likely(logits: torch.Tensor, tp: TensorParallel, first: int = 0) -> torch.Tensor:
+def most_likely(logits: torch.Tensor, tp: TensorParallel, first: int) -> torch.Tensor:
     """(rows,) the column with the largest logit, over all parts of the vocabulary, of which this rank's begins at `first`."""
     best, column = logits.float().max(-1)
     if tp.size == 1:

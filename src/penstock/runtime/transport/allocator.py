@@ -42,7 +42,7 @@ def plain_segments() -> Iterator[None]:
         _set("True")
 
 
-def reserve(device: torch.device, share: float, sharers: int = 1) -> int:
+def reserve(device: torch.device, share: float, sharers: int) -> int:
     """Takes this share of the device's memory (of its part, where several ranks share the device) now, and returns its bytes.
 
     Taken bit by bit, as the shapes of the first iterations grow, it costs time in each of them.

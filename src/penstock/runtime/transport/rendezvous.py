@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from penstock.stores.listening import LOOPBACK, bound_socket, means_loopback
+from penstock.stores.listening import bound_socket, means_loopback
 
 __all__ = ["find_rendezvous", "job_store", "join_group", "only_here", "serve_rendezvous", "talk_from"]
 
@@ -26,14 +26,14 @@ _OWN = "lo"
 """The interface that no other machine reaches, as Linux calls it."""
 
 
-def serve_rendezvous(host: str = LOOPBACK, port: int = 0) -> dist.TCPStore:
+def serve_rendezvous(host: str, port: int = 0) -> dist.TCPStore:
     """A store that lives as long as the returned object, on `host` alone; `.port` is where. Port 0 takes a free one."""
     listener = bound_socket(host, port)
     bound, limit = listener.getsockname()[1], timedelta(seconds=_START_S)
     return dist.TCPStore(host, bound, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=limit)
 
 
-def find_rendezvous(port: int, host: str = LOOPBACK) -> dist.TCPStore:
+def find_rendezvous(port: int, host: str) -> dist.TCPStore:
     """The store that another process serves there."""
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_START_S))
 

@@ -137,7 +137,7 @@ def _shared_weights(model: Model) -> Iterator[str]:
             )
 
 
-def resolved(model_ref: str, cluster_ref: str, precision: str | None = None) -> tuple[Model, Cluster, tuple[str, ...]]:
+def resolved(model_ref: str, cluster_ref: str, precision: str | None) -> tuple[Model, Cluster, tuple[str, ...]]:
     """The model, in a precision that the devices have, and the cluster that two texts name; what a reader should know of both."""
     from penstock.clusters import resolve_cluster
     from penstock.models.catalog import resolve_model
@@ -149,7 +149,7 @@ def resolved(model_ref: str, cluster_ref: str, precision: str | None = None) -> 
 
 def frame_of(
     model_ref: str, cluster_ref: str, model: Model, cluster: Cluster, global_batch: int, seq_length: int | None,
-    gradients: str | None = None, notes: tuple[str, ...] = (),
+    gradients: str | None, notes: tuple[str, ...],
 ) -> Plan:  # fmt: skip
     """What all plans have in common, as the plan for one device; what is wrong with the request is wrong with it."""
     length, dec_length, more = chosen_lengths(model, seq_length)

@@ -128,7 +128,7 @@ def search_fasop(tables: FasopTables, setting: str) -> FasopAnswer:
     return _answer(problem, sizes, draft, setting, least)
 
 
-def pareto_fasop(tables: FasopTables, setting: str, most: Mapping[str, int] | None = None) -> list[ClusterAnswer]:
+def pareto_fasop(tables: FasopTables, setting: str, most: Mapping[str, int] | None) -> list[ClusterAnswer]:
     """Every cluster of up to `most` nodes of each kind (8 unless told), the smallest first, each with its best plan."""
     settings = tables.settings()
     if setting not in settings:
