@@ -62,7 +62,7 @@ class Rank:
     """
 
     def __init__(
-        self, model: Model, groups: ProcessGroups, settings: TrainingSettings | None, observer: Observer | None = None,
+        self, model: Model, groups: ProcessGroups, settings: TrainingSettings | None = None, observer: Observer | None = None,
         cut: CutModule | None = None,
     ) -> None:  # fmt: skip
         """`cut`: the module to train where it is not one of ours; one that its description names is made here."""

@@ -45,7 +45,7 @@ class PacedRank(Rank):
     """Of the plan in force; to be set before it trains."""
 
     def __init__(
-        self, model: Model, groups: ProcessGroups, settings: TrainingSettings | None, observer: Observer | None = None,
+        self, model: Model, groups: ProcessGroups, settings: TrainingSettings | None = None, observer: Observer | None = None,
         clock: ClockSettings | None = None,
     ) -> None:  # fmt: skip
         super().__init__(model, groups, settings, observer)
