@@ -88,6 +88,12 @@ def test_what_no_loader_can_serve(rows: list[dict[str, Any]], plan: Plan, monkey
         DynamicLoader(rows, divided)
     with pytest.raises(InputError, match=r"the plan divides the model \(PP 2\)"):
         next(DynamicLoader(rows, divided, rank=1).dicts())
+    with pytest.raises(InputError, match="rank is 2, but the plan has 2 ranks, counted from 0"):
+        DynamicLoader(rows, divided, rank=2)
+    with pytest.raises(InputError, match="epochs is 0; a number above 0 was expected"):
+        DynamicLoader(rows, plan, epochs=0)
+    with pytest.raises(InputError, match=r"a Plan was expected, as find_plans or Plan\.read\(path\) gives it, and str was given"):
+        DynamicLoader(rows, "plan.json")  # type: ignore[arg-type]
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(InputError, match="the plan has 2 ranks, but 3 processes were started"):
         DynamicLoader(rows, divided)

@@ -71,6 +71,15 @@ def test_a_model_that_is_no_text(rows: list[dict[str, Any]]) -> None:
         find_plans(3, data=rows)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("top", 0), ("tokens_per_batch", 0), ("memory_limit_gb", -3), ("time_budget_s", -1), ("over_long", "cut")],
+)
+def test_settings_that_no_search_can_have(name: str, value: Any, rows: list[dict[str, Any]]) -> None:
+    with pytest.raises(InputError, match=rf"{name}.*{value}"):
+        find_plans("gpt-tiny", "1xcpu", data=rows, **{name: value})
+
+
 def test_a_module_that_only_this_process_has(rows: list[dict[str, Any]]) -> None:
     """It says nothing of positions: samples may be longer than those that it was traced with."""
     from torch import nn

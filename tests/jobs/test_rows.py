@@ -47,9 +47,14 @@ def test_given_lengths_spare_reading() -> None:
         (["text"], None, "sample 0 is not a list of token ids"),
         ([[0.5]], None, "sample 0 is not a list of token ids, but float64"),
         ([[1, 2]], [1, 2], "2 lengths given for 1 sample."),
+        ([[1, 2]], [-2], "lengths: one of them is -2; 0 or more was expected."),
+        ([[1, -2]], None, "sample 0 has -2 among its token ids"),
+        (3, None, "of dicts with `input_ids` or of token ids, and int was given"),
+        (iter([[1, 2]]), None, "and list_iterator was given"),
+        ({"input_ids": [[1, 2]]}, None, "and dict was given"),
     ],
 )
-def test_what_are_no_samples(rows: list[Any], lengths: list[int] | None, message: str) -> None:
+def test_what_are_no_samples(rows: Any, lengths: list[int] | None, message: str) -> None:
     with pytest.raises(InputError) as error:
         data_of_rows(rows, lengths)
     assert message in str(error.value)

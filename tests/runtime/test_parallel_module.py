@@ -178,8 +178,12 @@ def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(InputError, match=r"tp_plan names 'layers.\*': no part of LongSkips is called so."):
         parallelize(origin, one_rank(), tp_plan={"layers.*": "colwise"})
+    with pytest.raises(InputError, match=r"a Plan was expected, as find_plans .* and NoneType was given"):
+        parallelize(origin, None)  # type: ignore[arg-type]
     model = parallelize(origin, one_rank())
     assert isinstance(model, Parallel)
+    with pytest.raises(InputError, match=r"a batch was expected, as penstock\.DynamicLoader gives it, and dict was given"):
+        model.step({"input_ids": [[1]]})  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"the optimizer holds weights of another rank: make it with model.optimizer\(…\)."):
         list(model.parameters())
 

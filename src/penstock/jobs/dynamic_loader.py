@@ -51,8 +51,10 @@ class DynamicLoader:
             tokenizer: Of text files: a file or folder.
             rank: Of this process; what torchrun says, if not given.
         """
-        self.plan, self.rank = plan, _rank(plan, rank)
         self._model = model_of(plan)
+        self.plan, self.rank = plan, _rank(plan, rank)
+        if not (epochs > 0 and math.isfinite(epochs)):
+            raise InputError(f"epochs is {epochs}; a number above 0 was expected.")
         named = plan.model if isinstance(plan.model, str) else "the plan's model"
         prepared = open_samples(
             dataset, self._model, named, lengths=lengths, tokenizer=tokenizer, over_long="truncate", keeps_weights=True
@@ -157,4 +159,6 @@ def _rank(plan: Plan, given: int | None) -> int:
         if (started := int(os.environ.get("WORLD_SIZE", "1"))) != len(plan.ranks):
             raise wrongly_started(plan, started)
         given = int(os.environ.get("RANK", "0"))
+    if not 0 <= given < len(plan.ranks):
+        raise InputError(f"rank is {given}, but the plan has {plural(len(plan.ranks), 'rank')}, counted from 0.")
     return plan.ranks[given]

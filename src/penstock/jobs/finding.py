@@ -7,10 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from penstock.clusters import resolve_cluster
 from penstock.errors import InputError
-from penstock.files import write_json
+from penstock.files import describe_validation_error, write_json
 from penstock.jobs.cache import cache_folder, digest, made_once
+from penstock.jobs.job_file import DataGroup, PlanGroup
 from penstock.jobs.measuring import chosen_costs
 from penstock.jobs.models import first_weights
 from penstock.jobs.planning import PlanQuestion, batch_of, job_cluster, plans_for
@@ -54,6 +57,9 @@ def find_plans(
     >>> plan = find_plans("gpt-tiny", "2xcpu", data="data", tokens_per_batch=4096)[0]   # doctest: +SKIP
     >>> print(plan)   # doctest: +SKIP
     """
+    if top < 1:
+        raise InputError(f"top is {top}; 1 or more was expected.")
+    _require_valid(over_long, tokens_per_batch, memory_limit_gb, time_budget_s)
     source, place = found_source(_described(model, tp_plan), native), job_cluster(cluster)
     devices = resolve_cluster(place)
     described, _ = chosen_precision(resolve_model(source), devices, precision)
@@ -65,6 +71,15 @@ def find_plans(
         described, source, place, found_costs, batch, max(8, max(positions)), precision, memory_limit_gb, time_budget_s
     )  # fmt: skip
     return plans_for(question, sample_lengths(prepared)).plans()[:top]
+
+
+def _require_valid(over_long: Any, tokens_per_batch: Any, memory_limit_gb: Any, time_budget_s: Any) -> None:
+    """Refuses what fields of a job of these names could not have."""
+    try:
+        DataGroup(path=["data"], over_long=over_long)
+        PlanGroup(tokens_per_batch=tokens_per_batch, memory_limit_gb=memory_limit_gb, time_budget_s=time_budget_s)
+    except ValidationError as error:
+        raise InputError(describe_validation_error(error, "what find_plans was given")) from None
 
 
 def open_samples(

@@ -29,10 +29,17 @@ def is_path(data: Any) -> bool:
 
 def data_of_rows(rows: Sequence[Any], lengths: Sequence[int] | None = None) -> DataSet:
     """The rows as a data set of plain text; with `lengths` none of them is read before it is trained on."""
+    if isinstance(rows, Mapping) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+        raise InputError(
+            "data is the path of a file or folder, or a sequence (a list, a `datasets.Dataset`) of dicts with `input_ids` or of token ids, "
+            f"and {type(rows).__name__} was given."
+        )
     if not len(rows):
         raise InputError("the data has no samples. Give at least one, a dict with `input_ids` or its token ids.")
     if lengths is not None and len(lengths) != len(rows):
         raise InputError(f"{plural(len(lengths), 'length')} given for {plural(len(rows), 'sample')}. Give one for each.")
+    if lengths is not None and (least := min(lengths)) < 0:
+        raise InputError(f"lengths: one of them is {least}; 0 or more was expected.")
     tokens = _RowTokens(rows, lengths)
     return DataSet(Path("rows"), "train", _manifest(len(rows), tokens.vocab), {"input": cast(IndexedTokens, tokens)}, {})
 
@@ -86,6 +93,8 @@ class _RowTokens:
         found = np.asarray(row)
         if found.ndim != 1 or (len(found) and not np.issubdtype(found.dtype, np.integer)):
             raise InputError(f"sample {place} is not a list of token ids, but {found.dtype} of shape {found.shape}. Tokenise it first.")
+        if len(found) and found.min() < 0:
+            raise InputError(f"sample {place} has {found.min()} among its token ids; 0 or more was expected.")
         if hasattr(self, "lengths") and len(found) != self.lengths[place]:
             raise InputError(f"sample {place} has {len(found)} tokens, but its length was given as {self.lengths[place]}.")
         return found

@@ -21,7 +21,10 @@ _PRECISIONS = ("bf16", "fp16", "fp32")
 def model_of(plan: Plan) -> Model:
     """The model of a plan, in the plan's precision."""
     from penstock.models.catalog import model_from_mapping, resolve_model
+    from penstock.plans.plan import Plan
 
+    if not isinstance(plan, Plan):
+        raise InputError(f"a Plan was expected, as find_plans or Plan.read(path) gives it, and {type(plan).__name__} was given.")
     if isinstance(plan.model, str):
         return with_precision(resolve_model(plan.model), plan.precision)
     return with_precision(model_from_mapping({**plan.model, "dtype": plan.precision}, "field 'model'", "model"), plan.precision)

@@ -181,6 +181,7 @@ class Parallel:
 
     def step(self, batch: LoadedProgram) -> torch.Tensor:
         """Forward and backward passes of a global batch, as its program says; its loss, the same on every rank."""
+        _require_loaded(batch)
         if not self._fresh:
             raise InputError("gradients of the step before are still there: call optimizer.zero_grad() after optimizer.step().")
         self._fresh, self._norm, self._max_norm = False, None, None
@@ -189,6 +190,7 @@ class Parallel:
 
     def evaluate(self, batch: LoadedProgram) -> tuple[float, float]:
         """(loss, share of labels that were the most likely ones) of a global batch, without training on it."""
+        _require_loaded(batch)
         if self.plan.num_replicas > 1:
             raise InputError("a batch is evaluated by plans of one replica; this one has more. Use `penstock train --eval-every`.")
         programs = lower(self.plan, self.model, [forward_work(batch.program)], batch.program.iteration, training=False)
@@ -256,6 +258,11 @@ class Parallel:
             with tempfile.TemporaryDirectory(dir=shared) as bin_:
                 between.rename(Path(bin_) / "done")
         world.barrier()
+
+
+def _require_loaded(batch: LoadedProgram) -> None:
+    if not hasattr(batch, "program"):
+        raise InputError(f"a batch was expected, as penstock.DynamicLoader gives it, and {type(batch).__name__} was given.")
 
 
 class ParallelOptimizer(torch.optim.Optimizer):
