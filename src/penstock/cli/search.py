@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,21 +11,19 @@ from penstock.cli import search_options as given
 from penstock.cli.batch_options import Order, Recompute, Split, ways_of
 from penstock.cli.console import JsonFlag, VerboseFlag, format_share, format_time, progress
 from penstock.cli.options import Gradients, Precision, SeqLength, options_said
-from penstock.cli.plan_words import choice_row, choices_table
-from penstock.cli.search_answer import SearchAnswer, why_first
+from penstock.cli.search_answer import SearchAnswer
 from penstock.cli.search_options import MAX_HOPS, SCHEDULE_NAMES, TOP, limit_bytes, parse_schedules, parse_sizes
-from penstock.cli.search_record import Trail, record_path, write_record
+from penstock.cli.search_places import reserve_beside, write_plans
+from penstock.cli.search_record import Trail, write_record
 from penstock.cli.search_systems import Systems
-from penstock.cli.search_tables import TABLES, beside, search_tables
+from penstock.cli.search_tables import TABLES, search_tables
 from penstock.errors import InputError
-from penstock.files import reserve_output
 from penstock.systems import TableSearch
 
 if TYPE_CHECKING:
-    from penstock.plans.plan import Plan
     from penstock.search import Objective, Outcome, Request
 
-__all__ = ["choice_row", "choices_table", "parse_sizes", "search", "why_first", "write_plans"]
+__all__ = ["search"]
 
 
 def search(
@@ -73,7 +70,7 @@ def search(
     from penstock.search import Objective, Request, num_steps
 
     said = options_said(search, locals())
-    _reserve_beside(path, top)
+    reserve_beside(path, top)
     systems = Systems.of(for_, export)
     if costs.partition(":")[0] in TABLES:
         sizes = parse_sizes(micro_batches)
@@ -156,23 +153,3 @@ def _found(
             )
             request = request.on(chosen(found, goal).cluster)
         return request, find(request, top=top, time_budget_s=time_budget or math.inf, watch=tell, max_hops=max_hops)
-
-
-def _reserve_beside(path: Path | None, top: int) -> None:
-    """What a search writes beside the file that `--out` names."""
-    for place in () if path is None else (record_path(path), *beside(path, top)):
-        reserve_output(place)
-
-
-def write_plans(path: Path | None, plans: Sequence[Plan]) -> list[Path]:
-    """Writes the best plan to `path` and the next ones beside it; the files written."""
-    from penstock.files import written_together
-    from penstock.plans.schema import write_plan
-
-    if path is None:
-        return []
-    paths = [path, *beside(path, len(plans))]
-    with written_together():
-        for target, plan in zip(paths, plans, strict=True):
-            write_plan(target, plan)
-    return paths

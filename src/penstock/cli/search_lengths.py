@@ -23,6 +23,7 @@ from penstock.cli.console import (
 )  # fmt: skip
 from penstock.cli.plan_words import next_steps, plan_name
 from penstock.cli.search_answer import iterations_line, why_first
+from penstock.cli.search_places import write_plans
 from penstock.errors import plural, shell_words
 
 if TYPE_CHECKING:
@@ -74,7 +75,6 @@ def search_lengths(
     tokens: float | None, json: bool, target: Path | None, strict: bool, ways: BatchWays, baselines: bool, verbose: bool = False,
 ) -> list[Plan]:  # fmt: skip
     """Searches, shows and writes; the plans, best first."""
-    from penstock.cli.search import write_plans
     from penstock.search import search_for_lengths
     from penstock.search.lengths import usual_ways_s
 

@@ -10,10 +10,11 @@ from typing import Any
 from penstock.cli.console import format_share, format_time, format_usd, out, print_json, progress, say, table
 from penstock.cli.search_answer import iterations_line
 from penstock.cli.search_options import TOP
+from penstock.cli.search_places import places_of
 from penstock.errors import InputError
 from penstock.systems import SYSTEMS, TableAnswer, TableSearch
 
-__all__ = ["TABLES", "beside", "search_tables", "show_stages"]
+__all__ = ["TABLES", "search_tables", "show_stages"]
 
 TABLES = tuple(name for name, system in SYSTEMS.items() if system.search is not None)
 """Systems whose own tables are searched."""
@@ -63,13 +64,7 @@ def search_tables(asked: TableSearch, path: Path | None, steps: int | None, json
 
 
 def _places(path: Path, answer: TableAnswer) -> list[Path]:
-    """Where the plans go: the best one to `path`, the next ones beside it."""
-    return [path, *beside(path, 1 + len(answer.others))]
-
-
-def beside(path: Path, count: int) -> list[Path]:
-    """Names of the second and later ones of `count` plans, of which the first is in `path`."""
-    return [path.with_name(f"{path.stem}.{number}{path.suffix}") for number in range(2, count + 1)]
+    return places_of(path, 1 + len(answer.others))
 
 
 def _require_unused(costs: str, said: Collection[str]) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.clusters.instances import INSTANCES
 from penstock.errors import InputError
-from penstock.interop.torchrun import MAKE_KEY, NOTICE_S, LaunchNode, agent_words, comment, launch_nodes, node_groups, plan_title, safe_name
+from penstock.interop.torchrun import MAKE_KEY, NOTICE_S, LaunchNode, agent_words, comment, launch_nodes, node_groups, safe_name
+from penstock.plans.telling import model_title
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -55,11 +56,11 @@ def kubernetes_text(plan: Plan, cluster: Cluster, plan_json: str, command: Seque
     Plain.add_representer(str, text)
     objects = kubernetes_objects(plan, cluster, plan_json, command, supervised=supervised)
     key = _KEY_HEAD.format(secret=_secret(_name(plan))) if supervised else ""
-    return _HEAD.format(title=comment(plan_title(plan))) + key + yaml.dump_all(objects, Dumper=Plain, sort_keys=False, width=120)
+    return _HEAD.format(title=comment(model_title(plan))) + key + yaml.dump_all(objects, Dumper=Plain, sort_keys=False, width=120)
 
 
 def _name(plan: Plan) -> str:
-    return safe_name(f"penstock-{plan_title(plan)}")
+    return safe_name(f"penstock-{model_title(plan)}")
 
 
 def _secret(name: str) -> str:

@@ -15,9 +15,9 @@ from penstock.interop.torchrun import (
     comment,
     launch_nodes,
     node_groups,
-    plan_title,
     safe_name,
 )
+from penstock.plans.telling import model_title
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -34,8 +34,8 @@ def slurm_script(plan: Plan, cluster: Cluster, command: Sequence[str], *, superv
     mixed = len(groups) > 1
     directives = "\n#SBATCH hetjob\n".join(_directives(group, mixed) for group in groups)
     return _SCRIPT.format(
-        title=comment(plan_title(plan)),
-        name=safe_name(f"penstock-{plan_title(plan)}"),
+        title=comment(model_title(plan)),
+        name=safe_name(f"penstock-{model_title(plan)}"),
         directives=directives,
         nodes="\n".join(
             f"#   {len(group)} × {comment(group[0].node.label)}, {plural(group[0].num_processes, 'process')} each" for group in groups

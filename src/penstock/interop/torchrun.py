@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from penstock.clusters.hardware import Node
 from penstock.errors import InputError, plural
 from penstock.plans.placement import cluster_problems
+from penstock.plans.telling import model_title
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -25,7 +26,6 @@ __all__ = [
     "comment",
     "launch_nodes",
     "node_groups",
-    "plan_title",
     "safe_name",
     "torchrun_script",
     "train_command",
@@ -79,13 +79,6 @@ def node_groups(nodes: Sequence[LaunchNode]) -> list[list[LaunchNode]]:
     return [list(group) for _, group in groupby(nodes, key=lambda node: (node.node.name, node.node.device.name, node.num_processes))]
 
 
-def plan_title(plan: Plan) -> str:
-    """What the plan trains, in a word."""
-    if isinstance(plan.model, str):
-        return plan.model
-    return str(plan.model.get("name") or plan.model.get("family") or "model")
-
-
 def safe_name(text: str) -> str:
     """A name that schedulers and DNS take: small letters, digits and '-'."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:_MOST_OF_A_NAME].strip("-")
@@ -130,7 +123,7 @@ def torchrun_script(plan: Plan, cluster: Cluster, command: Sequence[str], *, sup
     nodes = launch_nodes(plan, cluster, idle=supervised)
     lines = [f"#   {index}  {comment(node.node.label)}: {plural(node.num_processes, 'process')}" for index, node in enumerate(nodes)]
     return _SCRIPT.format(
-        title=comment(plan_title(plan)),
+        title=comment(model_title(plan)),
         example=" ".join(f"host{index}" for index in range(len(nodes))) if len(nodes) <= 4 else "host0 host1 …",
         nodes="\n".join(lines),
         num_nodes=len(nodes),

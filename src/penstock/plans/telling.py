@@ -11,7 +11,7 @@ from penstock.schedules.rules import DEFAULT_SCHEDULE
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
 
-__all__ = ["degree_range", "plan_in_words", "short_name"]
+__all__ = ["degree_range", "model_title", "plan_in_words", "short_name"]
 
 
 def degree_range(values: Sequence[int]) -> int | str:
@@ -33,15 +33,21 @@ def short_name(plan: Plan) -> str:
     return words + (", recomputing" if any(stage.pattern() for stage in stages) else "")
 
 
+def model_title(plan: Plan) -> str:
+    """What a plan trains, in a word: the name of its model, or of the one that it is a variant of, else its family."""
+    if isinstance(plan.model, str):
+        return plan.model
+    return str(next((plan.model[key] for key in ("name", "base", "family") if plan.model.get(key)), "a model"))
+
+
 def plan_in_words(plan: Plan) -> str:
     """Some lines for people: the division, the batches, the prediction, and the notes, which say why."""
     from penstock.plans.precision import described_training
 
-    model = plan.model if isinstance(plan.model, str) else str(plan.model.get("name", plan.model.get("family", "a model")))
     batching = plan.micro_batching
     cut = f"micro-batches of {plural(batching.samples, 'sample')}" if batching.samples else "micro-batches cut for each batch"
     lines = [
-        f"plan of {model} for {plural(len(plan.ranks), 'device')}: {short_name(plan)}",
+        f"plan of {model_title(plan)} for {plural(len(plan.ranks), 'device')}: {short_name(plan)}",
         f"  {plural(plan.global_batch, 'sample')} a step in {batching.layout} {cut}; {described_training(plan)}",
     ]
     if (predicted := plan.predicted) is not None:

@@ -12,6 +12,7 @@ from penstock.errors import plural, shell_words
 from penstock.plans.plan import Plan
 from penstock.plans.precision import described_training
 from penstock.plans.references import cluster_of, model_of
+from penstock.plans.telling import model_title
 from penstock.plans.texts import format_ranks
 from penstock.reports.blocks import Block, ChainOp, Command, Fact, Facts, MemoryLine, OpChain, Spans, Stack, Subject, Table, Text, View
 from penstock.reports.span_lanes import SpanLanes
@@ -74,11 +75,10 @@ def _glance(name: str, plan: Plan, found: Estimate) -> list[Block]:
     predicted, tight = plan.predicted, max(found.stages, key=lambda stage: stage.memory.total_bytes / stage.limit_bytes)
     bound_s = predicted.lower_bound_s if predicted else None
     fits = "" if found.fits else " It does not fit into memory."
-    model = plan.model if isinstance(plan.model, str) else str(plan.model.get("name", plan.model.get("base", "a model")))
     cluster = plan.cluster if isinstance(plan.cluster, str) else str(plan.cluster.get("name", "a cluster"))
     sentence = (
-        f"{model} on {cluster}: {plural(plan.num_groups, 'stage')}, {plural(plan.num_replicas, 'replica')}, schedule {plan.schedule}, "
-        f"{format_time(found.time_s)} per iteration of {plural(plan.global_batch, 'sample')}.{fits}"
+        f"{model_title(plan)} on {cluster}: {plural(plan.num_groups, 'stage')}, {plural(plan.num_replicas, 'replica')}, "
+        f"schedule {plan.schedule}, {format_time(found.time_s)} per iteration of {plural(plan.global_batch, 'sample')}.{fits}"
     )
     facts = [
         Fact("iteration", found.time_s, "time", f"simulated, {found.source}"),
