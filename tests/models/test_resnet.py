@@ -119,6 +119,28 @@ def test_kept_bytes() -> None:
     assert half["stage0.entry.downsample"].splits[0].kept.at(two) == 2 * 256 * 56 * 56 * 2 + 256 * 3 * 4
 
 
+def test_bytes_moved() -> None:
+    ops = {p.name: p.op for p in build("resnet-50").ops}
+    conv, size_in, size_out, weights = ops["stage1.entry.conv2"], 128 * 56 * 56 * 4, 128 * 28 * 28 * 4, 9 * 128 * 128 * 4
+    assert conv.traffic.at(ONE) == size_in + size_out + weights
+    assert conv.traffic.at(ONE, 2) == size_in + (size_out + weights) / 2  # each of two ranks reads the whole input
+    assert conv.backward_traffic.at(ONE, 2) == 2 * conv.traffic.at(ONE, 2)
+    assert conv.backward_workspace.at(ONE, 2) == weights / 2  # the gradient, before it is added
+    maps = 64 * 112 * 112 * 4
+    assert ops["stem.bn1"].traffic.at(ONE) == 3 * maps  # read for the statistics, read, written
+    assert ops["stem.bn1"].backward_traffic.at(ONE) == 5 * maps  # input and gradient twice, written once
+    inner = 64 * 56 * 56 * 4
+    assert ops["stage0.entry.bn1"].traffic.at(ONE) == (3 + 2) * inner  # its ReLU reads and writes
+    assert ops["stage0.entry.bn1"].backward_traffic.at(ONE) == (5 + 3) * inner  # its ReLU reads result and gradient, and writes
+    assert ops["head.loss"].splits[0].kept.at(Shape.images(2)) == 2 * 1000 * 4 + 4  # log-probabilities, and the sum of class weights
+
+
+def test_the_loss_is_in_fp32_whatever_the_model_is_in() -> None:
+    loss = resnet(ResNetConfig(dtype="bf16")).ops[-1].op
+    assert loss.splits[0].kept.at(ONE) == 1000 * 4 + 4
+    assert loss.traffic.at(ONE) == 1000 * 2 + 1000 * 4  # logits read in bf16
+
+
 def test_splits() -> None:
     model = build("resnet-50")
     ops = {p.name: p.op for p in model.ops}

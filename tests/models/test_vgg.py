@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import InputError
+from penstock.models.convolution import fully_connected
 from penstock.models.shapes import Shape
 from penstock.models.vgg import VGG_SIZES, VggConfig, vgg
 
@@ -48,6 +49,13 @@ def test_kept_bytes() -> None:
     assert ops["head.fc1"].splits[0].kept.at(two) == 2 * 8  # keys of the samples; the mask is made again
     small = {p.name: p.op for p in vgg(VGG_SIZES["vgg16-cifar10"]).ops}
     assert small["head.avgpool"].splits[0].saves_in == ("hidden",)
+
+
+def test_bytes_moved_by_a_product() -> None:
+    op = fully_connected("fc", 100, 40, "fp32", carry=(), relu=True)
+    product, result = (100 + 40 + 100 * 40) * 4, 40 * 4
+    assert op.traffic.at(ONE) == product + 2 * result  # the ReLU reads and writes
+    assert op.backward_traffic.at(ONE) == 2 * product + 3 * result  # it reads result and gradient, and writes
 
 
 def test_wrong_sizes_are_refused() -> None:
