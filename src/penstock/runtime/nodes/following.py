@@ -71,7 +71,7 @@ class _StopAsked(Exception):
 class NodeLeaves(Exception):
     """This node was asked to leave, and has nothing any more that others lack; `has_moved`: they go on without it already."""
 
-    def __init__(self, *, has_moved: bool) -> None:
+    def __init__(self, *, has_moved: bool = False) -> None:
         super().__init__()
         self.has_moved = has_moved
 
