@@ -1730,6 +1730,16 @@ _COUNTED_BY_HAND = (
     _bug("log-probabilities are kept in the model's dtype", "models/convolution.py", "log_probabilities = _per_sample(classes * 4)",
          "log_probabilities = _per_sample(classes * ITEM_BYTES[dtype])", "half of what the loss keeps in bf16", "models/test_resnet.py",
          pick="in_fp32"),
+    _bug("a word after the last is masked", "data/bert.py", "positions.max(initial=0) >= length", "positions.max(initial=0) > length",
+         "off by one: a rank reads beyond its sample", "data/test_bert.py", pick="edge"),
+    _bug("places of masked words are bytes", "data/bert.py", 'np.dtype("u1"), np.dtype("<u2"), token_dtype',
+         'np.dtype("u1"), np.dtype("u1"), token_dtype', "place 256 of 512 becomes place 0", "data/test_bert.py", pick="edge"),
+    _bug("a vocabulary holds a word more than it has", "data/bert.py", "tokens.max() >= vocab_size", "tokens.max() > vocab_size",
+         "off by one: an embedding is read beyond its end", "data/test_bert.py", pick="edge"),
+    _bug("small optimizer steps count for nothing", "costs/interpolation.py",
+         "np.stack([parameters, tensors], axis=1) / times[:, None]\n    solution, _ = nnls(system, np.ones(len(times)))",
+         "np.stack([parameters, tensors], axis=1)\n    solution, _ = nnls(system, times)",
+         "a fit by seconds in place of shares suits the largest step alone", "costs/test_interpolation.py", pick="same_share"),
 )  # fmt: skip
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,

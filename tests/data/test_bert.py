@@ -88,6 +88,26 @@ def test_shards_that_do_not_agree(tmp_path: Path, changes: dict[str, Any], messa
     assert not (tmp_path / "out").exists()
 
 
+def test_what_is_at_the_edge_and_what_is_beyond_it(tmp_path: Path) -> None:
+    length = 300  # places beyond what a byte counts
+    whole = {
+        "input_ids": [[*range(700, 999), 999]], "input_mask": [[1] * length], "segment_ids": [[0] * length],
+        "masked_lm_positions": [[1, 256, 299]], "masked_lm_ids": [[5, 6, 999]],
+    }  # fmt: skip
+
+    def prepare(name: str, vocab_size: int = 1000, **changes: Any) -> Path:
+        path = write_shard(tmp_path / f"{name}.hdf5", samples(1), **{**whole, **changes})
+        prepare_bert([path], tmp_path / name, (1.0, 0.0, 0.0), vocab_size)
+        return tmp_path / name
+
+    found = open_data(prepare("whole"))[0]
+    assert found["masked_positions"].tolist() == [1, 256, 299] and found["input"].tolist() == whole["input_ids"][0]
+    with pytest.raises(InputError, match="sample 0: the lengths"):
+        prepare("after the last token", masked_lm_positions=[[1, 2, length]])
+    with pytest.raises(InputError, match="token 999 is outside"):
+        prepare("of one word less", 999)
+
+
 def test_a_file_that_is_no_shard(tmp_path: Path) -> None:
     (tmp_path / "a.hdf5").write_bytes(b"no")
     with pytest.raises(InputError, match=r"shard '.*a\.hdf5' cannot be read"):
