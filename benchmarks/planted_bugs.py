@@ -1740,6 +1740,16 @@ _COUNTED_BY_HAND = (
          "np.stack([parameters, tensors], axis=1) / times[:, None]\n    solution, _ = nnls(system, np.ones(len(times)))",
          "np.stack([parameters, tensors], axis=1)\n    solution, _ = nnls(system, times)",
          "a fit by seconds in place of shares suits the largest step alone", "costs/test_interpolation.py", pick="same_share"),
+    _bug("the head gathers into no room", "models/sequence.py", "splits=(split,), workspace=op.workspace + Quantity(whole=size))",
+         "splits=(split,))", "the last stage runs out of memory", "models/test_sequence.py", pick="takes_room"),
+    _bug("sums by row take no room backward", "models/sequence.py",
+         "workspace=op.workspace + result,\n        backward_workspace=op.backward_workspace + result,\n", "workspace=op.workspace + result,\n",
+         "a stage runs out of memory in its backward pass", "models/test_sequence.py", pick="takes_room"),
+    _bug("the decoder's head gathers the encoder's tokens", "models/sequence.py",
+         'size = Form.of(**{"dec_tokens" if op.config["side"] == "decoder" else "tokens": width * item})',
+         'size = Form.of(**{"tokens": width * item})', "a wrong side", "models/test_sequence.py", pick="takes_room"),
+    _bug("a residual by rows is added to whole columns", "models/sequence.py", "collectives=(*residual, *second.collectives,",
+         "collectives=(*second.collectives,", "a message less than is sent", "models/test_sequence.py", pick="other_way"),
 )  # fmt: skip
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,

@@ -139,6 +139,36 @@ def test_one_layer_by_hand() -> None:
     assert saved == shape.tokens * (2 * width + statistics) * 3 / 4
 
 
+def test_what_is_gathered_takes_room_while_an_op_runs() -> None:
+    model, shape = resolve_model("t5-tiny"), Shape.padded(3, 10, 7)
+    more: dict[str, list[tuple[float, float]]] = {}
+    for plain, rows in zip(model.ops, with_sequence_parallelism(model).ops, strict=True):
+        before, now = ((place.op.workspace.at(shape, 2), place.op.backward_workspace.at(shape, 2)) for place in (plain, rows))
+        more.setdefault(plain.op.name, []).append((now[0] - before[0], now[1] - before[1]))
+    width = model.config["hidden"] * 4
+    own, decoder, layers = 30 * width, 21 * width, model.config["layers"]
+    for name in ("qkv", "up"):  # the input of a product by column
+        assert more[name] == [(own, own)] * layers + [(decoder, decoder)] * layers
+    for name in ("out", "down"):  # the result of a product by row
+        assert more[name] == [(own, own)] * layers + [(decoder, decoder)] * layers
+    assert more["cross_kv"] == [(own, own)] * layers and more["cross_q"] == [(decoder, decoder)] * layers
+    assert more["embedding"] == [(own, own), (decoder, decoder)] and more["logits"] == [(decoder, 0)]
+    assert set(more["norm1"] + more["act"] + more["attention"]) == {(0, 0)}
+
+
+def test_products_that_divide_the_other_way_gather_what_they_need_whole() -> None:
+    model, shape = resolve_model("gpt-1.3b"), Shape.padded(2, 64)
+    plain, rows = ({place.op.name: place.op for place in m.ops[1:9]} for m in (model, with_sequence_parallelism(model)))
+
+    def sent(op: Op) -> list[tuple[str, str, float]]:
+        return [(c.kind, c.when, c.size_bytes(shape)) for c in op.splits[1].collectives]
+
+    hidden = 128 * 2048 * 2
+    assert sent(rows["qkv"]) == [("all_gather", "forward", hidden), *sent(plain["qkv"])]
+    assert rows["qkv"].splits[1].kept.at(shape, 4) == hidden
+    assert sent(rows["out"]) == [("all_gather", "forward", hidden), *sent(plain["out"]), ("all_gather", "backward", hidden)]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_grows_and_one_rank_notices_nothing_but_copies(family: str) -> None:
     model = small_model(family)
