@@ -58,7 +58,7 @@ def test_who_watches_is_told_of_every_step(lateness: int) -> None:
     before = {0: StepWord(samples=3), 3: StepWord(samples=7, figures=other, record=records[0])}
     last = {0: StepWord(samples=4, figures=own), 3: StepWord(samples=7, figures=other, record=records[1], evaluated=evaluated)}
     run: Any = Run.__new__(Run)  # only what this needs
-    run.step, run._meter = 5, SimpleNamespace(lateness=lateness)
+    run.step, run._measures = 5, SimpleNamespace(lateness=lateness)
     run.rank = SimpleNamespace(world=SimpleNamespace(ranks=(3,)))
     run.records = SimpleNamespace(note=lambda *said: notes.extend(said))
     run.watcher = SimpleNamespace(after=lambda *figures: heard.append(figures) or ["slow."])

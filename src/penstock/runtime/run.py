@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from penstock.data.loader import ProgramLoader
 from penstock.data.planning import PlanningError, ProgramPlanner
 from penstock.data.samples import LoadedProgram, Samples
@@ -36,9 +34,10 @@ from penstock.runtime.run_folder import CHECKPOINTS
 from penstock.runtime.run_inputs import held_out_programs, program_planner, run_inputs
 from penstock.runtime.steps.agreeing import Agreed, Order, agree, told_plan
 from penstock.runtime.steps.divergence import MAX_DROPPED, DivergedError, describe_divergence, is_diverged
+from penstock.runtime.steps.measuring import StepMeasures
 from penstock.runtime.steps.records import RunRecords, TrainedStep
 from penstock.runtime.steps.words import StepWatcher, StepWord, samples_digest, whole_digest
-from penstock.runtime.telemetry.figures import RankFigures, StepMeter
+from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.telemetry.flops import PeakTimes
 from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages, times_of_ranks
 from penstock.runtime.telemetry.phases import MOVING, RECOVERING
@@ -60,8 +59,6 @@ __all__ = ["Run", "Watching", "train_rank"]
 Watching = Callable[["Run"], "StepWatcher"]
 """Makes the watcher of a run, in every process."""
 
-_BEHIND = 1.2
-"""A machine that takes so many times as long as its paced devices says so."""
 _SYNC_STEPS = 100
 """Clocks of several machines drift apart; so often they are compared again."""
 
@@ -212,13 +209,11 @@ class Run:
         self.rank.executor.observer = Observers(*observers)
         if isinstance(self.rank, PacedRank) and place.times is not None:
             self.rank.times = place.times
-        self._usual_probe_s = 0.0
-        """What a probe took when this process was left without work."""
         self._peaks = self._peak_times() if self._tells_steps else None
         self.saves.take_place()
-        self._meter: StepMeter | None = None
-        """On devices that keep no clock of their own."""
-        self._measure()
+        self._measures = StepMeasures(self.rank, self.loader, self.records, self.times)
+        if self._is_measured:
+            self._measures.watched()
 
     def __enter__(self) -> Run:
         return self
@@ -239,11 +234,13 @@ class Run:
     def watch(self, watching: Watching) -> None:
         """Tells a watcher of every step, and has it measured if it wants that."""
         self._watching, self.watcher = watching, watching(self)
-        self._measure()
+        if self._is_measured:
+            self._measures.watched()
 
-    def _measure(self) -> None:
-        if self.watcher is not None and self.watcher.measures and self.has_work and not isinstance(self.rank, PacedRank):
-            self._meter = StepMeter(self.loader.planner, self.times)
+    @property
+    def _is_measured(self) -> bool:
+        """Whether somebody watches who wants figures."""
+        return self.watcher is not None and self.watcher.measures
 
     def train(self) -> TrainResult:
         """All steps that are left."""
@@ -293,7 +290,7 @@ class Run:
         steps_of_plan = self.step - self.plan_since
         usual = statistics.median(times[-steps_of_plan:][WARM_UP:] or times[-steps_of_plan:] or times)
         mean_tokens, gather = statistics.fmean(tokens), self.worker.groups.gather
-        own = self.times.times(self._memory().get("allocated_bytes")) if self.has_work else None
+        own = self.times.times(self._measures.memory().get("allocated_bytes")) if self.has_work else None
         return TrainResult(
             self.first_step, len(losses), tuple(losses), tuple(self.records.evaluated), usual, mean_tokens / usual,
             slowest_stages(self.request.plan.num_stages, self.times, gather), str(Path(self.request.out) / CHECKPOINTS), ended_by,
@@ -311,15 +308,14 @@ class Run:
             self.rank.train(program, loaded)
         executor.observer = observer
         self._prepare_next()
-        if self._meter is not None:
-            self._meter.expect(program)
+        self._measures.expect(program)
         results = self.rank.results
         found = [(result.loss.item(), None if result.norm is None else result.norm.item()) for result in results]
         wall_s = time.perf_counter() - start_s
-        whole_s = self._device_s(program.iteration, wall_s)
+        whole_s = self._measures.step_s(program.iteration, wall_s)
         self.times.step_done(wall_s, wait_s, self.rank.update.exchanges, count)
-        figures = self._figures(wall_s).shared_out(count)
-        self.loads.measured(self._pace(figures, count))
+        figures = self._measures.figures(wall_s).shared_out(count)
+        self.loads.measured(self._measures.pace(figures, count))
         busy_s, time_s = float(self.spans.busy_ns(position)[COMPUTE]) * 1e-9, whole_s / count
         words: list[StepWord] = []
         for number, (result, (loss, norm)) in enumerate(zip(results, found, strict=True)):
@@ -330,7 +326,8 @@ class Run:
                 record = StepRecord(
                     program.iteration + number, loss, time_s, tokens, tokens / time_s, self._mfu(own, tokens, time_s), result.rate,
                     gradient_norm=norm, skipped=result.skipped, bubble_share=max(0.0, 1.0 - busy_s / whole_s),
-                    planning_wait_s=wait_s / count, padding_share=padding_share(own), **self._memory(), **self.records.gpu_sample(),
+                    planning_wait_s=wait_s / count, padding_share=padding_share(own),
+                    **self._measures.memory(), **self.records.gpu_sample(),
                 )  # fmt: skip
             words.append(StepWord(samples=samples_digest(own) if self.rank.leads_replica else 0, figures=figures, record=record))
         done, every = program.iteration + count, self.request.eval_every
@@ -344,45 +341,10 @@ class Run:
         if coming is not None:
             self.rank.prepare(coming.program, coming)
 
-    def _pace(self, figures: RankFigures, count: int) -> float:
-        """How long the passes of a step took: over what was predicted of them, where anything is."""
-        if self._meter is None:
-            return self.times.passes_s / count
-        return figures.compute_s / figures.predicted_s if figures.predicted_s else 0.0
-
     def _idle_words(self) -> list[StepWord]:
         """What a process without work says of each step that the others have as one program."""
-        return [StepWord(figures=self._idle_figures())] * (self._window_end - self.step)
-
-    def _idle_figures(self) -> RankFigures:
-        """What a process without work measures: a probe, over what that took when the process was left without."""
-        if self.watcher is None or not self.watcher.measures:
-            return RankFigures()
-        probe_s = self.rank.probe_s(self.step)
-        self._usual_probe_s = self._usual_probe_s or probe_s
-        return RankFigures(probe_s, self._usual_probe_s)
-
-    def _figures(self, wall_s: float) -> RankFigures:
-        """What this rank measured in the step that has ended, or the one before it."""
-        if isinstance(self.rank, PacedRank):
-            clock = self.rank.clock
-            return RankFigures(clock.busy_s, clock.expected_s, clock.data_wait_s, 0.0, clock.device_s)
-        if self._meter is None:
-            return RankFigures()
-        if self._meter.refused is not None:
-            self.records.note_once("costs", f"slow ranks will not be noticed, since nothing can be predicted: {self._meter.refused}")
-        wait_s, data_s = self.loader.wait_s, self.loader.data_wait_s
-        return self._meter.ended(wall_s, data_s, wait_s - data_s)
-
-    def _device_s(self, step: int, wall_s: float) -> float:
-        """What a step took: by the clock on the wall, or by those of paced devices."""
-        if not isinstance(self.rank, PacedRank):
-            return wall_s
-        clock = self.rank.clock
-        if clock.wall_s > _BEHIND * clock.device_s and step >= self.times.first_iteration:
-            took = f"step {step} took {clock.wall_s:.3g} s, they take {clock.device_s:.3g} s. The times that are told are theirs."
-            self.records.note_once("pace", f"this machine computes more slowly than the paced devices: {took}")
-        return clock.device_s
+        figures = self._measures.idle_figures(self.step) if self._is_measured else RankFigures()
+        return [StepWord(figures=figures)] * (self._window_end - self.step)
 
     def _check_finite(
         self, program: Program, result: StepResult, loss: float, norm: float | None, before: Sequence[StepWord] = ()
@@ -443,7 +405,7 @@ class Run:
         for number, said in enumerate(words, self.step - len(words)):
             if self.watcher is not None:
                 figures = {member: word.figures for member, word in said.items()}
-                self.records.note(*self.watcher.after(number - (self._meter.lateness if self._meter else 0), figures))
+                self.records.note(*self.watcher.after(number - self._measures.lateness, figures))
             told = said[self.world.ranks[0]]
             assert told.record is not None
             steps.append(TrainedStep(told.record, whole_digest(said.values()), told.evaluated))
@@ -544,12 +506,6 @@ class Run:
     def _mfu(self, own: Sequence[MicroBatch], tokens: int, time_s: float) -> float | None:
         """Other replicas' samples are taken to cost as much for each token as this one's."""
         return None if self._peaks is None else self._peaks.time_s(own, tokens) / time_s
-
-    def _memory(self) -> dict[str, int]:
-        if self.world.device.type != "cuda":
-            return {}
-        device = self.world.device
-        return {"allocated_bytes": torch.cuda.max_memory_allocated(device), "reserved_bytes": torch.cuda.max_memory_reserved(device)}
 
     def _evaluate(self, done: int) -> EvalRecord:
         """The mean over the held-out batches."""
