@@ -497,18 +497,19 @@ class Run:
         return type(error)(f"{str(error).rstrip('.')}. The run ended after {plural(self.step, 'step')}.")
 
     def _peak_times(self) -> PeakTimes | None:
-        """Nothing where the plan's devices are not those that it runs on."""
+        """The plan's work at the peak of its devices, to say how well they are used; None where it runs on others than it names."""
         cluster, kind = cluster_of(self.request.plan), self.world.device.type
         meant = {"cpu" if cluster.device(rank).name == "cpu" else "cuda" for rank in self.world.ranks} == {kind}
         paced = self.request.device == PACED
         return PeakTimes(self.request.plan, self.model, cluster) if meant and not self.worker.shared_gpu and not paced else None
 
     def _mfu(self, own: Sequence[MicroBatch], tokens: int, time_s: float) -> float | None:
-        """Other replicas' samples are taken to cost as much for each token as this one's."""
+        """The share of the devices' peak that a step used; samples of other replicas are taken to cost as much for each token as this
+        one's."""
         return None if self._peaks is None else self._peaks.time_s(own, tokens) / time_s
 
     def _evaluate(self, done: int) -> EvalRecord:
-        """The mean over the held-out batches."""
+        """Loss and accuracy after `done` steps, the mean over the held-out batches."""
         place = self._place
         found = [self.rank.evaluate(program, place.held_out) for program in place.evaluations]
         return EvalRecord(done, statistics.fmean(one.loss for one in found), statistics.fmean(one.accuracy for one in found))

@@ -126,7 +126,8 @@ class TcpValues:
         return self._socket
 
     def _gone(self, error: OSError | None) -> StoreError:
-        """Its server is the launcher, which the job does not outlive: there is nothing to wait for."""
+        """The error of a server that is gone: that is the launcher, which the job does not outlive, so that there is nothing to wait
+        for."""
         if isinstance(error, TimeoutError):
             return StoreError(f"{self.where} has said nothing for {_ANSWER_S:g} s: the launcher of the job hangs, or the network is cut.")
         return _Closed(f"{self.where} is gone: the launcher of the job has ended.")

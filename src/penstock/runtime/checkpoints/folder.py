@@ -78,7 +78,7 @@ def abandon_newer(folder: Path, checkpoint: Path) -> None:
 
 
 def _abandoned(folder: Path) -> range:
-    """Their numbers."""
+    """Numbers of checkpoints whose steps a run has gone back behind; none if it never did."""
     try:
         first, last = map(int, (folder / _ABANDONED).read_text(encoding="utf-8").split())
     except (OSError, ValueError):  # not there, or not ours

@@ -56,7 +56,7 @@ class Gradients:
         self._statistics: list[tuple[list[torch.Tensor], torch.Tensor, int]] = []
 
     def start(self, step: ReduceStart) -> None:
-        """All backward passes but one are done, or all."""
+        """Begins what can be sent of a stage's gradients, now that all backward passes but one are done, or all."""
 
     def completed(self, parameter: nn.Parameter) -> None:
         """The gradient of a weight got its last share of a backward pass."""

@@ -243,7 +243,7 @@ class Done:
 
 
 def _places(shards: Iterable[Shard]) -> Iterator[tuple[int, Shard]]:
-    """Each with the place where its part begins among all parts laid end to end."""
+    """Each weight with the place where its part begins among all parts laid end to end."""
     place = 0
     for shard in shards:
         yield place, shard

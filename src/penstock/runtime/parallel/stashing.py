@@ -55,7 +55,7 @@ class WeightStash:
 
     @property
     def num_versions(self) -> int:
-        """All that are in memory."""
+        """Versions of the weights that are in memory."""
         return len({id(version) for version in (self._newest, *self._used.values())})
 
     def _put(self, values: Sequence[torch.Tensor]) -> None:
