@@ -253,6 +253,14 @@ def test_plans_for_the_lengths_of_prepared_data(data: str, tmp_path: Path, capsy
     assert "Give one of them" in capsys.readouterr().err
 
 
+def test_devices_that_a_plan_leaves_idle_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["search", "--model", "gpt-tiny", "--global-batch", "2", "--cluster", "2xg5.xlarge", "--top", "1"]
+    assert run(asked) == 0
+    assert "note: 1 of 2 devices is idle: rank 1." in capsys.readouterr().out
+    assert run([*asked, "--json"]) == 0
+    assert "1 of 2 devices is idle: rank 1." in json.loads(capsys.readouterr().out)["notes"]
+
+
 def test_precision_gradients_and_length_are_printed_and_can_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {"model_type": "gpt2", "vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 8192}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -47,7 +47,7 @@ class SearchAnswer:
         print_json({
             **self.asked, "files": self.files,
             "seq_length": best.plan.seq_length, "precision": best.plan.precision, "gradients": best.plan.gradients,
-            "notes": best.estimate.notes, "lower_bound_s": outcome.bound_s, "gap": outcome.gap, "stopped": outcome.stopped,
+            "notes": self._notes(), "lower_bound_s": outcome.bound_s, "gap": outcome.gap, "stopped": outcome.stopped,
             "fastest_s": outcome.choices[0].estimate.time_s, "error": outcome.error, "strict": self.strict,
             "plans": [choice_row(choice, self.count) for choice in self.choices],
             **({"baselines": baseline_rows(self.request, outcome)} if self.baselines else {}),
@@ -68,9 +68,17 @@ class SearchAnswer:
         fastest = outcome.choices[0]
         say(*([self.note] if self.note else []))
         say(*why_first(best.plan, best.estimate.time_s, fastest.plan, fastest.estimate.time_s, self.request.estimator.source))
-        say(*self._facts(verbose or self.proof), *(f"note: {note}" for note in best.estimate.notes))
+        say(*self._facts(verbose or self.proof), *(f"note: {note}" for note in self._notes()))
         if self.files:
             say(f"wrote {', '.join(map(str, self.files))}.")
+
+    def _notes(self) -> list[str]:
+        """What a reader of the first plan should know of it."""
+        from penstock.plans.references import cluster_of
+        from penstock.plans.remarks import idle_devices
+
+        best = self.choices[0]
+        return [*best.estimate.notes, *idle_devices(best.plan, cluster_of(best.plan))]
 
     def _facts(self, verbose: bool) -> list[str]:
         outcome, facts = self.outcome, []

@@ -13,15 +13,16 @@ if TYPE_CHECKING:
     from penstock.clusters import Cluster
     from penstock.plans.plan import Plan
 
-__all__ = ["remarks"]
+__all__ = ["idle_devices", "remarks"]
 
 
 def remarks(plan: Plan, cluster: Cluster) -> list[str]:
     """The remarks: idle devices, settings without effect, bubbles, tp over a network, memory that will not do."""
-    return [*_idle(plan, cluster), *_without_effect(plan), *_slow(plan, cluster), *_full(plan, cluster)]
+    return [*idle_devices(plan, cluster), *_without_effect(plan), *_slow(plan, cluster), *_full(plan, cluster)]
 
 
-def _idle(plan: Plan, cluster: Cluster) -> Iterator[str]:
+def idle_devices(plan: Plan, cluster: Cluster) -> Iterator[str]:
+    """Which devices a plan has no work for, if any."""
     idle = sorted(set(range(cluster.num_devices)).difference(plan.ranks))
     if idle:
         yield (

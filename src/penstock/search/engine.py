@@ -24,10 +24,10 @@ from penstock.errors import InfeasibleError, InputError
 from penstock.plans.plan import Plan
 from penstock.plans.validity import require_valid
 from penstock.schedules.rules import SEARCHED_SCHEDULES
+from penstock.search.beside_idle import BesideIdle
 from penstock.search.choice import FORMULA_OFF, Choice
 from penstock.search.improvers import other_schedules, rebalanced_shares, refined_by_simulator
 from penstock.search.interleaved.interleaved_plans import InterleavedPlans
-from penstock.search.one_device import OneDevice
 from penstock.search.op_degrees.per_op_degrees import PerOpDegrees
 from penstock.search.partition.partitions import Partitions
 from penstock.search.progress import Progress, ProofLine, Searcher, Watch, unwatched
@@ -131,9 +131,9 @@ def search(
     grid, unequal = UniformPlans(request, max(_CLOCKED, 3 * top)), UnequalReplicas(request)
     partitions = Partitions(list(families(request)))
     per_op, interleaved = PerOpDegrees(partitions.families), InterleavedPlans(partitions.families)
-    searchers: list[Searcher] = [*([grid] if prove else []), partitions, OneDevice(request), unequal, per_op, interleaved]
+    searchers: list[Searcher] = [*([grid] if prove else []), partitions, BesideIdle(request), unequal, per_op, interleaved]
     if request.asynchronous:  # one replica, one stage on each group, the same degrees for all of its ops
-        searchers = [partitions, OneDevice(request)]
+        searchers = [partitions, BesideIdle(request)]
     progress.bound_s = min(searcher.bound() for searcher in searchers)
     if not worth(progress.bound_s):
         raise InfeasibleError(f"no plan of {request.model.name} on {request.cluster.describe()} can be good enough.")

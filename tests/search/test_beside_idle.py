@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
 from penstock.batching.planned import planned_costs
-from penstock.search.engine import search
-from penstock.search.one_device import OneDevice
+from penstock.search.beside_idle import BesideIdle
+from penstock.search.engine import Outcome, search
 from penstock.search.space.request import Request
 
 
@@ -27,6 +28,20 @@ def test_a_device_beside_idle_ones_is_as_fast_as_alone(cluster: str, limit_bytes
     assert len(best.plan.ranks) == 1 and several.bound_s <= best.estimate.formula_s
 
 
+@pytest.mark.parametrize("micro_batches", [(), (1, 2)])
+def test_a_node_behind_a_slow_network_is_as_fast_as_alone(micro_batches: tuple[int, ...], tmp_path: Path) -> None:
+    """Stages, replicas and stages that idle at the end of a cluster all speak to the other node, at 0.1 GB/s."""
+
+    def found(count: int) -> Outcome:
+        path = tmp_path / "slow.yaml"
+        path.write_text(f"name: x\nnodes: [{{name: n, device: a10g, gpus: 2, count: {count}, inter: {{bandwidth_gb_per_s: 0.1}}}}]\n")
+        return search(Request.of("gpt-small", str(path), 16, "roofline", None, micro_batches, math.inf), top=1)
+
+    alone, beside = found(1), found(2)
+    best, own = beside.choices[0], alone.choices[0]
+    assert best.estimate.time_s <= own.estimate.time_s * (1 + 1e-9) and beside.bound_s <= best.estimate.formula_s
+
+
 def test_batches_of_it_take_as_long_as_alone() -> None:
     grids = []
     for name in ("1xg5.xlarge", "2xg5.xlarge"):
@@ -39,4 +54,4 @@ def test_batches_of_it_take_as_long_as_alone() -> None:
 
 def test_no_device_idles_where_all_nodes_are_to_be_used() -> None:
     request = asked("2xg5.xlarge")
-    assert OneDevice(request).bound() < OneDevice(request.on_all_of(request.cluster)).bound() == math.inf
+    assert BesideIdle(request).bound() < BesideIdle(request.on_all_of(request.cluster)).bound() == math.inf
