@@ -1753,6 +1753,17 @@ _COUNTED_BY_HAND = (
          'size = Form.of(**{"tokens": width * item})', "a wrong side", "models/test_sequence.py", pick="takes_room"),
     _bug("a residual by rows is added to whole columns", "models/sequence.py", "collectives=(*residual, *second.collectives,",
          "collectives=(*second.collectives,", "a message less than is sent", "models/test_sequence.py", pick="other_way"),
+    _bug("pairs with a text besides are texts", "data/text/lines.py", "for fields in (PAIRS, TEXT, CHAT):\n                if",
+         "for fields in (TEXT, PAIRS, CHAT):\n                if", "questions count in the loss", "data/text/test_prepare.py",
+         pick="besides"),
+    _bug("a file may have more samples than are known", "data/dataset.py", "if size != manifest.splits[split].samples:",
+         "if size < manifest.splits[split].samples:", "data of another preparation are trained on", "data/text/test_prepare.py",
+         pick="more_samples"),
+    _bug("samples count from the end too", "data/dataset.py", "if not 0 <= sample < len(self):", "if sample >= len(self):",
+         "a wrong number is another sample, silently", "data/text/test_prepare.py", pick="opening"),
+    _bug("weights of tasks are forgotten when data are opened", "data/dataset.py", "Task(task.name, task.start, task.stop, task.weight)",
+         "Task(task.name, task.start, task.stop)", "a mixture that was asked for is not trained on", "data/text/test_prepare.py",
+         pick="by_the_weights"),
 )  # fmt: skip
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,

@@ -19,7 +19,7 @@ from penstock.cli.main import run
 from penstock.data import IndexedTokens, Limits, open_data
 from penstock.data.bundled import bundled_files
 from penstock.data.text.cleaning import DROPPED, first_of_equals, parse_split, split_samples
-from penstock.data.text.lines import TEXT, LineSpan, parse_fields, pieces_of, read_samples
+from penstock.data.text.lines import PAIRS, TEXT, LineSpan, detect_fields, parse_fields, pieces_of, read_samples
 from penstock.data.text.prepare import TextRequest, prepare_text
 from penstock.errors import InputError
 
@@ -261,8 +261,9 @@ def test_opening_what_is_not_prepared(tmp_path: Path) -> None:
     prepare_text(TextRequest((path,), tmp_path / "out", train_tokenizer=300, split=(1.0, 0.0, 0.0)))
     with pytest.raises(InputError, match=r"no split 'tain'\. Did you mean 'train'"):
         open_data(tmp_path / "out", "tain")
-    with pytest.raises(IndexError):
-        open_data(tmp_path / "out")[1]
+    for beyond in (1, -1):
+        with pytest.raises(IndexError):
+            open_data(tmp_path / "out")[beyond]
     manifest = tmp_path / "out" / "data.json"
     good = manifest.read_text()
     changes = (
@@ -275,6 +276,30 @@ def test_opening_what_is_not_prepared(tmp_path: Path) -> None:
         manifest.write_text(bad)
         with pytest.raises(InputError, match=message):
             open_data(tmp_path / "out")
+
+
+def test_samples_are_drawn_by_the_weights_that_were_given(tmp_path: Path) -> None:
+    paths = tuple(write_pairs(tmp_path / f"{name}.jsonl", [(words(3, i), name) for i in range(20)]) for name in ("rare", "often"))
+    request = TextRequest(paths, tmp_path / "out", train_tokenizer=300, split=(1.0, 0.0, 0.0), weights=(1.0, 3.0))
+    prepare_text(request)
+    data = open_data(tmp_path / "out")
+    (rare,) = (task for task in data.manifest.splits["train"].tasks if task.name == "rare")
+    drawn = [int(sample) for batch in range(4) for sample in data.batches(10)[batch].samples]
+    assert sum(rare.start <= sample < rare.stop for sample in drawn) == 10  # one in four of an epoch's 40
+
+
+def test_more_samples_than_the_manifest_knows_are_refused(tmp_path: Path) -> None:
+    for name, count in (("few", 2), ("many", 3)):
+        path = write_pairs(tmp_path / f"{name}.jsonl", [(words(3, i), "x") for i in range(count)])
+        prepare_text(TextRequest((path,), tmp_path / name, train_tokenizer=300, split=(1.0, 0.0, 0.0)))
+    (tmp_path / "few" / "data.json").replace(tmp_path / "many" / "data.json")
+    with pytest.raises(InputError, match=r"has 3 samples, data\.json says 2"):
+        open_data(tmp_path / "many")
+
+
+def test_pairs_that_have_a_text_besides_are_pairs(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a b", "input": "a", "target": "b"}\n')
+    assert detect_fields(tmp_path / "a.jsonl") == PAIRS
 
 
 def test_lengths_come_without_touching_tokens(tmp_path: Path) -> None:
