@@ -22,6 +22,7 @@ from penstock.runtime.checkpoints.manifest import (
     decode_manifest,
     intersection,
     merge_parts,
+    outside,
     volume,
     whole_box,
 )
@@ -39,6 +40,12 @@ def test_intersection_is_that_of_the_elements(pair: list[Any]) -> None:
     shared = intersection(one, other)
     assert (elements(shared) if shared else set()) == elements(one) & elements(other)
     assert volume(one) == len(elements(one))
+
+
+@given(st.tuples(ranges, ranges), st.lists(st.tuples(ranges, ranges), max_size=4))
+def test_what_is_outside_is_there_once(box: Any, others: list[Any]) -> None:
+    counted = sorted(element for part in outside([box], others) for element in elements(part))
+    assert counted == sorted(elements(box).difference(*map(elements, others)))
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.lists(st.tuples(ranges, ranges), max_size=6))
