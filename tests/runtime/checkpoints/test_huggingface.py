@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from penstock.models.catalog import resolve_model
 from penstock.models.modules import TensorParallel, build_chain
 from penstock.models.modules.hf_weights import load_hf_weights, read_safetensors
 from penstock.models.ops import Model
-from penstock.runtime.checkpoints.huggingface import export_hf_checkpoint
+from penstock.runtime.checkpoints.huggingface import HfFolder, export_hf_checkpoint
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointWriter
 
@@ -74,6 +75,34 @@ def test_there_and_back(case: str, file_bytes: int, tmp_path: Path) -> None:
         assert torch.equal(auto(ids).logits, theirs(ids).logits)
 
 
+def test_pieces_come_from_the_folders_own_weights(tmp_path: Path) -> None:
+    """Each rank asks for its pieces of one weight after the other, and later for the first ones again."""
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+    theirs.save_pretrained(tmp_path)
+    model = resolve_model(f"hf:{tmp_path}")
+    folder, chain = HfFolder(tmp_path, model), build_chain(model, seed=1, tp=TensorParallel(1, 2))
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in chain.parameters():
+                parameter.zero_()
+        folder.load(chain_pieces(chain))
+    wanted = build_chain(model, seed=2, tp=TensorParallel(1, 2))
+    load_hf_weights(wanted, model, read_safetensors(tmp_path))
+    for (name, found), other in zip(chain.named_parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(found, other), name
+
+
+@pytest.mark.parametrize("change", [{"sliding_window": 7}, {"num_key_value_heads": 1, "head_dim": 16, "num_attention_heads": 2},
+                                    {"rms_norm_eps": 1e-3}, {"rope_theta": 5e5}])  # fmt: skip
+def test_weights_of_another_model_with_the_same_shapes_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    base = {**LLAMA, "sliding_window": 5}
+    theirs = transformers.MistralForCausalLM(transformers.MistralConfig(**base))
+    theirs.save_pretrained(tmp_path / "theirs")
+    transformers.MistralConfig(**{**base, **change}).save_pretrained(tmp_path / "asked")
+    with pytest.raises(InputError, match="describes another model"):
+        HfFolder(tmp_path / "theirs", resolve_model(f"hf:{tmp_path / 'asked'}"))
+
+
 def test_the_tokenizer_of_the_data_comes_along(data: str, tmp_path: Path) -> None:
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
     theirs.save_pretrained(tmp_path / "source")
@@ -96,6 +125,7 @@ def test_other_dtypes_and_wrong_targets(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "half" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 2 * theirs.num_parameters()
     assert max(path.stat().st_size for path in (tmp_path / "half").iterdir()) < 30_000 + 4000
+    assert len(set(index["weight_map"].values())) == math.ceil(index["metadata"]["total_size"] / 30_000)
     with pytest.raises(InputError, match="is not an empty folder"):
         export_hf_checkpoint(checkpoint, model, tmp_path / "half")
     with pytest.raises(InputError, match="dtype is 'int4'"):
