@@ -21,7 +21,7 @@ from penstock.batching.plan import BatchPlan, ReplicaBatch
 from penstock.cli.main import run
 from penstock.costs.sources import shipped_profiles
 from penstock.data.dataset import open_data
-from penstock.errors import InputError
+from penstock.errors import InputError, plural
 from penstock.models.micro_batch import MicroBatch
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
@@ -72,14 +72,15 @@ def test_a_browser_reads_columns_and_units_as_python_does() -> None:
     numbers = [0, 1, 1.5, 1e-9, 3.33e-5, 0.0999, 0.51, 12, 119.6, 121, 999.994, 1000, 3599.6, 5000, 12345, 999_600, 2e5, 1e6, 7.77e9, 3e13]
     asked = [(number, unit) for number in numbers for unit in ("time", "bytes", "count", "usd", "share", "number")]
     found = node(f"""
-        import {{ unpack }} from "./columns.js"; import {{ shown }} from "./units.js";
+        import {{ unpack }} from "./columns.js"; import {{ plural, shown }} from "./units.js";
         const columns = {json.dumps(columns)}, asked = {json.dumps(asked)}, arrays = [];
         for (const one of columns) arrays.push(Array.from(await unpack(one, one.data), (value) => Number.isNaN(value) ? "nan" : value));
-        console.log(JSON.stringify([arrays, asked.map(([value, unit]) => shown(value, unit))]));
+        const counts = [0, 1, 2, 1536].map((value) => plural(value, "row"));
+        console.log(JSON.stringify([arrays, asked.map(([value, unit]) => shown(value, unit)), counts]));
     """)
     expected = [one.astype(np.float32).tolist() if one.dtype.kind == "f" else one.tolist() for one in arrays]
     assert found[0] == [["nan" if np.isnan(value) else value for value in one] for one in expected]
-    assert found[1] == [shown(value, unit) for value, unit in asked]
+    assert found[1] == [shown(value, unit) for value, unit in asked] and found[2] == [plural(value, "row") for value in (0, 1, 2, 1536)]
 
 
 def test_shares_of_pixels_add_up_however_far_away() -> None:

@@ -3,12 +3,13 @@ import { h, s, figure } from "./dom.js";
 import { ink, stageColour } from "./colours.js";
 import { svgButton } from "./download.js";
 import { hatching, swatch } from "./stack.js";
+import { plural } from "./units.js";
 
 const WIDTH = 900, HEIGHT = 46;
 
 export function chain({ title, ops, stages }) {
   const total = ops.reduce((sum, op) => sum + op.count, 0) || 1, scale = WIDTH / total;
-  const svg = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}: ${total} ops in ${stages.length} stages` }, hatching());
+  const svg = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}: ${plural(total, "op")} in ${plural(stages.length, "stage")}` }, hatching());
   let at = 0;
   for (const { name, count, stage, recomputed } of ops) {
     const box = { x: at * scale, y: 18, width: Math.max(0.3, count * scale - 0.4), height: HEIGHT - 20 };

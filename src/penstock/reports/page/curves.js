@@ -2,7 +2,7 @@
 import { h, figure } from "./dom.js";
 import { STAGES, themed } from "./colours.js";
 import { csvButton, pngButton } from "./download.js";
-import { shown } from "./units.js";
+import { plural, shown } from "./units.js";
 import { sharp, steered, ticks, Viewport } from "./viewport.js";
 
 const LEFT = 78, RIGHT = 12, CHART = 120, GAP = 26;
@@ -114,7 +114,7 @@ export function curves({ title, x_name: xName, x, charts, steps }) {
   }
   function summary() {
     const last = (values) => values[values.length - 1];
-    return `${title}: ${x.length} points; ` + charts.flat().map((curve) => `${curve.name} ends at ${shown(last(curve.values), curve.unit)}`).join("; ");
+    return `${title}: ${plural(x.length, "point")}; ` + charts.flat().map((curve) => `${curve.name} ends at ${shown(last(curve.values), curve.unit)}`).join("; ");
   }
   const columns = [xName, ...charts.flat().map((curve) => curve.name)];
   const rows = () => Array.from(x, (value, at) => [value, ...charts.flat().map((curve) => Number.isFinite(curve.values[at]) ? curve.values[at] : null)]);

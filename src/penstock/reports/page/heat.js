@@ -2,6 +2,7 @@
 import { h, figure } from "./dom.js";
 import { themed } from "./colours.js";
 import { csvButton, pngButton } from "./download.js";
+import { plural } from "./units.js";
 import { sharp } from "./viewport.js";
 
 const LEFT = 78;
@@ -40,7 +41,7 @@ export function heat({ title, rows, x_name: xName, x, values }) {
   function summary() {
     let worst = -1;
     for (let at = 0; at < values.length; at++) if (Number.isFinite(values[at]) && !(values[at] <= values[worst])) worst = at;
-    return `${title}: ${rows.length} rows, ${x.length} columns` + (worst < 0 ? "" : `; the slowest is ${rows[Math.floor(worst / x.length)]} at ${xName} ${x[worst % x.length]}, ${values[worst].toFixed(2)} times the usual`);
+    return `${title}: ${plural(rows.length, "row")}, ${plural(x.length, "column")}` + (worst < 0 ? "" : `; the slowest is ${rows[Math.floor(worst / x.length)]} at ${xName} ${x[worst % x.length]}, ${values[worst].toFixed(2)} times the usual`);
   }
   const lines = () => rows.map((name, row) => [name, ...Array.from({ length: x.length }, (_, at) => Number.isFinite(values[row * x.length + at]) ? values[row * x.length + at] : null)]);
   const element = figure(title, h("div", {}, canvas, said), csvButton(title, ["row", ...Array.from(x, (one) => `${xName} ${one}`)], lines), pngButton(title, canvas));

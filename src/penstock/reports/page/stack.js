@@ -3,7 +3,7 @@ import { h, s, figure } from "./dom.js";
 import { STAGES } from "./colours.js";
 import { csvButton, svgButton } from "./download.js";
 import { table } from "./table.js";
-import { shown } from "./units.js";
+import { plural, shown } from "./units.js";
 
 const ROW = 22, LABEL = 110, WIDTH = 900, MOST_CUTS = 64;
 
@@ -39,7 +39,7 @@ export function stack(block, open) {
     far.length ? h("li", {}, `limit ${shown(Math.min(...far), unit)}, beyond the axis`) : null);
   function summary() {
     const at = sums.indexOf(peak);
-    return `${title}: ${rows.length} rows, the longest ${rows[at] ?? ""} with ${shown(peak, unit)}`;
+    return `${title}: ${plural(rows.length, "row")}, the longest ${rows[at] ?? ""} with ${shown(peak, unit)}`;
   }
   const columns = ["row", ...parts, "sum", ...(limits.length ? ["limit"] : [])];
   const lines = () => rows.map((name, row) => [name, ...values[row], sums[row], ...(limits.length ? [limits[row]] : [])]);

@@ -8,7 +8,7 @@ import { peers } from "./peers.js";
 import { handOver } from "./perfetto.js";
 import { find, spanAfter, starts, sums } from "./spans.js";
 import { swatch } from "./stack.js";
-import { shown } from "./units.js";
+import { plural, shown } from "./units.js";
 import { sharp, steered, ticks, Viewport } from "./viewport.js";
 
 const LEFT = 150, TOP = 18, MEMORY = 110, MOST_HEIGHT = 620, STRIP = 34, WALKED = 600000, BINS = 2048, MOST_LINES = 8, MOST_SUMMED = 64, MOST_CSV = 200000;
@@ -39,7 +39,7 @@ export function timeline(block, open, viewer) {
   const onPath = critical(block, start);
   let group = "", rows = all, levels = null, hovered = null, chosen = null, linked = { from: null, to: null }, selected = null, later = 0;
 
-  const canvas = h("canvas", { tabindex: 0, class: "timeline", role: "application", "aria-label": `${title}: ${all.length} rows, ${length.length} spans. Keys: A and D move, W and S zoom, Home shows all, P and N go to the sender and the receiver of an instruction, M selects what is in view, Escape ends that.` });
+  const canvas = h("canvas", { tabindex: 0, class: "timeline", role: "application", "aria-label": `${title}: ${plural(all.length, "row")}, ${plural(length.length, "span")}. Keys: A and D move, W and S zoom, Home shows all, P and N go to the sender and the receiver of an instruction, M selects what is in view, Escape ends that.` });
   const strip = h("canvas", { class: "strip", "aria-hidden": "true" });
   const said = h("p", { class: "hover", "aria-live": "polite" }, "\u00a0"), summed = h("p", { class: "sums" });
   const rowHeight = () => Math.max(0.3, Math.min(20, MOST_HEIGHT / Math.max(1, rows.length)));
@@ -286,7 +286,7 @@ export function timeline(block, open, viewer) {
     found.forEach((time, kind) => { parts[kinds[kind].colour] = (parts[kinds[kind].colour] ?? 0) + time; });
     const text = Object.entries(parts).filter(([, time]) => time > 0).map(([name, time]) => `${name} ${shown(time / all_, "share")}`);
     const busy = Object.values(parts).reduce((sum, one) => sum + one, 0);
-    summed.textContent = `${selected ? "Selected" : "In view"}, ${shown(span * 1e-9, "time")} of ${measured.length} rows: ${[...text, `nothing ${shown(Math.max(0, 1 - busy / all_), "share")}`].join(", ")}.`;
+    summed.textContent = `${selected ? "Selected" : "In view"}, ${shown(span * 1e-9, "time")} of ${plural(measured.length, "row")}: ${[...text, `nothing ${shown(Math.max(0, 1 - busy / all_), "share")}`].join(", ")}.`;
     canvas.dataset.busy = String(busy / all_);
   }
 

@@ -51,6 +51,11 @@ const FORMATS = {
   number: (value) => (Math.abs(value) < 1000 && !Number.isInteger(value) ? real(value) : grouped(value)),
 };
 
+/** A number with what it counts, as `penstock.errors.plural` words it. */
+export function plural(number, noun) {
+  return `${grouped(number)} ${noun}${number === 1 ? "" : "s"}`;
+}
+
 /** A value of a table as text; what is no number is told, never drawn as zero. */
 export function shown(value, unit) {
   if (value === null || value === undefined || value === "") return "-";
