@@ -177,6 +177,32 @@ def estimated(plan: Plan) -> Estimate:
     return Estimator(model_of(plan), cluster, open_costs("roofline", cluster)).estimate(plan)
 
 
+def test_a_version_that_nobody_needs_is_changed_where_it_is() -> None:
+    """Micro-batch 0 still needs the first version; what is updated after it no pass has used."""
+    weight = nn.Parameter(torch.zeros(1))
+    stash = WeightStash([weight])
+    stash.use(0)
+    places = []
+    for _ in range(2):
+        with stash.updating(), torch.no_grad():
+            weight += 1
+        places.append(weight.data_ptr())
+    assert places[0] == places[1] and stash.num_versions == 2
+    with stash.restored(0):
+        assert weight == 0
+    assert weight == 2
+
+
+def test_versions_of_abandoned_micro_batches_are_let_go() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    stash = WeightStash([weight])
+    stash.use(0)
+    with stash.updating(), torch.no_grad():
+        weight += 1
+    stash.abandon()
+    assert stash.num_versions == 1 and weight == 1
+
+
 def test_memory_counts_the_versions() -> None:
     fields = {"pp": 4, "global_batch": 32, "micro_batch": 2}
     memory = {}
