@@ -1780,6 +1780,17 @@ _COUNTED_BY_HAND = (
          "memory for a copy that was not counted", "runtime/parallel/test_stashing.py", pick="where_it_is"),
     _bug("abandoned micro-batches keep their weights", "runtime/parallel/stashing.py", "        self._used.clear()\n", "",
          "a missing reset: old versions stay in memory", "runtime/parallel/test_stashing.py", pick="let_go"),
+    _bug("a forward pass that was measured is enough", "systems/aceso/tables.py", "np.isin(values[:, :2], SENTINELS).any(axis=1)",
+         "np.isin(values[:, :2], SENTINELS).all(axis=1)", "any for all: a backward pass takes a thousand seconds",
+         "systems/aceso/test_tables.py", pick="one_missing"),
+    _bug("an op that a table lacks is its first", "systems/aceso/tables.py", "self.ops.get(name, -1)", "self.ops.get(name, 0)",
+         "a head costs as little as an embedding", "systems/aceso/test_tables.py", pick="one_missing"),
+    _bug("tables of many samples are of one", "systems/aceso/tables.py", "whole[row, c] / mbs, None", "whole[row, c], None",
+         "a Wide-ResNet needs 16 times its memory", "systems/aceso/test_tables.py", pick="resnet_chain"),
+    _bug("a message is as large as its last part", "runtime/devices/timed.py",
+         "total += DTYPES[part.dtype].itemsize * torch.Size(part.sent_shape).numel()",
+         "total = DTYPES[part.dtype].itemsize * torch.Size(part.sent_shape).numel()", "transfers of timed devices carry too little",
+         "runtime/devices/test_timed.py", pick="within_limits"),
 )  # fmt: skip
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,

@@ -16,10 +16,11 @@ from penstock.models.ops import Model
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.references import model_of
-from penstock.programs.instructions import Program
+from penstock.programs.instructions import Part, Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.runtime.devices.clock import ClockSettings
+from penstock.runtime.devices.timed import MOST_PAYLOAD_BYTES, _payload_bytes
 from penstock.runtime.workers import WorkerPool
 from penstock.schedules.actions import Schedule
 from penstock.schedules.rules import schedule_of
@@ -111,3 +112,10 @@ def test_noise_changes_times_alike_for_one_seed(pool: WorkerPool) -> None:
         for settings in (LENIENT, replace(LENIENT, noise=0.5, seed=1), replace(LENIENT, noise=0.5, seed=1))
     )
     assert abs(noisy - calm) > 0.03 * calm and noisy == pytest.approx(again, rel=1e-6)
+
+
+def test_messages_are_as_large_as_their_parts_within_limits() -> None:
+    part, half = Part("hidden", "bf16", (100, 8)), Part("residual", "fp32", (100, 8), rows=(0, 50))
+    assert _payload_bytes([part, half]) == 100 * 8 * 2 + 50 * 8 * 4
+    assert _payload_bytes([]) == 8  # the moment at which it was sent is always in it
+    assert _payload_bytes([part] * 1000) == MOST_PAYLOAD_BYTES

@@ -65,6 +65,8 @@ def test_resnet_chain_has_every_op(folder: Path) -> None:
         "conv1", "bn1", "block-0-0.conv1", "block-0-0.relu", "block-0-1.conv1", "block-0-1.relu", "fc",
     ]  # fmt: skip
     assert model.usual_shape(16) == Shape.images(16)
+    kept = model.distinct_ops[0].splits[0].kept  # profiled with 16 images at least
+    assert kept.at(Shape.images(16)) == 16 * 16 * MB and kept.at(Shape.images(3)) == 3 * 16 * MB
     assert model.ops[2].op.config["op"] == "block-0-0-conv1"
 
 
@@ -88,6 +90,17 @@ def test_sentinels_and_absent_ops_are_infinite_but_long_times_are_not(folder: Pa
     assert rows is not None and source.op_rows(model, 1, 2) is None
     assert np.isinf(rows[[0, -1], :2]).all() and not rows[[0, -1], 2:].any()
     assert rows[1, 1] == 1324627.284
+
+
+def test_one_missing_pass_is_enough_and_no_op_has_the_times_of_another(folder: Path) -> None:
+    lines = op_table(1, 1, ["embedding", *LAYER, "final-norm", "gpt-post-process"]).splitlines()
+    lines[2] = "op-0,100,1000000000.000,1,1,1,1,1,1"  # its backward pass did not fit
+    (folder / "gpt_1_3B_mbs1_tp2_algo0.csv").write_text("\n".join(lines[:-1]))
+    source = AcesoTables.open(folder)
+    rows = source.op_rows(source.model("gpt", "1_3B"), 1, 2, partial=True)
+    assert rows is not None and rows[0, 0] == 100 and rows[2, 0] == 102
+    for op in (1, -1):
+        assert np.isinf(rows[op, :2]).all() and not rows[op, 2:].any()
 
 
 def test_collectives_and_messages(folder: Path) -> None:
