@@ -15,7 +15,9 @@ from pty_runs import cut_lines, on_terminal, screen_lines
 from warm_launchers import launched
 
 from penstock.cli.main import run
+from penstock.cli.train_job import told
 from penstock.jobs.job_file import job_from, read_job
+from penstock.jobs.starting import ready
 from penstock.plans.build import uniform_plan
 from penstock.plans.schema import read_plan, write_plan
 from penstock.runtime.checkpoints.folder import latest_checkpoint, step_of
@@ -77,6 +79,12 @@ def test_one_command_and_what_comes_after_it(texts: Path, tmp_path: Path, capsys
     moved = trained(capsys, *command(texts, out, "--steps", "4", "--set", "train.lr=1e-5", "--cluster", "2xcpu"))
     assert moved["first_step"] == 3 and moved["changed"] == ["plan.cluster: local → 2xcpu", "train.steps: 3 → 4"]
     assert len(read_plan(out / "plan.json").ranks) == 2
+
+
+def test_what_a_model_notes_is_told_before_it_is_trained(texts: Path, tmp_path: Path) -> None:
+    fields = {"model.source": f"module:{NET}:make", "data.path": [str(texts)], "out": str(tmp_path / "run"), "train.steps": 1}
+    found = ready(job_from({}, fields, "the job"))
+    assert found.model.notes and {f"note     {note}" for note in found.model.notes} <= set(told(found))
 
 
 def test_a_job_goes_on_from_another_folder(

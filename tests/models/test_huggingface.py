@@ -18,6 +18,7 @@ from penstock.models.huggingface import model_from_hf
 from penstock.models.modules import Batch, Chain, Sequences, TensorParallel, build_chain
 from penstock.models.modules.hf_weights import export_hf_weights, hf_names, load_hf_weights, read_safetensors
 from penstock.models.ops import Model
+from penstock.plans.references import with_precision
 
 transformers = pytest.importorskip("transformers")
 
@@ -406,6 +407,7 @@ def test_what_our_ops_do_not_know_is_trained_as_transformers_has_it(values: dict
     (tmp_path / "config.json").write_text(json.dumps(values))
     model = resolve_model(f"hf:{tmp_path}")
     assert model.family == "traced" and any(wanted in note for note in model.notes)
+    assert with_precision(model, "bf16").notes == model.notes
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     assert model.num_parameters == transformers.AutoModelForCausalLM.from_config(config).num_parameters()
 

@@ -60,6 +60,7 @@ def told(found: ReadyJob) -> Iterator[str]:
     has_tokens, cluster = bool(found.model.seq_length), cluster_of(plan)
     begins = (found.resume and f"goes on after step {found.first_step:,}") or _begins(job.model.weights, job.model.source)
     yield f"model    {found.model.name}, {format_count(found.model.num_parameters)} weights ({begins})"
+    yield from (f"note     {note}" for note in found.model.notes)
     lengths = f" of {filled.own.min():,} to {filled.own.max():,} tokens, {filled.mean:,.0f} on average" if has_tokens else ""
     where = "prepared earlier" if found.prepared.was_there else "prepared now"
     yield f"data     {plural(len(filled.own), 'sample')}{lengths} ({where}: {found.prepared.folder})"

@@ -41,7 +41,8 @@ def with_precision(model: Model, precision: str) -> Model:
     if model.config.get("origin"):
         from penstock.models.modules.cutting.describing import describe_origin
 
-        return dataclasses.replace(describe_origin(str(model.config["origin"]), precision), open_dtype=model.open_dtype)
+        described = describe_origin(str(model.config["origin"]), precision)
+        return dataclasses.replace(described, open_dtype=model.open_dtype, notes=model.notes)
     if model.family not in FAMILIES:
         raise InputError(f"precision is {precision}, but model '{model.name}' was traced in {model.dtype}. Trace it in {precision}.")
     _, config, build = FAMILIES[model.family].parts()
