@@ -8,12 +8,15 @@ from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from penstock.cli.console import format_time
 from penstock.cli.main import run
 from penstock.plans.build import uniform_plan
-from penstock.plans.schema import write_plan
+from penstock.plans.plan import Predicted
+from penstock.plans.schema import read_plan, write_plan
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plans"
 PP4, MIXED, BERT = (str(EXAMPLES / f"{name}.json") for name in ("gpt-1.3b-pp4", "llama-8b-mixed", "bert-large-zero1"))
@@ -57,6 +60,45 @@ def test_differences(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(told_json(capsys, PP4, "--against", PP4)["differences"].values()) <= {0, None}
     assert run(["explain", PP4, "--against", BERT]) == 0
     assert "against" in capsys.readouterr().out
+
+
+def cells(table: Any) -> dict[str, list[str]]:
+    """The columns of a table that explain prints."""
+    return {column.name: [cell.plain for cell in column.cells] for column in table.columns}
+
+
+def test_tables_have_the_figures_of_the_estimate() -> None:
+    told = import_module("penstock.cli.explain")
+    found, other = told._estimate(Path(PP4), None), told._estimate(Path(BERT), None)
+    shares = cells(told._shares_table(found))["share"]
+    assert shares[-1] == "100.0%" and sum(float(share[:-1]) for share in shares[:-1]) == pytest.approx(100, abs=0.3)
+    differ = cells(told._differences_table("a", found, "b", other))
+    assert differ["relative"][differ["what"].index("iteration")] == f"{found.time_s / other.time_s - 1:+.1%}"
+    for stage in found.stages:
+        row = dict(zip(told._TIME_COLUMNS, told._time_row(stage, found), strict=True))
+        both_s = stage.work.transfer_in_s + stage.work.transfer_out_s
+        assert row["transfers"] == (format_time(both_s) if both_s else "-")
+
+
+def test_the_stage_that_does_not_fit_is_told_and_not_the_one_that_needs_most() -> None:
+    told = import_module("penstock.cli.explain")
+    found = told._estimate(Path(PP4), None)
+    most = max(found.stages, key=lambda stage: stage.memory.total_bytes).index
+    small = (most + 1) % 4
+    stages = tuple(replace(stage, limit_bytes=1e6, fits=False) if stage.index == small else stage for stage in found.stages)
+    facts = told._facts(replace(found, stages=stages, fits=False))
+    assert any(fact.startswith(f"this plan does not fit: stage {small} needs") for fact in facts)
+
+
+def test_a_bound_by_other_costs_is_not_told(tmp_path: Path) -> None:
+    told = import_module("penstock.cli.explain")
+    plan = replace(read_plan(PP4), cluster="4xh200-141gb")
+    write_plan(tmp_path / "a.json", plan)
+    found = told._estimate(tmp_path / "a.json", "roofline")
+    for costs, is_told in (("roofline", True), ("profile:h200-141gb", False)):
+        known = Predicted(found.time_s, costs, lower_bound_s=0.9 * found.time_s)
+        write_plan(tmp_path / "a.json", replace(plan, predicted=known))
+        assert ("above the best possible" in told._sentence(tmp_path / "a.json", "roofline", found)) == is_told
 
 
 def test_costs_are_the_plans_own_unless_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -83,6 +83,31 @@ def test_samples_of_one_length_weigh_the_same() -> None:
     assert frame.global_batch * frame.seq_length == pytest.approx(64 * mean, rel=0.1)
 
 
+def test_the_length_is_the_mean_of_what_tokens_attend_to() -> None:
+    assert _attended([100, 300]) == 248  # a quarter of the tokens in 100, the others in 300: 250, and a multiple of 8
+    assert _attended([3, 2]) == 8
+
+
+def test_batches_have_other_samples_each() -> None:
+    samples = [SampleLengths(number, 8 + number) for number in range(12)]
+    drawn = [[sample.length for sample in batch] for batch in _drawn(samples, 9)]
+    assert sorted(length for batch in drawn for length in batch) == sorted(3 * [*range(8, 20)])  # 4 × 9 are 3 × 12
+
+
+def test_money_speed_and_memory_are_those_of_the_batches() -> None:
+    asked, samples = request(cluster="p4d.24xlarge", global_batch=32), lengths(64, 256)
+    found = uniform_plan("gpt-small", "p4d.24xlarge", global_batch=64, micro_batch=2, pp=2, replicas=4)
+    (plan,) = _pipelines(asked, [found], samples)
+    choice = _judged(plan, [samples[:32], samples[32:]], asked, BatchWays())
+    predicted, (one, other) = choice.plan.predicted, choice.batches
+    assert predicted is not None and choice.plan.global_batch == 32 and one.peak_bytes != other.peak_bytes
+    time_s = (one.predicted_s + other.predicted_s) / 2
+    tokens = sum(sample.length for sample in samples) / 2
+    assert (predicted.time_s, predicted.tokens_per_s) == (pytest.approx(time_s), pytest.approx(tokens / time_s, rel=0.02))
+    assert (predicted.price_usd_per_h, predicted.price_usd) == (32.7726, pytest.approx(32.7726 / 3600 * time_s))
+    assert choice.peak_bytes == max(one.peak_bytes, other.peak_bytes)
+
+
 @pytest.mark.parametrize(("held", "count", "batches"), [(300, 64, 4), (64, 64, 1), (10, 64, 4)])
 def test_batches_are_drawn_from_what_there_is(held: int, count: int, batches: int) -> None:
     samples = lengths(held, 256)
