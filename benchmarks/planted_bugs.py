@@ -1815,6 +1815,13 @@ _COUNTED_BY_HAND = (
     _bug("a bound counts whatever the costs", "cli/explain.py",
          "if plan.predicted is not None and plan.predicted.costs == found.source else None", "if plan.predicted is not None else None",
          "a plan is told to be near the best possible by figures of another source", "cli/test_explain.py", pick="other_costs"),
+    _bug("batches may fill devices that plans may not", "search/lengths.py",
+         "plan, request.model, request.cluster, source, plan.seq_length, plan.dec_length, memory_limit_bytes=limit_bytes\n",
+         "plan, request.model, request.cluster, source, plan.seq_length, plan.dec_length\n", "an ignored option",
+         "search/test_lengths.py", pick="limit_of_memory"),
+    _bug("micro-batches of fixed size know no limit", "search/lengths.py",
+         'layouts=("padded",), memory_limit_bytes=request.memory_limit_bytes,', 'layouts=("padded",),',
+         "a plan is compared with one that does not fit", "search/test_lengths.py", pick="limit_of_memory"),
 )  # fmt: skip
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,

@@ -13,10 +13,19 @@ from penstock.batching.planner import costs_for, plan_batch
 from penstock.batching.ways import BatchWays
 from penstock.errors import InfeasibleError, InputError
 from penstock.plans.build import uniform_plan
-from penstock.plans.plan import MicroBatching
+from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.validity import check_plan
 from penstock.search import Request
-from penstock.search.lengths import LengthsChoice, _attended, _drawn, _judged, _of_one_length, _pipelines, search_for_lengths
+from penstock.search.lengths import (
+    LengthsChoice,
+    _attended,
+    _drawn,
+    _judged,
+    _of_one_length,
+    _pipelines,
+    fixed_padded_s,
+    search_for_lengths,
+)
 
 
 def lengths(count: int, longest: int, median: int = 60, decoder: bool = False) -> list[SampleLengths]:
@@ -106,6 +115,27 @@ def test_money_speed_and_memory_are_those_of_the_batches() -> None:
     assert (predicted.time_s, predicted.tokens_per_s) == (pytest.approx(time_s), pytest.approx(tokens / time_s, rel=0.02))
     assert (predicted.price_usd_per_h, predicted.price_usd) == (32.7726, pytest.approx(32.7726 / 3600 * time_s))
     assert choice.peak_bytes == max(one.peak_bytes, other.peak_bytes)
+
+
+def test_a_limit_of_memory_holds_for_the_batches_too() -> None:
+    samples = lengths(32, 256)
+    found = uniform_plan("gpt-small", "4xa100-40gb", global_batch=32, micro_batch=2, pp=2, replicas=2)
+
+    def asked(limit: float = math.inf) -> tuple[Request, Plan]:
+        own = request(global_batch=32, limit=limit)
+        (plan,) = _pipelines(own, [found], samples)
+        return own, plan
+
+    def judged(limit: float = math.inf) -> LengthsChoice:
+        own, plan = asked(limit)
+        return _judged(plan, [samples], own, BatchWays())
+
+    free_bytes = judged().peak_bytes
+    assert judged(0.99 * free_bytes).peak_bytes <= 0.99 * free_bytes
+    own, plan = asked()
+    assert fixed_padded_s(own, samples, plan) is not None
+    own, plan = asked(0.5 * free_bytes)
+    assert fixed_padded_s(own, samples, plan) is None
 
 
 @pytest.mark.parametrize(("held", "count", "batches"), [(300, 64, 4), (64, 64, 1), (10, 64, 4)])
