@@ -113,6 +113,16 @@ def test_sums_by_hand() -> None:
     assert twice.tp_s == pytest.approx(2 * times.tp_s) and twice.forward_s == times.forward_s
 
 
+def test_ops_run_again_by_their_own_split() -> None:
+    """Of norm2, up, act and down: `down` runs again only where it is divided the other way, whatever the ops before the segment are."""
+    for own in (0, 1):
+        algos = [1 - own] * 4 + [0, 0, 0, own]
+        times = stage_passes(TABLE, OpSlice(GPT, 1, 9, DEVICE, tp=8, algos=algos, recompute={4, 5, 6, 7}), SHAPE)
+        again = [4, 5, 6, 7] if own else [4, 5, 6]
+        ops = TABLE.chain[1:9][again]
+        assert times.recompute_s == pytest.approx(TABLE.forward_s[ops, 0, 1, [algos[place] for place in again], 0].sum())
+
+
 def test_half_the_backward_arithmetic_of_trained_ops_is_weight_gradients() -> None:
     qkv = names(GPT, 0, 9).index("layers.0.qkv")
     times = stage_passes(TABLE, OpSlice(GPT, qkv, qkv + 1, DEVICE, tp=8), SHAPE)
