@@ -35,7 +35,7 @@ def test_files_of_a_folder(tmp_path: Path) -> None:
     one = saved(tmp_path / "one", ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"])
     assert [file.name for file in column_files(one)] == ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"] and is_columns(one)
     train = saved(tmp_path / "splits" / "train", ["data.arrow"])
-    (tmp_path / "splits" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    (tmp_path / "splits" / "dataset_dict.json").write_text(json.dumps({"splits": ["test", "train"]}))
     assert column_files(tmp_path / "splits") == [train / "data.arrow"]
     (tmp_path / "splits" / "dataset_dict.json").write_text(json.dumps({"splits": ["test"]}))
     with pytest.raises(InputError, match=r"has the splits test\. Give the folder"):

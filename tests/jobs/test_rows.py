@@ -63,3 +63,5 @@ def test_what_are_no_samples(rows: Any, lengths: list[int] | None, message: str)
 def test_a_wrong_length_is_noticed_when_the_sample_is_read() -> None:
     with pytest.raises(InputError, match="sample 0 has 2 tokens, but its length was given as 3"):
         _ = data_of_rows([[1, 2]], [3])[0]
+    with pytest.raises(InputError, match="sample 1 has 3 tokens, but its length was given as 2"):  # they would be trained on, unplanned
+        _ = data_of_rows([[1, 2], [3, 4, 5]], [2, 2])[1]

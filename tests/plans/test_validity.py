@@ -121,6 +121,7 @@ BROKEN: dict[str, tuple[Plan, list[str]]] = {
     "too long for the positions": (replace(BERT, seq_length=4096), ["seq_length is 4096", "128 positions"]),
     "no decoder length": (replace(T5, dec_length=0), ["dec_length is 0", "32"]),
     "decoder length without decoder": (replace(GOOD, dec_length=5), ["dec_length is 5"]),
+    "one too long for the positions": (replace(BERT, seq_length=129), ["seq_length is 129", "128 positions"]),
     "length of images": (replace(RESNET, seq_length=224), ["seq_length is 224", "no such input"]),
     "schedule": (replace(GOOD, schedule="dapple"), ["schedule", "'dapple'", "'1f1b'"]),
     "interleaved without chunks": (replace(GOOD, schedule="interleaved"), ["2 stages on 2 groups", "4 stages"]),

@@ -33,11 +33,22 @@ def test_everything_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (replica, micro.index) for replica, micro in micro_batches
     ]
     assert [int(row["positions"]) for row in shapes] == [len(micro.samples) * micro.row_length for _, micro in micro_batches]
+    assert [int(row["tokens"]) for row in shapes] == [sum(micro.lengths) for _, micro in micro_batches]
+    assert [int(row["dec_tokens"]) for row in shapes] == [sum(micro.dec_lengths) for _, micro in micro_batches]
     assert shapes[0]["recompute"] == "/".join(map(str, CASE.work[0].patterns[0]))
     assert (folder / "memory.csv").read_text(encoding="utf-8").splitlines()[1:] == ["0,0,10,20", "1,0,11,20"]
     assert json.loads((folder / "trace.json").read_text(encoding="utf-8")) == {"traceEvents": []}
     assert (folder / "schedule.txt").read_text(encoding="utf-8").startswith("rank 0: 0F0 ")
     assert sorted(read_programs(folder), key=lambda program: program.rank) == list(CASE.programs)
+
+
+def test_patterns_are_in_the_order_of_stages(tmp_path: Path) -> None:
+    case = random_case(11, family="t5", groups=2, replicas=2, schedule="1f1b")
+    last_first = sorted(case.programs, key=lambda program: -program.rank)
+    for programs, name in ((case.programs, "a"), (last_first, "b")):
+        assert dump_iteration(programs, folder=tmp_path / name) is not None
+    one, other = (next((tmp_path / name).rglob("shapes.csv")).read_text(encoding="utf-8") for name in "ab")
+    assert one == other and any(len(set(pattern)) > 1 for work in case.work for pattern in work.patterns)
 
 
 def test_what_is_not_given_is_not_written(tmp_path: Path) -> None:
