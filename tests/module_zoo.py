@@ -24,6 +24,8 @@ HF: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**_SMALL, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_SMALL, "head_dim": 8, "tie_word_embeddings": True}),
     "mistral": ("MistralForCausalLM", "MistralConfig", {**_SMALL, "sliding_window": 8}),
+    "exaone4": ("Exaone4ForCausalLM", "Exaone4Config", {
+        **_SMALL, "sliding_window": 8, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", {**_SMALL, "head_dim": 8, "sliding_window": 8}),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**_SMALL, "head_dim": 8, "sliding_window": 8}),
     "phi": ("PhiForCausalLM", "PhiConfig", _SMALL),

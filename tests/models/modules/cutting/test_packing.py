@@ -17,9 +17,9 @@ from penstock.models.modules.cutting.transformers_models import use_our_attentio
 from tests.module_zoo import VOCAB, LongSkips, PlainGpt, example, make
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gemma3", "phi", "mixtral", "bert"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "exaone4", "gemma2", "gemma3", "phi", "mixtral", "bert"])
 def test_our_attention_is_theirs_and_packs(name: str) -> None:
-    """Windows, capped scores, attention to both sides; sizes are small enough for the windows to matter."""
+    """Windows, of all layers or some, capped scores, attention to both sides; sizes are small enough for the windows to matter."""
     kwargs = {"input_ids": example(name, 2, 20)["input_ids"]}
     wanted = make(name, attn_implementation="eager")(**kwargs).logits
     module = make(name)

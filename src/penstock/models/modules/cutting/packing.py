@@ -35,6 +35,8 @@ _WIDEST = 256
 """Head that flash attention takes."""
 _DROPOUT_OF_HEADS = 10
 """Its place among the arguments of torch's `multi_head_attention_forward`."""
+_UNSAID: Any = object()
+"""No window was spoken of, which is not the same as `None`: a layer that looks at the whole sample."""
 
 
 class Keeper:
@@ -125,13 +127,13 @@ def attention_dropout(module: nn.Module) -> float:
 
 def sample_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, scaling: float | None = None,
-    dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None, s_aux: torch.Tensor | None = None,
+    dropout: float = 0.0, sliding_window: int | None = _UNSAID, softcap: float | None = None, s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Attention as transformers calls it, (rows, heads, length, width): inside each sample, without a mask that somebody made."""
     micro_batch = _CURRENT.get()
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    window = sliding_window or getattr(module, "sliding_window", None)
+    window = getattr(module, "sliding_window", None) if sliding_window is _UNSAID else sliding_window
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
