@@ -1838,6 +1838,8 @@ _COUNTED_BY_HAND = (
     _bug("a sample may have a position more than there are", "plans/batch_rules.py", "if plan.seq_length > positions:",
          "if plan.seq_length > positions + 1:", "off by one: an embedding is read beyond its end", "plans/test_validity.py",
          pick="positions"),
+    _bug("what stays on a device is sent", "timing/execution.py", "if devices[cut] != devices[cut + 1]:", "if True:",
+         "a link seems busier than it is", "timing/test_execution.py", pick="stays_on"),
 )  # fmt: skip
 PLANTED = (
     *_GROUND, *_WRITING, *_CLUSTERS, *_MODELS, *_SCHEDULES, *_PLANS, *_COSTS, *_TIMING, *_ORDERING, *_BATCHING, *_SEARCH, *_PROGRAMS,

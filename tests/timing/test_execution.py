@@ -123,6 +123,13 @@ def test_a_shared_link_is_waited_for() -> None:
     assert free.transfer_start_s[0, 0].tolist() == [1.0, 2.0]
 
 
+def test_what_stays_on_a_device_is_not_sent() -> None:
+    """Stages 0 and 1 are on one device, stage 2 on another: between 1 and 2 each device sends once, between 0 and 1 none."""
+    workload = workload_of(np.ones((2, 3, 1)), np.full((2, 2, 1), 2.0), devices=(0, 0, 1))
+    found = execute(parse_schedule("0F0 1F0 1B0 0B0\n2F0 2B0"), workload)
+    assert found.sending_s().tolist() == [2.0, 2.0]
+
+
 def test_blocking_sends_hold_the_sender() -> None:
     """0F1 starts once the activation of 0F0 has arrived; the last gradient holds stage 1."""
     found = execute(gpipe(2, 2), workload_of(np.ones((2, 2, 2)), np.full((2, 1, 2), 2.0), overlap=False))
