@@ -167,7 +167,7 @@ def adapt(given: argparse.Namespace) -> None:
     """Writes the plan that was moved to, and the load that it was moved to for, into the run's folder."""
     request = request_of(given, plan_of(given, even_layers(given)), STEPS, "adapt")
     run, told = Path(request.out), list[LoadTold]()
-    command = [sys.executable, "-m", "penstock.cli.main", "disturb", request.out, "--slow", f"{given.rank}={given.factor}"]
+    command = [sys.executable, "-m", "penstock", "disturb", request.out, "--slow", f"{given.rank}={given.factor}"]
     with ExitStack() as stack:
 
         def progress(step: StepTold) -> None:
@@ -200,7 +200,7 @@ def cuts(given: argparse.Namespace) -> None:
     plans = [first, *(plan_of(given, layers) for layers in cuts_by_hand(given))]
     begins = [0, *(2 * WINDOW + WINDOW * number for number in range(len(plans) - 1))]
     request = request_of(given, first, begins[-1] + WINDOW, "cuts")
-    command = [sys.executable, "-m", "penstock.cli.main", "disturb", request.out, "--slow", f"{given.rank}={given.factor}"]
+    command = [sys.executable, "-m", "penstock", "disturb", request.out, "--slow", f"{given.rank}={given.factor}"]
     with ExitStack() as stack:
 
         def progress(step: StepTold) -> None:
@@ -281,7 +281,7 @@ def _write_trace(run: Path, step: int, path: Path) -> None:
     """As many steps around the move as there is room for."""
     for around in (4, 2, 1):
         chosen = f"{step - around}-{step + around}"
-        subprocess.run([sys.executable, "-m", "penstock.cli.main", "trace", str(run), "--steps", chosen, "--out", str(path)], check=True)
+        subprocess.run([sys.executable, "-m", "penstock", "trace", str(run), "--steps", chosen, "--out", str(path)], check=True)
         if path.stat().st_size <= KEPT_BYTES:
             return
 

@@ -194,7 +194,7 @@ def cold_s(folder: Path) -> float:
     """Seconds from the death of a run to the first step of one that a person starts again at once."""
     out, plan = folder / f"cold-{time.time_ns()}", folder / "plan.json"
     write_plan(plan, scene_plans(PIPELINE)[0])
-    command = [sys.executable, "-m", "penstock.cli.main", "train", str(plan), "--data", str(folder / "data"), "--out", str(out), "--json"]
+    command = [sys.executable, "-m", "penstock", "train", str(plan), "--data", str(folder / "data"), "--out", str(out), "--json"]
     subprocess.run([*command, "--steps", "4"], check=True, stdout=subprocess.DEVNULL)
     lines, begun = (out / "steps.jsonl").read_bytes().count(b"\n"), time.perf_counter()
     with subprocess.Popen([*command, "--steps", "6", "--resume", str(out)], stdout=subprocess.DEVNULL) as process:

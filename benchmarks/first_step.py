@@ -23,7 +23,7 @@ MOST_S = 20.0
 
 def job_s(options: list[str], out: Path, kept: Path) -> float:
     """Seconds from the start of the command to its first step; `kept` is where it keeps what it has prepared."""
-    command = ["-m", "penstock.cli.main", "train", *options, "--out", str(out), "--steps", "2", "--json"]
+    command = ["-m", "penstock", "train", *options, "--out", str(out), "--steps", "2", "--json"]
     return first_step_s(command, out, {**os.environ, "PENSTOCK_CACHE": str(kept)})
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-COMMAND = [sys.executable, "-m", "penstock.cli.main"]
+COMMAND = [sys.executable, "-m", "penstock"]
 STEPS, WARM_UP = 14, 4
 
 

@@ -214,7 +214,7 @@ def _precision(device: str) -> str:
 
 def _penstock(*words: str) -> str:
     """What a command prints."""
-    done = subprocess.run([sys.executable, "-m", "penstock.cli.main", *words], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", "penstock", *words], stdout=subprocess.PIPE, text=True, check=True)
     return done.stdout
 
 

@@ -46,7 +46,7 @@ from penstock.runtime.trainer import PlanTrainer
 LIMIT_S = 480.0
 """For each part of the story."""
 _STORY = Path(__file__).parents[1] / "examples" / "faults" / "nodes.yaml"
-_CLI = [sys.executable, "-m", "penstock.cli.main"]
+_CLI = [sys.executable, "-m", "penstock"]
 _SPACES, _ENDS = (f"penstock-{os.getpid()}-0", f"penstock-{os.getpid()}-1"), ("pen-node-0", "pen-node-1")
 
 

@@ -38,7 +38,7 @@ def commands(out: Path, name: str) -> dict[str, list[str]]:
     models = [word for model in MODELS for word in ("--model", model)]
     return {
         "kernels": ["-m", "penstock.kernels"],
-        "profile": ["-m", "penstock.cli.main", "profile", "--device", "cuda", "--out", str(profile), *models, *budget],
+        "profile": ["-m", "penstock", "profile", "--device", "cuda", "--out", str(profile), *models, *budget],
         "steps": [*accuracy, "--parts", "steps", *budget],
         "runs": [*accuracy, "--parts", "runs", *budget],
         "flows": [str(HERE / "flows.py"), "--out", str(out / "flows"), *costs],

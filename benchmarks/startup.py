@@ -57,7 +57,7 @@ def first_step_s(command: list[str], out: Path, environment: Mapping[str, str] |
 def _started_s(way: str, folder: Path, number: int) -> float:
     out = folder / f"{way}-{number}"
     given = ["train", str(folder / "plan.json"), "--data", str(folder / "data"), "--steps", "2", "--out", str(out), "--json"]
-    return first_step_s([*([__file__, SPAWNED] if way == SPAWNED else ["-m", "penstock.cli.main"]), *given], out)
+    return first_step_s([*([__file__, SPAWNED] if way == SPAWNED else ["-m", "penstock"]), *given], out)
 
 
 def main() -> None:

@@ -74,7 +74,7 @@ def by_command(source: str, data: str, out: str) -> dict[int, float]:
     four = [*given, "--set", "plan.file=plans/4.json"]
     print(f"$ penstock {' '.join(four)}", flush=True)
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli.main", *four, "--set", f"train.steps={100 * STEPS}"], stdout=subprocess.DEVNULL,
+        [sys.executable, "-m", "penstock", *four, "--set", f"train.steps={100 * STEPS}"], stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     while process.poll() is None and (latest_checkpoint(Path(out) / "checkpoints") is None):
@@ -227,7 +227,7 @@ def _write_inputs() -> None:
 
 
 def _output(words: list[str]) -> str:
-    return subprocess.run([sys.executable, "-m", "penstock.cli.main", *words], stdout=subprocess.PIPE, text=True, check=True).stdout
+    return subprocess.run([sys.executable, "-m", "penstock", *words], stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 if __name__ == "__main__":

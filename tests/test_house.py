@@ -103,7 +103,7 @@ def circle_in(found: set[tuple[str, str]]) -> list[str]:
 
 
 def test_every_arrow_between_rooms_is_listed() -> None:
-    rooms = {name: room_of(name) for name in MODULES if name != "penstock"}
+    rooms = {name: room_of(name) for name in MODULES if name not in ("penstock", "penstock.__main__")}
     found: dict[str, set[str]] = {room: set() for room in set(rooms.values())}
     for source, target in arrows(rooms):
         found[source].add(target)

@@ -66,7 +66,7 @@ def test_launch_files_name_the_plan(gpt: Path, tmp_path: Path, capsys: pytest.Ca
         assert run(["export", str(gpt), "--to", f"{target}:{tmp_path / 'new' / target}"]) == 0
         assert capsys.readouterr().out == f"wrote {tmp_path / 'new' / target}\n"
     for target in ("slurm", "torchrun"):
-        assert f"(-m penstock.cli.main train {gpt.resolve()})" in (tmp_path / "new" / target).read_text()
+        assert f"(-m penstock train {gpt.resolve()})" in (tmp_path / "new" / target).read_text()
     objects = list(yaml.safe_load_all((tmp_path / "new" / "kubernetes").read_text()))
     carried = next(one for one in objects if one["kind"] == "ConfigMap")["data"]["plan.json"]
     assert plan_from_dict(json.loads(carried), "it") == read_plan(gpt)

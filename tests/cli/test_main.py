@@ -39,7 +39,7 @@ Register = Callable[..., None]
 
 
 def penstock_process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "penstock.cli.main", *arguments], capture_output=True, text=True, timeout=250)
+    return subprocess.run([sys.executable, "-m", "penstock", *arguments], capture_output=True, text=True, timeout=250)
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ frame.main()
 
 
 @pytest.mark.parametrize(
-    "python", [["-m", "penstock.cli.main", "--help"], ["-m", "penstock.cli.main", "--version"], ["-c", PRINT_MUCH, "much"]]
+    "python", [["-m", "penstock", "--help"], ["-m", "penstock", "--version"], ["-c", PRINT_MUCH, "much"]]
 )
 def test_closed_pipe_is_quiet(python: list[str]) -> None:
     read_end, write_end = os.pipe()
@@ -263,7 +263,7 @@ STREAMS = {
 def test_where_streams_lead_decides_nothing(what: str, streams: str, usual: dict[str, tuple[list[str], int]]) -> None:
     """Neither an encoding without our letters, nor a stream that is closed."""
     words, status = usual[what]
-    line = shlex.join([sys.executable, "-m", "penstock.cli.main", *words])
+    line = shlex.join([sys.executable, "-m", "penstock", *words])
     how = STREAMS[streams]
     done = subprocess.run(["bash", "-c", f"{how} {line}" if "=" in how else f"{line} {how}"], capture_output=True, timeout=250)
     assert done.returncode == status and b"Traceback" not in done.stderr and b"Error" not in done.stderr

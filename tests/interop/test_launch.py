@@ -42,7 +42,7 @@ CASES = {
     "some": case("16xa100-40gb", {1: 9, 2: 10, 3: 12}, pp=2, replicas=2),
     "cpu": case("2xcpu", pp=2),
 }
-COMMAND = ("-m", "penstock.cli.main", "train", "plan.json")
+COMMAND = ("-m", "penstock", "train", "plan.json")
 PROCESSES = {"one": [4], "nodes": [8, 8], "mixed": [8, 8, 4], "some": [1, 3], "cpu": [2]}
 
 

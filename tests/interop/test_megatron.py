@@ -48,13 +48,19 @@ def recut(plan: Plan, *cuts: int, **changes: Any) -> Plan:
     return replace(plan, stages=stages)
 
 
+def test_each_node_is_told_its_own_processes() -> None:
+    plan = uniform_plan("gpt-1.3b", "2xp4d.24xlarge", pp=2, tp=2, replicas=4, global_batch=64, micro_batch=2)
+    wanted = "torchrun --nnodes 2 --node-rank NODE --master-addr HOST --nproc-per-node 8 pretrain_gpt.py\n"
+    assert wanted in megatron_text(replace(plan, gradients="fp32"))
+
+
 def test_a_gpt_in_full() -> None:
     plan = uniform_plan(
         "gpt-1.3b", "8xa100-40gb", pp=2, tp=2, replicas=2, global_batch=64, micro_batch=2, zero=1, recompute="full", sequence_parallel=True
     )
     assert megatron_text(replace(plan, gradients="fp32")) == """\
 # gpt-1.3b on 8 GPUs: tensor 2 x data 2 x pipeline 2, 16 micro-batches.
-# Use: grep -v '^#' THIS_FILE | xargs torchrun --nproc-per-node 8 pretrain_gpt.py  (several nodes: as torchrun wants it)
+# Use: grep -v '^#' THIS_FILE | xargs torchrun --nproc-per-node 8 pretrain_gpt.py
 # Still to be given: data, tokenizer, learning rate, number of iterations.
 --tensor-model-parallel-size 2
 --pipeline-model-parallel-size 2

@@ -67,3 +67,5 @@ def test_plans_of_ones_own(rows: list[dict[str, Any]], tmp_path: Path) -> None:
 def test_a_job_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"job file '.*' does not exist"):
         penstock.train(tmp_path / "job.yaml")
+    with pytest.raises(InputError, match="job is NoneType; the path of a job file or a mapping"):
+        penstock.train(None)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ def redis_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start_command(path: Path, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "penstock.cli.main", "store", "start", "--out", str(path), *options]
+    command = [sys.executable, "-m", "penstock", "store", "start", "--out", str(path), *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError, plural
-from penstock.interop.torchrun import comment
+from penstock.interop.torchrun import LaunchNode, comment, launch_nodes
 from penstock.plans.grid import BlockPart, Grid, grid_of, refusal, whole_layers
 from penstock.plans.references import cluster_of, model_of
 from penstock.schedules.rules import CHUNKED_SCHEDULE, DEFAULT_SCHEDULE
@@ -28,18 +28,27 @@ Flags = list[tuple[str, ...]]
 def megatron_text(plan: Plan, model: Model | None = None) -> str:
     """The flags, one on each line and quoted for a shell, below remarks on how to use them."""
     model = model or model_of(plan)
-    grid, flags = _flags(plan, model, cluster_of(plan))
+    cluster = cluster_of(plan)
+    grid, flags = _flags(plan, model, cluster)
     script = f"pretrain_{'gpt' if model.family == 'llama' else model.family}.py"
     world = grid.tp * grid.pp * grid.dp
     remarks = [
         f"{comment(model.name)} on {plural(world, 'GPU')}: tensor {grid.tp} x data {grid.dp} x pipeline {grid.pp}, "
         f"{plural(grid.num_micro_batches, 'micro-batch')}.",
-        f"Use: grep -v '^#' THIS_FILE | xargs torchrun --nproc-per-node {world} {script}  (several nodes: as torchrun wants it)",
+        f"Use: grep -v '^#' THIS_FILE | xargs torchrun {_processes(launch_nodes(plan, cluster))} {script}",
         "Still to be given: data, tokenizer, learning rate, number of iterations.",
         *_NOTES.get(model.family, ()),
     ]
     lines = [*(f"# {remark}" for remark in remarks), *(shlex.join(flag) for flag in flags)]
     return "\n".join(lines) + "\n"
+
+
+def _processes(nodes: Sequence[LaunchNode]) -> str:
+    """What torchrun is told of a plan's nodes."""
+    each = " or ".join(map(str, dict.fromkeys(node.num_processes for node in nodes)))
+    if len(nodes) == 1:
+        return f"--nproc-per-node {each}"
+    return f"--nnodes {len(nodes)} --node-rank NODE --master-addr HOST --nproc-per-node {each}"
 
 
 def require_model(model: Model) -> None:

@@ -97,7 +97,7 @@ def bash_list(values: Sequence[str]) -> str:
 
 def train_command(plan_path: str) -> tuple[str, ...]:
     """What each process runs: `penstock train PLAN`, to which a launcher's own arguments are appended."""
-    return ("-m", "penstock.cli.main", "train", plan_path)
+    return ("-m", "penstock", "train", plan_path)
 
 
 NOTICE_S = 120

@@ -68,7 +68,7 @@ def _measure(path: Path, model: Model, device: str, degrees: list[int], sharing:
     """`penstock profile`, in a process of its own: what it takes of a GPU's memory goes with it, and no user's script is imported again."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as scratch:
         command = [
-            sys.executable, "-m", "penstock.cli.main", "profile", "--model", _named(model, source, Path(scratch)), "--out", str(path),
+            sys.executable, "-m", "penstock", "profile", "--model", _named(model, source, Path(scratch)), "--out", str(path),
             "--device", "cpu" if device == "cpu" else "cuda", "--tp", ",".join(map(str, degrees)), "--time-budget", str(_BUDGET_S),
         ]  # fmt: skip
         environment = {name: value for name, value in os.environ.items() if name not in _OF_TORCHRUN}

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from penstock.errors import InputError
 from penstock.jobs.cache import cache_folder, digest
 from penstock.jobs.finding import named_model
 from penstock.jobs.job_file import JobFile, anywhere, job_from, read_job
@@ -30,6 +31,8 @@ def train(job: str | Path | Mapping[str, Any], *, callbacks: Sequence[Any] = ())
     """
     if isinstance(job, Mapping):
         return _run(ready(job_from(job, {}, "the job")), callbacks)
+    if not isinstance(job, str | Path):
+        raise InputError(f"job is {type(job).__name__}; the path of a job file or a mapping of its fields was expected.")
     return _run(ready(job_from(read_job(job), {}, f"job file '{job}'")), callbacks)
 
 
