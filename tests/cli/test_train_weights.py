@@ -28,10 +28,15 @@ LLAMA: dict[str, Any] = dict(
     max_position_embeddings=128,
 )  # fmt: skip
 GPT2: dict[str, Any] = dict(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=128, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+OPT: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=32, word_embed_proj_dim=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=128, dropout=0.0, layerdrop=0.3,
+)  # fmt: skip
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", LLAMA),
     "qwen2-tied": ("Qwen2ForCausalLM", "Qwen2Config", {**LLAMA, "tie_word_embeddings": True}),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
+    "opt": ("OPTForCausalLM", "OPTConfig", OPT),
 }
 
 
@@ -40,7 +45,7 @@ def saved(name: str, folder: Path) -> Any:
     torch.manual_seed(0)
     theirs = getattr(transformers, kind)(getattr(transformers, config)(**sizes))
     theirs.save_pretrained(folder)
-    return theirs
+    return theirs.eval()
 
 
 def plan_of(source: Path, zero: int = 0, **degrees: int) -> Plan:
@@ -94,6 +99,8 @@ def fine_tuned(theirs: Any, plan: Plan, data: str) -> list[float]:
         ("qwen2-tied", {"tp": 2}),
         ("qwen2-tied", {"replicas": 2, "zero": 1}),
         ("llama", {"replicas": 2, "zero": 3}),
+        ("opt", {}),
+        ("opt", {"pp": 2}),
     ],
 )
 def test_training_goes_on_where_transformers_was(

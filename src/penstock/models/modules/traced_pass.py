@@ -79,7 +79,10 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
 
 
 def _result(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation returns. Torch's shape function of grouped products (experts) knows bf16 alone."""
+    """What an operation returns. A number that is drawn has a value, that of a layer which is kept: LayerDrop compares it, even where its
+    probability is 0. Torch's shape function of grouped products (experts) knows bf16 alone."""
+    if func is torch.ops.aten.rand.default and not args[0]:
+        return torch.tensor(1.0)
     if func is not torch.ops.aten._grouped_mm.default or args[0].dtype != torch.float32:
         return func(*args, **kwargs)
     half = tree_map(lambda x: x.bfloat16() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs))

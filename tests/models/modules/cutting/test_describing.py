@@ -35,3 +35,15 @@ def test_why_a_large_model_is_padded_is_told(folder: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(transformers_models, "_SMALL_BYTES", 0)
     model = describe_origin(f"hf:{folder}")
     assert model.layouts == ("padded",) and any(note.startswith("samples are padded: a model so large") for note in model.notes)
+
+
+def test_layers_that_would_be_skipped_by_chance_run_and_a_note_says_so(tmp_path: Path) -> None:
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    config = transformers.BartConfig(
+        vocab_size=40, encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=32, encoder_layerdrop=0.1,
+        decoder_layerdrop=0.2, architectures=["BartForConditionalGeneration"], **sizes,
+    )  # fmt: skip
+    config.save_pretrained(str(tmp_path))
+    model = describe_origin(f"hf:{tmp_path}")
+    assert any("layerdrop of 0.2 is left out" in note for note in model.notes)
+    assert {"model.encoder.layers.0", "model.decoder.layers.0", "model.decoder.layers.1"} <= {*model.names}

@@ -58,7 +58,7 @@ def describe(made: Made, dtype: str = "fp32", origin: str = "") -> Model:
             made.module, made.example, made.name, dtype, length=min(made.positions or _LENGTH, _LENGTH), call=loss, divided=divided,
             two_sided=made.form == "encoder-decoder",
         )  # fmt: skip
-    return _laid_out(replace(with_origin(model, made, origin, classes[0]), notes=notes), made)
+    return _laid_out(with_origin(replace(model, notes=notes), made, origin, classes[0]), made)
 
 
 def _divided(made: Made) -> tuple[Divided | None, tuple[str, ...]]:
@@ -103,6 +103,7 @@ def _laid_out(model: Model, made: Made) -> Model:
 def with_origin(model: Model, made: Made, origin: str, num_classes: int = 0) -> Model:
     """A traced model that knows where its module comes from, and in which form it takes samples."""
     config: dict[str, Any] = {**model.config, "form": made.form, "origin": origin}
+    model = replace(model, notes=(*made.notes, *model.notes))
     if made.form == "images":
         config |= {"image_size": made.tiny().ids.shape[-1], "num_classes": num_classes}
         return replace(model, config=config, seq_length=0)

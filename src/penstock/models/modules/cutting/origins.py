@@ -16,6 +16,7 @@ from torch import nn
 from penstock.errors import InputError, PenstockError, near_misses
 from penstock.files import readable_file
 from penstock.models.modules.cutting.first_values import FirstValues
+from penstock.models.modules.cutting.packing import keep_layers
 from penstock.models.modules.cutting.seen import Loss, SeenMicroBatch, logits_loss
 
 __all__ = [
@@ -47,6 +48,8 @@ class Made:
     """How tensor parallelism divides it, where not its own attribute of that name says so."""
     stays_inside: bool = False
     """Whether its attention stays inside samples by itself: it is ours."""
+    notes: tuple[str, ...] = ()
+    """What it trains without, though it was asked for."""
 
     def tiny(self) -> SeenMicroBatch:
         """A micro-batch to trace with."""
@@ -140,13 +143,13 @@ def made_of(module: nn.Module, example: Any = None, loss: Loss | None = None, *,
     """A module in memory, ready to be trained. `example` is what `trace_module` takes; without one it is taken to read token ids."""
     vocab = next((part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)), 0)
     first = _first_input(example, vocab, name or type(module).__name__)
-    images = first(*_TINY).is_floating_point()
+    images, notes = first(*_TINY).is_floating_point(), keep_layers(module)
     if not images and "decoder_input_ids" in inspect.signature(module.forward).parameters:
         return Made(name or type(module).__name__, module, loss or logits_loss, two_sided_example, FirstValues(module, seed),
-                    "encoder-decoder", vocab)  # fmt: skip
+                    "encoder-decoder", vocab, notes=notes)  # fmt: skip
     return Made(
         name or type(module).__name__, module, loss or logits_loss, lambda samples, length: _micro_batch(first(samples, length)),
-        FirstValues(module, seed), "images" if images else "decoder", 0 if images else vocab,
+        FirstValues(module, seed), "images" if images else "decoder", 0 if images else vocab, notes=notes,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from penstock.models.modules.cutting.seen import Loss, SeenMicroBatch
 from penstock.models.modules.dropout import keyed_dropout
 from penstock.models.modules.init import stable_hash
 
-__all__ = ["Keeper", "attention_dropout", "has_dropout", "kept", "packs", "sample_attention"]
+__all__ = ["Keeper", "attention_dropout", "has_dropout", "keep_layers", "kept", "packs", "sample_attention"]
 
 _CURRENT: ContextVar[SeenMicroBatch | None] = ContextVar("micro_batch", default=None)
 """What runs now; a unit that is recomputed runs with its own again."""
@@ -123,6 +123,19 @@ def attention_dropout(module: nn.Module) -> float:
     parts = (part for part in module.modules() if "Attention" in type(part).__name__)
     values += [value for part in parts for name, value in vars(part).items() if "drop" in name]
     return max((float(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)), default=0.0)
+
+
+def keep_layers(module: nn.Module) -> tuple[str, ...]:
+    """Turns LayerDrop off, which skips layers by chance: stages must agree on what runs. A note if there was any."""
+    holders = {id(one): one for part in module.modules() for one in (part, getattr(part, "config", None)) if hasattr(one, "__dict__")}
+    found = [
+        (one, name, value) for one in holders.values() for name, value in vars(one).items()
+        if name.endswith("layerdrop") and isinstance(value, (int, float)) and value > 0
+    ]  # fmt: skip
+    for one, name, _ in found:
+        setattr(one, name, 0.0)
+    largest = max((value for _, _, value in found), default=0.0)
+    return (f"layerdrop of {largest:g} is left out: every layer runs for every micro-batch.",) if found else ()
 
 
 def sample_attention(

@@ -10,7 +10,7 @@ import torch
 from penstock.errors import InputError
 from penstock.models.modules.cutting.first_values import FirstValues, weights_made_on_meta
 from penstock.models.modules.cutting.origins import Made, two_sided_example
-from penstock.models.modules.cutting.packing import sample_attention
+from penstock.models.modules.cutting.packing import keep_layers, sample_attention
 from penstock.models.modules.cutting.seen import SeenMicroBatch, logits_loss
 
 __all__ = ["made_by_transformers", "pretrained_state", "save_config", "use_our_attention"]
@@ -42,7 +42,7 @@ def made_by_transformers(folder: str, seed: int) -> Made:
         _path(folder).resolve().name, module, logits_loss, lambda *sizes: _example(form, size, config, *sizes),
         FirstValues(module, seed, module._init_weights), form, 0 if form == "images" else vocab,
         0 if form == "images" else int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 0),
-        stays_inside=ours,
+        stays_inside=ours, notes=keep_layers(module),
     )  # fmt: skip
 
 
