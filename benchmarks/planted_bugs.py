@@ -1085,6 +1085,8 @@ _REPRODUCE = (
          "its ranking is better than AMP's", "systems/fasop/test_baselines.py"),
     _bug("torch's gradients pile up", "reproduce/peers/torch_pipelining.py", "        optimizer.zero_grad()\n", "",
          "what is compared with trains something else", "reproduce/test_trained.py", pick="torchs"),
+    _bug("stages of a found plan share GPUs", "systems/fasop/found_plans.py", "iter(ranks) for", "ranks for",
+         "two stages are placed on the same ranks", "systems/fasop/test_found_plans.py"),
     _bug("nodes of a row in another order", "systems/fasop/scoring.py", "        seen[kind] += 1\n", "",
          "all stages of a kind share one node's links", "systems/fasop/test_scoring.py"),
 )  # fmt: skip

@@ -307,7 +307,7 @@ def test_a_row_by_its_number(rows: Path, tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (FASOP_FOR[:4], "--global-batch is missing: FASOP's rows do not name it"),
+        (FASOP_FOR[:4], "--global-batch is missing: FASOP's rows and plans over its tables do not name it"),
         (FASOP_FOR[2:], "--model is missing"),
         ([*FASOP_FOR, "--partition", "p.json"], "--partition belongs to dynpipe:PATH. Drop it"),
         ([*FASOP_FOR, "--row", "0"], "row 0 was asked for; the file has rows 1 to 4 below its header"),

@@ -188,6 +188,22 @@ def test_what_fasops_settings_say_themselves(fasop: Path, more: list[str], messa
     assert message in " ".join(told.err.split()) and "Traceback" not in told.err and told.out == ""
 
 
+def test_a_plan_found_over_fasops_tables_is_a_plan_here(small_tables: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of GPUs of two kinds, some of which idle since nodes here have more of them; proven safe by what is checked before training."""
+    theirs, ours = tmp_path / "theirs.json", tmp_path / "plan.json"
+    assert run(["search", "--costs", f"fasop:{small_tables / 'fasop'}", "--model", "gpt2XL-het", "--out", str(theirs)]) == 0
+    assert f"next: penstock import fasop:{theirs} --model" in capsys.readouterr().out.replace("\n", " ")
+    found = json.loads(theirs.read_text())["stages"]
+    asked = ["--model", "gpt2", "--cluster", "1xp4d.24xlarge+3xg5.24xlarge", "--global-batch", "64"]
+    assert run(["import", f"fasop:{theirs}", *asked, "--out", str(ours)]) == 0
+    plan = read_plan(ours)
+    nodes = [[[0, 8, 12, 16, 20][node + 1] > rank >= [0, 8, 12, 16][node] for rank in stage.devices[0]].count(True)
+             for stage, own in zip(plan.stages, found, strict=True) for _, node, _ in own["devices"]]  # fmt: skip
+    assert nodes == [count for own in found for _, _, count in own["devices"]]
+    assert [(stage.degrees.tp, stage.degrees.dp) for stage in plan.stages] == [(own["tp"], own["dp"]) for own in found]
+    assert plan.micro_batching.samples == found[0]["mbs"] * found[0]["dp"] and run(["check", str(ours)]) == 0
+
+
 def test_a_plan_found_over_tables_suits_our_own_chain(small_tables: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With plenty of memory nothing is recomputed and nothing cut; splits that are only measured twice do not stand in the way."""
     folder, theirs, ours = small_tables / "aceso", tmp_path / "aceso.json", tmp_path / "plan.json"

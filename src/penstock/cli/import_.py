@@ -38,7 +38,8 @@ def import_(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="module:PATH.py:FUNCTION; the function takes nothing and returns "
                                           "(module, example inputs), or (module, function of samples and length). Or plans: dynpipe:PATH, "
                                           "a topology file, or a folder with topology.json and perhaps partition.json; aceso:PATH, the "
-                                          "JSON of a plan; fasop:PATH, a CSV of results.")],
+                                          "JSON of a plan; fasop:PATH, a CSV of results, or the JSON that a search over "
+                                          "FASOP's tables wrote.")],
     path: Annotated[Path, typer.Option("--out", callback=file_to_write, help="Description or plan to write (.json).")],
     name: Annotated[str, typer.Option(help="module: name of the model; the function's if not given.")] = "",
     dtype: Annotated[str, typer.Option(help="module: bf16, fp16 or fp32, what the model trains in.")] = "fp32",

@@ -11,7 +11,7 @@ from penstock.cli.console import format_share, format_time, format_usd, out, pri
 from penstock.cli.search_answer import iterations_line
 from penstock.cli.search_options import TOP
 from penstock.cli.search_places import places_of
-from penstock.errors import InputError
+from penstock.errors import InputError, shell_words
 from penstock.systems import SYSTEMS, TableAnswer, TableSearch
 
 __all__ = ["TABLES", "search_tables", "show_stages"]
@@ -60,7 +60,7 @@ def search_tables(asked: TableSearch, path: Path | None, steps: int | None, json
     if json:
         _tell_json(asked, answer, path, steps)
     else:
-        _tell(answer, path, steps)
+        _tell(kind, answer, path, steps)
 
 
 def _places(path: Path, answer: TableAnswer) -> list[Path]:
@@ -84,7 +84,7 @@ def _tell_json(asked: TableSearch, answer: TableAnswer, path: Path | None, steps
     })  # fmt: skip
 
 
-def _tell(answer: TableAnswer, path: Path | None, steps: int | None) -> None:
+def _tell(kind: str, answer: TableAnswer, path: Path | None, steps: int | None) -> None:
     usd = answer.usd_per_step
     price = "" if usd is None else f", {format_usd(usd)} an iteration for the nodes that have work"
     say(
@@ -98,7 +98,16 @@ def _tell(answer: TableAnswer, path: Path | None, steps: int | None) -> None:
         say(f"plan {number}: {one.what}, {format_time(one.time_s)}, {format_share(one.time_s / answer.time_s - 1)} more")
     say(*iterations_line(steps or 1, answer.time_s, usd))
     if path is not None:
-        say(f"wrote {', '.join(map(str, _places(path, answer)))}")
+        say(f"wrote {', '.join(map(str, _places(path, answer)))}{_next(kind, path)}")
+
+
+def _next(kind: str, path: Path) -> str:
+    """The command that makes the file of a system a plan here, where there is one; the tables do not know its model by a name of ours."""
+    files = SYSTEMS[kind].plans
+    if files is None:
+        return ""
+    given = " ".join(f"--{name.replace('_', '-')} …" for name in files.required)
+    return f"; next: penstock import {shell_words(f'{kind}:{path}')} {given} --out plan.json, which can be trained"
 
 
 def _bounded(answer: TableAnswer) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError, plural
 from penstock.systems.system import PlanFile, PlanFiles, System, TableAnswer, TableSearch, unknown_name
@@ -20,16 +20,19 @@ __all__ = ["FASOP"]
 
 def _read(file: PlanFile, model: Model, cluster: Cluster) -> tuple[Plan, list[str]]:
     from penstock.plans.references import cluster_reference, model_reference
+    from penstock.systems.fasop import found_plans
     from penstock.systems.fasop.plans import chosen_row, to_plan
     from penstock.systems.fasop.rows import read_fasop_rows
 
+    refs: dict[str, Any] = {"model_ref": model_reference(file.model), "cluster_ref": cluster_reference(file.cluster)}
+    if Path(file.path).suffix == ".json":
+        if file.row is not None:
+            raise InputError(f"--row is {file.row}, but '{file.path}' holds one plan and no rows. Drop it.")
+        return found_plans.to_plan(found_plans.read_found_plan(file.path), model, cluster, **refs, global_batch=file.global_batch or 0), []
     rows = read_fasop_rows(file.path)
     number, remarks = chosen_row(rows, cluster, file.row)
     row = rows[number - 1]
-    plan = to_plan(
-        row, model, cluster, model_ref=model_reference(file.model), cluster_ref=cluster_reference(file.cluster),
-        global_batch=file.global_batch or 0,
-    )  # fmt: skip
+    plan = to_plan(row, model, cluster, **refs, global_batch=file.global_batch or 0)
     estimate = "" if row.time_s is None else f", {row.time_s:.3f} s a step by FASOP's estimate"
     return plan, [f"this is row {number} of {len(rows)}{estimate}", *remarks]
 
@@ -79,6 +82,6 @@ def _search(asked: TableSearch, progress: Callable[[str], None]) -> TableAnswer:
 
 FASOP = System(
     "fasop", PlanFiles(_read, _write, "gpt2XL.csv", "rows.csv", ("model", "cluster", "global_batch", "row"),
-                       ("model", "cluster", "global_batch"), "FASOP's rows do"),
+                       ("model", "cluster", "global_batch"), "FASOP's rows and plans over its tables do"),
     search=_search, chain=_chain,
 )  # fmt: skip
