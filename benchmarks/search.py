@@ -1,6 +1,7 @@
 """Plan search on Aceso's and FASOP's tables: one JSON line per case, and a table against Aceso's own results.
 
-    python benchmarks/search.py --data DIR                          the known cases (DIR holds aceso/eurosys and aceso/miniset)
+    python benchmarks/search.py --data DIR                          the known cases (DIR holds aceso/eurosys and aceso/miniset);
+                                                                    --cuts both for plans that can be imported
     python benchmarks/search.py --aceso-db DIR --model gpt --size 1_3B --nodes 1 --gpus-per-node 4 --global-batch 1024
         --micro-batches 1,2,4,8 --memory-mb 28000                   any other; --layers 1024 repeats its layer so often
     python benchmarks/search.py --fasop-dir DIR [--setting NAME]    one of FASOP's experiments, or all that spell a cluster
@@ -24,6 +25,7 @@ import os
 import resource
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from penstock.search import Request, offers, search, search_plans
 from penstock.search.partition.pipelines import best_pipeline
 from penstock.search.space.families import families
 from penstock.search.uniform import uniform_choices
+from penstock.systems.aceso.rules import CUTS
 from penstock.systems.fasop.search import FasopAnswer, pareto_fasop, search_fasop
 from penstock.systems.fasop.tables import FasopTables
 
@@ -199,6 +202,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder that holds aceso/")
     parser.add_argument("--judge", type=Path)
+    parser.add_argument("--cuts", choices=CUTS, default="ops", help="where plans of transformers over Aceso's tables may be cut")
     parser.add_argument("--aceso-db", type=Path, help="one folder of tables")
     parser.add_argument("--model", default="gpt")
     parser.add_argument("--size", default="1_3B")
@@ -243,11 +247,13 @@ def main() -> None:
     if arguments.aceso_db:
         sizes = tuple(int(size) for size in arguments.micro_batches.split(","))
         a = arguments
-        case = AcesoCase(a.aceso_db.name, a.model, a.size, a.nodes, a.gpus_per_node, a.global_batch, sizes, a.memory_mb, None, a.layers)
+        case = AcesoCase(
+            a.aceso_db.name, a.model, a.size, a.nodes, a.gpus_per_node, a.global_batch, sizes, a.memory_mb, None, a.layers, a.cuts
+        )  # fmt: skip
         print(json.dumps(run(case, a.aceso_db, a.out, judge)))
         return
     rows = []
-    for case in KNOWN_CASES:
+    for case in [replace(case, cuts=arguments.cuts) for case in KNOWN_CASES if case.model != "resnet" or arguments.cuts == "ops"]:
         rows.append(run(case, arguments.data / "aceso" / case.folder, arguments.out, judge))
         print(json.dumps(rows[-1]), flush=True)
     print(table(rows))

@@ -215,6 +215,36 @@ def test_a_plan_found_over_tables_suits_our_own_chain(small_tables: Path, tmp_pa
     assert "gpt-350m: 1 stage (196 ops on 2)" in capsys.readouterr().out and read_plan(ours).stages[0].runs == ()
 
 
+def test_cuts_that_can_be_imported(small_tables: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The fastest plan recomputes a part of attention, which is one op here: told, refused by import, and left out where that is asked."""
+    theirs, ours = tmp_path / "aceso.json", tmp_path / "plan.json"
+    asked = ["search", "--costs", f"aceso:{small_tables / 'aceso'}", "--model", "gpt_350M", "--cluster", "1x2", "--global-batch", "64",
+             "--memory-limit", "6", "--out", str(theirs)]  # fmt: skip
+    imported = ["import", f"aceso:{theirs}", "--model", "gpt-350m", "--cluster", "2xv100-32gb", "--out", str(ours)]
+    assert run(asked) == 0 and "search with --cuts both for one that" in " ".join(capsys.readouterr().out.split())
+    assert run(imported) == 2 and "inside what is one op" in capsys.readouterr().err.replace("\n", " ")
+    assert run([*asked, "--cuts", "both"]) == 0
+    assert f"next: penstock import aceso:{theirs} --model … --cluster …" in " ".join(capsys.readouterr().out.split())
+    assert run(imported) == 0 and "cannot be trained" not in capsys.readouterr().out and run(["check", str(ours)]) == 0
+    again = [len(stage.recomputed()) for stage in read_plan(ours).stages]
+    assert len(again) == 2 and again[0] > again[1]
+
+
+@pytest.mark.parametrize(
+    ("costs", "cuts", "message"),
+    [
+        ("aceso:{tables}/aceso", "layers", "--cuts is 'layers'; ops, both or blocks was expected"),
+        ("aceso:{tables}/aceso", "blocks", "--cuts is blocks, but resnet_500M is cut between any two of its ops, which are ops here too"),
+        ("fasop:{tables}/fasop", "both", "--cuts does not go with --costs fasop:"),
+        ("roofline", "both", "--cuts is for --costs aceso:DIR; costs are 'roofline'"),
+    ],
+)
+def test_cuts_that_mean_nothing(costs: str, cuts: str, message: str, small_tables: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["search", "--costs", costs.format(tables=small_tables), "--model", "resnet_500M", "--cluster", "1x2", "--global-batch", "64"]
+    assert run([*asked, "--memory-limit", "6", "--cuts", cuts]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
 def test_more_plans_and_less_time(aceso: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The best plan of the other micro-batch size comes second, in a file of its own; with no time the first one at hand is told."""
     asked = asked_of(aceso, "--memory-limit", "11.8", "--json")

@@ -47,6 +47,7 @@ def search(
     tokens: given.Tokens = None,
     time_budget: given.TimeBudget = None,
     max_hops: given.MaxHops = MAX_HOPS,
+    cuts: given.TableCuts = "ops",
     top: given.Top = TOP,
     path: given.PlanFile = None,
     strict: given.Strict = False,
@@ -74,9 +75,11 @@ def search(
     systems = Systems.of(for_, export)
     if costs.partition(":")[0] in TABLES:
         sizes = parse_sizes(micro_batches)
-        tables = TableSearch(costs, model, cluster, global_batch, sizes, memory_limit, baselines, top, time_budget, lengths)
+        tables = TableSearch(costs, model, cluster, global_batch, sizes, memory_limit, baselines, top, time_budget, lengths, cuts)
         search_tables(tables, path, steps, json, said)
         return
+    if "cuts" in said:
+        raise InputError(f"--cuts is for --costs aceso:DIR; costs are '{costs}'. Drop it; --for keeps plans to the cuts of a system.")
     goal = Objective.parse(objective)
     ways = ways_of(order, split, "", recompute, None)
     if lengths is None and data is None and (ways.cuts or recompute):

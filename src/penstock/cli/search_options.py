@@ -13,9 +13,9 @@ from penstock.errors import InputError, near_misses
 from penstock.schedules.rules import ASYNCHRONOUS_SCHEDULES, DEFAULT_SCHEDULE, SCHEDULES, SEARCHED_SCHEDULES
 
 __all__ = [
-    "MAX_HOPS", "SCHEDULE_NAMES", "TOP", "Baselines", "ClusterName", "Costs", "Data", "Export", "GlobalBatch", "Goal", "Lengths", "MaxHops",
-    "MemoryLimit", "MicroBatches", "ModelName", "PlanFile", "Proof", "Schedules", "Steps", "Strict", "TimeBudget", "Tokens", "Top",
-    "limit_bytes", "parse_schedules", "parse_sizes",
+    "MAX_HOPS", "SCHEDULE_NAMES", "TOP", "Baselines", "ClusterName", "Costs", "Data", "Export", "GlobalBatch", "Goal", "Lengths",
+    "MaxHops", "MemoryLimit", "MicroBatches", "ModelName", "PlanFile", "Proof", "Schedules", "Steps", "Strict", "TableCuts",
+    "TimeBudget", "Tokens", "Top", "limit_bytes", "parse_schedules", "parse_sizes",
 ]  # fmt: skip
 
 SCHEDULE_NAMES, MAX_HOPS, TOP = ",".join(SEARCHED_SCHEDULES), 7, 5
@@ -46,6 +46,13 @@ Costs = Annotated[
     ),
 ]
 Goal = Annotated[str, typer.Option(help="time, cost, time@cost<=USD or cost@time<=HOURS; all but time may leave nodes out.")]
+TableCuts = Annotated[
+    str,
+    typer.Option(
+        help="With aceso:DIR, where plans are cut and recompute: at any op of the tables (ops), only where an op here begins too, so that "
+        "`penstock import` takes them (both), or so and between whole layers (blocks)."
+    ),
+]
 Lengths = Annotated[
     Path | None, typer.Option(help="CSV of sample lengths: plan for micro-batches that are cut batch by batch, see `penstock batch`.")
 ]

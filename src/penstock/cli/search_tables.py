@@ -42,6 +42,8 @@ def search_tables(asked: TableSearch, path: Path | None, steps: int | None, json
     """Searches, shows and writes to `path`; `said` are the options that were given, some of which say nothing here."""
     kind = asked.costs.partition(":")[0]
     _require_unused(asked.costs, said if kind != "dynapipe" else [name for name in said if name != "lengths"])
+    if kind != "aceso" and "cuts" in said:
+        raise InputError(f"--cuts does not go with --costs {asked.costs}: its tables are by whole layers. Drop it.")
     if kind != "aceso" and (asked.top not in (1, TOP) or asked.budget_s is not None):
         ends = "this search counts its work and ends by itself"
         name, why = ("--time-budget", ends) if asked.budget_s is not None else ("--top", "it finds one plan")
@@ -98,14 +100,16 @@ def _tell(kind: str, answer: TableAnswer, path: Path | None, steps: int | None) 
         say(f"plan {number}: {one.what}, {format_time(one.time_s)}, {format_share(one.time_s / answer.time_s - 1)} more")
     say(*iterations_line(steps or 1, answer.time_s, usd))
     if path is not None:
-        say(f"wrote {', '.join(map(str, _places(path, answer)))}{_next(kind, path)}")
+        say(f"wrote {', '.join(map(str, _places(path, answer)))}{_next(kind, answer, path)}")
 
 
-def _next(kind: str, path: Path) -> str:
-    """The command that makes the file of a system a plan here, where there is one; the tables do not know its model by a name of ours."""
+def _next(kind: str, answer: TableAnswer, path: Path) -> str:
+    """How to get a plan here of the file; of the model the tables do not know our name."""
     files = SYSTEMS[kind].plans
     if files is None:
         return ""
+    if answer.is_torn:
+        return "; this plan cuts inside of what is one op here: search with --cuts both for one that can be imported and trained"
     given = " ".join(f"--{name.replace('_', '-')} …" for name in files.required)
     return f"; next: penstock import {shell_words(f'{kind}:{path}')} {given} --out plan.json, which can be trained"
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.reproduce.figures import Evidence
+from penstock.systems.aceso.rules import Cuts
 from penstock.systems.aceso.search import AcesoAnswer, AcesoProblem, search_aceso
 from penstock.systems.aceso.tables import AcesoTables
 
@@ -30,6 +31,7 @@ class AcesoCase:
     aceso_s: float | None = None
     layers: int = 0
     """Another number of layers than the size has."""
+    cuts: Cuts = "ops"
 
     @property
     def num_gpus(self) -> int:
@@ -66,7 +68,7 @@ def searched(case: AcesoCase, folder: Path) -> SearchedCase:
     tables = AcesoTables.open(folder)
     problem = AcesoProblem(
         tables, tables.model(case.model, case.size, case.layers), case.nodes, case.gpus_per_node, case.global_batch, case.micro_batches,
-        case.memory_mb,
+        case.memory_mb, case.cuts,
     )  # fmt: skip
     start, cpu = time.perf_counter(), time.process_time()
     answer = search_aceso(problem)

@@ -76,6 +76,8 @@ class TableSearch:
     """Seconds after which the search begins nothing more."""
     lengths: Path | None = None
     """Samples of the batch to plan for, where the tables are by length."""
+    cuts: str = "ops"
+    """Where plans may be cut, of tables whose ops are not those of our own chains."""
 
     @property
     def folder(self) -> str:
@@ -112,6 +114,8 @@ class TableAnswer:
     """Seconds of the best plan of simpler spaces, by their names; infinite where none fits."""
     others: Sequence[TableOther] = ()
     """The next best plans, where they were asked for."""
+    is_torn: bool = False
+    """Whether the plan cuts inside what is one op of our chains, so that `penstock import` refuses it."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -143,6 +146,32 @@ def test_recomputation_fits_and_is_bounded(seed: int, behind: int, tight: float)
             assert compute + recompute_time(space, first, last, tuple(int(f) for f in flags)) == pytest.approx(found)
             over = stage_memory(space, first, last, behind, tuple(int(f) for f in flags)) - space.machine.pools[0].memory_limit
             assert over <= peak_allowance
+
+
+@given(seed=st.integers(0, 2**32 - 1), behind=st.integers(0, 3), tight=st.floats(0.05, 0.6))
+@settings(max_examples=15, deadline=None)
+def test_ops_that_are_recomputed_together(seed: int, behind: int, tight: float) -> None:
+    """Blocks of four ops, the first two and the last two of which go together: beside all flags that keep to it, in each op's own time."""
+    plain = random_space(seed, 2, 4, 1, 1, tight, behind + 1)
+    own, blocks = replace(plain.costs[0], light=None), replace(plain.repeats, first_free=np.ones(4, bool))
+    together = np.array([False, *[True, False] * 4, False])
+    forward = np.where(together, 0.0, own.forward + np.where(np.roll(together, 1), np.roll(own.forward, 1), 0.0))
+    joined = replace(own, forward=forward, open_end=together)
+    found = build_space([joined], blocks, plain.machine, max_stages=behind + 1)
+    relaxed = build_space([joined], blocks, plain.machine, max_stages=behind + 1, recompute="bounded")
+    every, allowance = found.times[behind, found.pair(0, 0, 10)], 0.2 * float(own.kept[1:5].sum())
+    best, best_with_allowance = np.inf, np.inf
+    for chosen in product((0, 1), repeat=4):
+        flags = (0, *(flag for flag in chosen for _ in range(2)), 0)
+        held = stage_memory(replace(plain, blocks=blocks), 0, 10, behind, flags) - plain.machine.pools[0].memory_limit
+        time = float(own.compute.sum() + own.forward @ flags)
+        best = min(best, time) if held <= 1e-9 else best
+        best_with_allowance = min(best_with_allowance, time) if held <= allowance else best_with_allowance
+    assert relaxed.times[behind, relaxed.pair(0, 0, 10)] <= best + 1e-9 and every >= best_with_allowance - 1e-9
+    if np.isfinite(every):
+        flags = recompute_flags(found, StageChoice(0, 0, 10, behind, float(every)))
+        assert all(flags[op] == flags[op + 1] for op in np.flatnonzero(together))
+        assert float(own.compute.sum() + own.forward @ flags) == pytest.approx(every)
 
 
 @given(seed=st.integers(0, 2**32 - 1), tight=st.floats(0.3, 1.2), m=st.integers(1, 20))

@@ -38,7 +38,7 @@ def test_coarse_cuts_come_near_and_the_bound_holds(seed: int, tight: float, monk
     blocks, costs = chain(seed, 24)
     limit = tight * max(float(c.kept.sum()) * 2 + 2.25 * float(c.weights.sum()) for c in costs)
     machine = Machine((DevicePool(4, 4, limit),), 8.0)
-    found = LongSearch(blocks, machine, 32, 4).best({1: costs}, {1: costs})
+    found = LongSearch(blocks, machine, 32, 4, np.arange(blocks.start[-1] + 1)).best({1: costs}, {1: costs})
     exact = best_partition(build_space(costs, blocks, machine, max_stages=4), 32)
     assert found.bound <= exact.time * (1 + 1e-9) <= found.partition.time * (1 + 2e-3)
     if exact.stages:

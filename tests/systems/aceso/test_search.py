@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from types import ModuleType
 
@@ -14,6 +14,7 @@ import pytest
 from penstock.errors import InfeasibleError, InputError
 from penstock.systems.aceso.files import AcesoPlan
 from penstock.systems.aceso.plans import searched_text
+from penstock.systems.aceso.rules import CUTS
 from penstock.systems.aceso.scoring import grid_plans, score_plan
 from penstock.systems.aceso.search import AcesoAnswer, AcesoProblem, search_aceso
 from penstock.systems.aceso.tables import AcesoTables
@@ -29,6 +30,19 @@ def problem_of(
 
 def plan_of(problem: AcesoProblem, answer: AcesoAnswer) -> AcesoPlan:
     return validated(AcesoPlan, json.loads(searched_text(answer.plan, problem.model)), "plan")
+
+
+JOINED = ("attention-softmax", "attention-dropout", "attention-context", "post-attention-dropout", "post-MLP-dropout")
+"""Ops of a layer that are one op of ours with the op before them."""
+
+
+def runs_of(problem: AcesoProblem, plan: AcesoPlan) -> list[list[tuple[int, int]]]:
+    """The stage and the flag of the ops of a plan, those together that are one op of ours."""
+    flags = [(stage, flag) for stage, own in enumerate(plan.recompute_ops) for flag in own]
+    runs: list[list[tuple[int, int]]] = []
+    for name, flag in zip(problem.names, flags, strict=True):
+        runs = [*runs[:-1], [*runs[-1], flag]] if any(part in name for part in JOINED) else [*runs, [flag]]
+    return runs
 
 
 TIGHT = {
@@ -71,6 +85,26 @@ def test_more_memory_is_never_worse_and_what_cannot_fit_is_said(small_tables: Pa
         search_aceso(problem_of(*asked, 375, 4))
     with pytest.raises(InputError, match="7"):
         search_aceso(problem_of(*asked[:-1], (7,), 12000, 4))
+
+
+@pytest.mark.parametrize(("family", "size", "memory", "layers"), [("gpt", "350M", 800.0, 8), ("t5", "770M", 1200.0, 4)])
+def test_cuts_that_our_chain_has_too(family: str, size: str, memory: float, layers: int, small_tables: Path) -> None:
+    """The fewer cuts, the slower the plan; only with all of them what is one op of ours is torn. Stages of the last begin with layers."""
+    asked = (small_tables / "aceso", family, size, 1, 4, 32, (1, 2), memory, layers)
+    times = []
+    for cuts in CUTS:
+        problem = replace(problem_of(*asked), cuts=cuts)
+        answer = search_aceso(problem)
+        score = score_plan(plan_of(problem, answer), problem.tables, 4)
+        assert score.time_s == pytest.approx(answer.time_s, rel=1e-9) and score.memory_mb <= memory * (1 + 1e-9)
+        assert answer.bound_s <= answer.time_s <= 1.03 * answer.bound_s
+        runs = runs_of(problem, plan_of(problem, answer))
+        assert any(flag for run in runs for _, flag in run) and (cuts == "ops") == any(len(set(run)) > 1 for run in runs)
+        times.append(answer.time_s)
+    assert times[0] < times[1] < times[2]
+    starts = list(accumulate(answer.plan["num_ops_in_each_stage"]))[:-1]
+    layers_of = [(place.block, place.copy) for place in problem.model.ops]
+    assert starts and all(layers_of[start] != layers_of[start - 1] for start in starts)
 
 
 REACH = {

@@ -76,6 +76,9 @@ class OptionCosts:
     light: NDArray[np.bool_] | None = None
     """Ops that need not run again where they end a recomputed run, since they keep no more than their input; none unless told."""
 
+    open_end: NDArray[np.bool_] | None = None
+    """Ops that are recomputed only together with the op behind them, whose forward time has theirs; none unless told."""
+
     @property
     def not_kept(self) -> Floats:
         """`passed`, or nothing."""
@@ -89,7 +92,9 @@ class OptionCosts:
     @cached_property
     def ending(self) -> Floats:
         """Forward time of each op as the last one of a recomputed run."""
-        return self.forward if self.light is None else np.where(self.light, 0.0, self.forward)
+        ending = self.forward if self.light is None else np.where(self.light, 0.0, self.forward)
+        # More than running all ops again: whatever a run that ended here saves, a longer one saves for less.
+        return ending if self.open_end is None else np.where(self.open_end, 2 * self.forward.sum(), ending)
 
 
 def sums_before(amounts: Sequence[Floats]) -> Floats:

@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import InputError, plural
+from penstock.errors import InputError, near_misses, plural
 from penstock.systems.system import PlanFile, PlanFiles, System, TableAnswer, TableOther, TableScore, TableSearch, parse_nodes, unknown_name
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
     from penstock.models.ops import Model
     from penstock.plans.plan import Plan
+    from penstock.systems.aceso.rules import Cuts
     from penstock.systems.aceso.tables import AcesoTables
 
 __all__ = ["ACESO"]
@@ -58,7 +59,7 @@ def _chain(folder: str, name: str) -> Model:
 
 
 def _search(asked: TableSearch, progress: Callable[[str], None]) -> TableAnswer:
-    from penstock.systems.aceso.plans import searched_text
+    from penstock.systems.aceso.plans import is_torn, searched_text
     from penstock.systems.aceso.search import AcesoProblem, search_aceso
     from penstock.systems.aceso.tables import AcesoTables
 
@@ -70,7 +71,7 @@ def _search(asked: TableSearch, progress: Callable[[str], None]) -> TableAnswer:
         raise InputError("--memory-limit is missing: Aceso's tables do not say how much a GPU holds. It used 28 of GPUs with 32.")
     memory_mb, tables = asked.memory_limit_gb * 1000, AcesoTables.open(asked.folder)
     sizes = tuple(asked.micro_batches) or tables.micro_batches(model)
-    problem = AcesoProblem(tables, model, nodes, per_node, asked.global_batch, sizes, memory_mb)
+    problem = AcesoProblem(tables, model, nodes, per_node, asked.global_batch, sizes, memory_mb, _cuts(asked, model))
     answer = search_aceso(problem, progress, budget_s=math.inf if asked.budget_s is None else asked.budget_s, top=asked.top)
     plan = answer.plan
     columns = (plan[name] for name in ("num_ops_in_each_stage", "num_gpus", "model_parallel_size_of_each_op",
@@ -86,7 +87,20 @@ def _search(asked: TableSearch, progress: Callable[[str], None]) -> TableAnswer:
         f"at most {memory_mb:,.0f} MB (of 2²⁰ bytes, as Aceso counts) on a GPU; micro-batches of {size}", searched_text(plan, model),
         baselines={"Megatron-LM's grid": _best_of_grid(plan, model, tables, per_node, sizes, memory_mb)} if asked.baselines else {},
         others=[TableOther(_summary(one.plan), one.time_s, searched_text(one.plan, model)) for one in answer.others],
+        is_torn=is_torn(plan, model),
     )  # fmt: skip
+
+
+def _cuts(asked: TableSearch, model: Model) -> Cuts:
+    """Where the plans may be cut."""
+    from penstock.systems.aceso.rules import CUTS
+
+    for cuts in CUTS:
+        if cuts == asked.cuts and (cuts, model.family) != ("blocks", "resnet"):
+            return cuts
+    if asked.cuts == "blocks":
+        raise InputError(f"--cuts is blocks, but {asked.model} is cut between any two of its ops, which are ops here too. Drop it.")
+    raise InputError(f"--cuts is '{asked.cuts}'; {', '.join(CUTS[:-1])} or {CUTS[-1]} was expected. {near_misses(asked.cuts, CUTS)}")
 
 
 def _summary(plan: dict[str, Any]) -> str:

@@ -49,6 +49,8 @@ class LongSearch:
     machine: Machine
     global_batch: int
     max_stages: int
+    places: Ints
+    """Ops at which a stage may begin, and the end."""
 
     def best(self, costs: Mapping[int, Sequence[OptionCosts]], loose: Mapping[int, Sequence[OptionCosts]]) -> LongAnswer:
         """The best plan met over all micro-batch sizes, without stages where none fits; bounds are made from `loose` costs."""
@@ -67,7 +69,11 @@ class LongSearch:
     def _cuts(self, most: int) -> Ints:
         """About so many cuts at most: between groups of blocks, between blocks, or between as many parts of each."""
         parts = most // len(self.blocks.kind)
-        return self.blocks.within(parts) if parts else self.blocks.every(self.blocks.stride(most))
+        return self._allowed(self.blocks.within(parts)) if parts else self.blocks.every(self.blocks.stride(most))
+
+    def _allowed(self, cuts: Ints) -> Ints:
+        """Those of some cuts at which a stage may begin."""
+        return np.intersect1d(cuts, self.places)
 
     def _solved(
         self, costs: Sequence[OptionCosts], b: int, cuts: Ints, known: float = np.inf, levels: Sequence[Levels] | None = None
@@ -83,7 +89,7 @@ class LongSearch:
         """The best plan of many cuts, then of all ops near those it has."""
         _, fine = self._solved(costs, b, self._cuts(FINE_CUTS), coarse.time * (1 + 1e-9), space.levels)
         near = [stage.first for found in (coarse, fine) for stage in found.stages[1:]]
-        return self._solved(costs, b, self.blocks.ops_near(near), fine.time * (1 + 1e-9), space.levels)
+        return self._solved(costs, b, self._allowed(self.blocks.ops_near(near)), fine.time * (1 + 1e-9), space.levels)
 
     def _bound(self, loose: Sequence[OptionCosts], b: int, known: float) -> float:
         """What no plan with cuts anywhere is below, or `known` where it would be above."""

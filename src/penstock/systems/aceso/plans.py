@@ -30,14 +30,7 @@ if TYPE_CHECKING:
     from penstock.clusters import Cluster
     from penstock.models.ops import Model
 
-__all__ = [
-    "OpGroup",
-    "from_plan",
-    "groups",
-    "require_precision",
-    "searched_text",
-    "to_plan",
-]
+__all__ = ["OpGroup", "begins_op", "from_plan", "groups", "is_torn", "require_precision", "searched_text", "to_plan"]
 
 Setting = tuple[int, tuple[int, int, int, int]]
 """Of an op the stage, and its tp, dp, split (algo) and recompute flag."""
@@ -77,6 +70,11 @@ _PAIRS = {
     "resnet": {"head": "avgpool=avgpool fc+loss=fc"},
 }  # fmt: skip
 """Ops here = ops there, block by block; a ResNet's other blocks hold the same ops on both sides."""
+_INNER = {
+    family: frozenset(name for pairs in blocks.values() for pair in pairs.split() for name in pair.partition("=")[2].split("+")[1:])
+    for family, blocks in _PAIRS.items()
+}
+"""Aceso's ops that are one op here with the op before them."""
 PRECISIONS = {"gpt": "fp16", "t5": "fp16", "resnet": "fp32"}
 """What Aceso trains each family in."""
 
@@ -91,6 +89,18 @@ def searched_text(found: Mapping[str, Any], model: Model) -> str:
     _, layers, fields = size_of(model)
     whole |= {"num_layers": layers, **dict(zip(FAMILY_FIELDS[model.family], fields, strict=True))}
     return aceso_text(validated(AcesoPlan, whole, "the plan found"))
+
+
+def begins_op(family: str, names: Sequence[str]) -> list[bool]:
+    """Whether each of Aceso's ops is the first of one here: both chains can be cut before it."""
+    return [name not in _INNER[family] for name in names]
+
+
+def is_torn(found: Mapping[str, Any], model: Model) -> bool:
+    """Whether what a search over the tables of `model` found cuts, or recomputes a part of, what is one op here."""
+    flags = [(stage, flag) for stage, own in enumerate(found["recompute_ops"]) for flag in own]
+    begins = begins_op(model.family, [place.op.config["op"] for place in model.ops])
+    return any(before != now for (before, now), begins_here in zip(pairwise(flags), begins[1:], strict=True) if not begins_here)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +13,15 @@ from numpy.typing import NDArray
 from penstock.costs.table import Floats
 from penstock.models.ops import Model
 from penstock.search.partition import DevicePool, Machine
+from penstock.systems.aceso.plans import begins_op
 from penstock.systems.aceso.tables import AcesoTables
 
-__all__ = ["AcesoProblem", "shares_storage", "starts_segment"]
+__all__ = ["CUTS", "AcesoProblem", "Cuts", "shares_storage", "starts_segment"]
+
+Cuts = Literal["ops", "both", "blocks"]
+"""Where a plan may be cut and recomputation may begin and end: at any op of the tables, or only where an op of ours begins too, so that the
+plan can be imported; with `blocks` stages begin with whole layers besides."""
+CUTS: tuple[Cuts, ...] = ("ops", "both", "blocks")
 
 
 @dataclass(frozen=True)
@@ -28,6 +35,7 @@ class AcesoProblem:
     global_batch: int
     micro_batches: tuple[int, ...]
     memory_mb: float
+    cuts: Cuts = "ops"
 
     @cached_property
     def names(self) -> list[str]:
@@ -46,6 +54,13 @@ class AcesoProblem:
         begins = {name: starts_segment(name) for name in set(self.names)}
         apart = {name: not shares_storage(name) for name in begins}
         return np.array([*(begins[after] and apart[name] for name, after in pairwise(self.names)), True])
+
+    @cached_property
+    def begins(self) -> NDArray[np.bool_]:
+        """[N] whether a stage, or a run of recomputed ops, may begin with an op."""
+        if self.cuts == "ops":
+            return np.ones(len(self.names), bool)
+        return np.array(begins_op(self.family, self.names))
 
     @property
     def family(self) -> str:

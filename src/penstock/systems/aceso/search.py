@@ -70,7 +70,7 @@ def search_aceso(
 
 def _long_answer(problem: AcesoProblem, search: UniformSearch) -> AcesoAnswer:
     machine = problem.machine()
-    chain = LongSearch(search.blocks, machine, problem.global_batch, min(machine.num_devices, MAX_STAGES))
+    chain = LongSearch(search.blocks, machine, problem.global_batch, min(machine.num_devices, MAX_STAGES), search.places)
     best = chain.best(search.costs, {b: search.loose(b) for b in search.costs})
     answer = _realised(problem, best.micro_batch, best.space, best.partition, best.bound)
     if answer is None:

@@ -27,6 +27,7 @@ from penstock.search.partition import (
     build_space,
     rough_bound,
 )  # fmt: skip
+from penstock.search.space.stage_costs import Ints
 from penstock.systems.aceso.rules import AcesoProblem, starts_segment
 
 __all__ = ["MAX_STAGES", "UniformSearch"]
@@ -54,6 +55,8 @@ class UniformSearch:
     blocks: Blocks
     costs: dict[int, list[OptionCosts]]
     """By micro-batch size those of every (devices, tp, dp)."""
+    places: Ints
+    """Ops at which a stage may begin, and the end."""
     bounds: dict[int, float] = field(default_factory=dict)
     """By micro-batch size."""
     _rough: dict[int, tuple[StageSpace, Partition]] = field(default_factory=dict)
@@ -66,10 +69,11 @@ class UniformSearch:
         """With the costs of all sizes that have tables and divide the global batch."""
         blocks = Blocks.of(problem.model, [starts_segment(name) for name in problem.names])
         costs = {b: found for b in problem.micro_batches if problem.global_batch % b == 0 and (found := _option_costs(problem, b))}
+        places = blocks.start if problem.cuts == "blocks" else np.append(np.flatnonzero(problem.begins), len(problem.names))
         if not costs:
             sizes = ", ".join(map(str, problem.micro_batches))
             raise InputError(f"none of the micro-batch sizes {sizes} has tables and divides the global batch {problem.global_batch}.")
-        return cls(problem, late, blocks, costs)
+        return cls(problem, late, blocks, costs, places)
 
     def run(self, progress: Callable[[str], None]) -> None:
         """Cuts between blocks only, for a plan at hand; then all cuts, for the sizes in order of promise."""
@@ -123,18 +127,19 @@ class UniformSearch:
             for b, least in _each(pool, partial(self._bound, known=self.known * _SLACK, peaks=peaks), sizes).items():
                 self.bounds[b] = max(self.bounds[b], least)
 
-    def _solve(self, b: int, known: float, cuts: np.ndarray | None = None) -> tuple[StageSpace, Partition]:
+    def _solve(self, b: int, known: float, cuts: Ints | None = None) -> tuple[StageSpace, Partition]:
         count = self.problem.global_batch // b
         space = build_space(
-            self.costs[b], self.blocks, self.problem.machine(), max_stages=self._max_stages, longest=known / count, count=count, cuts=cuts
-        )
+            self.costs[b], self.blocks, self.problem.machine(), max_stages=self._max_stages, longest=known / count, count=count,
+            cuts=self.places if cuts is None else cuts,
+        )  # fmt: skip
         return space, best_partition(space, count, known)
 
-    def _bound(self, b: int, known: float, cuts: np.ndarray | None = None, peaks: int = 0) -> float:
+    def _bound(self, b: int, known: float, cuts: Ints | None = None, peaks: int = 0) -> float:
         count = self.problem.global_batch // b
         space = build_space(
-            self.loose(b), self.blocks, self.problem.machine(), max_stages=self._max_stages, longest=known / count, count=count, cuts=cuts,
-            recompute="bounded", peaks=peaks,
+            self.loose(b), self.blocks, self.problem.machine(), max_stages=self._max_stages, longest=known / count, count=count,
+            cuts=self.places if cuts is None else cuts, recompute="bounded", peaks=peaks,
         )  # fmt: skip
         return rough_bound(space, count) if cuts is not None else best_partition(space, count, known).bound
 
@@ -172,8 +177,15 @@ def _costs(problem: AcesoProblem, option: StageOption, rows: np.ndarray, algos: 
     columns = [np.ascontiguousarray(column) for column in rows.T]
     enter = np.stack([np.append(link.each_us(columns[2]), 0.0) for link in links])
     leave = np.stack([np.append(0.0, link.each_us(columns[3])) for link in links])
-    compute, kept = columns[0] + columns[1], problem.kept_share * columns[5]
-    return OptionCosts(option, columns[0], compute, kept, columns[4], columns[6], columns[7], columns[2], enter, leave, algos)
+    forward, compute, kept = columns[0], columns[0] + columns[1], problem.kept_share * columns[5]
+    begins, open_end = np.flatnonzero(problem.begins), None
+    if len(begins) < len(forward):  # what is recomputed as a whole takes its time at its end
+        open_end = ~np.append(problem.begins[1:], True)
+        forward = np.zeros_like(forward)
+        forward[~open_end] = np.add.reduceat(columns[0], begins)
+    return OptionCosts(
+        option, forward, compute, kept, columns[4], columns[6], columns[7], columns[2], enter, leave, algos, open_end=open_end
+    )  # fmt: skip
 
 
 def _loose(problem: AcesoProblem, blocks: Blocks, costs: OptionCosts) -> OptionCosts:

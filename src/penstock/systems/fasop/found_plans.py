@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.clusters import Cluster
     from penstock.models.ops import Model
 
-__all__ = ["FoundPlan", "read_found_plan", "to_plan"]
+__all__ = ["FasopPlan", "read_found_plan", "to_plan"]
 
 Kind = Annotated[str, Field(max_length=100)]
 NodeNumber = Annotated[int, Field(strict=True, ge=0, le=1_000_000)]
@@ -36,7 +36,7 @@ _ORDER = "Give nodes of as many kinds, in the plan's order."
 
 
 @dataclass(frozen=True)
-class FoundStage:
+class FasopStage:
     """Layers on some devices; `mbs` are samples of a micro-batch on each of `dp` replicas of the stage."""
 
     layers: Count
@@ -47,21 +47,21 @@ class FoundStage:
 
 
 @dataclass(frozen=True)
-class FoundPlan:
+class FasopPlan:
     """A plan in FASOP's words with unequal stages, for which FASOP itself has no file."""
 
     setting: Kind
     mbs: Count
-    stages: Annotated[tuple[FoundStage, ...], Field(min_length=1, max_length=10_000)]
+    stages: Annotated[tuple[FasopStage, ...], Field(min_length=1, max_length=10_000)]
 
 
-def read_found_plan(path: str | Path) -> FoundPlan:
+def read_found_plan(path: str | Path) -> FasopPlan:
     """The plan in a file that a search wrote, checked."""
-    return read_checked(Path(path), "plan over FASOP's tables", FoundPlan)
+    return read_checked(Path(path), "plan over FASOP's tables", FasopPlan)
 
 
 def to_plan(
-    found: FoundPlan, model: Model, cluster: Cluster, *, model_ref: str | Mapping[str, Any], cluster_ref: str | Mapping[str, Any],
+    found: FasopPlan, model: Model, cluster: Cluster, *, model_ref: str | Mapping[str, Any], cluster_ref: str | Mapping[str, Any],
     global_batch: int,
 ) -> Plan:  # fmt: skip
     """The plan for `model` on the nodes of `cluster`, in the order of their numbers; GPUs that it does not name idle."""
@@ -92,7 +92,7 @@ def to_plan(
     return plan
 
 
-def _ranks(found: FoundPlan, cluster: Cluster) -> list[tuple[int, ...]]:
+def _ranks(found: FasopPlan, cluster: Cluster) -> list[tuple[int, ...]]:
     """The ranks of each stage: of every node those that no stage before it has."""
     _require_same_nodes(found, cluster)
     of_node: dict[int, list[int]] = defaultdict(list)
@@ -102,7 +102,7 @@ def _ranks(found: FoundPlan, cluster: Cluster) -> list[tuple[int, ...]]:
     return [tuple(rank for _, node, count in stage.devices for rank in islice(free[node], count)) for stage in found.stages]
 
 
-def _require_same_nodes(found: FoundPlan, cluster: Cluster) -> None:
+def _require_same_nodes(found: FasopPlan, cluster: Cluster) -> None:
     """Refuses nodes that the cluster does not have, has too few GPUs of, or has of other kinds than the plan tells apart."""
     nodes, taken, kinds = list(cluster.nodes), defaultdict[int, int](int), dict[str, str]()
     for index, stage in enumerate(found.stages):
