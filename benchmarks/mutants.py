@@ -40,13 +40,17 @@ def main() -> int:
         print(f"no planted bug is called '{given.only or given.room}'; see benchmarks/planted_bugs.py", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Path(folder)
-        for name in ("src", "tests", "examples", "docs", "benchmarks"):
-            shutil.copytree(ROOT / name, copy / name)  # with times of files, by which compiled kernels are known
-        for name in ("pyproject.toml", "CONTRIBUTING.md", "README.md"):
-            shutil.copy2(ROOT / name, copy / name)
-        caught = [try_bug(bug, copy) for bug in bugs]
+        copy_sources(Path(folder))
+        caught = [try_bug(bug, Path(folder)) for bug in bugs]
     return told(bugs, caught)
+
+
+def copy_sources(folder: Path) -> None:
+    """All that tests need, with times of files, by which compiled kernels are known."""
+    for name in ("src", "tests", "examples", "docs", "benchmarks"):
+        shutil.copytree(ROOT / name, folder / name)
+    for name in ("pyproject.toml", "CONTRIBUTING.md", "README.md"):
+        shutil.copy2(ROOT / name, folder / name)
 
 
 def chosen(room: str | None, name: str | None, quick: bool) -> list[PlantedBug]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,12 +43,28 @@ def test_names_are_unique_and_every_room_has_a_bug() -> None:
     assert {bug.room for bug in BUGS} == rooms - NO_LOGIC
 
 
-def test_one_of_each_room_is_quick() -> None:
+@pytest.fixture(scope="module")
+def mutants() -> ModuleType:
+    """What plants them."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        mutants = _load("mutants")
+        return _load("mutants")
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def test_one_of_each_room_is_quick(mutants: ModuleType) -> None:
     quick = mutants.chosen(None, None, True)
     assert [bug.room for bug in quick] == list(dict.fromkeys(bug.room for bug in BUGS))
     assert mutants.chosen("clusters", None, False) == [bug for bug in BUGS if bug.room == "clusters"]
+
+
+def test_a_bug_is_caught_and_a_change_that_is_none_survives(
+    mutants: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (bug,) = mutants.chosen(None, "half characters are read", False)
+    same = replace(bug, name="the same in other words", new=bug.old.replace("):", ") is not None:"))
+    mutants.copy_sources(tmp_path)
+    caught = [mutants.try_bug(one, tmp_path) for one in (bug, same, bug)]
+    assert caught == [True, False, True] and mutants.told([bug, same, bug], caught) == 1
+    assert f"survived: the same in other words ({bug.file})" in capsys.readouterr().out
