@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,39 @@ def test_a_download_is_the_table(tmp_path: Path) -> None:
         assert found.silent()
     rows = list(csv.reader((tmp_path / "t.csv").open(encoding="utf-8", newline="")))[1:]
     assert rows == [[str(value) for value in row] for row in timeline_rows(subject)]
+
+
+LOOKS = """(svg) => [...svg.querySelectorAll("rect, text, line")].map((one) => {
+    const look = one.ownerDocument.defaultView.getComputedStyle(one);
+    return ["fill", "stroke", "strokeDasharray", "textAnchor", "opacity", "fontSize"].map((name) => look[name].replace(/"/g, ""));
+})"""
+
+
+def test_a_saved_chart_looks_as_on_the_page(tmp_path: Path) -> None:
+    """Each of its parts, in a document without any styles; what is hatched is hatched by a pattern of its own chart."""
+    plan = a_plan()
+    recomputing = replace(plan, stages=tuple(replace(stage, recompute=(((stage.first, stage.last),),)) for stage in plan.stages))
+    with opened(written(tmp_path, [plan_subject("plan.json", recomputing)]), accept_downloads=True, bypass_csp=True) as found:
+        page = found.page
+        buttons = page.locator("figure button:text-is('SVG')")
+        patterns = [one.get_attribute("id") for one in page.query_selector_all("pattern")]
+        fills, anchors = set[str](), set[str]()
+        assert buttons.count() >= 2 and len(set(patterns)) == len(patterns) >= 2
+        for button in buttons.all():
+            with page.expect_download() as got:
+                button.click()
+            got.value.save_as(tmp_path / "chart.svg")
+            looks = button.evaluate(f"(button) => ({LOOKS})(button.closest('figure').querySelector('svg'))")
+            alone = page.evaluate(f"""(text) => new Promise((done) => {{
+                const frame = document.createElement("iframe");
+                frame.onload = () => done(({LOOKS})(frame.contentDocument.querySelector("svg")));
+                frame.srcdoc = text;
+                document.body.append(frame);
+            }})""", (tmp_path / "chart.svg").read_text(encoding="utf-8"))  # fmt: skip
+            assert alone == looks
+            fills |= {look[0] for look in looks}
+            anchors |= {look[3] for look in looks}
+    assert any(fill.startswith("url(#hatch-") for fill in fills) and anchors == {"start", "middle", "end"}
 
 
 def hostile_subject() -> Subject:

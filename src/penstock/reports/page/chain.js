@@ -8,14 +8,14 @@ import { plural } from "./units.js";
 const WIDTH = 900, HEIGHT = 46;
 
 export function chain({ title, ops, stages }) {
-  const total = ops.reduce((sum, op) => sum + op.count, 0) || 1, scale = WIDTH / total;
-  const svg = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}: ${plural(total, "op")} in ${plural(stages.length, "stage")}` }, hatching());
+  const total = ops.reduce((sum, op) => sum + op.count, 0) || 1, scale = WIDTH / total, hatch = hatching();
+  const svg = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}: ${plural(total, "op")} in ${plural(stages.length, "stage")}` }, hatch.pattern);
   let at = 0;
   for (const { name, count, stage, recomputed } of ops) {
     const box = { x: at * scale, y: 18, width: Math.max(0.3, count * scale - 0.4), height: HEIGHT - 20 };
     const said = `${count} × ${name}, stage ${stage}${recomputed ? ", recomputed" : ""}`;
     svg.append(s("rect", { ...box, fill: stageColour(stage) }, s("title", {}, said)));
-    if (recomputed) svg.append(s("rect", { ...box, class: "hatched" }));
+    if (recomputed) svg.append(s("rect", { ...box, class: "hatched", fill: hatch.fill }));
     if (box.width > 9 * (name.length + 1)) svg.append(s("text", { x: box.x + box.width / 2, y: 36, class: "middle", fill: ink(stageColour(stage)) }, name));
     at += count;
   }

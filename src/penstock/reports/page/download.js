@@ -24,9 +24,22 @@ export const csv = (columns, rows) => [columns, ...rows].map((row) => row.map(ce
 export const csvButton = (title, columns, rows) =>
   h("button", { type: "button", click: () => save(`${slug(title)}.csv`, csv(columns, rows()), "text/csv") }, "CSV");
 
-/** A button that saves an SVG element, with the colours it has now. */
+const LOOKS = ["fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "text-anchor", "font-size", "font-family", "font-weight"];
+
+/** An SVG element as a file of its own, which looks as it does here and now: the page's styles do not go with it. */
+function alone(svg) {
+  const copy = svg.cloneNode(true), parts = copy.querySelectorAll("*");
+  svg.querySelectorAll("*").forEach((part, at) => {
+    const look = getComputedStyle(part);
+    for (const name of LOOKS) parts[at].setAttribute(name, look.getPropertyValue(name).replaceAll('"', "'"));
+    parts[at].removeAttribute("class");
+  });
+  return new XMLSerializer().serializeToString(copy);
+}
+
+/** A button that saves an SVG element. */
 export const svgButton = (title, svg) =>
-  h("button", { type: "button", click: () => save(`${slug(title)}.svg`, new XMLSerializer().serializeToString(svg), "image/svg+xml") }, "SVG");
+  h("button", { type: "button", click: () => save(`${slug(title)}.svg`, alone(svg), "image/svg+xml") }, "SVG");
 
 /** A button that saves a canvas. */
 export const pngButton = (title, canvas) =>

@@ -14,6 +14,7 @@ export function stack(block, open) {
   const most = Math.max(peak, ...limits.filter((limit) => limit <= 2 * peak)), scale = (WIDTH - LABEL - 110) / most;
   const used = parts.map((name, at) => ({ name, at })).filter(({ at }) => values.some((row) => row[at] > 0));
   const svg = s("svg", { viewBox: `0 0 ${WIDTH} ${ROW * rows.length + 4}`, role: "img", "aria-label": summary() });
+  const hatch = hatching();
   rows.forEach((name, row) => {
     const y = ROW * row + 3;
     svg.append(s("text", { x: LABEL - 8, y: y + 13, class: "end" }, name.length > 16 ? `${name.slice(0, 15)}…` : name));
@@ -23,7 +24,7 @@ export function stack(block, open) {
       if (!(width > 0)) continue;
       const bar = s("rect", { x, y, width, height: ROW - 5, fill: STAGES[at % STAGES.length] }, s("title", {}, `${name}, ${part}: ${shown(values[row][at], unit)}`));
       svg.append(bar);
-      if (part === "padding" || part === "bubble") svg.append(s("rect", { x, y, width, height: ROW - 5, class: "hatched" }));
+      if (part === "padding" || part === "bubble") svg.append(s("rect", { x, y, width, height: ROW - 5, class: "hatched", fill: hatch.fill }));
       x += width;
     }
     for (const cut of (cuts[row] ?? []).slice(0, MOST_CUTS)) svg.append(s("line", { x1: LABEL + cut * scale, x2: LABEL + cut * scale, y1: y, y2: y + ROW - 5, class: "cut" }));
@@ -33,7 +34,7 @@ export function stack(block, open) {
       svg.append(s("line", { x1: at, x2: at, y1: y - 2, y2: y + ROW - 4, class: "limit" }, s("title", {}, `limit: ${shown(limits[row], unit)}`)));
     }
   });
-  svg.prepend(hatching());
+  svg.prepend(hatch.pattern);
   const legend = h("ul", { class: "legend" }, used.map(({ name, at }) => h("li", {}, swatch(STAGES[at % STAGES.length]), name)),
     limits.length && !far.length ? h("li", {}, "| limit") : null,
     far.length ? h("li", {}, `limit ${shown(Math.min(...far), unit)}, beyond the axis`) : null);
@@ -51,6 +52,11 @@ export function stack(block, open) {
 /** A small square of a colour. */
 export const swatch = (colour) => s("svg", { viewBox: "0 0 10 10", class: "swatch", "aria-hidden": "true" }, s("rect", { width: 10, height: 10, fill: colour }));
 
-/** What rectangles of the class `hatched` are filled with. */
-export const hatching = () => s("defs", {}, s("pattern", { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
-  s("rect", { width: 2, height: 6, fill: "#ffffff", opacity: 0.55 })));
+let hatchings = 0;
+
+/** A pattern of stripes for one chart, and what to fill rectangles of the class `hatched` with. */
+export function hatching() {
+  const id = `hatch-${hatchings++}`;
+  const stripe = s("rect", { width: 2, height: 6, fill: "#ffffff", opacity: 0.55 });
+  return { pattern: s("defs", {}, s("pattern", { id, width: 6, height: 6, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" }, stripe)), fill: `url(#${id})` };
+}
