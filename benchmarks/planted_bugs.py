@@ -45,6 +45,8 @@ _GROUND = (
          "files that Excel saves begin with a mark", "test_files.py"),
     _bug("a name given twice is taken", "files/json_files.py", "if len(found) < len(pairs):", "if len(found) > len(pairs):",
          "the first of two values is lost silently", "test_files.py"),
+    _bug("batches of a fixed plan are priced as recorded", "batching/planner.py", "costs_for(cut_by_lengths(plan), ", "costs_for(plan, ",
+         "a full batch is planned to the limit, and then does not fit", "batching/test_planned.py", pick="fixed_sizes"),
     _bug("a batch may take no number of seconds", "batching/plan.py", "            _check(found)\n", "", "`nan s` is told as a prediction",
          "cli/test_foreign_files.py", pick="named"),
     _bug("steps of search without end", "runtime/run_folder.py", "msgspec.Meta(ge=0, le=100_000_000)]", "msgspec.Meta(ge=0)]",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from penstock.batching.costs import PipelineCosts
 from penstock.batching.plan import SampleLengths
 from penstock.batching.planned import planned_costs, with_recompute_choices
 from penstock.batching.planner import costs_for, costs_of_batch, plan_batch, plan_with_orders
-from penstock.batching.workloads import batch_durations_s
+from penstock.batching.workloads import batch_durations_s, batch_workload
 from penstock.clusters import resolve_cluster
 from penstock.costs.sources import open_costs
 from penstock.errors import InputError
@@ -24,6 +25,7 @@ from penstock.models.shapes import Layout
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.timing.estimate import Estimator
+from penstock.timing.execution import execute
 from penstock.timing.recorded import recorded_length
 
 
@@ -138,6 +140,20 @@ def test_a_plan_file_is_enough() -> None:
     assert max(len(one.samples) for replica in batch.replicas for one in replica.micro_batches) <= 2
     assert 0 < batch.bound_s <= batch.predicted_s
     assert batch.costs == "roofline"
+
+
+def test_a_plan_of_fixed_sizes_cuts_batches_as_one_by_lengths_does() -> None:
+    """What recordings pad on to fixed rows is not padded on here: a full batch was planned to the limit, and then did not fit."""
+    fixed = dataclasses.replace(uniform_plan("gpt-350m", "1xa10g", global_batch=8, micro_batch=8), seq_length=512)
+    by_lengths = dataclasses.replace(fixed, micro_batching=MicroBatching("padded", "dynamic"))
+    numbers = random.Random(5)
+    samples = [SampleLengths(index, numbers.randint(60, 512)) for index in range(400)]
+    found, other = (plan_batch(samples, costs_of_batch(plan, samples)) for plan in (fixed, by_lengths))
+    assert found.to_dict() == other.to_dict()
+    (replica,), costs = found.replicas, costs_of_batch(fixed, samples)
+    again = execute(replica.schedule, batch_workload(costs, replica.micro_batches, 0))
+    assert again.pipeline_s == pytest.approx(replica.predicted_s) and again.peak_bytes[0] == pytest.approx(replica.peak_bytes[0])
+    assert replica.peak_bytes[0] <= costs.limit_bytes[0, 0]
 
 
 def test_what_has_no_lengths_is_refused() -> None:

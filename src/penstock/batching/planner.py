@@ -20,12 +20,13 @@ from penstock.batching.result import finish
 from penstock.batching.search import improve, start, usual_steps
 from penstock.batching.split import best_splits
 from penstock.errors import InputError, plural
+from penstock.plans.plan import MicroBatching
 
 if TYPE_CHECKING:
     from penstock.models.shapes import Layout
     from penstock.plans.plan import Plan
 
-__all__ = ["batch_bound_s", "costs_for", "costs_of_batch", "plan_batch", "plan_with_orders"]
+__all__ = ["batch_bound_s", "costs_for", "costs_of_batch", "cut_by_lengths", "plan_batch", "plan_with_orders"]
 
 
 def plan_batch(
@@ -97,12 +98,19 @@ def costs_for(
     return planned_costs(plan, model, cluster, source, longest, longest_dec, layouts=layouts, memory_limit_bytes=memory_limit_bytes)
 
 
+def cut_by_lengths(plan: Plan) -> Plan:
+    """The plan with micro-batches cut anew for each batch: neither the size of fixed ones nor how their rows are padded on for recordings
+    says anything about those."""
+    own = plan.micro_batching
+    return plan if own.policy == "dynamic" else replace(plan, micro_batching=MicroBatching(own.layout, "dynamic"))
+
+
 def costs_of_batch(plan: Plan, samples: Sequence[SampleLengths], costs: str = "", memory_limit_bytes: float = math.inf) -> PipelineCosts:
-    """`costs_for` samples as long as the longest of a batch."""
+    """`costs_for` samples as long as the longest of a batch, which is cut by their lengths."""
     if not samples:
         raise InputError("the batch has no samples.")
     longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
-    return costs_for(plan, longest, longest_dec, costs, memory_limit_bytes)
+    return costs_for(cut_by_lengths(plan), longest, longest_dec, costs, memory_limit_bytes)
 
 
 def plan_with_orders(

@@ -123,7 +123,9 @@ def _batched(
     from penstock.batching.lengths import read_lengths
     from penstock.batching.plan import read_batch_plan
     from penstock.batching.planned import planned_costs
+    from penstock.batching.planner import cut_by_lengths
 
+    plan = cut_by_lengths(plan)
     if is_planned:
         batch = _fitting(read_batch_plan(path), path, plan)
         prices = planned_costs(plan, model, cluster, source, *batch.longest)
