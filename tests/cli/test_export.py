@@ -134,6 +134,17 @@ def test_wrong_targets(to: str, told: str, gpt: Path, capsys: pytest.CaptureFixt
     assert told in capsys.readouterr().err
 
 
+def test_a_refusal_tells_of_plans_that_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a model that the system has; of another no plan would do."""
+    told = {}
+    for model in ("llama-8b", "gpt-1.3b"):
+        plan = uniform_plan(model, "2xa100-80gb", global_batch=8, micro_batch=1, pp=2, schedule="zero-bubble")
+        write_plan(tmp_path / "plan.json", plan)
+        assert run(["export", str(tmp_path / "plan.json"), "--to", f"torchtitan:{tmp_path / 'recipe.py'}"]) == 2
+        told[model] = " ".join(capsys.readouterr().err.split())
+    assert "`penstock search --for torchtitan` finds plans" in told["llama-8b"] and "--for" not in told["gpt-1.3b"]
+
+
 def test_wrong_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["export", str(tmp_path / "none.json"), "--to", f"megatron:{tmp_path / 'x'}"]) == 2
     assert "does not exist" in capsys.readouterr().err

@@ -63,11 +63,26 @@ def export(
     if target.system == WEIGHTS:
         export_weights(plan, target.path)
     else:
-        export_plan(read_plan(plan), target, plan, recover=recover)
+        found = read_plan(plan)
+        try:
+            export_plan(found, target, plan, recover=recover)
+        except InputError as error:
+            raise InputError(f"{error}{_way_out(found, target.system)}") from None
     if json:
         print_json({"plan": plan, "system": target.system, "path": target.path})
     else:
         out().print(f"wrote {target.path}", markup=False, soft_wrap=True)
+
+
+def _way_out(plan: Plan, system: str) -> str:
+    """How to get another plan, of the same model, that a system takes, if it takes any."""
+    if system not in TARGETS:
+        return ""
+    try:
+        check_model(system, _model(plan), (plan.schedule,))
+    except InputError:
+        return ""
+    return f" `penstock search --for {system}` finds plans that it takes."
 
 
 def parse_target(text: str, option: str = "--to") -> Target:
