@@ -185,6 +185,10 @@ def test_lengths_give_plans_of_dynamic_micro_batches(lengths: Path, tmp_path: Pa
     told = json.loads(capsys.readouterr().out)
     assert told["plans"][0]["time_s"] == plan.predicted.time_s and told["num_samples"] == 200
     assert run(["batch", "--lengths", str(lengths), "--plan", str(path)]) == 0
+    capsys.readouterr()
+    assert run(["explain", str(path)]) == 0  # which knows full samples alone, and says what the search found
+    predicted = read_plan(path).predicted
+    assert predicted is not None and f"{predicted.time_s:.3g} s were predicted for the lengths" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_simple_plan_for_lengths_says_why_even_alone(

@@ -340,7 +340,8 @@ class Estimator:
         if any(stage.sequence_parallel and stage.degrees.tp > 1 for stage in plan.stages) and not self.divides_tokens:
             notes.append(f"sequence_parallel is without effect: {self.model.name} has ops that do not work token by token.")
         if plan.micro_batching.policy == "dynamic":
-            notes.append(f"micro-batches are dynamic: estimated with samples of length {plan.seq_length}, as many as fit.")
+            own = f"; {plan.predicted.time_s:.3g} s were predicted for the lengths that it was made for" if plan.predicted else ""
+            notes.append(f"micro-batches are dynamic: estimated with samples of length {plan.seq_length}, as many as fit{own}.")
         return tuple(notes)
 
 
