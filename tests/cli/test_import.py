@@ -229,6 +229,10 @@ def test_a_plan_of_aceso_becomes_a_plan_and_the_same_file_again(tmp_path: Path, 
     assert "global batch 64 = 1 × 16 micro-batches of 4" in capsys.readouterr().out
     assert run(["export", str(ours), "--to", f"aceso:{tmp_path / 'again.json'}"]) == 0
     assert (tmp_path / "again.json").read_text() == theirs.read_text()
+    theirs.write_text(json.dumps(aceso_plan("gpt", "350M", (counts[0] + 3, counts[1] - 3))))
+    capsys.readouterr()
+    assert run(["import", f"aceso:{theirs}", "--out", str(ours), *ACESO_FOR]) == 0
+    assert "note: Aceso's plan begins a stage inside of what is one op here; it begins behind that: layers.12" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -245,15 +249,12 @@ def test_a_plan_of_aceso_becomes_a_plan_and_the_same_file_again(tmp_path: Path, 
         ("aceso:{folder}/plan.json", [*ACESO_FOR, "--model", "t5-770m"], "is for gpt 350M of 24 layers; model 't5-770m' is t5 770M"),
         ("aceso:{folder}/plan.json", [*ACESO_FOR, "--model", "llama-tiny"], "Aceso has no model like 'llama-tiny'"),
         ("aceso:{folder}/plan.json", [*ACESO_FOR, "--cluster", "2xv100-32gb"], "has 2 devices"),
-        ("aceso:{folder}/torn.json", ACESO_FOR, "a stage starts at Aceso's op 'layers.12.enc-attention-softmax'"),
     ],
 )
 def test_wrong_plans_of_aceso(source: str, more: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     counts = (1 + 13 * 12, 13 * 12 + 2)
-    torn = (counts[0] + 3, counts[1] - 3)
     for name, plan in {
         "plan": aceso_plan("gpt", "350M", counts),
-        "torn": aceso_plan("gpt", "350M", torn),
         "broken": aceso_plan("gpt", "350M", counts, num_gpus=[2]),
     }.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(plan))

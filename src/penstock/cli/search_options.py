@@ -50,7 +50,7 @@ TableCuts = Annotated[
     str,
     typer.Option(
         help="With aceso:DIR, where plans are cut and recompute: at any op of the tables (ops), only where an op here begins too, so that "
-        "`penstock import` takes them (both), or so and between whole layers (blocks)."
+        "`penstock import` rounds nothing (both), or so and between whole layers (blocks)."
     ),
 ]
 Lengths = Annotated[

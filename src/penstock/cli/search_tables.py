@@ -108,10 +108,9 @@ def _next(kind: str, answer: TableAnswer, path: Path) -> str:
     files = SYSTEMS[kind].plans
     if files is None:
         return ""
-    if answer.is_torn:
-        return "; this plan cuts inside of what is one op here: search with --cuts both for one that can be imported and trained"
     given = " ".join(f"--{name.replace('_', '-')} …" for name in files.required)
-    return f"; next: penstock import {shell_words(f'{kind}:{path}')} {given} --out plan.json, which can be trained"
+    rounded = " (which rounds what this plan does to parts of ops here: --cuts both finds one without)" if answer.is_torn else ""
+    return f"; next: penstock import {shell_words(f'{kind}:{path}')} {given} --out plan.json{rounded}"
 
 
 def _bounded(answer: TableAnswer) -> str:

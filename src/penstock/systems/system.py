@@ -115,7 +115,7 @@ class TableAnswer:
     others: Sequence[TableOther] = ()
     """The next best plans, where they were asked for."""
     is_torn: bool = False
-    """Whether the plan cuts inside what is one op of our chains, so that `penstock import` refuses it."""
+    """Whether the plan cuts inside what is one op of our chains, so that `penstock import` rounds it."""
 
 
 @dataclass(frozen=True)

@@ -163,16 +163,32 @@ def test_replicas_become_a_larger_dp() -> None:
     assert back.num_micro_batches == plan.num_micro_batches and back.stages[0].degrees == Degrees(2, 2)
 
 
-def test_cuts_inside_attention_are_refused() -> None:
-    cut = 1 + 13 + 3  # the second layer's softmax
-    with pytest.raises(InputError, match=r"a stage starts at Aceso's op 'layers.1.enc-attention-softmax', inside .*'layers.1.attention'"):
-        own_plan(plan_for("gpt", "350M", [cut], 315))
+def test_a_cut_inside_of_one_op_of_ours_is_made_behind_it() -> None:
+    """Between the second layer's score and softmax, and before the dropout that ends its MLP: ops of the first and the last group of it."""
+    for cut, op in ((1 + 13 + 3, "attention"), (1 + 13 + 12, "down")):
+        plan = own_plan(plan_for("gpt", "350M", [cut], 315))
+        assert GPT.ops[plan.stages[1].first - 1].name == f"layers.1.{op}"
+        assert plan.notes == (f"Aceso's plan begins a stage inside of what is one op here; it begins behind that: layers.1.{op}.",)
 
 
-def test_recomputation_of_half_a_group_is_refused() -> None:
-    flags = (*(0,) * 5, 1, *(0,) * 309)
-    plan = plan_for("gpt", "350M", [], 315, recompute_ops=(flags,), checkpoint_activations=(True,))
-    with pytest.raises(InputError, match=r"recomputation changes at Aceso's op 'layers.0.enc-attention-dropout'"):
+def test_recomputation_of_a_part_is_of_all_or_of_what_is_never_kept() -> None:
+    """Scores and probabilities of the first two layers, which fused attention never keeps, and the dense product before a dropout."""
+    flags = [0] * 315
+    for op in (3, 4, 16, 17, 20):
+        flags[op] = 1
+    plan = own_plan(plan_for("gpt", "350M", [], 315, recompute_ops=(tuple(flags),), checkpoint_activations=(True,)))
+    assert {GPT.ops[op].name for op in plan.stages[0].recomputed()} == {"layers.1.out"}
+    kept, whole = plan.notes
+    assert kept.endswith("nothing of it runs again: layers.0.attention, layers.1.attention.")
+    assert whole.endswith("all of it runs again: layers.1.out.")
+    assert own_plan(from_plan(plan)).notes == ()
+
+
+def test_degrees_that_change_inside_of_one_op_are_refused() -> None:
+    tps = (*(1,) * 5, *(2,) * 310)
+    degrees = {"model_parallel_size_of_each_op": (tps,), "data_parallel_size_of_each_op": (tuple(2 // tp for tp in tps),)}
+    plan = plan_for("gpt", "350M", [], 315, num_gpus=(2,), resharding_stages=(True,), **degrees)
+    with pytest.raises(InputError, match=r"split changes at Aceso's op 'layers.0.enc-attention-dropout', inside .*'layers.0.attention'"):
         own_plan(plan)
 
 

@@ -17,6 +17,7 @@ from penstock.systems.aceso.plans import searched_text
 from penstock.systems.aceso.rules import CUTS
 from penstock.systems.aceso.scoring import grid_plans, score_plan
 from penstock.systems.aceso.search import AcesoAnswer, AcesoProblem, search_aceso
+from penstock.systems.aceso.search_uniform import UniformSearch
 from penstock.systems.aceso.tables import AcesoTables
 from penstock.systems.tables import validated
 
@@ -101,6 +102,9 @@ def test_cuts_that_our_chain_has_too(family: str, size: str, memory: float, laye
         runs = runs_of(problem, plan_of(problem, answer))
         assert any(flag for run in runs for _, flag in run) and (cuts == "ops") == any(len(set(run)) > 1 for run in runs)
         times.append(answer.time_s)
+        if cuts == "both":
+            ours = [at for at, name in enumerate(problem.names) if not any(part in name for part in JOINED)]
+            assert UniformSearch.of(problem, lambda: False).places.tolist() == [*ours, len(problem.names)]
     assert times[0] < times[1] < times[2]
     starts = list(accumulate(answer.plan["num_ops_in_each_stage"]))[:-1]
     layers_of = [(place.block, place.copy) for place in problem.model.ops]

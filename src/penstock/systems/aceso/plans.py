@@ -1,11 +1,12 @@
 """Aceso's plans as plans of Penstock, and back, where the two op chains meet.
 
-A plan over the chain of `AcesoTables` converts op by op. Penstock's own chains fuse some of Aceso's ops and split others, so
-that only what treats each group alike converts; the rest is refused with the name of the op:
+A plan over the chain of `AcesoTables` converts op by op. Penstock's own chains fuse some of Aceso's ops and split others:
 
     here    norm1  qkv  attention                         out             norm2 …  logits loss
     Aceso   norm   qkv  score softmax dropout context     dense dropout   norm  …  post-process
 
+What a plan of Aceso does to a part of such a group is rounded, and told: stages are cut before it; ops that are recomputed in part are
+recomputed whole, but for fused attention, which keeps none of the parts that Aceso recomputes. Degrees that change inside are refused.
 A split (`algo`) says something of multiplications and convolutions that are divided; on other ops of our own chains it is dropped.
 """
 
@@ -14,11 +15,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import InputError, near_misses, plural
+from penstock.errors import InputError, first_of, near_misses, plural
 from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
 from penstock.plans.references import cluster_of, model_of, with_precision
 from penstock.plans.validity import require_valid
@@ -97,7 +98,7 @@ def begins_op(family: str, names: Sequence[str]) -> list[bool]:
 
 
 def is_torn(found: Mapping[str, Any], model: Model) -> bool:
-    """Whether what a search over the tables of `model` found cuts, or recomputes a part of, what is one op here."""
+    """Whether what a search over the tables of `model` found cuts, or recomputes a part of, what is one op here: that is rounded."""
     flags = [(stage, flag) for stage, own in enumerate(found["recompute_ops"]) for flag in own]
     begins = begins_op(model.family, [place.op.config["op"] for place in model.ops])
     return any(before != now for (before, now), begins_here in zip(pairwise(flags), begins[1:], strict=True) if not begins_here)
@@ -164,7 +165,7 @@ def to_plan(
     aceso: AcesoPlan, model: Model, *, model_ref: str | Mapping[str, Any], cluster_ref: str | Mapping[str, Any],
     cluster: Cluster | None = None, costs: str = "roofline",
 ) -> Plan:  # fmt: skip
-    """The plan that an Aceso plan means for `model`, which `model_ref` names in it; refused where a group of ops is torn."""
+    """The plan that an Aceso plan means for `model`, which `model_ref` names in it, rounded to ops here, as its notes tell."""
     require_consistent(aceso, "the Aceso plan")
     _require_same_sizes(aceso, model)
     model = with_precision(model, PRECISIONS[model.family])
@@ -175,19 +176,12 @@ def to_plan(
             f"num_ops_in_each_stage: {plural(sum(aceso.num_ops_in_each_stage), 'op')}, but model '{model.name}' has {total} in Aceso."
         )
     owners = [(stage, op) for stage in range(aceso.num_stages) for op in aceso.per_op(stage)]
-    settings, at = [], 0
+    settings, at, rounding = list[Setting](), 0, _Rounding()
     for piece in pieces:
         own = owners[at : at + len(piece.names)]
         if not _is_table_chain(model):
             own = _with_one_split(own, model, piece)
-        torn = [name for name, (before, now) in zip(piece.names[1:], pairwise(own), strict=True) if before != now]
-        if torn:
-            what = "a stage starts at" if own[0][0] != own[-1][0] else "tp, dp or recomputation changes at"
-            raise InputError(
-                f"{what} Aceso's op '{torn[0]}', inside what is one op '{model.ops[piece.first].name}' here ({', '.join(piece.names)}). "
-                "Move it to the start of the group."
-            )
-        settings += own[:1] * (piece.last - piece.first)
+        settings += [rounding.rounded(own, model, piece)] * (piece.last - piece.first)
         at += len(piece.names)
     starts = [0, *accumulate(aceso.num_gpus)]
     bounds = [0, *accumulate(Counter(stage for stage, _ in settings)[stage] for stage in range(aceso.num_stages))]
@@ -197,10 +191,48 @@ def to_plan(
     )
     plan = Plan(
         model_ref, cluster_ref, aceso.global_batch_size, stages, MicroBatching("padded", "fixed", aceso.micro_batch_size),
-        seq_length=model.seq_length, dec_length=model.dec_length, precision=model.dtype, costs=costs,
+        seq_length=model.seq_length, dec_length=model.dec_length, precision=model.dtype, costs=costs, notes=tuple(rounding.notes()),
     )  # fmt: skip
     require_valid(plan, model, cluster)
     return plan
+
+
+@dataclass
+class _Rounding:
+    """What was rounded of a plan of Aceso, by the names of ops here."""
+
+    kept: list[str] = field(default_factory=list)
+    whole: list[str] = field(default_factory=list)
+    moved: list[str] = field(default_factory=list)
+
+    def rounded(self, own: Sequence[Setting], model: Model, piece: OpGroup) -> Setting:
+        """The one setting of a group whose ops have these."""
+        stage, (tp, dp, algo, again) = own[0]
+        name = model.ops[piece.first].name
+        if own[-1][0] != stage:
+            self.moved.append(name)
+        inside = [op for at, op in own if at == stage]
+        if len({op[:3] for op in inside}) > 1:
+            changed = next(name for name, (_, op) in zip(piece.names, own, strict=True) if op[:3] != (tp, dp, algo))
+            raise InputError(
+                f"tp, dp or split changes at Aceso's op '{changed}', inside what is one op '{name}' here ({', '.join(piece.names)}). "
+                "Move it to the start of the group."
+            )
+        if len({op[3] for _, op in own}) > 1:
+            keeps_nothing = model.ops[piece.first].op.config.get("fused", False)  # of scores and probabilities
+            (self.kept if keeps_nothing else self.whole).append(name)
+            again = int(not keeps_nothing)
+        return stage, (tp, dp, algo, again)
+
+    def notes(self) -> Iterator[str]:
+        """What a reader should know of it."""
+        for names, what in (
+            (self.moved, "Aceso's plan begins a stage inside of what is one op here; it begins behind that"),
+            (self.kept, "Aceso's plan recomputes a part of attention that is never kept here; nothing of it runs again"),
+            (self.whole, "Aceso's plan recomputes a part of what is one op here; all of it runs again"),
+        ):
+            if names:
+                yield f"{what}: {first_of(names, 3)}."
 
 
 def _require_same_sizes(aceso: AcesoPlan, model: Model) -> None:

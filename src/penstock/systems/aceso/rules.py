@@ -19,8 +19,8 @@ from penstock.systems.aceso.tables import AcesoTables
 __all__ = ["CUTS", "AcesoProblem", "Cuts", "shares_storage", "starts_segment"]
 
 Cuts = Literal["ops", "both", "blocks"]
-"""Where a plan may be cut and recomputation may begin and end: at any op of the tables, or only where an op of ours begins too, so that the
-plan can be imported; with `blocks` stages begin with whole layers besides."""
+"""Where a plan may be cut and recomputation may begin and end: at any op of the tables, or only where an op of ours begins too, so that
+nothing is rounded where the plan is imported; with `blocks` stages begin with whole layers besides."""
 CUTS: tuple[Cuts, ...] = ("ops", "both", "blocks")
 
 
