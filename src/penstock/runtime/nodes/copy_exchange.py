@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Literal
 
@@ -140,13 +140,16 @@ class CopyMirror:
         return self._sealed.receive() == _YES and is_whole
 
 
-def bring_copies(copies: Copies, key: bytes, step: int, held: Mapping[int, NodeAddress]) -> None:
-    """Forgets the copies of later steps than this one, and gets those of it that are not here from the nodes that hold them."""
+def bring_copies(
+    copies: Copies, key: bytes, step: int, held: Mapping[int, NodeAddress], look: Callable[[], None] = lambda: None
+) -> None:  # fmt: skip
+    """Forgets the copies of later steps than this one, and gets those of it that are not here from the nodes that hold them. `look` is
+    called now and then: it raises what is to end that."""
     copies.go_back(step)
     for slot, address in held.items():
         if copies.head(slot).step != step:
             try:
-                _get(copies, key, slot, address)
+                _get(copies, key, slot, address, look)
             except SealedSocketError as error:
                 raise HolderLostError(str(error), address) from None
             if copies.head(slot).step != step:
@@ -154,10 +157,10 @@ def bring_copies(copies: Copies, key: bytes, step: int, held: Mapping[int, NodeA
         copies.told_elsewhere(slot, copies.head(slot))
 
 
-def _get(copies: Copies, key: bytes, slot: int, holder: NodeAddress) -> None:
+def _get(copies: Copies, key: bytes, slot: int, holder: NodeAddress, look: Callable[[], None]) -> None:
     with closing(SealedSocket.call(holder.host, holder.port, key, "a node with copies", timeout_s=_CALL_S)) as sealed:
         sealed.send(msgspec.msgpack.encode(("get", slot, SlotHead(0))))
-        _receive(sealed, copies, slot, _decoded(sealed.receive())[2])
+        _receive(sealed, copies, slot, _decoded(sealed.receive())[2], look)
 
 
 def next_node(own: int, nodes: Mapping[int, NodeAddress]) -> NodeAddress | None:
@@ -175,10 +178,11 @@ def _send(sealed: SealedSocket, copies: Copies, slot: int, head: SlotHead) -> bo
     return is_whole
 
 
-def _receive(sealed: SealedSocket, copies: Copies, slot: int, head: SlotHead) -> None:
+def _receive(sealed: SealedSocket, copies: Copies, slot: int, head: SlotHead, look: Callable[[], None] = lambda: None) -> None:
     with copies.written(slot, head) as write:
         left = head.size - copies.HEAD_BYTES
         while left > 0:
+            look()
             part = sealed.receive()
             write(part)
             left -= len(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.connection
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -129,7 +130,7 @@ class FollowingNode(OtherNodes):
         try:
             if self._copies is not None:
                 if start.from_copies and start.step is not None:
-                    bring_copies(self._copies, self._key, start.step, start.slots)
+                    bring_copies(self._copies, self._key, start.step, start.slots, self._look)
                 else:
                     self._copies.go_back(None)
                 self._mirror_copies(start)
@@ -179,6 +180,11 @@ class FollowingNode(OtherNodes):
             case End(text, _):
                 raise PenstockError(text or "the run was ended by the node that leads it.")
         return None
+
+    def _look(self) -> None:
+        """Hears what the leader has said meanwhile, if anything."""
+        while multiprocessing.connection.wait([self._channel], 0.0):
+            self.hear(self._channel)
 
     def close(self) -> None:
         """Lets go of everything."""
