@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.runtime.recovering.copies import Copies
     from penstock.runtime.recovering.frozen import FrozenRanks
 
-__all__ = ["OtherNodes", "PoolSite", "WorkerError", "WorkerPool", "launch"]
+__all__ = ["BeginAnew", "OtherNodes", "PoolSite", "WorkerError", "WorkerPool", "launch"]
 
 _GRACE_S = 1.0
 """How long after the first failure others are listened to: the first to be heard may only have lost its peer."""
@@ -50,6 +50,10 @@ class WorkerError(PenstockError):
         self.ranks, self.is_lost = tuple(ranks), is_lost
         """Who, all of a node where that is lost; and whether they died, or failed in a way that they need not meet again: others in their
         place may go on."""
+
+
+class BeginAnew(Exception):
+    """Raised by whoever listens to have all workers ended, and others take their place."""
 
 
 class OtherNodes(Protocol):
@@ -176,7 +180,7 @@ class WorkerPool:
                     pipe.send((function, own))
             return self._collect(time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s), listen, whole=True)
         except BaseException as error:
-            self._kill(listen if isinstance(error, WorkerError) else None)
+            self._kill(listen if isinstance(error, WorkerError | BeginAnew) else None)
             raise
 
     def _collect(self, deadline: float, listen: Listen | None = None, *, whole: bool = False) -> list[Any]:

@@ -52,7 +52,7 @@ from penstock.runtime.run_predictions import keep_inputs
 from penstock.runtime.telemetry.process_files import NODE, forget_processes, named_process
 from penstock.runtime.telemetry.status import StatusBoard
 from penstock.runtime.telemetry.steps import read_steps
-from penstock.runtime.workers import PoolSite, WorkerError, WorkerPool
+from penstock.runtime.workers import BeginAnew, PoolSite, WorkerError, WorkerPool
 from penstock.timing.disturbance import DisturbanceStrike
 
 __all__ = ["Supervisor", "hearing", "with_safe_step"]
@@ -65,7 +65,7 @@ _RUN_S = 365 * 24 * 3600.0
 """A run may take as long as it takes; a rank that dies is noticed at once all the same."""
 
 
-class _NodeJoins(Exception):
+class _NodeJoins(BeginAnew):
     """All ranks are to begin anew, with those of a node that has come."""
 
 
