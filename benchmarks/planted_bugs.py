@@ -893,7 +893,7 @@ _RECOVERING = (
          'raise self._lost(holder, f"does not hand out its copies', 'raise WorkerError(f"does not hand out its copies',
          "a run ends that could go on from older ones", "runtime/nodes/test_leading.py", pick="newest_copies"),
     _bug("copies of a node that has left count", "runtime/nodes/copy_exchange.py", "if before.other != other else ():", "if False else ():",
-         "the next death goes back to a checkpoint", "runtime/nodes/test_leading.py", pick="leaves"),
+         "the next death goes back to a checkpoint", "runtime/nodes/test_leading.py", pick="not_safe"),
     _bug("who waited and died is waited for", "runtime/nodes/leading.py", "if node.channel.is_over]", "if False]",
          "nobody can join in its place", "runtime/nodes/test_leading.py",
          pick="room_for_another"),
