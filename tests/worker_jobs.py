@@ -39,6 +39,16 @@ def hang_on(worker: Worker, rank: int) -> None:
         time.sleep(1000)
 
 
+def tell_and_die(worker: Worker, count: int) -> None:
+    """Rank 0 tells so many words, and rank 1 is killed after the last of them."""
+    for number in range(0 if worker.rank else count):
+        worker.tell(number)
+    worker.groups.barrier()
+    if worker.rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1000.0)
+
+
 def sleep(worker: Worker, time_s: float) -> None:
     """Does nothing for a while."""
     time.sleep(time_s)

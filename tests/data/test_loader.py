@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.synchronize
 import os
 import signal
 import time
@@ -451,6 +452,14 @@ def test_a_fault_of_the_planner_reaches_every_rank(folder: Path) -> None:
             open_entry(entry, "test")
     with pytest.raises(StoreError, match="neither a program nor a failure"):
         open_entry(b"x", "test")
+
+
+def test_planners_need_nothing_that_has_a_name_in_memory(folder: Path, server: TcpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A semaphore would stay for good where all processes of a run are killed at once, as with a container."""
+    monkeypatch.setattr(multiprocessing.synchronize, "SemLock", lambda *_, **__: pytest.fail("a semaphore"))
+    job, address = Job("job", KEY, 1), f"tcp://127.0.0.1:{server.port}"
+    with PlannerPool(make_source(folder), make_planner(folder), address, job) as pool:
+        assert pool.process_ids
 
 
 def test_planners_end_with_the_process_that_started_them(folder: Path, server: TcpServer, tmp_path: Path) -> None:

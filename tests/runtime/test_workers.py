@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 from runtime_cases import make_case
-from worker_jobs import fail_in_program, fail_on, hang_on, identify, kill_in_program, kill_in_word, sleep
+from worker_jobs import fail_in_program, fail_on, hang_on, identify, kill_in_program, kill_in_word, sleep, tell_and_die
 
 from penstock.errors import InputError
-from penstock.runtime.workers import WorkerError, WorkerPool, launch
+from penstock.runtime.workers import BeginAnew, WorkerError, WorkerPool, launch
 
 CHOICE = {"family": "gpt", "pp": 2, "tp": 1, "dp": 1, "replicas": 1, "schedule": "1f1b", "layout": "packed", "recompute": "none",
           "cuts": "even", "degrees": "equal", "zero": 0, "sequence_parallel": False}  # fmt: skip
@@ -94,6 +94,26 @@ def test_a_rank_that_dies_between_two_jobs_or_within_a_word_is_named() -> None:
             pool.run(job, rank)
         assert found.value.is_lost
         pool.revive((0, 1), threads=1)
+    pool.close()
+
+
+def test_what_was_told_before_a_death_is_heard_though_the_launcher_was_busy() -> None:
+    """Others go on from steps that were done by then, and nobody would tell of those again."""
+    pool = WorkerPool(2)
+    pids, heard = pool.pids(), list[int]()
+
+    def listen(rank: int, word: int) -> None:
+        heard.append(word)
+        await_end(pids[1:])
+        if anew and not pool.has_failed:
+            raise BeginAnew
+
+    for anew in (False, True):
+        with pytest.raises(BeginAnew if anew else WorkerError, match=None if anew else "rank 1 was killed by signal 9"):
+            pool.run(tell_and_die, 5, listen=listen)
+        assert heard == list(range(5))
+        pool.revive((0, 1), threads=1)
+        pids, heard = pool.pids(), []
     pool.close()
 
 

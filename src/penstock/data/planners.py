@@ -234,7 +234,8 @@ class PlannerPool:
         if not 1 <= own <= count or not 0 <= first <= count - own:
             raise InputError(f"planners {first} to {first + own - 1} were asked for here, of {count} in all.")
         self._source, self._address, self._count, self._hang_s = source, address, count, hang_s
-        self._watches = {index: FORKED.Array("d", 3) for index in range(first, first + own)}
+        # Raw: a lock would be a semaphore with a name, which nobody removes when all processes of a run are killed at once.
+        self._watches = {index: FORKED.RawArray("d", 3) for index in range(first, first + own)}
         self._stopped = Counter[int]()
         """How often in a row each was found stopped."""
         self.num_replaced = 0

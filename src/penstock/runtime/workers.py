@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock.runtime.recovering.copies import Copies
     from penstock.runtime.recovering.frozen import FrozenRanks
 
-__all__ = ["OtherNodes", "PoolSite", "WorkerError", "WorkerPool", "launch"]
+__all__ = ["BeginAnew", "OtherNodes", "PoolSite", "WorkerError", "WorkerPool", "launch"]
 
 _GRACE_S = 1.0
 """How long after the first failure others are listened to: the first to be heard may only have lost its peer."""
@@ -50,6 +50,10 @@ class WorkerError(PenstockError):
         self.ranks, self.is_lost = tuple(ranks), is_lost
         """Who, all of a node where that is lost; and whether they died, or failed in a way that they need not meet again: others in their
         place may go on."""
+
+
+class BeginAnew(Exception):
+    """Raised by whoever listens to have all workers ended, and others take their place."""
 
 
 class OtherNodes(Protocol):
@@ -114,6 +118,8 @@ class WorkerPool:
         self.board = StatusBoard(size)
         self._device, self._environment, self._copies, self._frozen, self._site = device, environment, copies, frozen, site
         self._broken, self._processes, self._pipes = True, dict[int, Any](), dict[int, Any]()
+        self.has_failed = False
+        """Whether a failure has ended the workers, or is about to: what they have told until then is still heard."""
         if site is None:
             self.revive(range(size), threads)
 
@@ -126,7 +132,7 @@ class WorkerPool:
         self.all_members = tuple(members)
         self.members = self.all_members if site is None else tuple(rank for rank in members if rank in site.own)
         """Those that are here."""
-        self._broken, self._ended = False, dict[int, str]()
+        self._broken, self.has_failed, self._ended = False, False, dict[int, str]()
         if meets_at is None:
             self._store = serve_rendezvous(here)  # on a free port, so that jobs side by side cannot meet
             meets_at = here, self._store.port
@@ -173,8 +179,8 @@ class WorkerPool:
                 with suppress(OSError):  # one that has died is told of when its answer is waited for
                     pipe.send((function, own))
             return self._collect(time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s), listen, whole=True)
-        except BaseException:
-            self._kill()
+        except BaseException as error:
+            self._kill(listen if isinstance(error, WorkerError | BeginAnew) else None)
             raise
 
     def _collect(self, deadline: float, listen: Listen | None = None, *, whole: bool = False) -> list[Any]:
@@ -191,7 +197,7 @@ class WorkerPool:
             for pipe in ready:
                 if pipe not in waiting:
                     if (heard := self._heard(pipe)) is not None:
-                        raise self._cause(heard)
+                        raise self._cause(heard, listen)
                     continue
                 rank = waiting[pipe]
                 ok, answer = self._answer(rank)
@@ -199,7 +205,7 @@ class WorkerPool:
                     if listen is not None:
                         listen(rank, answer)
                 elif not ok:
-                    raise self._cause(self._failed(rank, answer), {rank})
+                    raise self._cause(self._failed(rank, answer), listen, {rank})
                 else:
                     answers[rank] = answer
         return [answers[rank] for rank in self.members]
@@ -229,8 +235,9 @@ class WorkerPool:
         except (EOFError, OSError):  # it may have died within a word
             return False, None
 
-    def _cause(self, failure: WorkerError, heard: Collection[int] = ()) -> WorkerError:
+    def _cause(self, failure: WorkerError, listen: Listen | None, heard: Collection[int] = ()) -> WorkerError:
         """What to tell: a worker that died is the cause, else one that failed by itself, else the first that was heard."""
+        self.has_failed = True
         asked, end = set(heard), time.monotonic() + _GRACE_S
         while _lost_peer(str(failure)):
             waiting: dict[Any, int] = {self._pipes[other]: other for other in self.members if other not in asked}
@@ -246,6 +253,8 @@ class WorkerPool:
                     ok, answer = self._answer(waiting[pipe])
                     found = self._failed(waiting[pipe], answer) if ok is False else None
                     asked |= set() if ok is None else {waiting[pipe]}
+                    if ok is None and listen is not None:
+                        listen(waiting[pipe], answer)
                 if found is not None and not _lost_peer(str(found)):
                     failure = found
         return failure
@@ -263,12 +272,18 @@ class WorkerPool:
         lines = [f"  rank {rank} is {self.board.where(rank)}" for rank in ranks]
         return f"{len(ranks)} of {len(self.members)} ranks did not finish in time:\n" + "\n".join(lines)
 
-    def _kill(self) -> None:
-        """Ends all workers at once."""
-        self._broken = True
+    def _kill(self, listen: Listen | None = None) -> None:
+        """Ends all workers at once; `listen` hears what they have told until then: others may go on from where that leads to."""
+        self._broken = self.has_failed = True
         end_processes(*self._processes.values())
-        for connection in self._pipes.values():
-            connection.close()
+        try:
+            for rank in self._pipes if listen is not None else ():
+                while self._pipes[rank].poll() and (found := self._answer(rank))[0] is not False:
+                    if found[0] is None:
+                        listen(rank, found[1])
+        finally:
+            for connection in self._pipes.values():
+                connection.close()
 
     def close(self) -> None:
         """Lets the workers end by themselves, and ends those that do not."""

@@ -52,6 +52,28 @@ def test_a_node_that_is_lost_leaves_its_copies_at_the_next(monkeypatch: pytest.M
             bring_copies(third, KEY, 30, {0: server.address})
 
 
+def test_bringing_copies_ends_when_all_ranks_are_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another has died meanwhile: a node that took as long as its copies are large would count as lost."""
+    monkeypatch.setattr(copies_module, "_PART_BYTES", 1000)
+    first, second, seen = Copies(2, mirrored=True), Copies(2, mirrored=True), list[int]()
+
+    class Stopped(Exception):
+        pass
+
+    def look() -> None:
+        seen.append(0)
+        if len(seen) == 3:
+            raise Stopped
+
+    with closing(first), closing(second), closing(CopyServer(second, KEY, "127.0.0.2")) as server:
+        copy(second, 0, 10)
+        with pytest.raises(Stopped):
+            bring_copies(first, KEY, 10, {0: server.address}, look)
+        assert first.head(0).step == -1
+        bring_copies(first, KEY, 10, {0: server.address})
+        assert first.head(0).step == 10
+
+
 def test_a_copy_that_is_begun_anew_while_it_travels_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = Copies(1, mirrored=True), Copies(1, mirrored=True)
     send, seen = copy_exchange._send, list[set[int]]()

@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 import socket
+import time
+from collections.abc import Callable
 from contextlib import closing
+from typing import Any
 
 import pytest
+import torch
 
+from penstock.runtime.checkpoints.layout import TensorPiece
 from penstock.runtime.nodes import sealed_socket
 from penstock.runtime.nodes.channel import Channel
-from penstock.runtime.nodes.leading import LeadingNode
-from penstock.runtime.nodes.messages import Hello, NodeAddress, Refused
+from penstock.runtime.nodes.copy_exchange import CopyServer
+from penstock.runtime.nodes.leading import LeadingNode, held_here
+from penstock.runtime.nodes.messages import Hello, Leaving, NodeAddress, Refused, Stop, Stopped
 from penstock.runtime.nodes.sealed_socket import SealedSocket
+from penstock.runtime.nodes.succession import LedBy
+from penstock.runtime.recovering.copies import Copies, CopyPlace
+from penstock.runtime.request import GoingOn
+from penstock.runtime.workers import WorkerError
 
 KEY = b"k" * 32
+NO_STORE: Any = ("", None)
 
 
-def leading() -> LeadingNode:
-    return LeadingNode(0, ("127.0.0.1", 0), KEY, [(0,), (1,)], {"--steps": 3}, None, lambda led: None)
+def leading(copies: Copies | None = None, tell: Callable[[LedBy], None] = lambda led: None, nodes: int = 2, **given: Any) -> LeadingNode:
+    return LeadingNode(0, ("127.0.0.1", 0), KEY, [(number,) for number in range(nodes)], {"--steps": 3}, copies, tell, **given)
 
 
-def follower(nodes: LeadingNode, **facts: object) -> Channel:
-    """Node 1, which has said who it is."""
+def follower(nodes: LeadingNode, number: int = 1, copies: CopyServer | None = None, **facts: object) -> Channel:
+    """Another node, which has said who it is."""
     channel = Channel(SealedSocket.call(nodes.host, nodes.port, KEY, "the node that leads"))
-    channel.send(Hello(1, NodeAddress("127.0.0.2", 0), facts))
+    address = NodeAddress(f"127.0.0.{number + 1}", 0) if copies is None else copies.address
+    channel.send(Hello(number, address, facts or {"--steps": 3}))
     return channel
+
+
+def copy(copies: Copies, process: int, step: int, count: int = 2) -> None:
+    piece = TensorPiece("weights/w", (count,), ((process, process + 1),), torch.full((1,), float(step)))
+    copies.save(process, step, CopyPlace(0, process, count), [piece], {})
 
 
 def test_a_stranger_who_says_nothing_keeps_no_node_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +60,66 @@ def test_one_number_is_one_node_and_all_are_asked_for_the_same() -> None:
     with closing(leading()) as nodes, closing(follower(nodes, **{"--steps": 4})) as other:
         told = other.take(60.0)
         assert isinstance(told, Refused) and "--steps: 3 on node 0, 4 asked for" in told.text
+
+
+def test_a_node_that_ends_while_it_waits_to_join_makes_room_for_another() -> None:
+    with closing(leading()) as nodes:
+        for _ in range(2):
+            with closing(follower(nodes)) as one:
+                while not nodes.is_asked:  # the time-out ends a wait in vain
+                    assert not isinstance(one.take(0.01), Refused)
+            waited = nodes._arrived[1]
+            while not waited.channel.is_over:
+                time.sleep(0.01)
+            assert not nodes.is_asked
+
+
+def test_those_who_were_there_may_lead_in_turn_until_all_are_met() -> None:
+    """One who leads in another's place may be lost before anybody has found it."""
+    told = list[LedBy]()
+    with closing(leading(tell=told.append, nodes=3, expected=(1, 2))) as nodes, closing(follower(nodes, 2)):
+        assert told[-1].nodes == (0, 1, 2)
+        while not nodes.is_asked:
+            time.sleep(0.01)
+        nodes.meet((1, 2), 0.0, needs_all=False)
+        nodes._tell_led()
+    assert told[-1].nodes == (0, 2)
+
+
+def test_a_node_that_is_lost_with_the_newest_copies_leaves_older_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had told of them when its ranks ended, and they had come to nobody else yet."""
+    first, second = Copies(2, mirrored=True), Copies(2, mirrored=True)
+    server = CopyServer(second, KEY, "127.0.0.2")
+    with closing(first), closing(second), closing(leading(first)) as nodes, closing(follower(nodes, copies=server)) as other:
+        nodes.meet([1], 60.0)
+        nodes.order(None, NO_STORE, "", None)  # type: ignore[arg-type]
+        monkeypatch.setattr(nodes, "_start", lambda members, port: Stop(0))
+        nodes.ready((0, 1), 1)
+        for process, held in ((0, first), (1, first), (1, second)):
+            copy(held, process, 10)
+        copy(first, 0, 20)
+        copy(second, 1, 20)
+        other.send(Stopped(1, held_here(second)))
+        assert nodes.stop() == [] and nodes.newest(99) == 20
+        server.close()
+        nodes.go_back(20)
+        with pytest.raises(WorkerError, match=r"node 1 \(127.0.0.2\) is lost, with rank 1: it does not hand out its copies") as found:
+            nodes.order(None, NO_STORE, "", GoingOn(20, True))  # type: ignore[arg-type]
+        assert found.value.ranks == (1,) and found.value.is_lost and nodes.gone_ranks() == [1]
+        assert nodes.newest(99) == 10
+
+
+def test_copies_that_only_a_node_had_that_has_left_are_not_safe() -> None:
+    """Until the next one has them, which here never answers."""
+    first, second = Copies(3, mirrored=True), Copies(3, mirrored=True)
+    with (
+        closing(first), closing(second), closing(CopyServer(second, KEY, "127.0.0.2")) as server, closing(leading(first, nodes=3)) as nodes,
+        closing(follower(nodes, 1, server)) as leaves, closing(follower(nodes, 2)),
+    ):  # fmt: skip
+        nodes.meet([1, 2], 60.0)
+        nodes.order(None, NO_STORE, "", None)  # type: ignore[arg-type]
+        copy(first, 0, 10, 1)
+        while first.safe_step(0) != 10:
+            time.sleep(0.01)
+        leaves.send(Leaving(has_moved=True))
+        assert nodes.hear(nodes.handles()[0]) is None and first.safe_step(0) == -1

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from node_jobs import free_port
 
 from penstock.adapting.deaths import RunWitness
 from penstock.adapting.events import read_events
+from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.runtime.checkpoints.layout import TensorPiece
+from penstock.runtime.nodes import following, supervisor
+from penstock.runtime.nodes.succession import LeaderLostError, LedBy
 from penstock.runtime.nodes.supervisor import Supervisor, _NodeJoins
 from penstock.runtime.recovering.copies import Copies, CopyPlace
 from penstock.runtime.recovering.recovery import RunRecovery
-from penstock.runtime.request import GoingOn, TrainRequest
+from penstock.runtime.request import GoingOn, NodePlace, TrainRequest
 from penstock.runtime.run_folder import put_in_force
 from penstock.runtime.workers import WorkerError
 
@@ -50,6 +55,49 @@ def test_what_ended_a_run_is_told_though_its_copies_cannot_be_written(tmp_path: 
         r"rank 0 was killed\.\nThe copies of the last steps could not be written as a checkpoint: .*cannot hold checkpoints.*\n"
         r"No checkpoint had been written: there is nothing to go on from\. .*", str(found),
     )  # fmt: skip
+
+
+def test_a_node_leads_when_the_one_that_took_the_lead_is_lost_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anybody has found it, or after it has told nobody yet what to start: what this node did under the first one still counts."""
+    plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2, pp=2)
+    place = NodePlace(2, "127.0.0.1", free_port(), "127.0.0.3")
+    request = TrainRequest(plan, "data", 100, str(tmp_path), on_death="recover", node=place)
+    with pytest.raises(LeaderLostError, match="does not answer"):
+        following._called(place, b"k" * 32, 0.0, has_led=True)
+    with pytest.raises(InputError, match="does not answer"):
+        following._called(place, b"k" * 32, 0.0, has_led=False)
+    start: Any = SimpleNamespace(nodes={0: 0, 1: 0, 2: 0}, members=(0, 1, 2))
+    called, terms = list[Any](), list[int]()
+
+    class Following(following.FollowingNode):
+        """Goes through it: the first leader is lost, the second before it is met, the third before it tells anything."""
+
+        def __init__(self, *given: Any) -> None:
+            called.append(given[-1])
+            if len(called) == 2:
+                raise LeaderLostError("the node that leads does not answer.")
+            self._place, self.address, self.started = place, "127.0.0.3", start if len(called) == 1 else given[-1]
+            self._channel: Any = SimpleNamespace(who="the node that leads", close=lambda: None)
+            self._mirror = self._server = None
+
+        def follow(self, *_: Any) -> int:
+            raise LeaderLostError("the node that leads has ended the connection.")
+
+    def succeeded(folder: str, own: int, term: int, why: str) -> Any:
+        terms.append(term)
+        return (ExitStack(), None) if len(terms) == 3 else LedBy(1, "10.0.0.2", 1, len(terms), (1, 2))
+
+    monkeypatch.setattr(supervisor, "FollowingNode", Following)
+    monkeypatch.setattr(supervisor, "succeed", succeeded)
+    monkeypatch.setattr(supervisor, "ranks_here", lambda _: (2,))
+    monkeypatch.setattr(supervisor, "threads_here", lambda *_: 1)
+    monkeypatch.setattr(supervisor, "node_facts", lambda *_: {})
+    monkeypatch.setattr(supervisor, "node_key", lambda: b"")
+    monkeypatch.setattr(Supervisor, "_pool", lambda *_: nullcontext())
+    monkeypatch.setattr(Supervisor, "_lead", lambda self, copies, progress, taken, lock: taken)
+    taken: Any = Supervisor(request, 0, lambda: None)._follow(place, None, None)
+    assert called == [None, start, start] and terms == [0, 1, 2]
+    assert (taken.node, taken.term, taken.members, taken.expected) == (1, 3, (0, 1, 2), ())
 
 
 @pytest.mark.parametrize("ended", [_NodeJoins(), WorkerError("rank 0: Connection reset by peer", (0,), is_lost=True)])

@@ -55,11 +55,22 @@ def test_what_is_not_gone_back_to_is_forgotten() -> None:
     copies = Copies(2)
     save(copies, 10)
     save(copies, 20, processes=range(1))
-    copies.keep(copies.newest(40))
+    copies.go_back(copies.newest(40))
     save(copies, 15, generation=1, processes=range(1))
     assert copies.newest(40) == 10 and loaded(copies, 10) == [10.0]
-    copies.keep(None)
+    copies.go_back(None)
     assert copies.newest(40) is None
+
+
+def test_older_copies_stay_until_they_are_written_over() -> None:
+    """A part of the newest may be lost with its node before it has come to others, who then go on from the older ones."""
+    copies = Copies(2)
+    save(copies, 10)
+    save(copies, 20)
+    copies.go_back(20)
+    assert copies.newest(40) == 20 and copies.newest(20) == 10 and loaded(copies, 10) == [10.0]
+    save(copies, 30)
+    assert copies.newest(40) == 30 and copies.newest(30) == 20 and copies.newest(20) is None
 
 
 def test_copies_of_two_generations_are_not_mixed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -140,11 +141,24 @@ def test_it_gives_up_after_three_and_counts_anew_after_a_new_step(tmp_path: Path
     assert run.go_on([0], "dead") and run.go_on([1], "dead")
     assert run.hear(StepTold(1, 1.0, 1.0)) is not None and run.hear(StepTold(1, 1.0, 1.0)) is None
     assert run.go_on([0], "dead") and run.go_on([0], "dead") and run.members == (0, 1)
-    assert run.go_on([0], "dead") is None
+    assert run.go_on([0], "dead") is None and run.gave_up.startswith("3 deaths came before step 2 was done")
     copy(copies, 1)
     save(tmp_path, 0)
     run.save_copies()
     assert [path.name for path in sorted((tmp_path / "checkpoints").glob("save-*"))] == ["save-000001-step-0", "save-000002-step-1"]
+
+
+def test_it_goes_on_without_machines_that_are_lost_one_after_the_other_while_there_is_a_plan(tmp_path: Path) -> None:
+    """As with a switch: what is gone cannot die again. Where there is no plan for what is left, it says so."""
+    witness = Witness(SMALLER)
+    run, _ = followed(tmp_path, witness)
+    run.members = tuple(range(6))
+    for rank in (5, 4, 3, 2):
+        assert run.go_on([rank], "lost", gone=range(rank, 6)) == GoingOn(0, False)
+    assert run.members == (0, 1)
+    witness.smaller = None
+    run.request = replace(run.request, plan=PLAN)
+    assert run.go_on([1], "lost", gone=range(1, 6)) is None and run.gave_up == "none"
 
 
 def test_plans_of_steps_that_are_done_again_are_forgotten(tmp_path: Path) -> None:

@@ -37,6 +37,11 @@ class Channel:
         """Readable while there is something to take."""
         return self._woken.fileno()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the other end is gone, as is heard after all that it has said."""
+        return self._closed.is_set()
+
     def send(self, message: Message) -> None:
         """Says something, if the other end is there; if not, `Gone` is heard."""
         self._say(msgspec.msgpack.encode(message))

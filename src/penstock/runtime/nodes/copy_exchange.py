@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import Literal
 
@@ -20,13 +20,21 @@ from penstock.runtime.nodes.sealed_socket import SealedSocket, SealedSocketError
 from penstock.runtime.recovering.copies import Copies, SlotHead
 from penstock.stores.listening import bound_socket, connections
 
-__all__ = ["CopyMirror", "CopyServer", "bring_copies", "next_node"]
+__all__ = ["CopyMirror", "CopyServer", "HolderLostError", "bring_copies", "next_node"]
 
 _LOOK_S = 0.05
 _AGAIN_S = 0.5
 _ANSWER_S, _CALL_S = 10.0, 2.0
 _YES, _NO = b"y", b"n"
 _Asked = tuple[Literal["put", "get"], int, SlotHead]
+
+
+class HolderLostError(SealedSocketError):
+    """A node does not hand out the copies that it told of."""
+
+    def __init__(self, message: str, holder: NodeAddress) -> None:
+        super().__init__(message)
+        self.holder = holder
 
 
 class CopyServer:
@@ -81,9 +89,16 @@ class CopyServer:
 class CopyMirror:
     """Sends each new copy of this node's ranks to another node, from a thread of its own; without another node all are safe as they are."""
 
-    def __init__(self, copies: Copies, own: Sequence[int], key: bytes, other: NodeAddress | None) -> None:
-        self._copies, self._key, self._other = copies, key, other
+    def __init__(
+        self, copies: Copies, own: Sequence[int], key: bytes, other: NodeAddress | None, before: CopyMirror | None = None
+    ) -> None:  # fmt: skip
+        """In place of the one `before`, which ends: where that sent to a node that has left, the other one has none of the copies."""
+        self._copies, self._key, self.other = copies, key, other
         self._slots = [slot for process in own for slot in copies.slots(process)]
+        if before is not None:
+            before.close()
+            for slot in self._slots if before.other != other else ():
+                copies.told_elsewhere(slot, SlotHead(0))
         self._closed = threading.Event()
         self._sealed: SealedSocket | None = None
         self._thread = threading.Thread(target=self._mirror, name="copy mirror", daemon=True)
@@ -107,7 +122,7 @@ class CopyMirror:
                 if not head.marked or head.is_elsewhere:
                     continue
                 try:
-                    if self._other is None or self._put(self._other, slot, head):
+                    if self.other is None or self._put(self.other, slot, head):
                         self._copies.told_elsewhere(slot, head)
                 except SealedSocketError:  # whether the node is lost is for its channel to say
                     if self._sealed is not None:
@@ -125,17 +140,27 @@ class CopyMirror:
         return self._sealed.receive() == _YES and is_whole
 
 
-def bring_copies(copies: Copies, key: bytes, step: int, held: Mapping[int, NodeAddress]) -> None:
-    """Forgets all but the copies of a step, and gets those that are not here from the nodes that hold them."""
-    copies.keep(step)
+def bring_copies(
+    copies: Copies, key: bytes, step: int, held: Mapping[int, NodeAddress], look: Callable[[], None] = lambda: None
+) -> None:  # fmt: skip
+    """Forgets the copies of later steps than this one, and gets those of it that are not here from the nodes that hold them. `look` is
+    called now and then: it raises what is to end that."""
+    copies.go_back(step)
     for slot, address in held.items():
         if copies.head(slot).step != step:
-            with closing(SealedSocket.call(address.host, address.port, key, "a node with copies", timeout_s=_CALL_S)) as sealed:
-                sealed.send(msgspec.msgpack.encode(("get", slot, SlotHead(0))))
-                _receive(sealed, copies, slot, _decoded(sealed.receive())[2])
+            try:
+                _get(copies, key, slot, address, look)
+            except SealedSocketError as error:
+                raise HolderLostError(str(error), address) from None
             if copies.head(slot).step != step:
-                raise SealedSocketError(f"{sealed.who} at {address.host} does not have the copy of step {step} that it told of.")
+                raise HolderLostError(f"a node at {address.host} does not have the copy of step {step} that it told of.", address)
         copies.told_elsewhere(slot, copies.head(slot))
+
+
+def _get(copies: Copies, key: bytes, slot: int, holder: NodeAddress, look: Callable[[], None]) -> None:
+    with closing(SealedSocket.call(holder.host, holder.port, key, "a node with copies", timeout_s=_CALL_S)) as sealed:
+        sealed.send(msgspec.msgpack.encode(("get", slot, SlotHead(0))))
+        _receive(sealed, copies, slot, _decoded(sealed.receive())[2], look)
 
 
 def next_node(own: int, nodes: Mapping[int, NodeAddress]) -> NodeAddress | None:
@@ -153,10 +178,11 @@ def _send(sealed: SealedSocket, copies: Copies, slot: int, head: SlotHead) -> bo
     return is_whole
 
 
-def _receive(sealed: SealedSocket, copies: Copies, slot: int, head: SlotHead) -> None:
+def _receive(sealed: SealedSocket, copies: Copies, slot: int, head: SlotHead, look: Callable[[], None] = lambda: None) -> None:
     with copies.written(slot, head) as write:
         left = head.size - copies.HEAD_BYTES
         while left > 0:
+            look()
             part = sealed.receive()
             write(part)
             left -= len(part)

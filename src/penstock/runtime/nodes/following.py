@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.connection
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -83,18 +84,19 @@ class FollowingNode(OtherNodes):
     """It is for the leader to wait for all."""
 
     def __init__(
-        self, place: NodePlace, key: bytes, ranks: Sequence[int], facts: dict[str, Any], copies: Copies | None, timeout_s: float
+        self, place: NodePlace, key: bytes, ranks: Sequence[int], facts: dict[str, Any], copies: Copies | None, timeout_s: float,
+        started: Start | None = None,
     ) -> None:  # fmt: skip
-        """`ranks` are this node's."""
+        """`ranks` are this node's; `started` is what it was doing under the one that led before: the one that leads now may be lost too."""
         self._place, self._key, self._ranks, self._copies = place, key, tuple(ranks), copies
-        sealed = _called(place, key, timeout_s)
+        sealed = _called(place, key, timeout_s, has_led=started is not None)
         self.address = place.address or sealed.own_host
         self._server = None if copies is None else CopyServer(copies, key, self.address)
         self._mirror: CopyMirror | None = None
         self._channel = Channel(sealed)
         own = NodeAddress(self.address, 0) if self._server is None else self._server.address
         self._channel.send(Hello(place.number, own, facts, () if copies is None else held_here(copies)))
-        self.started: Start | None = None
+        self.started = started
         """What was last begun."""
 
     def follow(self, pool: WorkerPool, request: TrainRequest, job: Callable[..., Any], watching: Any, threads: int) -> int:
@@ -128,9 +130,9 @@ class FollowingNode(OtherNodes):
         try:
             if self._copies is not None:
                 if start.from_copies and start.step is not None:
-                    bring_copies(self._copies, self._key, start.step, start.slots)
+                    bring_copies(self._copies, self._key, start.step, start.slots, self._look)
                 else:
-                    self._copies.keep(None)
+                    self._copies.go_back(None)
                 self._mirror_copies(start)
             pool.revive(start.members, threads, (start.host, start.port))
             given = replace(request, plan=plan, resume=start.resume), handover, start.token, watching, going_on
@@ -150,7 +152,7 @@ class FollowingNode(OtherNodes):
     def taken_lead(self, led: LedBy, why: str, *, has_left: bool) -> TakenLead:
         """What this node says when it takes the lead from `led`."""
         assert self.started is not None
-        expected = tuple(node for node in self.started.nodes if node not in (led.node, self._place.number))
+        expected = tuple(node for node in led.nodes or self.started.nodes if node not in (led.node, self._place.number))
         said = why.removeprefix(self._channel.who).strip(" .")
         return TakenLead(led.node, f"it {said}", led.term + 1, self.address, self.started.members, expected, has_left)
 
@@ -179,6 +181,11 @@ class FollowingNode(OtherNodes):
                 raise PenstockError(text or "the run was ended by the node that leads it.")
         return None
 
+    def _look(self) -> None:
+        """Hears what the leader has said meanwhile, if anything."""
+        while multiprocessing.connection.wait([self._channel], 0.0):
+            self.hear(self._channel)
+
     def close(self) -> None:
         """Lets go of everything."""
         self._end_mirror()
@@ -192,9 +199,9 @@ class FollowingNode(OtherNodes):
 
     def _mirror_copies(self, start: Start) -> None:
         """From now on copies go to the next of the nodes that there are."""
-        self._end_mirror()
         if self._copies is not None:
-            self._mirror = CopyMirror(self._copies, self._ranks, self._key, next_node(self._place.number, start.nodes))
+            other = next_node(self._place.number, start.nodes)
+            self._mirror = CopyMirror(self._copies, self._ranks, self._key, other, self._mirror)
 
     def _end_mirror(self) -> None:
         if self._mirror is not None:
@@ -211,13 +218,15 @@ def _leave_if_told(rank: int, told: object) -> None:
         raise NodeLeaves(has_moved=told.has_moved)
 
 
-def _called(place: NodePlace, key: bytes, timeout_s: float) -> SealedSocket:
-    """A connection to the node that leads, which may come later than this one."""
+def _called(place: NodePlace, key: bytes, timeout_s: float, *, has_led: bool) -> SealedSocket:
+    """A connection to the node that leads, which may come later than this one, unless it leads (`has_led`)."""
     end = time.monotonic() + timeout_s
     while True:
         try:
             return SealedSocket.call(place.host, place.port, key, "the node that leads", source=place.address, timeout_s=_AGAIN_S * 10)
         except SealedSocketError as error:
             if "does not answer" not in str(error) or time.monotonic() > end:
+                if has_led:
+                    raise LeaderLostError(str(error)) from None
                 raise InputError(f"{error} Is `penstock train … --node-rank 0` running there, with the same key?") from None
             time.sleep(_AGAIN_S)

@@ -15,7 +15,7 @@ from penstock.plans.schema import plan_to_dict
 from penstock.plans.texts import format_ranks
 from penstock.runtime.checkpoints.going_on import differing_facts
 from penstock.runtime.nodes.channel import SILENT_S, Channel
-from penstock.runtime.nodes.copy_exchange import CopyMirror, CopyServer, bring_copies, next_node
+from penstock.runtime.nodes.copy_exchange import CopyMirror, CopyServer, HolderLostError, bring_copies, next_node
 from penstock.runtime.nodes.messages import (
     End,
     Failed,
@@ -74,10 +74,10 @@ class LeadingNode:
 
     def __init__(
         self, number: int, met_at: tuple[str, int], key: bytes, ranks: Sequence[Sequence[int]], facts: Mapping[str, Any],
-        copies: Copies | None, tell: Callable[[LedBy], None],
+        copies: Copies | None, tell: Callable[[LedBy], None], expected: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """`ranks` are those of each node, of which this one has number `number`; others come to an address of this machine, which all are
-        told."""
+        told. Those that are `expected` were there under the one that led before: until all are met they may lead in turn."""
         self.number, self.ranks, self._key, self._facts, self._copies = number, ranks, key, facts, copies
         self._listener = bound_socket(*met_at)
         self.host, self.port = self._listener.getsockname()[:2]
@@ -94,7 +94,7 @@ class LeadingNode:
         self._mirror: CopyMirror | None = None
         self.on_left: Callable[[Sequence[int], str], None] = lambda ranks, text: None
         """Told of ranks that have left with their node, and without which the others go on."""
-        self._tell = tell
+        self._tell, self._expected = tell, tuple(expected)
         self._tell_led()
         self._thread = threading.Thread(target=self._accept, name="nodes", daemon=True)
         self._thread.start()
@@ -105,25 +105,26 @@ class LeadingNode:
         return NodeAddress(self.host, 0) if self._server is None else self._server.address
 
     def _tell_led(self) -> None:
-        present = sorted({self.number, *self._nodes})
+        present = sorted({self.number, *self._nodes, *self._expected})
         self._tell(LedBy(self.number, self.host, self.port, 0, tuple(present), len(self.ranks)))
 
     def meet(self, expected: Sequence[int], timeout_s: float = _MEET_S, *, needs_all: bool = True) -> None:
         """Returns when all these nodes have come; those that have not in this time are gone, unless all are needed."""
         with self._changed:
-            if not self._changed.wait_for(lambda: set(expected) <= set(self._arrived), timeout_s) and needs_all:
+            if not self._changed.wait_for(lambda: set(expected) <= set(self._waiting()), timeout_s) and needs_all:
                 missing = [str(node) for node in expected if node not in self._arrived]
                 raise PenstockError(
                     f"node {', '.join(missing)} has not come in {timeout_s:g} s: start `penstock train … --node-rank {missing[0]} --master "
                     f"{self.host}:{self.port}` there, with the same key."
                 )
         self.admit()
+        self._expected = ()
         self.gone |= set(range(len(self.ranks))) - {self.number, *self._nodes}
 
     def admit(self) -> list[int]:
         """Nodes that have come since take part from the next order on; their ranks."""
         with self._changed:
-            arrived, self._arrived = self._arrived, {}
+            arrived, self._arrived = self._waiting(), {}
         self._nodes |= arrived
         self.gone -= set(arrived)
         return [rank for number in sorted(arrived) for rank in self.ranks[number]]
@@ -131,7 +132,14 @@ class LeadingNode:
     @property
     def is_asked(self) -> bool:
         """Whether a node wants to join."""
-        return bool(self._arrived)
+        with self._changed:
+            return bool(self._waiting())
+
+    def _waiting(self) -> dict[int, _Node]:
+        """Nodes that have come since others were met, without those that have ended while they waited: others may come in their place."""
+        for number in [number for number, node in self._arrived.items() if node.channel.is_over]:
+            self._arrived.pop(number).channel.close()
+        return self._arrived
 
     def gone_ranks(self) -> list[int]:
         """The ranks of nodes that were lost."""
@@ -147,8 +155,9 @@ class LeadingNode:
         if from_copies and self._copies is not None and going_on is not None:
             try:
                 bring_copies(self._copies, self._key, going_on.step, self._slots)
-            except SealedSocketError as error:
-                raise WorkerError(f"copies to go on from cannot be had: {error}", is_lost=True) from None
+            except HolderLostError as error:  # others may have what it alone was asked for, or copies of an earlier step
+                holder = next(number for number, node in self._nodes.items() if node.address == error.holder)
+                raise self._lost(holder, f"does not hand out its copies: {str(error).rstrip('.')}") from None
         nodes = self._mirror_copies()
         self._start = lambda members, port: Start(
             self._attempt, tuple(members), self.host, port, plan_to_dict(request.plan), request.resume,
@@ -210,20 +219,20 @@ class LeadingNode:
         """The newest step below `before` of which all nodes that are there have every rank's copy."""
         return max((step for step, _ in self._whole() if step < before), default=None)
 
-    def keep(self, step: int | None) -> None:
-        """The next order is to go on from the copies of this step; the others are of no more use."""
+    def go_back(self, step: int | None) -> None:
+        """The next order is to go on from the copies of this step; those of later ones are of no more use."""
         held = dict(self._whole()).get(-1 if step is None else step, ())
         own = set() if self._copies is None else {slot for slot, head in self._copies.held() if head.step == step}
         self._slots = {slot: self.address if slot in own else self._holder(slot, step) for slot in held}
         for node in self._nodes.values():
-            node.held = tuple(one for one in node.held if one.step == step)
+            node.held = tuple(one for one in node.held if step is not None and one.step <= step)
         if self._copies is not None:
-            self._copies.keep(step)
+            self._copies.go_back(step)
 
     def write_checkpoint(self, step: int, writer: CheckpointWriter) -> None:
         """Brings the copies of a step here, and writes them down."""
         assert self._copies is not None
-        self.keep(step)
+        self.go_back(step)
         bring_copies(self._copies, self._key, step, self._slots)
         self._copies.write_checkpoint(step, writer)
 
@@ -269,9 +278,9 @@ class LeadingNode:
     def _mirror_copies(self) -> dict[int, NodeAddress]:
         """From now on copies of this node go to the next of the nodes that there are, which are returned."""
         nodes = {self.number: self.address, **{number: node.address for number, node in self._nodes.items()}}
-        self._end_mirror()
         if self._copies is not None:
-            self._mirror = CopyMirror(self._copies, self.ranks[self.number], self._key, next_node(self.number, nodes))
+            other = next_node(self.number, nodes)
+            self._mirror = CopyMirror(self._copies, self.ranks[self.number], self._key, other, self._mirror)
         return nodes
 
     def _end_mirror(self) -> None:
@@ -311,7 +320,7 @@ class LeadingNode:
             return "a node can join only a run that keeps copies to go on from: --on-death recover, and --copies above 0."
         if hello.node < self.number:
             return f"node {hello.node} cannot join a run that node {self.number} leads: the ranks of the one that leads come first."
-        if (there := self._nodes.get(hello.node) or self._arrived.get(hello.node)) is not None:
+        if (there := self._nodes.get(hello.node) or self._waiting().get(hello.node)) is not None:
             return f"--node-rank is {hello.node}, but there is such a node already, at {there.address.host}."
         different = list(differing_facts(self._facts, hello.facts, f"on node {self.number}"))
         return f"node {hello.node} was started for something else than node {self.number}:\n" + "\n".join(different) if different else ""

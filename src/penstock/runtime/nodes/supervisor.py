@@ -52,7 +52,7 @@ from penstock.runtime.run_predictions import keep_inputs
 from penstock.runtime.telemetry.process_files import NODE, forget_processes, named_process
 from penstock.runtime.telemetry.status import StatusBoard
 from penstock.runtime.telemetry.steps import read_steps
-from penstock.runtime.workers import PoolSite, WorkerError, WorkerPool
+from penstock.runtime.workers import BeginAnew, PoolSite, WorkerError, WorkerPool
 from penstock.timing.disturbance import DisturbanceStrike
 
 __all__ = ["Supervisor", "hearing", "with_safe_step"]
@@ -65,7 +65,7 @@ _RUN_S = 365 * 24 * 3600.0
 """A run may take as long as it takes; a rank that dies is noticed at once all the same."""
 
 
-class _NodeJoins(Exception):
+class _NodeJoins(BeginAnew):
     """All ranks are to begin anew, with those of a node that has come."""
 
 
@@ -170,7 +170,8 @@ class Supervisor:
         def tell(led: LedBy) -> None:
             write_led(request.out, msgspec.structs.replace(led, term=term, command=node.command, folder=os.getcwd()))
 
-        nodes = LeadingNode(number, met_at, node_key(), ranks, node_facts(request, self._watching), copies, tell)
+        expected = () if taken is None else taken.expected
+        nodes = LeadingNode(number, met_at, node_key(), ranks, node_facts(request, self._watching), copies, tell, expected)
         end: End | Leaving = End("the node that leads has ended.")
         try:
             with beating(lock):
@@ -209,20 +210,22 @@ class Supervisor:
     def _follow(self, place: NodePlace, copies: Copies | None, progress: Progress | None) -> TrainResult:
         """Trains as a node that does as another says; when that is lost, as another says, or as the one that leads."""
         request, ranks, led, wait_s = self.request, ranks_here(self.request), LedBy(0, place.host, place.port, 0), CALL_S
+        node: FollowingNode | None = None
         with Interrupts(self._ask_to_end, quiet=True):
             while True:
                 try:
                     where = replace(place, host=led.host, port=led.port)
                     facts = node_facts(request, self._watching)
+                    started = None if node is None else node.started
                     with (
-                        closing(FollowingNode(where, node_key(), ranks, facts, copies, wait_s)) as node,
+                        closing(FollowingNode(where, node_key(), ranks, facts, copies, wait_s, started)) as node,
                         self._pool(copies, PoolSite(ranks, node.address, node)) as pool,
                         named_process(request.out, place.number, request.device, NODE),
                     ):
                         ended_by = node.follow(pool, request, self._job, self._watching, threads_here(request, request.plan))
                     return TrainResult(self._first_step, 0, (), (), 0.0, 0.0, {}, None, ended_by)
                 except LeaderLostError as error:
-                    if request.on_death != RECOVER or node.started is None:
+                    if request.on_death != RECOVER or node is None or node.started is None:
                         raise
                     found = succeed(request.out, place.number, led.term, str(error))
                     if isinstance(found, LedBy):
@@ -253,7 +256,8 @@ class Supervisor:
                         if isinstance(told, MayLeave):
                             raise NodeLeaves
                         hear(told)
-                        self._let_join(told, nodes)
+                        if not pool.has_failed:
+                            self._let_join(told, nodes)
 
                 job = (self._job, request, planners.handover, token, self._watching, going_on)
                 found: list[TrainResult] = pool.run(*job, timeout_s=_RUN_S, listen=listen)
@@ -284,7 +288,9 @@ class Supervisor:
         return going_on
 
     def _given_up(self, error: PenstockError, recovery: RunRecovery | None) -> PenstockError:
-        """What ends the run, with the step that is safe: that of the newest copies too, unless they cannot be written down."""
+        """What ends the run and why, with the step that is safe: that of the newest copies too, unless they cannot be written down."""
+        if recovery is not None and recovery.gave_up:
+            error = type(error)(f"{str(error).rstrip()}\n{recovery.gave_up}")
         try:
             if recovery is not None:
                 recovery.save_copies()

@@ -136,10 +136,11 @@ class Copies:
         """The newest step below `before` of which every rank has left its copy."""
         return max((step for step, _ in self._whole() if step < before), default=None)
 
-    def keep(self, step: int | None) -> None:
-        """Forgets the copies of all other steps, to which training does not go back; no process may be writing."""
+    def go_back(self, step: int | None) -> None:
+        """Forgets the copies of later steps than that to which training goes back, or all; no process may be writing. Older ones stay until
+        they are written over: a part of the copies of this step may yet be lost with its node."""
         for slot in range(self.num_processes * SLOTS):
-            if step is None or self.head(slot).step != step:
+            if step is None or self.head(slot).step > step:
                 self._memory.write(slot * _SLOT_BYTES, bytes(_HEAD.size))
 
     def held(self) -> Iterator[tuple[int, SlotHead]]:

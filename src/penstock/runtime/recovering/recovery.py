@@ -54,8 +54,8 @@ class CopiesLeft(Protocol):
     def newest(self, before: int) -> int | None:
         """The newest step below `before` of which every rank has left its copy."""
 
-    def keep(self, step: int | None) -> None:
-        """Forgets the copies of all other steps."""
+    def go_back(self, step: int | None) -> None:
+        """Forgets the copies of later steps, or all."""
 
     def write_checkpoint(self, step: int, writer: CheckpointWriter) -> None:
         """Writes those of a step down as a checkpoint."""
@@ -80,6 +80,8 @@ class RunRecovery:
         some lost others."""
         self._lost: tuple[str, int, tuple[int, ...], int, float] | None = None
         """Event, step, ranks, steps behind it, and when: of a death that no step has followed yet."""
+        self.gave_up = ""
+        """Why the run has to end with the last death."""
 
     @property
     def done(self) -> int:
@@ -128,10 +130,11 @@ class RunRecovery:
         end. The machines of the ranks that are `gone` are lost: they cannot have others. Of ranks that only lost a peer nobody knows
         whether it was their end that failed: no device is taken to be broken by that."""
         since_s = time.monotonic()
-        if not has_left:
+        if not has_left and not set(ranks) <= set(gone):  # what is gone cannot die again
             self._dead.append(() if lost_peer else tuple(ranks))
         self._tell("left" if has_left else "lost", self.done, ranks, text.partition("\n")[0].rstrip("."))
         if len(self._dead) >= MOST_DEATHS:
+            self.gave_up = f"{MOST_DEATHS} deaths came before step {self.done} was done: the next processes would meet another."
             return None
         is_broken = not lost_peer and self._dead.count(tuple(ranks)) >= _BROKEN_DEATHS
         left_out = sorted({rank for rank in self.members if rank in gone or (is_broken and rank in ranks)})
@@ -143,8 +146,9 @@ class RunRecovery:
                     self.request = replace(self.request, plan=self._witness.smaller_plan(self.request.plan, left_out, left))
                 is_smaller = len(self.request.plan.ranks) < len(before.ranks)
                 self.members, event, who = tuple(left), "shrunk" if is_smaller else "replaced", tuple(left_out)
-            except PenstockError:  # there is none: on a machine that is there another process may still live
+            except PenstockError as error:  # there is none: on a machine that is there another process may still live
                 if gone:
+                    self.gave_up = str(error)
                     return None
         return self._from_newest(event, who, since_s)
 
@@ -156,7 +160,7 @@ class RunRecovery:
     def _from_newest(self, event: str, who: tuple[int, ...], since_s: float) -> GoingOn:
         found = self._newest()
         if self._copies is not None:
-            self._copies.keep(found.step if found.from_copies else None)
+            self._copies.go_back(found.step if found.from_copies else None)
         go_back(self.request.out, found.step, self.request.plan)
         if self._lost is not None:  # one died while others took the place of another: both are told of when it is over
             who = tuple(sorted({*who, *self._lost[2]})) if self._lost[0] == event else who
