@@ -47,7 +47,7 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     reader = threading.Thread(target=lambda: got.append(pipe.read_text()))
     reader.start()
     write_text(pipe, "text")
-    reader.join(10)
+    reader.join(250)
     assert got == ["text"] and pipe.is_fifo()
 
 
