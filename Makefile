@@ -49,8 +49,10 @@ $(VENV)/.compiled: $(VENV)/.installed $(KERNELS)
 demo: setup
 	$(BIN)/penstock demo
 
-# Each process would compile all tests anew, for seconds, where Python was told to keep nothing compiled.
+# Each process would compile all of Penstock and all tests anew, for seconds, where it is not on disk, or Python was told to keep nothing
+# compiled.
 test: setup redis-server peers
+	@$(BIN)/python -m compileall -q src
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TESTERS) --dist worksteal -r s
 
 # Systems whose own code reads our exports in the tests; where they cannot be installed those tests are skipped and say so.

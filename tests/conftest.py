@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
+from compiled_tests import compile_tests
 from hypothesis import settings
 from shared_server import offer_server, take_server
 
@@ -31,11 +32,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The process that has others run tests starts the server for them."""
+    """The process that has others run tests starts the server for them, and compiles the tests meanwhile."""
     if hasattr(config, "workerinput"):
         take_server()
     elif config.getoption("numprocesses", None):
         offer_server()
+        compile_tests(config, Path(__file__).parent)
 
 
 LONG = (

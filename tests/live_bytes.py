@@ -35,8 +35,11 @@ class Made(TorchDispatchMode):
         return sum(size for ref, size in self.storages.values() if not ref.expired())
 
 
-def measured_bytes(chain: Chain, model: Model, batch: Batch, start: int, stop: int, recompute: Any = (), tp: int = 1) -> int:
-    """Bytes that the graph of ops `start` to `stop` holds, besides weights and what belongs to the micro-batch."""
+def measured_bytes(
+    chain: Chain, model: Model, batch: Batch, start: int, stop: int, recompute: Any = (), tp: int = 1, told: int | None = None
+) -> int:
+    """Bytes that the graph of ops `start` to `stop` holds, besides weights and what belongs to the micro-batch; as soon as they are as
+    `told`, since the threads of a collective let go of its tensors a while after it is done."""
     part, dtype, device = Chain(chain.ops[start:stop], model.ops[start:stop]), TORCH_DTYPES[model.dtype], batch.labels.device
     specs = model.carry_before(start)
     leaves = {spec.name: torch.ones(spec.shape(batch.shape, tp), dtype=dtype, device=device, requires_grad=True) for spec in specs}
@@ -50,13 +53,11 @@ def measured_bytes(chain: Chain, model: Model, batch: Batch, start: int, stop: i
     made = Made()
     with made:
         graph = run()
-    sizes = [made.alive_bytes()]
-    if tp > 1:  # The threads of a collective let go of its tensors a moment after it is done.
-        while len(sizes) < 4 or len(set(sizes[-4:])) > 1:
-            time.sleep(0.02)
-            sizes.append(made.alive_bytes())
+    deadline = time.monotonic() + 100
+    while (found := made.alive_bytes()) != told and told is not None and time.monotonic() < deadline:
+        time.sleep(0.002)
     del graph
-    return sizes[-1]
+    return found
 
 
 def as_on_cpu(model: Model, batch: Batch) -> Model:

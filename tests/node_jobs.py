@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,12 +18,6 @@ from penstock.processes.fork_server import SIGNALS, start_process
 from penstock.runtime.request import NodePlace, TrainRequest
 from penstock.runtime.run import Watching
 from penstock.runtime.trainer import PlanTrainer
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def placed(request: TrainRequest, node: int, port: int) -> TrainRequest:

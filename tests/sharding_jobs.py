@@ -17,8 +17,11 @@ from penstock.runtime.worker import Worker
 __all__ = ["count_bytes"]
 
 
-def count_bytes(worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], settings: TrainingSettings) -> tuple[int, int]:
-    """Bytes of all tensors of this process between two steps, and the most before any block of the second step."""
+def count_bytes(
+    worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]], settings: TrainingSettings, told: float
+) -> tuple[int, int]:
+    """Bytes of all tensors of this process between two steps, and the most before any block of the second step. As many as `told` lie there
+    as soon as the threads of a transport have let go of what has arrived."""
     gc.collect()
     before = _alive_bytes()
     rank = open_rank(worker, plan, settings)
@@ -27,22 +30,16 @@ def count_bytes(worker: Worker, plan: Plan, programs: Sequence[Sequence[Program]
     place = rank.world.place
     seen: list[int] = []
     rank.train(programs[0][place])
-    at_rest = _least_bytes() - before
+    at_rest, deadline = _alive_bytes() - before, time.monotonic() + 100
+    while at_rest > told and time.monotonic() < deadline:
+        time.sleep(0.02)
+        gc.collect()
+        at_rest = _alive_bytes() - before
     for stage in rank.stages.values():
         for piece in stage.pieces:
             piece.chain.register_forward_pre_hook(lambda *_: seen.append(_alive_bytes() - before))
     rank.train(programs[1][place])
     return at_rest, max(seen)
-
-
-def _least_bytes() -> int:
-    """The least of a while: threads of a transport may hold what was sent for a moment after it has arrived."""
-    found = []
-    for _ in range(10):
-        gc.collect()
-        found.append(_alive_bytes())
-        time.sleep(0.02)
-    return min(found)
 
 
 def _alive_bytes() -> int:

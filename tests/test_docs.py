@@ -123,7 +123,7 @@ def test_the_commands_run(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
             elif program == "penstock":
                 assert run(arguments) == 0, line
             elif program == "python":
-                assert subprocess.run(f"{sys.executable} {line.partition(' ')[2]}", shell=True, timeout=60).returncode == 0, line
+                assert subprocess.run(f"{sys.executable} {line.partition(' ')[2]}", shell=True, timeout=250).returncode == 0, line
             else:
                 assert program in ("make", "source", ""), line
     assert sum(line.startswith("penstock ") for line in lines) >= 6

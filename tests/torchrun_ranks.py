@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from free_ports import free_port
 from shared_server import stay_with_server
 
 from penstock.processes.fork_server import FORKED, warm_up
@@ -32,9 +32,7 @@ class Ended:
 def run_ranks(arguments: Sequence[str], ranks: Sequence[Mapping[str, str]], folder: Path) -> list[Ended]:
     """`penstock` with these arguments, or the script that the first names with the others, in a process for each of `ranks`, given as
     variables beside those that all of a job have."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    job = {"WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    job = {"WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     texts = [(folder / f"rank-{number}.out", folder / f"rank-{number}.err") for number in range(len(ranks))]
     warm_up()
     processes = [

@@ -47,6 +47,18 @@ class Launched:
         found: int | None = self.process.exitcode
         return found
 
+    def session(self) -> set[int]:
+        """The living processes of its session."""
+        found = set()
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                state, _, _, own = path.read_text().rpartition(")")[2].split()[:4]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(own) == self.pid and state != "Z":
+                found.add(int(path.parent.name))
+        return found
+
     def ended(self) -> tuple[str, str]:
         """What it has said when it has ended."""
         self.process.join()

@@ -180,11 +180,11 @@ def shared_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.
         pytest.skip(f"needs {control}")
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     monkeypatch.setenv("CUDA_MPS_LOG_DIRECTORY", str(tmp_path))
-    subprocess.run([control, "-d"], check=True, timeout=60)
+    subprocess.run([control, "-d"], check=True, timeout=250)
     try:
         yield
     finally:
-        subprocess.run([control], input=b"quit -t 5\n", check=True, timeout=60)
+        subprocess.run([control], input=b"quit -t 5\n", check=True, timeout=250)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -86,7 +86,7 @@ ENDS = "pen-veth-a", "pen-veth-b"
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=250)
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def two_networks() -> Iterator[None]:
 
 def _leave() -> None:
     for name in NAMES:
-        subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20, check=False)
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=250, check=False)
 
 
 def test_a_real_link_that_is_slowed_in_mid_run_is_named(data: str, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_real_link_that_is_slowed_in_mid_run_is_named(data: str, tmp_path: Pat
             time.sleep(0.1)
         for name, end in zip(NAMES, ENDS, strict=True):
             slow = ["tc", "qdisc", "add", "dev", end, "root", "tbf", "rate", "5mbit", "burst", "32kb", "latency", "4s"]
-            subprocess.run(["ip", "netns", "exec", name, *slow], check=True, capture_output=True, timeout=20)
+            subprocess.run(["ip", "netns", "exec", name, *slow], check=True, capture_output=True, timeout=250)
         slowed = last_step(out)  # a machine that is busy with other things may have been named for it before
         while not (named := [one for one in read_events(out) if one.cause == "link" and one.step >= slowed and (one.factor or 0) > 5]):
             assert all(run.status is None for run in runs), (out / EVENTS).read_text()

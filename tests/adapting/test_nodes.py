@@ -13,7 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from node_jobs import free_port, one_core, other_node, placed
+from free_ports import free_port
+from node_jobs import one_core, other_node, placed
 
 from penstock.adapting.deaths import RunWitness
 from penstock.adapting.events import read_events

@@ -29,7 +29,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_demo_runs_and_runs_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_runs_and_runs_again(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "demo"
     assert run(["demo", "--out", str(folder), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -47,6 +47,9 @@ def test_the_demo_runs_and_runs_again(tmp_path: Path, capsys: pytest.CaptureFixt
     assert written.predicted is not None and written.predicted.time_s == told["plans"][0]["time_s"]
     assert all(row["tp"] == 1 for row in told["plans"])
 
+    demo = import_module("penstock.cli.demo")
+    monkeypatch.setattr(demo, "_STEPS", 3)
+    monkeypatch.setattr(demo, "_MOVING_STEPS", 12)  # two slow ones, after which nobody moves yet
     status, said = on_terminal(["demo", "--out", str(folder)], 80)
     shown = " ".join(" ".join(screen_lines(said)).split())
     assert status == 0 and cut_lines(said, 80) == []

@@ -70,9 +70,9 @@ def test_events_are_followed_until_the_run_ends(folder: Path, capsys: pytest.Cap
     held = threading.Event()
     other = threading.Thread(target=train)
     other.start()
-    held.wait(10)
+    held.wait(250)
     assert run(["events", str(folder), "--follow"]) == 0
-    other.join(10)
+    other.join(250)
     assert capsys.readouterr().out.count("noticed") == 2
 
 

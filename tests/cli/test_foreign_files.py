@@ -20,7 +20,7 @@ from penstock.runtime.request import TrainRequest
 from penstock.runtime.trainer import PlanTrainer
 
 VALUES = (None, True, -1, 0, 1.5, 10**29, 10**400, float("nan"), float("inf"), 1e300, "x", "\x1b[2J", "9" * 5000, "\ud800", [0], ["x"], {})
-TRIED = 100
+TRIED = 50
 """Of each kind; which ones depends on the seed alone."""
 
 

@@ -50,9 +50,9 @@ def job(folder: Path, error: PenstockError | None, answers: bool = True) -> Iter
     held = threading.Event()
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    assert held.wait(10)
+    assert held.wait(250)
     yield
-    thread.join(10)
+    thread.join(250)
 
 
 def test_a_job_that_moves(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

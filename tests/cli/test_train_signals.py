@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from node_jobs import free_port
+from free_ports import free_port
 from warm_launchers import Launched, launched
 
 from penstock.cli import main
@@ -35,19 +35,6 @@ def folder(data: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(folder: Path, run: Path, steps: int, *options: str) -> list[str]:
     return ["train", str(folder / "plan.json"), "--data", str(folder / "data"), "--steps", str(steps), "--out", str(run), *options]
-
-
-def processes_of(session: int) -> set[int]:
-    """The living processes of a session."""
-    found = set()
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, own = path.read_text().rpartition(")")[2].split()[:4]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(own) == session and state != "Z":
-            found.add(int(path.parent.name))
-    return found
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -84,7 +71,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_go_on_from(folder: Path, tmp_path: Path) 
     done = len(losses_of(run))
     assert f"SIGINT ended the run after {done} of {ENDLESS:,} steps" in err and f"go on from there with `--resume {run}`" in err
     assert "Traceback" not in err and f"trained {done} steps" in told
-    eventually(lambda: not processes_of(launcher.pid))
+    eventually(lambda: not launcher.session())
     assert Checkpoint(find_checkpoint(run)).step == done
     for out, options in ((run, ("--resume", str(run))), (tmp_path / "straight", ())):
         assert main.run(command(folder, out, done + 2, *options)) == 0
@@ -95,7 +82,7 @@ def test_a_second_one_ends_at_once(folder: Path, tmp_path: Path) -> None:
     """Also while a step never ends, here because its processes are stopped."""
     run = tmp_path / "run"
     with begun(folder, run) as (launcher,):
-        workers = [pid for pid in processes_of(launcher.pid) if Path(f"/proc/{pid}/comm").read_text().startswith("rank ")]
+        workers = [pid for pid in launcher.session() if Path(f"/proc/{pid}/comm").read_text().startswith("rank ")]
         assert len(workers) == 2
         for pid in workers:
             os.kill(pid, signal.SIGSTOP)
@@ -106,7 +93,7 @@ def test_a_second_one_ends_at_once(folder: Path, tmp_path: Path) -> None:
         os.kill(launcher.pid, signal.SIGTERM)
         _, err = launcher.ended()
     assert launcher.status == 143 and "SIGTERM: the run ends at once" in err and "Traceback" not in err
-    eventually(lambda: not processes_of(launcher.pid))
+    eventually(lambda: not launcher.session())
     assert not list((run / "checkpoints").glob("save-*"))
 
 
@@ -120,5 +107,5 @@ def test_sigterm_as_processes_of_torchrun_get_it(folder: Path, tmp_path: Path) -
         err = "".join(rank.ended()[1] for rank in ranks)
     done = len(losses_of(run))
     assert err.count(f"SIGTERM ended the run after {done} of {ENDLESS:,} steps") == 1, err
-    assert [rank.status for rank in ranks] == [143, 143] and not any(processes_of(rank.pid) for rank in ranks)
+    assert [rank.status for rank in ranks] == [143, 143] and not any(rank.session() for rank in ranks)
     assert Checkpoint(find_checkpoint(run)).step == done

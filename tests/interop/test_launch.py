@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from free_ports import free_port
 
 from penstock.clusters import Cluster, resolve_cluster
 from penstock.errors import InputError
@@ -172,10 +172,7 @@ def test_two_local_agents_really_meet(tmp_path: Path) -> None:
     over = tmp_path / "over"
     over.write_text('#!/usr/bin/env bash\nshift\nexec bash -c "$1"\n')
     over.chmod(0o755)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {**os.environ, "HOSTS": "127.0.0.1 127.0.0.1", "REMOTE_SHELL": str(over), "MASTER_PORT": str(port),
+    environment = {**os.environ, "HOSTS": "127.0.0.1 127.0.0.1", "REMOTE_SHELL": str(over), "MASTER_PORT": str(free_port()),
                    "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}  # fmt: skip
     command = ["bash", str(script), str(tmp_path / "out folder")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from free_ports import free_port
 
 from penstock.cli.main import run
 from penstock.costs.measured_links import measured_links
@@ -82,8 +82,7 @@ def profile_links(environment: dict[str, str], path: str) -> None:
 
 def test_two_ranks_measure_their_link(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for rank in [start_process(f"rank {rank}", profile_links, {**place, "RANK": str(rank)}, str(path)) for rank in range(2)]:
         rank.join()
         assert rank.exitcode == 0

@@ -142,9 +142,8 @@ def test_a_hanging_planner_is_replaced_and_the_losses_stay(case: Case, tmp_path:
             for pid in own_planners():
                 os.kill(pid, signal.SIGSTOP)
 
-    planning = PlanningSettings(hang_s=8.0)
     with caplog.at_level(logging.WARNING):
-        found = PlanTrainer(replace(case.request, out=str(tmp_path / "run"), planning=planning)).train(told)
+        found = PlanTrainer(replace(case.request, out=str(tmp_path / "run"), planning=PlanningSettings())).train(told)
     assert list(found.losses) == case.losses
     assert "planner 0 hung at iteration" in caplog.text
 
@@ -225,12 +224,12 @@ def test_a_planner_without_progress_on_a_store_that_answers_ends_the_run_with_a_
 
     try:
         with pytest.raises(WorkerError) as ended:
-            PlanTrainer(replace(case.request, out=str(out), planning=PlanningSettings(wait_s=8.0))).train(told)
+            PlanTrainer(replace(case.request, out=str(out), planning=PlanningSettings(wait_s=250.0))).train(told)
     finally:
         over.set()
     done, said = steps_done(out), " ".join(str(ended.value).split())
     assert 3 < done < STEPS
-    why = r"nothing came for 8 s in the store at 127|another rank gets no more programs|cannot be planned: its planner hung, 3 times"
+    why = r"another rank gets no more programs|cannot be planned: its planner hung, 3 times"
     assert re.search(why, said)
     assert f"The run ended after {done} steps. Step {done} is safe. Go on with:" in said and f"--resume {out}" in said
     assert list((out / "checkpoints").glob(f"*step-{done}"))

@@ -17,7 +17,8 @@ from penstock.models.ops import Split
 from penstock.schedules.rules import DEFAULT_SCHEDULE, SEARCHED_SCHEDULES
 from penstock.search import Outcome, Request, search, search_plans
 
-SETTINGS = (("gpt-350m", "4xt4", 8), ("gpt-350m", "2xa100-40gb+2xv100-16gb", 8))
+SHORT = str(Path(__file__).parents[1] / "short_gpt.yaml")
+SETTINGS = ((SHORT, "4xt4", 8), (SHORT, "2xa100-40gb+2xv100-16gb", 8))
 CHOICES = [names for size in (1, 2, 3) for names in combinations(SEARCHED_SCHEDULES, size)]
 
 
@@ -26,7 +27,7 @@ def found(setting: tuple[str, str, int], schedules: tuple[str, ...]) -> Outcome:
     return search_plans(*setting, schedules=schedules, micro_batches=(1,))
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: f"{setting[0]}-{setting[1]}")
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting[1])
 @pytest.mark.parametrize("schedules", CHOICES, ids=",".join)
 def test_any_choice_of_schedules_is_searched_and_proven(setting: tuple[str, str, int], schedules: tuple[str, ...]) -> None:
     outcome = found(setting, schedules)
@@ -34,7 +35,7 @@ def test_any_choice_of_schedules_is_searched_and_proven(setting: tuple[str, str,
     assert 0 < outcome.bound_s <= outcome.formula_s
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: f"{setting[0]}-{setting[1]}")
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting[1])
 def test_no_plan_is_below_the_bound_of_a_search_that_might_have_found_it(setting: tuple[str, str, int]) -> None:
     for schedules in CHOICES:
         for fewer in CHOICES:

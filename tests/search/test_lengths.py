@@ -156,6 +156,6 @@ def test_what_fits_nowhere_is_said() -> None:
     with pytest.raises(InfeasibleError, match="The model takes 256 positions"):
         search_for_lengths(request(), [*lengths(60, 256), SampleLengths(60, 300)])
     with pytest.raises(InfeasibleError, match=r"--memory-limit allows 1\.0 GB"):
-        search_for_lengths(request("gpt-1.3b", limit=1e9), lengths(60, 256))
+        search_for_lengths(request("gpt-1.3b", "1xa100-40gb", limit=1e9), lengths(60, 256))
     with pytest.raises(InputError, match="takes images"):
         search_for_lengths(request("vgg16"), lengths(60, 256))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from counted_work import counted_calls
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_struct
@@ -199,19 +200,19 @@ def test_it_observes_an_executor(tmp_path: Path) -> None:
     assert (found.spans["start_ns"][1:] >= found.spans["end_ns"][:-1]).all()
 
 
-def test_a_span_costs_less_than_a_microsecond(tmp_path: Path) -> None:
-    """Processor time, the best of a few tries: the machine may be busy with something else."""
-    count = 20_000
-    recorder = SpanRecorder(tmp_path / "a.spans", capacity=1 << 20)
+def test_a_span_costs_a_few_calls(tmp_path: Path) -> None:
+    """Its own, that of the ring and that which packs it: half a microsecond."""
+    count = 1000
+    recorder = SpanRecorder(tmp_path / "a.spans", capacity=2 * count)
     recorder.begin(program(*(Forward(1, number, 0, 0) for number in range(count))))
-    best = 1.0
-    for _ in range(5):
-        begin = time.thread_time()
+
+    def all_done() -> None:
         for index in range(count):
             recorder.done(index, 0, 0)
-        best = min(best, (time.thread_time() - begin) / count)
+
+    calls = counted_calls(all_done)
     recorder.close()
-    assert recorder.dropped == 0 and best < 1e-6
+    assert recorder.dropped == 0 and calls < 3.1 * count
 
 
 def ranks_with_clocks(offset_ns: int, drift: float) -> tuple[RankSpans, RankSpans, np.ndarray]:

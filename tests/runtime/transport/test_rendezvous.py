@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from free_ports import free_port
 
 from penstock.processes.fork_server import FORKED, start_process
 from penstock.runtime.transport.rendezvous import join_group
@@ -56,8 +57,7 @@ def meet(environment: dict[str, str], pipe: Connection) -> None:
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
 def test_ranks_of_many_nodes_on_one_machine_too(host: str) -> None:
     """As Slurm starts them: rank 0 serves the store."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     common = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     pipes = [FORKED.Pipe() for _ in range(2)]
     ranks = [start_process(f"rank {rank}", meet, common | {"RANK": str(rank)}, pipe) for rank, (_, pipe) in enumerate(pipes)]

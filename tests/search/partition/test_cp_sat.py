@@ -13,7 +13,7 @@ from penstock.search.space.stage_costs import DevicePool, OptionCosts, StageOpti
 
 pytest.importorskip("ortools", reason="ortools is in the extra 'oracles'")
 
-INSTANCES = 60
+INSTANCES = 30
 
 
 def machine_of(numbers: np.random.Generator, limit: float) -> Machine:
