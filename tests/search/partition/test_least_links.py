@@ -24,7 +24,7 @@ def test_messages_elsewhere_are_those_of_the_estimate(pools: tuple[int, int], si
     stages = [stage_of(*ops, option, family.ranks(option, start, together=False)) for option, ops, start in places]
     plan = assembled(request.frame, stages, 4)
     links = [LeastLinks(family.prices, pool, side_by_side=True, grain=1) for pool in pools]
-    (latency_s, byte_s), (sent, _) = links[1].far(options[1], options[0], links[0]), family.prices.cut_bytes(options[1])
+    (latency_s, byte_s), (sent, _) = links[1].far(options[1], options[0], links[0]), family.prices.messages.cut_bytes(options[1])
     assert request.estimator.estimate(plan).stages[1].work.transfer_in_s == pytest.approx(latency_s + byte_s * sent[middle])
 
 

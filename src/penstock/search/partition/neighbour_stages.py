@@ -143,22 +143,23 @@ class OrderedStages:
         present = sorted({option.pool for option in options})
         grains = {p: math.gcd(family.pools[p].num_devices, *(o.num_devices for o in options if o.pool == p)) for p in present}
         links = {p: LeastLinks(prices, p, side_by_side, grains[p]) for p in present}
-        own, ops = [links[option.pool] for option in options], prices.chain[0]
+        own, ops = [links[option.pool] for option in options], prices.tables.chain[0]
         sizes = {(option.pool, option.num_devices): option for option in options}
         of_size, room = list(sizes), np.array([links[p].room // grains[p] if p in links else 0 for p in range(pools)])
         near = np.array([link.near() for link in own])
         far = np.array([[link.far(o, other, links[other.pool]) for other in sizes.values()] for link, o in zip(own, options, strict=True)])
-        sent = [np.stack(side) / prices.window for side in zip(*map(prices.cut_bytes, options), strict=True)]
-        near_s = [np.ascontiguousarray(near[:, :1] / prices.window + near[:, 1:] * size) for size in sent]
-        far_s = [np.ascontiguousarray(far[:, None, :, 0] / prices.window + far[:, None, :, 1] * size[:, :, None]) for size in sent]
+        sent = [np.stack(side) / prices.family.window for side in zip(*map(prices.messages.cut_bytes, options), strict=True)]
+        near_s = [np.ascontiguousarray(near[:, :1] / prices.family.window + near[:, 1:] * size) for size in sent]
+        far_s = [np.ascontiguousarray(far[:, None, :, 0] / prices.family.window + far[:, None, :, 1] * size[:, :, None]) for size in sent]
+        tied, tied_bytes = prices.tables.tied
         others = [[links[p] for p in present if p != option.pool] for option in options]
         self._stages = NeighbourStages(
             space.offset, space.width, space.times[0], space.hidden_fill_s,
             sums_before([link.whole_after_s(option)[ops] for link, option in zip(own, options, strict=True)]),
-            np.array([link.shared_s(*which, prices.shared[1]) for link, which in zip(own, zip(options, others, strict=True), strict=True)]),
+            np.array([link.shared_s(option, other, tied_bytes) for link, option, other in zip(own, options, others, strict=True)]),
             near_s[0], near_s[1], far_s[0], far_s[1], np.argsort(far_s[0], axis=2), np.argsort(far_s[1], axis=2),
             np.array([option.pool for option in options]), np.array([of_size.index((o.pool, o.num_devices)) for o in options]),
-            np.array([option.num_devices // grains[option.pool] for option in options]), room, prices.shared[0],
+            np.array([option.num_devices // grains[option.pool] for option in options]), room, tied,
             np.array([option.tp for option in options]),
             sums_before([link.group_after_s(option)[ops] for link, option in zip(own, options, strict=True)]),
             np.array([grains.get(p, 1) for p in range(pools)]), _GROUPS,
