@@ -32,7 +32,7 @@ ARROWS = {
     "schedules": "errors",
     "plans": "errors files notebooks clusters models schedules",
     "costs": "errors files clusters models",
-    "timing": "errors files notebooks clusters models schedules plans costs",
+    "timing": "errors files kernels notebooks clusters models schedules plans costs",
     "ordering": "errors schedules timing",
     "batching": "errors files notebooks clusters models schedules plans costs timing ordering",
     "search": "errors processes clusters models schedules plans costs timing batching",
